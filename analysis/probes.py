@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -50,17 +51,15 @@ from dora_pipe.producers.worker.kept_parts import KeptParts
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.role import worker_config
 from dora_pipe.schemas.control import (
-    GroupScored,
     LoggedEntry,
     RequestFailed,
     RunStarted,
-    TakenTrajectory,
     TrajectoriesLogged,
     config_digest,
     error_class,
 )
 from dora_pipe.schemas.identity import derive_seed, group_id, source_of, trajectory_id
-from dora_pipe.schemas.rounds import AnyDecision, GroupSpec, Place, PlacedSibling, ScoreGroup
+from dora_pipe.schemas.rounds import AnyDecision, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.fallbacks import Fallbacks
 from dora_pipe.store.model_dir import write_policy_dir
@@ -75,9 +74,6 @@ VERSION: Final = 1
 """Of the probed weights in that log."""
 
 REASON: Final = "an evaluation by a probe"
-
-SCORED_MAX: Final = 64
-"""Groups that one worker scores before it leaves."""
 
 Values = Sequence[float | None]
 Report = Callable[[str, float, float | None], None]
@@ -224,6 +220,11 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
             f"evaluation {config.evaluation.name!r} of this run has no rows",
             hint="evaluation.prompts",
         )
+    if source_of("eval", config.evaluation.name) in started.scored_together:
+        raise UsageError(
+            f"evaluation {config.evaluation.name!r} scores its trajectories in groups",
+            hint="--probe module:function",
+        )
     report("opening the task", 0, None)
     with closing(KeptParts(open_engine)) as kept:
         pools = [kept.pool(one.task, clock=SystemClock()) for one in pool_specs(config)]
@@ -273,22 +274,9 @@ class EvaluationDraws:
         """How many rows the evaluation has."""
         return evaluation_rows(self.started, self.evaluation)
 
-    @property
-    def together(self) -> bool:
-        """Whether the trajectories of a group are also scored together."""
-        return source_of("eval", self.evaluation.name) in self.started.scored_together
-
     def draw(self, number: int) -> Draw:
         """The group and trajectory of a draw."""
         return divmod(number, self.evaluation.siblings)
-
-    def needed(self, draws: range) -> list[Draw]:
-        """What to sample for these draws: whole groups where those are scored together."""
-        wanted = [self.draw(number) for number in draws]
-        if not self.together:
-            return wanted
-        groups = dict.fromkeys(group for group, _ in wanted)
-        return [(group, one) for group in groups for one in range(self.evaluation.siblings)]
 
     def spec(self, ordinal: int, digest: str) -> GroupSpec:
         """The group with this ordinal, for weights with this digest."""
@@ -308,69 +296,38 @@ class EvaluationDraws:
 
 @dataclass(slots=True, kw_only=True)
 class _Answers:
-    """What became of requests and groups, as a log has it."""
+    """The trajectories and failed requests of a log."""
 
     attempts_max: int
-    entries: dict[str, tuple[int, LoggedEntry]] = field(default_factory=dict)
-    """The first entry of each trajectory, after the incarnation of its worker."""
+    entries: dict[str, LoggedEntry] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
-    """Errors of requests and groups that are not asked again."""
-    scores: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    """Errors of requests that are not asked again."""
     faults: Counter[str] = field(default_factory=Counter)
-    """Failed attempts at a trajectory or a group."""
+    """Failed attempts, by trajectory."""
 
     def add(self, fact: Any) -> bool:
         """Take the next control record; whether it is an answer."""
         match fact:
             case TrajectoriesLogged():
                 for one in fact.trajectories:
-                    self.entries.setdefault(one.trajectory, (fact.epoch, one))
+                    self.entries.setdefault(one.trajectory, one)
             case RequestFailed():
-                error = f"{fact.error}: {fact.message}"
-                self._failed(fact.trajectory, error, retryable=fact.retryable)
-            case GroupScored() if fact.error:
-                self._failed(fact.group, fact.error, retryable=fact.retryable)
-            case GroupScored():
-                self.scores[fact.group] = {one.trajectory: one.reward for one in fact.siblings}
+                self.faults[fact.trajectory] += 1
+                if not fact.retryable or self.faults[fact.trajectory] >= self.attempts_max:
+                    self.lost[fact.trajectory] = f"{fact.error}: {fact.message}"
             case _:
                 return False
         return True
 
-    def _failed(self, name: str, error: str, *, retryable: bool) -> None:
-        self.faults[name] += 1
-        if not retryable or self.faults[name] >= self.attempts_max:
-            self.lost[name] = error
+    def reward(self, name: str) -> float | None:
+        """The reward of a trajectory, None without a valid one."""
+        entry = self.entries.get(name)
+        return None if entry is None else entry.reward
 
-    def valid(self, group: str, size: int) -> tuple[TakenTrajectory, ...]:
-        """The trajectories of a group with a valid reward of their own, in order."""
-        names = (trajectory_id(group, one) for one in range(size))
-        found = (self.entries[name] for name in names if name in self.entries)
-        return tuple(_taken(epoch, one) for epoch, one in found if one.reward is not None)
-
-    def value(self, draw: Draw, *, together: bool) -> float | None:
-        """The value of a draw; None without a valid reward."""
-        group = group_id("eval", draw[0])
-        _, entry = self.entries.get(_name(draw), (0, None))
-        if entry is None or entry.reward is None or not together:
-            return None if entry is None else entry.reward
-        return self.scores.get(group, {}).get(entry.trajectory)
-
-    def error(self, draw: Draw) -> str:
-        """The class of the error of a draw without a value."""
-        _, entry = self.entries.get(_name(draw), (0, None))
-        own = self.lost.get(_name(draw), "") if entry is None else entry.error
-        return error_class(own or self.lost.get(group_id("eval", draw[0]), ""))
-
-
-def _taken(epoch: int, entry: LoggedEntry) -> TakenTrajectory:
-    return TakenTrajectory(
-        trajectory=entry.trajectory,
-        attempt=entry.attempt,
-        epoch=epoch,
-        partition=entry.partition,
-        offset=entry.offset,
-        sha256=entry.sha256,
-    )
+    def error(self, name: str) -> str:
+        """The class of the error of a trajectory without a reward."""
+        entry = self.entries.get(name)
+        return error_class(self.lost.get(name, "") if entry is None else entry.error)
 
 
 def _name(draw: Draw) -> str:
@@ -386,8 +343,6 @@ class _Asking:
     log: WorkerLog
     draws: EvaluationDraws
     digest: str
-    _next: int = 0
-    """Where to go on in control."""
 
     def values(
         self, draws: range, ask: Callable[[Joined], None]
@@ -397,99 +352,48 @@ class _Asking:
         Raises InvariantBroken for a worker that leaves without an answer.
         """
         answers = _Answers(attempts_max=self.draws.config.groups.attempts_max)
-        needed, together = self.draws.needed(draws), self.draws.together
-        while True:
-            names = [(one, _name(one)) for one in needed]
-            missing = [
-                one
-                for one, name in names
-                if name not in answers.entries and name not in answers.lost
-            ]
-            unscored = [] if missing or not together else [*self._unscored(needed, answers)]
-            if not missing and not unscored:
-                break
-
-            def joined(
-                setup: WorkerSetup,
-                facts: Mapping[str, TaskFacts],
-                missing: Sequence[Draw] = missing,
-                unscored: Sequence[int] = unscored,
-            ) -> None:
-                self._decide(answers, missing, unscored, setup)
-
-            ask(joined)
-            if not self._read(answers):
+        wanted, read = {_name(draw): draw for draw in map(self.draws.draw, draws)}, 0
+        while missing := wanted.keys() - answers.entries.keys() - answers.lost.keys():
+            left = [draw for name, draw in wanted.items() if name in missing]
+            ask(partial(self._place, answers, left))
+            answered = [answers.add(fact) for _, fact in self.log.control(read)]
+            read = self.log.end
+            if not any(answered):
                 raise InvariantBroken("the worker of the probe left without an answer")
-        wanted = [self.draws.draw(number) for number in draws]
-        values = [answers.value(one, together=together) for one in wanted]
-        errors = (
-            answers.error(one) for one, value in zip(wanted, values, strict=True) if value is None
-        )
-        return values, Counter(errors)
+        values = [answers.reward(name) for name in wanted]
+        pairs = zip(wanted, values, strict=True)
+        return values, Counter(answers.error(name) for name, value in pairs if value is None)
 
-    def _read(self, answers: _Answers) -> bool:
-        """Take the new control records; whether an answer is among them."""
-        found = False
-        for offset, fact in self.log.control(self._next):
-            self._next = offset + 1
-            found = answers.add(fact) or found
-        return found
-
-    def _unscored(self, needed: Iterable[Draw], answers: _Answers) -> Iterator[int]:
-        """Ended groups that wait to be scored together."""
-        for ordinal in dict.fromkeys(group for group, _ in needed):
-            name = group_id("eval", ordinal)
-            ended = name in answers.scores or name in answers.lost
-            if not ended and answers.valid(name, self.draws.evaluation.siblings):
-                yield ordinal
-
-    def _decide(
+    def _place(
         self,
         answers: _Answers,
-        missing: Sequence[Draw],
-        unscored: Sequence[int],
+        wanted: Sequence[Draw],
         setup: WorkerSetup,
+        facts: Mapping[str, TaskFacts],
     ) -> None:
-        decisions: list[AnyDecision] = [
-            *self._places(answers, missing[: setup.requests_max], setup),
-            *(self._score(answers, one, setup) for one in unscored[:SCORED_MAX]),
+        """Have the worker that has joined sample as many draws as it takes."""
+        by_group: dict[int, list[int]] = {}
+        for group, sample in wanted[: setup.requests_max]:
+            by_group.setdefault(group, []).append(sample)
+        places: list[AnyDecision] = [
+            Place(
+                reason=REASON,
+                spec=self.draws.spec(group, self.digest),
+                worker=setup.worker,
+                epoch=setup.epoch,
+                siblings=tuple(
+                    PlacedSibling(sibling=one, attempt=1 + answers.faults[_name((group, one))])
+                    for one in samples
+                ),
+            )
+            for group, samples in by_group.items()
         ]
         with closing(self.bus.writer()) as writer:
             self.log.decide(
                 writer,
                 setup,
-                decisions,
+                places,
                 version=VERSION,
                 digest=self.digest,
                 now_ns=self.draws.started.at_ns,
             )
-
-    def _places(
-        self, answers: _Answers, wanted: Sequence[Draw], setup: WorkerSetup
-    ) -> Iterator[Place]:
-        by_group: dict[int, list[int]] = {}
-        for group, sample in wanted:
-            by_group.setdefault(group, []).append(sample)
-        for group, samples in by_group.items():
-            placed = (
-                PlacedSibling(sibling=one, attempt=1 + answers.faults[_name((group, one))])
-                for one in samples
-            )
-            yield Place(
-                reason=REASON,
-                spec=self.draws.spec(group, self.digest),
-                worker=setup.worker,
-                epoch=setup.epoch,
-                siblings=tuple(placed),
-            )
-
-    def _score(self, answers: _Answers, ordinal: int, setup: WorkerSetup) -> ScoreGroup:
-        spec = self.draws.spec(ordinal, self.digest)
-        return ScoreGroup(
-            reason=REASON,
-            spec=spec,
-            worker=setup.worker,
-            epoch=setup.epoch,
-            attempt=1 + answers.faults[spec.group],
-            trajectories=answers.valid(spec.group, spec.size),
-        )

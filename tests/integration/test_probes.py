@@ -1,5 +1,5 @@
-"""Evaluations of episodes, and of siblings that are scored together, asked again of any weights: of
-those that the run evaluated they say what its own evaluation said.
+"""Evaluations of episodes, asked again of any weights: those of the run have the
+values of its own evaluation.
 
 Method: runs of the simulated engine, whose tokens are a function of weights, seed and position, and
 environments whose answers follow from what they were told.
@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from dora_pipe.analysis.probes import Probe, Values, opened_probe
-from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.core.errors import TaskError, UsageError
 from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.producers.tasks.calls import GroupCall, GroupRewarded, RewardCall, TaskEvent
-from dora_pipe.schemas.control import GroupScored, decode_control
 from tests.support import fork_stage
 from tests.support.fork_stage import Puzzles, digest, install
 from tests.support.inline_tasks import InlineTasks, failed
@@ -114,28 +112,14 @@ def test_draws_after_the_last_row_have_other_seeds_and_do_not_depend_on_how_they
     assert [*asked.of(probe, 0, 0, 7), *asked.of(probe, 0, 7, 2 * DRAWS + 1)] == whole
 
 
-def scored(run: OpenRun, version: int) -> list[float]:
-    """What the siblings of the run's groups of an evaluation came to together, group by group."""
-    with closing(run.tables()) as tables:
-        names = tables.query(
-            "select group_id from groups where fate = 'evaluated' and version = ? order by row",
-            [version],
-        )
-    facts = records_of(run.bus, ends_of(run.bus, run.topics.control))
-    every = (decode_control(one.value) for one in facts)
-    answers = {one.group: one for one in every if isinstance(one, GroupScored)}
-    return [one.reward for (name,) in names for one in answers[name].siblings]
-
-
-def test_siblings_that_are_scored_together_have_what_their_group_gave_them(
+def test_an_evaluation_that_scores_groups_is_refused_by_name(
     ranked: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with closing(Asked(ranked, monkeypatch)) as asked:
-        probe = asked.begin(Ranked, scores_groups=True)
-        found = asked.of(probe, 1, 0, DRAWS)
-        assert found == scored(asked.run, 1)
-        assert max(one or 0.0 for one in found) > 1.0
-        assert asked.of(probe, 1, 5, 7) == found[5:7], "a part of a group has it as a whole"
+    with (
+        closing(Asked(ranked, monkeypatch)) as asked,
+        pytest.raises(UsageError, match="scores its trajectories in groups"),
+    ):
+        asked.begin(Ranked, scores_groups=True)
 
 
 def without(*lost: int) -> type[Puzzles]:

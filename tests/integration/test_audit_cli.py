@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from dora_pipe.analysis import replay
 from dora_pipe.cli import replay as replay_command
 from dora_pipe.cli.show import _errors
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
@@ -26,7 +27,7 @@ from tests.support.tamper import Tamper
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. Engine and trainer are simulated."""
-    monkeypatch.setattr(replay_command, "make_learner", lambda **_: SimulatedLearner())
+    monkeypatch.setattr(replay, "make_learner", lambda **_: SimulatedLearner())
     monkeypatch.setattr(replay_command, "open_engine", _engine)
     monkeypatch.setattr(replay_command, "Tokenizer", _NoTokenizer)
     return caller(monkeypatch, capsys)
@@ -118,17 +119,24 @@ def test_without_bounds_every_step_is_replayed(call: Call, recorded: RecordedRun
     assert all(one["equal"] and one["digest_replayed"] for one in steps)
 
 
-def test_changed_setting_ends_with_exit_code_6(call: Call, recorded: RecordedRun) -> None:
-    change = "trainer.learning_rate=1.1e-5"
-    code, out, err = call("replay", str(recorded.directory), "--to", "3", "--set", change)
-    assert code == 6
-    assert "DIFFERS, first in weights" in out
-    assert "error: step 0 gave other weights than those committed" in err
+def test_steps_are_retrained_into_a_directory(
+    call: Call, recorded: RecordedRun, tmp_path: Path
+) -> None:
+    words = ("retrain", str(recorded.directory), "--out", str(tmp_path / "out"), "--to", "3")
+    code, out, err = call(*words, "--set", "trainer.learning_rate=1.1e-5")
+    assert code == 0, err
+    assert "first step with other weights than the source's: 0" in out
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    code, _, err = call(*words)
+    assert (code, "holds a retrained model" in err) == (2, True)
 
 
 @pytest.mark.parametrize("change", ["trainer.learning_rate", "run.steps=4", "trainer.x=[1]"])
-def test_setting_that_cannot_be_is_refused(call: Call, recorded: RecordedRun, change: str) -> None:
-    assert call("replay", str(recorded.directory), "--set", change)[0] == 2
+def test_setting_that_cannot_be_is_refused(
+    call: Call, recorded: RecordedRun, tmp_path: Path, change: str
+) -> None:
+    out = str(tmp_path / "out")
+    assert call("retrain", str(recorded.directory), "--out", out, "--set", change)[0] in (2, 3)
 
 
 def test_random_trajectories_are_generated_again(call: Call, recorded: RecordedRun) -> None:

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
 
+from dora_pipe.analysis import replay
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import AGE_MIN_S, PrunePlan, plan_claims, prune_claims
 from dora_pipe.audit.reading import ends_of, records_of
@@ -27,7 +28,6 @@ from dora_pipe.bus.claim_check import ClaimFiles, claim_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.cli import replay as replay_command
 from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import BusError
@@ -157,7 +157,7 @@ def copy(run: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line: exit code, stdout, stderr. The trainer is simulated."""
-    monkeypatch.setattr(replay_command, "make_learner", lambda **_: SimulatedLearner())
+    monkeypatch.setattr(replay, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
 

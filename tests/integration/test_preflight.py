@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.analysis import replay
 from dora_pipe.config.checks import Problem
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
@@ -30,7 +31,6 @@ from tests.support.recorded_run import STEPS, RecordedRun
 
 pytest.importorskip("torch")
 
-from dora_pipe.cli import replay
 from tests.support.user_run import REWARD, TEMPLATE, furnish
 
 NEW_FROM_IT = f"dora-pipe run runs/recorded --from recorded@{STEPS} -o run.name=NEW"

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.analysis import replay
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.catalogue.statuses import read_statuses, role_costs
-from dora_pipe.cli import replay as replay_command
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.status_schedule import WHOLE_EVERY
@@ -73,7 +73,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Record
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls the command line; the trainer is simulated."""
-    monkeypatch.setattr(replay_command, "make_learner", lambda **_: SimulatedLearner())
+    monkeypatch.setattr(replay, "make_learner", lambda **_: SimulatedLearner())
     return caller(monkeypatch, capsys)
 
 

@@ -8,6 +8,7 @@ and a log that knows less than the files beside it.
 from __future__ import annotations
 
 import getpass
+import os
 import shutil
 import tempfile
 import time
@@ -22,7 +23,6 @@ import msgspec
 
 from dora_pipe import __version__
 from dora_pipe.audit.effective_config import check_change
-from dora_pipe.audit.line_file import write_whole
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.config.batches import gradient_notes
@@ -158,11 +158,18 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool, her
         if config.bus.url:
             _make_topics(bus, config)
         directory.path.mkdir(parents=True, exist_ok=True)
-        write_whole(directory.path / BEGINS_WITH, first)
+        _write_whole(directory.path / BEGINS_WITH, first)
         create(config, root)
         if not config.bus.url:
             _make_topics(bus, config)
     return Plan(directory=directory, config=config, first=first)
+
+
+def _write_whole(path: Path, first: msgspec.Struct) -> None:
+    """Write the first record as a file of its own, all or nothing."""
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(first)) + b"\n")
+    partial.replace(path)
 
 
 def sampled_nothing(directory: RunDir, config: Config) -> bool:

@@ -17,7 +17,7 @@ BENCHES: Final[Panels] = {
         "endpoint": ("bench.endpoint:command", "CPU time and memory of agents' calls."),
         "memory": ("bench.step_memory:command", "Peak memory and time of a training step."),
         "versions": ("bench.versions:command", "Time from an optimizer step to a token."),
-        "faults": ("bench.faults.series:command", "Kill roles; exit code 5 unless all is clean."),
+        "faults": ("bench.faults:app", "Kill roles; exit code 5 unless all is clean."),
     },
     "Studies": {
         "paper": ("bench.studies.paper.tables:command", "Published tables, simulated."),

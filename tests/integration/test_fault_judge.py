@@ -5,8 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bench.faults.inject import Ack
-from dora_pipe.bench.faults.judge import Verdict, count_twice, judge, others_lost, read_evidence
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
@@ -17,6 +15,8 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode, sha256_hex
 from tests.support import damage
 from tests.support import orchestrator_records as records
+from tests.support.kill_rounds.inject import Ack
+from tests.support.kill_rounds.judge import Verdict, count_twice, judge, others_lost, read_evidence
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
 from tests.support.worker import VirtualClock

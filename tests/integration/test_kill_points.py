@@ -11,14 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.bench.faults.inject import (
-    FaultBus,
-    FaultStore,
-    FaultWriter,
-    Files,
-    Injector,
-)
-from dora_pipe.bench.faults.order import AppendMoment, FileMoment, Order, Point
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
@@ -26,6 +18,14 @@ from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import PolicyStore
+from tests.support.kill_rounds.inject import (
+    FaultBus,
+    FaultStore,
+    FaultWriter,
+    Files,
+    Injector,
+)
+from tests.support.kill_rounds.order import AppendMoment, FileMoment, Order, Point
 from tests.support.stores import Walk
 
 TOPICS = Topics("r")

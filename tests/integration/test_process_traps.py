@@ -12,8 +12,6 @@ pytest.importorskip("torch")
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bench.faults.inject import Files
-from dora_pipe.bench.faults.order import Order
 from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.schemas.control import (
@@ -29,6 +27,8 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import Unknown
+from tests.support.kill_rounds.inject import Files
+from tests.support.kill_rounds.order import Order
 from tests.support.process_traps import (
     CHECKPOINT_TOKENS,
     KILLED,

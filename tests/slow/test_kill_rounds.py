@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dora_pipe.bench.faults.rounds import DEAD_S
 from tests.support.faults import kill_rounds
+from tests.support.kill_rounds.rounds import DEAD_S
 
 pytestmark = pytest.mark.slow
 

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bench.faults.inject import Files
-from dora_pipe.bench.faults.order import Order, Point
-from dora_pipe.bench.faults.rounds import RoundResult, Session
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.launch.examples import EOS, SPECIAL
 from dora_pipe.launch.run_dir import RunDir
@@ -28,6 +25,9 @@ from dora_pipe.launch.supervisor import Supervisor
 from dora_pipe.schemas.control import WorkerJoined, decode_control
 from dora_pipe.schemas.rounds import Fence, decode_round
 from dora_pipe.schemas.topics import Topics
+from tests.support.kill_rounds.inject import Files
+from tests.support.kill_rounds.order import Order, Point
+from tests.support.kill_rounds.rounds import RoundResult, Session
 from tests.support.tidy import ROOT
 
 SEED: Final = 5
@@ -77,7 +77,7 @@ def run_traps(folder: Path, *, limit_s: float) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.process_traps", str(folder)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

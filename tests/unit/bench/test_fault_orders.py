@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.bench.faults.order import (
+from dora_pipe.bus.port import Append
+from dora_pipe.schemas.control import RoleStarted
+from dora_pipe.schemas.rounds import Round, TakeBatch
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory import Progress
+from dora_pipe.schemas.trajectory_codec import encode_progress
+from dora_pipe.schemas.wire import encode
+from tests.support.kill_rounds.order import (
     AGAIN_S_MAX,
     AIMED,
     BROKER,
@@ -28,13 +35,6 @@ from dora_pipe.bench.faults.order import (
     order_of,
     record_is,
 )
-from dora_pipe.bus.port import Append
-from dora_pipe.schemas.control import RoleStarted
-from dora_pipe.schemas.rounds import Round, TakeBatch
-from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Progress
-from dora_pipe.schemas.trajectory_codec import encode_progress
-from dora_pipe.schemas.wire import encode
 
 RECORDS = 100
 TOPICS = Topics("r")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from dora_pipe.bench.faults.hunt import recovered_s
-from dora_pipe.bench.faults.inject import Ack, Files, Hit
+from tests.support.kill_rounds.hunt import recovered_s
+from tests.support.kill_rounds.inject import Ack, Files, Hit
 
 NAMES = ("w0", "trainer")
 S = 10**9

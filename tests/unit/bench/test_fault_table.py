@@ -9,21 +9,20 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from dora_pipe.bench.commands import app
-from dora_pipe.bench.faults import series as faults
-from dora_pipe.bench.faults.inject import Hit
-from dora_pipe.bench.faults.judge import Verdict
-from dora_pipe.bench.faults.order import Order, Point
-from dora_pipe.bench.faults.rounds import (
+from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.store.copies import MADE
+from dora_pipe.store.store import PolicyStore
+from tests.support.kill_rounds import series as faults
+from tests.support.kill_rounds.inject import Hit
+from tests.support.kill_rounds.judge import Verdict
+from tests.support.kill_rounds.order import Order, Point
+from tests.support.kill_rounds.rounds import (
     CONTROL_FACTS,
     WHOLE_EVERY,
     RoundResult,
     damage_copies,
     round_config,
 )
-from dora_pipe.core.errors import InvariantBroken, UsageError
-from dora_pipe.store.copies import MADE
-from dora_pipe.store.store import PolicyStore
 from tests.support.stores import publish_walk
 
 ORDER = Order(
@@ -112,7 +111,7 @@ def test_clean_rounds_leave_nothing_behind(
 
 
 def test_an_unknown_role_is_refused_with_the_roles_there_are(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["faults", "--role", "broker"])
+    done = CliRunner().invoke(faults.app, ["--role", "broker"])
     assert isinstance(done.exception, UsageError)
     assert done.exception.message == "no role 'broker' on sqlite"
     assert done.exception.hint == "one of worker, trainer, orchestrator"
@@ -130,7 +129,7 @@ def test_an_unknown_role_is_refused_with_the_roles_there_are(tmp_path: Path) -> 
 def test_a_bus_that_cannot_be_is_refused_before_anything_starts(
     options: list[str], words: str
 ) -> None:
-    done = CliRunner().invoke(app, ["faults", *options])
+    done = CliRunner().invoke(faults.app, options)
     assert isinstance(done.exception, UsageError)
     assert done.exception.message == words
 

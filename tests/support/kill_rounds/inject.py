@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.bench.faults.order import Order, Point
 from dora_pipe.bus.base import BusWrapper
 from dora_pipe.bus.port import Append, Bus, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
@@ -25,6 +24,7 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import PolicyStore, PublishedVersion
+from tests.support.kill_rounds.order import Order, Point
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):

@@ -1,9 +1,9 @@
 """Plays kill rounds: real roles, each in a process of its own.
 
-A role here is the production role with its ports wrapped (`bench.faults.inject`); who is killed
-when was decided by `bench.faults.order`, and random moments are met by `bench.faults.hunt`. The
+A role here is the production role with its ports wrapped (`kill_rounds.inject`); who is killed
+when was decided by `kill_rounds.order`, and random moments are met by `kill_rounds.hunt`. The
 supervisor starts again what was killed, as in any run; a killed broker is started again by the
-watch. When the run has ended, one more process judges it (`bench.faults.judge`).
+watch. When the run has ended, one more process judges it (`kill_rounds.judge`).
 """
 
 from __future__ import annotations
@@ -22,24 +22,6 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.faults import roles as fault_roles
-from dora_pipe.bench.faults.brokers import Brokers
-from dora_pipe.bench.faults.hunt import (
-    BrokerVictim,
-    RoleVictim,
-    Victim,
-    hunting,
-    recovered_s,
-)
-from dora_pipe.bench.faults.inject import Files, Hit
-from dora_pipe.bench.faults.judge import Verdict
-from dora_pipe.bench.faults.order import (
-    BROKER,
-    PARTITIONS,
-    ROLES,
-    WORKERS,
-    Order,
-)
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import DoraError, ResourceError
 from dora_pipe.launch import local_roles
@@ -50,6 +32,24 @@ from dora_pipe.launch.supervisor import RunFailed, Supervisor, how
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.copies import MADE
+from tests.support.kill_rounds import roles as fault_roles
+from tests.support.kill_rounds.brokers import Brokers
+from tests.support.kill_rounds.hunt import (
+    BrokerVictim,
+    RoleVictim,
+    Victim,
+    hunting,
+    recovered_s,
+)
+from tests.support.kill_rounds.inject import Files, Hit
+from tests.support.kill_rounds.judge import Verdict
+from tests.support.kill_rounds.order import (
+    BROKER,
+    PARTITIONS,
+    ROLES,
+    WORKERS,
+    Order,
+)
 
 MAX_TOKENS: Final = 48
 STEPS: Final = 6
@@ -265,7 +265,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
     plain: dict[str, Any] = {
         "run": {"name": _run_name(order), "steps": STEPS, "seed": order.seed},
         "model": {"path": str(model)},
-        "task": {"kind": "dora_pipe.bench.faults.task:DigitShare", "options": {"sigma": 0.5}},
+        "task": {"kind": "tests.support.kill_rounds.task:DigitShare", "options": {"sigma": 0.5}},
         "sampling": {"max_tokens": MAX_TOKENS},
         "groups": {"size": SIBLINGS, "per_step": GROUPS},
         "staleness": {"max_staleness": 2},
@@ -288,7 +288,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
         else:
             plain[section] = value
     if order.number % 3 == 0:
-        plain["task"]["kind"] = "dora_pipe.bench.faults.task:JudgedDigits"
+        plain["task"]["kind"] = "tests.support.kill_rounds.task:JudgedDigits"
     if order.number % 2:
         _make_several(plain)
     return msgspec.convert(plain, Config)
@@ -306,7 +306,7 @@ def _make_several(plain: dict[str, Any]) -> None:
     task, evaluation = plain["task"], plain["evaluation"]
     plain["task"] = task | {"name": "often", "ratio": 3.0}
     drawn = {"options": {"sigma": 0.3}, "sampler": "dora_pipe.sim.parts:weights"}
-    ranked = {"kind": "dora_pipe.bench.faults.task:Ranked"}
+    ranked = {"kind": "tests.support.kill_rounds.task:Ranked"}
     plain["more_tasks"] = [task | drawn | ranked | {"name": "seldom"}]
     plain["evaluation"] = evaluation | {"name": "often"}
     own = {"name": "seldom", "task": "seldom", "every": 2, "prompts": 2, "siblings": 2}

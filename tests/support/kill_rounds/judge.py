@@ -16,7 +16,6 @@ import msgspec
 from dora_pipe.analysis.replay import SourceRun, replay_steps
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bench.faults.inject import Ack
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.port import Learner
@@ -34,6 +33,7 @@ from dora_pipe.schemas.rounds import Fence, decode_round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import as_store
+from tests.support.kill_rounds.inject import Ack
 
 VIOLATIONS_MAX = 5
 """Violations that a verdict names."""

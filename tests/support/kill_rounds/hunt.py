@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Final, Protocol
 
-from dora_pipe.bench.faults.brokers import Brokers, Struck
-from dora_pipe.bench.faults.inject import Files, Hit
-from dora_pipe.bench.faults.order import BROKER, Chance, Order
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.launch.supervisor import Supervisor
 from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.topics import Topics
+from tests.support.kill_rounds.brokers import Brokers, Struck
+from tests.support.kill_rounds.inject import Files, Hit
+from tests.support.kill_rounds.order import BROKER, Chance, Order
 
 POLL_S: Final = 0.05
 

@@ -14,8 +14,13 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from dora_pipe.bench.faults.brokers import CLUSTER
-from dora_pipe.bench.faults.order import (
+from dora_pipe.cli.main import run_command
+from dora_pipe.cli.options import JsonOption
+from dora_pipe.cli.output import emit_json, emit_table
+from dora_pipe.core.console import say
+from dora_pipe.core.errors import InvariantBroken, UsageError
+from tests.support.kill_rounds.brokers import CLUSTER
+from tests.support.kill_rounds.order import (
     BROKER,
     KINDS,
     ROLE_KINDS,
@@ -24,11 +29,9 @@ from dora_pipe.bench.faults.order import (
     Order,
     order_of,
 )
-from dora_pipe.bench.faults.rounds import CONTROL_FACTS, DEAD_S, RoundResult, Session
-from dora_pipe.cli.options import JsonOption
-from dora_pipe.cli.output import emit_json, emit_table
-from dora_pipe.core.console import say
-from dora_pipe.core.errors import InvariantBroken, UsageError
+from tests.support.kill_rounds.rounds import CONTROL_FACTS, DEAD_S, RoundResult, Session
+
+app = typer.Typer(add_completion=False)
 
 TRIES_MAX: Final = 3
 """A moment that never came is drawn again; so many times in all."""
@@ -66,7 +69,8 @@ class Series:
     """How long roles stay dead; 0: they are started again at once."""
 
 
-def command(
+@app.command()
+def faults(
     rounds: Annotated[
         int, typer.Option(min=1, help="How many; 30 hit every role 10 times on SQLite.")
     ] = 30,
@@ -249,3 +253,7 @@ def sentence_of(played: RoundResult) -> str:
     return (
         f"{played.order.role} killed, {played.hit.phase}; {back}; {what} ({played.seconds:.1f} s)"
     )
+
+
+if __name__ == "__main__":
+    run_command("tests.support.kill_rounds.series")

@@ -1,6 +1,6 @@
 """The processes of a kill round: rigged roles, the maker of the model, the judge.
 
-A rigged role is the production role, handed a bus and a policy store that `bench.faults.inject`
+A rigged role is the production role, handed a bus and a policy store that `kill_rounds.inject`
 has wrapped.
 """
 
@@ -19,9 +19,6 @@ from typing import Final
 import msgspec
 
 from dora_pipe import __version__
-from dora_pipe.bench.faults.inject import FaultBus, FaultStore, Files, Injector
-from dora_pipe.bench.faults.judge import judge
-from dora_pipe.bench.faults.order import ROLES
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
@@ -37,6 +34,9 @@ from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
+from tests.support.kill_rounds.inject import FaultBus, FaultStore, Files, Injector
+from tests.support.kill_rounds.judge import judge
+from tests.support.kill_rounds.order import ROLES
 
 MODEL: Final = "model"
 JUDGE: Final = "judge"

@@ -41,7 +41,6 @@ TRACES_PATH: Final = "/v1/traces"
 """Path of OTLP over HTTP for traces."""
 
 _IDS: Final = frozenset({"traceId", "spanId", "parentSpanId"})
-"""Bytes that OTLP's JSON has in hex, where protobuf's own JSON has base64."""
 
 
 class NotTaken(ResourceError):
@@ -95,7 +94,8 @@ class HttpSink:
         import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(_is_no_error)
+        # What it logs is told in one line, by whoever sends.
+        logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)
         session = requests.Session()
         session.hooks["response"].append(self._answered)
         self._answer: requests.Response | None = None
@@ -177,7 +177,10 @@ class FileSink:
         for few in pieces(spans):
             request = encode_spans(sdk_spans(run, few))
             plain = MessageToDict(request, use_integers_for_enums=True)
-            self._file.write(json.dumps(_with_hex_ids(plain)) + "\n")
+            for resource in plain["resourceSpans"]:
+                for scope in resource["scopeSpans"]:
+                    _make_ids_hex(scope["spans"])
+            self._file.write(json.dumps(plain) + "\n")
 
 
 def sdk_spans(run: RunFacts, spans: Sequence[Span]) -> list[ReadableSpan]:
@@ -226,17 +229,9 @@ def _context(trace: str, span: str, *, remote: bool = False) -> SpanContext:
     return SpanContext(int(trace, 16), int(span, 16), remote, TraceFlags(TraceFlags.SAMPLED))
 
 
-def _with_hex_ids(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_hex_ids(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: b64decode(one).hex() if key in _IDS else _with_hex_ids(one)
-        for key, one in value.items()
-    }
-
-
-def _is_no_error(record: logging.LogRecord) -> bool:
-    """The exporter's errors are told in our one line."""
-    return record.levelno < logging.ERROR
+def _make_ids_hex(spans: list[dict[str, Any]]) -> None:
+    """OTLP's JSON has ids in hex, where protobuf's own JSON has base64."""
+    for span in spans:
+        for own in (span, *span.get("links", ())):
+            for key in _IDS & own.keys():
+                own[key] = b64decode(own[key]).hex()

@@ -425,8 +425,6 @@ def _check_trainer(config: Config) -> Iterator[str]:
     odd = sorted(name for name, plain in _DEEPSPEED.items() if given[name] != plain)
     if trainer.kind == "torch" and odd:
         yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
-    elif trainer.activation_offload and not trainer.gradient_checkpointing:
-        yield "trainer.activation_offload: it is of what trainer.gradient_checkpointing holds"
     elif trainer.offload_between_steps and trainer.parts > 1:
         yield "trainer.offload_between_steps: with trainer.parts there is always one to compute"
     elif trainer.offload_between_steps and config.teacher.path:

@@ -50,6 +50,7 @@ _TYPES: Mapping[str, str] = {
     "str": "string",
     "str | tuple[str, ...]": "string, or list of strings",
     "bool": "true or false",
+    "bool | Literal['offload']": 'true, false or "offload"',
     "tuple[str, ...]": "list of strings",
     "tuple[NonNegative, ...]": "list of integers >= 0",
     "tuple[Share, Share]": "two numbers, 0 to 1",

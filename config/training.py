@@ -61,11 +61,10 @@ class Trainer(Section, frozen=True, kw_only=True):
     packing: bool = False
     """Several sequences stand in a line of a pass, where there is room, and none sees another:
     less padding, other last digits."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | Literal["offload"] = False
     """Of each layer its input alone is held, and the rest computed again when gradients go back:
-    equal bits, a third more computing, a fraction of the memory."""
-    activation_offload: bool = False
-    """These inputs lie in the host's memory until gradients come back: equal bits, less GPU."""
+    equal bits, a third more computing, a fraction of the memory. "offload": these inputs lie in the
+    host's memory meanwhile."""
     offload_between_steps: bool = False
     """While no step is computed weights, optimizer state and all else lie in the host's memory, and
     the GPU is free for elastic workers: equal bits, two copies a step."""

@@ -413,7 +413,7 @@ def mlp_chunk(shape: ModelShape, config: Config) -> int:
 
 def _layers_saved(shape: ModelShape, config: Config) -> int:
     """Bytes per token that all layers keep for the backward pass."""
-    if config.trainer.activation_offload:
+    if config.trainer.gradient_checkpointing == "offload":
         return 0
     if config.trainer.gradient_checkpointing:
         return shape.layers * shape.hidden * _held(config)
@@ -547,7 +547,7 @@ def _cheap(config: Config) -> Iterator[dict[str, Any]]:
     single = [] if config.trainer.gradient_checkpointing else [again]
     if config.trainer.micro_batch_tokens > config.workers.context_tokens:
         single.append(short)
-    for last in ({}, {**again, "trainer.activation_offload": True}):
+    for last in ({}, {"trainer.gradient_checkpointing": "offload"}):
         for size in range(len(single) + 1):
             for some in combinations(single, size):
                 yield {key: value for keys in (*some, last) for key, value in keys.items()}

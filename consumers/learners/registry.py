@@ -227,8 +227,12 @@ def no_gpu() -> ConfigError:
 def _gradient_device(section: Section) -> str:
     """As `device_of`. Raises ConfigError for what lies in the host's memory anyway."""
     device = device_of(section)
-    for key in ("activation_offload", "offload_between_steps"):
-        if device == "cpu" and getattr(section, key):
+    asked = {
+        "gradient_checkpointing": section.gradient_checkpointing == "offload",
+        "offload_between_steps": section.offload_between_steps,
+    }
+    for key, given in asked.items():
+        if device == "cpu" and given:
             raise ConfigError(
                 f"trainer.{key}: the trainer computes on a CPU, whose memory is the host's",
                 hint="trainer.device = 'cuda', or leave the key out",

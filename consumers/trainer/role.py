@@ -247,7 +247,6 @@ def _config_of(run: RunStarted, local: Config | None) -> Config:
         config.trainer,
         micro_batch_tokens=local.trainer.micro_batch_tokens,
         gradient_checkpointing=local.trainer.gradient_checkpointing,
-        activation_offload=local.trainer.activation_offload,
         offload_between_steps=local.trainer.offload_between_steps,
         checkpoint_every=local.trainer.checkpoint_every,
         threads=local.trainer.threads,

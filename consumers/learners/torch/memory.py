@@ -108,8 +108,8 @@ def memory_options(section: Trainer) -> MemoryOptions:
     return MemoryOptions(
         head_chunk_tokens="auto",
         mlp_chunk_tokens=0 if section.chunks_refused else "auto",
-        gradient_checkpointing=section.gradient_checkpointing,
-        activation_offload=section.activation_offload,
+        gradient_checkpointing=bool(section.gradient_checkpointing),
+        activation_offload=section.gradient_checkpointing == "offload",
         packing=section.packing,
     )
 

@@ -75,7 +75,7 @@ def test_absent_gpu_is_one_line_where_one_was_asked_for(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["torch", "deepspeed"])
 def test_activations_of_a_trainer_on_a_cpu_are_in_the_hosts_memory_anyway(kind: str) -> None:
-    keys: dict[str, Any] = {"gradient_checkpointing": True, "activation_offload": True}
+    keys: dict[str, Any] = {"gradient_checkpointing": "offload"}
     section = Section(kind=kind, device="cpu", **keys)
     config = msgspec.structs.replace(_config(kind=kind), trainer=section)
     with pytest.raises(ConfigError, match="computes on a CPU") as caught:

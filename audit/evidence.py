@@ -24,7 +24,8 @@ from typing import IO, Final, Protocol, cast
 
 import msgspec
 
-from dora_pipe.audit.reading import EMPTY_POLLS_MAX, gc_paused, wait_after
+from dora_pipe.audit.reading import gc_paused
+from dora_pipe.bus.base import EMPTY_POLLS_MAX, wait_after
 from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition

@@ -9,9 +9,9 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.base import EMPTY_POLLS_MAX, POLL_S, count_empty_polls, polls_until
 from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.catalogue.database import LoggedRecord
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.dead_letter import decode_dead_letter
@@ -20,15 +20,6 @@ from dora_pipe.schemas.trajectory import Trajectory
 
 Buried = tuple[str, int, int]
 """Topic, partition and offset of a record that could not be read and is among the dead letters."""
-
-POLL_S: Final = 1.0
-FIRST_WAIT_S: Final = 0.02
-EMPTY_POLLS_MAX: Final = 30
-"""Polls in a row without a record or an advance before reading is given up."""
-RECORDS_MAX: Final = 2000
-BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of one poll: it bounds the memory of whoever reads a log from end to end."""
-
 
 GARBAGE_MIN: Final = 50_000
 """New objects, less those that have gone, after which a reader looks for cycles among them."""
@@ -92,31 +83,8 @@ def records_of(
 ) -> Generator[Record, None, None]:
     """Every record below these ends, in offset order per partition. Raises BusError."""
     with closing(bus.reader(dict.fromkeys(ends, start))) as reader:
-        for records in _polls(reader, ends):
-            for record in records:
-                if record.offset < ends[record.at]:
-                    yield record
-
-
-def _polls(reader: Reader, ends: Mapping[TopicPartition, int]) -> Iterator[list[Record]]:
-    """What a reader gives until it is at all of these ends."""
-    empty = 0
-    while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
-        before = [reader.position(tp) for tp in ends]
-        # A reader that stands before nothing but a gap would wait for what comes behind it.
-        wait_s = wait_after(empty)
-        records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
-        yield records
-        moved = bool(records) or before != [reader.position(tp) for tp in ends]
-        empty = count_empty_polls(reader, behind[0], empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
-
-
-def wait_after(empty: int) -> float:
-    """Seconds that a poll waits after so many in a row that brought nothing: longer and longer.
-
-    A position may advance without a record while a poll waits: then there is nothing to wait for.
-    """
-    return min(POLL_S, FIRST_WAIT_S * 2 ** (empty - 1)) if empty else 0.0
+        for records in polls_until(reader, ends):
+            yield from records
 
 
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
@@ -131,7 +99,7 @@ def records_from(bus: Bus, positions: Mapping[TopicPartition, int]) -> dict[Topi
         return found
     ends = {tp: bus.end(tp) for tp in positions}
     with closing(bus.reader(positions)) as reader:
-        for records in _polls(reader, ends):
+        for records in polls_until(reader, ends):
             for record in records:
                 found.setdefault(record.at, record)
             if all(tp in found or reader.position(tp) >= end for tp, end in ends.items()):

@@ -6,7 +6,7 @@ A method without a docstring does what the port says of it. It decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from dora_pipe.bus.checks import check_position
@@ -15,6 +15,15 @@ from dora_pipe.core.errors import BusError
 
 FAR: Final = 1000
 """Fewer records of a topic are read without a word."""
+
+POLL_S: Final = 1.0
+FIRST_WAIT_S: Final = 0.02
+EMPTY_POLLS_MAX: Final = 30
+"""Polls in a row without a record or an advance before reading is given up."""
+
+RECORDS_MAX: Final = 2000
+BYTES_MAX: Final = 4 * 1024 * 1024
+"""Of one poll: it bounds the memory of whoever reads a log from end to end."""
 
 Told = Callable[[str, float, float], None]
 """Hears what is read, how many records so far, and of how many."""
@@ -36,6 +45,30 @@ def count_empty_polls(
             hint="is its broker there, and the network fast enough? `dora-pipe why` asks it",
         )
     return before + 1
+
+
+def wait_after(empty: int) -> float:
+    """Seconds that a poll waits after so many in a row that brought nothing: longer and longer.
+
+    A position may advance without a record while a poll waits: then there is nothing to wait for.
+    """
+    return min(POLL_S, FIRST_WAIT_S * 2 ** (empty - 1)) if empty else 0.0
+
+
+def polls_until(reader: Reader, ends: Mapping[TopicPartition, int]) -> Iterator[list[Record]]:
+    """The records below these ends, poll by poll, until the reader is at all of them.
+
+    Raises BusError where none comes for long.
+    """
+    empty = 0
+    while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
+        before = [reader.position(tp) for tp in ends]
+        # A reader that stands before nothing but a gap would wait for what comes behind it.
+        wait_s = wait_after(empty)
+        records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
+        yield [record for record in records if record.offset < ends[record.at]]
+        moved = bool(records) or before != [reader.position(tp) for tp in ends]
+        empty = count_empty_polls(reader, behind[0], empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
 
 
 class ReaderWrapper(Reader):

@@ -16,15 +16,13 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from typing import Any, Final, Protocol
 
-from dora_pipe.bus.base import Told, count_empty_polls
+from dora_pipe.bus.base import Told, polls_until
 from dora_pipe.bus.checks import FILLER, is_trimmed
 from dora_pipe.bus.claim_check import CLAIM_LOST, lost_claim
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated
 
-POLL_S: Final = 1.0
-EMPTY_POLLS_MAX: Final = 30
 APPENDS_AT_ONCE: Final = 4096
 
 
@@ -214,22 +212,14 @@ def _check_begins_alike(source: Bus, target: CopyTarget, tp: TopicPartition, end
 
 
 def _first(bus: Bus, tp: TopicPartition, begin: int, end: int) -> Record | None:
-    record = next(chain.from_iterable(_batches(bus, tp, begin, end, records_max=1)), None)
+    record = next(chain.from_iterable(_batches(bus, tp, begin, end)), None)
     return None if record is None else replace(_without_lost(record), checked="")
 
 
-def _batches(
-    bus: Bus, tp: TopicPartition, begin: int, end: int, records_max: int = 500
-) -> Iterator[list[Record]]:
+def _batches(bus: Bus, tp: TopicPartition, begin: int, end: int) -> Iterator[list[Record]]:
     """The records of a partition between two positions. Raises BusError."""
-    empty = 0
     with closing(bus.reader({tp: begin})) as reader:
-        while (position := reader.position(tp)) < end:
-            records = reader.poll(timeout_s=POLL_S if empty else 0.0, records_max=records_max)
-            if batch := [record for record in records if record.offset < end]:
-                yield batch
-            moved = reader.position(tp) != position
-            empty = count_empty_polls(reader, tp, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
+        yield from filter(None, polls_until(reader, {tp: end}))
 
 
 def _without_gaps(

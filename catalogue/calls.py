@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from typing import Any, Final
 
-from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.base import polls_until
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.catalogue.database import (
@@ -21,7 +21,6 @@ from dora_pipe.catalogue.database import (
     TableMissing,
     logged_records,
 )
-from dora_pipe.catalogue.follower import EMPTY_POLLS_MAX, PIECE_BYTES, RECORDS_MAX, WAIT_S
 from dora_pipe.catalogue.tables import CALLS, CallRow
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.contexts import Call, place_of
@@ -104,11 +103,6 @@ def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Ite
 
 def _records(bus: Bus, at: TopicPartition, wanted: Mapping[int, Any]) -> Iterator[Record]:
     """Those that are there, in one pass."""
-    first, end = min(wanted), max(wanted) + 1
-    empty = 0
-    with closing(bus.reader({at: first})) as reader:
-        while (before := reader.position(at)) < end:
-            records = reader.poll(timeout_s=WAIT_S, records_max=RECORDS_MAX, bytes_max=PIECE_BYTES)
-            moved = reader.position(at) > before
-            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
+    with closing(bus.reader({at: min(wanted)})) as reader:
+        for records in polls_until(reader, {at: max(wanted) + 1}):
             yield from (one for one in records if one.offset in wanted)

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Final
 
-from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.base import polls_until
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.metrics import (
@@ -35,12 +36,6 @@ RATE_NS: Final = 10_000_000_000
 
 POINTS_MAX: Final = 64
 """Statuses that a rate is made of."""
-
-POLL_S: Final = 1.0
-"""A log on a broker gives nothing to a reader that does not wait."""
-
-EMPTY_POLLS_MAX: Final = 30
-"""So many waits in vain, one after the other, and the log counts as unreachable."""
 
 
 def role_of(status: AnyMetrics) -> str:
@@ -182,16 +177,12 @@ def role_costs(bus: Bus, topics: Topics) -> list[tuple[str, int, Cost]]:
 
 
 def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
-    empty = 0
     with closing(bus.reader({at: start})) as reader:
-        while (before := reader.position(at)) < end:
-            for record in reader.poll(timeout_s=POLL_S if empty else 0.0):
-                with suppress(SchemaError):  # lossy by design; audit looks at dead letters
-                    status = decode_metrics(record.value)
-                    if record.offset < end and not isinstance(status, Unknown):
-                        yield status
-            moved = reader.position(at) > before
-            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
+        for record in chain.from_iterable(polls_until(reader, {at: end})):
+            with suppress(SchemaError):  # lossy by design; audit looks at dead letters
+                status = decode_metrics(record.value)
+                if not isinstance(status, Unknown):
+                    yield status
 
 
 def _whole(before: AnyMetrics | None, status: AnyMetrics) -> AnyMetrics:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
+from itertools import chain
 
+from dora_pipe.bus.base import polls_until
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.account import RunAccount, StepEnded
 from dora_pipe.catalogue.follower import LogFollower
@@ -12,9 +14,6 @@ from dora_pipe.schemas.control import AnyControl, RunStarted, decode_control
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
-
-POLL_S = 1.0
-"""A log on a broker gives nothing to a reader that does not wait."""
 
 
 class _Wanted:
@@ -68,12 +67,10 @@ def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Ma
 def _run_started(bus: Bus, topics: Topics) -> RunStarted | None:
     """The first one: it begins the log, or is close to it."""
     at = TopicPartition(topics.control, 0)
-    end = bus.end(at)
     with closing(bus.reader({at: 0})) as reader:
-        while reader.position(at) < end:
-            for record in reader.poll(timeout_s=POLL_S):
-                with suppress(SchemaError):
-                    fact = decode_control(record.value)
-                    if isinstance(fact, RunStarted):
-                        return fact
+        for record in chain.from_iterable(polls_until(reader, {at: bus.end(at)})):
+            with suppress(SchemaError):
+                fact = decode_control(record.value)
+                if isinstance(fact, RunStarted):
+                    return fact
     return None

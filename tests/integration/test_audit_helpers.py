@@ -22,9 +22,10 @@ from dora_pipe.audit.evidence import (
     serve,
 )
 from dora_pipe.audit.helper import start_helper
-from dora_pipe.audit.reading import EMPTY_POLLS_MAX, ends_of
+from dora_pipe.audit.reading import ends_of
 from dora_pipe.audit.report import plain
 from dora_pipe.bench.audit_log import LogPlan, write_log
+from dora_pipe.bus.base import EMPTY_POLLS_MAX
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError
 from dora_pipe.schemas.topics import Topics

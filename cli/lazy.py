@@ -15,7 +15,6 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from dora_pipe.core.console import say, write_to
-from dora_pipe.core.errors import UsageError
 
 Panels = Mapping[str, Mapping[str, tuple[str, str] | tuple[str, str, str]]]
 """By panel and command: where in the package it is defined, ``module:name``, its summary, and an
@@ -64,13 +63,7 @@ class _Commands(MutableMapping[str, Any]):
 
 def _command(name: str, place: str, example: str = "") -> Any:
     module, _, attribute = place.partition(":")
-    try:
-        found = getattr(import_module(f"dora_pipe.{module}"), attribute)
-    except ModuleNotFoundError as error:
-        if error.name != "dora_pipe.bench":
-            raise
-        hint = "they run in a checkout of the project, after `make setup`"
-        raise UsageError("benches are not installed", hint=hint) from None
+    found = getattr(import_module(f"dora_pipe.{module}"), attribute)
     if isinstance(found, typer.Typer):
         return get_command(found)
     single = typer.Typer(**SETTINGS)

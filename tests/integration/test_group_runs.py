@@ -77,11 +77,11 @@ def records(place: Path) -> dict[str, float | None]:
 def assert_rescored(place: Path) -> None:
     """The run's own rewards of groups change nothing; others, in their place, do."""
     same = rescored(place)
-    assert (same["differ"], same["first"], same["left_out"]) == (0, None, 0)
+    assert (same["differ"], same["first"], same["left_out"]) == ([], None, 0)
     judge = (place / "judge.py").read_text()
     (place / "judge.py").write_text(judge.replace("/ len(order) for", "/ 7 for"))
     other = rescored(place, code=6)
-    assert other["differ"] > 0 and other["new"] < other["old"]
+    assert other["differ"] and other["new"] < other["old"]
     alone = rescored(place, "--reward", '[{use = "judge:score"}]')
     assert alone["new"] < other["new"]
 

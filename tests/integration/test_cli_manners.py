@@ -64,7 +64,7 @@ def make_run(folder: Path, log: bytes | None = None) -> Path:
         ("config config.toml -o run.stepz=3", 3, "run.stepz", "run.steps"),
         ("run config.toml -o trainer.learning_rte=1e-4", 3, "learning_rte", "learning_rate"),
         ("run config.toml --resume", 2, "no run 'small' in {place}/runs", "DORA_PIPE_RUNS"),
-        ("run config.toml --from demo", 2, "not RUN@STEP", "demo@40"),
+        ("run config.toml --from demo", 2, "neither RUN@STEP nor", "demo@40"),
         ("init mine", 2, "mine exists", "name a folder"),
         ("sft config.toml warm", 9, "no model directory", "a model.s folder holds|did you mean"),
         ("tell small dance", 2, "no verb 'dance'", "drain, fail-batch"),

@@ -15,6 +15,7 @@ import msgspec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.config.model import Config, Model, Run, Task
+from dora_pipe.config.storage import Store
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
@@ -99,7 +100,10 @@ class TrainerStage:
         """Append `run started`; `trainer` changes keys of that section."""
         (self.store.assets_path("assets")).mkdir(parents=True)
         config = Config(
-            run=Run(name=RUN, steps=100), model=Model(path="m"), task=Task(kind="arithmetic")
+            run=Run(name=RUN, steps=100),
+            model=Model(path="m"),
+            task=Task(kind="arithmetic"),
+            store=Store(keep_every=0),
         )
         config = msgspec.structs.replace(
             config, trainer=msgspec.structs.replace(config.trainer, **trainer)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     """As installed; "0+unknown" when imported from a tree that is not."""
 
 # MKL chooses a kernel by the number of rows, and on some processors the rows of a short product
-# have other last digits than the same rows of a long one; in its strict mode they do not (decision
-# 0089). It reads this at its first product; whoever has set it has the last word.
+# have other last digits than the same rows of a long one; in its strict mode they do not
+# (docs/decisions/0007). It reads this at its first product; whoever has set it has the last word.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __all__ = ["DoraError", "__version__"]

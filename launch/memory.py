@@ -53,7 +53,7 @@ SCORE_COPIES: Final = 5
 """Copies of one layer's attention scores where torch has no kernel without scores (docs/gpu.md)."""
 
 UPDATE_COPIES: Final = 2
-"""Copies of one tensor that torch's AdamW makes during its update (decision 0076)."""
+"""Copies of one tensor that torch's AdamW makes during its update (`foreach=False`)."""
 
 LIVE_ELEMENTS: Final = 10**9
 """Weights that ZeRO 3 keeps gathered (DeepSpeed's stage3_max_live_parameters)."""

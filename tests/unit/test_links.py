@@ -40,13 +40,12 @@ def broken_links(page: Path) -> list[str]:
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
-    assert len(PAGES) > 100
+    assert len(PAGES) > 50
     assert [line for page in PAGES for line in broken_links(page)] == []
 
 
 def test_every_module_that_a_page_names_by_its_path_is_there() -> None:
-    # What was decided is said in the words of its day.
-    pages = [page for page in PAGES if page.parts[0] == "docs" and "decisions" not in page.parts]
+    pages = [page for page in PAGES if page.parts[0] == "docs"]
     gone = [
         (page, path)
         for page in pages

@@ -203,7 +203,7 @@ def _groups(size: int) -> tuple[str, Any, Any]:
 
 def _mark(experts: int) -> torch.nn.Module:
     """DeepSpeed looks for layers of this class, and has experts only where it finds one. What the
-    class does is not wanted (docs/decisions/0106)."""
+    class does is not wanted: it replaces the router and renames tensors."""
     layer: Any = importlib.import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer
 
     class Mark(layer):  # type: ignore[misc]

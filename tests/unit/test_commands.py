@@ -18,7 +18,7 @@ from tests.support.tidy import ROOT
 
 COMMANDS_MAX = 30
 PAGES = ("*.md", "*.py", "*.toml", "*.yml", "*.yaml", "*.sh", "Makefile", "Dockerfile")
-HISTORY = ("CHANGELOG.md", "bench/results/", "docs/decisions/", "tests/fuzz/corpus/")
+HISTORY = ("CHANGELOG.md", "bench/results/", "tests/fuzz/corpus/")
 """Files that quote commands of earlier commits."""
 
 NOT_COMMANDS = frozenset({"batch", "kv", "transfers"})

@@ -4,7 +4,7 @@ Steps between the checkpoint and the first wanted one are repeated as they were,
 else leads there. Without a change, weights, figures and contributions must be the committed ones
 bit for bit; only times may differ. The first step with other weights ends such a replay, unless the
 numerics fingerprint differs (another machine, another version of torch): then only the distance is
-of interest.
+of interest. There is no tolerance, because errors would hide in it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A port says in one table, for every type of effect, what does it and what is ans
 fails. Here is the one place that calls either, so nothing that raises leaves a machine without its
 answer: not a device without memory, not a disk that gives no bytes, not a fault of our own. What is
 no effect's failure (opening what the thread works with, its idle work) is raised by `poll`, in the
-loop, and ends the role.
+loop, and ends the role. Handlers per exception are not enough: libraries raise anything.
 """
 
 from __future__ import annotations

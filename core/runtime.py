@@ -42,7 +42,8 @@ LOG = logging.getLogger(__name__)
 
 BUS_TURN_NS: Final = 100_000_000
 """A loop reads and appends once in so many ns. What comes in between is gathered, because a durable
-append costs about as much for one record as for ten; requests placed ahead hide the wait."""
+append costs about as much for one record as for ten; requests placed ahead hide the wait. A turn of
+200 ms costs a third of a small run's throughput, because a step is a chain of six turns."""
 
 
 KEPT_EVERY_NS: Final = 1_000_000_000

@@ -8,7 +8,8 @@ keep a run busy for ever. Counted is from the start of the run, or from its last
 - later, more than `groups.failed_share_max` of the last `window` groups that ended have failed.
 
 A group that is filtered has ended and has not failed: it says something of the task's difficulty,
-not that the task is broken. The same functions check the decision, so audit makes it again.
+not that the task is broken. The same functions check the decision, so audit makes it again. A halt
+is not `stop run`: groups stay open, and the run can be resumed.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 Statuses are dated by the orchestrator's own alone, and whatever a clock says, those of its last ten
 minutes or more stay: every living role says a whole status in half of that time, so whoever begins
 to read at what is left knows all of the present. A thread of its own deletes, in pieces.
+Kafka's `retention.ms` is not used, because a user might set it on topics that a run cannot lose.
 """
 
 from __future__ import annotations

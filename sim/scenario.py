@@ -2,6 +2,7 @@
 
 Swarm testing: every seed leaves most faults out and has the others more or less often, so that
 between them they meet every combination. Everything is drawn in one fixed order.
+Most runs are short, because long runs spend most of their time after the last fault.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 One process per run makes the metrics of all its roles from the log that they write anyway. Before
 the log was read to its end for the first time the answer is 503, so that no counter is seen
 climbing to its value. While the log cannot be read the last values stay, and `log_up` is 0. A run
-that has not begun is answered with zeros.
+that has not begun is answered with zeros. Counters in the roles would be lost with a killed role.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 Whatever the rows came from, this is what task processes map into memory; a row is decoded when it
 is asked for. The digest is that of `registry.rows_digest`: sha256 over the canonical JSON of every
 row, so the same rows have one digest in every format, and old runs the one they have.
+Arrow would force rows with different columns into one schema.
 """
 
 from __future__ import annotations

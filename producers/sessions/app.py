@@ -7,7 +7,8 @@
     POST /s/SESSION/inference/v1/generate        token ids; also below /v1
 
 A key is asked for before anything of a body is read. Nothing here waits for ever but for an answer
-of the worker: bodies come within `BODY_S`, and answers are taken within `SEND_S`.
+of the worker: bodies come within `BODY_S`, and answers are taken within `SEND_S`. Streams have the
+whole answer in one piece, because a call is durable before its answer is sent.
 """
 
 from __future__ import annotations

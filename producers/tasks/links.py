@@ -1,4 +1,7 @@
-"""What a task is reached by: the pipes of a process here, or a connection to a server of tasks."""
+"""What a task is reached by: the pipes of a process here, or a connection to a server of tasks.
+
+Both use the same frames, so the rules for lost or hung processes exist only once.
+"""
 
 from __future__ import annotations
 

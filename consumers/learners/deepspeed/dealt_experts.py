@@ -5,7 +5,7 @@ on. A token's row goes to the ranks of its experts and comes back, in one exchan
 weights stay where it is. All else is the network's own: its router chooses, its experts compute,
 and a tensor keeps its name and is shorter (GShard, arXiv 2006.16668, section 3.3). What belongs to
 the same experts on other ranks is reduced and spread among those alone, which ZeRO does by
-DeepSpeed's groups.
+DeepSpeed's groups. DeepSpeed's AutoEP is not used: it replaces the whole block, for some families.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _groups(size: int) -> tuple[str, Any, Any]:
 
 def _mark(experts: int) -> torch.nn.Module:
     """DeepSpeed looks for layers of this class, and has experts only where it finds one. What the
-    class does is not wanted: it replaces the router and renames tensors."""
+    class does is not wanted."""
     layer: Any = importlib.import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer
 
     class Mark(layer):  # type: ignore[misc]

@@ -2,7 +2,8 @@
 
 It decides where the shards of a tensor lie: ZeRO spreads float32 weights and AdamW's moments over
 the ranks, and a tensor leaves or enters them whole, one at a time. What is marked collective must
-be called by every rank in the same order.
+be called by every rank in the same order. The network is not built on the meta device, because
+probes have to compute with it.
 """
 
 from __future__ import annotations

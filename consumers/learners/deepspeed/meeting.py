@@ -4,6 +4,7 @@ They meet at a store that rank 0 serves, within a bound. There a rank leaves its
 lost and started again finds the mark of its predecessor: the others have not noticed, for between
 two steps nobody waits for it. It says so in the store, where all of them look now and then, and
 all begin anew. A store that does not answer is that of a machine that is gone.
+torchrun hides exit codes of ranks, and its rendezvous reads pickled state from an open port.
 """
 
 from __future__ import annotations

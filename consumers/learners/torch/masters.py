@@ -8,6 +8,7 @@ a master costs two bytes a parameter beside the value, and a checkpoint as much.
 
 A master that lies in the middle between two values and is rounded down has a remainder of 32 768,
 one more than sixteen bits hold: it moves down by one unit of float32's last place, always.
+Truncation would always fit, but it moves every weight toward 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The optimizers that `trainer.optimizer` names: which parameters each takes, how it is made, and
 what it keeps of one in a checkpoint.
 
-Each has a part of the parameters; the others are AdamW's.
+Each has a part of the parameters; the others are AdamW's. With DeepSpeed, `muon` is an error:
+DeepSpeed's own Muon has other bits and another checkpoint.
 """
 
 from __future__ import annotations

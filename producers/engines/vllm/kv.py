@@ -7,7 +7,8 @@ size or kernel it comes from, and however many processes share its heads; and on
 written by that same function.
 
 Where the cache is not one of plain blocks of keys and values (sliding windows, states, latent or
-quantized caches), nothing is exported and nothing taken.
+quantized caches), nothing is exported and nothing taken. vLLM's example connector does not suffice:
+it saves prefills only.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from dora_pipe.bench.gpu_cases import GROUP, TINY, StepCase, cases_of, tiny, wit
 from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.bench.qwen3 import config_of, vocabulary_of
 from dora_pipe.bench.support import reply, result_of, task_of
+from dora_pipe.config.objectives import defaults_of
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import PACKING
 from dora_pipe.core.errors import ResourceError
@@ -45,11 +46,9 @@ SETTINGS: Final = {
     "trainer.learning_rate": LEARNING_RATE,
     "trainer.grad_norm_max": NORM_MAX,
     "trainer.minibatches": 1,
-    "objective.clip_low": 0.2,
+    **{f"objective.{key}": value for key, value in defaults_of({"kind": "grpo"}).items()},
+    "objective.kind": "grpo",
     "objective.clip_high": 0.2,
-    "objective.loss": "token-mean",
-    "objective.advantage_std": True,
-    "objective.kl": 0.0,
 }
 
 

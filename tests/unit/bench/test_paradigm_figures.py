@@ -139,6 +139,8 @@ def test_what_a_cell_sets_is_told_as_overrides() -> None:
         "trainer.learning_rate=0.0003",
         "groups.filter_zero_advantage=false",
         "run.seed=7",
+        "staleness.max_staleness=0",
+        "staleness.interruptible=false",
         "trainer.parts=1",
     ]
 

@@ -24,15 +24,14 @@ CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "
 
 
 CANNOT_SEE: Final = (
-    "whether these weights sampled these tokens, and these trajectories made these weights: "
+    "whether these weights sampled these tokens, or these trajectories produced these weights: "
     "`replay --random N`, `replay`",
     "whether the task gives these rewards for these texts: `rescore`",
-    "whether a progress record, a metric, or a trajectory that nobody has named yet is gone "
-    "or another one",
-    "what stands once: times, hosts, users, reasons, what an engine declares of itself",
-    "a log that somebody has rewritten from end to end, every digest and the chain included",
+    "a missing or changed progress record, metric, or trajectory that no event names",
+    "fields recorded only once: times, hosts, users, reasons, what an engine declares",
+    "a log rewritten from end to end, with every digest and the chain recomputed",
 )
-"""What no audit says, and who does where somebody can; docs/audit.md has the same."""
+"""Limits of an audit, with the commands that check more; docs/audit.md repeats them."""
 
 
 class CheckLine(msgspec.Struct, frozen=True, kw_only=True):

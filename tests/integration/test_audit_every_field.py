@@ -125,7 +125,7 @@ def test_what_stands_only_once_in_the_log_passes(copy: RecordedRun) -> None:
 
 
 def test_page_lists_exactly_what_stands_only_once() -> None:
-    page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields that stand once")[2]
+    page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields recorded only once")[2]
     rows = [line.split("|")[1:3] for line in page.splitlines() if line.startswith("| `")]
     listed = {kind.strip(" `"): fields.replace("`", "").split(", ") for kind, fields in rows}
     told = {kind: sorted(one.strip() for one in fields) for kind, fields in listed.items()}
@@ -135,7 +135,7 @@ def test_page_lists_exactly_what_stands_only_once() -> None:
 def test_kinds_that_are_forged_are_those_that_the_page_speaks_of(copy: RecordedRun) -> None:
     with Tamper(copy) as log:
         kinds = one_of_each(log).keys()
-    page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields that stand once")[2]
+    page = (ROOT / "docs" / "audit.md").read_text().partition("## Fields recorded only once")[2]
     told = page.partition("\n## ")[0]
     assert [kind for kind in kinds if f"`{kind}`" not in told] == []
 

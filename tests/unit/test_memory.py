@@ -124,7 +124,7 @@ def test_a_step_on_an_h200_took_what_is_estimated(
     peak_gb: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Peaks of docs/gpu.md, measured with chunks as small as those on a CPU."""
+    """Peaks of bench/results/gpu, measured with chunks as small as those on a CPU."""
     monkeypatch.setattr(estimates, "MLP_ELEMENTS", memory.MLP_ELEMENTS)
     monkeypatch.setattr(estimates, "MLP_ELEMENTS_MIN", memory.MLP_ELEMENTS_MIN)
     sizes = dict(H200[model])

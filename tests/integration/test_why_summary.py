@@ -42,11 +42,12 @@ SECOND_TICKS = SECOND_NS // TICK_NS
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A run in which w1 was frozen beyond its lease while the trainer waited for it."""
     directory = tmp_path_factory.mktemp("summary")
-    patch = pytest.MonkeyPatch()
-    patch.setattr("dora_pipe.config.model.ALARM_S", 1.0)
-    patch.setattr("dora_pipe.config.model.ALARM_WORK_S", 1.0)
     config = make_config(timing__lease_s=2.0)
-    with patch.context(), Cluster(directory, config, on_disk=False) as made:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dora_pipe.config.model.ALARM_S", 1.0)
+        patch.setattr("dora_pipe.config.model.ALARM_WORK_S", 1.0)
+        made = Cluster(directory, config, on_disk=False)
+    with made:
         requests = made.roles["w1"].machine.requests
         made.until(lambda: made.version == 2 and requests.in_phase(Phase.RUNNING) > 1)
         made.roles["w1"].frozen = True

@@ -168,10 +168,10 @@ def test_a_task_that_does_not_pass_rewards_of_groups_on_is_refused() -> None:
         open_task(task)
 
 
-def test_a_reward_that_is_not_of_groups_is_digested_as_before_there_were_any() -> None:
+def test_the_digest_of_a_reward_says_whether_it_scores_groups() -> None:
     use = model.RewardUse(use="exact", weight=0.5)
     (text,) = [one for one in rewards(use).sources() if isinstance(one, str)]
-    assert text == '{"name":"","options":{},"use":"exact","weight":0.5}'
+    assert text == '{"group":false,"name":"","options":{},"use":"exact","weight":0.5}'
     plain = of_group("Scored", times=1.0)
     digests = {
         reward_digest(open_task(model.Task(kind="dataset", data="x", rewards=(one,))))

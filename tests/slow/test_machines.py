@@ -132,7 +132,7 @@ def test_topics_may_be_made_before_by_somebody_who_may(site: Site) -> None:
     assert f"{site.run}.trajectories" in site.said("c")
     words = ("-o", 'bus.url=""')
     assert call(site.machine("d"), "log", "create", str(site.config), *words) == 3
-    assert "made with its directory" in site.said("d")
+    assert "this run uses SQLite" in site.said("d")
 
 
 def test_an_orchestrator_elsewhere_refuses_what_a_resumed_run_cannot_change(site: Site) -> None:

@@ -121,7 +121,7 @@ def again(record: Record) -> Append:
 def watched_from_before(containers: Containers, port: int) -> None:
     """Both wait by name for a run whose topics nobody has made, and are well."""
     until(lambda: "metrics wait for run recorded to begin" in containers.said("metrics"), LIMIT_S)
-    until(lambda: 'dora_pipe_steps_total{run="recorded"} 0\n' in metrics_at(port), LIMIT_S)
+    until(lambda: 'dora_pipe_steps_total{run="recorded"} 0.0\n' in metrics_at(port), LIMIT_S)
     assert containers.check("metrics") == 0
     until(lambda: "traces wait: the log has no run recorded" in containers.said("traces"), LIMIT_S)
 
@@ -210,8 +210,8 @@ def check_pages(words: Sequence[str], place: Path) -> None:
             with urllib.request.urlopen(f"{address}api/{path}", timeout=LIMIT_S) as answer:
                 return json.load(answer)
 
-        until(lambda: ask("runs")["runs"][0]["read"] == 1.0, LIMIT_S)
-        (shown,) = ask("runs")["runs"]
+        until(lambda: ask("run")["read"] == 1.0, LIMIT_S)
+        shown = ask("run")
         assert (shown["name"], shown["state"]) == ("recorded", "finished")
         assert [row[0] for row in ask("steps")["rows"]] == list(reversed(range(STEPS)))
         first = ask("trajectories?fate=trained")["rows"][0][0]

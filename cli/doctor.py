@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dora_pipe.audit.effective_config import config_drift
 from dora_pipe.bus import open_bus
@@ -30,7 +30,9 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import (
     AccessRefused,
     BusError,
+    ConfigError,
     DoraError,
+    PolicyError,
     TopicMissing,
     UsageError,
 )
@@ -38,6 +40,9 @@ from dora_pipe.launch.local_roles import VISIBLE
 from dora_pipe.launch.plan import topic_specs
 from dora_pipe.launch.run_dir import FREE_BYTES_MIN, RunDir, opened
 from dora_pipe.schemas.topics import Topics
+
+if TYPE_CHECKING:
+    from dora_pipe.launch.prompt_check import PromptsSeen
 
 _SLOW = "Kafka would be 88 times slower"
 _CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Castagnoli polynomial
@@ -189,6 +194,66 @@ def config_findings(directory: RunDir) -> Iterator[CheckResult]:
         return
     state: State = "fail" if drift.frozen else "note" if drift else "ok"
     yield CheckResult(state, "config.toml", drift.line or "as the log has it")
+
+
+def context_findings(config: Config) -> Iterator[CheckResult]:
+    """Whether contexts of `workers.context_tokens` have room in model and engines, and prompts in
+    contexts; where there is no model here, nothing."""
+    model, context = Path(config.model.path), config.workers.context_tokens
+    if not model.is_dir() or importlib.util.find_spec("tokenizers") is None:
+        yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
+        return
+    from dora_pipe.launch.model_checks import check_model, templated, unassigned_note
+    from dora_pipe.launch.prompt_check import seen_by_doctor
+    from dora_pipe.producers.worker.role import sampling_by_source
+
+    engines = {config.workers.engine}
+    try:
+        check_model(config, engines, model)
+    except DoraError as error:
+        yield _failed("context", error)
+    else:
+        yield CheckResult("ok", "context", f"{context} tokens, by {', '.join(sorted(engines))}")
+        if note := unassigned_note(model):
+            yield CheckResult("note", "tokenizer", note)
+    samplings = sampling_by_source(config)
+    try:
+        with templated(config, model) as directory:
+            for seen in seen_by_doctor(config, directory):
+                yield _prompts(seen, context, samplings[seen.source].max_tokens)
+    except (ConfigError, PolicyError) as error:  # the run is refused, too
+        yield _failed("prompts", error)
+    except DoraError as error:
+        yield CheckResult("note", "prompts", f"not looked at: {_failed('', error).detail}")
+
+
+def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
+    """The lengths of a source's prompts, and rows that make none."""
+    state, what, detail = _lengths(found, context, max_tokens)
+    notes = "; ".join(found.notes())
+    if found.hopeless:
+        return CheckResult("fail", what, notes)
+    if notes:
+        return CheckResult("fail" if state == "fail" else "note", what, f"{notes}; {detail}")
+    return CheckResult(state, what, detail)
+
+
+def _lengths(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
+    """A prompt needs room for one token behind it; where it leaves less than `max_tokens`, the
+    context ends the answer."""
+    longest = max(found.lengths, default=0)
+    what, looked = f"prompts, {found.source}", found.looked_at
+    said = f"{looked} of {found.rows} looked at, up to {longest} tokens"
+    unfit, short = found.beyond(context - 1), found.beyond(context - max_tokens)
+    hint = f"workers.context_tokens = {longest + max_tokens} has room for all"
+    if unfit:
+        state: State = "fail" if unfit == looked else "note"
+        detail = f"{said}; {unfit} do not fit a context of {context}: invalid, as PromptUnfit"
+        return CheckResult(state, what, f"{detail}; {hint}")
+    if short:
+        detail = f"{said}; {short} leave less than max_tokens, {max_tokens}, in a context"
+        return CheckResult("note", what, f"{detail} of {context}: answers end there; {hint}")
+    return CheckResult("ok", what, f"{said}, and max_tokens has room behind them")
 
 
 def _topics(run: str, there: int, wanted: int) -> CheckResult:

@@ -7,15 +7,19 @@ episodes.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import filterfalse, islice
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.config.model import Task
-from dora_pipe.config.several import PoolSpec
+import msgspec
+
+from dora_pipe.config.model import Config, Task
+from dora_pipe.config.several import PoolSpec, pool_specs
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, DoraError
 from dora_pipe.producers.chat.chat import Chat, Conversation
@@ -23,6 +27,7 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady, TaskEvent, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Split
+from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.producers.worker.ports import prompt_of
 from dora_pipe.schemas.control import INFRASTRUCTURE
 
@@ -34,6 +39,9 @@ FIRST_S: Final = 10.0
 
 ASKED_MAX: Final = 64
 """Prompts that a task's process is asked for at a time."""
+
+ANSWERS_S: Final = 60.0
+"""Seconds that `doctor` looks at the rows of a source."""
 
 POLL_S: Final = 0.05
 
@@ -60,6 +68,10 @@ class PromptsSeen:
     def looked_at(self) -> int:
         """Rows that were asked for their prompt."""
         return len(self.lengths) + len(self.failed)
+
+    def beyond(self, tokens: int) -> int:
+        """Prompts that are longer than this."""
+        return sum(length > tokens for length in self.lengths)
 
     @property
     def hopeless(self) -> bool:
@@ -90,6 +102,24 @@ def spread(rows: int, count: int) -> list[int]:
     return [number * (rows - 1) // (count - 1) for number in range(count)]
 
 
+def ordered(rows: int) -> Iterator[int]:
+    """All row numbers: first `FIRST_ROWS` spread over them, then the others."""
+    first = spread(rows, FIRST_ROWS)
+    yield from first
+    yield from filterfalse(set(first).__contains__, range(rows))
+
+
+def seen_by_doctor(config: Config, model: Path) -> Iterator[PromptsSeen]:
+    """The prompts of every source, for `ANSWERS_S` each. Raises ConfigError, PolicyError,
+    TaskError."""
+    for spec in pool_specs(config):
+        with TaskPool(msgspec.structs.replace(spec.task, processes=1)) as pool:
+            pool.wait()
+            opened, stop = [(spec, pool)], lambda: False
+            chats = chats_of(opened, time.time_ns(), model, Tokenizer(model), stop=stop)
+            yield from look(spec, pool, model, chats, rows_max=None, seconds=ANSWERS_S)
+
+
 def check_first(
     spec: PoolSpec, pool: TaskPool, model: Path, chats: Mapping[str, Chat] | None
 ) -> Iterator[str]:
@@ -98,12 +128,12 @@ def check_first(
     Raises ConfigError where a source has no prompt, PolicyError, TaskError."""
     if chats is None:
         return
-    for seen in look(spec, pool, model, chats, seconds=FIRST_S):
+    for seen in look(spec, pool, model, chats, rows_max=FIRST_ROWS, seconds=FIRST_S):
         if seen.hopeless:
             row, error, hint = min(seen.failed)
             raise ConfigError(
                 f"no row of {seen.source} makes a prompt: row {row}: {error}",
-                hint=hint or None,
+                hint=hint or "dora-pipe doctor --config FILE looks at every row",
             )
         yield from (f"prompts, {seen.source}: {note}" for note in seen.notes())
 
@@ -114,12 +144,12 @@ def look(
     model: Path,
     chats: Mapping[str, Chat],
     *,
+    rows_max: int | None,
     seconds: float,
     clock: Clock | None = None,
 ) -> Iterator[PromptsSeen]:
-    """The prompts of a task that is open: `FIRST_ROWS` of each source, as far as `seconds` go.
-
-    Raises PolicyError, TaskError."""
+    """The prompts of a task that is open: of all rows or `rows_max` of each source, as far as
+    `seconds` go. Raises PolicyError, TaskError."""
     clock, facts = clock or SystemClock(), pool.facts
     if facts is None or not _asks_nothing(spec.task, single_turn=facts.single_turn):
         return
@@ -130,7 +160,8 @@ def look(
             continue
         seen = PromptsSeen(source=source, rows=rows)
         is_over = partial(_is_past, clock, clock.now_ns() + int(seconds * _NS))
-        for row, event in answers(pool, source, spread(rows, FIRST_ROWS), is_over):
+        order = islice(ordered(rows), rows_max)
+        for row, event in answers(pool, source, order, is_over):
             read(seen, row, event, tokenizer, chats.get(source))
         yield seen
 

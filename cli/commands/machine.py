@@ -24,6 +24,7 @@ def doctor(
     from dora_pipe.cli.doctor import (
         config_file_of,
         config_findings,
+        context_findings,
         log_findings,
         machine_findings,
     )
@@ -37,6 +38,8 @@ def doctor(
         findings += log_findings(url, wanted)
     if config and (run := RunDir(config_file_of(config).parent)).exists():
         findings += config_findings(run)
+    if wanted:
+        findings += context_findings(wanted)
     rows = [one._asdict() for one in findings]
     emit_rows(("state", "what", "detail"), rows, as_json=as_json)
     if any(one.state == "fail" for one in findings):

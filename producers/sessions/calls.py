@@ -112,7 +112,8 @@ REFUSED: Final = frozenset(
     )
 )
 """Keys that would change the prompt, or the form of the answer: without them a call means another
-thing. Every other key that a dialect does not read is recorded."""
+thing. Every other key that a dialect does not read is recorded, or refused by
+`task.sampling_asked`."""
 
 FOLLOWED: Final = ("temperature", "top_p", "top_k", "min_p")
 """Recorded where a run has another value ([sampling])."""

@@ -148,6 +148,13 @@ class Sessions:
         sampling = session.source.sampling
         check_template(wanted.template, session.source.task.chat_template_kwargs)
         asked = asked_of(wanted.settings, sampling)
+        if asked and session.source.task.sampling_asked == "refuse":
+            names = ", ".join(asked)
+            raise Refused(
+                400,
+                "sampling_is_the_runs",
+                f"{names}: sampling follows the run (task.sampling_asked is `refuse`)",
+            )
         # A longer one is refused by the worker, by its length: the rest would be sent for nothing.
         token_ids = packed_ids(prompt_ids[: self.context_tokens + 1])
         calls = [self._call(session) for _ in range(wanted.choices)]

@@ -34,7 +34,7 @@ task.kind task.data task.eval_data task.reward task.rewards
 task.split task.eval_split task.eval_share task.filter task.columns
 task.chat task.system_prompt task.tools task.mcp
 task.options task.turns_max task.agent
-task.special_tokens task.chat_template_kwargs task.renderer
+task.sampling_asked task.special_tokens task.chat_template_kwargs task.renderer
 task.tool_parser task.rewritten_history sampling groups.size groups.per_step
 groups.spare groups.seconds_max
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible

@@ -166,6 +166,9 @@ class Task(Section, frozen=True, kw_only=True):
     """`module:run`, a function of yours that is the rollout, or a command line such as
     `["node", "agent.js"]`: it gets an address of the model, calls it as it likes, and every sampled
     token is trained. `kind` gives rows and rewards. See docs/agents.md."""
+    sampling_asked: Literal["record", "refuse"] = "record"
+    """Sampling settings of an agent's call that differ from the run's: record them with the call
+    and do not follow them, or refuse the call."""
     special_tokens: Literal["text", "parse"] = "text"
     """How control tokens that are written in prompts and observations are encoded: as the text that
     they are, or as the tokenizer's own tokens, which lets any text of the data or of a tool end a

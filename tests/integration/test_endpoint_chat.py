@@ -134,6 +134,27 @@ def test_every_key_is_obeyed_recorded_or_refused(assets: Path) -> None:
             create(client, extra_body={f"key-{at}": at for at in range(65)})
 
 
+@pytest.mark.parametrize("key", ["guided_json", "logit_bias", "no_such_key", "response_format"])
+def test_a_key_that_is_not_the_runs_is_refused_by_its_name(assets: Path, key: str) -> None:
+    with (
+        stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
+        client_of(one.open("g-0/0")) as client,
+        pytest.raises(openai.BadRequestError, match=key),
+    ):
+        create(client, extra_body={key: {"type": "object"}})
+
+
+def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets: Path) -> None:
+    with (
+        stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
+        client_of(one.open("g-0/0")) as client,
+    ):
+        create(client, temperature=1.0, stop="END")
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            create(client, temperature=0.5)
+        assert len(one.calls) == 1
+
+
 def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(assets: Path) -> None:
     """The sampled turn has two blanks where the template writes one: they stay."""
     turns = {0: CALL.replace(": 1", ":  1"), 1: "three<|im_end|>"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
 VOCABULARY: Final = 151_936
@@ -27,8 +26,6 @@ SHAPES: Final[dict[str, dict[str, int]]] = {
 }
 """As https://huggingface.co/Qwen/Qwen3-0.6B and its sisters have them; all tie their heads."""
 
-_SEED: Final = 20
-
 
 def vocabulary_of(model: str) -> int:
     """Token ids of this size."""
@@ -51,16 +48,3 @@ def config_of(model: str, tokens: int) -> Any:
         "tie_word_embeddings": True,
     }
     return config(**given | SHAPES[model])
-
-
-def write_model(directory: Path, model: str) -> Path:
-    """Random weights in bfloat16 as a model directory, without a token that ends."""
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    torch.manual_seed(_SEED)
-    build: Any = Qwen3ForCausalLM
-    config = config_of(model, 0)
-    config.update({"eos_token_id": None, "bos_token_id": None, "dtype": "bfloat16"})
-    build(config).to(torch.bfloat16).save_pretrained(directory)
-    return directory

@@ -278,12 +278,6 @@ class Catalogue:
                 self._db.execute(f"drop table temp.{name}")
 
     @property
-    def memory_bytes(self) -> int:
-        """Of all tables in memory."""
-        found = self.one("select sum(memory_usage_bytes) from duckdb_memory()")
-        return int(found[0]) if found and found[0] else 0
-
-    @property
     def source(self) -> CatalogueSource | None:
         """How far it goes; None where nobody has said so."""
         found = self.one(f"select source from {_PLACE}")

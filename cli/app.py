@@ -111,27 +111,27 @@ COMMANDS: Final[Panels] = {
     },
     "Analyze": {
         "rescore": (
-            "cli.commands.counterfactual:rescore",
+            "cli.commands.analysis:rescore",
             "Score logged texts with another reward.",
             "rescore demo --reward rewards:length",
         ),
         "retrain": (
-            "cli.commands.counterfactual:retrain",
+            "cli.commands.analysis:retrain",
             "Repeat steps with other settings, rewards or rows.",
             "retrain demo --out slower --set trainer.learning_rate=1e-5",
         ),
         "bisect": (
-            "cli.commands.counterfactual:bisect",
+            "cli.commands.analysis:bisect",
             "Find the step and the group that made a run worse.",
             "bisect demo --good 3 --bad 9",
         ),
         "fork": (
-            "cli.commands.counterfactual:fork",
+            "cli.commands.analysis:fork",
             "Continue a trajectory again from each turn.",
             "fork demo g0000000042-003 --samples 8",
         ),
         "diff": (
-            "cli.commands.counterfactual:diff",
+            "cli.commands.analysis:diff",
             "Find the first difference of two runs.",
             "diff demo other",
         ),

@@ -134,8 +134,6 @@ class ClusterRun:
     slots: int = 0
     workers: int = 0
     moves: int = 0
-    moved_s: float = 0.0
-    """Time for which requests stood still because they moved."""
     loads: int = 0
     rounds: int = 0
     requests: int = 0
@@ -321,9 +319,6 @@ class Cluster:
         if request.trajectory not in self._lefts:
             length = self.plan.lengths(request.spec.ordinal)[request.sibling]
             self._lefts[request.trajectory] = Left(left=float(length))
-        elif request.kv is not None:
-            done = round(self._lefts[request.trajectory].done)
-            self.run_.moved_s += self.plan.rates.move_s(done)
         self._workers[request.worker].place(request, self.now_s)
 
     def _move(self, decision: Move) -> None:

@@ -79,27 +79,20 @@ SMALL: Final = ("groups.per_step=24", "task.options={mu=1.0, sigma=1.0, n_max=20
 
 RATES: Final = (4.5e-4, 3e-4, 7e-4)
 
+_DEMO: Final = Scale(
+    example=TASK,
+    steps=40,
+    target=REWARD_MIN,
+    prompts=128,
+    every=2,
+    rates=RATES,
+    overrides=(*SMALL, ONE_UPDATE),
+    pace="demo",
+)
+
 SCALES: Final[Mapping[str, Scale]] = {
-    "demo": Scale(
-        example=TASK,
-        steps=40,
-        target=REWARD_MIN,
-        prompts=128,
-        every=2,
-        rates=RATES,
-        overrides=(*SMALL, ONE_UPDATE),
-        pace="demo",
-    ),
-    "gpu": Scale(
-        example=TASK,
-        steps=40,
-        target=REWARD_MIN,
-        prompts=128,
-        every=2,
-        rates=RATES,
-        overrides=(*SMALL, ONE_UPDATE),
-        pace="gpu",
-    ),
+    "demo": _DEMO,
+    "gpu": replace(_DEMO, pace="gpu"),
     "tools": Scale(
         example="calculator",
         steps=16,

@@ -20,7 +20,7 @@ OWN = frozenset(
         ".cli.app",
         ".cli.commands",
         ".cli.commands.audit",
-        ".cli.commands.counterfactual",
+        ".cli.commands.analysis",
         ".cli.commands.export",
         ".cli.commands.log",
         ".cli.commands.machine",

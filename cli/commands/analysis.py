@@ -1,4 +1,4 @@
-"""Commands that ask of a log what else would have come of it."""
+"""Commands that repeat or score a logged run with one change."""
 
 from __future__ import annotations
 

@@ -217,8 +217,8 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
     draws = EvaluationDraws(started=started, config=config, evaluation=config.evaluation)
     if not draws.rows:
         raise UsageError(
-            f"evaluation {config.evaluation.name!r} of this run has no rows",
-            hint="evaluation.prompts",
+            f"evaluation {name or EVAL} of this run has no rows",
+            hint="task.eval_data or task.eval_share of the run; or --probe module:function",
         )
     if source_of("eval", config.evaluation.name) in started.scored_together:
         raise UsageError(

@@ -20,6 +20,7 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.observe.text import counted
 
 SUSPECTS_SHOWN: Final = 8
 NAMES_SHOWN: Final = 3
@@ -121,7 +122,7 @@ def _print_cause(found: Explanation, changes: Sequence[str]) -> None:
         [_trial_row(one) for one in found.trials],
     )
     emit_line()
-    emit_line(f"repeated {found.steps} steps in {len(found.trials)} trials")
+    emit_line(f"repeated {counted(found.steps, 'step')} in {counted(len(found.trials), 'trial')}")
     emit_line(conclusion(found, changes))
 
 

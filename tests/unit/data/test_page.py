@@ -80,4 +80,4 @@ def test_filter_of_the_page_has_the_functions_and_methods_that_there_are() -> No
 
 
 def test_sizes_of_the_page_are_those_of_the_code() -> None:
-    assert f"Up to {MEMORY_BYTES_MAX >> 20} MiB they are held" in PAGE
+    assert f"Up to {MEMORY_BYTES_MAX >> 20} MiB, each task process" in PAGE

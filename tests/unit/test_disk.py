@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ResourceError
 from dora_pipe.core.own_code import TRACEBACK_LINES_MAX, traceback_of
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
 from dora_pipe.launch import disk_watch as disk
-from dora_pipe.launch.disk_watch import FULL_BYTES, DiskWatch, free_bytes, full_disk
+from dora_pipe.launch.disk_watch import FULL_BYTES, DiskWatch
 from tests.support.worker import VirtualClock
 
 
@@ -65,32 +63,6 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line(room: Disk, tmp_path:
         look(watch, clock, DELIVERY_TIMEOUT_S + 10)
     assert "make room" in (ended.value.hint or "")
     assert clock.ns < (DELIVERY_TIMEOUT_S + 5) * 1e9
-
-
-def test_room_in_between_starts_the_time_anew(room: Disk, tmp_path: Path) -> None:
-    clock = VirtualClock()
-    watch = DiskWatch((tmp_path,), lambda line: None, clock)
-    for _ in range(3):
-        room.free = 0
-        look(watch, clock, DELIVERY_TIMEOUT_S - 10)
-        assert watch.full
-        room.free = 10 * FULL_BYTES
-        look(watch, clock, 5)
-    assert not watch.full
-
-
-def test_every_place_is_looked_at_and_one_that_is_not_there_yet_is_its_parent(
-    room: Disk, tmp_path: Path
-) -> None:
-    assert full_disk(tmp_path, tmp_path / "later" / "store") == ""
-    room.free = 0
-    assert f"under {tmp_path}" in full_disk(tmp_path, tmp_path / "later")
-
-
-def test_room_is_what_the_file_system_says(tmp_path: Path) -> None:
-    found = free_bytes(tmp_path / "not" / "there")
-    assert abs(found - shutil.disk_usage(tmp_path).free) < 1 << 30 or os.geteuid() == 0
-    assert found > 0
 
 
 def test_a_text_of_any_length_is_cut_before_it_reaches_a_log() -> None:

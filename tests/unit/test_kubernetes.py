@@ -116,40 +116,6 @@ def test_secrets_come_by_reference_under_the_name_that_is_read(name: str, role: 
     assert not [kind for kind, _ in BUILT[name] if kind == "Secret"], "secrets are never files here"
 
 
-@each_pod
-def test_every_volume_is_declared_and_used(name: str, role: str) -> None:
-    declared = {one["name"]: one for one in _pod(name, role)["volumes"]}
-    used = [one["name"] for one in _container(name, role)["volumeMounts"]]
-    assert sorted(declared) == sorted(used)
-    for volume in declared.values():
-        if "persistentVolumeClaim" in volume:
-            claim = volume["persistentVolumeClaim"]["claimName"]
-            assert ("PersistentVolumeClaim", claim) in BUILT[name]
-        if "configMap" in volume:
-            assert ("ConfigMap", volume["configMap"]["name"]) in BUILT[name]
-    store = BUILT[name]["PersistentVolumeClaim", "store"]
-    assert store["spec"]["accessModes"] == ["ReadWriteMany"]
-
-
-@each_pod
-def test_selectors_find_their_pods_and_one_fenced_role_runs_once(name: str, role: str) -> None:
-    spec = _workload(name, role)
-    labels = spec["template"]["metadata"]["labels"]
-    assert spec["selector"]["matchLabels"] == labels == {"app": "dora-pipe", "role": role}
-    if KINDS[name, role] == "Deployment":
-        assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-    else:
-        assert spec["podManagementPolicy"] == "Parallel", "pods wait for each other"
-
-
-@each_pod
-def test_pods_run_as_the_user_of_the_image(name: str, role: str) -> None:
-    context = _pod(name, role)["securityContext"]
-    text = (ROOT / "infra" / "Dockerfile").read_text()
-    assert f"--uid {context['runAsUser']} " in text
-    assert context["runAsNonRoot"] is True
-
-
 def test_nodes_of_the_trainer_meet_at_the_first_pod_and_each_rank_has_a_gpu(tmp_path: Path) -> None:
     spec, config = _workload(NODES, "trainer"), _config(NODES, "trainer", tmp_path)
     _, params = parsed(_words(NODES, "trainer"))

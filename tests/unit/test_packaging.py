@@ -5,7 +5,6 @@ import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-import dora_pipe
-from tests.support.tidy import FOLDERS, INSTALLED, NOT_INSTALLED, ROOT, files, module_imports
+from tests.support.tidy import FOLDERS, INSTALLED, ROOT, files, module_imports
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LOCKS = ("base", "slim", "dev", "vllm-cpu")
-NOT_CODE = {*NOT_INSTALLED, "docs", "examples"}
 TORCH = {"torch", "transformers", "safetensors", "vllm", "deepspeed"}
 
 
@@ -48,38 +45,6 @@ def test_every_folder_with_modules_is_a_package() -> None:
     bare = {str(p.parent) for p in modules if not (ROOT / p.parent / "__init__.py").exists()}
     assert modules
     assert bare == set()
-
-
-def test_repository_is_the_package() -> None:
-    assert PROJECT["tool"]["setuptools"]["package-dir"] == {"dora_pipe": "."}
-    assert Path(str(dora_pipe.__file__)).resolve() == ROOT / "__init__.py"
-    assert not (ROOT / "dora_pipe").exists(), "it would hide the package: run `make setup`"
-
-
-def test_a_folder_is_code_or_is_not_installed() -> None:
-    assert {path.parts[0] for path in files(".py")} <= {*FOLDERS, *NOT_CODE, "__init__.py"}
-    assert {"bus", "consumers", "orchestrator", "producers", "schemas", "cli"} <= set(FOLDERS)
-
-
-def test_every_tool_is_told_every_folder() -> None:
-    tool = PROJECT["tool"]
-    assert tool["mypy"]["packages"] == [*(f"dora_pipe.{folder}" for folder in FOLDERS), "tests"]
-    assert tool["pyright"]["include"] == [*FOLDERS, "tests"]
-    banned = tool["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
-    messages = {name: rule["msg"] for name, rule in banned.items() if name in FOLDERS}
-    assert messages == {folder: f"import dora_pipe.{folder}" for folder in FOLDERS}
-
-
-def test_tree_holds_no_links_and_type_checkers_find_the_package_by_one_outside_of_it() -> None:
-    places = {ROOT / path for file in files() for path in (file, *file.parents)}
-    assert [place for place in places if place.is_symlink()] == []
-    types = ROOT / PROJECT["tool"]["pyright"]["extraPaths"][0]
-    assert (
-        PROJECT["tool"]["mypy"]["mypy_path"] == f"$MYPY_CONFIG_FILE_DIR/{types.relative_to(ROOT)}"
-    )
-    if not types.exists():
-        pytest.skip("there is no .venv of `make setup` here, or no link on this file system")
-    assert (types / "dora_pipe").resolve() == ROOT
 
 
 @pytest.mark.parametrize("lock", LOCKS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -46,22 +45,6 @@ def test_long_work_is_lines_where_stderr_is_no_terminal(
         until(lambda: len(said) > 1)
     assert said[-1] == "reading, 30% (0 s)"
     assert capsys.readouterr().out == ""
-
-
-def test_a_bar_is_taken_away_before_a_line_is_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(progress, "QUIET_S", 0.01)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    events: list[str] = []
-    monkeypatch.setattr(CommandProgress, "draw", lambda self: events.append("drawn"))
-    monkeypatch.setattr(CommandProgress, "clear", lambda self: events.append("cleared"))
-    with progress.progress("reading"):
-        until(lambda: "drawn" in events)
-        emit_line("data")
-        assert "cleared" in events
-    assert capsys.readouterr().out == "data\n"
-    assert events[-1] == "cleared"
 
 
 def test_readers_of_a_watched_log_tell_how_far_they_are() -> None:

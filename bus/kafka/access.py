@@ -7,6 +7,7 @@ handshake (which also tells a listener with passwords from one without) and the 
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import struct
@@ -14,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Final
 
-from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 from kafka.net.sasl import get_sasl_mechanism
 from kafka.protocol.sasl import (
@@ -65,7 +65,7 @@ _DISK_SIGNS = (
         "a partition has no leader: its broker is away, or that one's disk full",
     ),
 )
-_RIGHT_SIGN = "AuthorizationFailed"  # some refusals come as text in a nameless error
+_ERROR_NAME = re.compile(r"\b[A-Z]\w+Error\b")
 _THROTTLE_SIGN = "'throttle'"  # the client's reason not to send on a connection
 _CERTIFICATE_SIGN = "CERTIFICATE_VERIFY_FAILED"
 
@@ -94,32 +94,50 @@ def our_errors(
     """
     try:
         yield
-    except FENCED as error:
-        raise Fenced(f"a newer writer took over: {error}") from error
-    except _TRUNCATED as error:
-        raise LogTruncated(f"the log ends before this position: {error}") from error
-    except _MISSING as error:
-        raise TopicMissing(f"a topic is missing: {error}") from error
-    except kafka_errors.AuthorizationError as error:
-        raise not_allowed(error, security, needs, servers) from error
-    except _REFUSED as error:
-        raise not_known(error, security) from error
     except (kafka_errors.KafkaError, TimeoutError, ValueError) as error:
-        if _CERTIFICATE_SIGN in str(error):
-            raise untrusted(str(error), security) from error
-        if _RIGHT_SIGN in str(error):
-            raise not_allowed(error, security, needs, servers) from error
-        text, hint = said_of(error)
-        raise otherwise(f"kafka: {text}", hint=hint) from error
+        raise _ours(cause_of(error), otherwise, security, needs, servers) from error
 
 
-def was_fenced(producer: KafkaProducer) -> bool:
-    """Whether fencing is behind an error.
+def _ours(
+    error: Exception,
+    otherwise: type[BusError],
+    security: KafkaSecurity | None,
+    needs: str,
+    servers: Sequence[str],
+) -> BusError:
+    if isinstance(error, FENCED):
+        return Fenced(f"a newer writer took over: {error}")
+    if isinstance(error, _TRUNCATED):
+        return LogTruncated(f"the log ends before this position: {error}")
+    if isinstance(error, _MISSING):
+        return TopicMissing(f"a topic is missing: {error}")
+    if isinstance(error, kafka_errors.AuthorizationError):
+        return not_allowed(error, security, needs, servers)
+    if isinstance(error, _REFUSED):
+        return not_known(error, security)
+    if _CERTIFICATE_SIGN in str(error):
+        return untrusted(str(error), security)
+    text, hint = said_of(error)
+    return otherwise(f"kafka: {text}", hint=hint)
 
-    What fails after the first failure of a transaction says only that something failed before.
+
+def cause_of(error: Exception) -> Exception:
+    """Return the error that a follow-up error carries, or whose name a nameless error quotes.
+
+    After a first failure the client refuses further calls; whether the first error or such a
+    refusal is seen first depends on timing.
     """
-    manager = producer._transaction_manager
-    return manager is not None and isinstance(manager.last_error, FENCED)
+    for argument in error.args:
+        if isinstance(argument, kafka_errors.KafkaError):
+            return cause_of(argument)
+    if type(error) is kafka_errors.KafkaError:
+        text = " ".join(map(str, error.args))
+        for name in _ERROR_NAME.findall(text):
+            kind = getattr(kafka_errors, name, kafka_errors.KafkaError)
+            if kind is not kafka_errors.KafkaError:
+                cause: Exception = kind(text)
+                return cause
+    return error
 
 
 def said_of(error: BaseException) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, TypeVar
 
 from kafka import KafkaAdminClient, KafkaProducer
@@ -41,11 +41,11 @@ from dora_pipe.bus.checks import (
 )
 from dora_pipe.bus.kafka.access import (
     QUOTA_HINT,
+    cause_of,
     check_advertised,
     our_errors,
     probe,
     unreachable,
-    was_fenced,
 )
 from dora_pipe.bus.kafka.client import (
     COMMIT_LIMIT_S_MIN,
@@ -76,7 +76,6 @@ from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import (
     BusError,
-    Fenced,
     LogTruncated,
     OutcomeUnknown,
     RecordRefused,
@@ -449,8 +448,6 @@ class KafkaWriter(Writer):
         except BusError as error:
             delay_s = throttle_s(producer._sender._client._manager)
             self._drop()
-            if was_fenced(producer):
-                raise Fenced(f"a newer writer {self._name} took over") from error
             if delay_s:
                 raise type(error)(
                     "a quota of the Kafka cluster (producer_byte_rate or request_percentage) "
@@ -475,10 +472,13 @@ class KafkaWriter(Writer):
                 for record in records:
                     in_flight.send(record)
                 offsets = in_flight.wait()
-            except REFUSED as error:
+            except kafka_errors.KafkaError as error:
+                cause, refused = in_flight.failure(error)
+                if not isinstance(cause, REFUSED):
+                    raise cause from error
                 if self._name:
                     abort(producer, self._bus.delivery_limit_s)
-                raise self._bus.refusal(error, in_flight.last or records[0]) from error
+                raise self._bus.refusal(cause, refused or records[0]) from error
             if self._name:
                 left_s = max(COMMIT_LIMIT_S_MIN, until_s - time.monotonic())
                 bounded(producer.commit_transaction, left_s)
@@ -525,8 +525,6 @@ class InFlight:
         self._producer = producer
         self._limit_s = limit_s
         self._sent: deque[tuple[Any, Append, int, float]] = deque()  # future, bytes, deadline
-        self.last: Append | None = None
-        """The record that was waited for last: the refused record, after an error."""
         self._offsets: list[int] = []
         self.bytes = 0
         """On their way."""
@@ -554,11 +552,25 @@ class InFlight:
         return self._offsets
 
     def _wait_for_oldest(self) -> None:
-        future, self.last, size, deadline_s = self._sent.popleft()
+        future, _, size, deadline_s = self._sent[0]
         # Asking is cheaper than waiting: most come with the batch of the one before them.
         acknowledged = future.value if future.succeeded() else future.get(_left(deadline_s))
+        self._sent.popleft()
         self._offsets.append(int(acknowledged.offset))
         self.bytes -= size
+
+    def failure(self, error: Exception) -> tuple[Exception, Append | None]:
+        """Return the cause of an error and the record that the broker refused, where there is one.
+
+        Other records of its batch, and later calls, fail with follow-up errors.
+        """
+        with suppress(kafka_errors.KafkaError):
+            if self._sent:
+                self._producer.flush(_left(self._sent[0][3]))
+        failed = [(sent[0], sent[1]) for sent in self._sent if sent[0].failed()]
+        causes = [(cause_of(future.exception), record) for future, record in failed]
+        first = next((each for each in causes if isinstance(each[0], REFUSED)), None)
+        return first or (cause_of(error), None)
 
 
 def _left(deadline_s: float) -> float:

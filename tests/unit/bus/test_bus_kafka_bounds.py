@@ -120,6 +120,39 @@ def test_the_error_of_a_record_ends_the_flight() -> None:
         in_flight.wait()
 
 
+@pytest.mark.parametrize(
+    "cause",
+    [
+        kafka_errors.InvalidTimestampError("late"),
+        kafka_errors.MessageSizeTooLargeError("large"),
+        kafka_errors.InvalidRecordError("no key"),
+    ],
+)
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_refusal_is_found_behind_the_follow_up_error_that_is_seen_first(
+    cause: Exception, failed: bool
+) -> None:
+    """The client fails the other records of the batch, or refuses the next one before any fails."""
+    in_flight = InFlight(Producer(), limit_s=5)
+    records = [record(size) for size in (1, 2, 3)]
+    for each in records:
+        in_flight.send(each)
+    if failed:
+        futures = [sent[0] for sent in in_flight._sent]
+        futures[0].failure(kafka_errors.KafkaError("part of a batch with invalid records"))
+        futures[1].failure(cause)
+    follow_up = kafka_errors.KafkaError("Cannot perform send", cause)
+    assert in_flight.failure(follow_up) == (cause, records[1] if failed else None)
+
+
+def test_a_failure_without_a_refusal_is_the_cause_of_its_own_error() -> None:
+    in_flight = InFlight(Producer(fails_at=0), limit_s=5)
+    in_flight.send(record())
+    fenced = kafka_errors.ProducerFencedError("newer")
+    follow_up = kafka_errors.KafkaError("Cannot perform send", fenced)
+    assert in_flight.failure(follow_up) == (fenced, None)
+
+
 def fetched(count: int, *, partition: int = 0, size: int = 10) -> list[Record]:
     value = b"x" * size
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from kafka import errors as kafka_errors
 
-from dora_pipe.bus.kafka.access import ROOM_HINT, our_errors
+from dora_pipe.bus.kafka.access import ROOM_HINT, cause_of, our_errors
 from dora_pipe.bus.kafka.refused import refusal
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import Append
@@ -125,6 +125,34 @@ def test_a_right_that_nobody_named_is_named_by_the_client_s_error() -> None:
 def test_a_refusal_hidden_in_a_nameless_error_is_found() -> None:
     hidden = kafka_errors.KafkaError("Unexpected error: [Error 31] ClusterAuthorizationFailedError")
     assert isinstance(refused(hidden, needs="WRITE on topic t"), AccessRefused)
+
+
+@pytest.mark.parametrize(
+    ("cause", "ours"),
+    [
+        (kafka_errors.ProducerFencedError(), Fenced),
+        (kafka_errors.InvalidProducerEpochError(), Fenced),
+        (kafka_errors.TransactionalIdAuthorizationFailedError("t"), AccessRefused),
+        (kafka_errors.TopicAuthorizationFailedError({"t"}), AccessRefused),
+        (kafka_errors.UnknownTopicOrPartitionError(), TopicMissing),
+    ],
+)
+def test_the_cause_of_a_follow_up_error_decides(cause: Exception, ours: type[DoraError]) -> None:
+    """The client raises these three for what it does after its first failure."""
+    for follow_up in (
+        kafka_errors.KafkaError("Cannot perform send because of errors.", cause),
+        kafka_errors.KafkaError(f"Cannot execute: we are in an error state: {cause}"),
+        kafka_errors.KafkaError(f"Could not add partitions due to errors: {{0: {cause!r}}}"),
+    ):
+        with pytest.raises(ours), our_errors(OutcomeUnknown):
+            raise follow_up
+
+
+@pytest.mark.parametrize(
+    "error", [kafka_errors.KafkaError("no names"), kafka_errors.KafkaConnectionError(OSError(9))]
+)
+def test_an_error_that_follows_none_is_its_own_cause(error: Exception) -> None:
+    assert cause_of(error) is error
 
 
 def test_a_certificate_refused_in_the_middle_of_a_run_says_why() -> None:

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 import shutil
-import sqlite3
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
@@ -35,6 +34,7 @@ from dora_pipe.core.errors import (
     PolicyError,
     TopicMissing,
     UsageError,
+    install_hint,
 )
 from dora_pipe.launch.local_roles import VISIBLE
 from dora_pipe.launch.plan import topic_specs
@@ -44,13 +44,7 @@ from dora_pipe.schemas.topics import Topics
 if TYPE_CHECKING:
     from dora_pipe.launch.prompt_check import PromptsSeen
 
-_SLOW = "Kafka would be 88 times slower"
-_CRC_INPUT, _CRC_RESULT = b"123456789", 0xE3069283  # the check value of the Castagnoli polynomial
-
-PYTHON_MIN = (3, 11)
-WAL_SQLITE_MIN = (3, 37)
 GPUS_LIMIT_S = 10.0
-
 
 State = Literal["ok", "note", "fail"]
 
@@ -71,8 +65,8 @@ def _failed(what: str, error: DoraError) -> CheckResult:
 
 def machine_findings() -> list[CheckResult]:
     """What needs no log."""
-    findings = [_python(), _sqlite(), _crc32c(), *_extras(), _disk()]
-    return [*findings, CheckResult("ok", "cores", str(os.cpu_count())), _gpus()]
+    versions = f"Python {platform.python_version()}, {os.cpu_count()} cores"
+    return [CheckResult("ok", "machine", versions), *_extras(), _disk(), _gpus()]
 
 
 def config_file_of(path: Path) -> Path:
@@ -81,44 +75,12 @@ def config_file_of(path: Path) -> Path:
     return inside if inside.is_file() else path
 
 
-def _python() -> CheckResult:
-    version = platform.python_version()
-    good = tuple(int(part) for part in platform.python_version_tuple()[:2]) >= PYTHON_MIN
-    return CheckResult("ok" if good else "fail", "python", version)
-
-
-def _sqlite() -> CheckResult:
-    good = sqlite3.sqlite_version_info >= WAL_SQLITE_MIN
-    detail = f"{sqlite3.sqlite_version}, for logs"
-    return CheckResult("ok" if good else "fail", "sqlite", detail)
-
-
-def _crc32c() -> CheckResult:
-    """Without the C extension kafka-python computes checksums in Python, 88 times slower."""
-    if importlib.util.find_spec("crc32c") is None:
-        detail = f"not installed: {_SLOW}; pip install crc32c"
-        return CheckResult("fail", "crc32c", detail)
-    try:
-        from crc32c import crc32c, hardware_based
-    except ImportError as error:
-        return CheckResult("fail", "crc32c", f"cannot be used ({error}): {_SLOW}")
-    if crc32c(_CRC_INPUT) != _CRC_RESULT:
-        return CheckResult("fail", "crc32c", "computes wrong checksums")
-    version = importlib.metadata.version("crc32c")
-    how = "by the processor" if hardware_based else "in C"
-    return CheckResult("ok", "crc32c", f"{version}, {how}")
-
-
 def _extras() -> list[CheckResult]:
     found = []
-    for name, use in (
-        ("torch", "the own engine and trainer"),
-        ("transformers", "the own engine and trainer"),
-        ("vllm", "the vLLM engine"),
-        ("deepspeed", "the DeepSpeed trainer"),
-    ):
+    for name in ("torch", "transformers", "vllm", "deepspeed"):
         there = importlib.util.find_spec(name) is not None
-        detail = _version(name) if there else f"not installed; for {use}"
+        extra = "torch" if name == "transformers" else name
+        detail = _version(name) if there else f"not installed: {install_hint(extra)}"
         found.append(CheckResult("ok" if there else "note", name, detail))
     return found
 
@@ -228,43 +190,36 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
 
 
 def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
-    """The lengths of a source's prompts, and rows that make none."""
-    state, what, detail = _lengths(found, context, max_tokens)
-    notes = "; ".join(found.notes())
-    if found.hopeless:
-        return CheckResult("fail", what, notes)
-    if notes:
-        return CheckResult("fail" if state == "fail" else "note", what, f"{notes}; {detail}")
-    return CheckResult(state, what, detail)
+    """Report the lengths of a source's prompts, and the rows that make none.
 
-
-def _lengths(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
-    """A prompt needs room for one token behind it; where it leaves less than `max_tokens`, the
-    context ends the answer."""
+    A prompt needs room for one more token. If it leaves less than `max_tokens`, the context ends
+    the answer.
+    """
     longest = max(found.lengths, default=0)
-    what, looked = f"prompts, {found.source}", found.looked_at
-    said = f"{looked} of {found.rows} looked at, up to {longest} tokens"
+    what, looked, notes = f"prompts, {found.source}", found.looked_at, list(found.notes())
+    if found.hopeless:
+        return CheckResult("fail", what, "; ".join(notes))
+    state: State = "note" if notes else "ok"
+    notes.append(f"{looked} of {found.rows} looked at, up to {longest} tokens")
     unfit, short = found.beyond(context - 1), found.beyond(context - max_tokens)
     hint = f"workers.context_tokens = {longest + max_tokens} has room for all"
     if unfit:
-        state: State = "fail" if unfit == looked else "note"
-        detail = f"{said}; {unfit} do not fit a context of {context}: invalid, as PromptUnfit"
-        return CheckResult(state, what, f"{detail}; {hint}")
-    if short:
-        detail = f"{said}; {short} leave less than max_tokens, {max_tokens}, in a context"
-        return CheckResult("note", what, f"{detail} of {context}: answers end there; {hint}")
-    return CheckResult("ok", what, f"{said}, and max_tokens has room behind them")
+        state = "fail" if unfit == looked else "note"
+        notes += [f"{unfit} do not fit a context of {context}: invalid, as PromptUnfit", hint]
+    elif short:
+        state = "note"
+        room = f"{short} leave less than max_tokens, {max_tokens}, in a context of {context}"
+        notes += [f"{room}: answers end there", hint]
+    else:
+        notes[-1] += ", and max_tokens has room behind them"
+    return CheckResult(state, what, "; ".join(notes))
 
 
 def _topics(run: str, there: int, wanted: int) -> CheckResult:
     if there == wanted:
         return CheckResult("ok", "topics", f"all {there} of run {run!r}")
-    detail = f"{there} of {wanted} of run {run!r}; a new run makes them"
-    if there:
-        detail = (
-            f"{there} of {wanted} of run {run!r}: the others are gone, or hidden from this user"
-        )
-    return CheckResult("note", "topics", detail)
+    lost = "the others are gone, or hidden from this user" if there else "a new run makes them"
+    return CheckResult("note", "topics", f"{there} of {wanted} of run {run!r}: {lost}")
 
 
 def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Iterator[CheckResult]:

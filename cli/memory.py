@@ -10,28 +10,10 @@ from typing import Any, Final, NamedTuple
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.config.load import laid_over, load_config
 from dora_pipe.config.model import Config
-from dora_pipe.launch.memory import (
-    Gpus,
-    Placement,
-    disk_parts,
-    kv_token_bytes,
-    parse_gpus,
-    parts_bytes,
-    pass_parts,
-    placement_of,
-    ranks_of,
-    slots_that_fit,
-    state_parts,
-    trainer_bytes,
-    trainer_keys,
-    update_bytes,
-    with_keys,
-    worker_keys,
-    worker_parts,
-)
+from dora_pipe.launch import memory
+from dora_pipe.launch.memory import Gpus, Parts, Placement, with_keys
 from dora_pipe.launch.model_shape import ModelShape, model_shape
 from dora_pipe.producers.engines.base import need_positions
-from dora_pipe.store.model_dir import read_config, weights_elements
 
 QUANTIZED: Final = (
     "the files are quantized (quantization_config): a run begins with float32 or bfloat16 ones"
@@ -44,40 +26,46 @@ class EstimateRow(NamedTuple):
     what: str
     bytes: int
     per_gpu: int | None = None
-    fits: str = ""
+    fits: bool | None = None
 
 
 class Estimate(NamedTuple):
-    """What is printed."""
+    """Sizes, notes, the keys that make a run fit, and what no key makes fit."""
 
     rows: list[EstimateRow]
     notes: list[str]
     keys: dict[str, Any]
-    """Keys that make it fit."""
     misfits: list[str]
-    """What no key makes fit."""
 
     @property
     def good(self) -> bool:
         """Whether it fits as it is configured."""
-        return not self.misfits and not any(row.fits == "no" for row in self.rows)
+        return not self.misfits and all(row.fits is not False for row in self.rows)
 
 
 def print_estimate(model: Path, gpus: str, overrides: Sequence[str], *, as_json: bool) -> bool:
     """Print the estimate; return whether the configuration fits. Raises DoraError."""
-    room = parse_gpus(gpus) if gpus else None
+    room = memory.parse_gpus(gpus) if gpus else None
     config = _config_of(model, overrides)
     folder = Path(config.model.path)
     need_positions(folder, config.workers.context_tokens)
-    shape = model_shape(read_config(folder), weights_elements(folder))
+    shape = model_shape(folder)
     found = estimate(shape, config, room)
     if as_json:
-        emit_json({"parameters": shape.parameters, "active": shape.active, "family": shape.family})
+        emit_json({"parameters": shape.parameters, "family": shape.family})
         for row in found.rows:
             emit_json(row._asdict())
         emit_json({"set": found.keys, "fail": found.misfits, "notes": found.notes})
-    else:
-        _print(folder, shape, found)
+        return found.good
+    emit_line(f"{folder}: {shape.family}, {shape.parameters / 1e9:.3g} billion parameters")
+    cells = [(row.what, _size(row.bytes), _size(row.per_gpu), row.fits) for row in found.rows]
+    emit_table(("what", "bytes", "per GPU", "fits"), cells)
+    for line in found.notes:
+        emit_line(f"note: {line}")
+    for key, value in found.keys.items():
+        emit_line(f"set: {key} = {json.dumps(value)}")
+    for line in found.misfits:
+        emit_line(f"fail: {line}")
     return found.good
 
 
@@ -100,7 +88,7 @@ def estimate(shape: ModelShape, config: Config, gpus: Gpus | None) -> Estimate:
     """Estimate a configuration on these GPUs. Raises UsageError where it names others."""
     count = max([*config.workers.gpus, *config.trainer.gpus, -1]) + 1
     count = gpus.count if gpus else max(count, config.workers.count + config.trainer.ranks)
-    place = placement_of(config, count)
+    place = memory.placement_of(config, count)
     rows = list(_rows(shape, config, place, gpus))
     misfits = [QUANTIZED] if shape.quantized else []
     found = Estimate(rows, list(_notes(shape, config, place, gpus)), {}, misfits)
@@ -112,40 +100,38 @@ def estimate(shape: ModelShape, config: Config, gpus: Gpus | None) -> Estimate:
 def _rows(
     shape: ModelShape, config: Config, place: Placement, gpus: Gpus | None
 ) -> Iterator[EstimateRow]:
-    def fits(bytes_: int, room: int) -> str:
-        return "" if gpus is None else "yes" if bytes_ <= room else "no"
-
-    usable = gpus.usable if gpus else 0
-    worker = worker_parts(shape, config) if place.workers else []
-    for part in worker:
-        yield EstimateRow(
-            f"worker: {part.what}", place.workers * part.bytes, place.per_gpu * part.bytes
-        )
-    together = place.per_gpu * parts_bytes(worker)
+    usable = gpus.usable if gpus else None
+    worker = memory.worker_parts(shape, config) if place.workers else {}
+    yield from _part_rows("worker", worker, place.workers, place.per_gpu)
+    together = place.per_gpu * sum(worker.values())
     if worker:
-        all_of = place.workers * parts_bytes(worker)
-        yield EstimateRow("worker: in all", all_of, together, fits(together, usable))
-    ranks, room = ranks_of(config), usable - (together if place.shared else 0)
-    for part in [*state_parts(shape, config), *pass_parts(shape, config)]:
-        yield EstimateRow(f"trainer: {part.what}", ranks * part.bytes, part.bytes)
-    update = update_bytes(shape, config)
-    yield EstimateRow("trainer: an update, in place of a pass", ranks * update, update)
-    peak = trainer_bytes(shape, config)
-    good = "no" if gpus and ranks > place.trainer_gpus else fits(peak, room)
-    yield EstimateRow("trainer: peak", ranks * peak, peak, good)
-    for part in disk_parts(shape, config):
-        yield EstimateRow(f"disk: {part.what}", part.bytes)
+        all_of = place.workers * sum(worker.values())
+        fits = None if usable is None else together <= usable
+        yield EstimateRow("worker: in all", all_of, together, fits)
+    ranks = memory.ranks_of(config)
+    trainer = memory.state_parts(shape, config) | memory.pass_parts(shape, config)
+    trainer["an update, in place of a pass"] = memory.update_bytes(shape, config)
+    yield from _part_rows("trainer", trainer, ranks, 1)
+    peak, used = memory.trainer_bytes(shape, config), together if place.shared else 0
+    fits = None if usable is None else ranks <= place.trainer_gpus and peak + used <= usable
+    yield EstimateRow("trainer: peak", ranks * peak, peak, fits)
+    for what, size in memory.disk_parts(shape, config).items():
+        yield EstimateRow(f"disk: {what}", size)
+
+
+def _part_rows(of: str, parts: Parts, count: int, per_gpu: int) -> Iterator[EstimateRow]:
+    for what, size in parts.items():
+        if size:
+            yield EstimateRow(f"{of}: {what}", count * size, per_gpu * size)
 
 
 def _notes(shape: ModelShape, config: Config, place: Placement, gpus: Gpus | None) -> Iterator[str]:
     if shape.mixture:
         yield "a mixture of experts: weights count all experts, activations those of a token"
-    if place.workers:
-        yield f"a token of the KV cache takes {_size(kv_token_bytes(shape, config))}"
-    else:
+    if not place.workers:
         yield "workers compute on the CPU: their memory is not counted"
-    if place.workers and gpus is not None:
-        slots = slots_that_fit(shape, config, gpus.usable // place.per_gpu)
+    elif gpus is not None:
+        slots = memory.slots_that_fit(shape, config, gpus.usable // place.per_gpu)
         context = config.workers.context_tokens
         yield f"a worker has room for at most {slots} slots of {context} tokens"
     if place.shared:
@@ -160,16 +146,16 @@ def _advise(
     """Add the keys that make it fit, and what none does."""
     keys, misfits = found.keys, found.misfits
     if place.workers:
-        worker = worker_keys(shape, config, gpus, place.per_gpu)
+        worker = memory.worker_keys(shape, config, gpus, place.per_gpu)
         if worker is None:
             misfits.append("no key makes a worker fit: larger or more GPUs, or a smaller model")
         keys.update(worker or {})
-        place = placement_of(with_keys(config, keys), gpus.count)
+        place = memory.placement_of(with_keys(config, keys), gpus.count)
         if not with_keys(config, keys).workers.gpus and not place.shared:
             keys["workers.gpus"] = list(range(place.trainer_gpus, gpus.count))[: place.worker_gpus]
-    workers = parts_bytes(worker_parts(shape, with_keys(config, keys))) if place.shared else 0
-    room = gpus.usable - place.per_gpu * workers
-    trainer = trainer_keys(shape, config, room, place.trainer_gpus)
+    workers = sum(memory.worker_parts(shape, with_keys(config, keys)).values())
+    room = gpus.usable - (place.per_gpu * workers if place.shared else 0)
+    trainer = memory.trainer_keys(shape, config, room, place.trainer_gpus)
     if trainer is None:
         misfits.append("no key makes the trainer fit: more GPUs, or an adapter (lora.rank)")
     keys.update(trainer or {})
@@ -178,29 +164,11 @@ def _advise(
         keys["trainer.device"] = "cuda"
 
 
-def _print(folder: Path, shape: ModelShape, found: Estimate) -> None:
-    active = "" if shape.active == shape.parameters else f", {_count(shape.active)} for a token"
-    emit_line(f"{folder}: {shape.family}, {_count(shape.parameters)} parameters{active}")
-    cells = [
-        (row.what, _size(row.bytes), "" if row.per_gpu is None else _size(row.per_gpu), row.fits)
-        for row in found.rows
-    ]
-    emit_table(("what", "bytes", "per GPU", "fits"), cells)
-    for line in found.notes:
-        emit_line(f"note: {line}")
-    for key, value in found.keys.items():
-        emit_line(f"set: {key} = {json.dumps(value)}")
-    for line in found.misfits:
-        emit_line(f"fail: {line}")
-
-
-def _size(bytes_: int) -> str:
+def _size(bytes_: int | None) -> str:
     """Three digits and a unit."""
+    if bytes_ is None:
+        return ""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):
         if bytes_ >= unit:
             return f"{bytes_ / unit:.3g} {name}"
     return f"{bytes_ / 1000:.3g} KB"
-
-
-def _count(numbers: int) -> str:
-    return f"{numbers / 1e9:.3g} billion" if numbers >= 1e9 else f"{numbers / 1e6:.3g} million"

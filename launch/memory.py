@@ -1,82 +1,59 @@
-"""GPU memory and disk of a run: the formulas, and the keys that make a run fit.
+"""GPU memory and disk of a run: simple formulas, and the keys that make a run fit.
 
-Sizes of a model and a configuration go in, bytes come out. Formulas and sources:
-docs/large-models.md.
+Formulas, measurements and tolerance: docs/large-models.md.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from dora_pipe.config.checks import problems_of
 from dora_pipe.config.model import Config, versions_resident
-from dora_pipe.config.storage import (
-    PATCH_BYTES,
-    PATCHED_SHARE,
-    bytes_per_step,
-    checkpoint_bytes,
-    whole_every,
-)
+from dora_pipe.config.storage import bytes_per_step, checkpoint_bytes
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.local_roles import gpus_of, worker_names
-from dora_pipe.launch.model_shape import Block, ModelShape
+from dora_pipe.launch.model_shape import ModelShape
 from dora_pipe.producers.engines.registry import engine_kind
-from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, STEP_TOKENS_MAX
+from dora_pipe.producers.engines.vllm.core import STEP_TOKENS_MAX
 
 USABLE: Final = 0.9
 """Share of a GPU that a plan may fill; CUDA contexts, kernels and fragmentation take the rest."""
 
+GIGABYTE: Final = 10**9
+WIDTHS: Final = {"float32": 4, "bfloat16": 2}
+
+MOMENTS: Final = {"adamw": 8.0, "muon": 4.0, "adamw8bit": 2.03}
+"""Bytes of the optimizer per parameter of a hidden layer; the embedding and the head take 8."""
+
 HEAD_ELEMENTS: Final = 2**24
-"""Logits of one chunk of the head."""
+"""Logits of one chunk of the head; four float32 copies of them exist at once."""
 
-MLP_ELEMENTS: Final = 2**25
-"""Numbers of one chunk of a dense block on a GPU ..."""
+MLP_ELEMENTS: Final = 2**26
+"""A pass with more numbers than this in a dense block computes it in chunks of half as many."""
 
-MLP_ELEMENTS_MIN: Final = 2**26
-"""... in a pass with more of them than this."""
+GATHERED: Final = 10**9
+"""Weights that ZeRO 3 keeps gathered (`stage3_max_live_parameters` of DeepSpeed)."""
 
-COPIES_IN_CHUNKS: Final = 4
-"""Float32 copies of a chunk's logits during the backward pass of a head in chunks."""
-
-COPIES_AT_ONCE: Final = 3
-"""Copies of a pass's logits where the head is one chunk."""
-
-SCORE_COPIES: Final = 5
-"""Copies of one layer's attention scores where torch has no kernel without scores (docs/gpu.md)."""
-
-UPDATE_COPIES: Final = 2
-"""Copies of one tensor that torch's AdamW makes during its update (`foreach=False`)."""
-
-LIVE_ELEMENTS: Final = 10**9
-"""Weights that ZeRO 3 keeps gathered (DeepSpeed's stage3_max_live_parameters)."""
-
-BUCKET_ELEMENTS: Final = 50_000_000
-"""Numbers that ZeRO reduces or gathers at once on a GPU."""
+BUCKETS: Final = 400_000_000
+"""Bytes of the buffers in which DeepSpeed reduces and gathers."""
 
 SLOTS_LEAST: Final = 8
 """Slots below which a worker gets several GPUs."""
 
 MACHINE_GPUS: Final = 8
-"""Most GPUs of one machine, and so of one worker."""
+"""Most GPUs of one worker."""
 
-GIGABYTE: Final = 10**9
-WIDTHS: Final = {"float32": 4, "bfloat16": 2}
 _GPUS: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,4}(?:\.\d{1,3})?)")
 
-
-class MemoryPart(NamedTuple):
-    """Bytes of one thing on one GPU."""
-
-    what: str
-    bytes: int
+Parts = dict[str, int]
+"""Bytes by what needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,57 +121,67 @@ def placement_of(config: Config, count: int) -> Placement:
     )
 
 
-def parts_bytes(parts: Sequence[MemoryPart]) -> int:
-    """Sum the parts."""
-    return sum(part.bytes for part in parts)
-
-
-# Workers
-
-
-def kv_token_bytes(shape: ModelShape, config: Config) -> int:
-    """Bytes of one token in the KV cache of an engine on a GPU."""
-    return shape.kv_values * WIDTHS[config.workers.vllm.dtype]
-
-
-def worker_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+def worker_parts(shape: ModelShape, config: Config) -> Parts:
     """Memory of one vLLM worker on each of its GPUs."""
     workers, vllm = config.workers, config.workers.vllm
-    width, slots, block = WIDTHS[vllm.dtype], workers.slots, BLOCK_TOKENS["cuda"]
-    slot = math.ceil(workers.context_tokens / block) * block
-    cache = int(vllm.kv_gb * 2**30) or slots * slot * kv_token_bytes(shape, config)
-    stages, embedding = vllm.pipeline_parallel, shape.vocabulary * shape.hidden
-    ends = embedding * (1 if shape.tied else 2)
-    layers = math.ceil(shape.layers / stages)  # The first and the last stage have an end as well.
-    stage = (shape.parameters - ends) * layers // shape.layers
-    stage += ends if stages == 1 else embedding
-    adapters = versions_resident(config) if config.lora.rank else 0
+    width, slots = WIDTHS[vllm.dtype], workers.slots
+    cache = int(vllm.kv_gb * 2**30) or slots * workers.context_tokens * shape.kv_values * width
     tokens = STEP_TOKENS_MAX + slots
-    step = tokens * _working(shape, width) + 2 * slots * shape.vocabulary * 4
-    parts = [
-        MemoryPart("weights of one version", stage * width // vllm.tensor_parallel),
-        MemoryPart(f"{adapters} adapters resident", adapters * _adapter(shape, config) * 4),
-        MemoryPart(
-            f"KV cache, {slots} slots of {workers.context_tokens} tokens", cache // vllm.gpus
-        ),
-        MemoryPart(f"a step of {tokens} tokens and logits of {slots}", step),
-        MemoryPart("largest tensor, while a version loads", shape.largest * 4),
-    ]
-    return [part for part in parts if part.bytes]
+    step = tokens * width * (4 * shape.width + 2 * shape.hidden) + 8 * slots * shape.vocabulary
+    adapters = versions_resident(config) * 4 * _adapter(shape, config) if config.lora.rank else 0
+    return {
+        "weights of one version": shape.parameters * width // vllm.gpus,
+        "adapters": adapters,
+        f"KV cache, {slots} slots of {workers.context_tokens} tokens": cache // vllm.gpus,
+        f"a step of {tokens} tokens": step,
+        "the embedding, while a version loads": 4 * shape.embedding,
+    }
 
 
 def slots_that_fit(shape: ModelShape, config: Config, room: int) -> int:
-    """Slots with whole contexts of one worker in `room` bytes; 0 where none fits."""
+    """Return how many slots with whole contexts one worker has room for; 0 where none fits."""
 
     def used(slots: int) -> int:
         keys = {"workers.vllm.kv_gb": 0.0, "workers.slots": slots}
-        return parts_bytes(worker_parts(shape, with_keys(config, keys)))
+        return sum(worker_parts(shape, with_keys(config, keys)).values())
 
     first, each = used(1), used(2) - used(1)
     return max(0, (room - first) // each + 1)
 
 
-# The trainer between passes
+def state_parts(shape: ModelShape, config: Config) -> Parts:
+    """Memory of a trainer on one GPU between two passes (ZeRO: arXiv 1910.02054, section 5)."""
+    trainer, lora = config.trainer, bool(config.lora.rank)
+    zero = trainer.kind == "deepspeed"
+    stage = trainer.zero_stage if zero else 0
+    here, narrow, held = trainer.offload == "none", _is_narrow(shape, config), _held(config)
+    base_width = 2 if narrow else held
+
+    def spread(width: float, least: int) -> int:
+        """Bytes of `width` per trained parameter, shared by the ranks from this stage on."""
+        if stage >= least and least:
+            return math.ceil(width * trained(shape, config) / trainer.ranks)
+        return int(width * _on_a_rank(shape, config))
+
+    base = base_width * shape.parameters // (trainer.ranks if stage == 3 else 1) if lora else 0
+    weights = spread(held, 3) + base
+    outside = 0 if lora else shape.ends
+    hidden = 1 - outside / trained(shape, config)
+    moments = MOMENTS[trainer.optimizer] * hidden + 8 * (1 - hidden)
+    halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0
+    masters = (4 if stage else 0) + (2 if narrow else 0)
+    live = min(GATHERED, shape.parameters) * (base_width if lora else held)
+    copies = (14 if narrow else 12) if trainer.parts > 1 and trainer.minibatches > 1 else 0
+    return {
+        "weights": weights if trainer.offload != "all" else 0,
+        "gathered weights": live if stage == 3 else 0,
+        "masters": spread(masters, 1) if here else 0,
+        "gradients": spread(4 + halves, 2) if here else 0,
+        "moments of the optimizer": spread(moments, 1) if here else 0,
+        "buckets": BUCKETS if ranks_of(config) > 1 else 0,
+        "version 0 for the KL": 4 * shape.parameters if config.objective.kl and not lora else 0,
+        "copy for parts that are updates": spread(copies, 1),
+    }
 
 
 def trained(shape: ModelShape, config: Config) -> int:
@@ -207,262 +194,100 @@ def ranks_of(config: Config) -> int:
     return config.trainer.ranks if config.trainer.kind == "deepspeed" else 1
 
 
-def state_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
-    """Memory of a trainer on one GPU between two passes (ZeRO: arXiv 1910.02054, section 5)."""
-    trainer = config.trainer
-    zero = trainer.kind == "deepspeed"
-    stage = trainer.zero_stage if zero else 0
-    here = trainer.offload == "none"
-    narrow = _is_narrow(shape, config)
-    base = shape.parameters if config.lora.rank else 0
-    halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0  # beside float32 gradients
-    own = _on_a_rank(shape, config)
-    gradients = (4 + halves) * own if stage < 2 else _spread(shape, config, 4, 2)
-    live = min(LIVE_ELEMENTS, own + base) * (_base_width(shape, config) if base else _held(config))
-    parts = [
-        MemoryPart("base", _base_bytes(shape, config) if trainer.offload != "all" else 0),
-        MemoryPart("a tensor of the base in float32", _widened(shape, config)),
-        MemoryPart(
-            "weights",
-            _spread(shape, config, _held(config), 3) if trainer.offload != "all" else 0,
-        ),
-        MemoryPart("gathered weights", live if stage == 3 else 0),
-        MemoryPart("masters, float32", _spread(shape, config, 4, 1) if stage and here else 0),
-        MemoryPart("remainders of masters", _spread(shape, config, 2, 1) if narrow and here else 0),
-        MemoryPart("gradients", gradients if here else 0),
-        MemoryPart("moments of the optimizer", _moments(shape, config) if here else 0),
-        MemoryPart("buckets", 2 * min(BUCKET_ELEMENTS, own) * 4 if ranks_of(config) > 1 else 0),
-        MemoryPart(
-            "version 0 for the KL, float32",
-            4 * shape.parameters if config.objective.kl and not config.lora.rank else 0,
-        ),
-    ]
-    if trainer.parts > 1 and trainer.minibatches > 1:
-        copied = _spread(shape, config, 14 if narrow else 12, 1)
-        parts.append(MemoryPart("copy for parts that are updates", copied))
-    return [part for part in parts if part.bytes]
-
-
-def _adapter(shape: ModelShape, config: Config) -> int:
-    return config.lora.rank * sum(shape.linears[name] for name in config.lora.targets)
-
-
-def _is_narrow(shape: ModelShape, config: Config) -> bool:
-    """Whether weights are published in bfloat16, so that masters are numbers and remainders."""
-    return published_dtype(config, shape.dtype) == "bfloat16"
-
-
-def _moments(shape: ModelShape, config: Config) -> int:
-    """Two numbers per parameter; Muon has one per hidden matrix, 8-bit AdamW two bytes and a scale
-    per 256 of all but the embedding."""
-    count, optimizer = trained(shape, config), config.trainer.optimizer
-    if optimizer == "muon":
-        return 8 * count - 4 * shape.hidden_matrices
-    if optimizer == "adamw8bit":
-        table = 0 if config.lora.rank else shape.vocabulary * shape.hidden
-        return 8 * table + _ceil(2 * (256 + 4) * (count - table), 256)
-    return _spread(shape, config, 8, 1)
-
-
-def _base_width(shape: ModelShape, config: Config) -> int:
-    """Bytes per parameter of the frozen base of an adapter."""
-    return 2 if _is_narrow(shape, config) else _held(config)
-
-
-def _base_bytes(shape: ModelShape, config: Config) -> int:
-    """Bytes of the frozen base on a rank."""
-    if not config.lora.rank:
-        return 0
-    shards = _shards(config, 3)
-    here = shape.parameters - (_other_experts(shape, config) if shards == 1 else 0)
-    return _ceil(_base_width(shape, config) * here, shards)
-
-
-def _widened(shape: ModelShape, config: Config) -> int:
-    """Bytes of the float32 copy that a pass makes of one tensor of the base at a time."""
-    narrow = config.lora.rank and _is_narrow(shape, config)
-    return 4 * shape.largest if narrow and config.trainer.dtype == "float32" else 0
-
-
-def _shards(config: Config, stage: int) -> int:
-    """Ranks that share what ZeRO spreads from this stage on."""
-    trainer = config.trainer
-    spread = trainer.kind == "deepspeed" and trainer.zero_stage >= stage
-    return trainer.ranks if spread else 1
-
-
-def _other_experts(shape: ModelShape, config: Config) -> int:
-    """Parameters of the experts on other ranks only."""
-    dealt = config.trainer.expert_parallel
-    return shape.expert_matrices * (dealt - 1) // dealt
-
-
-def _on_a_rank(shape: ModelShape, config: Config) -> int:
-    """Trained parameters of one rank before ZeRO spreads any."""
-    return trained(shape, config) - (0 if config.lora.rank else _other_experts(shape, config))
-
-
-def _spread(shape: ModelShape, config: Config, width: int, stage: int) -> int:
-    """Bytes on one rank of `width` bytes per trained parameter, spread from `stage` on."""
-    shards = _shards(config, stage)
-    count = trained(shape, config) if shards > 1 else _on_a_rank(shape, config)
-    return _ceil(width * count, shards)
-
-
-# One pass of the trainer
-
-
-def pass_tokens(config: Config) -> int:
-    """Padded tokens of the largest pass."""
-    return config.trainer.micro_batch_tokens
-
-
-def _width(config: Config) -> int:
-    """Bytes of a number in a product of a pass."""
-    return WIDTHS[config.trainer.dtype]
-
-
-def _held(config: Config) -> int:
-    """Bytes of a number of weights and of residual sums: float32 under torch's autocast."""
-    return _width(config) if config.trainer.kind == "deepspeed" else 4
-
-
-def pass_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+def pass_parts(shape: ModelShape, config: Config) -> Parts:
     """Memory of one forward and backward pass on one GPU, beside the state."""
-    tokens, width, held = pass_tokens(config), _width(config), _held(config)
-    again, chunk = config.trainer.gradient_checkpointing, mlp_chunk(shape, config)
-    outside = (2 if chunk else 3) * shape.hidden * held
-    layer = tokens * (max(_layers(shape, config)) if again else 0)
-    if chunk:  # The block's input is there anyway where it is computed again.
-        widest = max(block.width for block in shape.blocks if not block.experts)
-        layer += tokens * (1 if again else 2) * shape.hidden * held + chunk * width * 8 * widest
-    else:
-        layer += tokens * _working(shape, width)
-    return [
-        MemoryPart(
-            f"activations of {tokens} tokens", tokens * (_layers_saved(shape, config) + outside)
-        ),
-        MemoryPart("scores of attention, at most", score_bytes(shape, config)),
-        MemoryPart("weights, bfloat16 for its products", cast_bytes(shape, config)),
-        MemoryPart("head and logits", head_bytes(shape, config)),
-        MemoryPart("a layer of the backward pass", layer),
-    ]
-
-
-def pass_peak(shape: ModelShape, config: Config) -> int:
-    """Peak of a pass: gradients go through the head, then through the layers."""
-    *held, head, layer = pass_parts(shape, config)
-    return parts_bytes(held) + max(head.bytes, layer.bytes)
-
-
-def head_bytes(shape: ModelShape, config: Config) -> int:
-    """Copies of logits during the backward pass of the head."""
-    tokens, vocabulary = pass_tokens(config), shape.vocabulary
-    chunk = max(1, HEAD_ELEMENTS // vocabulary)
-    if chunk >= tokens:
-        return COPIES_AT_ONCE * tokens * vocabulary * 4
-    return COPIES_IN_CHUNKS * chunk * vocabulary * 4
-
-
-def score_bytes(shape: ModelShape, config: Config) -> int:
-    """Attention scores: kept only in float32 on a GPU where heads share keys and values."""
-    attention, trainer = shape.attention, config.trainer
-    if trainer.device == "cpu" or _width(config) < 4 or attention.keys == attention.queries:
-        return 0
-    tokens = pass_tokens(config)
-    one = attention.heads * tokens * min(tokens, config.workers.context_tokens) * 4
-    others = 0 if trainer.gradient_checkpointing else shape.layers - 1
-    return (others + SCORE_COPIES) * one
-
-
-def cast_bytes(shape: ModelShape, config: Config) -> int:
-    """Copies in bfloat16 of float32 weights, which torch's autocast keeps during a pass."""
-    if config.trainer.kind == "deepspeed" or _width(config) == 4:
-        return 0
-    if config.lora.rank and _is_narrow(shape, config):
-        return 2 * trained(shape, config)
-    embedding = 0 if shape.tied else shape.vocabulary * shape.hidden
-    return 2 * (shape.parameters - embedding)
+    trainer, tokens = config.trainer, config.trainer.micro_batch_tokens
+    width, held = WIDTHS[trainer.dtype], _held(config)
+    again, chunked = trainer.gradient_checkpointing, is_chunked(shape, config)
+    norms = 2 * shape.hidden * (held + width + (0 if chunked else 4))
+    layer = norms + width * (shape.attention + (0 if chunked else 4 * shape.width))
+    block = width * min(tokens * shape.width, MLP_ELEMENTS // 2) * (8 if chunked else 4)
+    kept = shape.layers * (shape.hidden * held if again else layer)
+    backward = tokens * ((layer if again else 0) + 2 * shape.hidden * width) + block
+    rows = min(tokens, HEAD_ELEMENTS // shape.vocabulary + 1)
+    head = (4 if rows < tokens else 3) * rows * shape.vocabulary * 4
+    return {
+        f"activations of {tokens} tokens": tokens
+        * ((0 if again == "offload" else kept) + 3 * shape.hidden * held),
+        "scores of attention": _score_bytes(shape, config),
+        "weights, bfloat16 for its products": _cast_bytes(shape, config),
+        "a layer of the backward pass, or the head": max(backward, head),
+    }
 
 
 def update_bytes(shape: ModelShape, config: Config) -> int:
-    """Copies of an update: one tensor at a time in torch, all of a rank in DeepSpeed's AdamW."""
+    """Copies of an update: two of the largest tensor in torch, all of a rank in DeepSpeed."""
     if config.trainer.offload != "none":
         return 0
-    whole = _spread(shape, config, 4, 1)
     if config.trainer.kind == "deepspeed":
-        return whole
-    return min(whole, UPDATE_COPIES * 4 * shape.largest_trained)
+        return 4 * trained(shape, config) // config.trainer.ranks
+    return 8 * min(shape.largest, trained(shape, config))
 
 
 def trainer_bytes(shape: ModelShape, config: Config) -> int:
     """Peak of a trainer on one GPU."""
-    peak = max(pass_peak(shape, config), update_bytes(shape, config))
-    return parts_bytes(state_parts(shape, config)) + peak
+    peak = max(sum(pass_parts(shape, config).values()), update_bytes(shape, config))
+    return sum(state_parts(shape, config).values()) + peak
 
 
-def mlp_chunk(shape: ModelShape, config: Config) -> int:
-    """Tokens that a dense block and the norms see at once; 0 for all of a pass."""
-    width = max((block.width for block in shape.blocks if not block.experts), default=0)
-    tokens, widest = pass_tokens(config), max(width, shape.hidden)
-    if not width or config.trainer.chunks_refused or tokens * widest <= MLP_ELEMENTS_MIN:
+def is_chunked(shape: ModelShape, config: Config) -> bool:
+    """Whether passes compute dense blocks in chunks of tokens."""
+    if shape.mixture or config.trainer.chunks_refused:
+        return False
+    return config.trainer.micro_batch_tokens * max(shape.width, shape.hidden) > MLP_ELEMENTS
+
+
+def _adapter(shape: ModelShape, config: Config) -> int:
+    return config.lora.rank * sum(shape.linears.get(name, 0) for name in config.lora.targets)
+
+
+def _on_a_rank(shape: ModelShape, config: Config) -> int:
+    """Trained parameters of one rank before ZeRO shares any: not the experts of other ranks."""
+    dealt = config.trainer.expert_parallel
+    elsewhere = 0 if config.lora.rank else shape.experts * (dealt - 1) // dealt
+    return trained(shape, config) - elsewhere
+
+
+def _is_narrow(shape: ModelShape, config: Config) -> bool:
+    """Whether versions are bfloat16, so that the trainer also has the halves that they lack."""
+    return published_dtype(config, shape.dtype) == "bfloat16"
+
+
+def _held(config: Config) -> int:
+    """Bytes of a weight and of a residual sum: float32 under torch's autocast."""
+    return WIDTHS[config.trainer.dtype] if config.trainer.kind == "deepspeed" else 4
+
+
+def _score_bytes(shape: ModelShape, config: Config) -> int:
+    """Attention scores: torch keeps them only in float32 where heads share keys and values."""
+    trainer = config.trainer
+    if trainer.device == "cpu" or trainer.dtype == "bfloat16" or not shape.grouped:
         return 0
-    chunk = max(1, MLP_ELEMENTS // widest)
-    return chunk if chunk < tokens else 0
+    tokens = trainer.micro_batch_tokens
+    scores = shape.heads * tokens * min(tokens, config.workers.context_tokens) * 4
+    return (5 if trainer.gradient_checkpointing else shape.layers + 4) * scores
 
 
-def _layers_saved(shape: ModelShape, config: Config) -> int:
-    """Bytes per token that all layers keep for the backward pass."""
-    if config.trainer.gradient_checkpointing == "offload":
-        return 0
-    if config.trainer.gradient_checkpointing:
-        return shape.layers * shape.hidden * _held(config)
-    return sum(_layers(shape, config))
+def _cast_bytes(shape: ModelShape, config: Config) -> int:
+    """Copies in bfloat16 of float32 weights, which torch's autocast keeps during a pass."""
+    if config.trainer.kind == "deepspeed" or config.trainer.dtype == "float32":
+        narrow_base = config.lora.rank and _is_narrow(shape, config)
+        return 4 * shape.largest if narrow_base and config.trainer.dtype == "float32" else 0
+    if config.lora.rank and _is_narrow(shape, config):
+        return 2 * trained(shape, config)
+    return 2 * (shape.parameters - (0 if shape.tied else shape.embedding))
 
 
-def _layers(shape: ModelShape, config: Config) -> list[int]:
-    """Bytes per token that autograd saves in each layer: two norms, attention, gated block."""
-    width, held, cut = _width(config), _held(config), mlp_chunk(shape, config) > 0
-    attention = shape.attention
-    each = held + width if cut else 4 + held + width
-    norms = 2 * shape.hidden * each + attention.normed * (4 + width)
-    kept = attention.queries + attention.keys + attention.values + attention.out
-
-    def block_bytes(block: Block) -> int:
-        dense = 0 if cut and not block.experts else 4 * block.width
-        gated = dense + block.per_token * (4 * block.expert_width + 2 * shape.hidden)
-        return width * (kept + gated) + 4 * block.experts
-
-    return [norms + block_bytes(block) for block in shape.blocks]
-
-
-def _working(shape: ModelShape, width: int) -> int:
-    """Bytes per token of the gradients that one block holds at once."""
-    widest = max(block.width + block.per_token * block.expert_width for block in shape.blocks)
-    return width * (4 * widest + 2 * shape.hidden)
-
-
-def _ceil(bytes_: int, count: int) -> int:
-    return -(-bytes_ // count)
-
-
-# Disk
-
-
-def disk_parts(shape: ModelShape, config: Config) -> list[MemoryPart]:
+def disk_parts(shape: ModelShape, config: Config) -> Parts:
     """Bytes of files in the store."""
     dtype = published_dtype(config, shape.dtype)
-    count, patches = trained(shape, config), whole_every(config, dtype) > 1
+    count = trained(shape, config)
     whole = WIDTHS[dtype] * count
-    patch = int(PATCHED_SHARE * count * PATCH_BYTES) if dtype == "bfloat16" else whole
-    state = checkpoint_bytes(count, remainders=_is_narrow(shape, config))
-    parts = [
-        MemoryPart(f"a version, {dtype}", whole),
-        MemoryPart("a patch, where 3 % changed", patch if patches else 0),
-        MemoryPart("a checkpoint of the optimizer", state),
-        MemoryPart("a step, where everything is kept", bytes_per_step(config, dtype, whole)),
-    ]
-    return [part for part in parts if part.bytes]
+    return {
+        f"a version, {dtype}": whole,
+        "a checkpoint": checkpoint_bytes(count, remainders=dtype == "bfloat16"),
+        "a step, if everything is kept": bytes_per_step(config, dtype, whole),
+    }
 
 
 # Keys that make a run fit
@@ -486,93 +311,74 @@ def worker_keys(
     shape: ModelShape, config: Config, gpus: Gpus, per_gpu: int
 ) -> dict[str, Any] | None:
     """Find keys with which a worker fits: bfloat16, fewer slots, several GPUs; None: none does."""
-    room, wanted = gpus.usable // per_gpu, config.workers.slots
-    narrow = {"workers.vllm.dtype": "bfloat16", "workers.vllm.kv_gb": 0.0}
+    wanted = config.workers.slots
+    if sum(worker_parts(shape, config).values()) <= gpus.usable // per_gpu:
+        return {}
     few: dict[str, Any] | None = None
-    for tensor in _tensor_sizes(shape, config, gpus.count):
-        keys = _split_keys(config, tensor, gpus.count)
-        if any(problems_of(with_keys(config, keys))):
+    for keys in _worker_ways(config, gpus.count):
+        changed = with_keys(config, keys)
+        if any(problems_of(changed)):
             continue
-        space = gpus.usable if keys else room
-        if parts_bytes(worker_parts(shape, with_keys(config, keys))) <= space:
-            return keys
-        keys |= narrow
-        slots = min(wanted, slots_that_fit(shape, with_keys(config, keys), space))
-        keys["workers.slots"] = slots
+        alone = "workers.vllm.tensor_parallel" in keys
+        slots = slots_that_fit(shape, changed, gpus.usable // (1 if alone else per_gpu))
+        fitting = _changed(config, {**keys, "workers.slots": min(wanted, slots)})
         if slots >= min(SLOTS_LEAST, wanted):
-            return _changed(config, keys)
-        few = few or (_changed(config, keys) if slots else None)
+            return fitting
+        few = few or (fitting if slots else None)
     return few
 
 
-def _tensor_sizes(shape: ModelShape, config: Config, count: int) -> list[int]:
-    """GPUs of one worker: as they are, then more that divide the heads of keys and values."""
-    vllm, attention = config.workers.vllm, shape.attention
-    heads = math.gcd(attention.heads, attention.keys * attention.heads // attention.queries)
-    most = 0 if vllm.addresses else min(MACHINE_GPUS, count - 1) // vllm.pipeline_parallel
-    more = [size for size in range(vllm.tensor_parallel + 1, most + 1) if not heads % size]
-    return [vllm.tensor_parallel, *more]
-
-
-def _split_keys(config: Config, tensor: int, count: int) -> dict[str, Any]:
-    workers = config.workers
-    if tensor == workers.vllm.tensor_parallel:
-        return {}
-    fit = (count - 1) // tensor // workers.vllm.pipeline_parallel
-    keys: dict[str, Any] = {
-        "workers.engine": "vllm-server",
-        "workers.count": min(workers.count, fit),
-        "workers.vllm.tensor_parallel": tensor,
-        "workers.gpus": (),
-    }
-    return _changed(config, keys)
+def _worker_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
+    """Ways to generate: in bfloat16, then on 2, 4 and 8 GPUs of a machine."""
+    narrow = {"workers.vllm.dtype": "bfloat16", "workers.vllm.kv_gb": 0.0}
+    yield narrow
+    vllm = config.workers.vllm
+    for size in (2, 4, 8):
+        fit = min(MACHINE_GPUS, count - 1) // size // vllm.pipeline_parallel
+        if fit and size > vllm.tensor_parallel and not vllm.addresses:
+            yield {
+                **narrow,
+                "workers.engine": "vllm-server",
+                "workers.vllm.tensor_parallel": size,
+                "workers.count": min(config.workers.count, (count - 1) // size),
+                "workers.gpus": (),
+            }
 
 
 def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> dict[str, Any] | None:
     """Find keys with which a trainer on `count` GPUs fits `room` bytes of each, smallest change
     first; None where none does."""
+    short = min(config.trainer.micro_batch_tokens, config.workers.context_tokens)
+    again = "trainer.gradient_checkpointing"
+    saving: tuple[dict[str, Any], ...] = (
+        {},
+        {again: config.trainer.gradient_checkpointing or True},
+        {again: True, "trainer.micro_batch_tokens": short},
+        {again: "offload", "trainer.micro_batch_tokens": short},
+    )
     for way in _trainer_ways(config, count):
-        for cheap in _cheap(config):
-            keys = _changed(config, {**way, **cheap})
+        for saved in saving:
+            keys = _changed(config, {**way, **saved})
             changed = with_keys(config, keys)
             if trainer_bytes(shape, changed) <= room and not any(problems_of(changed)):
                 return keys
     return None
 
 
-def _cheap(config: Config) -> Iterator[dict[str, Any]]:
-    """Keys that only cost time, alone and together."""
-    again: dict[str, Any] = {"trainer.gradient_checkpointing": True}
-    short = {"trainer.micro_batch_tokens": config.workers.context_tokens}
-    single = [] if config.trainer.gradient_checkpointing else [again]
-    if config.trainer.micro_batch_tokens > config.workers.context_tokens:
-        single.append(short)
-    for last in ({}, {"trainer.gradient_checkpointing": "offload"}):
-        for size in range(len(single) + 1):
-            for some in combinations(single, size):
-                yield {key: value for keys in (*some, last) for key, value in keys.items()}
-
-
 def _trainer_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
-    """Ways to train: as it is, in bfloat16, then DeepSpeed's stages over all GPUs, then offload."""
-    zero = config.trainer.kind == "deepspeed"
+    """Ways to train: as configured, in bfloat16, then DeepSpeed's stages on all GPUs, offload."""
+    zero, dtype = config.trainer.kind == "deepspeed", config.trainer.dtype
     yield {"trainer.ranks": min(count, config.trainer.ranks)} if zero else {}
     if not zero:
         yield {"trainer.dtype": "bfloat16"}
-    plain: dict[str, Any] = {"kind": "deepspeed", "ranks": count, "offload": "none"}
-    plain["optimizer"] = "adamw"  # It has no other.
+    plain: dict[str, Any] = {"kind": "deepspeed", "ranks": count, "optimizer": "adamw"}
     if count % config.trainer.expert_parallel:
         plain["expert_parallel"] = 1
-    dtype = config.trainer.dtype
-    stages = [{"zero_stage": stage, "dtype": dtype} for stage in range(dtype == "bfloat16", 4)]
-    further: list[dict[str, Any]] = [
-        {"zero_stage": 3, "dtype": "bfloat16"},
-        {"zero_stage": 3, "offload": "optimizer", "dtype": dtype},
-        {"zero_stage": 3, "offload": "all", "dtype": dtype},
-        {"zero_stage": 3, "offload": "all", "dtype": "bfloat16"},
-    ]
-    for way in (*stages, *further):
-        yield {f"trainer.{key}": value for key, value in {**plain, **way}.items()}
+    stages = [(stage, "none", dtype) for stage in range(dtype == "bfloat16", 4)]
+    offloaded = [(3, "optimizer", dtype), (3, "all", dtype), (3, "all", "bfloat16")]
+    for stage, offload, products in (*stages, (3, "none", "bfloat16"), *offloaded):
+        way = {**plain, "zero_stage": stage, "offload": offload, "dtype": products}
+        yield {f"trainer.{key}": value for key, value in way.items()}
 
 
 def _changed(config: Config, keys: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,6 @@ loads; of a LoRA policy with merged weights, and the adapter beside them.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -220,20 +219,6 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
     kind = fields.get("rope_type", fields.get("type", "default"))
     factor = fields.get("factor") if kind in STRETCHED_BEYOND else None
     return int(min(found) * (factor if isinstance(factor, int | float) else 1))
-
-
-def weights_elements(model_dir: Path) -> int | None:
-    """How many numbers the weights of a directory are, by their headers alone; None where not all
-    of its files are there. Raises PolicyError."""
-    named = any((model_dir / one).exists() for one in (INDEX, WEIGHTS))
-    if not named or not all(path.exists() for path in _weight_files(model_dir)):
-        return None
-    tensors = _tensors(model_dir)
-    if read_config(model_dir).get("tie_word_embeddings") and any(
-        name.endswith(_EMBEDDING) for name in tensors
-    ):
-        tensors.pop(_HEAD, None)
-    return sum(math.prod(one.entry.shape) for one in tensors.values())
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from kafka import KafkaAdminClient
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.port import TopicSpec
-from dora_pipe.cli.doctor import CheckResult, _crc32c, config_findings, log_findings
+from dora_pipe.cli.doctor import CheckResult, config_findings, log_findings
 from dora_pipe.config.load import dump_toml, from_plain
 from dora_pipe.config.model import Config
 from dora_pipe.launch.run_dir import LOCK, RunDir
@@ -32,18 +32,6 @@ def config(name: str, **bus: object) -> Config:
 
 def rows(found: list[CheckResult]) -> list[tuple[str, str]]:
     return [(one.state, one.what) for one in found]
-
-
-def test_the_checksum_is_computed_in_c_and_right() -> None:
-    found = _crc32c()
-    assert found.state == "ok" and found.detail.endswith(("by the processor", "in C"))
-
-
-def test_a_wrong_checksum_and_a_missing_extension_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("crc32c.crc32c", lambda data: 0)
-    assert (_crc32c().state, _crc32c().detail) == ("fail", "computes wrong checksums")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert _crc32c().state == "fail" and "88 times slower" in _crc32c().detail
 
 
 def test_the_log_of_a_file_is_looked_at(tmp_path: Path) -> None:

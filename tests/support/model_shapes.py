@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from transformers import (
-    DeepseekV3Config,
-    Glm4MoeConfig,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from dora_pipe.config.load import from_plain
 from dora_pipe.config.model import Config
@@ -36,18 +30,8 @@ LATENT: dict[str, Any] = dict(
 NO_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"}
 NETWORKS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
-    "llama with biases": LlamaConfig(
-        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
-    ),
-    "qwen2": Qwen2Config(**NO_HEAD_DIM),
     "qwen3": Qwen3Config(**SIZES, attention_bias=True),
-    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
-    "qwen3 mixture": Qwen3MoeConfig(
-        **SIZES, **EXPERTS, num_experts=8, mlp_only_layers=[1], decoder_sparse_step=2
-    ),
-    "qwen2 mixture": Qwen2MoeConfig(
-        **NO_HEAD_DIM, **EXPERTS, num_experts=8, shared_expert_intermediate_size=40
-    ),
+    "qwen3 mixture": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=8),
     "deepseek": DeepseekV3Config(
         **{**NO_HEAD_DIM, "num_key_value_heads": 4},
         **EXPERTS,
@@ -56,17 +40,6 @@ NETWORKS: dict[str, Any] = {
         n_shared_experts=2,
         first_k_dense_replace=1,
         q_lora_rank=20,
-    ),
-    "glm": Glm4MoeConfig(
-        **SIZES,
-        **EXPERTS,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        first_k_dense_replace=2,
-        n_group=1,
-        topk_group=1,
-        use_qk_norm=True,
-        attention_bias=True,
     ),
 }
 
@@ -77,7 +50,14 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 def shape_of(config: Any, **more: Any) -> ModelShape:
-    return model_shape(plain(config) | more)
+    return _shape(json.dumps(plain(config) | more))
+
+
+@cache
+def _shape(config: str) -> ModelShape:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(config)
+        return model_shape(Path(folder))
 
 
 def run(**keys: Any) -> Config:
@@ -95,16 +75,23 @@ def run(**keys: Any) -> Config:
     return from_plain(table)
 
 
-BILLIONS = shape_of(
-    Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
-    ),
-    dtype="bfloat16",
-)
+QWEN3: dict[str, dict[str, int]] = {
+    "0.6B": dict(hidden_size=1024, intermediate_size=3072, num_hidden_layers=28),
+    "1.7B": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28),
+    "4B": dict(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36),
+}
+
+
+def qwen3(size: str) -> ModelShape:
+    sizes: dict[str, Any] = dict(QWEN3[size])
+    return shape_of(
+        Qwen3Config(
+            **sizes,
+            vocab_size=151_936,
+            num_attention_heads=32 if size == "4B" else 16,
+            num_key_value_heads=8,
+            head_dim=128,
+            tie_word_embeddings=True,
+        ),
+        dtype="bfloat16",
+    )

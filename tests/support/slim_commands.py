@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.damage import change_token
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
-
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 1000,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
@@ -32,8 +21,6 @@ class Call:
 def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
     """Put the run and a damaged copy of it into `place`/runs; what to call there."""
     (place / "runs").mkdir(parents=True)
-    (place / "llama").mkdir()
-    (place / "llama" / "config.json").write_text(json.dumps(LLAMA))
     recorded.copy(place / "runs" / "recorded")
     damaged = recorded.copy(place / "runs" / "damaged")
     with Tamper(damaged) as log:
@@ -55,7 +42,6 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("top", "recorded", "--once"), says="who waits for whom"),
         Call(words=("config", "runs/recorded/config.toml"), says="max_staleness"),
         Call(words=("doctor",), says="torch"),
-        Call(words=("memory", "llama", "--gpus", "1x80"), says="trainer: peak"),
     )
 
 

@@ -9,6 +9,7 @@ from tests.support.damage import change_token
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tamper import Tamper
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of `dora-pipe` in a place of `lay_out`: words, exit code, a part of stdout."""

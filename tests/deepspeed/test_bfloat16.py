@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 
 from dora_pipe.config.model import LINEAR_LAYERS
-from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.adapters import stands_on
 from dora_pipe.store.safetensors_file import read_entries
 from tests.deepspeed.conftest import Bench
 from tests.deepspeed.test_arithmetic import HARD, assert_same_steps, three_batches
 from tests.support import deepspeed
-from tests.support.adapters import publish, random_adapter
-from tests.support.batches import SETTINGS, make_batch
+from tests.support.batches import SETTINGS
 from tests.support.deepspeed import ENGINES
 
 SMALL = {**SETTINGS, "trainer.learning_rate": 1e-5}
@@ -95,20 +93,6 @@ def test_checkpoint_is_gone_on_with_bit_for_bit_and_a_copy_comes_back(
     assert saved(again, tmp_path, "again") == saved(ours, tmp_path, "ours")
 
 
-def test_remainders_that_are_not_of_the_weights_count_as_none(
-    narrow: Bench, tmp_path: Path
-) -> None:
-    trainer = narrow.deepspeed()
-    trainer.train(make_batch(seed=1), SETTINGS)
-    _, state = saved(trainer, tmp_path, "first")
-    trainer.load(narrow.weights, digest=narrow.policy.digest, optimizer=tmp_path / "first.state")
-    assert trainer.manifest() == narrow.policy
-    assert saved(trainer, tmp_path, "other")[1] != state
-    with pytest.raises(PolicyError, match="of another type than version 0"):
-        bench = Bench(tmp_path / "float32")
-        trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
-
-
 def _adapter() -> Any:
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
@@ -161,25 +145,3 @@ def test_checkpoint_of_an_adapter_is_gone_on_with_bit_for_bit(
     assert saved(again, tmp_path, "again") == (manifest, state)
     again.train(second, settings)
     assert saved(again, tmp_path, "again") == saved(ours, tmp_path, "ours")
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_matrices_of_a_frozen_base_lie_in_bfloat16_alone_and_crossed_to_the_ranks_so(
-    narrow: Bench, stage: int
-) -> None:
-    trainer = narrow.deepspeed(lora=_adapter(), zero_stage=stage)
-    trainer.train(three_batches()[0], HARD)
-    engine = trainer.trainer._rank.engine
-    for name in engine.base_names:
-        held, vector = engine._base[name], len(engine.shape(name)) < 2
-        shard = getattr(held, "ds_tensor", held)
-        assert str(shard.dtype) == ("torch.float32" if vector else "torch.bfloat16"), name
-        assert engine.dtype(name) == shard.dtype
-
-
-def test_adapter_of_a_run_in_the_other_type_is_refused(narrow: Bench) -> None:
-    made = publish(narrow.store, random_adapter(narrow.weights, narrow.policy.digest, seed=1))
-    path = narrow.store.weights_path(made.digest)
-    trainer = narrow.deepspeed(lora=_adapter())
-    with pytest.raises(PolicyError, match="it is float32, not bfloat16"):
-        trainer.load(path, digest=made.digest, optimizer=None)

@@ -2,14 +2,10 @@
 
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from dora_pipe.consumers.learners.deepspeed import engine
-from dora_pipe.consumers.learners.torch import packed_attention
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
-from dora_pipe.consumers.learners.torch.packed_attention import set_attention
 from tests.deepspeed.conftest import Bench
 from tests.support import deepspeed
 from tests.support.batches import SETTINGS, make_batch
@@ -63,22 +59,6 @@ def test_step_whose_sequences_share_lines_is_one_without(
     assert figures.pop("padded_tokens") < wanted.pop("padded_tokens")
     assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     assert packed.numerics()["packing"] == "on"
-
-
-@pytest.mark.skipif(deepspeed.RANKS > 1, reason="other ranks have torch's kernel, for a GPU")
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_sequences_of_shared_lines_go_one_by_one_and_come_to_the_same(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, zero_stage: int
-) -> None:
-    memory = {"packing": True, "gradient_checkpointing": True}
-    wanted = bench.deepspeed(zero_stage=zero_stage, memory=memory).train(BATCH, STEP).figures
-    monkeypatch.setattr(engine, "goes_by_sequences", lambda network, *given: set_attention(network))
-    kernel = Mock(side_effect=packed_attention.plain)
-    monkeypatch.setattr(packed_attention, "varlen", kernel)
-    packed = bench.deepspeed(zero_stage=zero_stage, memory=memory)
-    assert packed.train(BATCH, STEP).figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
-    assert kernel.called
-    assert packed.numerics()["packing"] == "varlen"
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])

@@ -35,7 +35,6 @@ if deepspeed.RANKS % 2:
     DEALT.clear()
 WAYS += DEALT
 STAGES: list[dict[str, Any]] = [{"zero_stage": 2}, {"zero_stage": 3}, *DEALT[2:4]]
-IN_TURNS: dict[str, Any] = {"zero_stage": 2, "micro_batch_tokens": 40}
 STEP = {**SETTINGS, "objective.kl": 0.2}
 
 
@@ -90,17 +89,6 @@ def test_tokens_go_through_the_experts_of_the_log_on_every_rank(
         assert_same_steps(steps(free, [batches[0]], STEP), expected[:1])
     left = three_batches()[2]  # Its records say nothing: routers choose again.
     assert_same_steps([ours.train(left, STEP)], [theirs.train(left, STEP)])
-
-
-def test_parts_of_a_step_go_through_the_experts_of_the_log(mixture: Bench) -> None:
-    theirs = mixture.torch()
-    whole = routed(make_batch(seed=3, groups=4), layers=theirs._model.routed.layers)
-    one = {**STEP, "trainer.minibatches": 1}
-    for options in STAGES:
-        ours = mixture.deepspeed(routes=True, **options)
-        split = ours.train(replace(whole, parts=[1, 1]), one)
-        theirs.load(mixture.weights, digest=mixture.policy.digest, optimizer=None)
-        assert_same_steps([split], [theirs.train(whole, one)])
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from tests.support.deepspeed import ENGINES, LoggedTrainer
 from tests.unit.consumers.test_parts_of_a_batch import gradient_of
 
 PLAIN: Settings = {**SETTINGS, "trainer.minibatches": 1}
-WIDE: Settings = {**PLAIN, "trainer.grad_norm_max": 1e6}
-"""Nothing is clipped: the gradient stays to be seen."""
 
 WITH_BFLOAT16 = [*ENGINES, {"zero_stage": 2, "dtype": "bfloat16"}]
 
@@ -35,24 +33,6 @@ def told(bench: Bench, batch: TrainBatch, settings: Settings, *, ahead: int) -> 
         trainer.train_part(part, settings)
     trainer.train(batch, settings)
     return trainer
-
-
-@pytest.mark.parametrize("loss", ["token-mean", "sequence-mean", "constant"])
-def test_gradient_of_parts_in_bfloat16_is_about_that_of_the_batch_on_one_process(
-    bench: Bench, loss: str, tmp_path: Path
-) -> None:
-    """In float32 it is that: see `test_parts_drawn`."""
-    settings = {**WIDE, **HARD, "objective.loss": loss, "objective.loss_tokens": 16}
-    settings |= {"trainer.minibatches": 1, "trainer.grad_norm_max": 1e6}
-    ours, theirs = bench.deepspeed(zero_stage=2, dtype="bfloat16"), bench.torch()
-    batch = parted(5, [1, 2])
-    found = ours.train(batch, settings)
-    expected = theirs.train(replace(batch, parts=()), settings)
-    assert_same_steps([found], [expected], relative=0.05)
-    whole = gradient_of(theirs, tmp_path / "theirs")
-    scale = max(float(one.abs().max()) for one in whole.values())
-    for name, one in gradient_of(ours, tmp_path / "ours").items():
-        assert float((one - whole[name]).abs().max()) < 0.05 * scale, name
 
 
 def test_gradient_of_parts_is_clipped_once_it_is_divided(bench: Bench, tmp_path: Path) -> None:
@@ -74,19 +54,6 @@ def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
     batch = parted(3, [1, 2])
     found = [told(bench, batch, settings, ahead=ahead) for ahead in range(4)]
     assert len({one.manifest().digest for one in found}) == 1
-
-
-def test_part_with_fewer_trajectories_than_ranks_is_computed_by_some_of_them(
-    bench: Bench, tmp_path: Path
-) -> None:
-    batch = replace(make_batch(seed=8, groups=3, siblings=1), parts=[1, 1])
-    settings = {**WIDE, "objective.kl": 0.3}
-    ours, theirs = bench.deepspeed(), bench.torch()
-    for part in batch.in_parts():
-        ours.train_part(part, settings)
-    found = ours.train(batch, settings)
-    assert_same_steps([found], [theirs.train(replace(batch, parts=()), settings)])
-    assert [row["micro_batch"] for row in found.contributions] == [0, 1, 2]
 
 
 def test_part_without_a_gradient_adds_nothing_and_a_batch_of_such_changes_nothing(
@@ -189,31 +156,3 @@ def test_updates_ahead_that_are_not_those_of_the_batch_are_taken_back_bit_for_bi
         trainer.save_optimizer(tmp_path / "state")
         states.append((trainer.manifest().digest, (tmp_path / "state").read_bytes()))
     assert states[0] == states[1]
-
-
-def test_adapter_that_was_updated_ahead_is_none_again(bench: Bench) -> None:
-    from dora_pipe.consumers.learners.torch.lora import LoraOptions
-
-    settings, batch = {**SETTINGS, "trainer.minibatches": 2}, parted(4, [2])
-    options = LoraOptions(rank=2, alpha=4.0, targets=("q_proj",))
-    digests = set()
-    for ahead in range(2):
-        trainer = bench.deepspeed(lora=options)
-        for part in batch.in_parts()[:ahead]:
-            trainer.train_part(part, settings)
-        assert trainer.manifest() == bench.policy
-        for part in batch.in_parts()[:ahead]:
-            trainer.train_part(part, settings)
-        trainer.train(batch, settings)
-        digests.add(trainer.manifest().digest)
-    assert len(digests) == 1
-
-
-def test_updates_that_were_made_ahead_are_forgotten_when_weights_are_loaded(bench: Bench) -> None:
-    settings, batch = {**HARD, "trainer.minibatches": 3}, parted(4, [1, 1])
-    trainer = bench.deepspeed()
-    for part in batch.in_parts()[:2]:
-        trainer.train_part(part, settings)
-    trainer.load(bench.weights, digest=bench.policy.digest, optimizer=None)
-    trainer.train(batch, settings)
-    assert trainer.manifest() == told(bench, batch, settings, ahead=2).manifest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 from random import Random
 
@@ -11,7 +10,7 @@ import pytest
 
 from dora_pipe.core.errors import DoraError
 from tests.fuzz import mutations
-from tests.fuzz.__main__ import Fuzzed, fuzz, main, parse
+from tests.fuzz.__main__ import fuzz
 from tests.fuzz.targets import CORPUS, TARGETS, Target, check
 from tests.fuzz.wordings import wording
 
@@ -21,11 +20,6 @@ FOUND = sorted(path for path in CORPUS.glob("*/*") if path.is_file())
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: f"{path.parent.name}-{path.name}")
 def test_input_that_once_was_a_finding_is_refused_in_one_line(path: Path) -> None:
     assert isinstance(check(TARGETS[path.parent.name], path.read_bytes()), DoraError)
-
-
-def test_every_folder_of_the_corpus_is_a_target() -> None:
-    assert {path.parent.name for path in FOUND} <= TARGETS.keys()
-    assert len(FOUND) >= 5
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
@@ -67,45 +61,6 @@ def test_mutations_reach_behind_the_first_check(target: Target) -> None:
 def test_refusals_that_differ_in_what_the_input_says_are_one(one: str, other: str) -> None:
     assert wording(one) == wording(other)
     assert wording(one) != wording("Invalid value 'a' (at $.decisions[0].kind)")
-
-
-def test_reader_that_lets_an_error_through_is_a_finding() -> None:
-    def broken(data: bytes) -> object:
-        return math.sqrt(-len(data))
-
-    target = Target(name="broken", read=broken, shape="lines", seeds=list)
-    with pytest.raises(ValueError, match=r"math domain|nonnegative"):
-        check(target, b"x")
-
-
-def test_log_of_the_fuzzer_becomes_a_line() -> None:
-    log = (
-        "#3\tINITED cov: 93 ft: 94 corp: 2/340b exec/s: 0 rss: 92Mb\n"
-        "#9\tNEW    cov: 95 ft: 96 corp: 3/440b lim: 4096 rss: 92Mb L: 8/8 MS: 1 Custom-\n"
-        "#90\tDONE   cov: 201 ft: 220 corp: 41/9Kb lim: 4096 exec/s: 1784 rss: 102Mb\n"
-        "stat::number_of_executed_units: 19626\nstat::peak_rss_mb:              102\n"
-    )
-    fuzzed = parse(log, ())
-    assert fuzzed == Fuzzed(
-        inputs=19626, branches_first=93, branches=201, kept=41, peak_mib=102, findings=()
-    )
-    words = fuzzed.line("control", 10).split()
-    assert words == ["control", "19626", "1962", "93", "201", "41", "102", "0"]
-
-
-def test_unknown_target_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["contrl"])
-    assert "no target contrl; there are control" in capsys.readouterr().err
-
-
-def test_machine_without_the_fuzzer_is_told_so(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        main(["control"])
-    assert "wheels for Linux on x86-64 alone" in capsys.readouterr().err
 
 
 @pytest.mark.slow

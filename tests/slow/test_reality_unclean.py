@@ -17,10 +17,7 @@ import pytest
 from kafka.errors import KafkaError
 
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.errors import BusError, LogTruncated
-from dora_pipe.core.retry import retry_bus
+from dora_pipe.bus.port import TopicPartition
 from dora_pipe.schemas.topics import Topics
 from tests.support.kafka_broker import BrokerError, KafkaCluster
 from tests.support.user_run import WAIT_S, furnish, start, steps, until
@@ -30,7 +27,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-AT = TopicPartition("t", 0)
 UNCLEAN = 1
 LIMIT_S = 60.0
 GONE_CODE = 5
@@ -78,49 +74,6 @@ def until_led(cluster: KafkaCluster, topic: str, partition: int, *, force: bool 
                 return
         assert time.monotonic() < until_s, f"nobody leads {topic}/{partition}"
         time.sleep(0.2)
-
-
-def test_a_reader_of_a_log_that_was_cut_says_so(cluster: KafkaCluster) -> None:
-    bus = KafkaBus(cluster.bootstrap.split(","))
-    bus.create([TopicSpec(name="t")])
-    cluster.await_in_sync("t")
-    writer = bus.writer()
-    for number in range(10):
-        writer.append([Append(topic="t", value=b"%d" % number)])
-    reader = bus.reader({AT: 0})
-    seen: list[Record] = []
-    while len(seen) < 10:
-        seen += reader.poll(timeout_s=1.0)
-
-    def meanwhile() -> None:
-        for number in range(10, 30):
-            writer.append([Append(topic="t", value=b"%d" % number)])
-        until_s = time.monotonic() + LIMIT_S
-        while len(seen) < 30 and time.monotonic() < until_s:
-            with suppress(BusError):
-                seen.extend(reader.poll(timeout_s=1.0))
-
-    force_another_log(cluster, [AT], meanwhile)
-    assert [one.value for one in seen] == [b"%d" % number for number in range(30)]
-    position = seen[-1].offset + 1
-    until_s = time.monotonic() + LIMIT_S
-    with pytest.raises(LogTruncated) as cut:
-        while time.monotonic() < until_s:
-            try:
-                reader.poll(timeout_s=0.5)
-            except LogTruncated:
-                raise
-            except BusError:
-                continue
-    assert "\n" not in cut.value.message
-    fresh = KafkaBus([node.bootstrap for node in cluster.nodes if node.running])
-    end = retry_bus("its end", lambda: fresh.end(AT), SystemClock())  # a new leader learns it first
-    assert end < position, "what was acknowledged is gone"
-    with pytest.raises(LogTruncated):
-        while time.monotonic() < until_s:
-            fresh.reader({AT: position}).poll(timeout_s=1.0)
-    bus.close()
-    fresh.close()
 
 
 def test_a_run_whose_log_was_cut_ends_with_one_line(tmp_path: Path, cluster: KafkaCluster) -> None:

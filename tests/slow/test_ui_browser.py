@@ -3,36 +3,23 @@ widths, live and as a file; nothing in the console, nothing from elsewhere, read
 
 from __future__ import annotations
 
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.bench.audit_log import LogPlan, config_of, write_log
-from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.catalogue.reading import FILE
-from dora_pipe.config.load import dump_toml
 from dora_pipe.observe.web.export import export_file
-from dora_pipe.observe.web.overview import overview
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import PageServer
-from dora_pipe.observe.web.view import parse_query
 from tests.support import chromium
 from tests.support.chromium import Page
 from tests.support.cluster import Cluster, make_config
 from tests.support.page_checks import (
-    AXE,
-    CONTRAST,
-    DASHES,
-    LABELS,
     TABLES_EMPTY,
     UNFOLD,
     unusable,
-    violations,
 )
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.ui_stage import source_of
@@ -44,13 +31,6 @@ pytestmark = [
     ),
 ]
 
-FIRST_PAGE_S = 2.0
-EXPORT_S = 60.0
-READ_S = 120.0
-OPEN_S = 1.0
-OVERVIEW_S = 0.2
-EXPORT_BYTES = 10_000_000
-MANY = 100_000
 PLACES = (
     "#/overview",
     "#/steps",
@@ -196,38 +176,6 @@ def test_every_page_can_be_used_by_all(
         assert page.run("document.querySelectorAll('main, header').length") == 2
 
 
-def test_what_these_tests_look_for_is_found_where_it_is(page: Page, address: str) -> None:
-    page.open(address)
-    page.run("console.error('planted')")
-    page.run("fetch('http://planted.example/').catch(() => 0)")
-    page.run("document.querySelector('main').append(document.createElement('input'))")
-    page.run("document.querySelector('h1').style.color = '#ccc'")
-    assert len(page.run(LABELS)) == 1
-    assert len(page.run(CONTRAST)) == 1
-    assert any("planted" in one for one in page.problems)
-    assert any("Content Security Policy" in one for one in page.problems), page.problems
-    page.problems.clear()
-    page.requested.clear()
-
-
-@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not there: make axe")
-def test_what_axe_is_asked_for_is_found_where_it_is(page: Page, address: str) -> None:
-    page.open(address)
-    assert violations(page) == []
-    planted = "Object.assign(document.createElement('div'), {role: 'region', ariaLabel: 'twice'})"
-    for _ in range(2):
-        page.run(f"document.querySelector('main').append({planted})")
-    page.run("document.querySelector('main').append(document.createElement('input'))")
-    assert {one.split(":")[0] for one in violations(page)} == {"label", "landmark-unique"}
-
-
-def test_regions_of_one_caption_have_names_of_their_own(page: Page, address: str) -> None:
-    page.open(address)
-    named = "['Steps', 'Steps', 'Steps (2)'].map((one) => dom.region(one, {}).ariaLabel)"
-    drawn = f"import('/static/dom.js').then((dom) => (dom.newPage(), {named}))"
-    assert page.run(drawn) == ["Steps", "Steps (2)", "Steps (2) (2)"]
-
-
 def test_every_chart_has_a_table_with_its_figures(page: Page, address: str) -> None:
     page.open(address)
     page.until("document.querySelectorAll('figure details').length > 10")
@@ -235,18 +183,6 @@ def test_every_chart_has_a_table_with_its_figures(page: Page, address: str) -> N
     page.run(UNFOLD)
     page.settle()
     assert page.run(TABLES_EMPTY) == []
-
-
-def test_areas_differ_in_pattern_where_they_differ_in_colour(page: Page, address: str) -> None:
-    page.open(address)
-    page.until("document.querySelectorAll('.timeline rect').length > 5")
-    fills = page.run(
-        "[...document.querySelectorAll('.timeline rect')].map((one) => one.getAttribute('fill'))"
-    )
-    assert any(one.startswith("url(") for one in fills)
-    assert any(one.startswith("#") for one in fills)
-    dashes = page.run(DASHES)
-    assert dashes and all(len(set(one)) == len(one) for one in dashes)
 
 
 def test_redacted_pages_show_no_text(page: Page, recorded: RecordedRun) -> None:
@@ -276,61 +212,3 @@ def test_page_follows_a_run_and_keeps_the_place_of_who_reads(page: Page, tmp_pat
             assert page.run("document.querySelector('figure details').open")
             assert page.run("window.scrollY") == 200
             page.leave()
-
-
-@pytest.mark.alone("it measures how long a page, an export and an overview take")
-def test_run_of_a_hundred_thousand_trajectories(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = LogPlan(trajectories=MANY, tokens=8, run="many")
-    with closing(SqliteBus(tmp_path / "log.sqlite")) as bus:
-        assert write_log(bus, plan).trajectories >= MANY
-    (tmp_path / "config.toml").write_text(dump_toml(config_of(plan)))
-    recorded = RecordedRun(directory=tmp_path, run="many")
-    began_s = time.monotonic()
-    with closing(QueryWorker(lambda: source_of(recorded))) as worker, served(worker) as address:
-        worker.start()
-        page.open(address)
-        first_s = time.monotonic() - began_s
-        assert page.run("document.querySelectorAll('main h1').length") == 1
-        page.until("document.querySelector('h1').innerText.includes('finished')", READ_S)
-        page.until("!document.querySelector('main .reading')")
-        page.leave()
-    path = tmp_path / "many.html"
-    began_s = time.monotonic()
-    with closing(QueryWorker(lambda: source_of(recorded))) as worker:
-        worker.read_all()
-        done = export_file(worker, path)
-    export_s = time.monotonic() - began_s
-    page.open(path.as_uri())
-    page.until("document.querySelectorAll('figure svg').length > 8")
-    open_s, overview_s = _reopened(recorded, tmp_path / FILE)
-    figures = (
-        f"first page {first_s:.2f} s, export {export_s:.1f} s, {done.bytes / 1e6:.1f} MB, "
-        f"opened again {open_s:.2f} s, overview {overview_s * 1e3:.0f} ms"
-    )
-    with capsys.disabled():
-        sys.stdout.write(f"\n100 000 trajectories: {figures}\n")
-    assert first_s < FIRST_PAGE_S, figures
-    assert export_s < EXPORT_S, figures
-    assert done.bytes < EXPORT_BYTES, figures
-    assert open_s < OPEN_S, figures
-    assert overview_s < OVERVIEW_S, figures
-
-
-def _reopened(recorded: RecordedRun, path: Path) -> tuple[float, float]:
-    """Seconds until the kept tables of a run answer, and of an overview of them."""
-    with closing(QueryWorker(lambda: source_of(recorded, catalogue=path))) as worker:
-        worker.read_all()
-    assert path.is_file()
-    began_s = time.monotonic()
-    with closing(QueryWorker(lambda: source_of(recorded, catalogue=path))) as worker:
-        worker.read_all()
-        worker.ask(parse_query("/run"))
-        open_s = time.monotonic() - began_s
-        spent = []
-        for _ in range(5):
-            began_s = time.monotonic()
-            worker.work(overview)
-            spent.append(time.monotonic() - began_s)
-    return open_s, min(spent)

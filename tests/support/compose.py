@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import yaml
 
@@ -34,7 +34,6 @@ IMAGE_ONLY: Final = {"log.dirs", "heap.opts"}
 
 _VARIABLE: Final = re.compile(r"\$(?:\$|\{(\w+)(?::-([^}]*))?\})")
 POLL_S: Final = 0.1
-CHECK_LIMIT_S: Final = 60.0
 PATH: Final = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 """Where a service's programs are found."""
 
@@ -128,22 +127,15 @@ class Containers:
     """The services of some profiles as processes, each with folders of its own in `folder`.
 
     `hosts` maps `name:port` of the network, or another word, to what it is here. Brokers are the
-    caller's. `beside` are services that are launched one by one, and end with the block.
+    caller's.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        services: Mapping[str, Service],
-        hosts: Mapping[str, str],
-        *,
-        beside: Mapping[str, Service] | None = None,
+        self, folder: Path, services: Mapping[str, Service], hosts: Mapping[str, str]
     ) -> None:
         self._folder = folder
         self._services = services
-        self._beside = beside or {}
         self._hosts = hosts
-        self._launched: list[subprocess.Popen[bytes]] = []
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.codes: dict[str, int] = {}
         """Exit codes of those that have ended."""
@@ -171,33 +163,9 @@ class Containers:
                 self._collect()
                 time.sleep(POLL_S)
         finally:
-            _kill(self._running.values())
-
-    def launch(self, name: str) -> subprocess.Popen[bytes]:
-        """Start one of those beside."""
-        self._launched.append(self._start(self._beside[name]))
-        return self._launched[-1]
-
-    def check(self, name: str) -> int:
-        """The exit code of the health check of one of those beside."""
-        kind, *words = self._beside[name].raw["healthcheck"]["test"]
-        assert kind == "CMD"
-        home = self._folder / "containers" / name
-        done = subprocess.run(
-            [self._here(word, home) for word in words],
-            env={"PATH": PATH},
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=CHECK_LIMIT_S,
-            check=False,
-        )
-        return done.returncode
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _kill(self._launched)
+            for process in self._running.values():
+                process.kill()
+                process.wait()
 
     def _collect(self) -> None:
         for name, process in list(self._running.items()):
@@ -236,8 +204,7 @@ class Containers:
 
     def _here(self, word: str, home: Path) -> str:
         """Names of hosts and paths of the container as those of this machine."""
-        # A word may also name, for others, what the service itself does not have.
-        everybody = [*self._services.values(), *self._beside.values()]
+        everybody = self._services.values()
         mounted = [pair for one in everybody for pair in one.volumes.items()]
         places = {target: self.volume(source) for target, source in mounted}
         own = [str(PurePosixPath(target).parent) for one in everybody for target in one.files]
@@ -245,10 +212,3 @@ class Containers:
         names = "|".join(map(re.escape, [*places, *self._hosts]))
         both = {**{k: str(v) for k, v in places.items()}, **self._hosts}
         return re.sub(rf"(?<![\w.])({names})(?![\w.-])", lambda found: both[found[1]], word)
-
-
-def _kill(processes: Iterable[subprocess.Popen[bytes]]) -> None:
-    """End what runs still."""
-    for process in processes:
-        process.kill()
-        process.wait()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from dora_pipe.config import model
-from dora_pipe.core.errors import ConfigError, TaskError
+from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.adapters import packages
-from dora_pipe.producers.adapters.gymnasium import marked
-from dora_pipe.producers.adapters.packages import packages_of, required
+from dora_pipe.producers.adapters.packages import packages_of
 from dora_pipe.producers.tasks.port import Task
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
 from tests.support.adapters_of_others import opened, played, task_of
@@ -65,13 +64,6 @@ def test_the_way_over_the_ice_is_worth_one() -> None:
     assert (reward.value, reward.parts) == (1.0, {"steps": 6, "mistakes": 0, "ended": 1.0})
 
 
-def test_a_hole_ends_the_episode_without_a_reward() -> None:
-    task = lake()
-    _, seen, reward = played(task, task.rows("train")[0], ("right", "down"))
-    assert [one.done for one in seen] == [False, True]
-    assert (reward.value, reward.parts["ended"]) == (0.0, 1.0)
-
-
 def test_a_turn_that_is_no_action_is_told_so_and_too_many_end_the_episode() -> None:
     task = lake(mistake=-0.1, mistakes_max=1)
     _, seen, reward = played(task, task.rows("train")[0], ("north", "south"))
@@ -91,16 +83,6 @@ def test_a_conversation_has_messages_of_a_user() -> None:
         {"role": "user", "content": "-0.04 -0.03 0.03 0.01"},
     ]
     assert seen[0].messages == [{"role": "user", "content": "-0.04 -0.22 0.03 0.31"}]
-
-
-def test_drawn_boards_mark_where_the_player_is() -> None:
-    assert marked("\n\x1b[41mS\x1b[0mFFF\nFHFH\n") == "[S]FFF\nFHFH"
-    assert marked("|\x1b[34;1m\x1b[43mB\x1b[0m\x1b[0m: |") == "|[B]: |"
-    form = "Say one of: {actions}.\n{observation}"
-    task = lake(render=True, first=form)
-    prompt, seen, _ = played(task, task.rows("train")[0], ("right",))
-    assert prompt == "Say one of: left, down, right, up.\n[S]FFF\nFHFH\nFFFH\nHFFG"
-    assert seen[0].text == "\n  (Right)\nS[F]FF\nFHFH\nFFFH\nHFFG\n"
 
 
 def test_the_same_seed_and_turns_give_the_same_episode_beside_others() -> None:
@@ -135,18 +117,6 @@ def test_an_environment_of_ones_own_is_played_with_ones_own_words(
     assert reward_digest(task) != reward_digest(task_of("gymnasium:dice_of_mine:Dice-v0"))
 
 
-def test_demonstrations_are_conversations_of_actions_by_chance() -> None:
-    task = lake(chat=True)
-    found: Any = task.demonstrations(7, 20)
-    assert found == task.demonstrations(7, 20) != task.demonstrations(8, 20)
-    said = {
-        one["content"] for row in found for one in row["messages"] if one["role"] == "assistant"
-    }
-    assert said == {"left", "down", "right", "up"}
-    with pytest.raises(TaskError, match="only of messages"):
-        lake().demonstrations(7, 1)
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "said"),
     [
@@ -178,15 +148,6 @@ def test_a_package_that_is_missing_is_named_with_the_extra_that_brings_it(
     assert caught.value.hint == "pip install -e '.[gymnasium]'"
 
 
-def test_a_module_that_a_package_itself_misses_is_not_taken_for_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "needs_another.py").write_text("import not_there_at_all\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
-        required("needs_another", package="needs-another", extra="x", kind="x:y")
-
-
 def test_a_package_is_known_by_its_version_and_by_every_byte_of_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,8 +164,3 @@ def test_a_package_is_known_by_its_version_and_by_every_byte_of_its_source(
         packages._source_digest.cache_clear()
         digests.add(packages_of("game_of_mine")["game-of-mine"])
     assert len(digests) == 2
-
-
-def test_environment_that_keeps_to_its_seed_can_be_told_again() -> None:
-    assert lake().replayable
-    assert not lake(act="builtins:str").replayable, "what own functions do is not known"

@@ -114,18 +114,6 @@ def test_a_session_is_shared_by_all_episodes_or_belongs_to_one(
         assert here._servers[0]._open == 1, "sessions of episodes end with them"
 
 
-def test_what_is_played_with_is_known_by_version_and_by_what_the_server_says_of_its_tools(
-    closing: list[McpTools],
-) -> None:
-    all_of_it = McpTools([McpServer(command=COMMAND)])
-    some = McpTools([McpServer(command=COMMAND, tools=("note",), name="pad")])
-    closing += [all_of_it, some]
-    assert [tool.name for tool in some.tools()] == ["pad_note"]
-    (name, stamp), (other, another) = *all_of_it.packages().items(), *some.packages().items()
-    assert (name, other) == ("mcp:notes", "mcp:pad")
-    assert stamp.startswith("0.3 ") and another.startswith("0.3 ") and stamp != another
-
-
 def test_a_server_that_dies_is_started_again_where_it_is_shared(closing: list[McpTools]) -> None:
     closing.append(here := McpTools([McpServer(command=COMMAND)]))
     tools = here.tools()
@@ -158,19 +146,6 @@ def test_a_call_that_hangs_ends_at_the_tools_time_limit(
         TOOL_LIMIT_S.reset(token)
     if not server.command:  # it answers several at once
         assert told(tools, "add-numbers", a=1, b=2) == "3"
-
-
-def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch, closing: list[McpTools]) -> None:
-    monkeypatch.setattr(mcp, "SESSIONS_MAX", 2)
-    closing.append(here := McpTools([McpServer(command=COMMAND, sessions="episode")]))
-    first, second = here.tools(), here.tools()
-    assert told(first, "note", word="a")
-    with pytest.raises(Retry, match="2 sessions open"):
-        told(second, "note", word="a")
-    first[0].close()
-    assert told(here.tools(), "note", word="a")
-    for one in (first, second):
-        one[0].close()
 
 
 def test_a_server_that_says_much_and_reads_nothing_is_late_and_can_be_closed() -> None:
@@ -266,9 +241,3 @@ def test_a_data_set_may_have_tools_of_servers_and_of_its_own(tmp_path: Path) -> 
     for task_of in (one, other):
         for each in task_of._mcp._servers:  # type: ignore[attr-defined]
             each._shared.close()
-
-
-def test_a_task_that_takes_no_servers_says_so() -> None:
-    config = model.Task(kind="arithmetic", mcp=(McpServer(command=COMMAND),))
-    with pytest.raises(ConfigError, match=r"task\.mcp: `arithmetic` does not take it"):
-        open_task(config)

@@ -75,29 +75,6 @@ def test_an_episode_is_played_to_its_end(url: str) -> None:
     asyncio.run(play())
 
 
-def test_a_chat_is_told_messages_and_the_last_reward_may_be_all(url: str) -> None:
-    async def play() -> None:
-        world = opened(task_of(f"openenv:{url}", chat=True, total="last"), {})
-        assert await begun(world, 4) == [{"role": "user", "content": "1 to 9?"}]
-        assert (await said(world, "10")).messages == [{"role": "user", "content": "lower"}]
-        assert (await said(world, str(number(4)))).done
-        assert world.reward("", []).value == 1.0  # type: ignore[union-attr]
-        await ended(world)
-
-    asyncio.run(play())
-
-
-def test_turns_that_are_no_action_end_the_episode_when_there_are_too_many(url: str) -> None:
-    async def play() -> None:
-        world = opened(task_of(f"openenv:{url}", mistakes_max=1), {})
-        await begun(world)
-        assert not (await said(world, "60")).done
-        assert (await said(world, "no")).done
-        await ended(world)
-
-    asyncio.run(play())
-
-
 def test_an_environment_that_fails_is_the_tasks_error_and_one_that_is_away_is_tried_again() -> None:
     async def play(url: str, process: subprocess.Popen[bytes]) -> None:
         task = task_of(f"openenv:{url}")
@@ -129,20 +106,6 @@ def test_an_environment_that_fails_is_the_tasks_error_and_one_that_is_away_is_tr
 
     with serving(1) as (url, process):
         asyncio.run(play(url, process))
-
-
-def test_no_more_episodes_are_open_than_there_is_room_for(url: str) -> None:
-    async def play() -> None:
-        task = task_of(f"openenv:{url}", sessions=1)
-        first, second = opened(task, {}), opened(task, {})
-        await begun(first)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(begun(second), 0.2)
-        await ended(first)
-        assert await begun(second)
-        await ended(second)
-
-    asyncio.run(play())
 
 
 def test_actions_and_observations_may_be_ones_own(

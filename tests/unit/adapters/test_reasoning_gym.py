@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.tasks.port import Reward, Row, Task
-from dora_pipe.producers.tasks.registry import dataset_digest, reward_digest
+from dora_pipe.producers.tasks.registry import dataset_digest
 from tests.support.adapters_of_others import task_of
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not here: make test-adapters")
@@ -53,25 +53,6 @@ def test_rows_follow_from_the_seed_alone(name: str) -> None:
     assert (len(one.rows("train")), len(one.rows("eval"))) == (6, 2)
     assert random.getstate() == before
     assert one.single_turn()
-
-
-def test_demonstrations_are_questions_with_right_answers() -> None:
-    task: Any = task_of(SUMS, count=4)
-    found = task.demonstrations(3, 9)
-    assert len(found) == 9 and found[0] == found[4] != found[1]
-    rows = {row["question"]: row for row in task.rows("train")}
-    assert all(score(task, rows[asked], said).value == 1.0 for asked, said in found)
-    chat: Any = task_of(SUMS, chat=True, count=4)
-    assert [one["role"] for one in chat.demonstrations(3, 1)[0]["messages"]] == [
-        "user",
-        "assistant",
-    ]
-
-
-def test_the_package_is_part_of_what_the_reward_is() -> None:
-    task = task_of(SUMS, count=1)
-    assert set(task.packages()) == {"reasoning-gym"}
-    assert reward_digest(task)
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,6 @@ def test_parts_of_an_observation_stand_behind_their_names() -> None:
     assert unread(space) == "actions of Dict cannot be read"
 
 
-def test_an_image_is_no_text() -> None:
-    assert unsaid(spaces.Box(0, 255, (84, 84), np.uint8)) == "7056 numbers are no text"
-    assert unsaid(spaces.Graph(spaces.Discrete(2), None)) == "Graph has no text"
-
-
 def test_numbers_that_are_too_many_too_few_or_beyond_are_not_read() -> None:
     space = spaces.Box(-1.0, 1.0, (2,), np.float32)
     assert read(space, "steer 0.5, throttle -1e-1").tolist() == pytest.approx([0.5, -0.1])

@@ -9,13 +9,12 @@ import re
 import sys
 import time
 import tomllib
-from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -25,8 +24,6 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.adapters.verifiers import VerifiersError, reward_of
 from dora_pipe.producers.adapters.verifiers_rollouts import (
     SessionInterception,
-    missing_of,
-    run_programs_here,
     session_client,
 )
 from dora_pipe.producers.chat.tokenizer import Tokenizer
@@ -45,23 +42,6 @@ EXAMPLE = ROOT / "examples" / "verifiers"
 LOCAL: dict[str, Any] = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 
 there = pytest.mark.skipif(not PYTHON.exists(), reason="no .venv-verifiers: make test-verifiers")
-
-
-def script(*asked: str, python: str = ">=3.10") -> str:
-    words = ", ".join(f'"{one}"' for one in asked)
-    head = f'# requires-python = "{python}"\n# dependencies = [{words}]'
-    return f"# /// script\n{head}\n# ///\nx = 1\n"
-
-
-def test_a_script_runs_here_when_all_that_it_asks_for_is_here() -> None:
-    assert missing_of(script("msgspec", "pytest>=1")) == ()
-    assert missing_of(script("msgspec<0.1", "no-such-thing", "pytest")) == (
-        "msgspec<0.1",
-        "no-such-thing",
-    )
-    assert missing_of(script(python=">=4")) == ("python>=4",)
-    assert missing_of(script("no-such-thing; sys_platform == 'win32'")) == ()
-    assert missing_of("x = 1\n") == ("metadata",)
 
 
 @pytest.mark.skipif(installed("verifiers"), reason="it is here")
@@ -152,17 +132,6 @@ def test_each_rollout_calls_its_own_session_and_no_client_is_kept_for_it() -> No
     assert not {first[2], second[2]} & os.environ.keys()
 
 
-def test_a_seat_with_a_client_of_its_own_keeps_it() -> None:
-    inner, judge = Inner(), Client(base_url="http://judge/v1", api_key_var="JUDGE_KEY")
-    rollout = Rollout(ctx=Context(client=judge))
-
-    async def play() -> None:
-        async with SessionInterception(VF, inner).acquire(rollout):
-            assert rollout.client.base_url == "http://judge/v1" and not rollout.trace_stops
-
-    asyncio.run(play())
-
-
 @pytest.mark.parametrize(
     ("finish", "asked", "stopped"),
     [("length", None, True), ("length", 8, False), ("stop", None, False)],
@@ -182,36 +151,6 @@ def test_what_a_limit_of_the_run_has_cut_is_stopped(
                 return bool(stop(SimpleNamespace(calls=[call])))
 
     assert asyncio.run(play()) is stopped
-
-
-class Started:
-    """As verifiers' runtimes, noting with which environment something is started."""
-
-    logs: ClassVar[dict[str, dict[str, str]]] = {}
-
-    class SubprocessRuntime:
-        async def run(self, argv: list[str], env: dict[str, str]) -> dict[str, str]:
-            return env
-
-        async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-            Started.logs[log] = env
-
-        async def open_process(self, argv: list[str], env: dict[str, str]) -> dict[str, str]:
-            return env
-
-
-def test_programs_of_harnesses_run_here() -> None:
-    runtimes: Any = SimpleNamespace(SubprocessRuntime=Started.SubprocessRuntime)
-    run_programs_here(runtimes)
-    runtime = runtimes.SubprocessRuntime()
-
-    async def play() -> None:
-        assert await runtime.run(["program"], {"A": "1"}) == {"A": "1"}
-        assert await runtime.open_process(["program"], {"B": "2"}) == {"B": "2"}
-        await runtime.run_background(["serve"], {"C": "3"}, "log")
-
-    asyncio.run(play())
-    assert Started.logs == {"log": {"C": "3"}}
 
 
 def trace(seat: str, *, metrics: dict[str, float] | None = None, **rewards: float | None) -> Any:
@@ -381,29 +320,3 @@ def test_rollouts_at_once_of_one_environment_each_call_their_own_session(tmp_pat
     }
     assert all(len(set(tries)) == 1 for tries in asked.values())
     assert len({words for tries in asked.values() for words in tries}) == ROLLOUTS
-
-
-@there
-@pytest.mark.slow
-def test_seats_at_once_call_whom_each_shall_and_the_policy_s_is_scored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A user with a client of its own talks to the policy, in several conversations at once."""
-    assets = write_chat_model(tmp_path, "qwen2_5")
-
-    def say(call: CallAsked, prompt: str) -> str:
-        if call.request != "user/0":
-            return f"answer {call.request[2]}"
-        return "###DONE###" if re.search(r"answer \d", prompt) else "go on"
-
-    policy = Policy(assets, say, together=ROLLOUTS)
-    with stage(assets, policy) as one:
-        url, key = one.open("user/0")
-        monkeypatch.setenv("USER_KEY", key)
-        client = {"type": "eval", "base_url": url, "api_key_var": "USER_KEY"}
-        seats = {"assistant": LOCAL, "user": {**LOCAL, "client": client}}
-        given = rewards(policy, one, {"id": "user-sim", **seats})
-        calls = Counter(asked.request for asked in one.calls)
-    assert calls == {"user/0": 2 * ROLLOUTS, **{f"g-{at}/0": 1 for at in range(ROLLOUTS)}}
-    assert [reward.value for reward in given] == [0.0] * ROLLOUTS
-    assert all(reward.parts.keys() == {"exact", "user_turns"} for reward in given)

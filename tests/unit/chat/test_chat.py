@@ -75,16 +75,6 @@ def test_a_conversation_goes_on_behind_what_was_sampled(tmp_path: Path) -> None:
     assert conversation.turns == 2
 
 
-def test_a_call_that_cannot_be_made_stays_in_the_text(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_chat_model(tmp_path, "qwen2_5"))
-    conversation = open_chat(tmp_path).start(ASKED, [PROBE_TOOL])
-    sampled = tokenizer.backend.encode("<tool_call>{oops</tool_call><|im_end|>").ids
-    (call,) = conversation.say(sampled).tool_calls
-    assert "no JSON" in call.error
-    conversation.answered([{"role": "user", "content": "Again."}])
-    assert "{oops" in conversation.messages()[-2]["content"]
-
-
 def test_a_template_that_drops_thoughts_is_refused_for_several_turns_or_kept(
     tmp_path: Path,
 ) -> None:
@@ -105,15 +95,6 @@ def test_a_template_that_drops_thoughts_is_refused_for_several_turns_or_kept(
         bridges.append(conversation.answered([{"role": "user", "content": "<think>"}]))
     assert bridges[0] == bridges[1]
     assert tokenizer.backend.token_to_id("<think>") not in bridges[0]
-
-
-def test_a_turn_that_is_not_well_made_has_a_bridge_too(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_chat_model(tmp_path, "qwen3"))
-    conversation = open_chat(tmp_path).start(ASKED)
-    conversation.say(tokenizer.backend.encode("<think>\nhm<|im_end|>").ids)
-    assert conversation.text == ""
-    bridge = tokenizer.full_text(conversation.answered([{"role": "user", "content": "Again."}]))
-    assert bridge.endswith("<|im_start|>user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_settings_are_in_the_digest(tmp_path: Path) -> None:
@@ -213,12 +194,6 @@ def test_what_the_assistant_says_counts_and_its_end(tmp_path: Path) -> None:
     assert tokenizer.full_text(ids) == whole.rstrip("\n")
     with pytest.raises(TaskError, match="no turn of the assistant"):
         chat.training_ids(ASKED)
-
-
-def test_an_end_of_the_template_ends_turns(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
-    ends = {tokenizer.backend.token_to_id(one) for one in ("</s>", "<|im_end|>")}
-    assert set(open_chat(tmp_path).stop_ids) == ends
 
 
 def test_no_text_has_the_template_s_end_whatever_its_flag(tmp_path: Path) -> None:

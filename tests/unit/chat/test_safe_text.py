@@ -106,12 +106,6 @@ def test_ids_are_the_tokenizers_own_where_nothing_must_be_broken_or_may_be(
     assert safe.ids(rendered, mark) == whole == safe.ids(marked, mark)
 
 
-def test_control_tokens_count_where_that_is_asked_for() -> None:
-    safe = SafeText(byte_level(), SPECIAL, parse=True)
-    assert safe.marked("<think>", MARKS[0]) == "<think>"
-    assert safe.ids("<think>", MARKS[0]) == [byte_level().token_to_id("<think>")]
-
-
 def test_a_mark_stands_nowhere_in_the_data() -> None:
     safe = SafeText(byte_level(), SPECIAL, parse=False)
     assert safe.mark_for([{"a": MARKS[0]}], (MARKS[1],)) == MARKS[2]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -80,22 +78,3 @@ def test_an_error_of_ours_ends_the_role_and_not_only_the_thread() -> None:
         while True:
             background.append(one("more"))
     background.close()
-
-
-def test_a_process_does_not_wait_for_an_append_that_hangs() -> None:
-    code = """
-import time
-from dora_pipe.core.status_schedule import BackgroundWriter
-
-class Hangs:
-    def append(self, records):
-        time.sleep(60)
-    def close(self):
-        pass
-
-writer = BackgroundWriter(Hangs())
-writer.append([])
-writer.close()
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=WAIT_S)
-    assert done.returncode == 0

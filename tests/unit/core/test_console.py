@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.cli.tables import Table
 from dora_pipe.core.durable import need_temporary_folder
 from dora_pipe.core.errors import ResourceError
 
@@ -70,12 +69,6 @@ def test_command_whose_reader_has_left_ends_in_order(
     )
     os.close(pipe)
     assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-def test_table_whose_reader_has_left_raises_what_a_command_ends_with() -> None:
-    table = Table(["step"], [["1"]])
-    with pytest.raises(BrokenPipeError), os.fdopen(closed_pipe(), "w") as pipe:
-        table.print(pipe, styled=False)
 
 
 def test_missing_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from dora_pipe.core.errors import (
     ConfigError,
     SchemaError,
     install_hint,
-    one_line,
 )
 
 
@@ -25,11 +24,6 @@ def test_place_stands_behind_a_message_that_was_cut() -> None:
     error = SchemaError("x" * 10**6, path="$.trajectory")
     assert error.message.endswith("... (at $.trajectory)")
     assert len(SchemaError("x" * 10**6, path="y" * 10**6).message) <= MESSAGE_CHARACTERS_MAX
-
-
-def test_line_without_anything_odd_is_left_as_it_is() -> None:
-    text = "ünïcode ≤ 3 — and ASCII"
-    assert one_line(text, 100) is text
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown, SchemaError
+from dora_pipe.core.errors import BusError, BusFull, OutcomeUnknown, SchemaError
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, FINAL_ERRORS, RETRY_PAUSE_S, retry_bus
 from tests.support.worker import VirtualClock
 
@@ -54,10 +54,3 @@ def test_exclusive_writer_does_not_append_again_after_an_unknown_outcome() -> No
         retry_bus("appending", flaky, VirtualClock(), exclusive=True)
     assert flaky.calls == 1
     assert retry_bus("appending", Flaky(OutcomeUnknown("lost")), VirtualClock()) == "there"
-
-
-def test_exclusive_writer_bears_with_a_full_disk_and_is_fenced_for_good() -> None:
-    clock = VirtualClock()
-    assert retry_bus("appending", Flaky(BusFull("full")), clock, exclusive=True) == "there"
-    with pytest.raises(Fenced):
-        retry_bus("appending", Flaky(Fenced("by another")), clock, exclusive=True)

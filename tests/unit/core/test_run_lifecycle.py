@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
+from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, InvariantBroken, UsageError
 from dora_pipe.core.run_lifecycle import LOOK_BACK, POLL_S, RUN_WAIT_S, run_is_over, wait_for_run
@@ -38,13 +38,6 @@ class LateStart(VirtualClock):
             start(self.bus)
 
 
-def test_run_that_has_started_is_found_without_waiting() -> None:
-    bus, clock = MemoryBus(MemoryLog()), VirtualClock()
-    start(bus)
-    assert wait_for_run(bus, TOPICS, lambda: False, clock) == run_started()
-    assert clock.ns == 0
-
-
 def test_run_whose_configuration_is_not_the_one_of_its_digest_is_not_obeyed() -> None:
     bus = MemoryBus(MemoryLog())
     bus.create([TopicSpec(name=TOPICS.control)])
@@ -71,18 +64,6 @@ def test_control_with_other_records_only_is_no_start() -> None:
         wait_for_run(bus, TOPICS, lambda: False, clock)
     assert caught.value.hint is not None
     assert clock.ns >= RUN_WAIT_S * 1e9
-
-
-def test_stop_ends_the_wait() -> None:
-    bus = MemoryBus(MemoryLog())
-    assert wait_for_run(bus, TOPICS, lambda: True, VirtualClock()) is None
-
-
-def test_log_that_is_away_for_a_moment_is_borne_with() -> None:
-    log = MemoryLog()
-    start(MemoryBus(log))
-    away = MemoryBus(log, faults=ScriptedFaults(polls={0, 1}))
-    assert wait_for_run(away, TOPICS, lambda: False, VirtualClock()) == run_started()
 
 
 def decide(bus: MemoryBus, ordinal: int, *decisions: AnyDecision) -> int:

@@ -10,13 +10,11 @@ import pytest
 
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
-from dora_pipe.core.errors import BusFull, Fenced, LogTruncated, OutcomeUnknown
+from dora_pipe.core.errors import BusFull, LogTruncated, OutcomeUnknown
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
 from dora_pipe.core.runtime import (
     BUS_TURN_NS,
-    COST_DIGITS,
     KEPT_EVERY_NS,
-    WAITING_NS,
     CaughtUp,
     HeldBack,
     Meter,
@@ -134,17 +132,6 @@ def written(bus: MemoryBus) -> list[bytes]:
     return [record.value for record in bus.reader({OUT: 0}).poll(timeout_s=0)]
 
 
-def test_a_machine_without_input_is_left_alone_until_it_asked_to_be_woken() -> None:
-    machine = Recorder(due_ns=5_000)
-    runtime, _, clock, _ = world(machine)
-    runtime.tick()  # says that it has caught up with the empty log
-    assert (machine.inputs, machine.reactions) == ([CaughtUp()], 1)
-    assert not runtime.tick()
-    clock.ns = 5_000
-    assert runtime.tick()
-    assert machine.reactions == 2
-
-
 @pytest.mark.parametrize(("topic", "ends"), [("out", True), ("metrics", False)])
 def test_a_role_ends_when_records_that_it_must_keep_are_deleted(topic: str, ends: bool) -> None:
     log, clock = MemoryLog(), VirtualClock()
@@ -216,14 +203,6 @@ def test_a_tagged_record_is_acknowledged_with_the_place_where_it_lies() -> None:
     ]
 
 
-def test_effects_go_to_the_port_that_runs_them_and_their_events_come_back() -> None:
-    machine = Recorder(plan=[Outputs(effects=[Shout("hello")])])
-    runtime, _, _, _ = world(machine)
-    runtime.tick()
-    runtime.tick()
-    assert Heard("hello") in machine.inputs
-
-
 def test_between_two_turns_of_the_bus_nothing_is_read_and_what_is_published_is_gathered() -> None:
     machine = Recorder(plan=[publish("a"), publish("b"), publish("c")], due_ns=0)
     runtime, outside, clock, _ = world(machine, turn_ns=BUS_TURN_NS)
@@ -239,65 +218,6 @@ def test_between_two_turns_of_the_bus_nothing_is_read_and_what_is_published_is_g
     runtime.tick()
     assert written(outside) == [b"a", b"b", b"c"]
     assert any(isinstance(one, Record) for one in machine.inputs)
-
-
-def test_ports_are_heard_between_two_turns_of_the_bus() -> None:
-    machine = Recorder(plan=[Outputs(effects=[Shout("hello")])])
-    runtime, _, _, _ = world(machine, turn_ns=BUS_TURN_NS)
-    runtime.tick()
-    runtime.tick()
-    assert Heard("hello") in machine.inputs
-
-
-def test_an_idle_loop_sleeps_until_the_next_turn_and_a_busy_one_does_not() -> None:
-    machine = Recorder(plan=[Outputs(effects=[Shout("x")])])
-    runtime, _, clock, room = world(machine, turn_ns=BUS_TURN_NS)
-    turns: list[int] = []
-
-    def stop() -> bool:
-        turns.append(clock.ns)
-        return len(turns) > 3
-
-    runtime.run(stop)
-    assert turns == [0, 0, BUS_TURN_NS, 2 * BUS_TURN_NS]
-    assert not room.busy
-
-
-@pytest.mark.parametrize(
-    ("due_ns", "expected"), [(2**62, [0, BUS_TURN_NS, 2 * BUS_TURN_NS]), (WAITING_NS - 1, [])]
-)
-def test_what_is_not_urgent_is_done_where_the_loop_waits_long_enough(
-    due_ns: int, expected: list[int]
-) -> None:
-    clock, done = VirtualClock(), list[int]()
-
-    def tidy() -> None:
-        done.append(clock.ns)
-        clock.ns += WAITING_NS // 2
-
-    bus = MemoryBus(MemoryLog())
-    bus.create([TopicSpec(name=one.topic) for one in (IN, OUT)])
-    runtime = Runtime(
-        Recorder(due_ns=due_ns),
-        bus=bus,
-        writer=bus.writer(),
-        ports=[],
-        clock=clock,
-        meter=Meter(),
-        exclusive=False,
-        waiting=tidy,
-    )
-    stops = iter([False] * (3 if expected else 1) + [True])
-    runtime.run(stop=lambda: next(stops))
-    assert done == expected
-
-
-def test_what_a_machine_says_last_is_appended_although_no_turn_is_due() -> None:
-    machine = Recorder(plan=[Outputs(), publish("bye")])
-    runtime, outside, _, _ = world(machine, turn_ns=BUS_TURN_NS)
-    runtime.tick()
-    runtime.run(stop=lambda: True)
-    assert written(outside) == [b"bye"]
 
 
 def test_a_plain_writer_appends_again_after_an_unknown_outcome() -> None:
@@ -341,14 +261,6 @@ def test_a_bus_that_is_away_for_a_while_is_waited_for_when_reading_and_when_appe
     assert clock.ns == 3 * int(RETRY_PAUSE_S * 1e9)
 
 
-def test_a_fenced_writer_ends_its_role() -> None:
-    runtime, outside, _, _ = world(Recorder(plan=[publish("zombie")]), exclusive=True)
-    outside.writer(exclusive="one")
-    with pytest.raises(Fenced):
-        runtime.tick()
-    assert written(outside) == []
-
-
 def test_a_status_that_cannot_be_appended_neither_ends_an_exclusive_role_nor_holds_it_up() -> None:
     full, unknown = AppendFault(kind="full"), AppendFault(kind="unknown", lands=0)
     plan = [publish("s0", lossy=True), publish("s1", lossy=True), publish("s2", lossy=True)]
@@ -376,15 +288,6 @@ def test_a_status_waits_for_no_fact_that_cannot_be_appended() -> None:
     with pytest.raises(OutcomeUnknown):
         runtime.tick()
     assert written(outside) == []
-
-
-def test_statuses_of_a_plain_role_go_with_its_records_in_one_call() -> None:
-    outputs = publish("status", lossy=True)
-    outputs.publish += publish("fact").publish
-    runtime, outside, _, _ = world(Recorder(plan=[outputs]))
-    runtime.tick()
-    first, second = outside.reader({OUT: 0}).poll(timeout_s=0)
-    assert second.offset == first.offset + 1, "no gap between two appends lies there"
 
 
 def held(log: MemoryLog, clock: VirtualClock, text: str) -> None:
@@ -426,23 +329,3 @@ def test_a_stop_is_told_once_and_the_machine_ends_the_loop() -> None:
     assert machine.inputs.count(StopAsked()) == 1
     runtime.close()
     assert room.closed
-
-
-def test_the_meter_books_an_inner_block_to_itself_alone() -> None:
-    meter = Meter()
-    with meter.spend("control"):
-        _burn()
-        with meter.spend("codec"):
-            _burn()
-            _burn()
-            _burn()
-    cost = meter.cost()
-    assert cost.codec_s > cost.control_s > 0.0
-    assert cost.bus_s == 0.0
-    rounded_s = 2 * 10**-COST_DIGITS  # each of the three by half of that at most
-    assert cost.codec_s + cost.control_s <= cost.total_s + rounded_s
-    assert cost.rss_bytes > 10_000_000
-
-
-def _burn() -> int:
-    return sum(number * number for number in range(200_000))

@@ -41,13 +41,6 @@ class Bench:
         return self.clock.ns // 1_000_000
 
 
-def test_nothing_is_waited_for_where_nothing_is_held_back() -> None:
-    bench = Bench()
-    bench.hide(0, records.run_started(records.make_config()))
-    await_stable_offset(bench.bus, [CONTROL], bench.clock)
-    assert bench.clock.ns == 0
-
-
 def test_what_is_hidden_now_is_waited_for_and_what_is_hidden_later_is_not(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

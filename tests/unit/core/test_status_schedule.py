@@ -54,10 +54,6 @@ def test_a_quiet_period_is_five_heartbeats_and_at_most_a_quarter_of_a_lease() ->
     assert quiet_ns(Timing(heartbeat_s=0.5, lease_s=1.5)) == S // 2, "no less than a heartbeat"
 
 
-def test_where_the_quiet_period_is_a_heartbeat_every_heartbeat_has_a_status() -> None:
-    assert played({}, until_s=2, size_bytes=9999, quiet=0) == [0, 0.5, 1, 1.5, 2]
-
-
 def test_news_after_a_large_status_wait_until_it_is_paid_for_but_no_longer_than_quiet() -> None:
     always = {at / 10: at for at in range(1, 300)}
     small = played(always, until_s=20, size_bytes=HEARTBEAT_BYTES)
@@ -66,21 +62,6 @@ def test_news_after_a_large_status_wait_until_it_is_paid_for_but_no_longer_than_
     assert 20 <= len(large) <= 25, "twice as large, half as often, and a little on credit"
     huge = played(always, until_s=20, size_bytes=100 * HEARTBEAT_BYTES)
     assert huge == [0, *range(2, 21, 2)]
-
-
-def test_progress_hurries_to_the_end_of_its_wait_or_of_what_is_paid_for() -> None:
-    schedule = StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=QUIET)
-    schedule.bring_forward(S // 10)
-    assert schedule.due_ns == 0, "the first status is due anyway"
-    assert schedule.goes_out(status(), 0)
-    schedule.note_sent(HEARTBEAT_BYTES, 0)
-    schedule.bring_forward(S // 10)
-    assert schedule.due_ns == S // 10, "what was saved pays for it"
-    for now_ns in range(S // 10, S, S // 10):
-        if schedule.goes_out(status(now_ns), now_ns):
-            schedule.note_sent(4 * HEARTBEAT_BYTES, now_ns)
-            schedule.bring_forward(S // 10)
-    assert schedule.due_ns > now_ns + S // 10
 
 
 @given(st.lists(st.tuples(st.integers(0, S), st.integers(1, 5000), st.booleans()), max_size=60))
@@ -102,15 +83,3 @@ def test_between_two_statuses_lies_at_most_a_quiet_period(
             last_ns = now_ns
             schedule.note_sent(size_bytes, now_ns)
         schedule.bring_forward(forward_ns)
-
-
-def test_what_is_unpaid_goes_out_before_the_last_status_is_paid_for() -> None:
-    schedule = StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=QUIET)
-    assert schedule.goes_out(status(), 0)
-    schedule.note_sent(100 * HEARTBEAT_BYTES, 0)
-    schedule.bring_forward(S // 10)
-    assert not schedule.goes_out(status(1), S // 10), "not before it is paid for"
-    schedule.bring_forward(S // 5, unpaid=True)
-    assert schedule.due_ns == S // 5
-    assert schedule.goes_out(status(1), S // 5)
-    assert not schedule.goes_out(status(2), 2 * S // 5), "that was for one status"

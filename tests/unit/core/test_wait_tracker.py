@@ -49,25 +49,6 @@ def test_wait_begins_when_it_is_found_first_and_keeps_its_beginning() -> None:
     )
 
 
-def test_role_that_knows_better_says_when_its_wait_began() -> None:
-    (wait,) = take(book(), 9, reward(since_ns=4 * S))
-    assert wait.since_ns == WALL + 4 * S
-
-
-def test_another_key_or_another_beginning_is_another_wait() -> None:
-    kept = book()
-    take(kept, 1, reward("a"))
-    assert take(kept, 4, reward("b"))[0].since_ns == WALL + 4 * S
-    assert take(kept, 6, reward("b", since_ns=5 * S))[0].since_ns == WALL + 5 * S
-
-
-def test_wait_that_ended_begins_anew() -> None:
-    kept = book()
-    take(kept, 1, reward())
-    assert take(kept, 2) == ()
-    assert take(kept, 30, reward())[0].since_ns == WALL + 30 * S
-
-
 def test_wait_beyond_its_limit_is_an_alarm_and_is_said_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -79,14 +60,6 @@ def test_wait_beyond_its_limit_is_an_alarm_and_is_said_once(
     assert [record.message for record in caplog.records] == [
         "ALARM w1: waits since 10.5 s for rewards (1) (limit 10 s): trajectory g0000000017-003"
     ]
-
-
-def test_free_wait_is_never_an_alarm() -> None:
-    kept = book()
-    pause = PendingWait(name="pause", words="the end of a pause", limit="free", still=True)
-    take(kept, 0, pause)
-    (wait,) = take(kept, 1e6, pause)
-    assert (wait.overdue, wait.limit_ms) == (False, None)
 
 
 def test_jump_of_the_wall_clock_raises_no_alarm_and_moves_no_beginning() -> None:
@@ -107,13 +80,6 @@ def test_work_has_the_configured_limit_until_the_run_has_shown_how_long_it_lasts
     longest_s = 5.0 + LEARNT_MIN - 1
     assert kept.limit_s("batch", "work") == pytest.approx(WORK_FACTOR * longest_s)
     assert kept.limit_s("groups", "work") == LIMITS.work_s
-
-
-def test_learnt_limit_is_never_below_that_of_short_waits() -> None:
-    kept = book()
-    for number in range(2 * LEARNT_MIN):
-        take(kept, number / 10, PendingWait(name="batch", words="b", key=str(number), limit="work"))
-    assert kept.limit_s("batch", "work") == LIMITS.short_s
 
 
 def test_wait_that_stops_the_work_comes_first_and_blockers_are_counted() -> None:

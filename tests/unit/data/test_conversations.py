@@ -14,7 +14,6 @@ from dora_pipe.producers.data.conversations import (
     split_answer,
     text_of,
     unshown_columns,
-    with_system,
 )
 
 USER = {"role": "user", "content": "1+1?"}
@@ -54,15 +53,6 @@ def test_other_text_is_text(text: str) -> None:
     assert conversation_of(text, in_text=True) is None
 
 
-def test_a_conversation_in_text_is_one_where_it_may_be() -> None:
-    assert conversation_of(json.dumps([USER])) is None
-
-
-@pytest.mark.parametrize("value", [None, 3, [], [1], ["text"], {"role": "user"}])
-def test_what_is_neither_is_none(value: object) -> None:
-    assert conversation_of(value) is None
-
-
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -88,13 +78,6 @@ def test_message_of_the_assistant_at_the_end_is_the_answer() -> None:
     assert split_answer([USER]) == ([USER], None)
     assert split_answer([USER, SAID, USER]) == ([USER, SAID, USER], None)
     assert split_answer([SAID]) == ([SAID], None)
-
-
-def test_system_message_stands_in_front_where_there_is_none() -> None:
-    own = {"role": "developer", "content": "be terse"}
-    assert with_system([USER], "be kind") == [{"role": "system", "content": "be kind"}, USER]
-    assert with_system([own, USER], "be kind") == [own, USER]
-    assert with_system([USER], "") == [USER]
 
 
 def test_text_of_a_message_joins_its_parts() -> None:

@@ -63,16 +63,6 @@ def test_rows_of_values_are_the_same_in_every_format_that_has_types(data: st.Dat
             assert (list(found), found.digest, len(found)) == (rows, *wanted), name
 
 
-def test_rows_are_a_sequence_and_every_row_is_fresh(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(5)])
-    rows = of(tmp_path / "a.jsonl")
-    assert (rows[0], rows[-1], rows[1:3]) == ({"n": 0}, {"n": 4}, [{"n": 1}, {"n": 2}])
-    assert rows[2] is not rows[2]
-    for index in (5, -6):
-        with pytest.raises(IndexError):
-            rows[index]
-
-
 def test_files_of_a_glob_are_sorted_and_several_sources_keep_their_order(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"from": name}])
@@ -117,38 +107,6 @@ def test_nan_is_null_and_an_infinity_is_refused_in_every_format(tmp_path: Path) 
             else:
                 with pytest.raises(TaskError, match=wanted):
                     of(tmp_path / name)
-
-
-def test_a_table_of_calls_has_no_keys_of_other_calls_and_json_keeps_null(tmp_path: Path) -> None:
-    rows = [
-        {"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"a": None}}]}]},
-        {"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"b": 1}}]}]},
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert list(of(tmp_path / "a.jsonl")) == rows
-    assert of(tmp_path / "a.parquet")[1] == rows[1]
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.binary(),
-        pa.large_binary(),
-        pa.binary(2),
-        pa.binary_view(),
-        pa.list_(pa.binary()),
-        pa.dictionary(pa.int8(), pa.binary()),
-    ],
-    ids=str,
-)
-def test_bytes_of_any_type_are_refused(tmp_path: Path, kind: pa.DataType) -> None:
-    value = [b"ab"] if pa.types.is_list(kind) else b"ab"
-    table = pa.table({"q": pa.array([value], kind)})
-    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
-        file.write_table(table)
-    with pytest.raises(TaskError, match="holds bytes"):
-        of(tmp_path / "a.arrow")
 
 
 @pytest.mark.parametrize(
@@ -275,14 +233,6 @@ def test_what_is_not_there_is_said_with_what_is(
     assert message in f"{caught.value.message}; {caught.value.hint}"
 
 
-def test_splits_of_a_saved_dictionary(tmp_path: Path) -> None:
-    write_splits(tmp_path / "d", {"train": [{"n": 1}], "test": [{"n": 2}]})
-    write_splits(tmp_path / "one", {"dev": [{"n": 3}]})
-    assert list(of(tmp_path / "d")) == [{"n": 1}]
-    assert list(of(tmp_path / "d", split="test")) == [{"n": 2}]
-    assert list(of(tmp_path / "one")) == [{"n": 3}]
-
-
 def test_columns_are_renamed_before_rows_are_chosen(tmp_path: Path) -> None:
     rows = [{"question": f"q{n}", "answer": "long", "short": str(n)} for n in range(4)]
     write_jsonl(tmp_path / "a.jsonl", rows)
@@ -294,17 +244,6 @@ def test_columns_are_renamed_before_rows_are_chosen(tmp_path: Path) -> None:
     assert list(found) == [{"prompt": "q1", "answer": "1"}, {"prompt": "q2", "answer": "2"}]
     twice = of(tmp_path / "a.jsonl", columns={"prompt": "question", "text": "question"})
     assert twice[0] == {"prompt": "q0", "text": "q0", "answer": "long", "short": "0"}
-
-
-def test_keys_keep_their_order_whatever_the_digest_says(tmp_path: Path) -> None:
-    rows = [{"type": "function", "function": {"name": "add", "description": ""}, "a": 1}]
-    for name, write in TYPED.items():
-        write(tmp_path / name, rows)
-        found = of(tmp_path / name)[0]
-        assert [list(found), list(found["function"])] == [
-            ["type", "function", "a"],
-            ["name", "description"],
-        ]
 
 
 @settings(max_examples=20)
@@ -320,8 +259,3 @@ def test_held_out_rows_and_the_rest_are_all_rows(numbers: list[int], share: floa
         write_jsonl(path, [{"n": n} for n in [*reversed(numbers), -1]])
         again = {row["n"] for row in of(path, part="eval", held_out=share)}
         assert again - {-1} == chosen, "a row's side depends on the row alone"
-
-
-def test_share_that_is_held_out_is_about_what_was_asked(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"n": n} for n in range(4000)])
-    assert 320 < len(of(tmp_path / "a.jsonl", part="eval", held_out=0.1)) < 480

@@ -12,8 +12,7 @@ import pytest
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import TaskError
-from dora_pipe.producers.data.filters import FUNCTIONS, METHODS, compile_filter
-from dora_pipe.producers.data.prepare import MEMORY_BYTES_MAX, open_rows
+from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.spec import DataSpec
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.registry import open_task
@@ -69,15 +68,3 @@ def test_error_of_the_page_is_what_is_said(tmp_path: Path) -> None:
         open_rows(DataSpec(sources=(str(path),), prompt="prompt"))
     said = f"error: {caught.value.message}\nhint: {caught.value.hint}\n"
     assert said.replace(str(path), "/data/train.json") in PAGE
-
-
-def test_filter_of_the_page_has_the_functions_and_methods_that_there_are() -> None:
-    (listed,) = re.findall(r"\*\*The filter\*\* is .*", PAGE)
-    named = set(re.findall(r"`([a-z]+)`", listed))
-    assert {*FUNCTIONS, *METHODS} - {"get"} | {"and", "or", "not", "in"} == named
-    for text in re.findall(r"`(row[^`]+)`", listed):
-        assert compile_filter(f"{text} == 1")({"its name": 1, "name": 1})
-
-
-def test_sizes_of_the_page_are_those_of_the_code() -> None:
-    assert f"Up to {MEMORY_BYTES_MAX >> 20} MiB, each task process" in PAGE

@@ -42,15 +42,6 @@ def test_large_data_are_prepared_once_and_have_the_same_digest(tmp_path: Path, c
     assert [line for line in said if "40 rows are ready" in line] == said[-1:]
 
 
-def test_changed_source_or_question_is_prepared_anew(tmp_path: Path, cache: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    write_jsonl(path, [{"n": n} for n in range(9)])
-    assert len(of(path)) == 9
-    assert len(of(path, filter="n < 4")) == 4
-    write_jsonl(path, [{"n": n} for n in range(8)])
-    assert len(of(path)) == 8
-
-
 def test_refusal_in_the_preparing_process_is_the_same_error(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": \n')
     with pytest.raises(TaskError, match=r"a\.jsonl, line 2: Input data was truncated"):

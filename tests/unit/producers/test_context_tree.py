@@ -60,10 +60,6 @@ def tree_of(*calls: tuple[list[int], list[int]]) -> ContextTree:
     return tree
 
 
-def test_first_call_begins_the_first_context() -> None:
-    assert ContextTree().place([1, 2]) == CallPlace(0, -1, 0, [1, 2])
-
-
 def test_call_that_extends_a_context_goes_on_with_it() -> None:
     tree = tree_of(([1, 2], [7, 8]))
     assert tree.place([1, 2, 7, 8, 3]) == CallPlace(0, -1, 0, [3])
@@ -75,21 +71,6 @@ def test_call_that_does_not_opens_one_behind_the_longest_common_prefix() -> None
     assert tree.place([1, 2, 7, 4]) == CallPlace(2, 0, 3, [4])
     assert tree.place([5, 6]) == CallPlace(2, 1, 2, [])
     assert tree.place([3, 3]) == CallPlace(2, -1, 0, [3, 3])
-
-
-def test_of_two_contexts_that_a_call_extends_it_goes_on_with_the_longer() -> None:
-    tree = tree_of(([1], [2]), ([1, 3], [4]), ([1, 2, 5], [6]))
-    assert tree.place([1, 2, 5, 6, 7]).context == 0
-    longer = tree_of(([1, 2], [3]), ([1, 2], [3, 4]))
-    assert longer.place([1, 2, 3, 4, 5]) == CallPlace(1, -1, 0, [5])
-
-
-def test_second_answer_to_a_prompt_shares_all_of_it() -> None:
-    tree = tree_of(([1, 2], [7]), ([1, 2], [8]))
-    record = tree.record()
-    assert record.contexts == (Context(3, 0, 2),)
-    assert record.sequence.token_ids.tolist() == [1, 2, 7, 8]
-    assert [(one.start, one.end) for one in record.calls] == [(2, 3), (3, 4)]
 
 
 def test_record_has_contexts_one_behind_another_and_calls_as_they_were_answered() -> None:

@@ -73,25 +73,7 @@ def unigram() -> Backend:
     return backend
 
 
-def words() -> Backend:
-    vocabulary = {word: place for place, word in enumerate([UNKNOWN, *SPECIAL, "one", "two"])}
-    backend = Backend(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return backend
-
-
-def word_pieces() -> Backend:
-    backend = Backend(models.WordPiece(unk_token=UNKNOWN))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.decoder = decoders.WordPiece(cleanup=False)
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=200, special_tokens=[UNKNOWN, *SPECIAL], show_progress=False
-    )
-    backend.train_from_iterator(TEXT * 9, trainer)
-    return backend
-
-
-MAKERS = {one.__name__: one for one in (byte_level, merged, metaspace, unigram, words, word_pieces)}
+MAKERS = {one.__name__: one for one in (byte_level, merged, metaspace, unigram)}
 LOSSLESS = ("byte_level", "merged", "unigram")
 """They give back what they encoded, white space included, of what they know the characters of."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load, load_file, save
+from safetensors.numpy import save
 
 from dora_pipe.producers.engines.port import Array, Kv
 from dora_pipe.producers.worker import kv_handover as handover_kv
@@ -21,9 +21,7 @@ from dora_pipe.producers.worker.kv_handover import (
     KvHandover,
     KvLabel,
     MemoryHandover,
-    NoHandover,
     label_of,
-    packed,
 )
 from dora_pipe.producers.worker.ports import HandoverPort
 from dora_pipe.schemas.policy import Blob
@@ -38,7 +36,6 @@ from dora_pipe.store.transfers.port import (
     UNREADABLE,
     Lost,
 )
-from tests.support.transfers import served
 from tests.support.worker import VirtualClock
 
 LABEL = label_of("g0000000001-000", [5, 6, 7, 8])
@@ -82,69 +79,10 @@ def test_what_is_put_is_fetched_until_it_is_dropped(
     assert handover.fetch(LABEL, blob) == Lost(GONE)
 
 
-def test_without_a_place_nothing_is_kept() -> None:
-    assert NoHandover().put(LABEL, KV) == Lost(NO_ROOM)
-    assert NoHandover().fetch(LABEL, Blob(sha256="a" * 64, bytes=1)) == Lost(GONE)
-
-
 def test_label_covers_all_tokens_but_the_last() -> None:
     assert label_of("t", [5, 6, 7, 9]) == label_of("t", [5, 6, 7, 8])
     assert label_of("t", [5, 6, 9, 8]) != label_of("t", [5, 6, 7, 8])
     assert label_of("t", [5, 6, 7]) != label_of("t", [5, 6, 7, 8])
-
-
-def test_file_is_a_safetensors_file_under_the_digest_of_its_bytes(
-    files: KvHandover, tmp_path: Path
-) -> None:
-    blob = put(files)
-    path = path_of(tmp_path, blob)
-    assert [path] == list((tmp_path / "handover").iterdir())
-    data = path.read_bytes()
-    assert (sha256_hex(data), len(data)) == (blob.sha256, blob.bytes)
-    assert np.array_equal(load_file(path)["kv"], ARRAY)
-
-
-def test_bytes_are_those_that_the_library_writes() -> None:
-    arrays: dict[str, Array] = {
-        "b": np.arange(3, dtype=np.float16),
-        "bits": np.arange(3, dtype=np.uint16),
-        "a": ARRAY,
-        "wide": np.arange(2, dtype=np.int64),
-        "none": np.zeros((0, 4), np.float32),
-        "u": np.arange(5, dtype=np.uint8),
-    }
-    kv = replace(KV, arrays=arrays)
-    data = b"".join(packed(LABEL, kv))
-    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    found = load(data)
-    assert {name: array.tobytes() for name, array in found.items()} == {
-        name: array.tobytes() for name, array in arrays.items()
-    }
-    assert data == save(arrays, head["__metadata__"])
-
-
-def test_cache_goes_to_another_machine_and_is_forgotten_there(tmp_path: Path) -> None:
-    with served(tmp_path / "a") as source, served(tmp_path / "b") as target:
-        blob = put(KvHandover(source))
-        elsewhere = KvHandover(target)
-        found = elsewhere.fetch(LABEL, blob)
-        assert isinstance(found, Kv) and np.array_equal(found.arrays["kv"], ARRAY)
-        elsewhere.drop(blob)
-        assert elsewhere.fetch(LABEL, blob) == Lost(GONE)
-
-
-def test_fetched_cache_outlives_its_file(files: KvHandover) -> None:
-    blob = put(files)
-    found = files.fetch(LABEL, blob)
-    files.drop(blob)
-    assert isinstance(found, Kv) and np.array_equal(found.arrays["kv"], ARRAY)
-
-
-def test_caches_of_two_requests_with_equal_tokens_are_two_files(files: KvHandover) -> None:
-    other = replace(LABEL, trajectory="g0000000001-001")
-    first, second = put(files), put(files, label=other)
-    files.drop(first)
-    assert isinstance(files.fetch(other, second), Kv)
 
 
 def _flip(path: Path) -> None:
@@ -285,9 +223,3 @@ def test_port_does_what_it_is_asked_in_order_and_tells(
     assert isinstance(fourth, KvPut) and fourth.blob is not None
     assert not port.busy and port.poll() == []
     port.close()
-
-
-def test_port_says_why_nothing_was_kept() -> None:
-    port = HandoverPort(NoHandover(), in_thread=False)
-    port.start(PutKv(request="c", label=LABEL, kv=KV))
-    assert port.poll() == [KvPut(request="c", blob=None, why=NO_ROOM)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
 from tests.support.worker import Worker, World
@@ -72,34 +70,6 @@ def test_tokens_are_those_that_each_version_gives_alone() -> None:
             assert list(alone.trajectory(one).token_ids) == list(together[name])
 
 
-def test_a_trajectory_has_one_segment_although_versions_came_while_it_ran() -> None:
-    world = World(lengths=long)
-    worker = hosting(world, 0)
-    world.decide(world.place(worker, 0))
-    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 1)
-    for version in (1, 2):
-        loaded(world, worker, version)
-    world.until_idle(worker)
-    (one,) = logged(world).values()
-    trajectory = world.trajectory(one)
-    assert [segment.kind for segment in trajectory.segments].count("model") == 1
-    assert trajectory.meta.weights == ()
-    assert len(trajectory.meta.prefills) == 1
-
-
-def test_version_that_is_here_already_is_reported_at_once() -> None:
-    world = World()
-    worker = hosting(world, 0, 1)
-    world.decide(world.assign(worker, 0))
-    world.ticks(worker, 4)
-    ready = world.facts(WorkerReady)
-    assert [(one.version, one.load_ms) for one in ready][-1] == (0, 0.0)
-    assert worker.machine.hosted.version == 0
-    world.decide(world.place(worker, 0, version=1), world.place(worker, 1, version=0))
-    world.until_idle(worker)
-    assert len(logged(world)) == 2
-
-
 def test_dropped_version_makes_room_and_its_requests_are_refused() -> None:
     world = World()
     worker = hosting(world, 0, 1, 2)
@@ -131,13 +101,3 @@ def test_version_without_room_ends_the_worker_in_one_line() -> None:
     world.decide(world.assign(worker, 3))
     world.until(worker, lambda: worker.machine.finished)
     assert "3 versions are resident" in worker.machine.error
-
-
-@pytest.mark.parametrize("most", [2, 5])
-def test_more_waits_than_slots_and_every_version_gets_its_turn(most: int) -> None:
-    world = World()
-    worker = hosting(world, 0, 1, versions_resident=most)
-    places = [world.place(worker, number, version=number % 2) for number in range(12)]
-    world.decide(*places)
-    world.until_idle(worker)
-    assert len(logged(world)) == 12

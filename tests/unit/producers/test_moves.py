@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dora_pipe.core.runtime import Outputs
-from dora_pipe.producers.tasks.calls import Forget
 from dora_pipe.producers.worker.effects import (
     DropKv,
-    EngineAdd,
-    EngineCancel,
     EngineExport,
     EngineStarted,
     FetchKv,
@@ -68,33 +65,6 @@ def test_move_takes_a_request_where_it_can_go_and_else_changes_nothing(phase: st
         assert sum(requests.counts.values()) >= 1
 
 
-@pytest.mark.parametrize("handed", [False, True])
-def test_request_that_never_ran_is_released_at_once_with_what_it_came_with(handed: bool) -> None:
-    requests = after(fresh(RESUME, BLOB), "prompted", "chain", "kv fetched")
-    if handed:
-        requests.fill(0)
-    requests.out = Outputs()
-    requests.move(TRAJECTORY, 1, NOW)
-    record = _released(requests)
-    assert (record.resume, record.kv, record.attempt, record.epoch) == (RESUME, BLOB, 1, 9)
-    assert requests.out.effects == [EngineCancel(request=KEY)] * handed
-    assert not requests.by_key and not requests.generating(0)
-
-
-def test_request_whose_progress_was_unusable_is_released_without_its_cache() -> None:
-    requests = after(fresh(RESUME, BLOB), "prompted", "fetched")
-    requests.move(TRAJECTORY, 1, NOW)
-    assert (_released(requests).resume, _released(requests).kv) == (None, None)
-
-
-def test_move_of_a_prompt_that_is_asked_for_forgets_the_question() -> None:
-    requests = fresh()
-    requests.out = Outputs()
-    requests.move(TRAJECTORY, 1, NOW)
-    assert requests.out.effects == [Forget(request=KEY, source="train")]
-    assert (_released(requests).resume, _released(requests).kv) == (None, None)
-
-
 @pytest.mark.parametrize("first", ["tokens", "kv"])
 def test_running_request_is_released_when_tokens_and_cache_are_safe(first: str) -> None:
     requests = running()
@@ -129,12 +99,6 @@ def test_cache_that_could_not_be_kept_is_counted_and_the_request_released() -> N
     assert requests.counts["KV cache not handed over: no room"] == 1
 
 
-def test_request_without_a_token_of_its_own_is_released_without_its_cache() -> None:
-    requests = moving("exported with kv")
-    assert (_released(requests).resume, _released(requests).kv) == (None, None)
-    assert requests.by_key == {}
-
-
 def test_progress_under_way_when_a_request_moves_is_waited_for_and_followed_by_the_rest() -> None:
     requests = after(running(), "tokens")
     requests.write_progress()
@@ -143,12 +107,6 @@ def test_progress_under_way_when_a_request_moves_is_waited_for_and_followed_by_t
     assert requests.by_key[KEY].phase is Phase.RELEASING
     give(requests, "chunk", "chunk there")
     assert _released(requests).resume == Resume(tokens=40, partition=0, offset=4)
-
-
-def test_request_that_ends_before_it_is_let_go_is_logged_here() -> None:
-    requests = moving("tokens", "stopped", "rewarded", "encoded", "trajectory there")
-    assert requests.by_key == {} and requests.counts["logged"] == 1
-    assert requests.counts["refused"] == 0
 
 
 @pytest.mark.parametrize("phase", ["EXPORTING", "RELEASING"])
@@ -171,29 +129,6 @@ def test_worker_that_leaves_in_the_middle_of_a_move_completes_it(phase: str) -> 
     give(requests, *{"EXPORTING": ["exported with kv"], "RELEASING": []}[phase])
     give(requests, "kv put", "chunk", "chunk there")
     assert _released(requests).kv == BLOB and requests.left == {}
-
-
-def test_dropping_a_request_that_came_with_a_cache_drops_the_cache() -> None:
-    for names in (["prompted"], ["prompted", "chain"], ["prompted", "chain", "kv fetched"]):
-        requests = after(fresh(RESUME, BLOB), *names)
-        requests.out = Outputs()
-        requests.cancel(TRAJECTORY, 1)
-        assert requests.out.effects == [DropKv(blob=BLOB)]
-
-
-def test_cache_goes_into_the_engine_with_its_request_and_is_dropped_when_it_has_started() -> None:
-    requests = after(fresh(RESUME, BLOB), "prompted", "chain", "kv fetched")
-    requests.out = Outputs()
-    requests.fill(0)
-    (effect,) = requests.out.effects
-    assert isinstance(effect, EngineAdd) and effect.request.kv is KV
-    requests.out = Outputs()
-    requests.handle(EngineStarted(request=KEY, at_ns=10**18, imported=True), NOW)
-    assert requests.out.effects == [DropKv(blob=BLOB)]
-    request = requests.by_key[KEY]
-    assert (request.kv, request.blob, request.sequence.prefills) == (None, None, [2])
-    give(requests, "tokens", "stopped")
-    assert request.sequence.moves == 1 and requests.counts["KV caches imported"] == 1
 
 
 def test_cache_that_the_engine_does_not_take_is_counted_and_the_prefill_recorded() -> None:

@@ -32,11 +32,6 @@ def test_short_waits_count_for_the_share_of_time_that_they_take() -> None:
     assert 48 <= found.mean(LONG_NS, 100) <= 52
 
 
-def test_a_moment_in_which_all_are_away_is_no_room_for_as_many() -> None:
-    found = alternating(AVERAGED_NS // 200, LONG_NS, until_ns=LONG_NS, requests=64)
-    assert found.mean(LONG_NS, 64) == 0
-
-
 def test_who_has_been_away_for_long_is_counted_and_who_came_back_is_not() -> None:
     found = OffEngine()
     found.add("a", 0)
@@ -44,24 +39,6 @@ def test_who_has_been_away_for_long_is_counted_and_who_came_back_is_not() -> Non
     assert found.mean(LONG_NS, 9) == 2
     found.discard("a", LONG_NS)
     assert found.mean(2 * LONG_NS, 9) == 1
-
-
-def test_nobody_is_counted_who_is_not_there_any_more() -> None:
-    found = OffEngine()
-    for name in "abcd":
-        found.add(name, 0)
-    found.mean(LONG_NS, 4)
-    for name in "abcd":
-        found.discard(name, LONG_NS)
-    assert found.mean(LONG_NS, 0) == 0
-    assert found.mean(LONG_NS, 4) == 0, "who comes instead begins anew"
-
-
-def test_what_was_before_the_beginning_does_not_count() -> None:
-    found = OffEngine()
-    found.add("a", 0)
-    found.begin(LONG_NS)
-    assert found.mean(LONG_NS, 1) == 0
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 3 * LONG_NS))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from dora_pipe.core.errors import PolicyError
@@ -22,22 +21,19 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks import calls
-from dora_pipe.producers.tasks.calls import Forget, PromptCall, Rewarded
+from dora_pipe.producers.tasks.calls import Forget, PromptCall
 from dora_pipe.producers.tasks.port import Turn
 from dora_pipe.producers.worker.effects import (
     EngineAdd,
     EngineCancel,
     EngineExport,
-    EngineExported,
     EngineStarted,
-    EnvObserved,
     EnvStep,
     LoadFailed,
     LoadWeights,
-    PromptReady,
     RewardCall,
 )
-from dora_pipe.producers.worker.engine_port import STEP_NS, EnginePort
+from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.ports import TaskPort, TaskPorts
 from dora_pipe.schemas.policy import Fallback
 from dora_pipe.sim.parts import Numbers
@@ -67,62 +63,6 @@ def _engine_port(
     while port.poll() == []:
         pass
     return port
-
-
-def test_engine_is_stepped_many_times_and_refilled_between_two_steps() -> None:
-    engine = _engine(slots=2, length=5)
-    port = _engine_port(engine, steps_max=10)
-    for name in "abcd":
-        port.start(EngineAdd(request=_request(name)))
-    assert engine.active == 0
-    finished = [event for event in port.poll() if isinstance(event, RequestFinished)]
-    assert [event.request for event in finished] == ["a", "b", "c", "d"]
-    assert not port.busy
-
-
-def test_engine_stops_stepping_when_its_time_is_over() -> None:
-    engine = _engine(slots=1, length=50)
-    clock = VirtualClock()
-    port = EnginePort(engine, Path, clock=clock, in_thread=False)
-    port.start(LoadWeights(version=0, digest="a"))
-    port.poll()
-    port.start(EngineAdd(request=_request("a")))
-    step = engine.step
-
-    def slow() -> list[object]:
-        clock.sleep(0.3 * STEP_NS / 1e9)
-        return list(step())
-
-    engine.step = slow  # type: ignore[method-assign, assignment]
-    port.poll()
-    assert engine.kv_used_tokens == 3 + 4
-    assert port.busy
-
-
-def test_request_ahead_is_cancelled_before_it_reaches_the_engine() -> None:
-    engine = _engine(slots=1)
-    port = _engine_port(engine, steps_max=1)
-    for name in "ab":
-        port.start(EngineAdd(request=_request(name)))
-    port.poll()
-    port.start(EngineCancel(request="b"))
-    port.start(EngineCancel(request="a"))
-    assert port.poll() == []
-    assert (engine.active, port.busy) == (0, False)
-
-
-def test_exported_request_tells_what_it_sampled_and_comes_with_its_cache() -> None:
-    engine = _engine(slots=1, length=50)
-    port = _engine_port(engine, steps_max=4)
-    port.start(EngineAdd(request=_request("a")))
-    port.poll()
-    port.start(EngineExport(request="nobody"))
-    port.start(EngineExport(request="a"))
-    assert (engine.active, port.busy) == (0, True)
-    sampled, exported = port.poll()
-    assert isinstance(sampled, TokensSampled) and len(sampled.token_ids) == 4
-    assert isinstance(exported, EngineExported) and exported.kv is not None
-    assert (exported.kv.tokens, port.busy) == (3 + 4 - 1, False)
 
 
 def test_cache_that_does_not_fit_is_named_and_its_request_prefilled() -> None:
@@ -215,16 +155,6 @@ def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
     assert [one.fallbacks for one in port.poll()] == [(lost,), ()]
 
 
-def test_weights_are_loaded_beside_the_loop() -> None:
-    port = EnginePort(_engine(), Path, clock=VirtualClock(), in_thread=True)
-    port.start(LoadWeights(version=3, digest="a"))
-    events: list[object] = []
-    while not events:
-        events = port.poll()
-    assert events == [WeightsLoaded(version=3, digest="a", load_ms=0.0)]
-    port.close()
-
-
 # Tasks
 
 
@@ -286,24 +216,6 @@ def test_rows_stay_while_weights_are_loaded_under_them_and_cancels_wait() -> Non
     assert engine.active == 1
 
 
-def test_texts_become_token_ids_on_the_way_up_and_text_on_the_way_down() -> None:
-    tasks = InlineTasks(episodes=True)
-    port = TaskPort(tasks, Numbers())
-    port.start(PromptCall(request="a", split="train", index=3))
-    assert port.poll() == [PromptReady(request="a", token_ids=[5, 6, 7], episode=True)]
-    port.start(EnvStep(request="a", token_ids=[8, 9]))
-    assert port.poll() == [EnvObserved(request="a", token_ids=[9, 9], done=True, tool="", ok=True)]
-    assert tasks.seen[-1] == calls.EnvStep(request="a", turn=Turn(text="8 9"))
-    score = RewardCall(request="a", split="eval", index=3, answer=[8], turns=[[8], [9]])
-    port.start(score)
-    (event,) = port.poll()
-    assert isinstance(event, Rewarded)
-    asked: object = tasks.seen[-1]
-    assert asked == calls.RewardCall(request="a", split="eval", index=3, text="8", turns=("8", "9"))
-    port.start(msgspec.structs.replace(score, turns=[[8]]))
-    assert isinstance(tasks.seen[-1], calls.RewardCall) and tasks.seen[-1].turns == ("8",)
-
-
 def test_what_an_agent_was_answered_last_is_read_behind_its_prompt() -> None:
     class Reader(Numbers):
         def parse(self, ids: Any, before: Any, tools: Any) -> Turn:
@@ -317,17 +229,6 @@ def test_what_an_agent_was_answered_last_is_read_behind_its_prompt() -> None:
     )
     assert isinstance(tasks.seen[-1], calls.RewardCall)
     assert tasks.seen[-1].text == "[5, 6] [8]"
-
-
-def test_forgetting_reaches_the_pool_and_closing_closes_it() -> None:
-    tasks = InlineTasks(held={PromptCall})
-    port = TaskPort(tasks, Numbers())
-    port.start(PromptCall(request="a", split="train", index=3))
-    port.start(Forget(request="a"))
-    assert (tasks.calls, tasks.forgotten, port.busy) == ([], ["a"], False)
-    tasks.events.append(calls.EnvObserved(request="b", text="1", done=False, tool="t", ok=False))
-    assert port.busy
-    port.close()
 
 
 def test_calls_go_to_the_pool_of_their_source_and_pools_may_serve_several() -> None:

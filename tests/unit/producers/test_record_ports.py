@@ -12,10 +12,8 @@ from dora_pipe.core.errors import LogTruncated
 from dora_pipe.core.runtime import Meter
 from dora_pipe.producers.worker.effects import (
     EncodeFailed,
-    EncodeProgress,
     EncodeTrajectory,
     FetchProgress,
-    ProgressEncoded,
     ProgressFetched,
     TrajectoryEncoded,
 )
@@ -59,21 +57,6 @@ def test_record_that_breaks_its_rules_is_an_event() -> None:
     (event,) = port.poll()
     assert isinstance(event, EncodeFailed)
     assert "64 hex digits" in event.message
-
-
-def test_codec_stops_when_its_time_is_over() -> None:
-    class Ticking(VirtualClock):
-        def now_ns(self) -> int:
-            self.ns += 2_000_000
-            return self.ns
-
-    port = CodecPort(Meter(), clock=Ticking())
-    for _ in range(10):
-        port.start(_trajectory_effect())
-    assert len(port.poll()) == 3
-    assert port.busy
-    port.close()
-    assert not port.busy
 
 
 # Progress chains
@@ -142,21 +125,11 @@ def test_chain_is_followed_back_over_gaps_and_comes_oldest_first() -> None:
     assert fetched.why == ""
 
 
-def test_chain_begins_where_it_is_asked_for() -> None:
-    bus, offsets = _chain(5)
-    assert _starts(_fetch(bus, offsets[2])) == [0, 1, 2]
-
-
 def test_chain_with_a_record_that_is_not_there_breaks() -> None:
     bus, offsets = _chain(3)
     fetched = _fetch(bus, offsets[1] + 1)
     assert fetched.chunks == ()
     assert f"no record at offset {offsets[1] + 1}" in fetched.why
-
-
-def test_chain_with_a_record_that_cannot_be_read_breaks() -> None:
-    bus, offsets = _log(b"nonsense")
-    assert f"the record at offset {offsets[0]}" in _fetch(bus, offsets[0]).why
 
 
 def test_chain_that_names_itself_breaks() -> None:
@@ -179,20 +152,3 @@ def test_position_beyond_the_log_is_never_taken_for_a_broken_chain() -> None:
     bus, offsets = _chain(2)
     with pytest.raises(LogTruncated):
         _fetch(bus, offsets[-1] + 100)
-
-
-def test_several_chains_are_read_turn_by_turn() -> None:
-    bus, offsets = _chain(4)
-    port = ProgressPort(bus, PROGRESS, Meter(), clock=VirtualClock())
-    for name, offset in (("long", offsets[3]), ("short", offsets[0])):
-        resume = Resume(tokens=1, partition=1, offset=offset)
-        port.start(FetchProgress(request=name, resume=resume))
-    order = [event.request for _ in range(5) for event in port.poll()]
-    assert order == ["short", "long"]
-    assert not port.busy
-
-
-def test_progress_is_encoded_too() -> None:
-    port = CodecPort(Meter(), clock=VirtualClock())
-    port.start(EncodeProgress(request="a", progress=_chunk(0, -1)))
-    assert isinstance(port.poll()[0], ProgressEncoded)

@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dora_pipe.core.runtime import Outputs
-from dora_pipe.producers.tasks.calls import Forget, PromptCall
+from dora_pipe.producers.tasks.calls import Forget
 from dora_pipe.producers.worker.effects import (
     DropKv,
     EncodeProgress,
-    EncodeTrajectory,
-    EngineAdd,
-    EngineCancel,
-    EnvStep,
-    FetchProgress,
-    RewardCall,
 )
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import RequestFailed, Resume, decode_control
@@ -25,14 +19,11 @@ from tests.support.phases import (
     KEY,
     MAKE,
     NOW,
-    RESUME,
     TRAJECTORY,
     after,
-    fresh,
     give,
     running,
     state_of,
-    waiting,
 )
 from tests.unit.producers.test_sessions import PHASES
 
@@ -135,52 +126,6 @@ def test_event_of_a_request_that_was_dropped_is_ignored(event: str) -> None:
     assert state_of(requests) == before
 
 
-EFFECTS: list[tuple[str, str, list[type]]] = [
-    ("PROMPTING", "prompted", []),
-    ("WAITING", "episode lost", [PromptCall]),
-    ("RUNNING", "episode lost", [EngineCancel, PromptCall]),
-    ("RUNNING", "stopped", [RewardCall]),
-    ("RUNNING", "engine error", [EncodeTrajectory]),
-    ("RUNNING", "encode failed", [EngineCancel]),
-    ("ENVIRONMENT", "done", [RewardCall]),
-    ("ENVIRONMENT", "task failed", [Forget, EncodeTrajectory]),
-    ("REWARDING", "rewarded", [EncodeTrajectory]),
-]
-
-
-@pytest.mark.parametrize(("phase", "event", "effects"), EFFECTS)
-def test_transition_asks_its_ports_for_what_comes_next(
-    phase: str, event: str, effects: list[type]
-) -> None:
-    requests = MAKE[phase]()
-    requests.out = Outputs()
-    give(requests, event)
-    assert [type(effect) for effect in requests.out.effects] == effects
-
-
-def test_waiting_request_is_handed_to_the_engine_with_prompt_seed_and_settings() -> None:
-    requests = waiting()
-    requests.out = Outputs()
-    requests.fill(0)
-    (effect,) = requests.out.effects
-    assert isinstance(effect, EngineAdd)
-    request = effect.request
-    assert (request.request, list(request.token_ids), request.sampled) == (KEY, [5, 6], 0)
-    assert request.seed == requests.by_key[KEY].seed
-    assert (request.params.max_tokens, request.emit_every) == (64, 16)
-
-
-def test_request_handed_ahead_of_a_slot_is_waiting_and_let_go_when_it_is_dropped() -> None:
-    requests = waiting()
-    requests.fill(0)
-    assert requests.by_key[KEY].phase is Phase.WAITING
-    requests.out = Outputs()
-    requests.fill(0)
-    assert requests.out.effects == []
-    requests.cancel(TRAJECTORY, 1)
-    assert requests.out.effects == [EngineCancel(request=KEY)]
-
-
 @pytest.mark.parametrize(
     ("phase", "drops"), [("REWARDING", True), ("ENCODING", False), ("LOGGING", False)]
 )
@@ -193,34 +138,6 @@ def test_cancellation_ends_the_wait_for_a_reward_but_not_what_has_one(
     assert (KEY not in requests.by_key) is drops
     assert [type(effect) for effect in requests.out.effects] == ([Forget] if drops else [])
     assert requests.counts["cancelled too late"] == (not drops)
-
-
-def test_waiting_request_of_another_version_is_not_handed_to_the_engine() -> None:
-    requests = waiting()
-    requests.out = Outputs()
-    requests.fill(1)
-    assert requests.out.effects == []
-
-
-def test_running_episode_to_environment_hands_it_the_turn() -> None:
-    requests = running(episode=True)
-    requests.out = Outputs()
-    give(requests, "tokens", "stopped")
-    assert requests.out.effects == [EnvStep(request=KEY, token_ids=[7] * 20, source="train")]
-
-
-def test_prompting_to_resuming_asks_for_the_chain() -> None:
-    requests = fresh(RESUME)
-    requests.out = Outputs()
-    give(requests, "prompted")
-    assert requests.out.effects == [FetchProgress(request=KEY, resume=RESUME)]
-
-
-def test_episode_never_resumes() -> None:
-    requests = fresh(RESUME)
-    give(requests, "episode")
-    assert requests.by_key[KEY].phase is Phase.WAITING
-    assert requests.progress() == {}
 
 
 def test_one_progress_record_is_under_way_at_a_time() -> None:
@@ -262,17 +179,6 @@ def test_episode_of_a_version_that_is_not_held_any_more_ends_here(phase: str) ->
     record = decode_control(requests.out.publish[0].record.value)
     assert isinstance(record, RequestFailed) and record.error == "Retargeted"
     assert Forget(request=KEY, source="train") in requests.out.effects
-
-
-def test_lost_episode_of_a_version_that_is_not_held_any_more_is_handed_back() -> None:
-    requests = MAKE["REWARDING"]()
-    requests.versions = frozenset({1})
-    requests.out = Outputs()
-    give(requests, "episode lost")
-    record = decode_control(requests.out.publish[0].record.value)
-    assert isinstance(record, RequestFailed)
-    assert (record.error, record.retryable) == ("Retargeted", True)
-    assert requests.by_key == {}
 
 
 @pytest.mark.parametrize(

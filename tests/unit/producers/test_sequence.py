@@ -80,24 +80,6 @@ def test_stays_of_one_turn_are_one_answer() -> None:
     assert [segment.worker for segment in sequence.segments] == ["", "w0", "w1", "w2"]
 
 
-def test_chunks_of_one_stay_are_one_segment() -> None:
-    sequence = TokenSequence([1, 2], at_ns=0)
-    sequence.resume([_chunk(0, 2), _chunk(2, 2), _chunk(4, 1, epoch=6)])
-    spans = [(one.start, one.end, one.epoch) for one in sequence.segments]
-    assert spans == [(0, 2, -1), (2, 6, 4), (6, 7, 6)]
-    assert sequence.prefills == [3]
-
-
-def test_sampled_tokens_since_a_point_come_with_both_log_probs() -> None:
-    sequence = TokenSequence([1, 2], at_ns=0)
-    sequence.resume([_chunk(0, 5)])
-    assert sequence.sampled_from(3, 5) == ([3, 4], [-0.5, -0.5], [-0.25, -0.25])
-
-
-def test_answer_before_the_first_turn_is_empty() -> None:
-    assert TokenSequence([1, 2], at_ns=0).answer() == []
-
-
 def test_last_answer_is_the_last_turn_of_the_model_behind_which_an_observation_may_stand() -> None:
     sequence = TokenSequence([1], at_ns=0)
     for token in (5, 6):
@@ -128,10 +110,6 @@ def _error(chunks: list[Progress], tokens: int = 5) -> str | None:
     return chain_error(
         chunks, trajectory="g0000000000-000", version=2, digest="0" * 64, tokens=tokens
     )
-
-
-def test_whole_chain_is_taken() -> None:
-    assert _error(_chain()) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from dora_pipe.producers.worker.effects import (
     AnswerCall,
     CallAsked,
     CloseSession,
-    EncodeFailed,
     EncodeProgress,
     EncodeTrajectory,
     EngineAdd,
@@ -116,28 +115,6 @@ def called(*tokens: int) -> Driver:
     return driver
 
 
-def test_session_is_opened_before_its_agent_is_called() -> None:
-    driver = Driver()
-    opened, called_ = driver.requests.out.effects
-    assert opened == OpenSession(request=KEY, source="train")
-    assert called_ == AgentCall(request=KEY, split="train", index=0, source="train")
-    assert driver.phase() is Phase.AGENT
-    driver.place()
-    assert driver.requests.counts["placed twice"] == 1
-
-
-def test_call_goes_to_the_engine_with_a_seed_of_its_own_and_what_is_left_of_the_tokens() -> None:
-    driver = called(7, 8)
-    (effect,) = driver.ask(1, [1, 2, 7, 8, 3], max_tokens=5)
-    assert isinstance(effect, EngineAdd)
-    first = driver.requests.by_key[KEY].seed
-    assert effect.request.request == f"{KEY}#1" and effect.request.seed != first
-    assert (list(effect.request.token_ids), effect.request.sampled) == ([1, 2, 7, 8, 3], 0)
-    assert effect.request.params.max_tokens == 5
-    (effect,) = driver.ask(2, [1])
-    assert isinstance(effect, EngineAdd) and effect.request.params.max_tokens == 62
-
-
 def test_wall_clock_that_jumps_back_answers_no_call_before_it_was_asked() -> None:
     driver = Driver()
     driver.ask(0, [1, 2])
@@ -207,13 +184,6 @@ def test_one_record_of_a_session_is_under_way_at_a_time_and_names_the_one_before
     assert then.progress.call.occurrence == 0
 
 
-def test_call_asked_twice_under_one_number_is_one() -> None:
-    driver = Driver()
-    driver.ask(0, [1, 2])
-    assert driver.ask(0, [1, 2]) == []
-    assert driver.requests.counts["calls asked twice"] == 1
-
-
 def test_call_of_an_agent_that_has_returned_comes_too_late() -> None:
     driver = called(7)
     closed, reward = driver.give(AgentEnded(request=KEY))
@@ -270,14 +240,6 @@ def test_session_that_ends_without_an_answer_fails(event: Any, error: str, retry
     assert driver.requests.by_key == {}
 
 
-def test_record_that_breaks_a_rule_fails_the_session() -> None:
-    driver = Driver()
-    driver.ask(0, [1, 2])
-    driver.sample(f"{KEY}#0", [7])
-    driver.give(EncodeFailed(request=f"{KEY}#0", message="log-prob is not <= 0"))
-    assert driver.requests.by_key == {} and driver.requests.placed == 0
-
-
 def test_call_that_is_sampled_when_its_agent_dies_is_what_the_next_start_waits_for() -> None:
     driver = called(7)
     driver.ask(1, [1, 2, 7])
@@ -290,43 +252,6 @@ def test_call_that_is_sampled_when_its_agent_dies_is_what_the_next_start_waits_f
     driver.sample(f"{KEY}#1", [8])
     (answer,) = driver.log(f"{KEY}#1", 5)
     assert isinstance(answer, AnswerCall) and (answer.call, list(answer.token_ids)) == (1, [8])
-
-
-def test_call_that_is_heard_with_the_death_of_its_agent_is_none_of_the_next_start() -> None:
-    driver = called(7)
-    late = CallAsked(request=KEY, call=1, token_ids=[1, 2])
-    effects = driver.give(EpisodeLost(request=KEY, message="killed"), late)
-    assert [type(one) for one in effects] == [CloseSession, Forget, OpenSession, AgentCall]
-    assert driver.requests.counts["calls too late"] == 1
-    (again,) = driver.ask(2, [1, 2])
-    assert isinstance(again, AnswerCall) and list(again.token_ids) == [7]
-
-
-def test_acknowledgement_of_a_call_that_was_dropped_is_ignored() -> None:
-    driver = Driver()
-    driver.ask(0, [1, 2])
-    driver.sample(f"{KEY}#0", [7])
-    driver.give(ProgressEncoded(request=f"{KEY}#0", value=b"p"))
-    driver.requests.cancel(TRAJECTORY, 1)
-    driver.give(Published(tag=f"p:{KEY}#0", topic="r.progress", partition=0, offset=4))
-    assert driver.requests.counts["ignored"] == 1
-    assert driver.requests.placed == 0 and driver.requests.generating(0) == 0
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        ProgressEncoded(request=KEY, value=b"p"),
-        RequestFinished(request=KEY, reason="stop"),
-        Rewarded(request=KEY, reward=1.0, raw=None, parts={}),
-    ],
-    ids=lambda event: type(event).__name__,
-)
-def test_event_that_a_session_does_not_wait_for_is_refused(event: Any) -> None:
-    driver = called(7)
-    assert driver.give(event) == []
-    assert driver.requests.counts["refused"] == 1
-    assert driver.phase() is Phase.AGENT
 
 
 def test_answer_that_is_scored_is_the_one_that_the_record_has_last() -> None:

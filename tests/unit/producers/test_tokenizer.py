@@ -49,19 +49,9 @@ def test_prompt_gets_what_the_post_processor_puts_in_front_and_other_text_does_n
     assert tokenizer.ids("one two") == [5, 6]
 
 
-def test_what_the_post_processor_puts_behind_is_left_out(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(_assets(tmp_path, template="<s> $A </s>"))
-    assert tokenizer.prompt_ids("one two") == [S, 5, 6]
-
-
 def test_prompt_that_begins_with_the_prefix_gets_no_second_one(tmp_path: Path) -> None:
     tokenizer = Tokenizer(_assets(tmp_path), special_tokens="parse")
     assert tokenizer.prompt_ids("<s> one") == [S, 5]
-
-
-def test_tokenizer_without_post_processor_adds_nothing(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(_assets(tmp_path, template=None))
-    assert tokenizer.prompt_ids("one two") == [5, 6]
 
 
 def test_text_for_rewards_has_no_special_tokens_and_text_for_stop_strings_has(
@@ -79,11 +69,6 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
     backend.enable_padding(length=8)
     backend.save(str(assets / "tokenizer.json"))
     assert Tokenizer(assets).ids("one two three one") == [5, 6, 7, 5]
-
-
-@pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "special": True}])
-def test_turn_ends_at_the_tokenizers_end_of_sequence(tmp_path: Path, eos: object) -> None:
-    assert Tokenizer(_assets(tmp_path, tokenizer_config={"eos_token": eos})).stop_ids == (EOS,)
 
 
 def test_turn_also_ends_at_configured_ids_that_are_special_tokens(tmp_path: Path) -> None:
@@ -108,13 +93,6 @@ def test_generation_config_goes_before_config(tmp_path: Path) -> None:
     assert Tokenizer(assets).stop_ids == (END,)
 
 
-def test_where_the_tokenizer_names_nothing_the_configured_id_is_taken_as_it_is(
-    tmp_path: Path,
-) -> None:
-    assets = _assets(tmp_path, tokenizer_config={}, config={"eos_token_id": 6})
-    assert Tokenizer(assets).stop_ids == (6,)
-
-
 def test_special_tokens_map_is_asked_where_the_config_names_no_end(tmp_path: Path) -> None:
     assets = _assets(tmp_path, tokenizer_config={}, special_tokens_map={"eos_token": "<end>"})
     assert Tokenizer(assets).stop_ids == (END,)
@@ -124,13 +102,6 @@ def test_file_that_is_no_tokenizer_is_refused_with_its_name(tmp_path: Path) -> N
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(PolicyError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer(tmp_path)
-
-
-def test_config_that_is_no_json_is_refused_with_its_name(tmp_path: Path) -> None:
-    assets = _assets(tmp_path)
-    (assets / "tokenizer_config.json").write_text("{")
-    with pytest.raises(PolicyError, match=r"tokenizer_config\.json cannot be read"):
-        Tokenizer(assets)
 
 
 TEMPLATE = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
 from dora_pipe.producers.worker.session import CallKey, Session
-from dora_pipe.producers.worker.status import NAMES, TOKENS_QUIET_NS, Situation, waits
+from dora_pipe.producers.worker.status import TOKENS_QUIET_NS, Situation, waits
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import PlacedRequest
 from tests.support.worker import setup_of, spec_of
@@ -51,12 +51,6 @@ def situation(**changes: Any) -> Situation:
     return Situation(**(plain | changes))
 
 
-def test_worker_without_a_version_waits_for_the_orchestrator() -> None:
-    (found,) = waits([], situation(hosted=-1))
-    assert (found.name, found.words, found.still) == ("version", "a version to host", True)
-    assert list(found.blockers) == [Blocker("role", "orchestrator")]
-
-
 def test_worker_without_requests_waits_for_those_of_its_version() -> None:
     (found,) = waits([], situation())
     assert (found.name, found.words, found.limit) == ("requests", "requests of version 4", "work")
@@ -87,11 +81,6 @@ def test_reward_that_takes_its_time_is_named_beside_the_work_from_its_oldest_on(
     assert [one.id for one in found.blockers] == ["g0000000002-000", "g0000000001-000"]
 
 
-def test_worker_whose_requests_all_wait_says_for_what_at_once() -> None:
-    (found,) = waits([request(Phase.REWARDING), request(Phase.LOGGING, 1)], situation())
-    assert (found.name, found.words, found.still) == ("reward", "rewards (1)", True)
-
-
 def test_engine_that_gives_no_token_for_long_is_waited_for() -> None:
     quiet = situation(tokens_ns=NOW_NS - TOKENS_QUIET_NS)
     assert waits([request(Phase.RUNNING)], quiet) == []
@@ -109,8 +98,3 @@ def test_agent_that_thinks_works_and_one_whose_call_is_under_way_is_not_waited_f
     answering = request(Phase.ANSWERING, 2)
     (found,) = waits([agent, answering], situation())
     assert (found.words, found.limit) == ("calls to be durable (1)", "short")
-
-
-def test_every_phase_has_a_name() -> None:
-    assert set(NAMES) == set(Phase)
-    assert len(set(NAMES.values())) == len(NAMES)

@@ -6,13 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import pytest
 
-from dora_pipe.producers.worker.request import ANY_VERSION, Hosted, Phase, pin_of
 from dora_pipe.producers.worker.resume import chain_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerLeft, WorkerReady
-from dora_pipe.schemas.identity import Purpose
 from dora_pipe.schemas.trajectory import Progress, Segment, mixing_error
 from dora_pipe.schemas.trajectory_codec import decode_progress
 from tests.support.worker import TOPICS, Worker, World, digest_of
@@ -43,13 +40,6 @@ def test_reload_ends_a_stay_and_begins_the_next_behind_another_prefill() -> None
     sequence.end_stay(20, worker="w", epoch=7, version=5)
     assert model(sequence)[-1] == (7, 11, 5)
     assert (sequence.versions, sequence.moves) == ([3, 4, 5], 0)
-
-
-def test_reload_before_the_first_token_leaves_the_stay_where_it_is() -> None:
-    sequence = stays(0, 0, 4)
-    assert (model(sequence), sequence.prefills) == ([], [2])
-    sequence = stays(3, 0, 4)
-    assert (model(sequence), sequence.prefills) == ([(2, 5, 3)], [2, 5])
 
 
 def test_progress_never_spans_two_versions() -> None:
@@ -170,16 +160,6 @@ def test_evaluation_is_finished_before_the_next_version_is_loaded() -> None:
     assert found == {"eval": [0], "train": [0, 1]}
 
 
-def test_evaluation_takes_the_next_free_slot() -> None:
-    world, worker = start(slots=1, prefetch=0)
-    world.decide(*(world.place(worker, one) for one in range(3)))
-    world.ticks(worker, 5)
-    world.decide(world.place(worker, 7, purpose="eval"))
-    world.until_idle(worker)
-    order = [one.trajectory[:11] for one in world.facts(TrajectoryLogged)]
-    assert order.index("e0000000007") == 1
-
-
 def test_placement_under_an_older_version_is_taken_and_under_a_newer_one_refused() -> None:
     world, worker = start(version=2)
     world.decide(
@@ -227,53 +207,3 @@ def test_request_that_leaves_its_worker_goes_on_elsewhere_from_a_chain_of_versio
     assert [part.worker for part in one.segments] == ["", "w0", "w0", "w1"]
     assert [each.version for each in one.meta.weights] == [1, 2]
     assert one.sampled == LONG
-
-
-def test_chain_of_a_later_version_than_the_host_is_not_gone_on_from() -> None:
-    world, worker = start(version=1)
-    place = world.place(worker, 0, version=0)
-    world.decide(place)
-    world.ticks(worker, 30)
-    world.stop(worker)
-    resume = world.facts(WorkerLeft)[0].progress[place.trajectory]
-    other = world.start(0, worker="w1", interruptible=True, max_tokens=200)
-    world.decide(world.place(other, 0, attempt=2, resume=resume))
-    world.until_idle(other)
-    assert other.counts["progress unusable"] == 1
-    (one,) = world.trajectories().values()
-    assert one.versions == [0]
-
-
-def test_cancelled_request_is_gone_also_while_weights_are_loaded() -> None:
-    world, worker = start()
-    place = world.place(worker, 0)
-    world.decide(place)
-    world.ticks(worker, 20)
-    world.decide(world.assign(worker, 1), world.cancel(place))
-    world.until_idle(worker)
-    world.ticks(worker, 20)
-    assert world.trajectories() == {}
-    assert worker.engine.active == 0
-
-
-@pytest.mark.parametrize(
-    ("interruptible", "purpose", "pin"),
-    [(True, "train", ANY_VERSION), (True, "eval", 1), (False, "train", 1), (False, "eval", 1)],
-)
-def test_only_training_requests_of_an_interruptible_run_need_no_version(
-    interruptible: bool, purpose: Purpose, pin: int
-) -> None:
-    world = World()
-    worker = world.start(1, interruptible=interruptible)
-    place = world.place(worker, 0, version=1, purpose=purpose)
-    assert pin_of(place, worker.setup) == pin
-
-
-def test_rows_say_what_samples_them() -> None:
-    world, worker = start()
-    world.decide(world.place(worker, 0))
-    world.ticks(worker, 10)
-    loaded(world, worker, 1)
-    (row,) = worker.machine.requests.by_key.values()
-    assert (row.phase, row.hosted) == (Phase.RUNNING, Hosted(1, digest_of(1)))
-    assert row.own == Hosted(0, digest_of(0))

@@ -14,10 +14,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.adapters import (
     BASE,
-    CONFIG,
-    FOLDER,
     SCALE,
-    WEIGHTS,
     Adapter,
     adapter_sources,
     base_of,
@@ -26,7 +23,6 @@ from dora_pipe.store.adapters import (
     write_merged,
     write_peft,
 )
-from dora_pipe.store.model_dir import export_model
 from dora_pipe.store.safetensors_file import (
     TensorSource,
     mapped,
@@ -87,23 +83,6 @@ def test_adapter_comes_back_as_it_was_and_names_its_base(store: PolicyStore) -> 
     assert not stands_on(read_manifest(store.weights_path(base)), base)
 
 
-def test_adapter_in_bfloat16_comes_back_as_it_was_in_half_the_bytes(store: PolicyStore) -> None:
-    base = base_weights(store, dtype="bfloat16")
-    drawn = [
-        random_adapter(store.weights_path(base), base, seed=0, dtype=one)
-        for one in ("float32", "bfloat16")
-    ]
-    wide, narrow = (publish(store, one) for one in drawn)
-    assert (wide.dtype, narrow.dtype) == ("float32", "bfloat16")
-    numbers = sum(a.size + b.size for a, b in drawn[1].pairs.values())
-    assert wide.bytes - narrow.bytes >= 2 * numbers
-    found = read_adapter(store.weights_path(narrow.digest), digest=narrow.digest)
-    assert found.dtype == "bfloat16"
-    for layer, pair in found.pairs.items():
-        for mine, theirs in zip(pair, drawn[1].pairs[layer], strict=True):
-            assert np.array_equal(mine, theirs)
-
-
 def test_merged_with_a_base_in_bfloat16_a_number_is_rounded_once(
     store: PolicyStore, tmp_path: Path
 ) -> None:
@@ -152,15 +131,6 @@ def patterns(path: Path) -> dict[str, np.ndarray]:
         }
 
 
-def test_digest_covers_base_and_scale(store: PolicyStore) -> None:
-    first, second = base_weights(store), base_weights(store, seed=1)
-    adapter = adapter_on(store, first)
-    other_base = Adapter(base=second, scale=adapter.scale, pairs=adapter.pairs)
-    other_scale = Adapter(base=first, scale=1.0, pairs=adapter.pairs)
-    digests = {publish(store, one).digest for one in (adapter, other_base, other_scale)}
-    assert len(digests) == 3
-
-
 def test_merged_weights_are_the_base_and_the_product(store: PolicyStore, tmp_path: Path) -> None:
     base = base_weights(store)
     adapter = adapter_on(store, base)
@@ -173,24 +143,6 @@ def test_merged_weights_are_the_base_and_the_product(store: PolicyStore, tmp_pat
         wanted = matrix if pair is None else matrix + 2.0 * (pair[1] @ pair[0])
         assert np.allclose(after[name], wanted, atol=1e-5), name
         assert (pair is None) == np.array_equal(after[name], matrix)
-
-
-def test_exported_policy_has_merged_weights_and_the_adapter_beside_them(
-    store: PolicyStore, tmp_path: Path
-) -> None:
-    base = base_weights(store)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x"}))
-    assets = store.publish_assets([tmp_path / "config.json"])
-    manifest = publish(store, adapter_on(store, base))
-    out = tmp_path / "out"
-    export_model(store, manifest.digest, assets, out)
-    assert tensors(out / "model.safetensors").keys() == SHAPES.keys()
-    config = json.loads((out / FOLDER / CONFIG).read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
-    assert config["target_modules"] == ["down_proj", "q_proj"]
-    names = {entry.name for entry in read_entries(out / FOLDER / WEIGHTS)}
-    assert "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight" in names
-    assert not names & {BASE, SCALE}
 
 
 def test_exported_adapter_has_the_names_shapes_and_keys_that_peft_reads(
@@ -288,20 +240,6 @@ def test_file_that_is_not_quite_an_adapter_is_refused(
     manifest = write_tensors(path, sources.values())
     with pytest.raises(PolicyError, match=match):
         read_adapter(path, digest=manifest.digest)
-
-
-def test_adapter_of_another_model_is_not_merged(store: PolicyStore, tmp_path: Path) -> None:
-    base = base_weights(store)
-    adapter = adapter_on(store, base)
-    odd = Adapter(
-        base=base, scale=1.0, pairs={"model.layers.7.x": next(iter(adapter.pairs.values()))}
-    )
-    with pytest.raises(PolicyError, match="does not fit"):
-        write_merged(store.weights_path(base), odd, tmp_path / "m")
-    swapped = {layer: (b.T.copy(), a.T.copy()) for layer, (a, b) in adapter.pairs.items()}
-    odd = Adapter(base=base, scale=1.0, pairs=swapped)
-    with pytest.raises(PolicyError, match="does not fit"):
-        write_merged(store.weights_path(base), odd, tmp_path / "m")
 
 
 def tensors(path: Path) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:

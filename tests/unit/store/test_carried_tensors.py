@@ -12,23 +12,12 @@ from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.engines.vllm.weights import expected_tensors
-from dora_pipe.store.carried_tensors import CarriedTensors, carried_names, further_layers
+from dora_pipe.store.carried_tensors import carried_names
 from dora_pipe.store.safetensors_file import read_entries, read_manifest, write_tensors
 from tests.support.models import make_further
 
 FURTHER = '"num_nextn_predict_layers": 1'
 BEHIND = "model.layers.2.eh_proj.weight"
-
-
-def test_layers_behind_the_last_are_as_many_as_the_config_says() -> None:
-    names = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(5)} | {"model.norm.weight"}
-    sizes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 2}
-    assert carried_names(names, further_layers(sizes)) == {
-        "model.layers.2.mlp.gate.weight",
-        "model.layers.3.mlp.gate.weight",
-    }
-    for other in ({"num_hidden_layers": 2}, sizes | {"num_nextn_predict_layers": None}, {}):
-        assert not carried_names(names, further_layers(other))
 
 
 def test_a_trained_version_has_them_with_their_bytes_though_the_file_is_gone(
@@ -68,15 +57,3 @@ def test_engines_leave_them_out_and_refuse_what_no_config_speaks_of(tmp_path: Pa
         TorchEngine.open(folder, slots=1, context_tokens=32, threads=1)
     with pytest.raises(PolicyError, match=r"model\.layers\.2\..* is on one side only"):
         load_weights(build(folder), weights)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    weights = make_further(tmp_path) / "model.safetensors"
-    (entry,) = [one for one in read_entries(weights) if one.name == BEHIND]
-    (source,) = CarriedTensors(weights, [entry]).sources()
-    weights.write_bytes(b"")
-    with pytest.raises(PolicyError, match=f"has become shorter: '{BEHIND}' is not in it"):
-        source.data()
-    with pytest.raises(PolicyError, match="cannot be read: No such file"):
-        CarriedTensors(tmp_path / "none", [entry])
-    assert CarriedTensors().sources() == []

@@ -39,14 +39,6 @@ def test_one_machine_writes_and_another_reads(tmp_path: Path) -> None:
         assert list((tmp_path / machine).iterdir()) == [], "nothing stays on a machine"
 
 
-def test_what_is_not_there_or_of_another_size_is_none(tmp_path: Path) -> None:
-    claims = shared(tmp_path, "here")
-    assert claims.read(DIGEST, len(VALUE)) is None
-    claims.write(DIGEST, VALUE)
-    assert claims.read(DIGEST, len(VALUE)) == VALUE
-    assert claims.read(DIGEST, len(VALUE) - 1) is None
-
-
 class GoneFiles(ArrowFiles):
     """The store is away."""
 

@@ -54,25 +54,6 @@ def test_a_damaged_copy_on_a_machine_is_named_and_had_again(
     assert f"{path} was damaged on this machine" in caplog.text
 
 
-def test_a_copy_that_is_no_file_of_weights_any_more_is_had_again(
-    tmp_path: Path, elsewhere: Counted
-) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 1, whole_every=1)
-    worker = machine(tmp_path, "m1", elsewhere)
-    digest = published[0].manifest.digest
-    worker.weights(digest).write_bytes(b"short")
-    assert read_manifest(worker.weights(digest)) == published[0].manifest
-
-
-def test_a_copy_that_rots_behind_its_note_is_had_again_by_who_reads_it(
-    tmp_path: Path, elsewhere: Counted
-) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 1, whole_every=1)
-    worker = machine(tmp_path, "m1", elsewhere)
-    rot(worker.weights(published[0].manifest.digest))
-    assert worker.verify(published[0].manifest.digest) == published[0].manifest
-
-
 class Wire:
     """A store elsewhere of which the first so many files arrive damaged."""
 
@@ -168,16 +149,6 @@ def test_a_damaged_version_is_no_base_of_a_patch_that_is_written(
     (tmp_path / "sound").write_bytes(sound)
     with opened_patches([tmp_path / patch_name(one.manifest.digest)]) as patches:
         assert write_patched(tmp_path / "made.st", tmp_path / "sound", patches) == one.manifest
-
-
-def test_a_name_that_stays_leads_to_the_copy_that_was_had_again(
-    tmp_path: Path, elsewhere: Counted
-) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 1, whole_every=1)
-    worker = machine(tmp_path, "m1", elsewhere)
-    digest = published[0].manifest.digest
-    flip(worker.held_weights(digest))
-    assert read_manifest(worker.held_weights(digest)) == published[0].manifest
 
 
 def test_damaged_copies_of_optimizer_states_and_of_tokenizers_are_fetched_again(

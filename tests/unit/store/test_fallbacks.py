@@ -6,23 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.policy import Fallback
-from dora_pipe.store.fallbacks import FALLBACKS_MAX, Fallbacks
 from dora_pipe.store.names import patch_name, weights_name
 from dora_pipe.store.store import PolicyStore
 from tests.support.stores import publish_walk
 from tests.unit.store.test_store_patches import Counted, elsewhere, flip, machine
 
 __all__ = ["elsewhere"]
-
-
-def test_what_can_be_had_as_it_should_leaves_no_word(tmp_path: Path, elsewhere: Counted) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
-    worker = machine(tmp_path, "m1", elsewhere)
-    for one in published[1:]:
-        worker.weights(one.manifest.digest)
-    assert worker.fallbacks.take() == ()
 
 
 @pytest.mark.parametrize("case", ["lost", "damaged"])
@@ -65,14 +54,3 @@ def test_a_damaged_whole_file_is_named_with_the_patches_that_make_it(
         names = [patch_name(one.manifest.digest) for one in published[1:4]]
         names.append(weights_name(published[0].manifest.digest))
         assert found.bytes == sum((there / name).stat().st_size for name in names)
-
-
-def test_the_newest_are_kept_until_somebody_asks(tmp_path: Path) -> None:
-    known, file = Fallbacks(), tmp_path / "file"
-    file.write_bytes(b"12345")
-    for place in range(FALLBACKS_MAX + 2):
-        known.note(f"{place}", PolicyError(f"no {place}"), "weights/a")
-    known.fetched(file)
-    found = known.take()
-    assert found[0] == Fallback(digest="2", why="no 2", taken="weights/a", bytes=5)
-    assert (len(found), found[-1].digest) == (FALLBACKS_MAX, f"{FALLBACKS_MAX + 1}")

@@ -16,16 +16,11 @@ from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.torch.weights import weight_files
 from dora_pipe.producers.engines.vllm.weights import expected_tensors
-from dora_pipe.store.network_names import parameters_in, pieces, stored, untied
+from dora_pipe.store.network_names import pieces, stored, untied
 from dora_pipe.store.safetensors_file import read_entries
 from tests.support.models import make_deepseek_v3, make_glm4_moe, make_llama_gqa, make_qwen3_moe
 
 FUSED = "model.layers.1.mlp.experts.gate_up_proj"
-PARTS = [
-    f"model.layers.1.mlp.experts.{number}.{which}_proj.weight"
-    for number in range(8)
-    for which in ("gate", "up")
-]
 
 
 @pytest.mark.parametrize("make", [make_qwen3_moe, make_glm4_moe, make_deepseek_v3, make_llama_gqa])
@@ -65,40 +60,6 @@ def test_pieces_are_cut_likewise_from_copies_that_lie_anywhere(tmp_path: Path) -
     assert found.keys() == wanted.keys()
     for name, piece in found.items():
         assert torch.equal(piece.of(copies[piece.name]), wanted[name])
-
-
-def test_what_changes_in_a_mixture_changes_in_its_parts_which_are_no_copies(tmp_path: Path) -> None:
-    network = build(make_qwen3_moe(tmp_path))
-    before = stored(network)
-    with torch.no_grad():
-        untied(network)[FUSED].fill_(0.5)
-    assert all(bool((before[name] == 0.5).all()) for name in PARTS)
-    assert sum(before[name].numel() for name in PARTS) == untied(network)[FUSED].numel()
-
-
-def test_names_of_a_model_without_memory_are_the_same(tmp_path: Path) -> None:
-    make_qwen3_moe(tmp_path)
-    with torch.device("meta"):
-        nowhere = build(tmp_path)
-    there = stored(build(tmp_path))
-    assert {name: one.shape for name, one in stored(nowhere).items()} == {
-        name: one.shape for name, one in there.items()
-    }
-
-
-def test_a_dense_model_has_its_own_names_and_tensors(tmp_path: Path) -> None:
-    network = build(make_llama_gqa(tmp_path))
-    own = untied(network)
-    assert list(stored(network)) == list(own)
-    assert all(stored(network)[name] is one for name, one in own.items())
-
-
-def test_parts_lead_to_the_parameter_that_holds_them(tmp_path: Path) -> None:
-    network = build(make_qwen3_moe(tmp_path))
-    assert parameters_in(network, PARTS) == {FUSED}
-    every = parameters_in(network, stored(network))
-    assert every == {name for name, _ in network.named_parameters()}
-    assert parameters_in(network, []) == frozenset()
 
 
 def test_a_form_that_is_not_made_of_parts_is_refused(tmp_path: Path) -> None:

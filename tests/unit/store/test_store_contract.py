@@ -142,11 +142,6 @@ def test_writer_that_fails_leaves_nothing(place: Place) -> None:
     assert store.everything() == []
 
 
-def test_store_that_was_never_written_is_empty(place: Place) -> None:
-    assert place.store().everything() == []
-    assert place.store().orphans(()) == []
-
-
 # Away, and back
 
 
@@ -281,11 +276,6 @@ def test_every_run_has_a_folder_of_its_own_under_an_address(tmp_path: Path) -> N
     assert second.everything() == []
     assert (tmp_path / "shared" / "one" / weights_name(manifest.digest)).is_file()
     assert first.where == f"file://{tmp_path}/shared/one"
-
-
-def test_without_an_address_the_store_is_the_directory(tmp_path: Path) -> None:
-    store = open_store(tmp_path / "policies", Store(), run="one")
-    assert store.where == str(tmp_path / "policies")
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 
 import pytest
 
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.schemas.policy import Manifest
-from dora_pipe.store import store as stores
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.copies import KEEP_S
 from dora_pipe.store.files import Files, LocalFiles
 from dora_pipe.store.names import patch_name, weights_name
-from dora_pipe.store.patch import Patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.verified import SUFFIX
@@ -91,13 +85,6 @@ def test_without_copies_the_same_files_are_made_again_of_the_patches(tmp_path: P
     assert len(list((tmp_path / "made").glob("*.safetensors"))) == 4
 
 
-def test_a_damaged_copy_is_made_again_where_weights_are_compared(tmp_path: Path) -> None:
-    store = PolicyStore(tmp_path)
-    published = publish_walk(store, 3, whole_every=4)
-    flip(store.weights(published[2].manifest.digest))
-    assert store.verify(published[2].manifest.digest) == published[2].manifest
-
-
 def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
     tmp_path: Path, elsewhere: Counted
 ) -> None:
@@ -112,44 +99,6 @@ def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
     elsewhere.read.clear()
     worker.weights(digests[4])  # It lies there whole, too.
     assert elsewhere.read == [patch_name(digests[4])]
-
-
-def test_two_that_need_a_version_at_once_make_it_once(
-    tmp_path: Path, elsewhere: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each as a process of its own: a store and a lock that another has."""
-    trainer = PolicyStore(tmp_path / "trainer", elsewhere)  # type: ignore[arg-type]
-    last = publish_walk(trainer, 3, whole_every=4)[-1].manifest
-    both = [machine(tmp_path, "worker", elsewhere) for _ in range(2)]
-    began, may_end, made = Event(), Event(), list[Path]()
-
-    def slowly(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
-        made.append(path)
-        began.set()
-        assert may_end.wait(30)
-        return write_patched(path, base, patches)
-
-    monkeypatch.setattr(stores, "write_patched", slowly)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(both[0].weights, last.digest)
-        assert began.wait(30)
-        clock = SystemClock()
-        second = pool.submit(one_who_waits, both[1], last.digest, clock, may_end)
-        paths = {first.result(30), second.result(30)}
-    assert len(made) == len(paths) == 1
-    assert read_manifest(paths.pop()) == last
-
-
-def one_who_waits(store: PolicyStore, digest: str, clock: Clock, may_end: Event) -> Path:
-    """The weights; whoever makes them goes on when this one has found the lock taken."""
-
-    class Waiting(VirtualClock):
-        def sleep(self, seconds: float) -> None:
-            may_end.set()
-            clock.sleep(seconds)
-
-    store._clock = Waiting()
-    return store.weights(digest)
 
 
 def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_patches_after_it(
@@ -207,21 +156,6 @@ def test_a_copy_of_a_patch_that_was_damaged_is_fetched_again(
     assert "damaged on this machine" in caplog.text
 
 
-def test_a_local_patch_that_is_damaged_is_named_and_the_others_still_serve(tmp_path: Path) -> None:
-    store = PolicyStore(tmp_path)
-    published = publish_walk(store, 6, whole_every=4)
-    digests = [one.manifest.digest for one in published]
-    for copy in (tmp_path / "made").iterdir():
-        copy.unlink()
-    flip(tmp_path / patch_name(digests[2]))
-    for version in (2, 3):
-        with pytest.raises(PolicyError, match=patch_name(digests[2])) as refused:
-            store.weights(digests[version])
-        assert "dora-pipe export" in (refused.value.hint or "")
-    for version in (0, 1, 4, 5):
-        assert store.verify(digests[version]) == published[version].manifest
-
-
 def test_what_was_made_leaves_when_there_is_no_room_for_it_and_is_made_again(
     tmp_path: Path,
 ) -> None:
@@ -254,44 +188,6 @@ def test_patches_never_go_in_a_circle(tmp_path: Path) -> None:
         copy.unlink()
     for digest in digests:
         assert store.verify(digest).digest == digest
-
-
-def test_a_version_whose_forerunner_is_gone_is_stored_whole(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = PolicyStore(tmp_path)
-    one = store.publish_version(Walk(1), before="0" * 64, whole=False)
-    assert (one.whole, one.patch) == (True, None)
-    assert "is stored whole" in caplog.text
-
-
-def test_more_patches_than_there_may_be_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stores, "CHAIN_MAX", 2)
-    published = publish_walk(PolicyStore(tmp_path), 4, whole_every=8)
-    for copy in (tmp_path / "made").iterdir():
-        copy.unlink()
-    store = PolicyStore(tmp_path)
-    with pytest.raises(PolicyError, match="more than 2 patches"):
-        store.weights(published[3].manifest.digest)
-    assert store.weights(published[2].manifest.digest).is_file()
-
-
-def test_patches_are_listed_dropped_and_copies_with_their_version(tmp_path: Path) -> None:
-    store = PolicyStore(tmp_path)
-    first, second = publish_walk(store, 2, whole_every=4)
-    digest = second.manifest.digest
-    names = [one.name for one in store.everything()]
-    assert names == [
-        f"made/{digest}.safetensors",
-        patch_name(digest),
-        weights_name(first.manifest.digest),
-    ]
-    assert not store.drop_weights(digest)
-    assert store.drop_patch(digest)
-    assert not store.drop_patch(digest)
-    assert [one.name for one in store.everything()] == [weights_name(first.manifest.digest)]
 
 
 def test_a_patch_under_another_name_is_refused(tmp_path: Path) -> None:

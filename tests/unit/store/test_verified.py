@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import threading
@@ -16,10 +15,10 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store import verified
 from dora_pipe.store.arrow_files import open_files
-from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.names import patch_name
 from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.verified import OTHERS_S, digest_of, need_digest, note_path
+from dora_pipe.store.verified import need_digest, note_path
 from tests.support.worker import VirtualClock
 
 
@@ -120,16 +119,6 @@ def test_file_is_read_again_after(
     assert reads == [path, path]
 
 
-def test_note_of_one_digest_says_nothing_of_another(
-    file: tuple[Path, str], reads: list[Path]
-) -> None:
-    path, digest = file
-    need_digest(path, digest)
-    with pytest.raises(PolicyError, match="holds other weights"):
-        need_digest(path, "0" * 64)
-    assert reads == [path, path]
-
-
 def test_file_that_was_just_written_is_not_believed_by_its_note(
     tmp_path: Path, reads: list[Path]
 ) -> None:
@@ -137,16 +126,6 @@ def test_file_that_was_just_written_is_not_believed_by_its_note(
     digest = write(path).digest
     later = path.stat().st_mtime_ns + 10**12
     os.utime(path, ns=(later, later))
-    need_digest(path, digest)
-    need_digest(path, digest)
-    assert reads == [path, path]
-
-
-def test_where_no_note_can_be_left_everybody_reads(
-    file: tuple[Path, str], reads: list[Path]
-) -> None:
-    path, digest = file
-    note_path(path).mkdir()
     need_digest(path, digest)
     need_digest(path, digest)
     assert reads == [path, path]
@@ -173,24 +152,6 @@ def test_of_two_at_once_one_reads(
     for one in threads:
         one.join(10)
     assert reads == [path]
-
-
-def test_one_that_never_ends_is_waited_for_so_long_and_no_longer(
-    file: tuple[Path, str], reads: list[Path]
-) -> None:
-    path, digest = file
-    clock = VirtualClock()
-    began_ns = clock.now_ns()
-    with path.open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert digest_of(path, digest, clock) == digest
-    assert reads == [path]
-    assert OTHERS_S <= (clock.now_ns() - began_ns) / 1e9 < OTHERS_S + 1
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError, match="no weights at"):
-        need_digest(tmp_path / "nowhere", "0" * 64)
 
 
 def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_nothing(
@@ -246,16 +207,3 @@ def test_store_that_is_not_told_takes_the_patch_of_a_version_that_has_one(
     worker.weights(after)
     assert (tmp_path / "b" / patch_name(after)).is_file()
     assert not caplog.records, "that a version has no patch is no news"
-
-
-def test_note_goes_with_its_file_and_is_no_file_of_the_store_by_itself(
-    tmp_path: Path, reads: list[Path]
-) -> None:
-    store = PolicyStore(tmp_path)
-    digest = store.publish_weights(write).digest
-    need_digest(store.weights_path(digest), digest)
-    assert note_path(store.weights_path(digest)).exists()
-    assert [one.name for one in store.everything()] == [weights_name(digest)]
-    assert store.verify(digest).digest == digest
-    assert store.drop_weights(digest)
-    assert not any((tmp_path / "weights").iterdir())

@@ -36,23 +36,12 @@ def test_only_the_right_sum_behind_the_last_equals_sign_counts(text: str) -> Non
     assert Arithmetic().reward(ROW, text, [text]) == 0.0
 
 
-def test_wrong_scratchpad_with_the_right_sum_counts() -> None:
-    assert Arithmetic().reward(ROW, "c3 1 = 4", ["c3 1 = 4"]) == 1.0
-
-
 @given(row=rows)
 def test_perfect_answers_are_right_and_as_long_as_the_count_says(row: dict[str, int]) -> None:
     answer = Arithmetic(noise=0.0).answer(row, random.Random(1))
     assert Arithmetic().reward(row, answer, [answer]) == 1.0
     assert len(answer.split()) == 2 * row["count"] + 2
     assert set(answer.split()) <= set(WORDS)
-
-
-@given(row=rows, seed=st.integers(0, 1000))
-def test_noisy_answers_carry_their_sum_on_and_end_with_it(row: dict[str, int], seed: int) -> None:
-    words = Arithmetic(noise=0.5).answer(row, random.Random(seed)).split()
-    assert words[-1] == words[-3]
-    assert words[0:-2:2] == [f"c{left}" for left in range(row["count"], 0, -1)]
 
 
 def test_share_of_wrong_sums_is_the_noise() -> None:
@@ -65,20 +54,6 @@ def test_share_of_wrong_sums_is_the_noise() -> None:
             total += 1
             value = int(shown)
     assert 0.25 * 0.9 * 0.85 < wrong / total < 0.25 * 0.9 * 1.15  # a tenth is right by chance
-
-
-def test_lengths_have_a_long_tail_within_the_maximum() -> None:
-    counts = sorted(row["count"] for row in Arithmetic().rows("train"))
-    assert counts[0] == 1
-    assert counts[-1] == COUNT_MAX
-    assert counts[int(len(counts) * 0.99)] >= 7 * counts[len(counts) // 2]
-    assert max(row["count"] for row in Arithmetic(n_max=5).rows("train")) == 5
-
-
-def test_other_seeds_give_other_rows_and_counts_are_kept() -> None:
-    assert Arithmetic(seed=1).rows("train") != Arithmetic(seed=2).rows("train")
-    assert len(Arithmetic(count=7, eval_count=3).rows("train")) == 7
-    assert len(Arithmetic(count=7, eval_count=3).rows("eval")) == 3
 
 
 @pytest.mark.parametrize("options", [{"n_max": 0}, {"n_max": 61}, {"noise": 1.5}, {"noise": -0.1}])

@@ -37,22 +37,9 @@ def world() -> Calculator:
     return opened
 
 
-def test_prompt_names_the_numbers_counting_down() -> None:
-    assert Calculator().reset(ROW) == "n3 17 n2 25 n1 64 |"
-    assert CalculatorTask().prompt(ROW) == "n3 17 n2 25 n1 64 |"
-
-
 @pytest.mark.parametrize("text", ["n2 call 17 + 25", "call 17 + 25", " n2 n9 call 17 + 25 "])
 def test_call_is_answered_by_the_tool(text: str) -> None:
     assert world().step(text) == Observation(text="result 42", done=False, tool=TOOL)
-
-
-def test_sums_are_modulo_one_hundred() -> None:
-    assert world().step("call 99 + 2").text == "result 1"
-
-
-def test_answer_ends_the_episode_without_a_word() -> None:
-    assert world().step("answer 6") == Observation(text="", done=True)
 
 
 @pytest.mark.parametrize(
@@ -93,45 +80,6 @@ def test_perfect_episode_is_what_the_calculator_would_say_and_is_right(
         context = f"{context} {turn} <eos> {seen.text}"
     assert seen.done
     assert task.reward(row, pairs[-1][1], []) == 1.0
-
-
-@given(row=st.fixed_dictionaries({"numbers": numbers}), seed=st.integers(0, 1000))
-def test_noisy_episode_goes_on_from_what_the_calculator_said(
-    row: dict[str, list[int]], seed: int
-) -> None:
-    pairs = CalculatorTask(noise=0.5).episode(row, random.Random(seed))
-    said = row["numbers"][0]
-    for _, turn in pairs[:-1]:
-        first, second = turn.split()[2], turn.split()[4]
-        assert int(first) == said
-        said = (int(first) + int(second)) % MODULUS
-
-
-def test_share_of_wrong_numbers_is_the_noise_and_answers_are_what_was_said() -> None:
-    task, wrong, calls = CalculatorTask(noise=0.25), 0, 0
-    chance = random.Random(2)
-    for row in task.rows("train")[:300]:
-        pairs = task.episode(row, chance)
-        for (_, turn), number in zip(pairs[:-1], row["numbers"][1:], strict=True):
-            wrong += int(turn.split()[-1]) != number
-            calls += 1
-        context, answer = pairs[-1]
-        said = context.split()[-1] if len(pairs) > 1 else str(row["numbers"][0])
-        assert answer == f"answer {said}"
-    assert 0.25 * 0.9 * 0.85 < wrong / calls < 0.25 * 0.9 * 1.15  # a tenth is right by chance
-
-
-def test_numbers_are_as_many_and_as_large_as_configured() -> None:
-    rows = CalculatorTask(numbers_min=3, numbers_max=4, largest=20).rows("train")
-    assert {len(row["numbers"]) for row in rows} == {3, 4}
-    assert {number for row in rows for number in row["numbers"]} == set(range(21))
-
-
-def test_demonstrations_have_the_count_asked_for_and_the_end_as_configured() -> None:
-    pairs = CalculatorTask(end="</s>").demonstrations(seed=3, count=11)
-    assert len(pairs) == 11
-    assert any("</s> result" in context for context, _ in pairs)
-    assert not any("<eos>" in context for context, _ in pairs)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.port import Reward, Row
-from tests.support.data_files import write_splits
 
 Write = Callable[[str | bytes], Path]
 
@@ -51,14 +50,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / f"{name}.py").write_text(REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     return name
-
-
-def test_rows_keep_all_their_columns_and_blank_lines_are_skipped(write: Write) -> None:
-    path = write('{"prompt": "a", "answer": "b", "level": [1, {"x": null}]}\n\n {"prompt": "ü"}')
-    assert list(read(path)) == [
-        {"prompt": "a", "answer": "b", "level": [1, {"x": None}]},
-        {"prompt": "ü"},
-    ]
 
 
 @pytest.mark.parametrize(
@@ -101,22 +92,6 @@ def test_a_hint_names_another_way_than_the_one_that_failed(
     assert hint in (caught.value.hint or "")
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"no\.jsonl: No such file"):
-        read(tmp_path / "no.jsonl")
-
-
-def test_columns_may_have_other_names(write: Write, module: str) -> None:
-    path = write('{"question": "a", "solution": "b"}\n')
-    task = DatasetTask(
-        data=str(path),
-        reward=f"{module}:score",
-        columns={"prompt": "question", "answer": "solution"},
-    )
-    assert task.prompt(task.rows("train")[0]) == "a"
-    assert task.demonstrations(seed=0, count=1) == [("a", "b")]
-
-
 def test_reward_is_the_users_function_of_row_and_text(write: Write, module: str) -> None:
     path = write('{"prompt": "a", "answer": "b", "weight": 0.5}\n')
     task = DatasetTask(data=str(path), reward=f"{module}:score")
@@ -156,24 +131,6 @@ def test_data_and_reward_are_required() -> None:
         DatasetTask(reward="a:b")
     with pytest.raises(ConfigError, match=r"task\.reward"):
         DatasetTask(data="x.jsonl")
-
-
-def test_demonstrations_show_every_row_before_any_twice(write: Write, module: str) -> None:
-    lines = "".join(f'{{"prompt": "{n}", "answer": "a{n}"}}\n' for n in range(10))
-    task = DatasetTask(data=str(write(lines)), reward=f"{module}:score")
-    pairs = task.demonstrations(seed=1, count=25)
-    for first in (0, 10):
-        assert {prompt for prompt, _ in pairs[first : first + 10]} == set(map(str, range(10)))
-    assert all(answer == f"a{prompt}" for prompt, answer in pairs)
-
-
-def test_row_without_an_answer_is_no_demonstration(write: Write, module: str) -> None:
-    task = DatasetTask(data=str(write('{"prompt": "a"}')), reward=f"{module}:score")
-    with pytest.raises(TaskError, match="row 0 has no text in `answer`"):
-        task.demonstrations(seed=1, count=1)
-    empty = DatasetTask(data=str(write("")), reward=f"{module}:score")
-    with pytest.raises(TaskError, match="has no rows"):
-        empty.demonstrations(seed=1, count=1)
 
 
 # Conversations.
@@ -267,15 +224,6 @@ def test_a_rows_own_tools_are_shown_and_called_where_there_are_functions(
 def test_evaluation_data_are_given_once(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"task\.eval_share: the evaluation data are given"):
         DatasetTask(data="a.jsonl", reward="a:b", eval_share=0.1, **keys)
-
-
-def test_splits_of_one_data_set_train_and_evaluate(tmp_path: Path) -> None:
-    write_splits(tmp_path / "d", {"train": [{"prompt": "a"}], "test": [{"prompt": "b"}]})
-    task = DatasetTask(data=str(tmp_path / "d"), eval_split="test", reward="a:b")
-    assert [list(task.rows(split)) for split in ("train", "eval")] == [
-        [{"prompt": "a"}],
-        [{"prompt": "b"}],
-    ]
 
 
 def test_demonstrations_of_conversations_end_with_the_answer(write: Write, module: str) -> None:

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import pytest
 
 from dora_pipe.config import model
@@ -17,7 +16,7 @@ from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.answers import scored_together
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Completion, Reward, Row, Split, Task
-from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from dora_pipe.producers.tasks.registry import open_task
 
 HERE = __name__
 ROW = {"prompt": "6 * 7 =", "answer": "42"}
@@ -47,10 +46,6 @@ def abstains(row: Row, completions: Sequence[Completion]) -> list[None]:
 
 def abstains_of_one(row: Row, texts: Sequence[str]) -> list[float | None]:
     return [None if text == "7" else 1.0 for text in texts]
-
-
-def short_of_one(row: Row, completions: Any) -> list[float]:
-    return [1.0]
 
 
 def misnamed(completionz: Any) -> list[float]:
@@ -109,16 +104,6 @@ def test_those_of_one_answer_are_asked_apart_and_without_any_it_is_0() -> None:
     assert (none.value, none.raw, none.parts) == (0.0, None, {})
 
 
-def test_parts_within_a_part_stand_behind_its_name() -> None:
-    (first, *_) = asked(rewards(of_group("named")).score_group(ROW, SAID))
-    assert first.parts == {"named": 1.0, "named.inner": 1.0}
-
-
-def test_too_few_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="`short_of_one` gave 1 numbers for 3 completions"):
-        rewards(of_group("short_of_one")).score_group(ROW, SAID)
-
-
 def test_a_parameter_that_is_none_of_a_group_is_one_line() -> None:
     with pytest.raises(ConfigError, match="parameter `completionz`"):
         rewards(of_group("misnamed")).score_group(ROW, SAID)
@@ -168,18 +153,6 @@ def test_a_task_that_does_not_pass_rewards_of_groups_on_is_refused() -> None:
         open_task(task)
 
 
-def test_the_digest_of_a_reward_says_whether_it_scores_groups() -> None:
-    use = model.RewardUse(use="exact", weight=0.5)
-    (text,) = [one for one in rewards(use).sources() if isinstance(one, str)]
-    assert text == '{"group":false,"name":"","options":{},"use":"exact","weight":0.5}'
-    plain = of_group("Scored", times=1.0)
-    digests = {
-        reward_digest(open_task(model.Task(kind="dataset", data="x", rewards=(one,))))
-        for one in (of_group("Scored", times=1.0), msgspec.structs.replace(plain, group=False))
-    }
-    assert len(digests) == 2
-
-
 def test_none_abstains_among_the_rewards_of_a_group() -> None:
     uses = [of_group("abstains_of_one", 2.0), of_group("shortest")]
     found: Any = Rewards(uses).score_group(ROW, SAID)
@@ -209,8 +182,3 @@ def test_a_group_of_which_all_abstain_keeps_the_rewards_that_its_answers_have_al
 def test_what_is_no_answer_of_score_group_is_named(found: object, said: str) -> None:
     with pytest.raises(NoAnswer, match=said):
         scored_together("g/1", found, 2)
-
-
-def test_rewards_and_numbers_may_be_mixed() -> None:
-    answer = scored_together("g/1", iter([1, Reward(value=0.5, parts={"a": 2.0})]), 2)
-    assert (answer.rewards, answer.parts) == ((1.0, 0.5), ({}, {"a": 2.0}))

@@ -21,7 +21,6 @@ from dora_pipe.producers.tasks.port import (
     Completion,
     Environment,
     Observation,
-    Retry,
     Reward,
     Row,
     Split,
@@ -84,10 +83,6 @@ async def slow(text: str) -> float:
     return 0.25
 
 
-async def full(text: str) -> float:
-    raise Retry("the judge is full")
-
-
 async def hangs(text: str) -> float:
     try:
         await asyncio.sleep(3600)
@@ -125,16 +120,8 @@ def some_abstain(texts: list[str]) -> list[float | None]:
     return [None if text == "42" else 1.0 for text in texts]
 
 
-def unordered(texts: list[str]) -> Any:
-    return dict.fromkeys(texts, 1.0)
-
-
 def raises(text: str) -> float:
     raise KeyError("mine")
-
-
-def gives_text(text: str) -> str:
-    return "much"
 
 
 def misspelt(txt: str) -> float:
@@ -150,16 +137,6 @@ class Counting:
     def __call__(self, text: str) -> float:
         self.count += 1
         return float(self.count)
-
-
-class Mine(Task):
-    """A user's task that scores by the configuration's rewards."""
-
-    def __init__(self, *, reward: Rewards | str = "") -> None:
-        self.scorer = reward
-
-    def rows(self, split: Split) -> Sequence[Row]:
-        return [ROW]
 
 
 def use(name: str, weight: float = 1.0, **options: Any) -> model.RewardUse:
@@ -202,21 +179,10 @@ def test_where_all_abstain_there_is_no_score() -> None:
     assert only_shown.value == 0.0
 
 
-def test_what_has_no_order_is_no_list_of_scores() -> None:
-    with pytest.raises(TypeError, match="gave dict, not a number per completion"):
-        asyncio.run(_of(Rewards([use("unordered")])))
-
-
 def test_a_function_is_given_what_its_parameters_name() -> None:
     assert Rewards([use("everything")]).score(ROW, SAID) == Reward(
         value=0.5, raw=0.5, parts={"everything": 0.5}
     )
-
-
-def test_two_other_names_are_the_row_and_the_text() -> None:
-    found = Rewards([use("by_place")]).score(ROW, SAID)
-    assert isinstance(found, Reward)
-    assert found.value == 1.0
 
 
 BY_NAME = [f"row_and_{name}" for name in ("turns", "messages", "answer", "completion", "other")]
@@ -234,17 +200,6 @@ def value(scored: Any) -> float:
     return scored.value
 
 
-def test_a_single_reward_of_the_package_has_parts() -> None:
-    rewards = open_rewards(model.Task(kind="dataset", reward="exact"))
-    assert rewards.score(ROW, SAID) == Reward(value=1.0, raw=1.0, parts={"exact": 1.0}, answer="42")
-
-
-def test_a_class_is_made_once_with_its_options() -> None:
-    rewards = Rewards([use("Counting", first=5)])
-    values = [rewards.score(ROW, SAID) for _ in range(2)]
-    assert [one.value for one in values if isinstance(one, Reward)] == [6.0, 7.0]
-
-
 async def _of(rewards: Rewards) -> Any:
     return await rewards.score(ROW, SAID)  # type: ignore[misc]
 
@@ -252,17 +207,6 @@ async def _of(rewards: Rewards) -> Any:
 def test_async_functions_are_waited_for_together() -> None:
     found = asyncio.run(_of(Rewards([use("exact"), use("slow", 4.0)])))
     assert found == Reward(value=2.0, raw=1.0, parts={"exact": 1.0, "slow": 0.25}, answer="42")
-
-
-def test_where_one_wants_to_be_asked_again_the_others_are_stopped() -> None:
-    with pytest.raises(Retry, match="the judge is full"):
-        asyncio.run(_of(Rewards([use("hangs"), use("full")])))
-    assert STOPPED == ["42"]
-
-
-def test_a_coroutine_that_nobody_waits_for_is_closed() -> None:
-    with pytest.raises(KeyError, match="mine"):
-        Rewards([use("slow"), use("raises")]).score(ROW, SAID)
 
 
 def _several(rewards: Rewards, texts: list[str]) -> list[Any]:
@@ -288,11 +232,6 @@ def test_a_function_of_lists_fails_for_all_that_it_was_asked_of(
 ) -> None:
     found = _several(Rewards([use("several")]), ["a", text])
     assert [type(one) for one in found] == [error, error]
-
-
-def test_what_is_no_number_is_named() -> None:
-    with pytest.raises(TypeError, match="the reward `gives_text` gave str, not a number"):
-        Rewards([use("gives_text")]).score(ROW, SAID)
 
 
 @pytest.mark.parametrize(
@@ -389,13 +328,6 @@ def _config(**task: Any) -> None:
 def test_a_list_that_does_not_fit_together_is_refused(task: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _config(**task)
-
-
-@pytest.mark.parametrize("keys", [{"reward": "exact"}, {"rewards": (use("exact"),)}])
-def test_a_users_task_is_given_the_scorer(keys: dict[str, Any]) -> None:
-    task = open_task(model.Task(kind=f"{HERE}:Mine", **keys))
-    assert isinstance(task, Mine)
-    assert isinstance(task.scorer, Rewards)
 
 
 def words_per_count(row: Row, text: str) -> float:

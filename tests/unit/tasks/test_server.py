@@ -38,7 +38,6 @@ from dora_pipe.producers.tasks.port import (
     Task,
     Turn,
 )
-from dora_pipe.schemas.wire import REWARD_MAX
 
 
 class World(Environment):
@@ -176,21 +175,6 @@ def test_answer_is_one_line_that_can_be_printed(said: str, logged: str) -> None:
     assert isinstance(found, Rewarded) and found.answer == logged
 
 
-def test_long_answers_stay_apart_where_only_their_ends_differ() -> None:
-    found = {
-        reward.answer
-        for end in ("a", "b", "a")
-        for reward in [answer(Scripted(reward=Reward(value=1.0, answer="x" * 999 + end)), SCORE)]
-        if isinstance(reward, Rewarded)
-    }
-    assert len(found) == 2 and {len(one) for one in found} == {200}
-
-
-@pytest.mark.parametrize("value", [REWARD_MAX, -REWARD_MAX, 1.0])
-def test_a_reward_within_the_bound_is_taken(value: float) -> None:
-    assert answer(Scripted(reward=value), SCORE) == rewarded(value)
-
-
 @pytest.mark.parametrize("value", [1.000001e6, -1e200, Reward(value=1.7e308)])
 def test_a_reward_beyond_the_bound_is_an_error_that_names_the_bound(value: Any) -> None:
     failed = answer(Scripted(reward=value), SCORE)
@@ -230,17 +214,6 @@ def test_environment_that_raises_keeps_its_episode_and_closing_errors_are_shown_
     assert "cannot close" in capsys.readouterr().err
 
 
-def test_score_closes_the_episode_even_when_the_reward_is_none(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    World.closed = 0
-    score = RewardCall(request="a", split="train", index=0, text="t", turns=())
-    scored = answer(Scripted(world=True, reward=None), PROMPT, of_episode(2, score))
-    assert isinstance(scored, TaskFailed)
-    assert World.closed == 1
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_tracebacks_are_shown_boundedly(capsys: pytest.CaptureFixture[str]) -> None:
     served = Served(Scripted(reward=None))
     for _ in range(2 * server.ERRORS_MAX):
@@ -262,15 +235,6 @@ def test_an_error_of_this_program_is_a_line_and_no_traceback(
     assert capsys.readouterr().err == (
         "task: row 0 of train: the row has no column `answer` for its answer\n"
     )
-
-
-def test_task_without_training_rows_is_refused() -> None:
-    class Empty(Scripted):
-        def rows(self, split: Split) -> Sequence[Row]:
-            return []
-
-    with pytest.raises(TaskError, match="no rows"):
-        Served(Empty())
 
 
 @pytest.mark.parametrize(("own", "config", "said"), [(0, 0, 0), (1, 0, 1), (0, 1, 1)])

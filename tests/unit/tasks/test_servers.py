@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.producers.tasks.calls import EpisodeLost, PromptReady, Rewarded, TaskFailed
-from dora_pipe.producers.tasks.servers import HERE, PAUSE_MAX_S, Breaker, Places, is_working
+from dora_pipe.producers.tasks.servers import PAUSE_MAX_S, Breaker, Places, is_working
 from dora_pipe.schemas.metrics import FailingPlace
 
 _NS = 1_000_000_000
@@ -24,15 +24,6 @@ def test_server_that_fails_is_asked_once_after_a_pause_that_grows() -> None:
         assert not breaker.allows(int(pause_s * _NS) - 1)
         assert breaker.allows(int(pause_s * _NS))
         assert not breaker.proven
-
-
-def test_server_that_answers_is_like_new() -> None:
-    breaker = Breaker()
-    for _ in range(5):
-        breaker.failed(0)
-    breaker.worked()
-    assert breaker.proven
-    assert breaker.failed(0) == 0.5
 
 
 @given(st.lists(st.one_of(st.just("worked"), st.integers(0, 10**12)), max_size=30))
@@ -61,16 +52,6 @@ def test_processes_are_dealt_to_servers_and_one_that_failed_gets_one_to_see() ->
     assert places.choose(["a"], _NS) is None
     places.worked("a")
     assert places.choose(["a"], _NS) == "a"
-
-
-def test_without_servers_processes_are_here_and_are_left_alone_like_any() -> None:
-    places = places_of()
-    assert not places.elsewhere
-    assert places.choose([HERE], 0) == HERE
-    places.failed(HERE, 0, "call after call failed")
-    assert places.choose([], 0) is None
-    assert places.choose([], _NS) == HERE
-    assert places.choose([HERE], _NS) is None
 
 
 def test_a_place_that_fails_is_named_with_its_first_failure_and_its_last_until_it_works() -> None:

@@ -1,6 +1,5 @@
 """Tokenizer files for the built-in tasks: one word is one token, there and back."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from dora_pipe.launch.examples import (
     write_word_tokenizer,
 )
 from dora_pipe.producers.tasks import arithmetic, calculator
-from dora_pipe.producers.tasks.arithmetic import Arithmetic
 from dora_pipe.producers.tasks.calculator import CalculatorTask
 
 
@@ -42,36 +40,7 @@ def test_beginning_is_put_in_front_and_the_end_is_read_as_one_token(tmp_path: Pa
     assert tokenizer.encode("unheard").ids == [1, SPECIAL.index("<unk>")]
 
 
-def test_files_are_the_same_every_time(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        write_word_tokenizer(tmp_path / name, arithmetic.WORDS)
-    names = sorted(path.name for path in (tmp_path / "a").iterdir())
-    assert names == ["special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"]
-    for name in names:
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    settings = json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())
-    assert settings["eos_token"] == EOS
-
-
 @pytest.mark.parametrize("word", ["two words", "", " a", "<eos>"])
 def test_what_is_no_word_is_refused(tmp_path: Path, word: str) -> None:
     with pytest.raises(ValueError, match="not a word"):
         write_word_tokenizer(tmp_path, ["a", word])
-
-
-@pytest.mark.pure
-@pytest.mark.slow
-def test_transformers_loads_the_files_and_keeps_the_words(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    write_word_tokenizer(tmp_path, arithmetic.WORDS)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    prompt, answer = Arithmetic().demonstrations(seed=1, count=1)[0]
-    ids = tokenizer(f"{prompt} {answer} {EOS}")["input_ids"]
-    assert len(ids) == 2 + len(prompt.split()) + len(answer.split())
-    assert ids[-1] == tokenizer.eos_token_id == 2
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id) == (0, 1, 3)
-    assert tokenizer.decode(ids, skip_special_tokens=True) == f"{prompt} {answer}"
-    tokenizer.save_pretrained(tmp_path / "again")
-    again = AutoTokenizer.from_pretrained(tmp_path / "again")
-    assert again(f"{prompt} {answer} {EOS}")["input_ids"] == ids

@@ -35,10 +35,9 @@ from dora_pipe.schemas.control import (
     FinishReason,
     parts_in_control,
 )
-from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.headers import matches, parse_headers
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, view_trajectory
 
 Place = tuple[int, int]
 """Partition and offset."""
@@ -110,8 +109,8 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return f"trajectories:{self.partition}:{self.offset}"
 
 
-def evidence_of(record: Record, validator: FastValidator | None) -> Evidence:
-    """Look at one record; with a validator the value is opened and checked, too."""
+def evidence_of(record: Record, *, opened: bool) -> Evidence:
+    """Look at one record; if `opened`, read and check its value, too."""
     headers, header_error = None, ""
     try:
         headers = parse_headers(record.headers)
@@ -120,8 +119,8 @@ def evidence_of(record: Record, validator: FastValidator | None) -> Evidence:
     content: Content | None = None
     value_error, disagree = "", cast("tuple[str, ...]", ())
     lost = lost_claim(record)
-    if validator is not None and headers is not None and not lost:
-        content, value_error, disagree = _open(record.value, headers, validator)
+    if opened and headers is not None and not lost:
+        content, value_error, disagree = _open(record.value, headers)
     return Evidence(
         topic=record.topic,
         partition=record.partition,
@@ -144,11 +143,9 @@ def _other_key(record: Record, headers: Headers | None) -> str:
     return repr(record.key)
 
 
-def _open(
-    value: bytes, headers: Headers, validator: FastValidator
-) -> tuple[Content | None, str, tuple[str, ...]]:
+def _open(value: bytes, headers: Headers) -> tuple[Content | None, str, tuple[str, ...]]:
     try:
-        seen = validator.look(value)
+        seen = view_trajectory(value)
     except SchemaError as error:
         return None, error.message, ()
     fault = call_fault(decode_trajectory(value)) if seen.meta.calls else ""
@@ -235,7 +232,7 @@ class OwnReader:
         self, bus: Bus, topic: str, positions: Mapping[int, int], *, opened: bool = True
     ) -> None:
         self._topic = topic
-        self._validator = FastValidator() if opened else None
+        self._opened = opened
         at = {TopicPartition(topic, one): position for one, position in positions.items()}
         self._reader: Reader = bus.reader(at)
 
@@ -244,7 +241,7 @@ class OwnReader:
         records = self._reader.poll(
             timeout_s=timeout_s, records_max=POLL_RECORDS, bytes_max=POLL_BYTES
         )
-        return [evidence_of(record, self._validator) for record in records]
+        return [evidence_of(record, opened=self._opened) for record in records]
 
     def position(self, partition: int) -> int:
         """Evidence below was given."""

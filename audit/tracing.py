@@ -23,9 +23,9 @@ from dora_pipe.observe.traces.spans import Content, content_of, group_spans, ste
 from dora_pipe.observe.traces.tree import Row
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.schemas.control import WorkerJoined, decode_control
-from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 from dora_pipe.schemas.wire import Unknown
 
 
@@ -36,7 +36,6 @@ class Traces:
         self._bus, self._topics, self._ledger = bus, topics, ledger
         self.damage = Damage()
         """Records that were asked for and are not what was logged: facts alone tell of them."""
-        self._glancer = FastValidator()
 
     def group(self, group: GroupEntry, *, only: str = "") -> list[Row]:
         """A group's trace; `only` leaves other siblings than this one out."""
@@ -156,7 +155,7 @@ class Traces:
             record = record_at(self._bus, at, logged.offset)
             if self.damage.is_sound(record, logged) and record is not None:
                 with suppress(SchemaError):
-                    content = content_of(self._glancer.look(record.value))
+                    content = content_of(view_trajectory(record.value))
                     found[logged.trajectory] = content
         return found
 

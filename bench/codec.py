@@ -19,10 +19,9 @@ import typer
 from dora_pipe.bench.support import emit_figures
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
-from dora_pipe.schemas.fast_encode import write_trajectory
-from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
+from dora_pipe.schemas.trajectory_codec import encode_trajectory, view_trajectory
 
 SECONDS_PER_FIGURE = 0.2
 REPEATS_MAX = 1000
@@ -167,8 +166,8 @@ def _figures(trajectory: Trajectory) -> list[CodecFigure]:
         _figure(
             "trajectory record",
             trajectory,
-            lambda: write_trajectory(own)[0],
-            FastValidator().view,
+            lambda: encode_trajectory(own)[0],
+            view_trajectory,
         ),
         _figure("JSON", trajectory, lambda: msgspec.json.encode(plain), msgspec.json.decode),
         _figure("raw arrays", trajectory, lambda: _join(arrays), _split),

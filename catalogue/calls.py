@@ -24,9 +24,9 @@ from dora_pipe.catalogue.database import (
 from dora_pipe.catalogue.tables import CALLS, CallRow
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.contexts import Call, place_of
-from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Described
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 from dora_pipe.schemas.wire import canonical
 
 _WITH_CALLS: Final = f"""{COUNTS} and trajectory_id in (
@@ -91,13 +91,12 @@ def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Ite
     by_partition: dict[int, dict[int, LoggedRecord]] = {}
     for (partition, offset), named in logged_records(catalogue, _WITH_CALLS).items():
         by_partition.setdefault(partition, {})[offset] = named
-    glancer = FastValidator()
     for partition, left in by_partition.items():
         at = TopicPartition(topics.trajectories, partition)
         for record in _records(bus, at, left):
             if damage.is_sound(record, left.pop(record.offset)):
                 with suppress(SchemaError):  # it is among the dead letters
-                    yield from call_rows(glancer.look(record.value))
+                    yield from call_rows(view_trajectory(record.value))
         damage.look_for_the_rest({(partition, offset): one for offset, one in left.items()})
 
 

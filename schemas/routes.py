@@ -42,8 +42,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     data: bytes
     """Numbers of experts, uint8 or (of more than 255) little-endian uint16, row-major:
     [tokens, layers, per_token], those of a token in the order of its router's choice; the type's
-    highest number where there is no entry. What `FastValidator` has read shows them where they lie
-    in the record, as a memoryview."""
+    highest number where there is no entry."""
 
     @classmethod
     def of(cls, choices: Choices, experts: int) -> Routes:

@@ -11,11 +11,11 @@ from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.control import RunStarted
-from dora_pipe.schemas.fast_encode import write_trajectory
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 DIGESTS: Final = {3: "a1" * 32, 4: "b2" * 32}
@@ -80,7 +80,7 @@ class Source:
 
 def encoded(trajectory: Trajectory, topic: str) -> Append:
     """The record of a trajectory, made as the worker makes it."""
-    value, headers = write_trajectory(trajectory)
+    value, headers = encode_trajectory(trajectory)
     _, ordinal, _ = parse_trajectory_id(headers.trajectory)
     return Append(
         topic=topic,

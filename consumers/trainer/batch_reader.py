@@ -29,11 +29,11 @@ from dora_pipe.core.runtime import Meter
 from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.control import StepCommitted, TakenGroup
 from dora_pipe.schemas.dead_letter import DeadLetter
-from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import parse_trajectory_id
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Headers, Trajectory
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 LOG = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class BatchReader:
         bytes_max: int = BYTES_MAX,
     ) -> None:
         self.meter = meter or Meter()
-        self.view = FastValidator().view
+        self.view = view_trajectory
         """The trajectory of a value, with numpy arrays. Raises SchemaError."""
         self._bus = bus
         self._topic = topic

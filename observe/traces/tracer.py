@@ -24,9 +24,9 @@ from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.spans import Content, content_of, group_spans, step_spans
 from dora_pipe.observe.traces.trace_sampling import SamplingPolicy, TailSampler, Why
 from dora_pipe.schemas.control import AnyControl
-from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 POLL_S: Final = 1.0
 """One wait for records that are known to be there."""
@@ -166,7 +166,6 @@ class _Contents:
     def __init__(self, bus: Bus, topics: Topics, damage: Damage) -> None:
         self._bus, self._topic = bus, topics.trajectories
         self._damage = damage
-        self._glancer = FastValidator()
         self._reader: Reader | None = None
         self._held: OrderedDict[tuple[int, int], _Seen] = OrderedDict()
 
@@ -235,6 +234,6 @@ class _Contents:
 
     def _read(self, record: Record) -> _Seen:
         with suppress(SchemaError):  # audit says what is wrong with it
-            value = self._glancer.look(record.value)
+            value = view_trajectory(record.value)
             return _Seen(fingerprint_of(record, value_of=value.trajectory), content_of(value))
         return _Seen(fingerprint_of(record), None)

@@ -19,8 +19,8 @@ from dora_pipe.catalogue.database import COUNTS, LoggedRecord, logged_records
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.view import RunView, quantile, short, spaced
-from dora_pipe.schemas.fast_validate import FastValidator
 from dora_pipe.schemas.trajectory import Described, Times
+from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 STEPS_MAX: Final = 40
 """Steps that are looked at, evenly spaced."""
@@ -111,10 +111,9 @@ def sampled_times(view: RunView, source: RunSource) -> dict[str, Any]:
 
 def _sound(source: RunSource, rows: Iterable[LoggedRecord], damage: Damage) -> Iterator[Described]:
     """What the records of these rows say, partition by partition; of the others, the damage."""
-    glancer = FastValidator()
     for record, _ in named_records(source, rows, damage):
         with suppress(SchemaError):  # it is among the dead letters
-            yield glancer.look(record.value)
+            yield view_trajectory(record.value)
 
 
 def _parts(times: Times) -> list[float] | None:

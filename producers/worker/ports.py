@@ -51,9 +51,8 @@ from dora_pipe.producers.worker.effects import (
     TrajectoryEncoded,
 )
 from dora_pipe.producers.worker.kv_handover import Handover
-from dora_pipe.schemas.fast_encode import write_trajectory
 from dora_pipe.schemas.headers import header_pairs
-from dora_pipe.schemas.trajectory_codec import encode_any_progress
+from dora_pipe.schemas.trajectory_codec import encode_any_progress, encode_trajectory
 from dora_pipe.store.transfers.port import Lost
 
 CODEC_BUDGET_NS: Final = 5_000_000
@@ -409,7 +408,7 @@ class CodecPort:
 
 
 def _trajectory(effect: EncodeTrajectory) -> Iterator[TrajectoryEncoded]:
-    value, headers = write_trajectory(effect.trajectory)
+    value, headers = encode_trajectory(effect.trajectory)
     yield TrajectoryEncoded(
         request=effect.request,
         value=value,

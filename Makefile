@@ -269,6 +269,23 @@ DEBIAN := chromium kcat prometheus
 debian-tools: ## Debian's chromium, kcat and prometheus, without which their tests are skipped (root)
 	@apt-get install --yes --no-install-recommends $(DEBIAN)
 
+# The documentation site. Its source is a copy of the tracked files: Sphinx would walk .venv, too.
+DOCS := .venv-docs
+DOCS_WANTED = $$(sha256sum < requirements/docs.txt | cut -c1-16)
+.PHONY: docs
+
+docs: setup ## Build the documentation site into build/docs/html; any warning is an error (80 MB for .venv-docs)
+	@if [ "$$(cat $(DOCS)/.stamp 2>/dev/null)" != "$(DOCS_WANTED)" ]; then \
+	  echo "docs: $(DOCS), packages of requirements/docs.txt checked by their hashes" >&2; \
+	  rm -rf $(DOCS); \
+	  $(UV) venv -q -p $(BIN)/python $(DOCS); \
+	  $(UV) pip install -q -p $(DOCS)/bin/python --require-hashes -r requirements/docs.txt; \
+	  echo "$(DOCS_WANTED)" > $(DOCS)/.stamp; fi
+	@rm -rf build/docs && mkdir -p build/docs/source
+	@git ls-files -z | xargs -0 cp --parents -t build/docs/source
+	@$(DOCS)/bin/sphinx-build -q -W -n -c docs -b html build/docs/source build/docs/html
+	@echo "docs: build/docs/html/docs/index.html"
+
 axe: ## axe-core into .axe/, checked by its hash, for the tests of the pages (npm)
 	@mkdir -p .axe && cd .axe && npm pack --silent $(AXE) >/dev/null
 	@cd .axe && echo "$(AXE_SHA256)  axe-core-4.14.1.tgz" | sha256sum -c - >&2 && tar xzf axe-core-4.14.1.tgz
@@ -295,6 +312,7 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) --no-deps requirements/adapters.in -c requirements/dev.txt -o requirements/adapters.txt
 	$(LOCK) --no-deps requirements/adamw8bit.in -c requirements/dev.txt -o requirements/adamw8bit.txt
 	$(LOCK) requirements/agents.in -o requirements/agents.txt
+	$(LOCK) requirements/docs.in -o requirements/docs.txt
 	$(LOCK) requirements/verifiers.in -o requirements/verifiers.txt
 	$(LOCK) pyproject.toml requirements/peers.in -c requirements/constraints.in -o requirements/peers.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt

@@ -23,7 +23,7 @@ SMALL_LINES = 60
 REPEATED = 3
 """A class name in so many files says too little."""
 
-NOT_INSTALLED = ("bench", "examples", "infra", "tests")
+NOT_INSTALLED = ("bench", "docs", "examples", "infra", "tests")
 LIFE = ROOT / "docs" / "life.md"
 
 

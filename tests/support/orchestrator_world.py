@@ -18,17 +18,13 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Reader, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.core.runtime import Meter, Runtime
-from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Instance, start_machine
-from dora_pipe.orchestrator.snapshots import WriteSnapshot, write
 from dora_pipe.schemas.control import AnyControl, StepCommitted, WorkerJoined
 from dora_pipe.schemas.metrics import Cost, WorkerStatus
 from dora_pipe.schemas.rounds import (
@@ -233,26 +229,6 @@ class WorldClock:
         self.ns += int(seconds * 1e9)
 
 
-class SnapshotsAtOnce:
-    """Writes a snapshot when it is asked to, in the same thread."""
-
-    effects: tuple[type, ...] = (WriteSnapshot,)
-    busy = False
-
-    def __init__(self, folder: Path, world: World) -> None:
-        self._folder = folder
-        self._world = world
-
-    def start(self, effect: WriteSnapshot) -> None:
-        write(self._folder, self._world.topics.run, effect)
-
-    def poll(self) -> list[Any]:
-        return []
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 @dataclass
 class World:
     """See the head of this file. `workers` maps names to (slots, prefetch)."""
@@ -267,11 +243,6 @@ class World:
     chances: Chances = field(default_factory=Chances)
     rows: int = 50
     eval_rows: int = 3
-    check_every_round: bool = False
-    snapshots: Path | None = None
-    """Where an orchestrator keeps its state, and begins."""
-    samplers: Samplers | None = None
-    """What it draws rows with."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
@@ -310,14 +281,12 @@ class World:
             instance=Instance(name="o", host="h", pid=1, package="0"),
             meter=self.meter,
             run_started=records.run_started(self.config, rows=self.rows, eval_rows=self.eval_rows),
-            snapshots=self.snapshots,
-            samplers=self.samplers,
         )
         self.runtime = Runtime(
             self.machine,
             bus=bus,
             writer=writer,
-            ports=() if self.snapshots is None else [SnapshotsAtOnce(self.snapshots, self)],
+            ports=(),
             clock=self.clock,
             meter=self.meter,
             exclusive=True,

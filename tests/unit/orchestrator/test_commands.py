@@ -9,7 +9,7 @@ import pytest
 from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.objectives import BUILT_IN
-from dora_pipe.schemas.rounds import Dispatch, Drain, End, StopRun
+from dora_pipe.schemas.rounds import Drain, End, StopRun
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage, unchanged
 
@@ -76,35 +76,6 @@ def test_batch_of_a_step_has_the_rate_of_that_step_and_set_changes_the_peak() ->
         stage.commit()
         stage.settle()
     assert rates == [0.25, 0.5, 0.5, 2.0]
-
-
-def test_batch_in_training_keeps_its_settings_when_they_change() -> None:
-    stage = running()
-    stage.finish_all()
-    assert stage.batch is not None
-    first = stage.batch
-    stage.tell(records.command("set", trainer__learning_rate=0.5))
-    stage.commit()
-    stage.settle()
-    stage.finish_all()
-    assert first.settings["trainer.learning_rate"] == 1e-5
-    assert stage.batch.settings["trainer.learning_rate"] == 0.5
-
-
-def test_max_staleness_may_be_raised_and_lowered_while_deadlines_stay() -> None:
-    stage = running()
-    before = {name: group.spec.deadline for name, group in stage.state.groups.items()}
-    stage.tell(records.command("set", staleness__max_staleness=3))
-    stage.finish_all()
-    later = [one.spec for one in stage.decided if isinstance(one, Dispatch)]
-    assert {one.deadline for one in later if one.group in before} == {1}
-    assert {one.deadline - one.version for one in later if one.group not in before} <= {3}
-    stage.tell(records.command("set", staleness__max_staleness=0))
-    while not stage.state.done:
-        stage.commit()
-        stage.settle()
-        stage.finish_all()
-    assert stage.state.counters.fates["trained"] == 8
 
 
 def test_steps_cannot_be_set_below_the_step_that_comes_next() -> None:
@@ -188,12 +159,6 @@ def test_stop_now_ends_the_run_after_the_step_that_trains() -> None:
     assert stage.state.version == 1
 
 
-def test_stop_before_anything_was_dispatched_ends_the_run() -> None:
-    stage = Stage().begin()
-    stage.tell(records.command("stop"))
-    assert [type(one) for one in stage.plan()] == [StopRun]
-
-
 def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
     stage = running(run__steps=20, groups__per_step=1)
     stage.tell(records.command("stop", after=2))
@@ -202,15 +167,6 @@ def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
     assert stage.state.done
     assert stage.state.version == 3, "steps 0, 1 and 2"
     assert stage.state.counters.fates == {"trained": 3}, "no group was begun in vain"
-
-
-def test_stop_after_a_later_step_takes_the_place_of_an_earlier_stop() -> None:
-    stage = running(run__steps=20)
-    stage.tell(records.command("stop", after=2))
-    stage.tell(records.command("stop", after=9))
-    assert stage.state.steps == 10
-    stage.tell(records.command("stop", after=99))
-    assert stage.state.steps == 20, "never more than the run has"
 
 
 @pytest.mark.parametrize(
@@ -228,19 +184,6 @@ def test_stop_after_what_is_no_step_to_come_is_rejected(args: dict[str, Any], wh
     stage.tell(records.command("stop", **args))
     assert why in stage.state.counters.rejection
     assert unchanged(before, stage.state)
-
-
-def test_stop_after_the_step_in_training_ends_with_it() -> None:
-    stage = running(run__steps=20, groups__per_step=1)
-    stage.finish(stage.running()[0])
-    stage.finish(stage.running()[0])
-    stage.plan()
-    assert stage.state.training is not None
-    stage.tell(records.command("stop", after=0))
-    ends = [one for one in stage.plan() if isinstance(one, End)]
-    assert {one.fate for one in ends} == {"cancelled"}
-    stage.commit()
-    assert [type(one) for one in stage.plan()] == [StopRun]
 
 
 @pytest.mark.parametrize("etas", [(3, 0), (0, 3), (2, 1, 0, 3)])

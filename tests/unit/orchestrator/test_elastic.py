@@ -7,26 +7,19 @@ Method: single states by hand, and the worlds of `test_world` with elastic worke
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.planner import decide, plan
-from dora_pipe.orchestrator.recovery import recover
 from dora_pipe.orchestrator.waits import waits
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import NO_VERSION, AnyDecision, Assign, Move, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
-from tests.support.orchestrator_world import World
 from tests.support.singly import placed as placed_by
-from tests.unit.orchestrator.test_world import check_to_the_end, swarm
 
 TWO: dict[str, Any] = {
     "run__steps": 5,
@@ -113,18 +106,6 @@ def test_it_gets_nothing_in_a_step_and_the_newest_version_behind_it() -> None:
     assert assigned(stage.plan(), "e") == [1]
 
 
-def test_it_sleeps_on_when_the_next_batch_stands_ready_at_the_commit() -> None:
-    stage = beside()
-    finish_on(stage, "a", 4)
-    sleeps(stage)
-    for _ in range(2):
-        finish_on(stage, "a", 4)
-    stage.commit()
-    found = stage.plan()
-    assert [one.step for one in found if isinstance(one, TakeBatch)] == [1]
-    assert assigned(found, "e") == []
-
-
 def test_what_cannot_move_is_finished_and_waited_for() -> None:
     stage = beside(moves=False)
     found = finish_on(stage, "a", 4)
@@ -133,17 +114,6 @@ def test_what_cannot_move_is_finished_and_waited_for() -> None:
     assert not any(isinstance(one, TakeBatch) for one in finish_on(stage, "e", 3))
     finish_on(stage, "e", 1)
     assert any(isinstance(one, TakeBatch) for one in sleeps(stage))
-
-
-def test_one_that_loads_is_told_when_it_has_loaded() -> None:
-    stage = Stage(**TWO).begin()
-    stage.join("a")
-    stage.settle()
-    stage.join("e", elastic=True)
-    assert assigned(stage.plan(), "e") == [0]
-    assert not any(isinstance(one, TakeBatch) for one in finish_on(stage, "a", 4))
-    stage.load()
-    assert assigned(stage.plan(), "e") == [NO_VERSION]
 
 
 def test_a_lost_elastic_worker_is_not_waited_for() -> None:
@@ -166,42 +136,3 @@ def test_a_batch_or_a_sleep_against_the_rule_is_refused() -> None:
         apply_decision(stage.state, asleep("a"))
     stage.tell(records.joined("b", elastic=True, versions=3))
     assert "b is elastic, which only a worker of one version" in stage.state.counters.rejection
-
-
-def world(seed: int) -> World:
-    """As `swarm`, with some or all workers elastic."""
-    found = swarm(seed)
-    chance = random.Random(f"elastic {seed}")
-    every = chance.choice((1, 1, 2, 3))
-    names = sorted(found.workers)
-    found.elastic = frozenset(names[::every])
-    return found
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_runs_with_elastic_workers_are_safe_and_end(seed: int) -> None:
-    run = world(seed)
-    check_to_the_end(run)
-    state = run.machine.state
-    assert run.commands or state.counters.rejected == 0, state.counters.rejection
-    found = recover(run.bus, run.topics)
-    assert (found.state.digest(), found.state.chain) == (state.digest(), state.chain)
-
-
-@pytest.mark.pure
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12, 60))
-def test_runs_with_elastic_workers_are_safe_and_end_at_length(seed: int) -> None:
-    check_to_the_end(world(seed))
-
-
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10_000), seconds=st.floats(1.0, 40.0))
-def test_a_plan_with_elastic_workers_leaves_nothing_to_plan(seed: int, seconds: float) -> None:
-    run = world(seed)
-    run.run(seconds=seconds)
-    state = run.machine.state
-    trigger = state.trigger
-    decide(state, limit=100_000)
-    state.trigger = trigger
-    assert plan(state) == ()

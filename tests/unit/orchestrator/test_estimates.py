@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from dora_pipe.orchestrator.estimates import (
-    LIFE_SHIFT,
-    LIVES_MAX,
     STALL_MIN_NS,
     STALL_NS,
     Estimates,
@@ -29,39 +27,9 @@ def test_without_history_a_request_is_expected_to_live_as_long_again() -> None:
     assert outlook.left_ns(16 * SECOND) == pytest.approx(16 * SECOND, rel=0.13)
 
 
-def test_requests_that_all_live_alike_are_nearly_over_when_they_are_old() -> None:
-    outlook = Outlook(seen(*[10.0] * 50))
-    assert outlook.left_ns(0) == pytest.approx(12 * SECOND, rel=0.3)
-    assert outlook.left_ns(15 * SECOND) < 2 * SECOND
-
-
 def test_long_tail_makes_old_requests_live_longer_than_young_ones() -> None:
     outlook = Outlook(seen(*[1.0] * 900, *[200.0] * 100))
     assert outlook.left_ns(10 * SECOND) > 5 * outlook.left_ns(0)
-
-
-def test_a_few_lives_say_nothing_about_those_who_outlived_them() -> None:
-    outlook = Outlook(seen(*[1.0] * 100, *[50.0] * 3))
-    assert outlook.left_ns(20 * SECOND) == pytest.approx(20 * SECOND, rel=0.13)
-
-
-def test_what_was_long_ago_counts_less() -> None:
-    found = seen(*[1.0] * LIVES_MAX)
-    before = sum(found.lives)
-    found.lived(SECOND)
-    assert sum(found.lives) < before
-    for _ in range(3 * LIVES_MAX):
-        found.lived(100 * SECOND)
-    assert Outlook(found).left_ns(0) > 50 * SECOND
-
-
-def test_lives_of_any_length_are_counted() -> None:
-    found = Estimates()
-    for life in (-5, 0, 1, 1 << LIFE_SHIFT, 10**18, 10**24):
-        found.lived(life)
-    assert sum(found.lives) == 6
-    for age in (0, 1, 10**9, 10**18, 10**24):
-        assert Outlook(found).left_ns(age) >= 0
 
 
 def test_cost_of_a_move_follows_what_moves_took_but_is_never_nothing() -> None:

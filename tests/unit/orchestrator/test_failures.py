@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from dora_pipe.config.model import Groups
@@ -11,16 +10,13 @@ from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.failures import (
     FIRST_MIN,
     WINDOW_MIN,
-    FailedGroup,
     Failures,
     halt_due,
     note,
 )
-from dora_pipe.orchestrator.state import State
-from dora_pipe.orchestrator.state_ops import halt_now
 from dora_pipe.orchestrator.waits import waits
-from dora_pipe.schemas.control import ERROR_CHARACTERS_MAX, LoggedEntry, TrajectoriesLogged
-from dora_pipe.schemas.rounds import Dispatch, End, Halt
+from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
+from dora_pipe.schemas.rounds import Dispatch, Halt
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -95,14 +91,6 @@ def test_a_halted_run_decides_nothing_more_and_says_whom_it_waits_for() -> None:
     assert (wait.name, wait.blockers[0].id) == ("halted", "resume")
 
 
-def test_groups_that_are_filtered_have_ended_and_not_failed() -> None:
-    stage = running(groups__filter_zero_advantage=True)
-    stage.finish_group(stage.running()[0].rpartition("-")[0])
-    stage.settle()
-    assert fail_until_halted(stage, turns=3) is None
-    assert stage.state.counters.fates["failed"] >= FIRST
-
-
 def test_later_the_share_of_the_window_decides() -> None:
     rules = Groups(per_step=2, failed_share_max=0.5)
     failures = Failures()
@@ -143,61 +131,9 @@ def test_resume_lets_a_halted_run_go_on_and_counts_anew() -> None:
     assert again.state.counters.fates["failed"] == 2 * FIRST
 
 
-def test_the_share_may_be_set_while_the_run_goes_on() -> None:
-    stage = running()
-    stage.tell(records.command("set", groups__failed_share_max=1))
-    assert fail_until_halted(stage, turns=10) is None
-    stage.tell(records.command("set", groups__failed_share_max=0.5))
-    assert isinstance(stage.plan()[0], Halt)
-
-
-def test_error_that_most_groups_have_is_told_by_its_class() -> None:
-    rules = Groups(per_step=1)
-    failures = Failures()
-    for at, error in enumerate(("KeyError: 1", *["OSError: x"] * 3, *["KeyError: 2"] * 3), 1):
-        failures = note(failures, rules, at=at, error=error, trajectory=f"t{at}")
-    failures = note(failures, rules, at=8, error="KeyError: 3", trajectory="t8")
-    halt = halt_due(failures, rules, at=8)
-    assert halt is not None
-    assert (halt.error, halt.trajectory) == ("KeyError: 3", "t8")
-
-
-def test_what_is_kept_of_failures_is_bounded() -> None:
-    rules = Groups(per_step=1)
-    failures = Failures()
-    for at in range(1, 1000):
-        failures = note(failures, rules, at=at, error="x" * 10_000, trajectory="t")
-    assert len(failures.failed) <= WINDOW_MIN
-    assert all(len(one.error) <= ERROR_CHARACTERS_MAX for one in failures.failed)
-
-
 def test_a_halt_that_is_not_due_or_says_another_error_is_refused() -> None:
     forged = Halt(reason="r", error="E", trajectory="t")
     stage = running()
     with pytest.raises(InvariantBroken, match="not enough groups have failed"):
         apply_decision(stage.state, forged)
     assert stage.state.failures == Failures()
-
-
-def test_a_halt_in_other_words_is_the_same() -> None:
-    stage = running()
-    stage.tell(records.command("set", groups__failed_share_max=1))
-    assert fail_until_halted(stage, turns=10) is None
-    stage.tell(records.command("set", groups__failed_share_max=0.5))
-    due = halt_now(stage.state)
-    assert due is not None
-    apply_decision(stage.state, msgspec.structs.replace(due, reason="said otherwise"))
-    assert stage.state.failures.halted == "said otherwise"
-
-
-def test_failures_are_part_of_the_state_s_digest() -> None:
-    one, other = State(), State()
-    other.failures = Failures(failed=(FailedGroup(at=1, error="E", trajectory="t"),))
-    assert one.digest() != other.digest()
-
-
-def test_end_of_a_failed_group_says_what_it_always_said() -> None:
-    stage = running()
-    fail_until_halted(stage)
-    end = next(one for one in stage.decided if isinstance(one, End))
-    assert end.reason == "1 of 2 siblings are not valid"

@@ -96,34 +96,6 @@ def test_trajectory_that_contradicts_its_dispatch_is_rejected_and_changes_nothin
     assert legal.trajectory not in stage.state.requests
 
 
-def test_each_trajectory_of_a_report_is_judged_by_itself() -> None:
-    stage = busy()
-    first, second = (records.logged(stage.placed[name]) for name in stage.running()[:2])
-    report = as_record(first)
-    wrong = msgspec.structs.replace(first, partition=1 - first.partition)
-    entries = [as_record(one).trajectories[0] for one in (wrong, second, first, first)]
-    stage.tell(msgspec.structs.replace(report, trajectories=tuple(entries)))
-    assert stage.state.counters.rejected == 1
-    assert "wrong partition" in stage.state.counters.rejection
-    assert stage.state.counters.superseded == 1, "the second record of the first trajectory"
-    assert not {first.trajectory, second.trajectory} & stage.state.requests.keys()
-
-
-@pytest.mark.parametrize("place", range(1, len(KINDS)))
-def test_nothing_is_legal_before_the_run_has_started_but_roles(place: int) -> None:
-    record = every_kind(busy())[place]
-    state, empty = State(), State()
-    apply_control(state, 0, record)
-    assert unchanged(empty, state)
-
-
-def test_worker_that_joins_before_the_run_has_started_is_rejected() -> None:
-    state = State()
-    apply_control(state, 0, records.joined("w0"))
-    assert state.workers == {}
-    assert state.counters.rejected == 1
-
-
 def test_unknown_kinds_and_unreadable_bytes_are_counted() -> None:
     state = State()
     apply_control(state, 0, Unknown(kind="worker-danced", raw=b"{}"))
@@ -146,12 +118,3 @@ def test_run_whose_configuration_cannot_be_read_does_not_start() -> None:
     assert state.facts is None
     apply_control(state, 4, record)
     assert state.facts is not None
-
-
-def test_reason_of_a_rejection_names_kind_and_offset_and_is_bounded() -> None:
-    state = State()
-    apply_control(state, 17, records.command("x" * 5000))
-    assert state.counters.rejection == "command at offset 17: the run has not started"
-    stage = Stage().begin()
-    stage.tell(records.command("x" * 5000))
-    assert len(stage.state.counters.rejection) == 300

@@ -39,20 +39,6 @@ def test_training_to_committed_makes_the_next_version() -> None:
     assert not {"g0000000000", "g0000000001"} & state.groups.keys()
 
 
-def test_policy_of_an_old_version_is_known_exactly_as_long_as_an_open_group_carries_it() -> None:
-    stage = in_training()
-    stage.plan()
-    stage.commit()
-    assert 0 not in stage.state.policies or stage.state.pins[0] > 0
-    while not stage.state.done:
-        stage.settle()
-        stage.finish_all()
-        if stage.state.training is not None:
-            stage.commit()
-        assert set(stage.state.policies) == {*stage.state.pins, stage.state.version}
-    assert set(stage.state.policies) == {4}
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -75,30 +61,6 @@ def test_commit_of_anything_but_the_batch_in_training_is_rejected_and_changes_no
     assert why in stage.state.counters.rejection
     stage.state.counters = before.counters
     assert stage.state.digest() == before.digest()
-
-
-def test_commit_with_a_group_twice_is_rejected() -> None:
-    stage = in_training()
-    record = commit_of(stage)
-    twice = (record.groups[0], record.groups[0])
-    stage.tell(msgspec.structs.replace(record, groups=twice))
-    assert stage.state.counters.rejected == 1
-    assert stage.state.training is not None
-
-
-def test_commit_may_list_its_groups_in_any_order() -> None:
-    stage = in_training()
-    record = commit_of(stage)
-    stage.tell(msgspec.structs.replace(record, groups=record.groups[::-1]))
-    assert stage.state.version == 1
-
-
-def test_second_commit_of_a_step_is_rejected() -> None:
-    stage = in_training()
-    record = commit_of(stage)
-    stage.tell(record)
-    stage.tell(record)
-    assert (stage.state.version, stage.state.counters.rejected) == (1, 1)
 
 
 def test_commit_of_a_trainer_that_was_replaced_is_rejected() -> None:
@@ -146,16 +108,6 @@ def test_refusal_that_names_nothing_of_the_batch_is_rejected(record: object) -> 
     assert stage.state.counters.rejected == 1
     stage.state.counters = before.counters
     assert stage.state.digest() == before.digest()
-
-
-def test_commit_after_a_refusal_of_its_attempt_is_rejected() -> None:
-    stage = in_training()
-    late = commit_of(stage)
-    stage.tell(records.refused(0, ["g0000000001"]))
-    stage.finish_all()
-    stage.tell(late)
-    assert stage.state.version == 0
-    assert "not in training" in stage.state.counters.rejection
 
 
 def test_training_to_failed_when_a_user_gives_a_batch_up() -> None:

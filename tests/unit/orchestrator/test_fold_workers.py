@@ -9,7 +9,6 @@ from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.rounds import Fence, Progressed
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
-from tests.support.singly import placed as placed_by
 
 
 def one_group(**changes: object) -> Stage:
@@ -94,16 +93,6 @@ def test_progress_of_an_episode_that_cannot_be_told_again_is_forgotten(
     assert stage.placed[FIRST].resume == (resume if kept else None)
 
 
-def test_orderly_leaving_never_uses_up_attempts() -> None:
-    stage = one_group(groups__attempts_max=1)
-    for _ in range(5):
-        stage.tell(records.left("w0", stage.state.workers["w0"].epoch))
-        stage.worker("w0", slots=2)
-    assert stage.placed[FIRST].attempt == 6
-    stage.finish_all()
-    assert stage.state.counters.siblings_failed == 0
-
-
 def test_silent_to_fenced_and_its_requests_go_elsewhere() -> None:
     stage = one_group()
     stage.worker("w1", slots=2)
@@ -127,28 +116,6 @@ def test_lost_request_goes_on_from_the_newest_progress_observed() -> None:
         apply_observation(stage.state, Progressed(trajectory=FIRST, resume=resume))
     stage.settle()
     assert stage.placed[FIRST].resume == Resume(tokens=60, partition=0, offset=60)
-
-
-def test_observations_of_what_is_gone_change_nothing() -> None:
-    stage = one_group()
-    before = stage.state.digest()
-    resume = Resume(tokens=1, partition=0, offset=1)
-    apply_observation(stage.state, Progressed(trajectory="g0000000099-000", resume=resume))
-    stage.state.workers["w0"].epoch += 1
-    stage.lose("w0")
-    stage.state.workers["w0"].silent = False
-    stage.state.workers["w0"].epoch -= 1
-    assert stage.state.digest() == before
-
-
-def test_lease_of_an_older_incarnation_does_not_touch_the_new_one() -> None:
-    from dora_pipe.schemas.rounds import LeaseExpired
-
-    stage = one_group()
-    old = stage.state.workers["w0"].epoch
-    stage.join("w0")
-    apply_observation(stage.state, LeaseExpired(worker="w0", epoch=old))
-    assert not stage.state.workers["w0"].silent
 
 
 def test_first_record_of_the_present_attempt_binds_and_a_doubled_append_is_harmless() -> None:
@@ -181,25 +148,6 @@ def test_retryable_failure_queues_again_until_attempts_are_used_up() -> None:
     assert FIRST not in stage.state.requests
     assert stage.state.counters.siblings_failed == 1
     assert stage.state.counters.fates == {"failed": 1}
-
-
-def test_failure_for_good_ends_the_sibling_at_once() -> None:
-    stage = one_group(groups__min_valid_siblings=1)
-    stage.tell(records.failed(stage.placed[FIRST], retryable=False))
-    assert FIRST not in stage.state.requests
-    stage.finish(SECOND)
-    assert stage.state.groups["g0000000000"].phase == "finished"
-    (group,) = [stage.state.groups["g0000000000"].taken()]
-    assert [one.trajectory for one in group.trajectories] == [SECOND]
-
-
-def test_request_that_queues_again_stands_before_younger_groups() -> None:
-    stage = Stage(groups__per_step=2, staleness__max_staleness=1).begin()
-    stage.worker("w0", slots=3)
-    assert stage.state.queues[0][0].trajectory == "g0000000001-001"
-    stage.tell(records.failed(stage.placed["g0000000000-000"]))
-    placed = placed_by(stage.plan())
-    assert [one.trajectory for one in placed] == ["g0000000000-000"]
 
 
 @pytest.mark.parametrize("slots", [0, -1, 100_000])

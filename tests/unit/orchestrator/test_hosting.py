@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dora_pipe.orchestrator import hosting
-from dora_pipe.orchestrator.planner import decide, may_still_admit
-from dora_pipe.schemas.rounds import Assign, Dispatch, Place
+from dora_pipe.orchestrator.planner import may_still_admit
+from dora_pipe.schemas.rounds import Assign
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -29,43 +29,6 @@ def test_serving_remains_on_its_version_until_it_has_no_open_request() -> None:
     assert [(one.worker, one.version, one.digest) for one in assigned] == [
         ("w0", 1, records.weights(1))
     ]
-
-
-def test_two_workers_host_different_versions_at_the_same_time() -> None:
-    stage = Stage(groups__per_step=1, groups__size=2).begin()
-    stage.worker("w0", slots=2)
-    stage.worker("w1", slots=2)
-    done = stage.running("w0")
-    for name in stage.running():
-        if name in done:
-            stage.finish(name)
-    stage.settle()
-    stage.commit()
-    stage.settle()
-    assert sorted(targets(stage).values()) == [0, 1]
-
-
-def test_loading_remains_loading_when_the_version_advances() -> None:
-    stage = Stage(groups__per_step=1, groups__size=1, staleness__max_staleness=3).begin()
-    stage.tell(records.command("set", staleness__in_flight_batches=4.0))
-    stage.worker("w0", slots=1)
-    stage.finish("g0000000000-000")
-    stage.plan()
-    stage.join("w1", slots=1)
-    stage.plan()
-    assert targets(stage)["w1"] == 0
-    stage.commit()
-    assert not [one for one in stage.plan() if isinstance(one, Assign) and one.worker == "w1"]
-    stage.load()
-    again = [one for one in stage.plan() if isinstance(one, Assign) and one.worker == "w1"]
-    assert [one.version for one in again] == [1]
-
-
-def test_worker_is_not_moved_to_the_newest_version_without_work_for_it() -> None:
-    stage = Stage(run__steps=1, groups__per_step=1).begin()
-    stage.worker("w0", slots=4)
-    stage.join("w1", slots=4)
-    assert [one for one in stage.plan() if isinstance(one, Assign)] == []
 
 
 def test_orphaned_version_gets_a_free_worker_before_new_work() -> None:
@@ -141,18 +104,6 @@ def test_victim_is_of_the_newest_version_even_if_an_older_host_is_emptier() -> N
     assert hosting.victims(stage.state) == {"b"}
 
 
-def test_nothing_is_admitted_while_a_version_has_no_host_although_slots_are_free() -> None:
-    stage = three_versions()
-    stage.finish(stage.running("a")[0])
-    stage.finish(stage.running("b")[0])
-    admitted = stage.copy()
-    assert [one for one in decide(admitted) if isinstance(one, Dispatch)], "but for the loss"
-    stage.lose("v0")
-    decisions = stage.plan()
-    assert hosting.orphans(stage.state) == [0]
-    assert not [one for one in decisions if isinstance(one, Dispatch)]
-
-
 def test_worker_that_has_just_loaded_a_newer_version_gives_way_to_an_older_orphan() -> None:
     stage = Stage(groups__per_step=1, groups__size=2, staleness__max_staleness=3).begin()
     stage.worker("v0", slots=4)
@@ -172,31 +123,6 @@ def test_worker_that_has_just_loaded_a_newer_version_gives_way_to_an_older_orpha
     assert 1 in stage.state.queues, "version 1 waits, oldest first"
 
 
-def test_one_worker_serves_versions_one_after_the_other_oldest_first() -> None:
-    stage = Stage(groups__per_step=1, groups__size=1, staleness__max_staleness=1).begin()
-    stage.worker("w0", slots=2)
-    stage.finish("g0000000000-000")
-    stage.settle()
-    stage.commit()
-    stage.settle()
-    stage.join("w1", slots=2)
-    stage.settle()
-    assert targets(stage) == {"w0": 0, "w1": 1}
-    stage.lose("w0")
-    stage.settle()
-    assert hosting.victims(stage.state) == {"w1"}
-    hosted = []
-    while not stage.state.done:
-        for name in stage.running():
-            stage.finish(name)
-        hosted += [one.version for one in stage.settle() if isinstance(one, Assign)]
-        if stage.state.training is not None:
-            stage.commit()
-    assert hosted[0] == 0
-    assert hosted[1:] == sorted(hosted[1:]), "then only forwards"
-    assert stage.state.counters.fates["trained"] == 4
-
-
 def test_old_version_keeps_only_as_many_workers_as_its_requests_need() -> None:
     stage = Stage(groups__per_step=4, groups__size=1, groups__min_valid_siblings=1).begin()
     stage.worker("a", slots=4)
@@ -210,37 +136,3 @@ def test_old_version_keeps_only_as_many_workers_as_its_requests_need() -> None:
     assert [one.name for one in kept] == ["a", "b"], "five open requests, four slots each"
     stage.finish(stage.running("b")[0])
     assert [one.name for one in hosting.kept(stage.state, 0)] == ["a"]
-
-
-def test_draining_and_silent_workers_host_nothing() -> None:
-    stage = Stage().begin()
-    stage.worker("w0")
-    stage.worker("w1")
-    stage.tell(records.command("drain", worker="w0"))
-    stage.lose("w1")
-    assert stage.state.index.hosts == {}
-    assert sorted(stage.state.index.draining) == ["w0"]
-    assert sorted(stage.state.index.silent) == ["w1"]
-
-
-def test_placements_pack_the_hosts_of_an_old_version_slots_first() -> None:
-    stage = Stage(groups__size=1).begin()
-    stage.join("a", slots=2, prefetch=1)
-    stage.join("b", slots=2, prefetch=1)
-    found: list[str] = []
-    workers = [stage.state.workers[name] for name in ("a", "b")]
-    for worker in workers:
-        worker.target = worker.hosted = 0
-    for worker in hosting.pack(stage.state, workers):
-        worker.requests.add(f"r{len(found)}")
-        found.append(worker.name)
-    assert found == ["a", "a", "b", "b", "a", "b"]
-
-
-def test_versions_placed_oldest_first() -> None:
-    stage = Stage(groups__per_step=1, groups__size=2).begin()
-    stage.worker("w0", slots=1)
-    stage.finish_all()
-    stage.commit()
-    order = [one.spec.version for one in stage.settle() if isinstance(one, Place | Dispatch)]
-    assert order == sorted(order)

@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.config.model import in_flight_batches
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.fold import note_slots
 from dora_pipe.orchestrator.in_flight import CHANGE, START, STEPS_EACH, InFlight
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.schemas.rounds import TakeBatch
-from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -40,35 +38,14 @@ def test_c_grows_where_the_trainer_lacks_groups_and_slots_are_empty_because_of_i
     assert after([20] * STEPS_EACH, empty=30) == START + CHANGE
 
 
-def test_c_stays_until_enough_steps_were_counted() -> None:
-    assert after([20] * (STEPS_EACH - 1), empty=30) == START
-
-
 def test_full_slots_make_no_larger_c_however_long_the_trainer_waits() -> None:
     assert after([0] * 4 * STEPS_EACH, empty=4) == START
-
-
-def test_empty_slots_make_no_larger_c_while_a_batch_stands_ready() -> None:
-    assert after([B] * 4 * STEPS_EACH, empty=90) == START
 
 
 def test_c_shrinks_where_more_stands_ready_than_a_batch_and_a_quarter() -> None:
     large = InFlight(batches=3.0)
     assert after([B + B // 4 + 1] * STEPS_EACH, empty=0, at=large) == 3.0 - CHANGE
     assert after([B + B // 4] * STEPS_EACH, empty=0, at=large) == 3.0
-
-
-def test_what_a_change_moves_is_less_than_what_lies_between_growing_and_shrinking() -> None:
-    low, high = B - B // 16 - 1, B + B // 4 + 1
-    assert high - low > CHANGE * B
-    grown = after([low] * STEPS_EACH, empty=30)
-    assert after([low + int(CHANGE * B)] * 9, empty=30, at=InFlight(batches=grown)) == grown
-
-
-def test_batch_in_place_of_a_refused_one_counts_for_nothing() -> None:
-    one = InFlight().at_commit(20).at_batch(per_step=B, most=3.0)
-    assert one.steps == 1
-    assert one.at_batch(per_step=B, most=3.0) == one
 
 
 @given(
@@ -119,17 +96,6 @@ def test_starved_run_admits_more_and_every_batch_says_how_much() -> None:
     assert len(stage.state.groups) > 2 * 4, "more than two batches are in flight"
 
 
-def test_number_in_the_configuration_is_kept_and_nothing_is_counted_or_said() -> None:
-    stage = stage_of(staleness__in_flight_batches=2.0)
-    assert set(starve(stage, 8)) == {None}
-    assert stage.state.in_flight is None
-    stage = stage_of(staleness__in_flight_batches=None)
-    for name in sorted(stage.running())[:4]:
-        stage.finish(name)
-    (take,) = [one for one in stage.plan() if isinstance(one, TakeBatch)]
-    assert b"in_flight" not in encode(take)
-
-
 def test_bound_that_goes_down_holds_at_once_for_an_automatic_c() -> None:
     stage = stage_of()
     starve(stage, 14)
@@ -158,9 +124,3 @@ def test_batch_with_another_c_is_refused_by_the_fold() -> None:
     (take,) = [one for one in decide(stage.copy()) if isinstance(one, TakeBatch)]
     with pytest.raises(InvariantBroken, match="another C"):
         apply_decision(before, msgspec.structs.replace(take, in_flight=3.0))
-
-
-def test_buffers_are_made_for_the_most_that_c_can_be() -> None:
-    stage = stage_of()
-    assert stage.state.config is not None
-    assert in_flight_batches(stage.state.config.staleness) == 3.0

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.planner import plan
-from dora_pipe.schemas.rounds import Assign, Move, Place
+from dora_pipe.schemas.rounds import Assign, Place
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -48,18 +46,6 @@ def test_every_worker_is_assigned_the_newest_version_at_once_although_requests_r
     left = {name for name in busy if not name.startswith("g0000000000")}
     assert left <= set(stage.running()), "what runs stays where it is"
     assert any("requests of" in one.reason and "version 1" in one.reason for one in assigned)
-
-
-def test_loading_worker_is_not_assigned_again_before_it_is_ready() -> None:
-    stage = stage_of()
-    stage.worker("w0", slots=6)
-    step(stage, "g0000000000")
-    stage.finish_group("g0000000001")
-    stage.plan()
-    stage.commit()
-    assert not [one for one in stage.plan() if isinstance(one, Assign)]
-    stage.load()
-    assert [one.version for one in stage.plan() if isinstance(one, Assign)] == [2]
 
 
 def test_queued_requests_follow_to_the_newest_version_and_keep_stamp_and_deadline() -> None:
@@ -111,48 +97,6 @@ def test_worker_with_an_evaluation_keeps_its_version_until_that_has_ended() -> N
     assert [one.worker for one in stage.plan() if isinstance(one, Assign)] == [host]
 
 
-def test_host_stays_while_evaluations_of_its_version_are_queued() -> None:
-    stage = stage_of(eval_rows=12, evaluation__prompts=12, evaluation__every=1)
-    stage.worker("w0", slots=4)
-    while names := [name for name in stage.running() if name.startswith("e")]:
-        for name in names:
-            stage.finish(name)
-        stage.settle()
-    stage.finish_group("g0000000001")
-    step(stage, "g0000000000")
-    stage.settle()
-    assert targets(stage) == {"w0": 1}
-    assert any(key.trajectory.startswith("e") for key in stage.state.queues[1])
-    stage.commit()
-    assert not [one for one in stage.plan() if isinstance(one, Assign)]
-    assert 2 not in stage.state.index.hosts
-    assert all(key.trajectory.startswith("e") for key in stage.state.queues[1])
-    stage.finish_all()
-    assert targets(stage) == {"w0": stage.state.version}
-
-
-def test_nothing_moves() -> None:
-    stage = stage_of()
-    for name in ("w0", "w1"):
-        stage.worker(name, slots=4, moves=True)
-    for number in range(4):
-        step(stage, f"g{number:010d}")
-        stage.settle()
-        stage.later(30)
-    assert not [one for one in stage.decided if isinstance(one, Move)]
-
-
-def test_a_plan_leaves_nothing_to_plan_where_versions_mix() -> None:
-    stage = stage_of(evaluation__prompts=2, evaluation__every=1)
-    stage.worker("w0", slots=3)
-    stage.worker("w1", slots=3)
-    for number in range(3):
-        step(stage, f"g{number:010d}")
-        assert plan(stage.state) == ()
-        stage.settle()
-        assert plan(stage.state) == ()
-
-
 def test_busy_worker_may_not_go_back_to_an_older_version() -> None:
     stage = stage_of()
     stage.worker("w0", slots=6)
@@ -163,24 +107,6 @@ def test_busy_worker_may_not_go_back_to_an_older_version() -> None:
     back = Assign(worker="w0", epoch=worker.epoch, version=0, digest=records.weights(0), reason="")
     with pytest.raises(InvariantBroken, match="has open requests"):
         apply_decision(stage.state, back)
-
-
-def test_placement_under_an_older_version_than_the_stamp_is_refused() -> None:
-    stage = stage_of()
-    stage.worker("w0", slots=2)
-    stage.join("w1", slots=6)
-    stage.plan()
-    stage.load()
-    stage.finish_group("g0000000000")
-    stage.settle()
-    stage.commit()
-    stage.plan()
-    new = [one for one in stage.decided if isinstance(one, Place)][-1]
-    forged = msgspec.structs.replace(
-        new, spec=msgspec.structs.replace(new.spec, version=stage.state.version + 1)
-    )
-    with pytest.raises(InvariantBroken):
-        apply_decision(stage.state, forged)
 
 
 def test_run_that_does_not_mix_versions_leaves_busy_workers_alone() -> None:

@@ -67,34 +67,3 @@ def test_time_in_which_the_log_was_held_back_counts_against_nobody() -> None:
     assert found.due_ns() == 110
     assert found.expired([A, B], 110) == [A], "what had run down before stays run down"
     assert found.expired([A, B], 115) == [A, B]
-
-
-def test_gap_while_the_log_was_held_back_is_counted_once() -> None:
-    found = leases()
-    found.turn(0)
-    found.start([A], 0)
-    found.hold(True)
-    found.turn(1000)
-    found.hold(False)
-    listen(found, 1001, 1009)
-    assert found.expired([A], 1009) == []
-    assert found.expired([A], 1010) == [A]
-
-
-def test_incarnation_that_joins_later_has_a_whole_lease() -> None:
-    found = leases()
-    listen(found, 0, 5)
-    found.start([], 5)
-    found.renew(A, 20)
-    assert found.expired([A], 20) == []
-    assert found.due_ns() == 30
-
-
-def test_those_who_are_gone_are_forgotten() -> None:
-    found = leases()
-    found.start([A, B], 0)
-    assert found.expired([B], 1) == []
-    assert found.expired([B], 10) == [B]
-    found.renew(A, 5)
-    assert found.expired([B], 10) == [B]
-    assert found.due_ns() == 10

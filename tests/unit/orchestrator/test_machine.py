@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.runtime import CaughtUp, Now, Outputs, StopAsked
-from dora_pipe.orchestrator import machine as machine_module
 from dora_pipe.orchestrator import planner
-from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.fold import fold_round
-from dora_pipe.orchestrator.machine import CONTROL_MAX, OrchestratorMachine
+from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.rounds import (
-    STATE_DIGEST_EVERY,
     Assign,
     Fence,
     GroupExpired,
@@ -183,20 +179,6 @@ def test_round_time_is_the_wall_clock_at_first_and_never_goes_back() -> None:
     assert later.rounds[0].now_ns == before
 
 
-def test_many_control_records_are_spread_over_several_rounds() -> None:
-    bench = Bench()
-    facts = [bench.fact(records.command("resume")) for _ in range(2 * CONTROL_MAX + 5)]
-    count = len(bench.rounds)
-    bench.react(*facts)
-    new = bench.rounds[count:]
-    assert [one.control_next for one in new] == [
-        facts[CONTROL_MAX - 1].offset + 1,
-        facts[2 * CONTROL_MAX - 1].offset + 1,
-        facts[-1].offset + 1,
-    ]
-    assert bench.machine.state.counters.rejected == len(facts)
-
-
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "DECISIONS_MAX", 6)
     bench = Bench(groups__per_step=8)
@@ -207,39 +189,6 @@ def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch
     while bench.machine.wake_at() == 0:
         bench.react()
     assert len(bench.machine.state.workers["w0"].requests) == 16
-
-
-def test_round_that_folds_much_leaves_its_plan_to_the_turn_that_follows_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(machine_module, "FOLDED_BYTES_MAX", 10)
-    bench = Bench()
-    assert (bench.rounds[-1].planned, bench.rounds[-1].decisions) == (False, ())
-    joined = bench.fact(records.joined("w0"))
-    assert bench.machine.wake_at() == 0
-    found = bench.turn(joined)
-    assert [type(one) for one in found] == [Assign], "never two rounds in a row without a plan"
-    assert bench.rounds[-1].planned and bench.machine.wake_at() > 0
-
-
-def test_digest_that_has_much_to_hash_is_not_made_in_a_round_that_plans(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(machine_module, "UNSETTLED_MAX", 0)
-    bench = Bench()
-    while len(bench.rounds) < STATE_DIGEST_EVERY - 1:
-        bench.react(bench.fact(records.command("resume")))
-    assert all(one.planned for one in bench.rounds)
-    bench.react(bench.fact(records.joined("w0")))
-    last = bench.rounds[-1]
-    assert last.state_digest is not None and (last.planned, last.decisions) == (False, ())
-    assert bench.machine.wake_at() == 0
-    assert [type(one) for one in bench.turn()] == [Assign]
-    folded = State()
-    for round_ in bench.rounds:
-        below = [one for one in bench.control if folded.control_next <= one[0]]
-        fold_round(folded, round_, [one for one in below if one[0] < round_.control_next])
-    assert folded.digest() == bench.machine.state.digest()
 
 
 def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewhere() -> None:
@@ -275,33 +224,6 @@ def test_worker_with_a_name_that_is_none_is_fenced_as_it_joins_and_hears_why(nam
     assert not any(isinstance(one, Assign) for one in found)
 
 
-def test_worker_that_an_older_log_has_under_an_odd_name_folds_as_it_did_and_is_fenced() -> None:
-    before = Bench()
-    state = before.machine.state
-    apply_control(state, before.offset + 3, read_control(encode(records.joined("w.1"))))
-    assert "w.1" in state.workers and state.counters.rejected == 0
-    after = Bench(state=state, started=False)
-    found = after.turn(CaughtUp())
-    assert [type(one) for one in found[:2]] == [LeaseExpired, Fence]
-    assert "w.1" not in after.machine.state.workers
-
-
-@pytest.mark.parametrize("sign", ["metrics", "logged", "released"])
-def test_metrics_or_control_of_its_epoch_keep_a_worker_alive(sign: str) -> None:
-    bench = Bench()
-    epoch = bench.serving()
-    place = placed_by(bench.rounds[-1].decisions)[0]
-    for _ in range(5):
-        assert not [one for one in bench.wait(4) if isinstance(one, LeaseExpired)]
-        if sign == "metrics":
-            bench.turn(bench.status("w0", epoch))
-        else:
-            made = records.logged if sign == "logged" else records.released
-            bench.turn(bench.fact(made(place)))
-    bench.turn(bench.status("w0", epoch - 1))
-    assert [one for one in bench.wait(6) if isinstance(one, LeaseExpired)]
-
-
 def test_an_outage_of_the_orchestrator_itself_fences_nobody() -> None:
     bench = Bench()
     bench.serving()
@@ -326,13 +248,6 @@ def test_worker_that_joins_again_before_its_lease_ends_passes_its_progress_on() 
     assert placed[lost[0]].attempt == 2
 
 
-def test_the_planning_period_is_observed() -> None:
-    bench = Bench()
-    found = bench.wait(31)
-    assert found == [PlanPeriod(), PlanPeriod()]
-    assert bench.machine.wake_at() <= int((bench.now_s + 0.5) * 1e9)
-
-
 def test_status_goes_out_without_news_and_says_what_the_run_waits_for() -> None:
     bench = Bench()
     bench.published.clear()
@@ -355,50 +270,12 @@ def test_unreadable_control_goes_to_the_dead_letters_and_the_rest_goes_on() -> N
     assert "w0" in bench.machine.state.workers
 
 
-def test_unreadable_metrics_go_to_the_dead_letters_and_never_touch_the_state() -> None:
-    bench = Bench()
-    before = bench.machine.state.digest()
-    bench.react(
-        Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=b'{"kind":"worker'),
-        Record(topic=TOPICS.metrics, partition=0, offset=10, key=b"", value=b'{"kind":"new"}'),
-    )
-    assert len(bench.topic(TOPICS.dead_letters)) == 1
-    assert bench.machine.state.digest() == before
-
-
 def test_asked_to_stop_it_finishes_its_round_and_ends_without_stopping_the_run() -> None:
     bench = Bench()
     bench.react(bench.fact(records.joined("w0")), StopAsked())
     assert bench.machine.finished
     assert not bench.machine.state.done
     assert [type(one) for one in bench.rounds[-1].decisions] == [Assign]
-
-
-def test_after_the_last_round_nothing_is_folded_any_more() -> None:
-    bench = Bench()
-    bench.turn(bench.fact(records.command("stop")))
-    assert bench.machine.finished
-    count, chain = len(bench.rounds), bench.machine.state.chain
-    bench.now_s += 40
-    bench.react(bench.fact(records.joined("w0")))
-    assert (len(bench.rounds), bench.machine.state.chain) == (count, chain)
-
-
-def test_positions_are_where_the_last_round_ended() -> None:
-    bench = Bench()
-    again = Bench(state=bench.machine.state, started=False)
-    assert again.machine.positions() == {
-        TopicPartition(TOPICS.control, 0): bench.offset + 1,
-        TopicPartition(TOPICS.metrics, 0): 5,
-    }
-
-
-def test_rejected_records_are_logged_with_their_reason(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    bench = Bench()
-    bench.react(bench.fact(msgspec.structs.replace(records.joined("w0"), slots=0)))
-    assert "worker-joined at offset" in caplog.text
 
 
 def expired_in(bench: Bench) -> list[str]:
@@ -416,33 +293,3 @@ def test_the_time_of_a_group_is_over_once_and_not_before() -> None:
     assert expired_in(bench) == []
     bench.wait(3.0)
     assert sorted(expired_in(bench)) == first
-
-
-def test_time_in_which_nobody_reacts_does_not_count_for_groups() -> None:
-    bench = Bench(groups__seconds_max=20.0, timing__lease_s=1000.0)
-    bench.serving("w0", slots=4)
-    bench.wait(10.0)
-    bench.now_s += 3600.0
-    bench.react()
-    bench.wait(8.0)
-    assert expired_in(bench) == []
-    bench.wait(4.0)
-    assert expired_in(bench)
-
-
-def test_a_restarted_orchestrator_gives_groups_their_time_anew() -> None:
-    bench = Bench(groups__seconds_max=20.0, timing__lease_s=1000.0)
-    bench.serving("w0", slots=4)
-    bench.wait(15.0)
-    again = Bench(
-        state=bench.machine.state,
-        started=False,
-        groups__seconds_max=20.0,
-        timing__lease_s=1000.0,
-    )
-    again.now_s = bench.now_s
-    again.react(CaughtUp())
-    again.wait(18.0)
-    assert expired_in(again) == []
-    again.wait(4.0)
-    assert expired_in(again)

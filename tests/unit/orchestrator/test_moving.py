@@ -86,36 +86,9 @@ def test_nothing_moves_when_a_user_has_forbidden_it() -> None:
     assert moves_of(stage.plan()) == []
 
 
-def test_nothing_moves_when_the_others_have_no_slots_for_all_of_it() -> None:
-    assert moves_of(two_half_empty(slots=4).plan()) == []
-
-
-def test_nothing_moves_while_the_newest_version_has_nothing_to_do() -> None:
-    stage = two_half_empty(slots=5)
-    stage.tell(records.command("pause"))
-    assert moves_of(stage.plan()) == []
-
-
 def test_nothing_moves_that_would_soon_be_over() -> None:
     """Nobody ran for longer than a stall: what is left is expected to be about as little."""
     assert moves_of(two_half_empty(slots=5, age_s=0.1).plan()) == []
-
-
-def test_finished_request_alone_moves_nobody_but_the_period_does() -> None:
-    stage = two_half_empty(slots=4)
-    assert moves_of(stage.plan()) == []
-    stage.finish(stage.running("a")[0])
-    assert stage.state.trigger == ""
-    assert moves_of(stage.plan()) == [], "now they would fit"
-    apply_observation(stage.state, PlanPeriod())
-    assert len(moves_of(stage.plan())) == 2
-
-
-def test_worker_that_served_for_less_than_it_loaded_is_not_emptied() -> None:
-    stage = two_half_empty(slots=5)
-    for worker in stage.state.workers.values():
-        worker.load_ns = 10**12
-    assert moves_of(stage.plan()) == []
 
 
 def test_request_that_moves_is_not_moved_again_until_it_has_rested_and_boundedly_often() -> None:
@@ -130,17 +103,6 @@ def test_request_that_moves_is_not_moved_again_until_it_has_rested_and_boundedly
     request.moves = 2
     apply_observation(stage.state, PlanPeriod())
     assert len(moves_of(stage.plan())) == 2
-
-
-def test_finishing_while_it_is_asked_to_move_is_logged_as_usual() -> None:
-    stage = two_half_empty(slots=5)
-    first, _ = moves_of(stage.plan())
-    stage.finish(first.trajectory)
-    assert first.trajectory not in stage.state.requests
-    assert stage.state.workers["a"].arriving == 1
-    assert stage.state.workers["b"].leaving == 1
-    stage.tell(records.released(stage.placed[first.trajectory]))
-    assert stage.state.counters.superseded == 1
 
 
 def test_source_that_dies_before_it_lets_go_loses_nothing() -> None:
@@ -191,19 +153,6 @@ def test_drained_worker_hands_its_requests_over_and_leaves() -> None:
     assert stage.state.counters.requeued == 0, "nothing was lost"
 
 
-def test_what_fits_nowhere_is_finished_on_the_drained_worker() -> None:
-    stage = Stage(**MANY).begin()
-    stage.join("a", slots=8, moves=True)
-    stage.join("b", slots=5, moves=True)
-    stage.settle()
-    stage.tell(records.command("pause"))
-    stage.tell(records.command("drain", worker="b"))
-    assert moves_of(stage.plan()) == []
-    stage.finish(stage.running("a")[0])
-    apply_observation(stage.state, PlanPeriod())
-    assert len(moves_of(stage.plan())) == 1
-
-
 def pressed(stage: Stage, name: str, used: int) -> list[AnyDecision]:
     """The KV cache of a worker is seen with so many tokens."""
     epoch = stage.state.workers[name].epoch
@@ -222,24 +171,6 @@ def test_newest_requests_leave_a_worker_whose_cache_is_too_full() -> None:
     assert [one.trajectory for one in found] == [stage.running("a")[-1]]
     assert found[0].to == "b" and "holds 1000 of 1024 tokens" in found[0].reason
     assert moves_of(pressed(stage, "a", 1010)) == [], "one is on its way"
-
-
-def test_worker_under_pressure_gets_nothing_new_until_it_is_over() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4)
-    pressed(stage, "a", 1000)
-    stage.finish(stage.running("a")[0])
-    assert placed_by(stage.plan()) == []
-    assert len(placed_by(pressed(stage, "a", 700))) == 1
-
-
-def test_pressure_ends_when_nothing_is_left_that_could_end() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=2)
-    pressed(stage, "a", 1000)
-    for name in stage.running("a"):
-        stage.finish(name)
-    assert len(placed_by(stage.plan())) == 2
 
 
 def test_version_without_a_host_gets_a_worker_that_is_emptied_for_it() -> None:
@@ -291,14 +222,6 @@ def test_move_that_cannot_be_is_refused_and_changes_nothing(
     assert before.digest() == digest
     with pytest.raises(InvariantBroken, match="moves already"):
         apply_decision(stage.state, first)
-
-
-def test_release_that_nobody_asked_for_is_rejected() -> None:
-    stage = two_half_empty(slots=4)
-    name = stage.running("b")[0]
-    stage.release(name)
-    assert "nobody asked" in stage.state.counters.rejection
-    assert name in stage.running("b")
 
 
 def test_the_worked_example_of_the_page_goes_as_it_is_told() -> None:

@@ -5,21 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.bus.port import Record
-from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_observation
-from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.orchestrator.state import OPEN_MAX, OPEN_TIMES, Worker
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
-from dora_pipe.schemas.rounds import AnyDecision, Move, OffEngine
+from dora_pipe.schemas.rounds import AnyDecision, OffEngine
 from dora_pipe.schemas.wire import encode
-from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 from tests.support.singly import placed as placed_by
 from tests.unit.orchestrator.test_machine import TOPICS, Bench
@@ -64,20 +58,6 @@ def test_who_ends_did_not_need_a_slot_and_the_next_observation_is_exact() -> Non
     assert worker.room == 0
 
 
-def test_requests_that_come_back_to_a_slot_leave_no_room_until_as_many_have_ended() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4)
-    observed(stage, "a", 4)
-    worker = stage.state.workers["a"]
-    assert placed_by(observed(stage, "a", 0)) == []
-    assert (len(worker.requests), worker.room, worker.free, worker.open) == (8, -4, 0, False)
-    for name in stage.running("a")[:4]:
-        stage.finish(name)
-        assert placed_by(stage.plan()) == []
-    stage.finish(stage.running("a")[0])
-    assert len(placed_by(stage.plan())) == 1
-
-
 def test_however_many_need_no_slot_there_is_a_most_that_a_worker_has() -> None:
     stage = Stage(**MANY).begin()
     stage.worker("a", slots=4, prefetch=1)
@@ -86,80 +66,6 @@ def test_however_many_need_no_slot_there_is_a_most_that_a_worker_has() -> None:
     worker = stage.state.workers["a"]
     assert len(worker.requests) == OPEN_TIMES * 5 and not worker.open
     assert worker.free == 0, "slots that nobody may be given are not free"
-
-
-def test_more_is_open_but_never_more_than_the_bound_admits() -> None:
-    stage = Stage(**{**MANY, "staleness__max_staleness": 1, "staleness__in_flight_batches": 2.0})
-    stage.begin().worker("a", slots=2)
-    observed(stage, "a", 2)
-    observed(stage, "a", 4)
-    assert len(stage.state.groups) == 4
-
-
-def test_a_worker_that_is_lost_has_nothing_left_to_count() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4)
-    observed(stage, "a", 4)
-    stage.lose("a")
-    stage.plan()
-    epoch = stage.worker("a", slots=4)
-    apply_observation(stage.state, OffEngine(worker="a", epoch=epoch - 2, requests=3))
-    assert stage.state.workers["a"].off_engine == 0, "of an incarnation that is out"
-
-
-def test_place_that_was_kept_for_a_request_stays_its_own() -> None:
-    stage = Stage(**MANY).begin()
-    stage.join("a", slots=2, moves=True)
-    stage.join("b", slots=3, moves=True)
-    stage.settle()
-    observed(stage, "b", 3)
-    to = stage.state.workers["b"]
-    stage.finish(stage.running("b")[0])
-    apply_observation(stage.state, OffEngine(worker="b", epoch=to.epoch, requests=len(to.requests)))
-    name = stage.running("a")[0]
-    request = stage.state.requests[name]
-    move = Move(
-        trajectory=name,
-        attempt=request.attempt,
-        worker="a",
-        epoch=request.epoch,
-        to="b",
-        to_epoch=to.epoch,
-        reason="a test",
-    )
-    apply_decision(stage.state, move)
-    apply_observation(stage.state, OffEngine(worker="b", epoch=to.epoch, requests=0))
-    stage.release(name)
-    assert to.room < 0
-    before = stage.copy()
-    found = stage.plan()
-    (kept, new) = placed_by(found)
-    assert (kept.trajectory, kept.worker, new.worker) == (name, "b", "a")
-    for one in found:
-        apply_decision(before, one)
-    assert digest_of(before) == digest_of(stage.state)
-
-
-def test_a_placement_beyond_the_room_is_not_legal() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4)
-    before = stage.copy()
-    dispatch, place = observed(stage, "a", 1)
-    apply_decision(before, dispatch)
-    with pytest.raises(InvariantBroken, match="a is full"):
-        apply_decision(before, place)
-
-
-def test_the_digest_covers_requests_off_the_engine() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4)
-    before = stage.state.digest()
-    worker = stage.state.workers["a"]
-    apply_observation(stage.state, OffEngine(worker="a", epoch=worker.epoch, requests=2))
-    assert stage.state.digest() != before
-    assert state_of(body_of(stage.state).joined()).workers["a"].off_engine == 2
-    apply_observation(stage.state, OffEngine(worker="a", epoch=worker.epoch, requests=0))
-    assert stage.state.digest() == before
 
 
 @given(
@@ -226,13 +132,3 @@ def test_with_many_slots_a_small_difference_is_not_observed_but_the_last_one_is(
     assert seen(bench.turn(status(bench, epoch, 43), status(bench, epoch, 37))) == []
     assert seen(bench.turn(status(bench, epoch, 36))) == [36]
     assert seen(bench.turn(status(bench, epoch, 10**6))) == [len(bench.machine.state.requests)]
-
-
-def test_old_log_without_observations_plans_as_ever() -> None:
-    stage = Stage(**MANY).begin()
-    stage.worker("a", slots=4, prefetch=2)
-    joined = records.joined("b", slots=3, prefetch=1)
-    stage.tell(joined)
-    stage.settle()
-    for worker in stage.state.workers.values():
-        assert worker.room == 0 and len(worker.requests) == worker.slots + worker.prefetch

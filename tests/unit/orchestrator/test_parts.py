@@ -9,8 +9,6 @@ import pytest
 from dora_pipe.config.checks import problems_of
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.digest import digest_of
-from dora_pipe.orchestrator.snapshots import body_of, state_of
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import End, StopRun, TakeBatch, TakePart
 from tests.support import orchestrator_records as records
@@ -52,22 +50,6 @@ def test_finished_groups_are_taken_in_parts_and_the_batch_names_them_first() -> 
     assert stage.state.counters.fates == {"trained": 4}
 
 
-def test_batch_that_is_whole_at_once_has_no_parts() -> None:
-    stage = running()
-    for ordinal in range(4):
-        stage.finish_group(name(ordinal))
-    (batch,) = [one for one in stage.settle() if isinstance(one, TakePart | TakeBatch)]
-    assert isinstance(batch, TakeBatch)
-    assert batch.parts == ()
-
-
-def test_parts_are_of_equal_size_and_the_last_is_what_is_left() -> None:
-    stage = running(groups__per_step=5, trainer__parts=2)
-    taken = finish(stage, 4, 0, 1, 2, 3)
-    assert [len(one.groups) for one in taken] == [2, 5]
-    assert [one.group for one in taken[0].groups] == [name(0), name(4)]
-
-
 def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:
     stage = running()
     finish(stage, 0, 1, 2, 3)
@@ -104,14 +86,6 @@ def test_first_part_of_the_next_step_alone_is_taken_while_one_trains() -> None:
     assert [one.group for one in batch.groups] == [name(4), name(5), name(6), name(7)]
 
 
-def test_part_of_the_step_after_the_one_that_trains_is_due_at_it() -> None:
-    stage, part = in_training(staleness__max_staleness=2)
-    assert part.groups[0].deadline == 2
-    assert stage.state.deadlines[1] == 1
-    stage.commit()
-    assert stage.state.deadlines[1] == 1
-
-
 @pytest.mark.parametrize("how", ["refused", "fail-batch", "set"])
 def test_part_after_a_step_that_comes_to_nothing_is_given_up(how: str) -> None:
     stage, part = in_training()
@@ -128,13 +102,6 @@ def test_part_after_a_step_that_comes_to_nothing_is_given_up(how: str) -> None:
     assert stage.state.version == 9
 
 
-def test_no_part_is_taken_of_a_step_behind_the_last() -> None:
-    stage = running(run__steps=1)
-    finish(stage, 0, 1, 2, 3)
-    assert stage.state.training is not None
-    assert stage.state.parts == []
-
-
 @pytest.mark.parametrize("keys", [{"trainer__learning_rate": 0.5}, {"staleness__max_staleness": 2}])
 def test_change_of_settings_gives_parts_up_and_they_are_taken_anew(keys: dict[str, Any]) -> None:
     stage = running()
@@ -148,13 +115,6 @@ def test_change_of_settings_gives_parts_up_and_they_are_taken_anew(keys: dict[st
     assert [(one.part, one.groups[0].group) for one in anew] == [(0, name(2)), (1, name(5))]
 
 
-def test_command_that_is_rejected_gives_nothing_up() -> None:
-    stage = running()
-    finish(stage, 2)
-    stage.tell(records.command("set", trainer__learning_rate=-1.0))
-    assert stage.state.parts == [(name(2),)]
-
-
 def test_stop_that_leaves_no_step_cancels_the_groups_of_parts_too() -> None:
     stage = running()
     finish(stage, 2, 5)
@@ -164,39 +124,6 @@ def test_stop_that_leaves_no_step_cancels_the_groups_of_parts_too() -> None:
     assert {name(2), name(5)} <= ended
     assert isinstance(decided[-1], StopRun)
     assert stage.state.deadlines == {}
-
-
-def test_stop_that_leaves_the_step_keeps_its_parts() -> None:
-    stage = running()
-    finish(stage, 2, 5)
-    stage.tell(records.command("stop"))
-    assert len(stage.state.parts) == 2
-    stage.complete()
-    assert stage.state.version == 2
-
-
-def test_refused_batch_gives_back_its_parts_with_their_own_deadlines() -> None:
-    stage = running()
-    *_, batch = finish(stage, 6, 1, 3, 0)
-    assert isinstance(batch, TakeBatch)
-    stage.tell(records.refused(batch.step, [name(1)]))
-    stage.settle()
-    assert stage.state.attempt == 2
-    keys = {one.deadline for one in stage.state.finished}
-    held = {stage.state.groups[one].spec.deadline for one in stage.state.in_parts}
-    assert keys | held == {1}
-    assert stage.state.counters.fates == {"failed": 1}
-
-
-def test_parts_stand_in_digest_and_snapshot() -> None:
-    stage = running()
-    without = digest_of(stage.state)
-    finish(stage, 2, 5)
-    state = stage.state
-    again = state_of(b"".join(body_of(state).pieces()))
-    assert again.parts == state.parts != []
-    assert again.finished == state.finished
-    assert digest_of(again) == digest_of(state) != without
 
 
 @pytest.mark.parametrize(
@@ -241,13 +168,3 @@ def test_as_many_updates_as_parts_are_taken_in_parts() -> None:
     part, batch = finish(stage, 2, 0, 1, 3)
     assert isinstance(batch, TakeBatch)
     assert (type(part), batch.parts) == (TakePart, (2,))
-
-
-def test_change_to_several_updates_ends_parts_from_the_next_step_on() -> None:
-    stage = running()
-    finish(stage, 2)
-    stage.tell(records.command("set", trainer__minibatches=2))
-    taken = finish(stage, 0, 1, 3)
-    assert [type(one) for one in taken] == [TakeBatch]
-    assert isinstance(taken[0], TakeBatch)
-    assert taken[0].parts == ()

@@ -5,17 +5,14 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import msgspec
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import (
     decide,
-    is_cut,
     may_still_admit,
     plan,
-    size_of,
 )
 from dora_pipe.schemas.identity import group_seed, partition_of, prompt_index
 from dora_pipe.schemas.rounds import (
@@ -30,7 +27,6 @@ from dora_pipe.schemas.rounds import (
 )
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
-from tests.support.singly import as_decision
 from tests.support.singly import placed as placed_by
 
 
@@ -43,13 +39,6 @@ def kinds(decisions: list[AnyDecision]) -> list[str]:
 def specs(stage: Stage, purpose: str = "train") -> list[Any]:
     found = [one.spec for one in stage.decided if isinstance(one, Dispatch)]
     return [spec for spec in found if spec.purpose == purpose]
-
-
-def test_nothing_is_decided_before_the_run_starts_or_without_a_worker() -> None:
-    stage = Stage()
-    assert stage.plan() == []
-    stage.begin()
-    assert stage.plan() == []
 
 
 def test_a_worker_is_assigned_then_loaded_then_filled() -> None:
@@ -75,16 +64,6 @@ def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
         assert spec.size == 2
 
 
-def test_equal_seeds_give_equal_prompts_whatever_the_workers_do() -> None:
-    one, other = Stage().begin(), Stage().begin()
-    one.worker("w0", slots=4)
-    other.worker("a", slots=1)
-    other.worker("b", slots=2)
-    for stage in (one, other):
-        stage.complete()
-    assert [spec.index for spec in specs(one)] == [spec.index for spec in specs(other)]
-
-
 def test_a_group_is_admitted_for_one_free_slot_and_its_siblings_queue() -> None:
     stage = Stage(groups__size=4).begin()
     stage.worker("w0", slots=1)
@@ -94,24 +73,6 @@ def test_a_group_is_admitted_for_one_free_slot_and_its_siblings_queue() -> None:
     placed = [one.trajectory for one in placed_by(stage.plan())]
     assert placed == ["g0000000000-001"], "queued siblings go before new groups"
     assert len(specs(stage)) == 1
-
-
-def test_prefetch_counts_as_slots_for_admission_and_no_further() -> None:
-    stage = Stage(groups__size=1).begin()
-    stage.worker("w0", slots=1, prefetch=2)
-    assert len(specs(stage)) == 3
-    assert stage.state.workers["w0"].room == 0
-
-
-def test_requests_spread_over_the_workers_slots_before_anything_is_prefetched() -> None:
-    stage = Stage(groups__size=1, groups__per_step=4, staleness__max_staleness=1).begin()
-    stage.join("w0", slots=2, prefetch=2)
-    stage.join("w1", slots=3, prefetch=2)
-    stage.plan()
-    stage.load()
-    placed = [one.worker for one in placed_by(stage.plan())]
-    assert sorted(placed[:5]) == ["w0", "w0", "w1", "w1", "w1"]
-    assert sorted(placed[5:]) == ["w0", "w0", "w1"]
 
 
 def test_admission_stops_at_the_cap_and_at_the_end_of_the_run() -> None:
@@ -199,27 +160,6 @@ def test_group_without_enough_valid_siblings_fails_and_the_running_ones_are_canc
     assert stage.state.counters.superseded == 1
 
 
-def test_queued_siblings_of_a_failed_group_leave_the_queue_without_a_cancel() -> None:
-    stage = Stage(groups__per_step=1, groups__size=3, staleness__max_staleness=0).begin()
-    stage.worker("w0", slots=1)
-    stage.finish("g0000000000-000", reward=None)
-    stage.plan()
-    stage.finish("g0000000000-001", reward=None)
-    decisions = stage.plan()
-    assert not [one for one in decisions if isinstance(one, Cancel)]
-    assert [key.ordinal for key in stage.state.queues[0]] == [1, 1]
-
-
-def test_invalid_siblings_stay_in_the_batch_when_enough_are_valid() -> None:
-    stage = Stage(groups__per_step=1, groups__size=3).begin()
-    stage.worker("w0", slots=3)
-    stage.finish("g0000000000-000", reward=None)
-    stage.finish("g0000000000-001")
-    stage.finish("g0000000000-002")
-    (batch,) = [one for one in stage.plan() if isinstance(one, TakeBatch)]
-    assert len(batch.groups[0].trajectories) == 3
-
-
 def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_evaluated() -> None:
     stage = Stage(
         run__steps=2,
@@ -261,52 +201,6 @@ def test_evaluation_every_so_many_versions() -> None:
     assert [one.version for one in specs(stage, "eval")] == [0, 2, 4, 5]
 
 
-def test_training_requests_of_a_version_go_before_its_evaluation() -> None:
-    stage = Stage(groups__size=4, evaluation__prompts=2).begin()
-    stage.worker("w0", slots=3)
-    stage.finish("e0000000000-000")
-    stage.finish("e0000000001-000")
-    stage.settle()
-    assert [key.rank for key in stage.state.queues[0]] == [0]
-    stage.tell(records.failed(stage.placed["e0000000000-000"]))
-    assert stage.state.counters.superseded == 1
-    stage.finish(stage.running()[0])
-    placed = [one.trajectory for one in placed_by(stage.settle())]
-    assert placed[0].startswith("g")
-
-
-def test_evaluation_with_failed_siblings_still_ends() -> None:
-    stage = Stage(run__steps=1, groups__per_step=1, evaluation__prompts=1).begin()
-    stage.worker("w0", slots=4)
-    stage.tell(records.failed(stage.placed["e0000000000-000"], retryable=False))
-    ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert [(one.fate, one.reason) for one in ends] == [
-        ("evaluated", "no valid reward over 0 of 1")
-    ]
-
-
-def test_run_does_not_stop_while_a_pause_holds_its_last_evaluation_back() -> None:
-    stage = Stage(run__steps=1, groups__per_step=1, evaluation__prompts=1).begin()
-    stage.worker("w0", slots=4)
-    stage.finish_all()
-    stage.tell(records.command("pause"))
-    stage.commit()
-    assert stage.settle() == []
-    assert not stage.state.done
-    stage.tell(records.command("resume"))
-    stage.settle()
-    stage.finish_all()
-    assert stage.state.done
-    assert stage.state.counters.fates["evaluated"] == 2
-
-
-def test_every_decision_says_why() -> None:
-    stage = Stage(run__steps=2, evaluation__prompts=1).begin()
-    stage.worker("w0", slots=3)
-    stage.complete()
-    assert all(len(one.reason) > 5 for one in stage.decided)
-
-
 def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
     stage = Stage().begin()
     stage.join("w0")
@@ -341,17 +235,6 @@ def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
     assert cut.state.digest() == whole.state.digest()
 
 
-def test_batch_counts_once_for_each_of_its_groups_where_a_plan_is_cut() -> None:
-    stage = Stage(groups__per_step=6, groups__size=2, staleness__max_staleness=2).begin()
-    stage.worker("w0", slots=100)
-    for number in range(6):
-        stage.finish_group(f"g{number:010d}")
-    cut = stage.plan(limit=6)
-    assert [type(one) for one in cut] == [TakeBatch]
-    assert size_of(cut) == 6
-    assert not is_cut(cut)
-
-
 @pytest.mark.parametrize("kind", [Dispatch, Place, Assign, TakeBatch, End])
 def test_no_decision_is_legal_twice(kind: type[Any]) -> None:
     stage = Stage(groups__per_step=1, groups__filter_zero_advantage=True).begin()
@@ -366,18 +249,3 @@ def test_no_decision_is_legal_twice(kind: type[Any]) -> None:
     with pytest.raises(InvariantBroken):
         apply_decision(stage.state, decision)
     assert stage.state.digest() == before
-
-
-def test_no_request_is_placed_on_a_worker_without_room_or_with_another_version() -> None:
-    stage = Stage(groups__size=4).begin()
-    stage.worker("w0", slots=1)
-    place = stage.placed["g0000000000-000"]
-    more = as_decision(msgspec.structs.replace(place, trajectory="g0000000000-001", sibling=1))
-    before = stage.state.digest()
-    with pytest.raises(InvariantBroken, match="w0 is full"):
-        apply_decision(stage.state, more)
-    assert stage.state.digest() == before
-    stage.state.workers["w0"].slots = 9
-    stage.state.workers["w0"].target = stage.state.workers["w0"].hosted = 3
-    with pytest.raises(InvariantBroken, match="another version"):
-        apply_decision(stage.state, more)

@@ -47,27 +47,6 @@ def test_folding_the_log_gives_the_state_and_the_chain_of_the_living() -> None:
     assert isinstance(rounds[-1].round.decisions[-1], StopRun)
 
 
-def test_every_control_record_comes_with_exactly_the_round_that_folds_it() -> None:
-    world = finished_world()
-    at, seen = 0, []
-    for one in read_rounds(world.bus, world.topics):
-        for record in one.control:
-            assert at <= record.offset < one.round.control_next
-            seen.append(record.offset)
-        at = one.round.control_next
-    reader = world.bus.reader({TopicPartition(world.topics.control, 0): 0})
-    there = [record.offset for record in reader.poll(timeout_s=0, records_max=10**6)]
-    assert seen == [offset for offset in there if offset < at]
-
-
-def test_orchestrators_that_die_all_the_time_come_to_the_same_end() -> None:
-    world = finished_world(restart=0.5, crash=0.03)
-    world.ledger.check_end()
-    found = recover(world.bus, world.topics)
-    assert found.state.digest() == world.machine.state.digest()
-    assert found.role_epoch > 3
-
-
 def test_folding_stops_where_a_round_was_changed() -> None:
     world = finished_world()
     states = [folded.state.rounds for folded in fold_log(world.bus, world.topics)]

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
-from dora_pipe.config.checks import round_bytes
-from dora_pipe.config.model import RewardUse
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.digest import digest_of
-from dora_pipe.orchestrator.planner import plan, size_of
-from dora_pipe.orchestrator.scoring import GROUPS_MAX
-from dora_pipe.orchestrator.snapshots import body_of, state_of
-from dora_pipe.orchestrator.waits import blockers, waits
+from dora_pipe.orchestrator.planner import plan
 from dora_pipe.schemas.batch import batch_digest
-from dora_pipe.schemas.control import TakenGroup
-from dora_pipe.schemas.rounds import Drain, End, Fence, ScoreGroup, TakeBatch
-from dora_pipe.schemas.wire import encode
+from dora_pipe.schemas.rounds import End, ScoreGroup
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -67,19 +58,6 @@ def test_a_group_is_asked_about_when_its_last_sibling_has_ended_and_holds_no_slo
     assert plan(stage.state) == ()
 
 
-def test_it_is_in_u_with_its_deadline_until_it_is_scored_and_named_by_who_waits() -> None:
-    stage = stage_of()
-    question = complete(stage)
-    before = dict(stage.state.deadlines)
-    assert sum(before.values()) == len(stage.state.groups)
-    assert G0 in stage.state.index.generating[question.spec.deadline]
-    assert G0 in [one.spec.group for one in blockers(stage.state, 9).first]
-    assert any("scored together" in one.words for one in waits(stage.state))
-    stage.tell(records.scored(question, (1.5, 0.5)))
-    assert stage.state.deadlines == before
-    assert [one.group for one in stage.state.finished] == [G0]
-
-
 def test_the_rewards_of_the_answer_are_what_a_batch_is_taken_with() -> None:
     stage = stage_of(groups__per_step=1)
     stage.tell(records.scored(complete(stage), (1.5, 0.5)))
@@ -89,14 +67,6 @@ def test_the_rewards_of_the_answer_are_what_a_batch_is_taken_with() -> None:
     assert taken.rewards == {f"{G0}-000": 1.5, f"{G0}-001": 0.5}
     assert stage.state.training is not None
     assert stage.state.training.digest == batch_digest(stage.batch.groups)
-
-
-def test_siblings_without_a_reward_are_not_asked_about_and_have_none_after() -> None:
-    stage = stage_of(groups__min_valid_siblings=1)
-    question = complete(stage, G0, None, 1.0)
-    assert [one.trajectory for one in question.trajectories] == [f"{G0}-001"]
-    stage.tell(records.scored(question, (0.25,)))
-    assert stage.state.groups[G0].taken().rewards == {f"{G0}-001": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -133,16 +103,6 @@ def test_what_the_tasks_code_raised_is_not_asked_again() -> None:
     assert stage.state.failures.failed[-1].error == "KeyError: 'answr'"
 
 
-def test_an_evaluation_that_is_not_scored_has_no_valid_reward() -> None:
-    stage = Stage(evaluation__prompts=1, evaluation__siblings=2, evaluation__every=1)
-    stage.begin(together=("eval",)).worker("w0", slots=8)
-    question = complete(stage, "e0000000000")
-    stage.tell(records.scored(question, error="KeyError: 'answr'"))
-    stage.settle()
-    end = ended(stage, "e0000000000")
-    assert end.fate == "evaluated" and "no valid reward" in end.reason
-
-
 @pytest.mark.parametrize("orderly", [True, False])
 def test_a_worker_that_goes_is_replaced_and_only_its_loss_counts(orderly: bool) -> None:
     stage = stage_of("w0", "w1")
@@ -176,43 +136,6 @@ def test_an_answer_about_other_siblings_or_without_bounds_is_rejected() -> None:
     assert stage.state.groups[G0].phase == "scoring"
 
 
-def test_a_question_costs_a_plan_as_much_as_it_has_siblings() -> None:
-    assert size_of([complete(stage_of())]) == 2
-
-
-def test_the_largest_round_has_room_for_what_a_batch_was_scored() -> None:
-    plain = records.make_config()
-    task = replace(plain.task, rewards=(RewardUse(use="mine:rank", group=True),))
-    more = round_bytes(replace(plain, task=task)) - round_bytes(plain)
-    rewards = {f"g9999999999-{at:03}": -1e6 / 3 for at in range(4)}
-    bare = TakenGroup(group="g", version=0, deadline=1, trajectories=())
-    assert more >= len(encode(replace(bare, rewards=rewards))) - len(encode(bare)) - 16
-
-
-def test_a_worker_that_drains_is_not_asked() -> None:
-    stage = stage_of("w0", "w1")
-    stage.tell(records.command("drain", worker="w0"))
-    stage.settle()
-    assert any(isinstance(one, Drain) for one in stage.decided)
-    assert complete(stage).worker == "w1"
-
-
-def test_a_worker_scores_a_bounded_number_of_groups_at_a_time() -> None:
-    many = GROUPS_MAX + 4
-    stage = Stage(groups__size=1, groups__per_step=many, staleness__max_staleness=2).begin(
-        together=("train",)
-    )
-    stage.worker("w0", slots=many)
-    for name in stage.running():
-        stage.finish(name)
-    stage.settle()
-    questions = [one for one in stage.decided if isinstance(one, ScoreGroup)]
-    assert len(questions) == GROUPS_MAX
-    stage.tell(records.scored(questions[0], (1.0,)))
-    stage.settle()
-    assert len([one for one in stage.decided if isinstance(one, ScoreGroup)]) == GROUPS_MAX + 1
-
-
 def test_a_group_is_not_asked_about_again_nor_otherwise() -> None:
     stage = stage_of("w0", "w1")
     question = complete(stage)
@@ -221,33 +144,3 @@ def test_a_group_is_not_asked_about_again_nor_otherwise() -> None:
     stage.tell(records.scored(question, error="Retry: busy", retryable=True))
     with pytest.raises(InvariantBroken, match="not the next attempt"):
         apply_decision(stage.state, question)
-
-
-def test_a_snapshot_keeps_what_is_being_scored_and_the_digest_covers_it() -> None:
-    stage = stage_of()
-    before = digest_of(stage.state)
-    question = complete(stage)
-    assert digest_of(stage.state) != before
-    again = state_of(body_of(stage.state).joined())
-    assert digest_of(again) == digest_of(stage.state) == stage.state.digest()
-    assert again.scoring == stage.state.scoring
-    assert again.index.generating.keys() == stage.state.index.generating.keys()
-    assert question.spec.group in again.scoring
-
-
-def test_a_group_that_no_step_is_left_for_is_cancelled_while_it_is_scored() -> None:
-    stage = stage_of(groups__per_step=1, run__steps=4)
-    question = complete(stage, "g0000000001")
-    stage.tell(records.command("stop", step=0))
-    stage.settle()
-    stage.tell(records.scored(question, (1.0, 0.0)))
-    assert question.spec.group not in stage.state.scoring
-
-
-def test_nothing_of_it_is_said_where_nothing_is_scored_together() -> None:
-    stage = Stage(groups__per_step=1).begin()
-    stage.worker("w0")
-    stage.finish_all()
-    kinds = {type(one) for one in stage.decided}
-    assert ScoreGroup not in kinds and TakeBatch in kinds and Fence not in kinds
-    assert stage.batch is not None and not stage.batch.groups[0].rewards

@@ -5,41 +5,32 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.orchestrator import role, snapshots
-from dora_pipe.orchestrator.fold import close_round, fold_inputs, fold_round
-from dora_pipe.orchestrator.planner import decide
+from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds, recover
 from dora_pipe.orchestrator.snapshots import (
-    SNAPSHOT_EVERY,
-    SNAPSHOTS_KEPT,
     Body,
     SnapshotPort,
     WriteSnapshot,
     body_of,
-    candidates,
     snapshots_in,
-    state_of,
     write,
 )
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.rounds import STATE_DIGEST_EVERY
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import Chances, World
 
 
-def world_of(seed: int = 5, *, folder: Path | None = None, restart: float = 0.0) -> World:
+def world_of(seed: int = 5) -> World:
     """A short eventful run, over."""
     world = World(
         seed=seed,
         config=records.make_config(run__steps=12, evaluation__prompts=2),
         workers={"w0": (3, 1), "w1": (2, 0)},
-        chances=Chances(crash=0.04, failure=0.05, invalid=0.05, refusal=0.1, restart=restart),
-        snapshots=folder,
+        chances=Chances(crash=0.04, failure=0.05, invalid=0.05, refusal=0.1),
     )
     world.run(seconds=3000)
     assert world.machine.state.done
@@ -58,34 +49,6 @@ def snapshot_at(world: World, folder: Path, rounds: int) -> WriteSnapshot:
     raise AssertionError(f"there are {state.rounds} rounds")
 
 
-def test_state_comes_back_whole_after_every_round_and_plans_the_same() -> None:
-    """At every offset: the same digest and chain, and the plan of the next round, made on it."""
-    world, state, planned = world_of(), State(), 0
-    for at in read_rounds(world.bus, world.topics):
-        again = state_of(body_of(state).joined())
-        assert (again.digest(), again.chain) == (state.digest(), state.chain)
-        fold_inputs(again, at.round, at.folded())
-        if at.round.planned:
-            assert tuple(decide(again)) == at.round.decisions
-            planned += 1
-        close_round(again, at.round)
-        fold_round(state, at.round, at.folded())
-        assert again.digest() == state.digest()
-    assert planned > 40
-
-
-def test_body_stays_as_it_was_taken_while_the_rounds_go_on() -> None:
-    state, taken = State(), list[tuple[Body, bytes]]()
-    for at in read_rounds(world_of().bus, world_of().topics):
-        fold_round(state, at.round, at.folded())
-        state.leaves.settle(state)
-        if state.rounds % 7 == 0:
-            body = body_of(state)
-            taken.append((body, body.joined()))
-    assert len({whole for _, whole in taken}) > 5
-    assert all(body.joined() == whole for body, whole in taken)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
 def test_orchestrator_that_begins_at_a_snapshot_equals_one_that_folds(
     tmp_path: Path, share: float
@@ -102,19 +65,6 @@ def test_orchestrator_that_begins_at_a_snapshot_equals_one_that_folds(
         whole.role_epoch,
         whole.run_started,
     )
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_orchestrators_that_die_all_the_time_and_begin_at_snapshots_write_the_same_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
-) -> None:
-    monkeypatch.setattr(role, "SNAPSHOT_EVERY", STATE_DIGEST_EVERY)
-    caplog.set_level(logging.INFO, "dora_pipe.orchestrator.recovery")
-    without = world_of(seed, restart=0.3)
-    with_ = world_of(seed, folder=tmp_path, restart=0.3)
-    assert with_.machine.state.chain == without.machine.state.chain
-    assert "from a snapshot" in caplog.text
-    assert 0 < len(snapshots_in(tmp_path)) <= SNAPSHOTS_KEPT
 
 
 def damaged(kind: str) -> Callable[[bytes], bytes]:
@@ -196,42 +146,6 @@ def test_snapshot_that_says_another_round_of_the_log_is_not_used(
     assert "is not the one it was taken after" in caplog.text
 
 
-def test_snapshot_beyond_the_end_of_the_log_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = world_of()
-    effect = snapshot_at(world, tmp_path, 80)
-    moved = WriteSnapshot(offset=10**6, digest=effect.digest, body=effect.body)
-    for old in snapshots_in(tmp_path):
-        old.unlink()
-    write(tmp_path, world.topics.run, moved)
-    found = recover(world.bus, world.topics, tmp_path)
-    assert found.state.digest() == world.machine.state.digest()
-    assert "has no round at decisions offset 1000000" in caplog.text
-
-
-def test_state_that_says_another_digest_is_not_used(tmp_path: Path) -> None:
-    world = world_of()
-    effect = snapshot_at(world, tmp_path, 80)
-    for old in snapshots_in(tmp_path):
-        old.unlink()
-    body = replace(effect.body, head=effect.body.head.replace(b'"paused":false', b'"paused":true'))
-    assert body != effect.body
-    write(tmp_path, world.topics.run, WriteSnapshot(offset=1, digest=effect.digest, body=body))
-    assert list(candidates(tmp_path, world.topics.run)) == []
-
-
-def test_no_folder_is_no_doubt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    world = world_of()
-    found = recover(world.bus, world.topics, tmp_path / "none")
-    assert found.state.digest() == world.machine.state.digest()
-    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
-
-
-def test_snapshots_come_with_rounds_that_carry_a_digest_anyway() -> None:
-    assert SNAPSHOT_EVERY % STATE_DIGEST_EVERY == 0
-
-
 def test_slow_disk_leaves_snapshots_out_and_no_round_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +177,3 @@ def test_disk_that_refuses_costs_a_line(tmp_path: Path, caplog: pytest.LogCaptur
     port.start(WriteSnapshot(offset=7, digest="", body=Body(head=b"")))
     port.close()
     assert "no snapshot at decisions offset 7" in caplog.text
-
-
-def test_digest_of_the_code_is_that_of_every_module_of_the_fold() -> None:
-    assert len(snapshots.source_digest()) == 64

@@ -8,26 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.fold import apply_observation
-from dora_pipe.orchestrator.planner import plan
-from dora_pipe.orchestrator.snapshots import body_of, state_of
-from dora_pipe.orchestrator.state_ops import aim
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import (
     Cancel,
     End,
     EndSiblings,
     GroupExpired,
-    Place,
-    PlacedSibling,
     ScoreGroup,
-    SiblingFate,
     TakeBatch,
 )
-from dora_pipe.schemas.wire import encode
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -70,13 +60,6 @@ def test_a_group_is_dispatched_with_its_spare_siblings_and_an_evaluation_without
     assert (evaluation.spec.size, evaluation.spec.spare) == (1, 0)
 
 
-def test_a_spec_without_spares_has_the_bytes_that_it_had() -> None:
-    stage = stage_of(groups__spare=0)
-    spec = stage.state.groups[G0].spec
-    assert b"spare" not in encode(spec)
-    assert stage.state.surplus == {}
-
-
 def test_it_is_complete_with_its_first_valid_siblings_and_the_rest_is_cancelled() -> None:
     stage = stage_of()
     stage.finish(name(2))
@@ -92,17 +75,6 @@ def test_it_is_complete_with_its_first_valid_siblings_and_the_rest_is_cancelled(
     assert taken(stage) == [name(0), name(2)]
     assert not [one for one in stage.state.requests if one.startswith(G0)]
     assert not stage.state.surplus
-
-
-def test_what_waits_for_a_slot_ends_as_surplus_without_a_cancel() -> None:
-    stage = stage_of(slots=2)
-    stage.finish(name(0))
-    stage.finish(name(1))
-    assert stage.state.requests[name(2)].worker == ""
-    decided = stage.plan()
-    assert not any(isinstance(one, Cancel) for one in decided)
-    assert [one.siblings for one in ends(stage)] == [(2,)]
-    assert name(2) not in stage.placed
 
 
 def test_an_invalid_sibling_is_replaced_by_the_spare_one_and_is_kept() -> None:
@@ -127,16 +99,6 @@ def test_a_record_that_comes_after_the_last_that_counts_is_superseded() -> None:
     assert [one.siblings for one in ends(stage)] == [(2,)]
 
 
-def test_it_is_superseded_too_when_its_end_was_decided() -> None:
-    stage = stage_of()
-    stage.finish(name(0))
-    stage.finish(name(1))
-    stage.settle()
-    stage.finish(name(2))
-    assert stage.state.counters.superseded == 1
-    assert stage.state.counters.rejected == 0
-
-
 @pytest.mark.parametrize("retryable", [False, True])
 def test_a_surplus_sibling_that_fails_changes_nothing(retryable: bool) -> None:
     stage = stage_of(groups__attempts_max=1)
@@ -149,28 +111,6 @@ def test_a_surplus_sibling_that_fails_changes_nothing(retryable: bool) -> None:
     assert taken(stage) == [name(0), name(1)]
 
 
-def test_the_loss_of_its_worker_does_not_end_it_otherwise() -> None:
-    stage = stage_of(groups__attempts_max=1)
-    stage.finish(name(0))
-    stage.finish(name(1))
-    stage.lose("w0")
-    stage.plan()
-    assert [one.fate for one in ends(stage)] == ["surplus"]
-    assert stage.state.counters.siblings_failed == 0
-    assert stage.state.groups[G0].results[2] is None
-
-
-def test_it_is_filtered_over_those_that_count() -> None:
-    stage = stage_of(groups__filter_zero_advantage=True)
-    stage.finish(name(1), reward=1.0)
-    stage.finish(name(2), reward=1.0)
-    stage.finish(name(0), reward=0.0)
-    stage.plan()
-    (ended,) = [one for one in stage.decided if isinstance(one, End)]
-    assert (ended.group, ended.fate) == (G0, "filtered")
-    assert [one.siblings for one in ends(stage)] == [(0,)]
-
-
 def test_it_fails_only_when_the_spare_ones_cannot_make_up_for_it() -> None:
     stage = stage_of()
     stage.finish(name(0), reward=None)
@@ -181,15 +121,6 @@ def test_it_fails_only_when_the_spare_ones_cannot_make_up_for_it() -> None:
     assert (outcome.fate, outcome.why) == ("failed", "2 of 3 siblings are not valid")
     stage.plan()
     assert ends(stage) == []
-
-
-def test_fewer_than_its_size_are_enough_when_all_have_ended() -> None:
-    stage = stage_of(groups__min_valid_siblings=1)
-    stage.finish(name(0), reward=None)
-    stage.finish(name(1), reward=None)
-    stage.finish(name(2))
-    stage.plan()
-    assert taken(stage) == [name(0), name(1), name(2)]
 
 
 def test_those_that_count_are_scored_together() -> None:
@@ -206,79 +137,6 @@ def test_those_that_count_are_scored_together() -> None:
     assert taken(stage) == [name(0), name(2)]
     assert stage.batch is not None
     assert stage.batch.groups[0].rewards == {name(0): 1.5, name(2): 0.5}
-
-
-def test_scores_that_fail_end_it_although_spare_siblings_were_left() -> None:
-    stage = stage_of(together=("train",), groups__spare=4)
-    stage.finish(name(0))
-    stage.finish(name(1))
-    stage.settle()
-    (question,) = [one for one in stage.decided if isinstance(one, ScoreGroup)]
-    stage.tell(records.scored(question, error="ValueError: no"))
-    outcome = stage.state.groups[G0].outcome
-    assert outcome is not None and outcome.fate == "failed"
-
-
-def test_nothing_surplus_is_placed_moved_or_taken() -> None:
-    stage = stage_of(slots=2)
-    stage.finish(name(0))
-    stage.finish(name(1))
-    spec = stage.state.groups[G0].spec
-    epoch = stage.state.workers["w0"].epoch
-    place = Place(
-        spec=spec,
-        worker="w0",
-        epoch=epoch,
-        siblings=(PlacedSibling(sibling=2, attempt=1),),
-        reason="test",
-    )
-    assert is_refused(stage, place, "waits for no sibling")
-    group = stage.state.groups[G0].taken()
-    batch = TakeBatch(step=0, attempt=1, groups=(group,), settings={}, reason="test")
-    assert is_refused(stage, batch, "has siblings left")
-
-
-@pytest.mark.parametrize(
-    ("siblings", "fate", "why"),
-    [((1,), "surplus", "other siblings left"), ((2,), "expired", "are not expired")],
-)
-def test_others_than_are_left_do_not_end(
-    siblings: tuple[int, ...], fate: SiblingFate, why: str
-) -> None:
-    stage = stage_of(slots=2)
-    stage.finish(name(0))
-    stage.finish(name(1))
-    assert is_refused(
-        stage, EndSiblings(group=G0, siblings=siblings, fate=fate, reason="test"), why
-    )
-
-
-def test_what_runs_is_cancelled_before_it_ends() -> None:
-    stage = stage_of()
-    stage.finish(name(0))
-    stage.finish(name(1))
-    decision = EndSiblings(group=G0, siblings=(2,), fate="surplus", reason="test")
-    assert is_refused(stage, decision, "runs and was not cancelled")
-
-
-def is_refused(stage: Stage, decision: Any, why: str) -> bool:
-    """Whether it is illegal for this reason, and changes nothing."""
-    before = digest_of(stage.copy())
-    with pytest.raises(InvariantBroken, match=why):
-        apply_decision(stage.state, decision)
-    return digest_of(stage.copy()) == before
-
-
-def test_a_surplus_sibling_that_moves_frees_the_place_that_was_kept_for_it() -> None:
-    stage = stage_of()
-    stage.worker("w1", moves=True)
-    stage.state.workers["w0"].moves = True
-    aim(stage.state, name(2), stage.state.workers["w1"])
-    stage.finish(name(0))
-    stage.finish(name(1))
-    stage.plan()
-    assert stage.state.workers["w1"].arriving == 0
-    assert stage.state.workers["w0"].leaving == 0
 
 
 def test_a_group_whose_time_is_over_goes_on_with_what_is_valid() -> None:
@@ -313,37 +171,6 @@ def test_an_evaluation_whose_time_is_over_has_the_figure_of_what_is_there() -> N
     stage.plan()
     (ended,) = [one for one in stage.decided if isinstance(one, End)]
     assert (ended.fate, ended.reason) == ("evaluated", "mean reward 0.5000 over 1 of 2")
-
-
-def test_time_that_is_over_of_what_waits_for_nobody_changes_nothing() -> None:
-    stage = stage_of()
-    stage.finish(name(0))
-    stage.finish(name(1))
-    stage.settle()
-    before = digest_of(stage.copy())
-    expire(stage)
-    expire(stage, "g0000000099")
-    assert digest_of(stage.copy()) == before
-
-
-def test_a_snapshot_has_what_is_left_over() -> None:
-    stage = stage_of()
-    stage.finish(name(0))
-    stage.finish(name(1))
-    found = state_of(body_of(stage.state).joined())
-    assert found.surplus == {G0: "surplus"}
-    assert found.digest() == stage.state.digest()
-    assert plan(found) == plan(stage.state)
-
-
-def test_the_run_ends_with_all_its_steps_trained() -> None:
-    stage = stage_of(groups__per_step=2, staleness__max_staleness=1)
-    stage.worker("w1", slots=3)
-    stage.complete()
-    assert stage.state.version == stage.config.run.steps
-    counters = stage.state.counters
-    assert counters.fates["trained"] == 2 * stage.config.run.steps
-    assert not stage.state.surplus and not stage.state.requests
 
 
 Event = tuple[int, float | None]

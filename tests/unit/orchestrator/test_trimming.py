@@ -20,7 +20,6 @@ from dora_pipe.core.runtime import Meter, Runtime
 from dora_pipe.orchestrator import trimming
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.orchestrator.trimming import (
-    AGAIN_NS,
     GRAIN,
     GUARD_NS_MIN,
     TRIM_EVERY_NS,
@@ -107,19 +106,6 @@ def test_the_cut_is_where_the_orchestrators_date_says_whatever_other_clocks_say(
             assert offsets[wanted] - GRAIN <= cut <= offsets[wanted]
 
 
-def test_nothing_is_cut_where_nothing_is_old_or_nobody_dates_it(
-    open_bus: Callable[[], Bus],
-) -> None:
-    with closing(open_bus()) as bus:
-        fill(bus, 3000)
-        assert cut_of(bus, AT, limit=bus.end(AT), before_ns=-HOUR) == 0
-    with closing(MemoryBus()) as bus:
-        bus.create([TopicSpec(name=AT.topic)])
-        says = [worker_says(i) for i in range(3000)] + [Append(topic=AT.topic, value=b"{")]
-        bus.writer().append(says)
-        assert cut_of(bus, AT, limit=bus.end(AT), before_ns=HOUR) == 0
-
-
 def test_a_cut_never_passes_its_limit_although_all_is_old(open_bus: Callable[[], Bus]) -> None:
     with closing(open_bus()) as bus:
         offsets = fill(bus, 5000)
@@ -178,29 +164,10 @@ def test_what_was_read_within_the_guard_is_beyond_every_limit() -> None:
     assert set(gaps) == {TRIM_EVERY_NS // (60 * S)}
 
 
-def test_the_rest_of_a_long_beginning_is_asked_for_soon() -> None:
-    schedule = TrimSchedule(keep_ns=HOUR, whole_ns=50 * S)
-    schedule.note(read_to(5))
-    assert ask(schedule, 0) == []
-    assert len(ask(schedule, GUARD_NS_MIN)) == 1
-    schedule.note_trimmed(MetricsTrimmed(more=True), mono_ns=GUARD_NS_MIN)
-    assert ask(schedule, GUARD_NS_MIN + AGAIN_NS - 1) == []
-    assert len(ask(schedule, GUARD_NS_MIN + AGAIN_NS)) == 1
-    schedule.note_trimmed(MetricsTrimmed(more=False), mono_ns=GUARD_NS_MIN + AGAIN_NS)
-    assert ask(schedule, GUARD_NS_MIN + 2 * AGAIN_NS) == []
-
-
 def test_statuses_that_are_kept_for_ever_are_never_asked_to_go() -> None:
     schedule = TrimSchedule(keep_ns=0, whole_ns=50 * S)
     schedule.note(read_to(5))
     assert not any(ask(schedule, hour * HOUR) for hour in range(1000))
-
-
-def test_two_whole_statuses_stay_however_rare_they_are() -> None:
-    schedule = TrimSchedule(keep_ns=HOUR, whole_ns=HOUR)
-    schedule.note(read_to(5))
-    asked = [minute for minute in range(200) if ask(schedule, minute * 60 * S)]
-    assert asked == [120, 180]
 
 
 @pytest.mark.parametrize("keep_ns", [HOUR, 0], ids=["an hour", "for ever"])

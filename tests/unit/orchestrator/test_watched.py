@@ -25,7 +25,7 @@ from dora_pipe.config.model import Evaluation
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError
 from dora_pipe.orchestrator.apply_decision import apply_decision, pinned
-from dora_pipe.orchestrator.watched import Watched, begun, ended, kept, stop_due
+from dora_pipe.orchestrator.watched import Watched, begun, ended, stop_due
 from dora_pipe.schemas.rounds import EarlyStop, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from tests.support.catalogue_stage import CatalogueStage
@@ -67,17 +67,6 @@ def test_best_is_the_first_of_the_highest_whatever_order_groups_end_in(
     assert found.waited == len(versions) - 1 - best
     if known:
         assert found.reward == max(known)
-
-
-def test_version_is_judged_only_when_those_before_it_are() -> None:
-    late = told([(1, [1.0]), (1, [1.0])], versions=2)
-    assert late.best == -1 and [one.version for one in late.open] == [0, 1]
-    best = make_config(evaluation__best=True)
-    assert kept(late, best) == {0, 1}, "either may be the best yet"
-    assert kept(late, make_config(evaluation__patience=1)) == set()
-    for _ in range(GROUPS):
-        late = ended(late, 0, [0.5], groups=GROUPS)
-    assert (late.best, late.waited, late.open, kept(late, best)) == (1, 0, (), {1})
 
 
 @pytest.mark.parametrize(("waited", "due"), [(1, False), (2, True)])
@@ -170,12 +159,6 @@ def test_stop_that_is_not_due_is_refused_and_changes_nothing() -> None:
     with pytest.raises(InvariantBroken, match="not waited so long"):
         apply_decision(stage.state, EarlyStop(evaluation="", best=0, reason="enough"))
     assert unchanged(before, stage.state)
-
-
-def test_run_that_watches_nothing_has_the_digest_it_had() -> None:
-    plain = watching(evaluation__best=False)
-    step(plain)
-    assert plain.state.watched is None
 
 
 def test_whole_run_ends_early_its_audit_holds_and_the_best_version_is_still_there(

@@ -245,20 +245,6 @@ verifiers: setup ## Make .venv-verifiers: verifiers 0.4 (see examples/verifiers)
 test-verifiers: verifiers ## Environments of verifiers, from their model to their replay (330 MB beside .venv)
 	@$(BIN)/pytest -q tests/unit/adapters/test_verifiers.py tests/slow/test_verifiers_example.py $(ARGS)
 
-# What stands beside the log in `python -m bench dataplane --peers`, with this package: torch and Ray.
-PEERS := .venv-peers
-PEERS_WANTED = $$(cat requirements/peers.txt pyproject.toml | sha256sum | cut -c1-16)
-.PHONY: peers
-
-peers: setup ## Make .venv-peers: TransferQueue, for bench dataplane --peers
-	@if [ "$$(cat $(PEERS)/.stamp 2>/dev/null)" != "$(PEERS_WANTED)" ]; then \
-	  echo "peers: $(PEERS), packages of requirements/peers.txt checked by their hashes" >&2; \
-	  rm -rf $(PEERS); \
-	  $(UV) venv -q -p $(BIN)/python $(PEERS); \
-	  $(UV) pip install -q --compile-bytecode -p $(PEERS)/bin/python --require-hashes -r requirements/peers.txt; \
-	  $(UV) pip install -q -p $(PEERS)/bin/python --no-deps --no-build-isolation -e .; \
-	  echo "$(PEERS_WANTED)" > $(PEERS)/.stamp; fi
-
 # Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
 AXE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
@@ -314,7 +300,6 @@ lock: setup ## Resolve requirements/*.txt again; newest versions with ARGS=--upg
 	$(LOCK) requirements/agents.in -o requirements/agents.txt
 	$(LOCK) requirements/docs.in -o requirements/docs.txt
 	$(LOCK) requirements/verifiers.in -o requirements/verifiers.txt
-	$(LOCK) pyproject.toml requirements/peers.in -c requirements/constraints.in -o requirements/peers.txt
 	$(LOCK) --group fuzz -o requirements/fuzz.txt
 	$(LOCK) pyproject.toml --extra torch -c requirements/dev.txt -o requirements/torch.txt
 	$(LOCK) pyproject.toml --extra deepspeed -c requirements/dev.txt --no-build-isolation -o requirements/deepspeed.txt

@@ -17,6 +17,7 @@ from typing import Any, Final, cast
 import msgspec
 import numpy as np
 
+from dora_pipe.bench import records
 from dora_pipe.bus.port import Append, Bus, Record, TopicSpec, Writer, stored
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
@@ -48,7 +49,6 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
-from dora_pipe.sim import modelled_cluster
 
 ASSETS: Final = sha256_hex(b"assets")
 TURN_NS: Final = 100_000_000
@@ -101,7 +101,7 @@ class Player:
     def ready(self) -> WorkerReady:
         """Fact that it has loaded its version."""
         given = (self.name, self.epoch, self.version, self.digest)
-        return modelled_cluster.worker_ready(*given, load_ms=1.0)
+        return records.worker_ready(*given, load_ms=1.0)
 
 
 class Encoder:
@@ -219,7 +219,7 @@ def weights(version: int) -> Manifest:
 def run_started(config: Config) -> RunStarted:
     """First record of the run."""
     return msgspec.structs.replace(
-        modelled_cluster.run_started(config, rows=ROWS),
+        records.run_started(config, rows=ROWS),
         at_ns=START_NS,
         schema_version=SCHEMA_VERSION,
         policy=weights(0),
@@ -276,12 +276,12 @@ class _Script:
         started = run_started(config)
         self._digest = started.policy.digest
         self._say(started)
-        self._say(modelled_cluster.role_started("orchestrator"))
-        trainer = modelled_cluster.role_started("trainer")
+        self._say(records.role_started("orchestrator"))
+        trainer = records.role_started("trainer")
         self._say(msgspec.structs.replace(trainer, role_epoch=1))
         names = [f"w{number}" for number in range(plan.workers)]
         for name in names:
-            self._say(modelled_cluster.worker_joined(name, plan.slots, declares=DECLARED))
+            self._say(records.worker_joined(name, plan.slots, declares=DECLARED))
         offsets = self._flush()
         epochs = offsets[-len(names) :]
         self._players = {

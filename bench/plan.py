@@ -17,24 +17,29 @@ import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
-from unittest import mock
 
 import msgspec
 import typer
 
+from dora_pipe.bench.records import (
+    NO_DIGEST,
+    role_started,
+    run_started,
+    step_committed,
+    worker_joined,
+    worker_ready,
+)
 from dora_pipe.bench.support import emit_figures
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.config.model import Config
 from dora_pipe.core.runtime import BUS_TURN_NS, CaughtUp, Now, Published
-from dora_pipe.orchestrator import machine
-from dora_pipe.orchestrator.digest import Leaves
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Tidying, settle_memory
 from dora_pipe.orchestrator.snapshots import SnapshotPort
@@ -58,14 +63,6 @@ from dora_pipe.schemas.rounds import (
 )
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
-from dora_pipe.sim.modelled_cluster import (
-    NO_DIGEST,
-    role_started,
-    run_started,
-    step_committed,
-    worker_joined,
-    worker_ready,
-)
 
 WORKERS: Final = (512,)
 SLOTS: Final = 200
@@ -102,38 +99,17 @@ SNAPSHOT_EVERY: Final = 4 * STATE_DIGEST_EVERY
 TOPICS: Final = Topics("bench")
 
 
-_PARTS: Final = (
-    "decide",
-    "encode",
-    "digest",
-    "snapshot",
-    "waits",
-    "gc",
-    "wait_gc",
-    "turn",
-    "wall",
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFigure:
-    """The longest of each part of a turn, and of all parts together."""
+    """The longest turn of a run, and the share of it that was garbage collection."""
 
     workers: int
     requests: int
     """Open ones."""
     turns: int
     steps: int
-    decide_ms: float
-    encode_ms: float
-    digest_ms: float
-    """The share of a turn, or the digest that its round carries."""
-    snapshot_ms: float
-    waits_ms: float
     gc_ms: float
-    """Garbage collection in a turn."""
-    wait_gc_ms: float
-    """Garbage collection between two turns of the bus, where the loop waits."""
+    """Longest garbage collection of a turn."""
     p50_ms: float
     """The median of all turns that one turn of the bus leads to, together."""
     turn_ms: float
@@ -146,7 +122,7 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Longest turn of the orchestrator in a busy run of 102,400 open requests, part by part."""
+    """Longest turn of the orchestrator in a busy run of 102,400 open requests."""
     emit_figures(bench_turns(workers or WORKERS, slots=SLOTS), as_json=as_json)
 
 
@@ -185,69 +161,40 @@ def _measure(workers: int, *, slots: int, rounds: int) -> TurnFigure:
 
 
 class Meter:
-    """Milliseconds that each part took of one turn, the most of all turns."""
+    """Milliseconds of turns, the most of all of them."""
 
     def __init__(self) -> None:
-        self.most_ms = dict.fromkeys(_PARTS, 0.0)
+        self.most_ms = dict.fromkeys(("gc", "turn", "wall"), 0.0)
         self.turns_ms: list[float] = []
         """Of each turn of the bus, with those that followed at once."""
-        self._now_ms: defaultdict[str, float] = defaultdict(float)
-        self._since_s = 0.0
+        self._gc_ms = self._since_s = 0.0
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Watch the parts of the machine's turns while the block lasts."""
-        with ExitStack() as stack:
-            for owner, name, part in (
-                (machine, "decide", "decide"),
-                (machine, "seal", "encode"),
-                (machine, "body_of", "snapshot"),
-                (machine, "waits", "waits"),
-                (Leaves, "digest", "digest"),
-                (Leaves, "settle", "share"),
-            ):
-                timed = self._timed(getattr(owner, name), part)
-                stack.enter_context(mock.patch.object(owner, name, timed))
-            gc.callbacks.append(self._collecting)
-            stack.callback(gc.callbacks.remove, self._collecting)
+        """Watch garbage collections while the block lasts."""
+        gc.callbacks.append(self._collecting)
+        try:
             yield
-
-    def tidied(self, tidy: Callable[[], None]) -> None:
-        """The loop waits; a turn of the bus comes next."""
-        cpu_s = time.thread_time()
-        tidy()
-        spent_ms = (time.thread_time() - cpu_s) * 1e3
-        self.most_ms["wait_gc"] = max(self.most_ms["wait_gc"], spent_ms)
-        self.turns_ms.append(0.0)
+        finally:
+            gc.callbacks.remove(self._collecting)
 
     def whole(self, react: Callable[[], Any]) -> Any:
         """One turn."""
-        self._now_ms.clear()
+        self._gc_ms = 0.0
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         found = react()
-        self._now_ms["turn"] = (time.thread_time() - cpu_s) * 1e3
-        self._now_ms["wall"] = (time.perf_counter() - wall_s) * 1e3
-        self.turns_ms[-1] += self._now_ms["turn"]
-        self._now_ms["digest"] = max(self._now_ms["digest"], self._now_ms.pop("share", 0.0))
-        for part, spent in self._now_ms.items():
+        turn_ms = (time.thread_time() - cpu_s) * 1e3
+        wall_ms = (time.perf_counter() - wall_s) * 1e3
+        self.turns_ms[-1] += turn_ms
+        for part, spent in (("gc", self._gc_ms), ("turn", turn_ms), ("wall", wall_ms)):
             self.most_ms[part] = max(self.most_ms[part], spent)
         return found
-
-    def _timed(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began_s = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._now_ms[part] += (time.thread_time() - began_s) * 1e3
-
-        return timed
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._since_s = time.thread_time()
         else:
-            self._now_ms["gc"] += (time.thread_time() - self._since_s) * 1e3
+            self._gc_ms += (time.thread_time() - self._since_s) * 1e3
 
 
 class _Run:
@@ -305,7 +252,7 @@ class _Run:
         busy = [one for one in state.workers.values() if len(one.requests) >= REPORTED]
         for worker in self._chance.sample(busy, min(REPORTING, len(busy))):
             for version, names in self._by_version(worker.requests).items():
-                self._append(_logged(state, worker, names, self._offset, version=version))
+                self._append(_logged(state, worker, names, self._offset, version))
         if self._turns % LOSS_TURNS == 0:
             worker = state.workers[self._chance.choice(sorted(state.workers))]
             self._append(
@@ -338,7 +285,8 @@ class _Run:
                 self._append(answer)
         inputs, self._inputs = self._inputs[:RECORDS_MAX], self._inputs[RECORDS_MAX:]
         self._mono_ns += BUS_TURN_NS
-        self.meter.tidied(self._tidy)
+        self._tidy()
+        self.meter.turns_ms.append(0.0)
         self._turn(inputs)
         for _ in range(MORE_MAX):
             if self.machine.wake_at() > self._mono_ns:
@@ -428,38 +376,30 @@ def _no_cost() -> Cost:
 
 
 def _config(workers: int, slots: int) -> Config:
-    """The trainer is twice as fast as the workers, which always have something to run."""
+    """A run that never ends; the trainer is twice as fast as the workers, which are always busy."""
     per_step = min(PER_STEP, max(1, workers * slots // GROUP_SIZE // 4))
     in_flight = SPARE * workers * slots / GROUP_SIZE / per_step + 1
-    return _config_of(
-        per_step=per_step, max_staleness=int(in_flight) + 1, in_flight_batches=in_flight
-    )
-
-
-def _config_of(*, per_step: int, max_staleness: int, in_flight_batches: float) -> Config:
-    """A run that never ends and evaluates nothing."""
     plain = {
         "run": {"name": "bench", "steps": STEPS},
         "model": {"path": "model"},
         "task": {"kind": "arithmetic"},
         "groups": {"size": GROUP_SIZE, "per_step": per_step},
-        "staleness": {"max_staleness": max_staleness, "in_flight_batches": in_flight_batches},
+        "staleness": {"max_staleness": int(in_flight) + 1, "in_flight_batches": in_flight},
         "evaluation": {"prompts": 0},
     }
     return msgspec.convert(plain, Config)
 
 
 def _logged(
-    state: State, worker: Worker, names: Sequence[str], offset: int, *, version: int | None = None
+    state: State, worker: Worker, names: Sequence[str], offset: int, version: int
 ) -> TrajectoriesLogged:
-    """A worker has logged some of its requests; under its own version, if nothing is said."""
-    known = worker.target if version is None else version
+    """A worker has logged some of its requests of a version."""
     return TrajectoriesLogged(
         at_ns=0,
         worker=worker.name,
         epoch=worker.epoch,
-        version=known,
-        digest=state.policies[known],
+        version=version,
+        digest=state.policies[version],
         trajectories=tuple(_entry(state, name, offset) for name in names),
     )
 

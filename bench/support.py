@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -27,7 +27,6 @@ LINE_LIMIT_S: Final = 120.0
 END_LIMIT_S: Final = 10.0
 """Time for a child process to end before it is killed."""
 READ_BYTES: Final = 1024 * 1024
-NO_VARIABLES: Final[Mapping[str, str]] = {}
 
 
 def emit_figures(figures: Iterable[Any], *, as_json: bool) -> None:
@@ -42,11 +41,8 @@ def emit_figures(figures: Iterable[Any], *, as_json: bool) -> None:
 
 
 @contextmanager
-def scratch(keep: Path | None = None) -> Iterator[Path]:
-    """Yield `keep`, or a folder of the current directory that is removed afterwards."""
-    if keep is not None:
-        yield keep.resolve()
-        return
+def scratch() -> Iterator[Path]:
+    """Yield a folder of the current directory that is removed afterwards."""
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         yield Path(folder).resolve()
 
@@ -78,20 +74,14 @@ class Child:
         self,
         module: str,
         task: Any,
-        *,
-        pass_fds: Sequence[int] = (),
-        python: str = sys.executable,
-        environment: Mapping[str, str] = NO_VARIABLES,
     ) -> None:
         self._name = f"{module} ({type(task).__name__})"
         self._read = b""
         self._process = subprocess.Popen(
-            [python, "-m", module, msgspec.json.encode(task).decode()],
+            [sys.executable, "-m", module, msgspec.json.encode(task).decode()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=pass_fds,
             bufsize=0,
-            env={**os.environ, **environment},
         )
 
     def tell(self, line: str) -> None:

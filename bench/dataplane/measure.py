@@ -24,14 +24,12 @@ import typer
 from dora_pipe.bench.dataplane.process import (
     GROUP_SIZE,
     PARTITIONS,
-    QUEUE,
     READY,
     Assemble,
     Done,
     Inside,
     Publish,
 )
-from dora_pipe.bench.dataplane.queue import QUIET, queue_python, serving
 from dora_pipe.bench.support import Child, emit_figures, reply, scratch, task_of
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import TopicSpec
@@ -52,7 +50,7 @@ LATENCY_STRETCH: Final = 4
 COLLECT_AFTER: Final = (50_000, 20, 100)
 """As the roles have it: Python's collector of cycles runs rarely."""
 MODULE: Final = "dora_pipe.bench.dataplane.measure"
-KEEPS: Final[Mapping[str, str]] = {"kafka": "acks=all", "sqlite": "fsync", QUEUE: "nothing"}
+KEEPS: Final[Mapping[str, str]] = {"kafka": "acks=all", "sqlite": "fsync"}
 """What a plane guarantees of what it has accepted."""
 
 
@@ -86,7 +84,6 @@ class Setup:
     seconds: float
     repeats: int
     folder: Path
-    peers: bool = False
 
 
 Phase = tuple[Done, Done]
@@ -100,12 +97,9 @@ def command(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
-    peers: Annotated[bool, typer.Option("--peers", help="Beside TransferQueue.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Trajectories from a worker's process into a trainer's batch, by every log."""
-    if peers and not queue_python():
-        raise UsageError("TransferQueue is not installed", hint="make peers")
     with scratch() as folder:
         setup = Setup(
             kafka=bus,
@@ -113,7 +107,6 @@ def command(
             seconds=seconds,
             repeats=repeats,
             folder=folder,
-            peers=peers,
         )
         emit_figures(bench_dataplane(setup, say), as_json=as_json)
 
@@ -125,17 +118,15 @@ def bench_dataplane(setup: Setup, say: Callable[[str], None]) -> list[PlaneFigur
     if setup.kafka and not _brokers(setup.kafka):
         raise UsageError(f"{setup.kafka!r} is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
     figures = []
-    with ExitStack() as stack:
-        planes = {"kafka": setup.kafka} if setup.kafka else {}
-        planes |= {QUEUE: stack.enter_context(serving())} if setup.peers else {}
-        planes["sqlite"] = "sqlite:"
-        for tokens in setup.tokens:
-            say(f"{tokens} tokens")
-            rounds: dict[str, list[tuple[Phase, Phase]]] = {name: [] for name in planes}
-            for _ in range(setup.repeats):
-                for name, address in planes.items():
-                    rounds[name].append(_round(setup, address, tokens))
-            figures += [plane_figure(name, tokens, found) for name, found in rounds.items()]
+    planes = {"kafka": setup.kafka} if setup.kafka else {}
+    planes["sqlite"] = "sqlite:"
+    for tokens in setup.tokens:
+        say(f"{tokens} tokens")
+        rounds: dict[str, list[tuple[Phase, Phase]]] = {name: [] for name in planes}
+        for _ in range(setup.repeats):
+            for name, address in planes.items():
+                rounds[name].append(_round(setup, address, tokens))
+        figures += [plane_figure(name, tokens, found) for name, found in rounds.items()]
     return figures
 
 
@@ -165,9 +156,7 @@ def _phase(
             path = setup.folder / f"{run}.sqlite"
             stack.callback(_remove, path)
             address = f"sqlite:{path}"
-        queue = address.startswith(QUEUE)
-        if not queue:
-            stack.enter_context(_topic(address, Topics(run).trajectories))
+        stack.enter_context(_topic(address, Topics(run).trajectories))
         write = Publish(
             address=address,
             run=run,
@@ -177,11 +166,7 @@ def _phase(
             claims=str(claims),
         )
         read = Assemble(address=address, run=run, batch=batch, claims=str(claims))
-        python, variables = (queue_python(), QUIET) if queue else (sys.executable, {})
-        writer, reader = (
-            stack.enter_context(Child(MODULE, task, python=python, environment=variables))
-            for task in (write, read)
-        )
+        writer, reader = (stack.enter_context(Child(MODULE, task)) for task in (write, read))
         for child in (writer, reader):
             if child.answer(str) != READY:
                 raise ResourceError("a process of the benchmark is not ready")
@@ -275,11 +260,8 @@ def run_task(task: Publish | Assemble, inside: Inside) -> Done:
     """Do the work of one process."""
     from dora_pipe.bench.dataplane.assemble import assemble
     from dora_pipe.bench.dataplane.publish import publish
-    from dora_pipe.bench.dataplane.queue import consume
 
-    if isinstance(task, Publish):
-        return publish(task, inside)
-    return consume(task, inside) if task.address.startswith(QUEUE) else assemble(task, inside)
+    return publish(task, inside) if isinstance(task, Publish) else assemble(task, inside)
 
 
 def main() -> int:

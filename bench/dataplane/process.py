@@ -1,4 +1,4 @@
-"""Tasks and answers of the two processes of a phase, and both ends of a plane.
+"""Tasks and answers of the two processes of a phase.
 
 A process opens and warms what it needs, replies `READY`, waits for a line, works and replies its
 `Done`. The assembling one is told on a second line how many records there are.
@@ -9,20 +9,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Final
 
 import msgspec
 
 from dora_pipe.bench.support import reply
-from dora_pipe.schemas.trajectory import Trajectory
 
 READY: Final = "ready"
 WARM: Final = 16
 """Trajectories that are published and fetched before the clock starts."""
 GROUP_SIZE: Final = 8
 PARTITIONS: Final = 4
-QUEUE: Final = "transferqueue"
 SILENT_S: Final = 30.0
 """Time without a trajectory after which a phase fails."""
 
@@ -61,22 +58,6 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time without what only the benchmark does."""
     moments: list[int]
     """For each trajectory, in order: when it finished, or when its batch was ready."""
-
-
-class Outbox(Protocol):
-    """Where a publishing process puts trajectories."""
-
-    def encode(self, trajectory: Trajectory) -> tuple[Any, int]:
-        """Return what is put, and its bytes."""
-        ...
-
-    def put(self, held: Sequence[Any]) -> None:
-        """Hand over what was encoded, durable where the plane is."""
-        ...
-
-    def close(self) -> None:
-        """Close it."""
-        ...
 
 
 class Inside:

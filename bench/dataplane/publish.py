@@ -7,55 +7,32 @@ trajectory is appended at once, with whatever finished during the append before 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from dora_pipe.bench.dataplane.process import QUEUE, WARM, Done, Inside, Outbox, Publish
+from dora_pipe.bench.dataplane.process import WARM, Done, Inside, Publish
 from dora_pipe.bench.dataplane.source import Source, encoded
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.port import Append, Bus
 from dora_pipe.config.model import Bus as Section
 from dora_pipe.core.runtime import BUS_TURN_NS
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.log_location import LogLocation
 
 APPEND_BYTES_MAX: Final = 8 * 1024 * 1024
-"""One append is no larger, so that a queue of a few MB and a log meet the same calls."""
+"""One append is no larger."""
 
 _SEED: Final = 30
-
-
-class LogOutbox:
-    """The log, with the worker's own records."""
-
-    def __init__(self, bus: Bus, topic: str) -> None:
-        self._bus, self._topic = bus, topic
-        self._writer = bus.writer()
-
-    def encode(self, trajectory: Trajectory) -> tuple[Any, int]:
-        """See Outbox."""
-        record = encoded(trajectory, self._topic)
-        return record, len(record.value)
-
-    def put(self, held: Sequence[Any]) -> None:
-        """See Outbox."""
-        self._writer.append(held)
-
-    def close(self) -> None:
-        """See Outbox."""
-        self._bus.close()
 
 
 class Publisher:
     """Appends trajectories of one run and counts them."""
 
-    def __init__(self, task: Publish, outbox: Outbox) -> None:
+    def __init__(self, task: Publish, bus: Bus) -> None:
         self._source = Source(task.run, task.tokens)
-        self._outbox = outbox
+        self._topic, self._writer = Topics(task.run).trajectories, bus.writer()
         self._next = 0
-        self._held: list[Any] = []
+        self._held: list[Append] = []
         self._held_bytes = 0
         self.forget()
 
@@ -76,23 +53,24 @@ class Publisher:
         trajectory = self._source(self._next)
         self.finished_ns.append(finished_ns)
         self.own_s += time.thread_time() - start_s
-        held, size = self._outbox.encode(trajectory)
+        record = encoded(trajectory, self._topic)
         self._next += 1
-        self._held.append(held)
-        self._held_bytes += size
+        self._held.append(record)
+        self._held_bytes += len(record.value)
 
     def append(self) -> None:
         """Append what was encoded."""
         held, self._held = self._held, []
         self.bytes += self._held_bytes
         self._held_bytes = 0
-        self._outbox.put(held)
+        self._writer.append(held)
 
 
 def publish(task: Publish, inside: Inside) -> Done:
     """Publish for `task.seconds`, after the warm ones."""
-    outbox = open_outbox(task)
-    publisher = Publisher(task, outbox)
+    section = Section(url=task.address)
+    bus = LogLocation(run="", url=task.address, bus=section, claims=task.claims).open()
+    publisher = Publisher(task, bus)
     for _ in range(WARM):
         publisher.encode(time.monotonic_ns())
         publisher.append()
@@ -110,20 +88,8 @@ def publish(task: Publish, inside: Inside) -> Done:
         cpu_s=time.process_time() - start_s - publisher.own_s,
         moments=publisher.finished_ns,
     )
-    outbox.close()
+    bus.close()
     return done
-
-
-def open_outbox(task: Publish) -> Outbox:
-    """The plane of a task."""
-    kind, _, rest = task.address.partition(":")
-    if kind == QUEUE:
-        from dora_pipe.bench.dataplane.queue import QueueOutbox
-
-        return QueueOutbox(rest, task.run)
-    bus = Section(url=task.address)
-    log = LogLocation(run="", url=task.address, bus=bus, claims=task.claims)
-    return LogOutbox(log.open(), Topics(task.run).trajectories)
 
 
 def _flat_out(publisher: Publisher, until_ns: int) -> None:

@@ -107,7 +107,7 @@ def command(
 
     Exit code 5 unless it names 9 of 10.
     """
-    with opened(run, root) as found, scratch(None) as folder:
+    with opened(run, root) as found, scratch() as folder:
         figures = bench_bisect(
             found,
             seeds,

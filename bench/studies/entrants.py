@@ -1,23 +1,15 @@
-"""Who takes part in `bench paradigms`, what each may be set to, and which setting is its own best.
-
-Every entrant has a grid of as many cells as the others. What it is set to is chosen on other seeds
-than those that are reported: else it would be chosen for its luck.
-"""
+"""The paradigms of `bench paradigms`, and what each is set to."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.studies.paradigms import Cell, ParadigmRun
-
-CHOOSING_FROM: Final = 1000
-"""The first seed of those that a setting is chosen on."""
+from dora_pipe.bench.studies.paradigms import Cell
 
 PARTS: Final = 4
 
@@ -28,11 +20,10 @@ class Entrant:
 
     name: str
     max_staleness: int
-    batches: tuple[float, ...]
-    """C that are tried; the first is the paradigm's own."""
-    filtered: tuple[bool, ...] = (True,)
-    """Whether groups without an advantage are replaced. A synchronous step waits for those that
-    replace them; one that trains the batch as it is does not."""
+    batches: float
+    """C."""
+    filtered: bool = True
+    """Whether groups without an advantage are replaced; a synchronous step waits for those."""
     parts: int = 1
     together: bool = False
     """Generating and training have all devices in turn, as the paper's synchronous baseline."""
@@ -55,14 +46,12 @@ class Entrant:
 ENTRANTS: Final[Mapping[str, Entrant]] = {
     one.name: one
     for one in (
-        Entrant(
-            name="sync", max_staleness=0, batches=(1.0,), filtered=(True, False), together=True
-        ),
-        Entrant(name="one-step", max_staleness=1, batches=(2.0, 1.5)),
-        Entrant(name="dora", max_staleness=2, batches=(3.0, 2.0)),
-        Entrant(name="dora-parts", max_staleness=2, batches=(3.0, 2.0), parts=PARTS),
-        Entrant(name="elastic", max_staleness=2, batches=(3.0, 2.0), elastic=1),
-        Entrant(name="interruptible", max_staleness=2, batches=(3.0, 2.0), interruptible=True),
+        Entrant(name="sync", max_staleness=0, batches=1.0, together=True),
+        Entrant(name="one-step", max_staleness=1, batches=2.0),
+        Entrant(name="dora", max_staleness=2, batches=3.0),
+        Entrant(name="dora-parts", max_staleness=2, batches=3.0, parts=PARTS),
+        Entrant(name="elastic", max_staleness=2, batches=3.0, elastic=1),
+        Entrant(name="interruptible", max_staleness=2, batches=3.0, interruptible=True),
     )
 }
 
@@ -79,38 +68,16 @@ def overrides_of(cell: Cell) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
-def settings_of(name: str, rates: Sequence[float]) -> Iterator[Cell]:
-    """The grid of an entrant, with no seed: its own setting first."""
+def own_setting(name: str, rate: float) -> Cell:
+    """What an entrant is set to, with no seed."""
     entrant = ENTRANTS[name]
-    for rate in rates:
-        for batches in entrant.batches:
-            for filtered in entrant.filtered:
-                yield Cell(
-                    entrant=name, batches=batches, learning_rate=rate, filtered=filtered, seed=-1
-                )
-
-
-def on_seeds(settings: Sequence[Cell], seed: int) -> list[Cell]:
-    """The cells in which settings are tried for the time that is counted from 0."""
-    return [msgspec.structs.replace(one, seed=CHOOSING_FROM + seed) for one in settings]
-
-
-def better_half(settings: Sequence[Cell], runs: Sequence[ParadigmRun]) -> list[Cell]:
-    """The better half of settings (with no seed), best first, by the least mean time to the target
-    over the runs that each was tried in; one that did not reach it in a run is behind those that
-    always did. Of equals the one with the higher last reward; without runs as they are.
-
-    Successive halving (Karnin et al. 2013): what is far behind on one seed is not tried on more,
-    and the seeds that are saved tell apart those that are close.
-    """
-
-    def key(setting: Cell) -> tuple[float, float]:
-        mine = [run for run in runs if msgspec.structs.replace(run.cell, seed=-1) == setting]
-        times = [math.inf if run.target_s is None else run.target_s for run in mine]
-        mean_s = math.fsum(times) / len(times) if times else math.inf
-        return mean_s, -math.fsum(run.reward for run in mine) / max(1, len(mine))
-
-    return sorted(settings, key=key)[: math.ceil(len(settings) / 2)]
+    return Cell(
+        entrant=name,
+        batches=entrant.batches,
+        learning_rate=rate,
+        filtered=entrant.filtered,
+        seed=-1,
+    )
 
 
 def reported(chosen: Sequence[Cell], seeds: int) -> list[Cell]:

@@ -4,8 +4,7 @@ A cell trains the same task from the same warm start on as many samples as every
 the objective and the staleness differ. Staleness is exact: step s trains what version
 max(0, s - eta) sampled, neither a bound nor an average (see `sampled_by`).
 
-It decides the order in which cells are measured: what is compared first comes first, so that a
-study that is stopped early says something. Nothing here imports torch.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,13 +26,7 @@ BASE: Final = "grpo"
 """The objective that the others are compared with."""
 
 ETAS: Final = (0, 1, 2, 4, 8)
-ETAS_BY_WEIGHT: Final = (8, 4, 0, 2, 1)
-"""In the order of what the other objectives are for."""
-
 SEEDS: Final = 3
-SEEDS_FIRST: Final = 2
-"""With so many the whole study is measured before another seed begins."""
-
 _MEAN: Final = {"objective.loss": "sequence-mean"}
 _DECOUPLED: Final = {"objective.kind": "decoupled-ppo", **_MEAN}
 
@@ -174,28 +167,13 @@ def planned(etas: Sequence[int], objectives: Sequence[str], seeds: int | None) -
             raise UsageError(f"no objective {name!r}", hint=f"one of {', '.join(OBJECTIVES)}")
     if any(eta < 0 for eta in etas):
         raise UsageError("a negative staleness would need the future")
-    if etas or objectives:
-        return [
-            Cell(objective=name, eta=eta, seed=seed)
-            for seed in range(seeds or SEEDS_FIRST)
-            for name in objectives or (BASE,)
-            for eta in etas or ETAS
-        ]
-    numbers = range(seeds or SEEDS)
-    return [*_whole(numbers[:SEEDS_FIRST]), *_whole(numbers[SEEDS_FIRST:])]
-
-
-def _whole(seeds: Sequence[int]) -> list[Cell]:
-    """Every objective at every staleness: the base first, then all others eta by eta."""
-    base = [Cell(objective=BASE, eta=eta, seed=seed) for seed in seeds for eta in ETAS]
-    others = [
+    whole = not etas and not objectives
+    return [
         Cell(objective=name, eta=eta, seed=seed)
-        for eta in ETAS_BY_WEIGHT
-        for seed in seeds
-        for name in OBJECTIVES
-        if name != BASE
+        for seed in range(seeds or SEEDS)
+        for name in objectives or (OBJECTIVES if whole else (BASE,))
+        for eta in etas or ETAS
     ]
-    return [*base, *others]
 
 
 def area_of(rewards: Sequence[tuple[int, float]]) -> float:
@@ -231,18 +209,10 @@ class Summary:
     to_base: Spread | None
     """`last` less that of the base objective without staleness and with the same seed; None
     where that was not measured for any of its seeds."""
-    compared: int
-    """Seeds behind `to_base`."""
     clipped: float
     masked: float | None
     diverged: int
     """Seeds that ended in a loss or gradient that was not finite."""
-
-    @property
-    def hurt(self) -> bool:
-        """Whether it ended below the base without staleness with every seed that can be compared;
-        at least two."""
-        return self.compared > 1 and self.to_base is not None and self.to_base.high < 0
 
 
 def summarise(measured: Sequence[Measured]) -> list[Summary]:
@@ -269,7 +239,6 @@ def _summary(seeds: Sequence[Measured], base: Mapping[int, float]) -> Summary:
         last=spread([one.last for one in seeds]),
         area=spread([one.area for one in seeds]),
         to_base=spread(beside) if beside else None,
-        compared=len(beside),
         clipped=mean([one.clipped for one in seeds]),
         masked=mean(masked) if masked else None,
         diverged=sum(one.diverged_at is not None for one in seeds),

@@ -231,7 +231,6 @@ def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> N
     emit_table(*_grid(summaries, lambda one: one.area))
     emit_line("all of it:")
     emit_table(list(rows[0]), [list(row.values()) for row in rows])
-    emit_line(_conclusion(summaries))
 
 
 def _grid(
@@ -265,22 +264,3 @@ def _spread(one: Spread, *, sign: str = "") -> str:
     if one.low == one.high:
         return f"{one.mean:{sign}.3f}"
     return f"{one.mean:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"
-
-
-def _conclusion(summaries: Sequence[Summary]) -> str:
-    """What can be said of all seeds alike."""
-    beside = [
-        one for one in summaries if one.compared > 1 and (one.objective, one.eta) != (BASE, 0)
-    ]
-    if not beside:
-        return f"nothing can be said: no cell has two seeds to compare with {BASE} at eta 0"
-    hurt: dict[str, list[str]] = {}
-    for one in beside:
-        if one.hurt:
-            hurt.setdefault(one.objective, []).append(str(one.eta))
-    said = "; ".join(f"{name} at {', '.join(etas)}" for name, etas in hurt.items())
-    count = sum(map(len, hurt.values()))
-    return (
-        f"below {BASE} at eta 0 with every seed ({count} of {len(beside)} with at least two): "
-        f"{said or 'none'}"
-    )

@@ -7,14 +7,13 @@ one above it would be the luckiest.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -35,7 +34,7 @@ T_975: Final = (
 )  # fmt: skip
 """Quantiles .975 of Student's t by degrees of freedom from 1; the last serves for more."""
 
-STEPS: Final = "select committed_ns, trajectories, compute_s, figures from steps order by step"
+STEPS: Final = "select committed_ns, trajectories, compute_s from steps order by step"
 
 EVALUATED: Final = """
     select version, avg(trajectories.reward),
@@ -45,9 +44,6 @@ EVALUATED: Final = """
 
 Span = tuple[int, int]
 """[start, end) in ns."""
-
-SETTLED: Final = 2
-"""So many evaluations in a row at the target or above it: the run has come to it."""
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -85,19 +81,12 @@ class ParadigmRun(msgspec.Struct, frozen=True, kw_only=True):
     """Every evaluation: when its version was committed, s, and its mean reward."""
     reward: float
     """Of the last evaluation."""
-    sampling: float
-    """Share of the workers' time in which tokens were sampled for at least one request."""
     slots_busy: float
     """Share of all slots in use, on average."""
     training: float
     """Share of the time in which the trainer computed; the rest it waited, read or published."""
     staleness: float
     """Mean of trained groups, by the version at dispatch."""
-    token_staleness: float
-    """Mean over the tokens of trained trajectories, by the version that sampled each."""
-    moves: int
-    mixed: float
-    """Share of trajectories that more than one version sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +123,6 @@ def measure_run(
         ((begin,),) = tables.query("select started_ns from runs")
         rewards = evaluated(tables)
         slots_of = dict(tables.query("select incarnation, slots from workers"))
-        ((moves,),) = tables.query("select count(*) from attempts where outcome = 'moved'")
     end = steps[-1]["committed_ns"]
     seconds = (end - begin) / 1e9
     spans = spans_of(bus, topics, begin, end)
@@ -144,7 +132,6 @@ def measure_run(
         for version, reward in rewards
     )
     busy_s = sum(stop - start for found in spans.values() for start, stop in found) / 1e9
-    sampling_s = sum(covered_s(found) for found in spans.values())
     return ParadigmRun(
         setting=setting,
         cell=cell,
@@ -154,23 +141,10 @@ def measure_run(
         target_s=crossing(isotonic(course), target),
         course=course,
         reward=course[-1][1] if course else 0.0,
-        sampling=sampling_s / (seconds * max(1, len(spans))),
         slots_busy=busy_s / (seconds * max(1, slots)),
         training=sum(one["compute_s"] for one in steps) / seconds,
         staleness=_mean_of(report.staleness),
-        token_staleness=_token_staleness(steps),
-        moves=moves,
-        mixed=report.mixed_share or 0.0,
     )
-
-
-def covered_s(spans: Iterable[Span]) -> float:
-    """Seconds that lie in any of the spans."""
-    total_ns, until_ns = 0, 0
-    for start, end in sorted(spans):
-        total_ns += max(0, end - max(start, until_ns))
-        until_ns = max(until_ns, end)
-    return total_ns / 1e9
 
 
 def evaluated(tables: Catalogue) -> list[tuple[int, float]]:
@@ -178,11 +152,6 @@ def evaluated(tables: Catalogue) -> list[tuple[int, float]]:
     found = tables.query(EVALUATED)
     whole = max((groups for _, _, groups in found), default=0)
     return [(version, reward) for version, reward, groups in found if whole and groups == whole]
-
-
-def settled(rewards: Sequence[float], target: float) -> bool:
-    """Whether the last evaluations are all at the target, so that the fit has come to it too."""
-    return len(rewards) >= SETTLED and all(one >= target for one in rewards[-SETTLED:])
 
 
 def isotonic(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -279,14 +248,6 @@ def spans_of(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, lis
             if segment.kind == "model" and stop > start:
                 found[segment.epoch].append((start, stop))
     return found
-
-
-def _token_staleness(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Weighted by tokens; commits that do not say it are left out."""
-    figures = [json.loads(one["figures"]) for one in steps]
-    known = [one for one in figures if "token_staleness" in one]
-    tokens = math.fsum(one["tokens"] for one in known)
-    return math.fsum(one["token_staleness"] * one["tokens"] for one in known) / max(1.0, tokens)
 
 
 def _mean_of(counts: Mapping[int, int]) -> float:

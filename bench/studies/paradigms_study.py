@@ -3,10 +3,8 @@ is equal in all of them."""
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -17,11 +15,9 @@ import typer
 from dora_pipe.bench.studies.cells import CellFile, setting_digest
 from dora_pipe.bench.studies.entrants import (
     ENTRANTS,
-    better_half,
-    on_seeds,
     overrides_of,
+    own_setting,
     reported,
-    settings_of,
 )
 from dora_pipe.bench.studies.paradigms import (
     BASES,
@@ -31,7 +27,6 @@ from dora_pipe.bench.studies.paradigms import (
     compare,
     quickness,
 )
-from dora_pipe.bench.support import result_of, task_of
 from dora_pipe.cli.demo import TASK, warm
 from dora_pipe.cli.options import REWARD_MIN, JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
@@ -61,14 +56,11 @@ class Scale:
     """That are evaluated."""
     every: int
     """Steps between evaluations, which take about an eighth of what is sampled."""
-    rates: tuple[float, ...]
-    """Learning rates that are tried; the first where none is chosen."""
+    rate: float = 4.5e-4
+    """Learning rate."""
     overrides: tuple[str, ...] = ()
     pace: str
     """Pace of its virtual time (`PACES`)."""
-
-
-RUN_LIMIT_S: Final = 6 * 3600.0
 
 
 ONE_UPDATE: Final = "trainer.minibatches=1"
@@ -77,15 +69,12 @@ ONE_UPDATE: Final = "trainer.minibatches=1"
 SMALL: Final = ("groups.per_step=24", "task.options={mu=1.0, sigma=1.0, n_max=20}")
 """The demo's task with shorter chains."""
 
-RATES: Final = (4.5e-4, 3e-4, 7e-4)
-
 _DEMO: Final = Scale(
     example=TASK,
     steps=40,
     target=REWARD_MIN,
     prompts=128,
     every=2,
-    rates=RATES,
     overrides=(*SMALL, ONE_UPDATE),
     pace="demo",
 )
@@ -99,7 +88,6 @@ SCALES: Final[Mapping[str, Scale]] = {
         target=0.85,
         prompts=64,
         every=2,
-        rates=RATES,
         overrides=(
             "groups.per_step=16",
             "workers.slots=16",
@@ -114,7 +102,6 @@ QUICK: Final = Scale(
     target=0.85,
     prompts=8,
     every=2,
-    rates=RATES[:1],
     overrides=(
         "groups.per_step=4",
         "groups.size=2",
@@ -176,7 +163,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     def setting(self) -> dict[str, Any]:
         """All that must be equal in cells that are compared."""
         found = msgspec.to_builtins(self)
-        return {name: value for name, value in found.items() if name not in ("out", "rates")}
+        return {name: value for name, value in found.items() if name != "out"}
 
     def load(self, cell: Cell) -> Config:
         """The configuration of a run. Raises ConfigError."""
@@ -263,15 +250,6 @@ def command(
         Path | None, typer.Option(help="Where the study lies, and goes on; paradigms-TASK.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 2,
-    choose: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Other seeds, by which each gets the best C and learning rate: all are tried on "
-            "the first, the better half on the next and so on; 0: its own.",
-        ),
-    ] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="40; of tools 16.")] = None,
     target: Annotated[
         float | None,
@@ -293,8 +271,6 @@ def command(
 ) -> None:
     """Train a task in every paradigm and compare, with paired seeds. What is done is kept: the same
     command goes on."""
-    from dora_pipe.bench.studies.paradigms_study import play, print_study, study_of
-
     study = study_of(
         out or Path(f"paradigms-{task}"),
         task,
@@ -305,74 +281,38 @@ def command(
         overrides=override or (),
         model=model,
     )
-    chosen, runs = play(study, only, seeds=seeds, choose=choose, jobs=0 if report else jobs)
-    print_study(study, chosen, runs, tries=choose, as_json=as_json)
+    print_study(study, play(study, only, seeds=seeds, report=report), as_json=as_json)
 
 
 Done = CellFile[Cell, ParadigmRun]
 
 
 def play(
-    study: Study, only: Sequence[str] | None, *, seeds: int, choose: int, jobs: int
-) -> tuple[list[Cell], list[ParadigmRun]]:
-    """The setting of every entrant, chosen out of its grid on so many seeds, each for the better
-    half of what the one before left, and its runs that are compared; with no `jobs` those that are
-    there. Raises UsageError where there are none."""
+    study: Study, only: Sequence[str] | None, *, seeds: int, report: bool
+) -> list[ParadigmRun]:
+    """The runs of every entrant; with `report` those that are there. Raises UsageError where there
+    are none."""
     names = list(only or ENTRANTS)
     if unknown := [name for name in names if name not in ENTRANTS]:
         raise UsageError(f"no entrant {unknown[0]!r}", hint=f"one of {', '.join(ENTRANTS)}")
     study.begin()
     done: Done = CellFile(Path(study.out), study.setting(), kind=ParadigmRun)
-    rates = study.scale.rates if choose else study.scale.rates[:1]
-    settings = {name: list(settings_of(name, rates)) for name in names}
-    tries: list[ParadigmRun] = []
-    for seed in range(choose):
-        cells = [cell for name in names for cell in on_seeds(settings[name], seed)]
-        tries += measure_cells(study, done, cells, jobs=jobs)
-        settings = {name: better_half(settings[name], tries) for name in names}
-    chosen = [settings[name][0] for name in names]
-    runs = measure_cells(study, done, reported(chosen, seeds), jobs=jobs)
+    settings = [own_setting(name, study.scale.rate) for name in names]
+    cells = reported(settings, seeds)
+    if not report:
+        measure_cells(study, done, cells)
+    runs = [done.cells[one] for one in cells if one in done.cells]
     if not runs:
         raise UsageError(f"{study.out} has none of these runs yet", hint="leave out --report")
-    return chosen, runs
+    return runs
 
 
-def measure_cells(
-    study: Study, done: Done, cells: Sequence[Cell], *, jobs: int
-) -> list[ParadigmRun]:
-    """Run those that are not done, each in a process of its own, so many at a time; those that are
-    then."""
-    missing = [one for one in cells if one not in done.cells] if jobs else []
-    with ThreadPoolExecutor(max(1, jobs)) as threads:
-        running = [threads.submit(_run_apart, study, one) for one in missing]
-        try:
-            for at, one in enumerate(as_completed(running), 1):
-                done.add(one.result())
-                say(f"{line_of(one.result())}; {len(missing) - at} to go")
-        finally:
-            threads.shutdown(cancel_futures=True)
-    return [done.cells[one] for one in cells if one in done.cells]
-
-
-def _run_apart(study: Study, cell: Cell) -> ParadigmRun:
-    task = Task(study=study, cell=cell)
-    module = "dora_pipe.bench.studies.paradigms_study"
-    return result_of(module, task, ParadigmRun, limit_s=RUN_LIMIT_S)
-
-
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """One run, for a process of its own."""
-
-    study: Study
-    cell: Cell
-
-
-def _main() -> None:
-    """Run one cell; what others print goes to the standard error."""
-    task = task_of(Task)
-    with os.fdopen(os.dup(1), "wb") as answer:
-        os.dup2(2, 1)
-        answer.write(msgspec.json.encode(task.study.run(task.cell)) + b"\n")
+def measure_cells(study: Study, done: Done, cells: Sequence[Cell]) -> None:
+    """Run those that are not done."""
+    for one in cells:
+        if one not in done.cells:
+            done.add(run := study.run(one))
+            say(f"{line_of(run)}; {sum(cell not in done.cells for cell in cells)} to go")
 
 
 def line_of(run: ParadigmRun) -> str:
@@ -384,17 +324,15 @@ def line_of(run: ParadigmRun) -> str:
     )
 
 
-def print_study(
-    study: Study, chosen: Sequence[Cell], runs: Sequence[ParadigmRun], *, tries: int, as_json: bool
-) -> None:
-    """What was chosen, every run, and how the entrants compare."""
+def print_study(study: Study, runs: Sequence[ParadigmRun], *, as_json: bool) -> None:
+    """Every run, and how the entrants compare."""
     seeds = len({run.cell.seed for run in runs})
     rows = [_row_of(run) for run in runs]
     compared = [
         (name, compare(runs, figure, base=base)) for name, figure in FIGURES for base in BASES
     ]
     if as_json:
-        emit_json({"setting": study.summary(seeds), "chosen": msgspec.to_builtins(chosen)})
+        emit_json({"setting": study.summary(seeds)})
         emit_rows(
             [],
             [{**row, "course": run.course} for row, run in zip(rows, runs, strict=True)],
@@ -404,11 +342,6 @@ def print_study(
             emit_rows([], [{"figure": name, **asdict(one)} for one in found], as_json=True)
         return
     emit_line(study.summary(seeds))
-    why = f"the best of its grid, halved on {tries} other seeds" if tries else "its own"
-    emit_table(
-        ("entrant", "C", "learning rate", "filter", "chosen as"),
-        [(one.entrant, one.batches, one.learning_rate, one.filtered, why) for one in chosen],
-    )
     emit_rows(list(rows[0]), rows, as_json=False)
     for name, found in compared:
         if len(found) > 1:
@@ -428,7 +361,3 @@ def _compared_row(one: Compared) -> tuple[object, ...]:
     interval = "-" if one.interval is None else "{:.2f} to {:.2f}".format(*one.interval)
     said = "" if one.told_apart or one.entrant == one.base else "not distinguishable"
     return one.entrant, one.mean, one.ratio, one.low, one.high, one.seeds, interval, said
-
-
-if __name__ == "__main__":
-    _main()

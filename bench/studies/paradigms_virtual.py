@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -19,8 +18,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bench.studies.paradigms import Cell, ParadigmRun, evaluated, measure_run, settled
-from dora_pipe.catalogue.reading import LivingCatalogue
+from dora_pipe.bench.studies.paper.hardware import EngineRates
+from dora_pipe.bench.studies.paradigms import Cell, ParadigmRun, measure_run
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.consumers.learners.port import Learner
@@ -38,7 +37,6 @@ from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.producers.worker.ports import TaskPort
 from dora_pipe.schemas.control import DataSet
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.sim.modelled_worker import EngineRates
 from dora_pipe.sim.parts import (
     MS,
     Delays,
@@ -72,8 +70,6 @@ class Pace:
     """What a step takes beyond that: the optimizer, and writing the version."""
     tool_mean_s: float = 0.0
     tool_deviation_s: float = 0.0
-    look_s: float = 30.0
-    """Between two looks at a run's evaluations."""
 
     def shared_by(self, devices: int) -> Pace:
         """Training on so many devices instead of one; publishing is no faster."""
@@ -93,7 +89,6 @@ DEMO: Final = Pace(
     rates=EngineRates(tau_s=0.005, rise=2.6, full=64, load_s=0.1),
     train_s=0.9,
     update_s=0.3,
-    look_s=4.0,
 )
 """The demo's model with a core for each role, as a synchronous run of it on two cores was: 12 ms a
 token of 36 requests together, and a batch computed in .9 s; `bench engine` says how much longer a
@@ -113,50 +108,19 @@ PACES: Final[Mapping[str, Pace]] = {"demo": DEMO, "gpu": GPU, "tools": TOOLS}
 def run_virtual(
     config: Config, cell: Cell, *, pace: Pace, setting: str, target: float
 ) -> ParadigmRun:
-    """A run to its target, or to its last step, and its figures. Raises what a run raises,
+    """A run to its last step, and its figures. Raises what a run raises,
     InvariantBroken unless its audit is clean, ResourceError where it does not end."""
     with TaskPool(config.task) as pool:
         pool.wait()
         parts = VirtualParts.of(config, pool, pace)
         names = [f"w{number}" for number in range(config.workers.count)]
         workers = [_plan(one, config, pace) for one in names]
-        with (
-            World(config, workers=workers, parts=parts) as run,
-            closing(TargetWatch(run, target, every_s=pace.look_s)) as watch,
-        ):
-            if not run.run(until_ns=RUN_S * SECOND_NS, done=watch.over):
+        with World(config, workers=workers, parts=parts) as run:
+            if not run.run(until_ns=RUN_S * SECOND_NS):
                 raise ResourceError(f"{cell}: not at its end after {RUN_S} s of virtual time")
             found = measure_run(run.bus, run.topics, cell=cell, setting=setting, target=target)
     training = found.steps * (pace.train_s + pace.update_s) / found.seconds
     return msgspec.structs.replace(found, training=training)  # the trainer's own clock is real
-
-
-class TargetWatch:
-    """Sees when a run has come to its target: what it would do behind that is not compared, and
-    costs more than all before, since most groups are filtered there."""
-
-    def __init__(self, run: World, target: float, *, every_s: float) -> None:
-        self._run, self._target = run, target
-        self._every_ns = int(every_s * SECOND_NS)
-        self._living = LivingCatalogue(run.bus, run.topics)
-        self._look_ns = 0
-
-    def over(self) -> bool:
-        """Whether it has, or is at its end."""
-        if not self._run.roles:
-            return True
-        if self._run.clock.ns < self._look_ns:
-            return False
-        self._look_ns = self._run.clock.ns + self._every_ns
-        while self._living.advance():
-            pass
-        self._living.refresh()
-        return settled([reward for _, reward in evaluated(self._living.catalogue)], self._target)
-
-    def close(self) -> None:
-        """Let go of the log."""
-        self._living.close()
-        self._living.catalogue.close()
 
 
 def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:

@@ -2,8 +2,8 @@
 
 What is production's own: the state and every rule that changes it (`apply_control`), the planner
 (`decide`), admission, deadlines, batches. What is modelled: how long things take. Left out are the
-bus, the bytes of records and the roles' loops, which the world (`dora_pipe.sim.world`) has; they
-cost nothing here. That makes a step of 8192 requests a second of CPU.
+bus, the bytes of records and the roles' loops, which the simulator (`dora_pipe.sim.world`) has.
+That makes a step of 8192 requests a second of CPU.
 
 Workers do not depend on each other between two rounds, so time goes from round to round: to the
 next event, but at least `round_s` on.
@@ -19,33 +19,40 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from dora_pipe.bench.records import (
+    NO_DIGEST,
+    role_started,
+    run_started,
+    step_committed,
+    worker_joined,
+    worker_ready,
+)
+from dora_pipe.bench.studies.paper.hardware import (
+    NEVER_S,
+    EngineRates,
+    Left,
+    ModelledWorker,
+    TrainerRates,
+    WorkerSize,
+)
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.orchestrator.apply_control import apply_control
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import apply_observation, note_slots
-from dora_pipe.orchestrator.planner import PLANNER, decide
+from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
-from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import (
     AnyControl,
     Command,
-    ExclusiveRole,
     LoggedEntry,
     RequestReleased,
     Resume,
-    RoleStarted,
-    RunStarted,
-    StepCommitted,
     TakenGroup,
     TrajectoriesLogged,
-    WorkerJoined,
-    WorkerReady,
-    config_digest,
 )
-from dora_pipe.schemas.policy import Blob, Manifest
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import (
-    NO_VERSION,
     AnyDecision,
     AnyObservation,
     Assign,
@@ -57,15 +64,6 @@ from dora_pipe.schemas.rounds import (
     TakeBatch,
     TakePart,
 )
-from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.sim.modelled_worker import (
-    NEVER_S,
-    EngineRates,
-    Left,
-    ModelledWorker,
-    TrainerRates,
-    WorkerSize,
-)
 
 SECOND_NS: Final = 1_000_000_000
 ROUNDS_MAX: Final = 200_000
@@ -75,9 +73,6 @@ MANY: Final = 50
 
 ANY_ROW: Final = Samplers(recorded={})
 """Which row a group gets makes no difference to a modelled cluster."""
-
-NO_DIGEST: Final = sha256_hex(b"")
-"""Stands for every digest that nobody compares."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +94,8 @@ class ClusterPlan:
     one_batch: bool = False
     """Never generate for more than one batch: C is 2 while a step trains and 1 while none does, as
     one-step off-policy training is published."""
-    reward: Callable[[int, int], float | None] = lambda ordinal, sibling: float(sibling % 2)
-    filter_zero_advantage: bool = False
     prompt_tokens: int = 0
     round_s: float = 1.0
-    declares: tuple[str, ...] = ("moves",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +120,6 @@ class ClusterRun:
     spans: list[StepSpan] = field(default_factory=list)
     slot_s: float = 0.0
     """Active requests, integrated over time and summed over workers."""
-    busy_s: float = 0.0
-    """Time with an active request, summed over workers."""
     wall_s: float = 0.0
     slots: int = 0
     workers: int = 0
@@ -188,15 +178,7 @@ class Cluster:
         return offset
 
     def _join(self, size: WorkerSize) -> ModelledWorker:
-        epoch = self._apply(
-            worker_joined(
-                size.name,
-                size.slots,
-                size.prefetch,
-                declares=self.plan.declares,
-                elastic=size.elastic,
-            )
-        )
+        epoch = self._apply(worker_joined(size.name, size.slots, size.prefetch))
         return ModelledWorker(
             size,
             self.plan.rates,
@@ -217,10 +199,8 @@ class Cluster:
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
-                sleeps = assigned.version == NO_VERSION
-                load_ms = 0.0 if sleeps else worker.batch.rates.load_s * 1e3
                 one = (worker.size.name, worker.epoch, assigned.version, assigned.digest)
-                self._apply(worker_ready(*one, load_ms=load_ms))
+                self._apply(worker_ready(*one, load_ms=worker.batch.rates.load_s * 1e3))
         if self._training is not None and self._training[1] <= now_s + 1e-9:
             self._commit(self._training[0])
         if now_s >= self._period_s:
@@ -263,11 +243,8 @@ class Cluster:
             bytes=0,
             tokens=round(left.done + left.left),
             finish="stop",
-            reward=self._reward(request),
+            reward=float(request.sibling % 2),
         )
-
-    def _reward(self, request: PlacedRequest) -> float | None:
-        return self.plan.reward(request.spec.ordinal, request.sibling)
 
     def _commit(self, batch: TakeBatch) -> None:
         self._training = None
@@ -373,8 +350,7 @@ class Cluster:
         """A step of these, with what it costs whatever it trains."""
         ordinals = [self.state.groups[one.group].spec.ordinal for one in groups]
         tokens = sum(sum(self.plan.lengths(ordinal)) for ordinal in ordinals)
-        samples = len(ordinals) * self.plan.group_size
-        return self.plan.trainer.step_s(tokens=tokens, samples=samples)
+        return self.plan.trainer.step_s(tokens=tokens)
 
     def _next_s(self) -> float:
         due_s = min(worker.next_s() for worker in self._workers.values())
@@ -389,12 +365,8 @@ class Cluster:
         run.wall_s = self.now_s
         for worker in self._workers.values():
             run.slot_s += worker.batch.slot_s
-            run.busy_s += worker.batch.busy_s
             run.loads += worker.loads
         return run
-
-
-# Records, of which what nobody looks at here is left empty
 
 
 def _config(plan: ClusterPlan) -> Config:
@@ -408,7 +380,7 @@ def _config(plan: ClusterPlan) -> Config:
         "groups": {
             "size": plan.group_size,
             "per_step": plan.per_step,
-            "filter_zero_advantage": plan.filter_zero_advantage,
+            "filter_zero_advantage": False,
         },
         "trainer": {"parts": plan.parts},
         "staleness": staleness,
@@ -416,97 +388,3 @@ def _config(plan: ClusterPlan) -> Config:
         "bus": {"partitions": 1},
     }
     return msgspec.convert(plain, Config)
-
-
-def weights(version: int) -> str:
-    """Digest of a version: weights are names here."""
-    return sha256_hex(f"weights {version}".encode())
-
-
-def run_started(config: Config, *, rows: int = 1) -> RunStarted:
-    """The first record of a modelled run."""
-    plain = msgspec.to_builtins(config)
-    return RunStarted(
-        at_ns=0,
-        run=config.run.name,
-        schema_version=1,
-        config=plain,
-        config_digest=config_digest(plain),
-        dataset_digest=NO_DIGEST,
-        dataset_rows=rows,
-        eval_digest=NO_DIGEST,
-        eval_rows=config.evaluation.prompts,
-        seed=config.run.seed,
-        policy=Manifest(digest=weights(0), bytes=0, tensors=()),
-        assets_digest=NO_DIGEST,
-        planner=PLANNER,
-        package="modelled",
-    )
-
-
-def role_started(role: ExclusiveRole) -> RoleStarted:
-    """The first incarnation of a role."""
-    return RoleStarted(
-        at_ns=0, role=role, role_epoch=0, instance="m", host="m", pid=0, package="modelled"
-    )
-
-
-def worker_joined(
-    name: str,
-    slots: int,
-    prefetch: int = 0,
-    *,
-    kv_tokens: int = 0,
-    declares: tuple[str, ...] = ("moves",),
-    elastic: bool = False,
-) -> WorkerJoined:
-    return WorkerJoined(
-        at_ns=0,
-        worker=name,
-        instance="m",
-        host="m",
-        pid=0,
-        slots=slots,
-        prefetch=prefetch,
-        kv_tokens=kv_tokens,
-        engine="modelled",
-        engine_version="1",
-        dtype="none",
-        device="none",
-        declares=declares,
-        assets_digest=NO_DIGEST,
-        reward_digest="",
-        package="modelled",
-        elastic=elastic,
-    )
-
-
-def worker_ready(
-    name: str, epoch: int, version: int, digest: str, *, load_ms: float
-) -> WorkerReady:
-    """It has loaded what it was assigned."""
-    return WorkerReady(
-        at_ns=0, worker=name, epoch=epoch, version=version, digest=digest, load_ms=load_ms
-    )
-
-
-def step_committed(state: State, batch: TakeBatch) -> StepCommitted:
-    after = weights(batch.step + 1)
-    return StepCommitted(
-        at_ns=0,
-        step=batch.step,
-        attempt=batch.attempt,
-        role_epoch=state.trainer_epoch,
-        groups=batch.groups,
-        batch_digest=batch_digest(batch.groups),
-        digest_before=state.policies[state.version],
-        digest_after=after,
-        policy=Manifest(digest=after, bytes=0, tensors=()),
-        contributions=Blob(sha256=NO_DIGEST, bytes=0),
-        figures={},
-        settings=batch.settings,
-        numerics={},
-        decisions_next=0,
-        compute_s=0.0,
-        parts=batch.parts,
-    )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.schemas.control import Resume
-from dora_pipe.schemas.rounds import NO_VERSION, Assign, PlacedRequest
+from dora_pipe.schemas.rounds import Assign, PlacedRequest
 
 MOVE_LATENCY_S: Final = 0.2
 """A request stands still at least so long while it goes to another worker: two messages."""
@@ -65,11 +65,10 @@ class TrainerRates:
 
     fixed_s: float
     token_s: float = 0.0
-    sample_s: float = 0.0
 
-    def step_s(self, *, tokens: int, samples: int = 0) -> float:
+    def step_s(self, *, tokens: int) -> float:
         """Seconds of a step."""
-        return self.fixed_s + self.token_s * tokens + self.sample_s * samples
+        return self.fixed_s + self.token_s * tokens
 
 
 class Sharing:
@@ -90,8 +89,6 @@ class Sharing:
         self.now_s = now_s
         self.served = 0.0
         """Tokens that a request would have which had been active all the time."""
-        self.busy_s = 0.0
-        """Time with at least one active request."""
         self.slot_s = 0.0
         """Active requests, integrated over time."""
         self._stall_s = 0.0
@@ -114,22 +111,6 @@ class Sharing:
         """A request leaves before its end; the tokens that it got here."""
         del self._ends[name]
         return self.served - self._starts.pop(name)
-
-    def sampled(self, name: str) -> float:
-        """Tokens that an active request got here."""
-        return self.served - self._starts[name]
-
-    def stall(self, seconds: float) -> None:
-        """Nobody gets a token for so long: new weights, a prefix that is prefilled again."""
-        self._stall_s += seconds
-
-    def skip(self, now_s: float) -> None:
-        """Time passes in which the engine does not exist: its GPUs do something else."""
-        self.now_s = max(self.now_s, now_s)
-
-    def tokens(self) -> float:
-        """Tokens that all active requests together got here."""
-        return self.served * len(self._starts) - sum(self._starts.values())
 
     def next_s(self) -> float:
         """When the next request ends, if nothing else happens; `NEVER_S` without any."""
@@ -162,7 +143,6 @@ class Sharing:
         if not active:
             self._stall_s = 0.0
             return
-        self.busy_s += span
         self.slot_s += active * span
         stalled = min(self._stall_s, span)
         self._stall_s -= stalled
@@ -184,8 +164,6 @@ class WorkerSize:
     name: str
     slots: int
     prefetch: int
-    elastic: bool = False
-    """It shares its GPUs with the trainer in time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,7 +192,7 @@ class ModelledWorker:
         self.assigned: Assign | None = None
         """What it loads; None when it hosts what it was assigned."""
         self.ready_s = NEVER_S
-        """When the load ends, if nothing is here that needs the engine."""
+        """When the load ends."""
         self.loads = 0
         self.running: dict[str, PlacedRequest] = {}
         self._lefts = lefts
@@ -223,31 +201,18 @@ class ModelledWorker:
         self._arriving: list[tuple[float, str, PlacedRequest]] = []
 
     def assign(self, decision: Assign, now_s: float) -> None:
-        """Load another version, or sleep, which takes as long as what is here needs the engine."""
+        """Load another version."""
         self.assigned = decision
-        if decision.version == NO_VERSION:
-            self.ready_s = now_s
-            return
-        assert not self._open, f"{self.size.name} has open requests"
+        assert not (self.running or self._waiting or self._arriving), "it has open requests"
         self.ready_s = now_s + self.batch.rates.load_s
         self.loads += 1
 
     def ready(self, now_s: float) -> Assign | None:
         """The assignment that has been loaded by now, once."""
-        if self.assigned is None or self._ready_s > now_s + 1e-9:
+        if self.assigned is None or self.ready_s > now_s + 1e-9:
             return None
         found, self.assigned, self.ready_s = self.assigned, None, NEVER_S
         return found
-
-    @property
-    def _ready_s(self) -> float:
-        """When it can say that it has what it was assigned."""
-        return NEVER_S if self._open else self.ready_s
-
-    @property
-    def _open(self) -> bool:
-        """Whether a request runs, or will come back to run."""
-        return bool(self.running or self._waiting or self._arriving)
 
     def place(self, request: PlacedRequest, now_s: float) -> None:
         """A request waits for a slot; one that was moved here first waits for its KV cache."""
@@ -285,7 +250,7 @@ class ModelledWorker:
     def next_s(self) -> float:
         """When something happens here, if nobody else does anything."""
         arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
-        return min(self.batch.next_s(), self._ready_s, arrives_s)
+        return min(self.batch.next_s(), self.ready_s, arrives_s)
 
     def advance(self, now_s: float) -> list[PlacedRequest]:
         """Go on until then; the requests that ended, each at its own time."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal
 
+from dora_pipe.bench.studies.paper.cluster import Cluster, ClusterPlan, ClusterRun
+from dora_pipe.bench.studies.paper.hardware import WorkerSize
 from dora_pipe.bench.studies.paper.lengths import EFFICIENCY
 from dora_pipe.bench.studies.paper.scaling_model import (
     FITTED,
@@ -20,8 +22,6 @@ from dora_pipe.bench.studies.paper.scaling_model import (
     SIBLINGS,
     ScalingModel,
 )
-from dora_pipe.sim.modelled_cluster import Cluster, ClusterPlan, ClusterRun
-from dora_pipe.sim.modelled_worker import WorkerSize
 
 SEEDS: Final = (1, 2, 3)
 STEPS: Final = 16

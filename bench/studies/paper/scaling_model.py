@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from dora_pipe.bench.studies.paper.hardware import EngineRates, TrainerRates, WorkerSize
 from dora_pipe.bench.studies.paper.lengths import EFFICIENCY, Lengths, figures_of
-from dora_pipe.sim.modelled_worker import EngineRates, TrainerRates, WorkerSize
 
 GROUPS: Final = 512
 SIBLINGS: Final = 16
@@ -66,10 +66,6 @@ class ScalingModel:
         short responses are the cheap ones; what they do not comes with the last part."""
         token_s = self.train_gpu_s / gpus / step_tokens()
         return TrainerRates(fixed_s=self.train_fixed_s, token_s=token_s)
-
-    def train_s(self, gpus: int) -> float:
-        """Training a step of the published size on so many GPUs."""
-        return self.train_fixed_s + self.train_gpu_s / gpus
 
     def rollout_limit_s(self, gpus: int, tokens: float) -> float:
         """Total tokens x tau / slots, with every slot full all the time."""

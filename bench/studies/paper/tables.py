@@ -10,14 +10,12 @@ import typer
 
 from dora_pipe.bench.studies.paper.lengths import EFFICIENCY, STEP_100, bubble, figures_of
 from dora_pipe.bench.studies.paper.rows import (
-    PARTS,
     PUBLISHED,
     SEEDS,
     STEPS,
     Scenario,
     Seeds,
     overlap,
-    parted_row,
     published_rows,
     simulate_seeds,
 )
@@ -189,43 +187,7 @@ def published_tables(
     )
 
 
-def parts_table(
-    seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
-) -> Table:
-    """DORA with and without parts."""
-    rows: list[Row] = []
-    for gpus in SIZES:
-        for parts in (1, PARTS):
-            scenario = parted_row(gpus, parts)
-            found = simulate_seeds(scenario, law=law, seeds=seeds, steps=steps)
-            rows.append({"parts": parts, **parts_row(scenario, found, law)})
-    return Table(
-        name="parts",
-        title="Parts of a batch, bound 2, C 2: minutes per step, against what the hardware allows",
-        rows=rows,
-    )
-
-
-def parts_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
-    """Step time beside the published one and beside the two sides of its limit."""
-    wanted, limit = scenario.published.step_min, limit_min(scenario, law)
-    train_min = law.train_s(scenario.training(law)) / MINUTE_S
-    rollout_s = law.rollout_limit_s(scenario.generating(law), step_tokens())
-    return {
-        "gpus": scenario.gpus,
-        "published": wanted,
-        "step": plus_minus(found, "step_min"),
-        "to published": error(found.mean("step_min"), wanted),
-        "T_train": train_min,
-        "T_rollout": rollout_s / MINUTE_S,
-        "above": error(found.mean("step_min"), limit),
-        "exposed": plus_minus(found, "exposed_min"),
-        "staleness": histogram(found.staleness()),
-        "idle slots": 1 - found.mean("slots_used"),
-    }
-
-
-SECTIONS = ("lengths", "dora", "parts")
+SECTIONS = ("lengths", "dora")
 
 
 def tables(sections: Sequence[str], *, seeds: Sequence[int], steps: int) -> Iterator[Table]:
@@ -233,7 +195,6 @@ def tables(sections: Sequence[str], *, seeds: Sequence[int], steps: int) -> Iter
     made: dict[str, Callable[[], Iterable[Table]]] = {
         "lengths": lambda: [lengths_table()],
         "dora": lambda: published_tables(seeds, steps),
-        "parts": lambda: [parts_table(seeds, steps)],
     }
     for name in sections:
         yield from made[name]()

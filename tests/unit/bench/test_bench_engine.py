@@ -9,7 +9,6 @@ from dora_pipe.bench.engine import (
     MODEL,
     EngineFigure,
     bench_engine,
-    computed_per_token,
     demo_requests,
 )
 from dora_pipe.core.errors import UsageError
@@ -26,15 +25,6 @@ def test_figures_hold_both_engines() -> None:
     by_length = figure.cpu_tokens_per_s / figure.sorted_generate_cpu_tokens_per_s
     assert figure.sorted_ratio == pytest.approx(by_length, rel=0.01)
     assert figure.computed > figure.sorted_computed >= 1.0
-
-
-def test_batches_compute_what_their_longest_request_takes() -> None:
-    requests = demo_requests(4)
-    first, second, third, fourth = (one.params.max_tokens for one in requests)
-    computed = 2 * max(first, second) + 2 * max(third, fourth)
-    asked = first + second + third + fourth
-    assert computed_per_token(requests, 2) == pytest.approx(computed / asked)
-    assert computed_per_token(requests, 1) == 1.0
 
 
 def test_requests_are_those_of_the_demo() -> None:

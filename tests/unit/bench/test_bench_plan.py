@@ -9,7 +9,4 @@ def test_turns_are_measured_in_a_run_that_trains_moves_and_is_kept_in_snapshots(
     (figure,) = bench_turns([16], slots=20, rounds=2 * SNAPSHOT_EVERY)
     assert figure.turns == 2 * SNAPSHOT_EVERY and figure.steps > 5
     assert 100 < figure.requests <= 320
-    parts = (figure.decide_ms, figure.encode_ms, figure.digest_ms, figure.snapshot_ms)
-    assert 0 < max(parts) < figure.turn_ms
-    assert min(*parts, figure.waits_ms) > 0
     assert 0 < figure.p50_ms < figure.turn_ms

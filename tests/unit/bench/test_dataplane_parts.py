@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dora_pipe.bench.dataplane.measure import (
-    BATCH_TOKENS,
     Setup,
-    batch_of,
     bench_dataplane,
     percentile,
     plane_figure,
 )
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, Done
-from dora_pipe.bench.dataplane.publish import finish_moments
-from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded, number_of
+from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded
 from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.headers import matches, parse_headers
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
@@ -41,30 +35,6 @@ def test_trajectories_are_records_of_their_run_in_groups_of_one_version() -> Non
         assert len({(one.meta.group, one.version, one.digest) for one in group}) == 1
         assert len({one.partition for one in records[first : first + GROUP_SIZE]}) == 1
     assert {one.version: one.digest for one in decoded} == DIGESTS
-
-
-@given(number=st.integers(0, 10**9))
-def test_a_trajectorys_number_can_be_read_from_its_id(number: int) -> None:
-    assert number_of(_SOURCE(number).trajectory) == number
-
-
-_SOURCE = Source("r", 4)
-
-
-def test_trajectories_finish_at_random_moments_that_are_the_same_every_time() -> None:
-    moments = finish_moments(1000.0, 2.0)
-    assert moments == finish_moments(1000.0, 2.0) == sorted(moments)
-    assert len(moments) == 2000
-    assert moments[-1] / 1e9 == pytest.approx(2.0, rel=0.1)
-    gaps = [after - before for before, after in pairwise(moments)]
-    assert sum(gap > 2e6 for gap in gaps) / len(gaps) == pytest.approx(0.135, abs=0.03)
-
-
-@pytest.mark.parametrize("tokens", [1, 256, 2_048, 16_384, 65_536, 10**6])
-def test_batches_are_of_whole_groups_and_of_bounded_tokens(tokens: int) -> None:
-    batch = batch_of(tokens)
-    assert batch % GROUP_SIZE == 0
-    assert batch == GROUP_SIZE or batch * tokens <= BATCH_TOKENS
 
 
 def _done(moments: list[int], end_ns: int, cpu_s: float) -> Done:

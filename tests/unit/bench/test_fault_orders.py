@@ -5,33 +5,24 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dora_pipe.bus.port import Append
 from dora_pipe.schemas.control import RoleStarted
 from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Progress
-from dora_pipe.schemas.trajectory_codec import encode_progress
 from dora_pipe.schemas.wire import encode
 from tests.support.kill_rounds.order import (
-    AGAIN_S_MAX,
-    AIMED,
     BROKER,
     BROKER_AGAIN_S_MAX,
-    COMMIT_DELAY_S_MAX,
     DOWN_S_MAX,
     INSIDE,
     KINDS,
     PARTITIONS,
-    RANDOM_DELAY_S_MAX,
     ROLE_KINDS,
     WORKERS,
     Chance,
     Order,
     Point,
-    RoleKind,
     order_of,
     record_is,
 )
@@ -79,21 +70,6 @@ def test_thirty_rounds_of_any_seed_hold_the_moments_that_matter(
         points = [one.at for one in _series(seed) if _kind(one) == kind]
         met = {(at.moment, at.what) for at in points if isinstance(at, Point)}
         assert (moment, what) in met
-
-
-@given(st.integers(0, 10_000), st.integers(0, 200), st.sampled_from([None, *ROLE_KINDS]))
-def test_every_moment_can_come(seed: int, number: int, only: RoleKind | None) -> None:
-    order = order_of(seed, number, control_facts=RECORDS, only=only)
-    assert only is None or _kind(order) == only
-    if isinstance(order.at, Chance):
-        assert 1 <= order.at.control <= RECORDS * 4 // 5
-        assert 0 <= order.at.delay_s <= RANDOM_DELAY_S_MAX
-        assert order.at.again_s is None or 0 <= order.at.again_s <= AGAIN_S_MAX
-        return
-    largest = {(moment, what): nth for aims in AIMED.values() for moment, what, nth in aims}
-    assert 1 <= order.at.nth <= largest[order.at.moment, order.at.what]
-    assert (order.at.delay_s > 0) == (order.at.moment == "commit")
-    assert order.at.delay_s <= COMMIT_DELAY_S_MAX
 
 
 def test_a_round_comes_out_again_alone_and_another_seed_gives_another_series() -> None:
@@ -155,29 +131,3 @@ def test_a_point_knows_its_records() -> None:
     point = Point(moment="before", what="round", nth=2)
     assert point.matches(rounds[0], TOPICS) and not point.matches(control, TOPICS)
     assert point.phase == "before the append of round, no. 2"
-
-
-def test_a_point_may_wait_for_a_progress_record_that_reaches_far_enough() -> None:
-    def chunk(start: int) -> Append:
-        progress = Progress(
-            trajectory="g0000000000-000",
-            attempt=1,
-            version=0,
-            digest="0" * 64,
-            worker="w0",
-            epoch=3,
-            start=start,
-            token_ids=[7] * 32,
-            logprobs=[-1.0] * 32,
-            sampler_logprobs=[-1.0] * 32,
-            prefills=(5,),
-            previous=-1,
-            started_ns=1,
-        )
-        return Append(topic=TOPICS.progress, value=encode_progress(progress))
-
-    far = Point(moment="after", what="progress", nth=1, tokens=200)
-    near = Point(moment="after", what="progress", nth=1)
-    chunks = [chunk(start) for start in (0, 160, 168, 192)]
-    assert [far.matches(one, TOPICS) for one in chunks] == [False, False, True, True]
-    assert all(near.matches(one, TOPICS) for one in chunks)

@@ -1,0 +1,93 @@
+"""Production's planner over modelled hardware, and the paradigms beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dora_pipe.bench.studies.paper.cluster import Cluster, ClusterPlan, ClusterRun
+from dora_pipe.bench.studies.paper.hardware import EngineRates, TrainerRates, WorkerSize
+from dora_pipe.bench.studies.paper.lengths import Lengths
+
+LENGTHS = Lengths(mu=5.0, sigma=1.2, cap=2000)
+RATES = EngineRates(tau_s=0.02, load_s=1.0)
+
+
+def draw(ordinal: int) -> tuple[int, ...]:
+    """The lengths of a group of four."""
+    return LENGTHS.draw(seed=1, ordinal=ordinal, size=4)
+
+
+def workers(count: int, slots: int = 8) -> list[WorkerSize]:
+    return [WorkerSize(name=f"w{one}", slots=slots, prefetch=1) for one in range(count)]
+
+
+def plan(**changes: Any) -> ClusterPlan:
+    plain: dict[str, Any] = {
+        "workers": workers(4),
+        "rates": RATES,
+        "trainer": TrainerRates(fixed_s=6.0),
+        "lengths": draw,
+        "group_size": 4,
+        "per_step": 16,
+        "steps": 8,
+        "max_staleness": 2,
+        "round_s": 0.1,
+    }
+    return ClusterPlan(**(plain | changes))
+
+
+def staleness_of(run: ClusterRun) -> set[int]:
+    return {key for span in run.spans for key, _ in span.staleness}
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2, 3])
+def test_a_run_ends_and_keeps_the_bound(eta: int) -> None:
+    run = Cluster(plan(max_staleness=eta, in_flight_batches=eta + 1.0)).run()
+    assert len(run.spans) == 8
+    assert max(staleness_of(run)) <= eta
+    assert run.slot_s <= run.slots * run.wall_s
+
+
+def test_a_step_never_beats_the_limit() -> None:
+    run = Cluster(plan(in_flight_batches=3.0, max_staleness=3, steps=12)).run()
+    tokens = sum(span.tokens for span in run.spans)
+    assert run.wall_s >= tokens * RATES.tau_s / run.slots
+    assert run.wall_s >= 12 * 6.0
+
+
+def mean_staleness(run: ClusterRun) -> float:
+    """Over trained groups."""
+    found = [pair for span in run.spans for pair in span.staleness]
+    return sum(key * count for key, count in found) / sum(count for _, count in found)
+
+
+@pytest.mark.parametrize(("count", "slots", "train_s"), [(4, 24, 12.0), (8, 12, 15.0)])
+def test_an_automatic_c_wins_what_a_larger_one_wins_and_is_not_as_stale(
+    count: int, slots: int, train_s: float
+) -> None:
+    sizes, trainer = workers(count, slots), TrainerRates(fixed_s=train_s)
+    small, large, automatic = (
+        Cluster(plan(workers=sizes, trainer=trainer, steps=30, in_flight_batches=one)).run()
+        for one in (2.0, 3.0, "auto")
+    )
+    won_s = small.wall_s - large.wall_s
+    assert won_s > 0
+    assert small.wall_s - automatic.wall_s > 0.9 * won_s
+    assert mean_staleness(automatic) < mean_staleness(large) - 0.5
+
+
+def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
+    slow = TrainerRates(fixed_s=0.5, token_s=6.0 / sum(sum(draw(one)) for one in range(16)))
+    whole, parted = (
+        Cluster(plan(trainer=slow, max_staleness=0, parts=parts)).run() for parts in (1, 8)
+    )
+    assert sum(span.tokens for span in parted.spans) == sum(span.tokens for span in whole.spans)
+    saved_s = (whole.wall_s - parted.wall_s) / len(whole.spans)
+    assert 2.0 < saved_s < 6.0 * 7 / 8
+    for one, other in zip(whole.spans, parted.spans, strict=True):
+        trained_s = other.committed_s - other.taken_s + other.ahead_s
+        assert trained_s == pytest.approx(one.committed_s - one.taken_s, abs=1e-3)
+        assert one.ahead_s == 0.0
+    assert sum(span.ahead_s for span in parted.spans) > 2.0 * len(parted.spans)

@@ -1,1 +1,0 @@
-"""Tests of modelled hardware and of what runs on it."""

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from dora_pipe.bus.base import EMPTY_POLLS_MAX, POLL_S, count_empty_polls, polls_until
+from dora_pipe.bus.base import polls_until, records_until
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.catalogue.database import LoggedRecord
@@ -83,8 +83,7 @@ def records_of(
 ) -> Generator[Record, None, None]:
     """Every record below these ends, in offset order per partition. Raises BusError."""
     with closing(bus.reader(dict.fromkeys(ends, start))) as reader:
-        for records in polls_until(reader, ends):
-            yield from records
+        yield from records_until(reader, ends)
 
 
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
@@ -115,14 +114,7 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
             if offset >= end:
                 return
             reader.seek(tp, offset)
-            found: list[Record] = []
-            empty = 0
-            while not found and (before := reader.position(tp)) < end:
-                found = reader.poll(timeout_s=POLL_S, records_max=1)
-                moved = reader.position(tp) > before
-                empty = count_empty_polls(reader, tp, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
-            if found and found[0].offset == offset:
-                yield found[0]
+            yield from records_until(reader, {tp: offset + 1}, records_max=1)
 
 
 def trajectories_of(

@@ -7,6 +7,8 @@ A method without a docstring does what the port says of it. It decides nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Final
 
 from dora_pipe.bus.checks import check_position
@@ -18,12 +20,14 @@ FAR: Final = 1000
 
 POLL_S: Final = 1.0
 FIRST_WAIT_S: Final = 0.02
-EMPTY_POLLS_MAX: Final = 30
+EMPTY_POLLS_MAX: Final = 60
 """Polls in a row without a record or an advance before reading is given up."""
 
 RECORDS_MAX: Final = 2000
 BYTES_MAX: Final = 4 * 1024 * 1024
 """Of one poll: it bounds the memory of whoever reads a log from end to end."""
+
+Poll = Callable[[], list[Record]]
 
 Told = Callable[[str, float, float], None]
 """Hears what is read, how many records so far, and of how many."""
@@ -55,20 +59,40 @@ def wait_after(empty: int) -> float:
     return min(POLL_S, FIRST_WAIT_S * 2 ** (empty - 1)) if empty else 0.0
 
 
-def polls_until(reader: Reader, ends: Mapping[TopicPartition, int]) -> Iterator[list[Record]]:
-    """The records below these ends, poll by poll, until the reader is at all of them.
+def polls_until(
+    reader: Reader,
+    ends: Mapping[TopicPartition, int],
+    *,
+    records_max: int = RECORDS_MAX,
+    attempt: Callable[[Poll], list[Record]] = lambda poll: poll(),
+) -> Iterator[list[Record]]:
+    """Read the records below these ends, poll by poll, until the reader is at all of them.
 
-    Raises BusError where none comes for long.
+    `attempt` makes a poll, for callers that try again. Raises BusError where none comes for long.
     """
     empty = 0
     while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
         before = [reader.position(tp) for tp in ends]
         # A reader that stands before nothing but a gap would wait for what comes behind it.
         wait_s = wait_after(empty)
-        records = reader.poll(timeout_s=wait_s, records_max=RECORDS_MAX, bytes_max=BYTES_MAX)
+        records = attempt(
+            partial(reader.poll, timeout_s=wait_s, records_max=records_max, bytes_max=BYTES_MAX)
+        )
         yield [record for record in records if record.offset < ends[record.at]]
         moved = bool(records) or before != [reader.position(tp) for tp in ends]
         empty = count_empty_polls(reader, behind[0], empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
+
+
+def records_until(
+    reader: Reader,
+    ends: Mapping[TopicPartition, int],
+    *,
+    records_max: int = RECORDS_MAX,
+    attempt: Callable[[Poll], list[Record]] = lambda poll: poll(),
+) -> Iterator[Record]:
+    """Read the records below these ends. Raises BusError where none comes for long."""
+    polls = polls_until(reader, ends, records_max=records_max, attempt=attempt)
+    return chain.from_iterable(polls)
 
 
 class ReaderWrapper(Reader):

@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Final
 
-from dora_pipe.bus.base import polls_until
+from dora_pipe.bus.base import records_until
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.metrics import (
@@ -178,7 +177,7 @@ def role_costs(bus: Bus, topics: Topics) -> list[tuple[str, int, Cost]]:
 
 def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
     with closing(bus.reader({at: start})) as reader:
-        for record in chain.from_iterable(polls_until(reader, {at: end})):
+        for record in records_until(reader, {at: end}):
             with suppress(SchemaError):  # lossy by design; audit looks at dead letters
                 status = decode_metrics(record.value)
                 if not isinstance(status, Unknown):

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.base import RECORDS_MAX, records_until
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.retry import retry_bus
-
-POLL_S: Final = 1.0
-"""One wait for records that are known to be there."""
-
-EMPTY_POLLS_MAX: Final = 60
-"""So many waits in vain, one after the other, and the log counts as unreachable."""
 
 
 class RecordPlace(NamedTuple):
@@ -64,21 +58,19 @@ class PlaceReader:
 
 
 def read_until(
-    reader: Reader, at: TopicPartition, end: int, clock: Clock, *, records_max: int = 500
+    reader: Reader, at: TopicPartition, end: int, clock: Clock, *, records_max: int = RECORDS_MAX
 ) -> Iterator[Record]:
-    """Records from a reader's position on, until it has passed `end`; these are known to be there.
+    """Records from a reader's position on, up to `end`; these are known to be there.
 
-    Some after `end` may be among the last. Raises BusError when they do not come.
+    Raises BusError when they do not come.
     """
-    empty = 0
-    while reader.position(at) < end:
-        polled = retry_bus(
-            f"reading {at.topic}",
-            lambda: reader.poll(timeout_s=POLL_S, records_max=records_max),
-            clock,
-        )
-        yield from polled
-        empty = count_empty_polls(reader, at, empty, moved=bool(polled), polls_max=EMPTY_POLLS_MAX)
+    what = f"reading {at.topic}"
+    return records_until(
+        reader,
+        {at: end},
+        records_max=records_max,
+        attempt=lambda poll: retry_bus(what, poll, clock),
+    )
 
 
 def stretches(places: Iterable[RecordPlace], gap: int) -> list[list[RecordPlace]]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing, suppress
 from typing import Final
 
-from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.base import records_until
 from dora_pipe.bus.port import HELD_LIMIT_S, Bus, Record, TopicPartition
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, SchemaError, UsageError
@@ -34,10 +34,7 @@ LOOK_BACK: Final = 64
 each, also those that came to nothing."""
 
 POLL_S: Final = 0.25
-"""Between two looks; and for a first record: a broker gives nothing to who does not wait."""
-
-EMPTY_POLLS_MAX: Final = 240
-"""Polls of `POLL_S` in a row without progress, for records that are in the log."""
+"""Between two looks."""
 
 
 def wait_for_run(
@@ -103,12 +100,11 @@ def _records(
     bus: Bus, at: TopicPartition, first: int, end: int, clock: Clock
 ) -> Generator[Record, None, None]:
     """The records of a partition from `first` to `end`. Raises BusError when they do not come."""
-    what, empty = f"reading {at.topic}", 0
+    what = f"reading {at.topic}"
     with closing(retry_bus(what, lambda: bus.reader({at: first}), clock)) as reader:
-        while (before := reader.position(at)) < end:
-            yield from retry_bus(what, lambda: reader.poll(timeout_s=POLL_S), clock)
-            moved = reader.position(at) > before
-            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
+        yield from records_until(
+            reader, {at: end}, attempt=lambda poll: retry_bus(what, poll, clock)
+        )
 
 
 LOOK_S: Final = 0.25

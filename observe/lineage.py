@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from itertools import chain
 
-from dora_pipe.bus.base import polls_until
+from dora_pipe.bus.base import records_until
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.catalogue.account import RunAccount, StepEnded
 from dora_pipe.catalogue.follower import LogFollower
@@ -68,7 +67,7 @@ def _run_started(bus: Bus, topics: Topics) -> RunStarted | None:
     """The first one: it begins the log, or is close to it."""
     at = TopicPartition(topics.control, 0)
     with closing(bus.reader({at: 0})) as reader:
-        for record in chain.from_iterable(polls_until(reader, {at: bus.end(at)})):
+        for record in records_until(reader, {at: bus.end(at)}):
             with suppress(SchemaError):
                 fact = decode_control(record.value)
                 if isinstance(fact, RunStarted):

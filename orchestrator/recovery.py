@@ -7,13 +7,12 @@ memory is bounded by one round and one poll, however long the log is.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.base import records_until
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import LogTruncated, SchemaError
 from dora_pipe.orchestrator.apply_control import read_control
@@ -25,13 +24,6 @@ from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.topics import Topics
 
 LOG = logging.getLogger(__name__)
-
-POLL_S: Final = 1.0
-"""One wait for records that are known to be there; the first look does not wait, since a reader
-that stands before nothing but a gap would wait for what comes behind it."""
-
-EMPTY_POLLS_MAX: Final = 60
-"""So many waits in vain, one after the other, and the log counts as unreachable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,39 +150,24 @@ class _Tail:
 
     def __init__(self, bus: Bus, at: TopicPartition, start: int) -> None:
         self.end = bus.end(at)
-        self._at = at
-        self._reader = bus.reader({at: start})
-        self._ahead: deque[Record] = deque()
+        self._records = _all(bus, at, start, self.end)
+        self._ahead: Record | None = None
 
     def below(self, position: int) -> list[Record]:
         """The records not returned yet with an offset below `position`."""
         found: list[Record] = []
-        empty = 0
         while True:
-            while self._ahead and self._ahead[0].offset < position:
-                found.append(self._ahead.popleft())
-            if self._reader.position(self._at) >= position:
+            self._ahead = self._ahead or next(self._records, None)
+            if self._ahead is None or self._ahead.offset >= position:
                 return found
-            polled = self._reader.poll(timeout_s=POLL_S if empty else 0.0)
-            self._ahead.extend(polled)
-            empty = count_empty_polls(
-                self._reader, self._at, empty, moved=bool(polled), polls_max=EMPTY_POLLS_MAX
-            )
+            found.append(self._ahead)
+            self._ahead = None
 
     def close(self) -> None:
-        self._reader.close()
+        self._records.close()
 
 
-def _all(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[Record]:
+def _all(bus: Bus, at: TopicPartition, start: int, end: int) -> Generator[Record, None, None]:
     """Every record of a partition with `start` <= offset < `end`."""
-    reader = bus.reader({at: start})
-    empty = 0
-    try:
-        while reader.position(at) < end:
-            polled = reader.poll(timeout_s=POLL_S if empty else 0.0)
-            yield from (record for record in polled if record.offset < end)
-            empty = count_empty_polls(
-                reader, at, empty, moved=bool(polled), polls_max=EMPTY_POLLS_MAX
-            )
-    finally:
-        reader.close()
+    with closing(bus.reader({at: start})) as reader:
+        yield from records_until(reader, {at: end})

@@ -89,8 +89,6 @@ def _records(bus: Bus, topics: Topics, clock: Clock, *, start: int) -> Iterator[
     end = retry_bus("reading control", lambda: bus.end(at), clock)
     reader = retry_bus("reading control", lambda: bus.reader({at: start}), clock)
     try:
-        for record in read_until(reader, at, end, clock):
-            if record.offset < end:
-                yield record
+        yield from read_until(reader, at, end, clock)
     finally:
         reader.close()

@@ -26,8 +26,7 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces.follow import TraceSender
 from dora_pipe.observe.traces.sinks import FileSink, HttpSink, Sink, address_of, is_address
-from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
-from dora_pipe.observe.trackers.follow import Tracking
+from dora_pipe.observe.trackers.figures import track
 from dora_pipe.observe.trackers.sink import TensorBoardTracker, Tracker, WandbTracker
 from dora_pipe.orchestrator.watched import watched_evaluation
 
@@ -131,11 +130,11 @@ def export_wandb(run: OpenRun, project: str, *, follow: bool) -> None:
 
 def _export_figures(run: OpenRun, tracker: Tracker, target: str, *, follow: bool) -> None:
     with closing(tracker):
-        tracking = Tracking(run.bus, run.topics, tracker, run.contributions, SystemClock())
-        done = tracking.follow() if follow else tracking.whole()
-    there = f", {done.before} were there" if done.before else ""
-    goes_on = "" if done.over else "; the run goes on, and so does the same command"
-    say(f"{target}: {done.rows} rows{there}{goes_on}")
+        clock = SystemClock() if follow else None
+        over = track(run.bus, run.topics, tracker, run.contributions, clock=clock)
+    there = f", {tracker.before} were there" if tracker.before else ""
+    goes_on = "" if over else "; the run goes on, and so does the same command"
+    say(f"{target}: {max(0, tracker.rows) - tracker.before} rows{there}{goes_on}")
 
 
 def export_traces(
@@ -152,16 +151,16 @@ def export_traces(
     `report` hears what it does at present.
     """
 
-    policy = SamplingPolicy(ratio=ratio)
-
     def sender(sink: Sink, checkpoint: Checkpoint | None = None) -> TraceSender:
         clock = SystemClock()
-        return TraceSender(run.bus, run.topics, sink, policy, clock=clock, checkpoint=checkpoint)
+        return TraceSender(
+            run.bus, run.topics, sink, clock=clock, ratio=ratio, checkpoint=checkpoint
+        )
 
     rejected = ""
     report("sending traces")
     if is_address(target):
-        checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), policy))
+        checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), ratio))
         if checkpoint.read() is not None:
             say(f"what was sent before is not sent again; for all of it, remove {checkpoint.path}")
         with closing(HttpSink(target)) as sink:
@@ -189,7 +188,7 @@ def export_traces(
     raise_if_damaged(done.damage, ", and their traces told by facts alone")
 
 
-def _checkpoint_of(run: OpenRun, address: str, policy: SamplingPolicy) -> Path | None:
+def _checkpoint_of(run: OpenRun, address: str, ratio: float) -> Path | None:
     """The file that says how far these groups of this run were sent to this address.
 
     Beside the run; for one whose directory is not here or not to be changed, in the user's cache.
@@ -198,7 +197,7 @@ def _checkpoint_of(run: OpenRun, address: str, policy: SamplingPolicy) -> Path |
     first = started(run.bus, run.topics)
     if first is None:
         return None
-    said = (address, first.run, first.at_ns, policy.ratio, policy.slow)
+    said = (address, first.run, first.at_ns, ratio)
     name = hashlib.sha256("\n".join(map(str, said)).encode()).hexdigest()[:CHECKPOINT_DIGITS]
     own = run.directory
     if own.path.is_dir():

@@ -41,8 +41,8 @@ class Telemetry(Section, frozen=True, kw_only=True):
     """`off`, or the address of an endpoint that takes OTLP over HTTP, such as
     http://127.0.0.1:4318: `run` then starts a process that follows the log and sends traces."""
     traces_ratio: Share = 0.1
-    """Share of groups whose traces are sent. Slow groups, and those of which something failed or
-    changed its worker, are sent whatever it is."""
+    """Share of groups whose traces are sent. Groups of which something failed or that changed their
+    worker are sent whatever it is."""
 
 
 class Teacher(Section, frozen=True, kw_only=True):

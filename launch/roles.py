@@ -34,7 +34,6 @@ from dora_pipe.launch.supervisor import WAITED_OUT
 from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces.follow import TraceSender
 from dora_pipe.observe.traces.sinks import HttpSink
-from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.producers.engines.registry import engine_kind, open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
@@ -246,7 +245,6 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
     stop = stop or settle(TRACES, config.run.name)
     os.nice(TRACES_NICE)
     telemetry = config.telemetry
-    policy = SamplingPolicy(ratio=telemetry.traces_ratio)
     sink = HttpSink(telemetry.traces)
     bus = directory.open_bus(config)
     try:
@@ -254,8 +252,8 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
             bus,
             Topics(config.run.name),
             sink,
-            policy,
             clock=SystemClock(),
+            ratio=telemetry.traces_ratio,
             checkpoint=Checkpoint(directory.path / "traces.sent"),
         ).follow(stop)
     finally:

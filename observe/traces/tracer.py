@@ -1,46 +1,59 @@
-"""Follows a log and makes the traces of what ends in it; it decides when a reader gives up.
+"""Follow a log and make the traces of what ends in it, while the run lives or years later.
 
-Everybody who wants the traces of a whole log goes through here, while the run lives or years later.
-Of the trajectories topic one pass is read; what is told of records waits until its group ends.
-Memory is bounded by what is open, and by `HELD_MAX` records that nobody has named.
+The records of a group's trajectories are read when the group has ended. Memory is bounded by what
+is open in the run, and by what one piece of the log ends.
+
+A share of the groups is drawn by their ids, as OpenTelemetry's own sampler does it; groups of which
+something failed or changed its worker are always traced. This follows from the log alone: another
+reader of it traces the same groups.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from dora_pipe.bus.base import count_empty_polls
-from dora_pipe.bus.logged import Damage, RecordFingerprint, fingerprint_of
+from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
+
+from dora_pipe.bus.base import records_until
+from dora_pipe.bus.logged import Damage, fingerprint_of
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.catalogue.account import Event, GroupEnded, RunAccount, StepEnded
 from dora_pipe.catalogue.follower import LogFollower
+from dora_pipe.consumers.place_reader import RecordPlace, stretches
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.observe.traces.ids import RunFacts, run_facts
+from dora_pipe.observe.traces.ids import RunFacts, group_trace, run_facts
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.spans import Content, content_of, group_spans, step_spans
-from dora_pipe.observe.traces.trace_sampling import SamplingPolicy, TailSampler, Why
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import view_trajectory
 
-POLL_S: Final = 1.0
-"""One wait for records that are known to be there."""
+GAP: Final = 64
+"""Records that are read together though so many lie between them."""
 
-EMPTY_POLLS_MAX: Final = 30
-"""So many waits in vain, one after the other, and the log counts as unreachable."""
+Ended = GroupEnded | StepEnded
 
-RECORDS_MAX: Final = 256
-BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of one poll of the trajectories topic."""
+Why = Literal["", "all", "ratio", "failed", "moved"]
+"""Why a group is traced; empty: it is not."""
 
-HELD_MAX: Final = 20_000
-"""Records that were read before somebody named them; about a kilobyte each. Of more, the oldest are
-let go, and read a second time if they are named after all."""
+
+def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float) -> Why:
+    """Say why a group is traced, where `ratio` of all are; empty if it is not."""
+    if ratio >= 1:
+        return "all"
+    requests = ended.group.requests.values()
+    outcomes = {attempt.outcome for request in requests for attempt in request.attempts}
+    if ended.fate == "failed" or outcomes & {"failed", "fenced"}:
+        return "failed"
+    if any(request.moved for request in requests):
+        return "moved"
+    trace = int(group_trace(run.key, ended.group.spec.group), 16)
+    drawn = TraceIdRatioBased(ratio).should_sample(None, trace, "group").decision
+    return "" if drawn is Decision.DROP else "ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +66,12 @@ class Traced:
 
 
 class Tracer:
-    """The traces of a run, from a log. `after`: rounds up to this offset were sent before.
+    """The traces of a run, from a log. `ratio`: share of its groups; `after`: rounds up to this
+    offset were sent before.
 
     Example::
 
-        tracer = Tracer(bus, Topics("demo"), SamplingPolicy())
+        tracer = Tracer(bus, Topics("demo"))
         for traced in tracer.turn():
             sink.send(traced.spans)
     """
@@ -66,7 +80,7 @@ class Tracer:
         self,
         bus: Bus,
         topics: Topics,
-        policy: SamplingPolicy,
+        ratio: float = 1.0,
         *,
         after: int = -1,
         damage: Damage | None = None,
@@ -74,21 +88,22 @@ class Tracer:
         self.damage = damage or Damage()
         """Records of traced groups that are not what was logged: they are told by facts alone."""
         self._after = after
-        self._sampler = TailSampler(policy)
+        self._bus, self._topics, self._ratio = bus, topics, ratio
         self._account = RunAccount()
         self._follower = LogFollower(bus, topics, self)
-        self._contents = _Contents(bus, topics, self.damage)
+        self._readers: dict[TopicPartition, Reader] = {}
         self._events: list[Event] = []
         """Of facts whose round was not told yet."""
         self._rounds: list[tuple[int, list[Event]]] = []
         """What rounds have ended of which nothing was made yet, by their offset."""
-        self._caught_up = False
+        self.caught_up = False
+        """The last turn found nothing more."""
         self.run: RunFacts | None = None
         """What `run started` says; None before it."""
         self.sampled = 0
         """Groups that were traced."""
         self.left_out = 0
-        """Groups that were not, by the policy."""
+        """Groups that were not drawn."""
 
     @property
     def over(self) -> bool:
@@ -100,26 +115,31 @@ class Tracer:
         """Groups that have not ended."""
         return len(self._account.open)
 
-    @property
-    def caught_up(self) -> bool:
-        """Whether the last turn found nothing more."""
-        return self._caught_up
-
     def turn(self) -> Iterator[Traced]:
         """What the next piece of the log ends, round by round. Raises BusError, LogTruncated."""
-        self._caught_up = not self._follower.advance()
+        self.caught_up = not self._follower.advance()
         rounds, self._rounds = self._rounds, []
-        for offset, events in rounds:
-            if self.run is not None:
-                made = (self._spans(self.run, one, sent=offset <= self._after) for one in events)
-                spans = [span for few in made for span in few]
-                if spans:
-                    yield Traced(spans=spans, offset=offset)
+        run = self.run
+        if run is None:
+            return
+        chosen = [
+            (offset, [*self._chosen(run, events)])
+            for offset, events in rounds
+            if offset > self._after
+        ]
+        contents = self._contents(event for _, pairs in chosen for event, _ in pairs)
+        for offset, pairs in chosen:
+            spans = [
+                span for event, why in pairs for span in self._spans(run, event, why, contents)
+            ]
+            if spans:
+                yield Traced(spans=spans, offset=offset)
 
     def close(self) -> None:
         """Let go of the readers."""
         self._follower.close()
-        self._contents.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         self._events += self._account.fact(offset, fact)
@@ -132,108 +152,53 @@ class Tracer:
         if events:
             self._rounds.append((offset, events))
 
-    def _spans(self, run: RunFacts, event: Event, *, sent: bool) -> list[Span]:
-        match event:
-            case GroupEnded():
-                why = self._sampler.why(run, event)
-                return [] if sent else self._group_spans(run, event, why)
-            case StepEnded() if not sent:
-                return step_spans(run, event)
-            case _:
-                return []
+    def _chosen(self, run: RunFacts, events: Iterable[Event]) -> Iterator[tuple[Ended, Why]]:
+        """What is traced of these events, and why."""
+        for event in events:
+            if isinstance(event, StepEnded):
+                yield event, "all"
+            elif isinstance(event, GroupEnded):
+                why = sampled_because(run, event, self._ratio)
+                self.sampled += bool(why)
+                self.left_out += not why
+                if why:
+                    yield event, why
 
-    def _group_spans(self, run: RunFacts, ended: GroupEnded, why: Why) -> list[Span]:
-        if not why:
-            self.left_out += 1
-            self._contents.forget(ended)
-            return []
-        self.sampled += 1
-        contents = self._contents.of(ended)
-        return group_spans(run, ended, contents, self._account.workers, sampled=why)
+    def _spans(
+        self, run: RunFacts, event: Ended, why: Why, contents: Mapping[str, Content]
+    ) -> list[Span]:
+        if isinstance(event, StepEnded):
+            return step_spans(run, event)
+        return group_spans(run, event, contents, self._account.workers, sampled=why)
 
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """A record that was read: what holds it against control, and what it says if that is known."""
-
-    fingerprint: RecordFingerprint
-    content: Content | None
-
-
-class _Contents:
-    """What records of the trajectories topic say, read in one pass beside the rounds."""
-
-    def __init__(self, bus: Bus, topics: Topics, damage: Damage) -> None:
-        self._bus, self._topic = bus, topics.trajectories
-        self._damage = damage
-        self._reader: Reader | None = None
-        self._held: OrderedDict[tuple[int, int], _Seen] = OrderedDict()
-
-    def of(self, ended: GroupEnded) -> dict[str, Content]:
-        """What the records of a group say, by trajectory; those that are gone, changed or another
-        one's are left out, and told in `damage`."""
+    def _contents(self, events: Iterable[Event]) -> dict[str, Content]:
+        """What the records of these groups say, by trajectory; those that are gone, changed or
+        another one's are left out, and told in `damage`."""
+        named = {
+            (logged.partition, logged.offset): logged
+            for event in events
+            if isinstance(event, GroupEnded)
+            for logged in event.group.results
+        }
         found: dict[str, Content] = {}
-        for logged in ended.group.results:
-            seen = self._at(logged.partition, logged.offset)
-            sound = self._damage.is_sound(None if seen is None else seen.fingerprint, logged)
-            if sound and seen is not None and seen.content is not None:
-                found[logged.trajectory] = seen.content
+        for record in self._records(RecordPlace(*at) for at in named):
+            logged = named.pop((record.partition, record.offset), None)
+            if logged is not None and self.damage.is_sound(record, logged):
+                with suppress(SchemaError):  # audit says what is wrong with it
+                    value = view_trajectory(record.value)
+                    known = fingerprint_of(record, value_of=value.trajectory)
+                    if value.trajectory == logged.trajectory or self.damage.is_sound(known, logged):
+                        found[logged.trajectory] = content_of(value)
+        self.damage.look_for_the_rest(named)
         return found
 
-    def forget(self, ended: GroupEnded) -> None:
-        """This group's records are not wanted."""
-        for logged in ended.group.results:
-            self._held.pop((logged.partition, logged.offset), None)
-
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-
-    def _at(self, partition: int, offset: int) -> _Seen | None:
-        at = TopicPartition(self._topic, partition)
-        if self._reader is None:
-            self._reader = self._open()
-        empty = 0
-        while self._reader.position(at) <= offset:
-            records = self._reader.poll(
-                timeout_s=POLL_S if empty else 0.0, records_max=RECORDS_MAX, bytes_max=BYTES_MAX
-            )
-            for record in records:
-                self._hold(record)
-            if not records and offset >= self._bus.end(at):
-                break  # it was cut
-            empty = count_empty_polls(
-                self._reader, at, empty, moved=bool(records), polls_max=EMPTY_POLLS_MAX
-            )
-        found = self._held.pop((partition, offset), None)
-        return found if found is not None else self._again(at, offset)
-
-    def _open(self) -> Reader:
-        partitions = range(self._bus.partitions(self._topic))
-        places = [TopicPartition(self._topic, one) for one in partitions]
-        return self._bus.reader({at: self._bus.begin(at) for at in places})
-
-    def _hold(self, record: Record) -> None:
-        self._held[record.partition, record.offset] = self._read(record)
-        if len(self._held) > HELD_MAX:
-            self._held.popitem(last=False)
-
-    def _again(self, at: TopicPartition, offset: int) -> _Seen | None:
-        """A record that was let go before it was named; None for one that is not there."""
-        if not self._bus.begin(at) <= offset < self._bus.end(at):
-            return None
-        with closing(self._bus.reader({at: offset})) as reader:
-            records: list[Record] = []
-            empty = 0
-            while not records and reader.position(at) <= offset:
-                records = reader.poll(timeout_s=POLL_S, records_max=1)
-                empty = count_empty_polls(
-                    reader, at, empty, moved=bool(records), polls_max=EMPTY_POLLS_MAX
-                )
-        return self._read(records[0]) if records and records[0].offset == offset else None
-
-    def _read(self, record: Record) -> _Seen:
-        with suppress(SchemaError):  # audit says what is wrong with it
-            value = view_trajectory(record.value)
-            return _Seen(fingerprint_of(record, value_of=value.trajectory), content_of(value))
-        return _Seen(fingerprint_of(record), None)
+    def _records(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
+        """The records at these places that are there, and those between."""
+        for stretch in stretches(places, GAP):
+            (partition, first), (_, last) = stretch[0], stretch[-1]
+            at = TopicPartition(self._topics.trajectories, partition)
+            if at not in self._readers:
+                self._readers[at] = self._bus.reader({at: first})
+            reader = self._readers[at]
+            reader.seek(at, first)
+            yield from records_until(reader, {at: min(last + 1, self._bus.end(at))})

@@ -7,17 +7,23 @@ a reader of a finished run meets them out of order.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.account import StepEnded
 from dora_pipe.catalogue.evaluations import EvaluationEnded
+from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.catalogue.group_history import rewards_of
+from dora_pipe.core.clock import Clock
+from dora_pipe.core.errors import BusError
+from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.text import ahead_share
-from dora_pipe.observe.trackers.sink import Figure, Spread
+from dora_pipe.observe.trackers.sink import TrackedRun, Tracker
 from dora_pipe.schemas.control import (
     INFRASTRUCTURE,
     RunStarted,
@@ -26,15 +32,9 @@ from dora_pipe.schemas.control import (
     error_class,
     fault_of,
 )
+from dora_pipe.schemas.topics import Topics
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FigureRow:
-    """Figures at a step; those that are not known are left out."""
-
-    step: int
-    at_ns: int
-    figures: dict[str, Figure]
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,69 +47,97 @@ class _Sums:
     errors: Counter[str]
 
 
-class FigureStats(RunStats):
-    """Numbers of a run, and a row of figures for every step and evaluation. `begin` is told of the
-    run, once, and says how many rows are not wanted: they were given before.
+def track(
+    bus: Bus,
+    topics: Topics,
+    tracker: Tracker,
+    contributions: Contributions,
+    *,
+    clock: Clock | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Give a tracker the rows that are in the log now; with a clock, until the run is over or
+    `stop` says so. Return whether it is over.
 
-    Example: ``FigureStats("demo", lambda sha256: [], begin=lambda fact: 0)``, then `drain` after
-    every piece of the log.
+    Raises BusError, LogTruncated, and what the tracker raises.
     """
+    stats = FigureStats(topics.run, contributions, tracker)
+    if clock is None:
+        stats.read(bus, topics, statuses=False)
+        return stats.over
 
-    def __init__(
-        self, run: str, contributions: Contributions, *, begin: Callable[[RunStarted], int]
-    ) -> None:
+    def opened() -> LogFollower:
+        nonlocal stats
+        stats = FigureStats(topics.run, contributions, tracker)
+        return LogFollower(bus, topics, stats)
+
+    def turn(follower: LogFollower) -> bool:
+        while follower.advance():
+            pass
+        return stats.over or stop()
+
+    def away(error: BusError) -> bool:
+        LOG.warning("figures wait: the log is away: %s", error.message)
+        return stop()
+
+    follow_log(opened, turn, clock=clock, away=away)
+    return stats.over
+
+
+class FigureStats(RunStats):
+    """Numbers of a run; a tracker gets a row of figures for every step and evaluation, but those
+    that it has."""
+
+    def __init__(self, run: str, contributions: Contributions, tracker: Tracker) -> None:
         super().__init__(run)
-        self._contributions = contributions
-        self._on_begin = begin
+        self._contributions, self._tracker = contributions, tracker
         self._skip = 0
-        self._rows: list[FigureRow] = []
         self._before = self._sums()
-
-    def drain(self) -> list[FigureRow]:
-        """The rows since the last call, in the order of the log."""
-        rows, self._rows = self._rows, []
-        return rows
 
     def _begin(self, fact: RunStarted) -> None:
         super()._begin(fact)
-        self._skip = self._on_begin(fact)
+        run = TrackedRun(name=fact.run, started_ns=fact.at_ns, config=fact.config)
+        self._skip = self._tracker.begin(run)
 
     def _evaluated(self, ended: EvaluationEnded) -> None:
         super()._evaluated(ended)
-        if ended.reward is not None:
-            name = f"evaluation/{ended.evaluation}/" if ended.evaluation else "evaluation/"
-            figures: dict[str, Figure] = {f"{name}reward": ended.reward}
-            figures |= {f"{name}{figure}": value for figure, value in ended.figures.items()}
-            self._add(lambda: FigureRow(step=ended.version, at_ns=ended.ended_ns, figures=figures))
+        if ended.reward is None:
+            return
+        name = f"evaluation/{ended.evaluation}/" if ended.evaluation else "evaluation/"
+        figures = {"reward": ended.reward, **ended.figures}
+        self._give(
+            ended.version,
+            ended.ended_ns,
+            lambda: {f"{name}{figure}": value for figure, value in figures.items()},
+        )
 
     def _step(self, ended: StepEnded) -> None:
         super()._step(ended)
         step, before, now = self.steps[-1], self._before, self._sums()
         self._before = now
-        self._add(
-            lambda: FigureRow(
-                step=step.step,
-                at_ns=step.committed_ns,
-                figures={
-                    **_rewards(step, ended),
-                    **_staleness(step, self.bound),
-                    **{f"train/{name}": value for name, value in ended.fact.figures.items()},
-                    **_rate(ended.fact),
-                    **_ratios(self._contributed(ended)),
-                    **_times(step, ended, now.sampled - before.sampled),
-                    **self._worker_figures(),
-                    **_counts("moves", before.moves, now.moves),
-                    **_counts("groups", before.fates, now.fates),
-                    **_invalid(now.errors - before.errors, now.errors),
-                },
-            )
+        self._give(
+            step.step,
+            step.committed_ns,
+            lambda: {
+                **_rewards(step, ended),
+                **_staleness(step, self.bound),
+                **{f"train/{name}": value for name, value in ended.fact.figures.items()},
+                **_rate(ended.fact),
+                **_ratios(self._contributed(ended)),
+                **_times(step, ended, now.sampled - before.sampled),
+                **self._worker_figures(),
+                **_counts("moves", before.moves, now.moves),
+                **_counts("groups", before.fates, now.fates),
+                **_invalid(now.errors - before.errors, now.errors),
+            },
         )
 
-    def _add(self, row: Callable[[], FigureRow]) -> None:
+    def _give(self, step: int, at_ns: int, figures: Callable[[], dict[str, float]]) -> None:
+        """Give a row, if it is not there; those before it were given or were there."""
         if self._skip:
             self._skip -= 1
         else:
-            self._rows.append(row())
+            self._tracker.step(step, figures(), at_ns=at_ns)
 
     def _sums(self) -> _Sums:
         return _Sums(
@@ -122,7 +150,7 @@ class FigureStats(RunStats):
     def _contributed(self, ended: StepEnded) -> Contributed:
         return contributed(ended.fact.step, self._contributions(ended.fact.contributions.sha256))
 
-    def _worker_figures(self) -> dict[str, Figure]:
+    def _worker_figures(self) -> dict[str, float]:
         """By facts and decisions alone."""
         present = self.account.present()
         return {
@@ -132,13 +160,13 @@ class FigureStats(RunStats):
         }
 
 
-def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
+def _rewards(step: StepStats, ended: StepEnded) -> dict[str, float]:
     results = ended.results
     if not results:
         return {}
     valid = rewards_of(results)
     outside = sum(error_class(one.error) in INFRASTRUCTURE for one in results)
-    found: dict[str, Figure] = {
+    found: dict[str, float] = {
         "reward/raw": math.fsum(one / len(results) for one in valid),
         "reward/invalid": 1 - len(valid) / len(results),
         "reward/infrastructure": outside / len(results),
@@ -152,26 +180,26 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, Figure]:
     return found if step.reward is None else {"reward/valid": step.reward, **found}
 
 
-def _invalid(new: Counter[str], ever: Counter[str]) -> dict[str, Figure]:
+def _invalid(new: Counter[str], ever: Counter[str]) -> dict[str, float]:
     """By fault, and by class of those that have been there."""
-    found: dict[str, Figure] = {
+    found: dict[str, float] = {
         f"invalid/{fault}": float(sum(of.values())) for fault, of in by_fault(new).items()
     }
     return found | {f"invalid/{fault_of(name)}/{name}": float(new[name]) for name in sorted(ever)}
 
 
-def _staleness(step: StepStats, bound: int | None) -> dict[str, Figure]:
-    found: dict[str, Figure] = {} if bound is None else {"staleness/bound": float(bound)}
+def _staleness(step: StepStats, bound: int | None) -> dict[str, float]:
+    found: dict[str, float] = {} if bound is None else {"staleness/bound": float(bound)}
     groups = sum(count for _, count in step.staleness)
     if groups:
-        found["staleness/groups"] = Spread(step.staleness)
+        found |= {f"staleness/groups_{value}": float(count) for value, count in step.staleness}
         found["staleness/mean"] = sum(value * count for value, count in step.staleness) / groups
         found["staleness/max"] = float(step.staleness[-1][0])
     return found
 
 
-def _ratios(known: Contributed) -> dict[str, Figure]:
-    found: dict[str, Figure] = {
+def _ratios(known: Contributed) -> dict[str, float]:
+    found: dict[str, float] = {
         f"ratio/mismatch_staleness_{staleness}": value for staleness, value in known.mismatch
     }
     if known.effective is not None:
@@ -179,8 +207,8 @@ def _ratios(known: Contributed) -> dict[str, Figure]:
     return found
 
 
-def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, Figure]:
-    found: dict[str, Figure] = {
+def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, float]:
+    found: dict[str, float] = {
         "time/trainer_waited_s": step.waited_s,
         "time/training_s": step.training_s,
         "time/compute_s": ended.fact.compute_s,
@@ -200,11 +228,11 @@ def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, Figur
     }
 
 
-def _rate(fact: StepCommitted) -> dict[str, Figure]:
+def _rate(fact: StepCommitted) -> dict[str, float]:
     """The step's learning rate; a user's own trainer may have none."""
     rate = fact.settings.get("trainer.learning_rate")
     return {"train/learning_rate": rate} if isinstance(rate, float) else {}
 
 
-def _counts(group: str, before: Counter[str], now: Counter[str]) -> dict[str, Figure]:
+def _counts(group: str, before: Counter[str], now: Counter[str]) -> dict[str, float]:
     return {f"{group}/{name}": float(now[name] - before[name]) for name in sorted(now)}

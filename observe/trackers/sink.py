@@ -17,18 +17,20 @@ import hashlib
 import importlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dora_pipe.core.errors import ResourceError, UsageError, install_hint
 from dora_pipe.observe.following import Checkpoint
 
 ID_HEX: Final = 16
 
-ROWS: Final = "dora-pipe.rows"
-"""The file beside event files with the number of rows, and where they end."""
+RUN_ID: Final = "dora-pipe.run"
+"""The file beside event files that names their run."""
 
 EVENTS: Final = "*tfevents*"
 
@@ -55,24 +57,6 @@ QUIET: Final = {
 W&B's errors are not sent to W&B."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """How often each of a few whole numbers was there. Example: ``Spread(((0, 3), (1, 29)))``."""
-
-    counts: tuple[tuple[int, int], ...]
-    """(value, times), ascending by value; at least one."""
-
-    @property
-    def bins(self) -> tuple[list[float], list[int]]:
-        """(edges, times): a bin for every value from the first to the last."""
-        first, last, times = self.counts[0][0], self.counts[-1][0], dict(self.counts)
-        edges = [value - 0.5 for value in range(first, last + 2)]
-        return edges, [times.get(value, 0) for value in range(first, last + 1)]
-
-
-Figure = float | Spread
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
     """The run that is tracked."""
@@ -90,28 +74,41 @@ class TrackedRun:
         return hashlib.sha256(text.encode()).hexdigest()[:ID_HEX]
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """Takes the rows of one run, in the order of its log."""
 
+    before = 0
+    """Rows that an earlier export wrote."""
+    rows = -1
+    """Rows that are there; -1 before `begin`."""
+
     def begin(self, run: TrackedRun) -> int:
-        """Open it for a run and count its rows. Raises UsageError, ResourceError."""
-        ...
+        """Open it for a run, once, and count its rows. Raises UsageError, ResourceError."""
+        if self.rows < 0:
+            self.before = self.rows = self._open(run)
+        return self.rows
 
-    def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
+    def step(self, step: int, figures: Mapping[str, float], *, at_ns: int) -> None:
         """Add a row, of a moment by wall clock. Raises ResourceError where it cannot be kept."""
-        ...
+        self._write(step, figures, at_ns)
+        self.rows += 1
 
+    @abstractmethod
     def close(self) -> None:
         """Release everything; idempotent, and allowed before `begin`."""
-        ...
+
+    @abstractmethod
+    def _open(self, run: TrackedRun) -> int: ...
+
+    @abstractmethod
+    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None: ...
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Event files in `FOLDER/RUN`. Example: ``TensorBoardTracker(Path("tb"))`` for
     `tensorboard --logdir tb`. Raises UsageError where the package tensorboardX is missing.
 
-    An export writes one file, a row is one record. The file `ROWS` says how far the records are
-    counted; what a killed export wrote after that is cut off and written again.
+    An export replaces the file of the export before it: every row is a function of the log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,91 +117,53 @@ class TensorBoardTracker:
         self._proto = _package("tensorboardX.proto.event_pb2", hint)
         self._summary = _package("tensorboardX.summary", hint)
         self._folder = folder
-        self._lock = -1
-        self._writer: Any = None
+        self._open_files = ExitStack()
 
-    def begin(self, run: TrackedRun) -> int:
-        """Return the rows that are there. Raises UsageError for another run's folder."""
-        self._run, self._path = run, self._folder / run.name
+    def _open(self, run: TrackedRun) -> int:
+        self._path = self._folder / run.name
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(self._path)
-            self._checkpoint = Checkpoint(self._path / ROWS)
-            files = list(self._path.glob(EVENTS))
-            fresh = {"run": "" if files else run.id, "rows": 0, "file": "", "bytes": 0}
-            known: dict[str, Any] = self._checkpoint.read() or fresh
-            if known["run"] != run.id:
+            self._open_files.callback(os.close, _locked(self._path))
+            known = Checkpoint(self._path / RUN_ID)
+            if (known.read() or run.id) != run.id:
                 raise UsageError(
                     f"{self._path} holds another run", hint="choose another folder, or remove it"
                 )
-            for file in files:
-                if file.name == known["file"]:
-                    os.truncate(file, known["bytes"])
-                elif file.name > known["file"]:
-                    file.unlink()  # no row of it was counted
-            self._checkpoint.write(known)
+            known.write(run.id)
+            for file in self._path.glob(EVENTS):
+                file.unlink()
+            self._writer = self._events.EventsWriter(str(self._path / "events"))
+            self._open_files.callback(self._writer.close)
         except OSError as error:
-            raise _failed(self._path, error) from None
-        self._rows = int(known["rows"])
-        return self._rows
+            raise self._failed(error) from None
+        text = json.dumps(run.config, indent=2, sort_keys=True, ensure_ascii=False)
+        block = "\n".join(f"    {line}" for line in text.splitlines())
+        self._add(wall_time=run.started_ns / 1e9, summary=self._summary.text(CONFIG, block))
+        return 0
 
-    def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
-        """Append one record and remember where it ends."""
-        summary = self._summary.Summary(
-            value=[self._value(name, figure) for name, figure in sorted(figures.items())]
-        )
-        event = self._proto.Event(wall_time=at_ns / 1e9, step=step, summary=summary)
-        try:
-            if self._writer is None:
-                self._open()
-            self._writer.write_event(event)
-            self._writer.flush()
-            self._rows += 1
-            place = {"file": self._file.name, "bytes": self._file.stat().st_size}
-            self._checkpoint.write({"run": self._run.id, "rows": self._rows, **place})
-        except OSError as error:
-            raise _failed(self._path, error) from None
+    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None:
+        value = self._summary.Summary.Value
+        values = [value(tag=name, simple_value=one) for name, one in sorted(figures.items())]
+        summary = self._summary.Summary(value=values)
+        self._add(wall_time=at_ns / 1e9, step=step, summary=summary)
 
     def close(self) -> None:
         """Close the file and release the folder."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._open_files.close()
 
-    def _open(self) -> None:
-        before = set(self._path.glob(EVENTS))
-        self._writer = self._events.EventsWriter(str(self._path / "events"), f".{self._rows:08d}")
-        (self._file,) = set(self._path.glob(EVENTS)) - before
-        if self._rows == 0:
-            text = json.dumps(self._run.config, indent=2, sort_keys=True, ensure_ascii=False)
-            block = "\n".join(f"    {line}" for line in text.splitlines())
-            summary = self._summary.text(CONFIG, block)
-            at_s = self._run.started_ns / 1e9
-            self._writer.write_event(self._proto.Event(wall_time=at_s, summary=summary))
+    def _add(self, **event: Any) -> None:
+        """Write one record."""
+        try:
+            self._writer.write_event(self._proto.Event(**event))
+            self._writer.flush()
+        except OSError as error:
+            raise self._failed(error) from None
 
-    def _value(self, name: str, figure: Figure) -> Any:
-        """A scalar, or a histogram with a bucket for every value."""
-        value = self._summary.Summary.Value
-        if not isinstance(figure, Spread):
-            return value(tag=name, simple_value=figure)
-        edges, times = figure.bins
-        squares = sum(one * one * count for one, count in figure.counts)
-        histogram = self._summary.HistogramProto(
-            min=edges[0],  # TensorBoard makes the outermost buckets of them
-            max=edges[-1],
-            num=sum(times),
-            sum=sum(one * count for one, count in figure.counts),
-            sum_squares=squares,
-            bucket_limit=edges[1:],
-            bucket=times,
-        )
-        return value(tag=name, histo=histogram)
+    def _failed(self, error: OSError) -> ResourceError:
+        return ResourceError(f"{self._path} cannot be written: {error.strerror}")
 
 
-class WandbTracker:
+class WandbTracker(Tracker):
     """A project of W&B, offline unless WANDB_MODE says otherwise.
 
     A row's number is W&B's step, since that may never fall; the training step is the axis of all
@@ -225,8 +184,7 @@ class WandbTracker:
         self._run: Any = None
         self._checkpoint = Checkpoint(None)
 
-    def begin(self, run: TrackedRun) -> int:
-        """Return the rows that are there. Raises ResourceError for what W&B refuses."""
+    def _open(self, run: TrackedRun) -> int:
         mode = self._environment.get(MODE, "offline")
         folder = Path(self._environment.get("WANDB_DIR", "."))
         if not folder.is_dir():
@@ -248,33 +206,21 @@ class WandbTracker:
         if mode in OFFLINE_MODES:
             name = f"dora-pipe-{self._project}-{run.id}.rows"
             self._checkpoint = Checkpoint(folder / "wandb" / name)
-            self._rows = self._checkpoint.read() or 0
-        else:
-            self._rows = int(self._run.starting_step)
-        return self._rows
+            return self._checkpoint.read() or 0
+        return int(self._run.starting_step)
 
-    def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
-        """Log one row; W&B has a clock of its own."""
-        values = {name: self._value(figure) for name, figure in figures.items()}
+    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None:
         try:
-            self._run.log({STEP: step, **values}, step=self._rows, commit=True)
+            self._run.log({STEP: step, **figures}, step=self.rows, commit=True)
         except self._wandb.Error as error:
             raise ResourceError(f"W&B: {error}") from None
-        self._rows += 1
-        self._checkpoint.write(self._rows)
+        self._checkpoint.write(self.rows + 1)
 
     def close(self) -> None:
         """End W&B's run."""
         if self._run is not None:
             self._run.finish()
             self._run = None
-
-    def _value(self, figure: Figure) -> Any:
-        """A number, or a histogram with a bin for every value."""
-        if not isinstance(figure, Spread):
-            return figure
-        edges, times = figure.bins
-        return self._wandb.Histogram(np_histogram=(times, edges))
 
 
 def _package(name: str, hint: str) -> Any:
@@ -296,7 +242,3 @@ def _locked(folder: Path) -> int:
             f"another export writes to {folder}", hint="end it, or choose another folder"
         ) from None
     return descriptor
-
-
-def _failed(place: Path, error: OSError) -> ResourceError:
-    return ResourceError(f"{place} cannot be written: {error.strerror}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.observe.trackers.sink import Figure, Spread, TrackedRun
+from dora_pipe.observe.trackers.sink import TrackedRun
 from tests.support.trackers import (
     RUN,
     FakeWandbHarness,
@@ -37,49 +37,33 @@ def harness(
             return RealWandbHarness(tmp_path, monkeypatch)
 
 
-def _row(step: int) -> dict[str, Figure]:
-    groups = Spread(((0, 3), (2, step + 1)))  # nobody has staleness 1
-    return {"reward/raw": step / 4, "train/loss": -0.5, "staleness/groups": groups}
+def _row(step: int) -> dict[str, float]:
+    return {"reward/raw": step / 4, "train/loss": -0.5}
 
 
-def _give(harness: Harness, steps: list[int], run: TrackedRun = RUN) -> int:
-    """One export; how many rows were there before it."""
+def _export(harness: Harness, steps: list[int], run: TrackedRun = RUN) -> None:
+    """One export of a log with these rows: those that are there are not given again."""
     tracker = harness.open()
     try:
-        there = tracker.begin(run)
-        for step in steps:
+        for step in steps[tracker.begin(run) :]:
             tracker.step(step, _row(step), at_ns=RUN.started_ns + step * SECOND_NS)
+        assert tracker.rows == len(steps)
     finally:
         tracker.close()
-    return there
 
 
 def _rows(*steps: int) -> Rows:
     return [(step, _row(step)) for step in steps]
 
 
-def test_rows_are_read_back_as_they_were_given(harness: Harness) -> None:
-    assert _give(harness, [0, 1, 2]) == 0
-    assert harness.rows() == _rows(0, 1, 2)
-
-
-def test_an_export_that_goes_on_is_told_what_is_there(harness: Harness) -> None:
-    assert [_give(harness, [0, 1]), _give(harness, []), _give(harness, [2])] == [0, 2, 2]
-    assert _give(harness, []) == 3
-    assert harness.rows() == _rows(0, 1, 2)
-
-
-def test_a_step_may_be_smaller_than_the_one_before(harness: Harness) -> None:
-    """An evaluation of version 2 is known when step 5 is."""
-    _give(harness, [4, 5, 2])
-    _give(harness, [6, 4])
-    assert harness.rows() == _rows(4, 5, 2, 6, 4)
-
-
-def test_an_export_without_rows_leaves_nothing_to_be_counted(harness: Harness) -> None:
-    assert [_give(harness, []), _give(harness, [])] == [0, 0]
-    assert _give(harness, [0]) == 0
-    assert harness.rows() == _rows(0)
+@pytest.mark.parametrize("exports", [[3], [2, 2, 3], [0, 0, 1], [4, 5]], ids=str)
+def test_rows_are_there_once_however_many_exports_there_were(
+    harness: Harness, exports: list[int]
+) -> None:
+    steps = [4, 5, 2, 6, 4]  # an evaluation of version 2 is known when step 5 is
+    for there in exports:
+        _export(harness, steps[:there])
+    assert harness.rows() == _rows(*steps[: exports[-1]])
 
 
 def test_closing_twice_or_before_it_began_does_nothing(harness: Harness) -> None:
@@ -94,7 +78,6 @@ def test_closing_twice_or_before_it_began_does_nothing(harness: Harness) -> None
 
 def test_runs_of_two_names_stand_beside_each_other(harness: Harness) -> None:
     other = TrackedRun(name="other", started_ns=RUN.started_ns, config={})
-    _give(harness, [0, 1])
-    assert _give(harness, [7], other) == 0
-    assert harness.rows() == _rows(0, 1)
-    assert harness.rows(other) == _rows(7)
+    _export(harness, [0, 1])
+    _export(harness, [7], other)
+    assert (harness.rows(), harness.rows(other)) == (_rows(0, 1), _rows(7))

@@ -18,11 +18,12 @@ from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.consumers.learners.port import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.observe.metrics.table import TRAINING
-from dora_pipe.observe.trackers.figures import FigureStats
+from dora_pipe.observe.trackers.figures import track
 from dora_pipe.observe.waits import summarise, waits_of
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from tests.support.cluster import Cluster, make_config
 from tests.support.stats_stage import stats_of
+from tests.support.trackers import Kept
 
 PART_NS = 30_000_000
 """Computing a part of one group."""
@@ -86,12 +87,10 @@ def test_numbers_tile_the_time_of_a_step(cluster: Cluster) -> None:
 
 
 def test_trackers_are_told_what_was_computed_ahead(cluster: Cluster) -> None:
-    stats = FigureStats(cluster.topics.run, lambda _: [], begin=lambda _: 0)
-    with closing(stats.follow(cluster.bus, cluster.topics)) as follower:
-        while follower.advance():
-            pass
-    rows = {row.step: row.figures for row in stats.drain() if "train/loss" in row.figures}
-    told = {one.step: one for one in stats.steps}
+    kept = Kept()
+    track(cluster.bus, cluster.topics, kept, lambda _: ())
+    rows = {row.step: row.figures for row in kept.given if "train/loss" in row.figures}
+    told = {one.step: one for one in stats_of(cluster.bus, cluster.topics).steps}
     assert {step for step, found in rows.items() if "time/ahead_s" in found} == set(parted(cluster))
     for step in parted(cluster):
         ahead_s, training_s = told[step].ahead_s, told[step].training_s

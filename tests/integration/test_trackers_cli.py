@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import sys
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.observe.trackers.sink import EVENTS, ROWS
+from dora_pipe.observe.trackers.sink import EVENTS
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.trackers import FakeWandb, event_rows
@@ -33,45 +31,29 @@ def test_tensorboards_own_reader_finds_every_step(
     code, out, err = call("export", "tensorboard", recorded.directory, "tb")
     assert (code, out) == (0, ""), err
     folder = str(tmp_path / "tb" / "recorded")
-    read = accumulator(folder, size_guidance={"histograms": 0, "scalars": 0})  # all of them
+    read = accumulator(folder, size_guidance={"scalars": 0})  # all of them
     read.Reload()
     assert [one.step for one in read.Scalars("train/loss")] == list(range(STEPS))
     assert {one.step for one in read.Scalars("evaluation/reward")} >= {0, STEPS}
-    assert [one.step for one in read.Histograms("staleness/groups")] == list(range(STEPS))
+    assert len(read.Scalars("staleness/groups_0")) > 0
     rows = event_rows(tmp_path / "tb" / "recorded")
     assert err == f"tb/recorded: {len(rows)} rows\n"
 
 
 @pytest.mark.parametrize("follow", [(), ("--follow",)])
-def test_a_second_export_goes_on_where_the_first_was_killed(
+def test_a_second_export_writes_the_same_rows_once(
     recorded: RecordedRun, call: Call, tmp_path: Path, follow: tuple[str, ...]
 ) -> None:
     pytest.importorskip("tensorboard")
     pytest.importorskip("tensorboardX")
     words = ("export", "tensorboard", recorded.directory, "tb", *follow)
-    assert call(*words)[0] == 0
     folder = tmp_path / "tb" / "recorded"
+    assert call(*words)[0] == 0
     whole = event_rows(folder)
-    there = len(whole) // 2
     (file,) = folder.glob(EVENTS)
-    count = json.loads((folder / ROWS).read_text())
-    ends = ends_of(file)[1 + there]  # after the head and the configuration
-    (folder / ROWS).write_text(json.dumps(count | {"rows": there, "bytes": ends}))
-    code, _, err = call(*words)
-    assert code == 0
-    assert err == f"tb/recorded: {len(whole) - there} rows, {there} were there\n"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])  # killed
+    assert call(*words)[2] == f"tb/recorded: {len(whole)} rows\n"
     assert event_rows(folder) == whole
-    assert call(*words)[2] == f"tb/recorded: 0 rows, {len(whole)} were there\n"
-    assert event_rows(folder) == whole
-
-
-def ends_of(file: Path) -> list[int]:
-    """Where each record of an event file ends."""
-    data, at, ends = file.read_bytes(), 0, []
-    while at < len(data):
-        at += 8 + 4 + struct.unpack_from("<Q", data, at)[0] + 4
-        ends.append(at)
-    return ends
 
 
 def test_wandb_gets_the_same_rows_offline(

@@ -11,7 +11,6 @@ from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.bus.port import Bus
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.span import Link, Span
-from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.topics import Topics
 from tests.support.traces_page import stages
@@ -20,11 +19,9 @@ WAY = ("queued", "generated", "reward", "published")
 """What the time of a trajectory is made of."""
 
 
-def traces_of(
-    bus: Bus, topics: Topics, share: SamplingPolicy | None = None, *, after: int = -1
-) -> list[Span]:
+def traces_of(bus: Bus, topics: Topics, *, after: int = -1) -> list[Span]:
     found: list[Span] = []
-    with closing(Tracer(bus, topics, share or SamplingPolicy(), after=after)) as tracer:
+    with closing(Tracer(bus, topics, after=after)) as tracer:
         while not tracer.caught_up:
             for traced in tracer.turn():
                 found += traced.spans

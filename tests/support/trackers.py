@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, Final, Protocol
+from types import ModuleType
+from typing import Any, Final, NamedTuple, Protocol
 
 import pytest
 
@@ -19,8 +19,6 @@ from dora_pipe.observe.trackers.sink import (
     CONFIG,
     EVENTS,
     STEP,
-    Figure,
-    Spread,
     TensorBoardTracker,
     TrackedRun,
     Tracker,
@@ -33,7 +31,7 @@ PROJECT: Final = "arithmetic"
 FLUSH_LIMIT_S: Final = 60.0
 """W&B's own process writes its file, and has so long for it."""
 
-Rows = list[tuple[int, dict[str, Figure]]]
+Rows = list[tuple[int, dict[str, float]]]
 
 
 class Harness(Protocol):
@@ -62,29 +60,47 @@ class TensorBoardHarness:
         return [(step, figures) for step, _, figures in found]
 
 
-def event_rows(folder: Path) -> list[tuple[int, float, dict[str, Figure]]]:
+def event_rows(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
     """(step, wall time, figures) of all files of a run, by tensorboard's own reader."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+    from tensorboard.util import tensor_util
 
     found = []
     for path in sorted(folder.glob(EVENTS)):
         for event in EventFileLoader(str(path)).Load():
             values = event.summary.value
             if values and not values[0].tag.startswith(CONFIG):
-                figures = {value.tag: _figure(value) for value in values}
+                arrays = {one.tag: tensor_util.make_ndarray(one.tensor) for one in values}
+                figures = {tag: float(array) for tag, array in arrays.items()}
                 found.append((event.step, event.wall_time, figures))
     return found
 
 
-def _figure(value: Any) -> Figure:
-    from tensorboard.util import tensor_util
+class Row(NamedTuple):
+    """A row as a tracker was given it."""
 
-    array = tensor_util.make_ndarray(value.tensor)
-    if value.metadata.plugin_data.plugin_name == "scalars":
-        return float(array)
-    buckets = [(left, right, count) for left, right, count in array.tolist() if count]
-    assert all(right - left == 1 for left, right, _ in buckets)
-    return Spread(tuple((round(left + 0.5), round(count)) for left, _, count in buckets))
+    step: int
+    at_ns: int
+    figures: dict[str, float]
+
+
+class Kept(Tracker):
+    """Keeps what it is given, and says that so many rows were there before."""
+
+    def __init__(self, there: int = 0) -> None:
+        self.there = there
+        self.runs: list[TrackedRun] = []
+        self.given: list[Row] = []
+
+    def _open(self, run: TrackedRun) -> int:
+        self.runs.append(run)
+        return self.there
+
+    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None:
+        self.given.append(Row(step, at_ns, dict(figures)))
+
+    def close(self) -> None:
+        """See Tracker."""
 
 
 @dataclass
@@ -102,9 +118,6 @@ class FakeWandb:
         """To be put into `sys.modules`."""
         module = ModuleType("wandb")
         module.Error = FakeError  # type: ignore[attr-defined]
-        module.Histogram = lambda np_histogram: SimpleNamespace(  # type: ignore[attr-defined]
-            histogram=np_histogram[0], bins=np_histogram[1]
-        )
         module.init = self._init  # type: ignore[attr-defined]
         return module
 
@@ -161,17 +174,9 @@ class FakeWandbHarness:
         found = self.fake.runs.get(run.id, FakeRun())
         assert not found.rows or found.axes == {STEP: None, "*": STEP}
         return [
-            (row[STEP], {name: _plain(value) for name, value in row.items() if name != STEP})
+            (row[STEP], {name: float(value) for name, value in row.items() if name != STEP})
             for row in found.rows
         ]
-
-
-def _plain(value: Any) -> Figure:
-    if not isinstance(value, SimpleNamespace):
-        return float(value)
-    lefts = value.bins[:-1]
-    pairs = zip(lefts, value.histogram, strict=True)
-    return Spread(tuple((round(left + 0.5), count) for left, count in pairs if count))
 
 
 class RealWandbHarness:
@@ -194,14 +199,11 @@ class RealWandbHarness:
             for record in _ended(path):
                 row: dict[str, Any] = {}
                 for item in record.history.item if record.HasField("history") else ():
-                    name, *inner = item.nested_key or (item.key,)
-                    value = json.loads(item.value_json)
-                    if inner:  # a histogram: its type, values and bins one by one
-                        row.setdefault(name, {})[inner[0]] = value
-                    elif not name.startswith("_"):
-                        row[name] = value
+                    (name,) = item.nested_key or (item.key,)
+                    if not name.startswith("_"):
+                        row[name] = json.loads(item.value_json)
                 if row:
-                    found.append((row.pop(STEP), {name: _read(one) for name, one in row.items()}))
+                    found.append((row.pop(STEP), {name: float(one) for name, one in row.items()}))
         return found
 
 
@@ -214,12 +216,6 @@ def _ended(path: Path) -> list[Any]:
             return records
         assert time.monotonic() < give_up_s, "W&B never ended the run"
         time.sleep(0.05)
-
-
-def _read(value: Any) -> Figure:
-    if not isinstance(value, dict):
-        return float(value)
-    return _plain(SimpleNamespace(histogram=value["values"], bins=value["bins"]))
 
 
 def _wandb_records(data: bytes, block: int = 32768) -> Iterator[Any]:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, ResourceError, TopicMissing
 from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces import follow
-from dora_pipe.observe.traces.follow import TraceSender, is_over
+from dora_pipe.observe.traces.follow import TraceSender
 from dora_pipe.observe.traces.ids import RunFacts
 from dora_pipe.observe.traces.sinks import NotTaken
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
-from dora_pipe.observe.traces.tracer import Tracer
+from dora_pipe.observe.traces.tracer import Traced, Tracer
 from tests.support.recorded_run import RecordedRun
 from tests.support.traces import traces_of
 from tests.support.worker import VirtualClock
@@ -53,7 +51,7 @@ def _sender(
     clock: VirtualClock,
     checkpoint: Checkpoint | None = None,
 ) -> TraceSender:
-    return TraceSender(bus, run.topics, sink, SamplingPolicy(), clock=clock, checkpoint=checkpoint)
+    return TraceSender(bus, run.topics, sink, clock=clock, checkpoint=checkpoint)
 
 
 def test_everything_is_sent_once(bus: SqliteBus, recorded: RecordedRun) -> None:
@@ -88,12 +86,11 @@ def test_resumed_follower_goes_on_where_it_was(
 def test_endpoint_that_is_away_is_waited_for(
     bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    monkeypatch.setattr(follow, "run_is_over", lambda *_: False)
     clock, sink = VirtualClock(), Sink(lambda call: 2 <= call <= 8)
     assert _sender(bus, recorded, sink, clock).follow().whole
     assert sink.spans == traces_of(bus, recorded.topics)
-    waited_s = clock.ns / 1e9
-    assert 0.5 + 1 + 2 + 4 + 3 * follow.RETRY_MAX_S <= waited_s < 60
+    assert clock.ns == 7 * int(follow.RETRY_S * 1e9)
 
 
 def test_endpoint_that_is_away_does_not_hold_up_a_run_that_is_over(
@@ -108,7 +105,7 @@ def test_endpoint_that_is_away_does_not_hold_up_a_run_that_is_over(
 def test_what_an_endpoint_took_before_it_refused_is_not_sent_again(
     bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    monkeypatch.setattr(follow, "run_is_over", lambda *_: False)
 
     class Partial(Sink):
         """Takes five spans of the second call."""
@@ -126,33 +123,17 @@ def test_what_an_endpoint_took_before_it_refused_is_not_sent_again(
     assert sink.spans == traces_of(bus, recorded.topics)
 
 
-def test_endpoint_that_is_too_slow_does_not_hold_up_a_run_for_ever(
-    bus: SqliteBus, recorded: RecordedRun
-) -> None:
-    clock = VirtualClock()
-
-    class Slow(Sink):
-        def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
-            clock.sleep(3.0)
-            super().send(run, spans)
-
-    sink = Slow()
-    assert not _sender(bus, recorded, sink, clock).follow(lambda: sink.calls > 0).whole
-    assert 0 < len(sink.spans) < len(traces_of(bus, recorded.topics))
-
-
 def test_log_that_is_away_is_waited_for(
     bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    monkeypatch.setattr(follow, "run_is_over", lambda *_: False)
     away = iter([True, True])
 
     class Away(Tracer):
-        @property
-        def caught_up(self) -> bool:
+        def turn(self) -> Iterator[Traced]:
+            yield from super().turn()
             if next(away, False):
                 raise BusError("gone")
-            return super().caught_up
 
     monkeypatch.setattr(follow, "Tracer", Away)
     clock, sink = VirtualClock(), Sink()
@@ -176,35 +157,15 @@ def test_run_that_has_not_begun_is_waited_for_by_name_and_so_is_what_comes_after
         return Tracer(*args, **settings)
 
     monkeypatch.setattr(follow, "Tracer", early)
-    monkeypatch.setattr(follow, "is_over", lambda bus, topics: False)
+    monkeypatch.setattr(follow, "run_is_over", lambda *_: False)
     sink = Sink(lambda call: call == 1)
     assert _sender(bus, recorded, sink, clock).follow().whole
     assert sink.spans == traces_of(bus, recorded.topics)
-    assert clock.ns < began_ns + 3 * follow.RETRY_MAX_S * 1e9
+    assert clock.ns < began_ns + 3 * follow.RETRY_S * 1e9
     assert caplog.messages == [
         "traces wait: the log has no run recorded",
         "traces wait: nobody there",
     ]
-
-
-def test_end_of_a_run_is_seen_by_a_reader_whom_a_broker_gives_nothing_at_once(
-    bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = bus.reader
-
-    def reader(positions: Mapping[TopicPartition, int]) -> Any:
-        found = real(positions)
-        polled = found.poll
-        patient = lambda **given: polled(**given) if given["timeout_s"] > 0 else []  # noqa: E731
-        monkeypatch.setattr(found, "poll", patient)
-        return found
-
-    monkeypatch.setattr(bus, "reader", reader)
-    assert is_over(bus, recorded.topics)
-
-
-def test_end_of_a_run_is_seen_in_its_last_round(bus: SqliteBus, recorded: RecordedRun) -> None:
-    assert is_over(bus, recorded.topics)
 
 
 @pytest.mark.parametrize("content", ["", "x", None])

@@ -15,9 +15,8 @@ from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError
-from dora_pipe.observe.traces import names, tracer, tree
+from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.trace_sampling import SamplingPolicy
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.rounds import decode_round
 from tests.support.recorded_run import RecordedRun
@@ -64,7 +63,7 @@ def test_log_that_grows_gives_what_the_whole_one_gives(
     grown: list[Span] = []
     growing = _growing(bus, recorded, tmp_path / "log.sqlite")
     copy = next(growing)
-    with closing(Tracer(copy, recorded.topics, SamplingPolicy())) as live:
+    with closing(Tracer(copy, recorded.topics)) as live:
         for _ in growing:
             for traced in live.turn():
                 grown += traced.spans
@@ -80,7 +79,7 @@ def test_log_that_grows_gives_what_the_whole_one_gives(
 
 def test_what_was_sent_is_not_made_again(bus: SqliteBus, recorded: RecordedRun) -> None:
     whole: list[tuple[int, list[Span]]] = []
-    with closing(Tracer(bus, recorded.topics, SamplingPolicy())) as first:
+    with closing(Tracer(bus, recorded.topics)) as first:
         while not first.caught_up:
             whole += [(one.offset, one.spans) for one in first.turn()]
     middle = whole[len(whole) // 2][0]
@@ -88,17 +87,10 @@ def test_what_was_sent_is_not_made_again(bus: SqliteBus, recorded: RecordedRun) 
     assert traces_of(bus, recorded.topics, after=middle) == rest
 
 
-def test_records_that_were_let_go_are_read_again(
-    bus: SqliteBus, recorded: RecordedRun, spans: list[Span], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracer, "HELD_MAX", 2)
-    assert traces_of(bus, recorded.topics) == spans
-
-
 def test_share_leaves_groups_out_and_keeps_every_step(
     bus: SqliteBus, recorded: RecordedRun
 ) -> None:
-    with closing(Tracer(bus, recorded.topics, SamplingPolicy(ratio=0.2, slow=1e9))) as some:
+    with closing(Tracer(bus, recorded.topics, 0.2)) as some:
         spans = []
         while not some.caught_up:
             spans += [span for one in some.turn() for span in one.spans]
@@ -125,7 +117,7 @@ def test_control_that_was_cut_is_told(bus: SqliteBus, recorded: RecordedRun) -> 
     first = next(records_of(bus, ends_of(bus, recorded.topics.decisions)))
     assert decode_round(first.value).control_next > 0
     copy.writer().append([Append(topic=recorded.topics.decisions, value=first.value)])
-    with closing(Tracer(copy, recorded.topics, SamplingPolicy())) as cut, pytest.raises(BusError):
+    with closing(Tracer(copy, recorded.topics)) as cut, pytest.raises(BusError):
         list(cut.turn())
 
 

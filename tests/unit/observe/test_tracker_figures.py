@@ -5,42 +5,19 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Mapping
 
 import pytest
 
-from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.observe import following
-from dora_pipe.observe.run_stats import Contributions
-from dora_pipe.observe.trackers.figures import FigureRow
-from dora_pipe.observe.trackers.follow import Tracked, Tracking
-from dora_pipe.observe.trackers.sink import Figure, Spread, TrackedRun
+from dora_pipe.observe.trackers.figures import track
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.stats_stage import stats_of
 from tests.support.tidy import ROOT
-
-
-class Kept:
-    """A tracker that keeps what it is given, and says that so many rows were there before."""
-
-    def __init__(self, there: int = 0) -> None:
-        self.there = there
-        self.runs: list[TrackedRun] = []
-        self.rows: list[FigureRow] = []
-
-    def begin(self, run: TrackedRun) -> int:
-        self.runs.append(run)
-        return self.there
-
-    def step(self, step: int, figures: Mapping[str, Figure], *, at_ns: int) -> None:
-        self.rows.append(FigureRow(step=step, at_ns=at_ns, figures=dict(figures)))
-
-    def close(self) -> None:
-        """See Tracker."""
+from tests.support.trackers import Kept, Row
 
 
 class Clock(SystemClock):
@@ -59,34 +36,29 @@ def contributions(sha256: str) -> list[dict[str, float]]:
     return [{"ratio_mean": 2.0, "staleness": 0}, {"ratio_mean": 1.0, "staleness": 1}]
 
 
-def _tracking(
-    bus: Bus, recorded: RecordedRun, kept: Kept, contributions: Contributions = lambda _: ()
-) -> Tracking:
-    return Tracking(bus, recorded.topics, kept, contributions, Clock())
-
-
 @pytest.fixture(scope="module")
-def rows(bus: SqliteBus, recorded: RecordedRun) -> list[FigureRow]:
+def rows(bus: SqliteBus, recorded: RecordedRun) -> list[Row]:
     kept = Kept()
-    done = _tracking(bus, recorded, kept, contributions).whole()
-    assert done == Tracked(rows=len(kept.rows), before=0, over=True)
+    assert track(bus, recorded.topics, kept, contributions)
+    assert (kept.rows, kept.before) == (len(kept.given), 0)
     assert [run.name for run in kept.runs] == [recorded.run]
-    return kept.rows
+    return kept.given
 
 
-def _steps(rows: list[FigureRow]) -> list[FigureRow]:
+def _steps(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "train/loss" in row.figures]
 
 
 def test_every_step_has_a_row_with_what_the_log_says_of_it(
-    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     stats, steps = stats_of(bus, recorded.topics), _steps(rows)
     assert [row.step for row in steps] == list(range(STEPS))
     for row, told in zip(steps, stats.steps, strict=True):
         assert row.at_ns == told.committed_ns
         assert row.figures["reward/valid"] == told.reward
-        assert row.figures["staleness/groups"] == Spread(told.staleness)
+        for value, count in told.staleness:
+            assert row.figures[f"staleness/groups_{value}"] == count
         assert row.figures["time/trainer_waited_s"] == told.waited_s
         assert row.figures["staleness/bound"] == stats.bound
     assert stats.commit is not None
@@ -94,18 +66,17 @@ def test_every_step_has_a_row_with_what_the_log_says_of_it(
     assert newest == stats.commit.figures
 
 
-def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[FigureRow]) -> None:
+def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
     invalid = [row for row in _steps(rows) if row.figures["reward/invalid"]]
     assert len(invalid) > 0
     for row in invalid:
         valid, raw, share = (row.figures[f"reward/{one}"] for one in ("valid", "raw", "invalid"))
-        assert isinstance(valid, float) and isinstance(share, float)
         assert raw == pytest.approx(valid * (1 - share))
         assert row.figures["reward/infrastructure"] == 0  # what the task raised is its own
 
 
 def test_counts_of_all_rows_add_up_to_those_of_the_run(
-    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     stats = stats_of(bus, recorded.topics)
     trained = sum(_number(row, "groups/trained") for row in _steps(rows))
@@ -115,14 +86,12 @@ def test_counts_of_all_rows_add_up_to_those_of_the_run(
     assert {_number(row, "workers/present") for row in _steps(rows)} <= {1.0, 2.0, 3.0}
 
 
-def _number(row: FigureRow, name: str) -> float:
-    found = row.figures.get(name, 0.0)
-    assert not isinstance(found, Spread)
-    return found
+def _number(row: Row, name: str) -> float:
+    return row.figures.get(name, 0.0)
 
 
 def test_an_evaluation_has_a_row_at_its_version(
-    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     found = {row.step: row.figures for row in rows if "evaluation/reward" in row.figures}
     stats = stats_of(bus, recorded.topics)
@@ -138,30 +107,30 @@ def test_an_evaluation_has_a_row_at_its_version(
 
 
 def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
-    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     bare = Kept()
-    _tracking(bus, recorded, bare).whole()
+    track(bus, recorded.topics, bare, lambda _: ())
     figures = _steps(rows)[0].figures
     assert figures["ratio/effective_sample_ratio"] == pytest.approx(0.9)
     assert figures["ratio/mismatch_staleness_0"] == pytest.approx(math.log(2))
     assert figures["ratio/mismatch_staleness_1"] == 0
-    for row, without in zip(rows, bare.rows, strict=True):
+    for row, without in zip(rows, bare.given, strict=True):
         left = {name: one for name, one in row.figures.items() if not name.startswith("ratio/")}
         assert without.figures == left
 
 
 @pytest.mark.parametrize("there", [1, 7, STEPS])
 def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
-    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun, there: int
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun, there: int
 ) -> None:
     kept = Kept(there)
-    done = _tracking(bus, recorded, kept, contributions).follow()
-    assert kept.rows == rows[there:]
-    assert done == Tracked(rows=len(rows) - there, before=there, over=True)
+    assert track(bus, recorded.topics, kept, contributions, clock=Clock())
+    assert kept.given == rows[there:]
+    assert (kept.rows, kept.before) == (len(rows), there)
 
 
-def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[FigureRow]) -> None:
+def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Row]) -> None:
     page = (ROOT / "docs" / "observe.md").read_text().partition("## Experiment trackers")[2]
     told = dict(re.findall(r"^\| `([a-z_/*@]+)` \| (.+) \|$", page, re.M))
     names = {name for row in rows for name in row.figures}
@@ -174,7 +143,7 @@ def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Fi
 
 
 def test_a_log_that_is_away_is_waited_for_and_no_row_is_given_twice(
-    rows: list[FigureRow], bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
+    rows: list[Row], bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, clock, kept = LogFollower.advance, Clock(), Kept()
     monkeypatch.setattr("dora_pipe.catalogue.follower.RECORDS_MAX", 40)
@@ -188,9 +157,9 @@ def test_a_log_that_is_away_is_waited_for_and_no_row_is_given_twice(
         return real(follower)
 
     monkeypatch.setattr(LogFollower, "advance", advance)
-    done = Tracking(bus, recorded.topics, kept, lambda _: (), clock).follow()
-    assert done.over and len(kept.runs) == 1
-    assert [(row.step, row.at_ns) for row in kept.rows] == [(row.step, row.at_ns) for row in rows]
+    assert track(bus, recorded.topics, kept, lambda _: (), clock=clock)
+    assert len(kept.runs) == 1
+    assert [(row.step, row.at_ns) for row in kept.given] == [(row.step, row.at_ns) for row in rows]
     first = following.RETRY_FIRST_S
     assert clock.slept == [first, 2 * first, 4 * first]
 
@@ -203,12 +172,4 @@ def test_a_log_that_lost_what_was_read_ends_the_export(
 
     monkeypatch.setattr(LogFollower, "advance", advance)
     with pytest.raises(LogTruncated):
-        _tracking(bus, recorded, Kept()).follow()
-
-
-def test_who_follows_may_be_asked_to_stop(bus: SqliteBus, recorded: RecordedRun) -> None:
-    asked = iter([False, True, True])
-    endless = Kept()
-    tracking = _tracking(bus, recorded, endless)
-    done = tracking.follow(lambda: next(asked))
-    assert done.rows == len(endless.rows)
+        track(bus, recorded.topics, Kept(), lambda _: (), clock=Clock())

@@ -21,7 +21,13 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.text import counted, duration
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.identity import group_of, trajectory_id
-from dora_pipe.schemas.metrics import AnyMetrics, Blocker, TrainerStatus, WorkerStatus
+from dora_pipe.schemas.metrics import (
+    AnyMetrics,
+    Blocker,
+    OrchestratorStatus,
+    TrainerStatus,
+    WorkerStatus,
+)
 from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
 
@@ -212,6 +218,8 @@ class _Present:
                 blockers = (*blockers, Blocker("role", ORCHESTRATOR))
             chain = next(filter(None, (self._blocked(one, path) for one in blockers)), ())
         words = f"batch of {batch_words(self._stats)}" if wait.name == "batch" else wait.words
+        if wait.name == "requests" and (limit := self._admission_limit()):
+            words += f"; no group may be admitted: {limit}"
         return RoleAnswer(
             role=name,
             text=f"waits for {words}",
@@ -221,6 +229,11 @@ class _Present:
             failing=failing,
             chain=chain,
         )
+
+    def _admission_limit(self) -> str:
+        """The setting that keeps more groups out, as the orchestrator said last."""
+        status = self._heard.get(ORCHESTRATOR)
+        return status.closed_by if isinstance(status, OrchestratorStatus) else ""
 
     def _silent(self, name: str, status: AnyMetrics) -> RoleAnswer:
         age_s = self._ago_s(status.at_ns)

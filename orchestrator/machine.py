@@ -39,7 +39,7 @@ from dora_pipe.orchestrator.planner import decide, is_cut
 from dora_pipe.orchestrator.snapshots import Body, WriteSnapshot, body_of
 from dora_pipe.orchestrator.state import KV_PRESSURE, State, Worker
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimSchedule
-from dora_pipe.orchestrator.waits import waits
+from dora_pipe.orchestrator.waits import admission_limit, waits
 from dora_pipe.schemas.control import (
     GroupScored,
     RequestFailed,
@@ -439,6 +439,7 @@ class OrchestratorMachine:
             version=self.state.version,
             open_groups=len(self.state.groups),
             queued_requests=sum(map(len, self.state.queues.values())),
+            closed_by=admission_limit(self.state),
         )
         to = Address(self._topics.metrics, b"orchestrator")
         self._publish += self._schedule.publish(status, to, now.mono_ns)

@@ -94,16 +94,37 @@ def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
 
     Planner and admission both ask this function: a planner with its own idea of it locks up.
     """
+    return max(0, _room(deadlines, at)[0])
+
+
+def closed_by(deadlines: Mapping[int, int], at: Standing) -> str:
+    """Name the setting that lets no group be admitted now, with its value; empty if one may be."""
+    room, limit = _room(deadlines, at)
+    return limit if room <= 0 else ""
+
+
+def _room(deadlines: Mapping[int, int], at: Standing) -> tuple[int, str]:
+    """Groups that may be admitted, and the setting that lets no more in."""
     untaken = sum(deadlines.values())
     in_training = at.per_step if at.training else 0
-    room = in_flight_max(at.in_flight_batches, at.per_step) - untaken - in_training
-    room = min(room, (at.steps - at.step) * at.per_step - untaken)
+    most = in_flight_max(at.in_flight_batches, at.per_step)
+    room = most - untaken - in_training
+    limit = f"staleness.in_flight_batches = {at.in_flight_batches:g} lets {most} groups be open"
+    if (left := (at.steps - at.step) * at.per_step - untaken) < room:
+        room, limit = left, f"run.steps = {at.steps} leaves no step for more groups"
     due = 0
     for deadline in sorted({*deadlines, at.deadline}):
         due += deadlines.get(deadline, 0)
-        if deadline >= at.deadline:
-            room = min(room, (deadline - at.step + 1) * at.per_step - due)
-    return max(0, room)
+        if (
+            deadline >= at.deadline
+            and (left := (deadline - at.step + 1) * at.per_step - due) < room
+        ):
+            eta = at.max_staleness
+            room, limit = (
+                left,
+                f"staleness.max_staleness = {eta}: {due} groups are due by step {deadline}",
+            )
+    return room, limit
 
 
 def may_admit(deadlines: Mapping[int, int], at: Standing) -> bool:

@@ -11,7 +11,7 @@ from typing import Final
 from dora_pipe.core.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
 from dora_pipe.orchestrator import elastic
 from dora_pipe.orchestrator.apply_decision import part_size
-from dora_pipe.orchestrator.staleness import lacking
+from dora_pipe.orchestrator.staleness import closed_by, lacking
 from dora_pipe.orchestrator.state import Group, State
 from dora_pipe.schemas.metrics import Blocker
 
@@ -46,6 +46,12 @@ def waits(
     if held_back:
         found.append(held_back_by(held_back))
     return found
+
+
+def admission_limit(state: State) -> str:
+    """The setting that lets no group be admitted now, with its value; empty if one may be."""
+    idle = state.facts is None or state.done or state.paused
+    return "" if idle else closed_by(state.deadlines, state.standing())
 
 
 def held_back_by(topics: Sequence[str]) -> PendingWait:

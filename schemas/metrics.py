@@ -194,6 +194,8 @@ class OrchestratorStatus(Metrics, frozen=True, kw_only=True):
     version: int
     open_groups: int
     queued_requests: int
+    closed_by: str = ""
+    """The setting that lets no group be admitted, with its value; empty while one may be."""
 
 
 AnyMetrics = WorkerStatus | TrainerStatus | OrchestratorStatus

@@ -245,6 +245,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
         version=5,
         open_groups=8,
         queued_requests=3,
+        closed_by="staleness.max_staleness = 1: 8 groups are due by step 6",
     ),
 )
 

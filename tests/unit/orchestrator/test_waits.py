@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dora_pipe.orchestrator.state import State, Worker
-from dora_pipe.orchestrator.waits import blockers, waits
+from dora_pipe.orchestrator.waits import admission_limit, blockers, waits
 from dora_pipe.schemas.metrics import Blocker
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
@@ -109,3 +111,24 @@ def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
     found = {one.name: one for one in waits(stage.state)}
     assert list(found["host"].blockers) == [Blocker("version", "0")]
     assert not found["host"].still
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"in_flight_batches": 1.5}, "staleness.in_flight_batches = 1.5 lets 3 groups be open"),
+        (
+            {"in_flight_batches": 9.0},
+            "staleness.max_staleness = 1: 4 groups are due by step 1",
+        ),
+    ],
+)
+def test_setting_that_keeps_workers_idle_is_named(settings: dict[str, float], limit: str) -> None:
+    said = {f"staleness__{name}": value for name, value in settings.items()}
+    stage = Stage(groups__per_step=2, groups__size=1, staleness__max_staleness=1, **said).begin()
+    stage.worker("w0", slots=1)
+    assert admission_limit(stage.state) == ""
+    stage.worker("w1", slots=64)
+    assert admission_limit(stage.state) == limit
+    stage.tell(records.command("pause"))
+    assert admission_limit(stage.state) == ""

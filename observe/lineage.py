@@ -15,21 +15,20 @@ from dora_pipe.schemas.rounds import Round
 from dora_pipe.schemas.topics import Topics
 
 
-class _Wanted:
-    """Waits for the step that makes a version, and that counts."""
+class _Policies:
+    """The manifest of every version that a step made, and that counts."""
 
-    def __init__(self, version: int) -> None:
-        self.version = version
-        self.newest = 0
-        self.policy: Manifest | None = None
+    def __init__(self, bus: Bus, topics: Topics) -> None:
+        self.by_version: dict[int, Manifest] = {}
         self._account = RunAccount()
+        with closing(LogFollower(bus, topics, self)) as follower:
+            while follower.advance():
+                pass
 
     def fact(self, offset: int, fact: AnyControl) -> None:
         for event in self._account.fact(offset, fact):
             if isinstance(event, StepEnded):
-                self.newest = event.fact.step + 1
-                if self.newest == self.version:
-                    self.policy = event.fact.policy
+                self.by_version[event.fact.step + 1] = event.fact.policy
 
     def round(self, round_: Round, offset: int) -> None:
         """A round, after the facts that it folds."""
@@ -38,26 +37,18 @@ class _Wanted:
 
 def newest_version(bus: Bus, topics: Topics) -> int:
     """Of a log that is read to its end; 0 before the first step. Raises BusError, LogTruncated."""
-    wanted = _Wanted(version=-1)
-    with closing(LogFollower(bus, topics, wanted)) as follower:
-        while follower.advance():
-            pass
-    return wanted.newest
+    return max(_Policies(bus, topics).by_version, default=0)
 
 
 def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Manifest]:
     """The run's first record and the manifest of a version. Raises UsageError if there is none."""
-    first, newest = _run_started(bus, topics), -1
+    first = _run_started(bus, topics)
     if first is not None and version == 0:
         return first, first.policy
-    if first is not None:
-        wanted = _Wanted(version)
-        with closing(LogFollower(bus, topics, wanted)) as follower:
-            while wanted.policy is None and follower.advance():
-                pass
-        if wanted.policy is not None:
-            return first, wanted.policy
-        newest = wanted.newest
+    policies = {} if first is None else _Policies(bus, topics).by_version
+    if first is not None and version in policies:
+        return first, policies[version]
+    newest = -1 if first is None else max(policies, default=0)
     raise UsageError(
         f"run {topics.run} has no version {version}", hint=f"its newest version is {newest}"
     )

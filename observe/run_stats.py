@@ -39,7 +39,6 @@ from dora_pipe.catalogue.statuses import (
     role_of,
 )
 from dora_pipe.observe.alarms import Pauses
-from dora_pipe.observe.decision_text import DecisionSummary, summaries_of
 from dora_pipe.observe.failed import (
     SINCE_STEP_GROUPS,
     FailedShare,
@@ -258,6 +257,37 @@ class StepStats:
     """Sampled tokens of the batch."""
     staleness: tuple[tuple[int, int], ...]
     """(staleness, groups)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionSummary:
+    """Decisions of a round that are alike. Example: ``place 8 version 29 on w0``."""
+
+    at_ns: int
+    words: str
+    reason: str
+    """Of the last of them."""
+
+
+def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
+    """The decisions of a round by kind, version, worker, step and fate, in order."""
+    count: Counter[tuple[str, str]] = Counter()
+    reasons: dict[tuple[str, str], str] = {}
+    for decision in round_.decisions:
+        about = {name: getattr(decision, name, None) for name in ("worker", "step", "fate")}
+        version = getattr(getattr(decision, "spec", decision), "version", None)
+        parts = (
+            f" version {version}" if version not in (None, NO_VERSION) else "",
+            f" on {about['worker']}" if about["worker"] else "",
+            f" of step {about['step']}" if about["step"] is not None else "",
+            f" as {about['fate']}" if about["fate"] else "",
+        )
+        key = str(type(decision).__struct_config__.tag), "".join(parts)
+        count[key] += len(getattr(decision, "siblings", ())) or 1
+        reasons[key] = decision.reason
+    for (kind, what), times in count.items():
+        words = f"{kind} {times}{what}" if times > 1 else f"{kind}{what}"
+        yield DecisionSummary(at_ns=round_.now_ns, words=words, reason=reasons[kind, what])
 
 
 Contributions = Callable[[str], Iterable[Mapping[str, Any]]]

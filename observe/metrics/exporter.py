@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Self
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from typing import Final, Self
+from urllib.parse import urlsplit
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import Metric as Family
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import Clock
-from dora_pipe.core.errors import BusError, ResourceError, TopicMissing
-from dora_pipe.core.local_http import LOOPBACK, is_own_name
+from dora_pipe.core.errors import BusError, TopicMissing
+from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.metrics.metric import families
 from dora_pipe.observe.metrics.table import METRICS
@@ -34,6 +34,9 @@ LOG = logging.getLogger(__name__)
 
 IDLE_S: Final = 10.0
 """A connection that sends nothing for this time is closed."""
+
+REQUESTS_MAX: Final = 8
+"""At once; more are refused."""
 
 
 class Exporter(Collector):
@@ -97,69 +100,49 @@ class Exporter(Collector):
             self.families = families(METRICS, self._stats)
 
 
-class MetricsServer:
+class MetricsServer(LocalServer):
     """``/metrics`` of an exporter. Example: ``MetricsServer(exporter, port=0).start()``."""
 
     def __init__(self, exporter: Exporter, *, port: int, host: str = LOOPBACK) -> None:
-        registry = CollectorRegistry()
-        registry.register(exporter)
         self.exporter = exporter
-        self._page = make_wsgi_app(registry)
-        self._own_names_only = host == LOOPBACK
-        try:
-            self._server = make_server(
-                host, port, self._answer, server_class=ThreadingWSGIServer, handler_class=_Handler
-            )
-        except OSError as error:
-            raise ResourceError(
-                f"cannot listen on port {port} of {host}: {error.strerror}",
-                hint="choose another one with --port, or 0 for any",
-            ) from None
+        self.registry = CollectorRegistry()
+        self.registry.register(exporter)
+        super().__init__(_Handler, host=host, port=port, requests_max=REQUESTS_MAX)
 
     @property
     def address(self) -> str:
         """The address for Prometheus to scrape."""
-        return f"http://{self._server.server_address[0]!s}:{self.port}/metrics"
+        return f"http://{self.server_address[0]!s}:{self.port}/metrics"
 
     @property
     def port(self) -> int:
         """The port that is listened on."""
-        return self._server.server_port
-
-    def start(self) -> None:
-        """Answer in a thread of its own, until `close`."""
-        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
+        return self.server_port
 
     def __enter__(self) -> Self:
-        self.start()
+        threading.Thread(target=self.serve_forever, name="metrics", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        """The library's page, or why there is none."""
-        status = ""
-        if self._own_names_only and not is_own_name(environ.get("HTTP_HOST", "")):
-            status, text = "421 Misdirected Request", b"ask for it by the name localhost\n"
-        elif environ["PATH_INFO"] != "/metrics":
-            status, text = "404 Not Found", b"there is only /metrics\n"
-        elif self.exporter.families is None:
-            status, text = "503 Service Unavailable", b"the log is being read\n"
-        if not status:
-            found: Iterable[bytes] = self._page(environ, start)
-            return found
-        start(status, [("Content-Type", "text/plain; charset=utf-8")])
-        return [text]
+        self.shutdown()
+        self.server_close()
 
 
-class _Handler(WSGIRequestHandler):
+class _Handler(LocalHandler):
+    server: MetricsServer
     timeout = IDLE_S
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
+    def answer(self) -> None:
+        """See the base."""
+        if urlsplit(self.path).path != "/metrics":
+            self.say(HTTPStatus.NOT_FOUND, "there is only /metrics")
+        elif self.server.exporter.families is None:
+            self.say(HTTPStatus.SERVICE_UNAVAILABLE, "the log is being read")
+        else:
+            headers = {"Content-Type": CONTENT_TYPE_LATEST}
+            self.send_whole(HTTPStatus.OK, headers, generate_latest(self.server.registry))
+
+    def say(self, status: HTTPStatus, text: str) -> None:
+        """See the base."""
+        headers = {"Content-Type": "text/plain; charset=utf-8"}
+        self.send_whole(status, headers, f"{text}\n".encode())

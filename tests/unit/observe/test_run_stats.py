@@ -309,7 +309,7 @@ def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:
     epoch = stage.worker()
     stage.group(0, epoch)
     words = [one.words for one in stage.stats.recent_decisions]
-    assert words == ["dispatch 1 group at version 0", "place 2 of version 0 on w0"]
+    assert words == ["dispatch version 0", "place 2 version 0 on w0"]
 
 
 def test_equal_weights_make_a_full_effective_sample_and_unequal_ones_less() -> None:

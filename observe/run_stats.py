@@ -90,8 +90,8 @@ STEPS_KEPT: Final = 400
 MARKS_KEPT: Final = 400
 """Changes of settings, stops and lost roles that are remembered one by one."""
 
-DECISIONS_KEPT: Final = 64
-"""Decisions that are remembered one by one."""
+ROUNDS_KEPT: Final = 64
+"""Rounds that are remembered one by one."""
 
 LEARNING: Final[Mapping[str, str]] = {
     "loss": "Loss of the step, by its objective.",
@@ -259,37 +259,6 @@ class StepStats:
     """(staleness, groups)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionSummary:
-    """Decisions of a round that are alike. Example: ``place 8 version 29 on w0``."""
-
-    at_ns: int
-    words: str
-    reason: str
-    """Of the last of them."""
-
-
-def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
-    """The decisions of a round by kind, version, worker, step and fate, in order."""
-    count: Counter[tuple[str, str]] = Counter()
-    reasons: dict[tuple[str, str], str] = {}
-    for decision in round_.decisions:
-        about = {name: getattr(decision, name, None) for name in ("worker", "step", "fate")}
-        version = getattr(getattr(decision, "spec", decision), "version", None)
-        parts = (
-            f" version {version}" if version not in (None, NO_VERSION) else "",
-            f" on {about['worker']}" if about["worker"] else "",
-            f" of step {about['step']}" if about["step"] is not None else "",
-            f" as {about['fate']}" if about["fate"] else "",
-        )
-        key = str(type(decision).__struct_config__.tag), "".join(parts)
-        count[key] += len(getattr(decision, "siblings", ())) or 1
-        reasons[key] = decision.reason
-    for (kind, what), times in count.items():
-        words = f"{kind} {times}{what}" if times > 1 else f"{kind}{what}"
-        yield DecisionSummary(at_ns=round_.now_ns, words=words, reason=reasons[kind, what])
-
-
 Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
 """The rows of a contributions file by its sha256; none where it cannot be read."""
 
@@ -350,7 +319,7 @@ class RunStats:
         """The newest that counts."""
         self.contributed: Contributed | None = None
         self.marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
-        self.recent_decisions: deque[DecisionSummary] = deque(maxlen=DECISIONS_KEPT)
+        self.recent_rounds: deque[Round] = deque(maxlen=ROUNDS_KEPT)
         self.evaluated: dict[str, EvaluationEnded] = {}
         """The newest one of each name that is complete and has a valid reward."""
         self.meter = LogMeter()
@@ -500,7 +469,7 @@ class RunStats:
                 self.left_over[decision.fate] += len(decision.siblings)
             elif isinstance(decision, Halt):
                 self.halted = decision.reason
-        self.recent_decisions.extend(summaries_of(round_))
+        self.recent_rounds.append(round_)
         self._happened(self.account.round(round_, offset))
 
     def _begin(self, fact: RunStarted) -> None:

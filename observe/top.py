@@ -21,6 +21,7 @@ from dora_pipe.observe.run_stats import (
 from dora_pipe.observe.text import bar, duration, short, sparkline
 from dora_pipe.observe.why import batch_words, roles_of
 from dora_pipe.schemas.metrics import AnyMetrics, OrchestratorStatus
+from dora_pipe.schemas.rounds import NO_VERSION, Round
 
 Style = Literal["", "dim", "good", "busy", "alarm"]
 
@@ -307,9 +308,41 @@ def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
             yield Line(f"{one.line}{blocked}", style)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionSummary:
+    """Decisions of a round that are alike. Example: ``place 8 version 29 on w0``."""
+
+    at_ns: int
+    words: str
+    reason: str
+    """Of the last of them."""
+
+
+def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
+    """The decisions of a round by kind, version, worker, step and fate, in order."""
+    count: Counter[tuple[str, str]] = Counter()
+    reasons: dict[tuple[str, str], str] = {}
+    for decision in round_.decisions:
+        about = {name: getattr(decision, name, None) for name in ("worker", "step", "fate")}
+        version = getattr(getattr(decision, "spec", decision), "version", None)
+        parts = (
+            f" version {version}" if version not in (None, NO_VERSION) else "",
+            f" on {about['worker']}" if about["worker"] else "",
+            f" of step {about['step']}" if about["step"] is not None else "",
+            f" as {about['fate']}" if about["fate"] else "",
+        )
+        key = str(type(decision).__struct_config__.tag), "".join(parts)
+        count[key] += len(getattr(decision, "siblings", ())) or 1
+        reasons[key] = decision.reason
+    for (kind, what), times in count.items():
+        words = f"{kind} {times}{what}" if times > 1 else f"{kind}{what}"
+        yield DecisionSummary(at_ns=round_.now_ns, words=words, reason=reasons[kind, what])
+
+
 def _recent_decisions(stats: RunStats) -> Iterator[Line]:
     """Newest first, with their time after the start."""
     began_ns = stats.started.at_ns if stats.started else 0
-    for one in reversed(stats.recent_decisions):
+    summaries = [one for round_ in stats.recent_rounds for one in summaries_of(round_)]
+    for one in reversed(summaries):
         at = f"{max(0, one.at_ns - began_ns) / 1e9:>8.2f} s"
         yield Line(f"{at}  {one.words}: {one.reason}")

@@ -16,7 +16,7 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.catalogue.statuses import WorkerCounts
 from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
-from dora_pipe.observe.top import frame
+from dora_pipe.observe.top import frame, summaries_of
 from dora_pipe.observe.waits import waits_of
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
@@ -308,7 +308,7 @@ def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:
     stage = Stage()
     epoch = stage.worker()
     stage.group(0, epoch)
-    words = [one.words for one in stage.stats.recent_decisions]
+    words = [one.words for at in stage.stats.recent_rounds for one in summaries_of(at)]
     assert words == ["dispatch version 0", "place 2 version 0 on w0"]
 
 

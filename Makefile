@@ -79,8 +79,8 @@ install-vllm:
 	@echo "$(VLLM_WANTED)" > $(VLLM_VENV)/.stamp
 	@echo "vllm: done, $$(du -sh $(VLLM_VENV) | cut -f1) on disk" >&2
 
-test-vllm: vllm ## What needs vLLM, in process and as a server: the engine contract, weights, mixed runs
-	@$(VLLM)/pytest -q -k vllm tests/contract tests/slow/test_vllm_run.py tests/slow/test_vllm_server_run.py $(ARGS)
+test-vllm: vllm ## What needs vLLM: the engine contract, weights, mixed runs
+	@$(VLLM)/pytest -q -k vllm tests/contract tests/slow/test_vllm_run.py $(ARGS)
 
 demo-vllm: vllm ## The demo with vLLM as the engine, on the CPU
 	@$(VLLM)/dora-pipe demo --engine vllm $(ARGS)

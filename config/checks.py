@@ -454,12 +454,6 @@ def _check_parallel(config: Config) -> Iterator[Problem]:
         )
     if many == 1:
         return
-    if workers.engine == "vllm":
-        key = "tensor_parallel" if vllm.tensor_parallel > 1 else "pipeline_parallel"
-        yield Problem(
-            text=f"workers.vllm.{key}: engine vllm is in the worker's process, no {many}",
-            hint='workers.engine = "vllm-server"',
-        )
     if config.sampling.routes and vllm.pipeline_parallel > 1:
         yield Problem(
             text="sampling.routes: with pipeline_parallel no process knows all experts of a token",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Vllm(Section, frozen=True, kw_only=True):
-    """What only the vLLM engines need; see docs/vllm.md."""
+    """Settings of the vLLM engine; see docs/vllm.md."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and computation in the engine; the trainer's log-probs are those of float32."""
@@ -21,17 +21,17 @@ class Vllm(Section, frozen=True, kw_only=True):
     kv_gb: NonNegativeFloat = 0.0
     """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
     tensor_parallel: Positive = 1
-    """GPUs of one worker, each of which has a part of every layer; vLLM makes a process for each,
-    so `vllm-server` alone takes more than one. It must divide the model's attention heads."""
+    """GPUs of one worker, each of which has a part of every layer. It must divide the model's
+    attention heads."""
     pipeline_parallel: Positive = 1
-    """So many times as many GPUs, each group of which has some of the layers; `vllm-server` alone.
-    For models that the GPUs of one machine side by side do not hold; KV caches do not move."""
+    """So many times as many GPUs, each group of which has some of the layers. For models that the
+    GPUs of one machine side by side do not hold; KV caches do not move."""
     expert_parallel: bool = False
     """Each of the `tensor_parallel` GPUs has some of a mixture's experts whole, in place of a part
     of each; on GPUs alone."""
     addresses: tuple[str, ...] = ()
-    """http://HOST:PORT of servers that run already, for w0, w1, ...; without one, a worker with
-    `vllm-server` starts its own. The key is in the environment (VLLM_API_KEY), never here."""
+    """http://HOST:PORT of servers that run already, for w0, w1, ...; a worker without
+    one starts its own. The key is in the environment (VLLM_API_KEY), never here."""
 
     @property
     def gpus(self) -> int:
@@ -45,11 +45,11 @@ class Workers(Section, frozen=True, kw_only=True):
     count: NonNegative = 2
     """Started by `run`; others may join."""
     engine: str = "torch"
-    """Which engine generates: torch, vllm, vllm-server, or `module:attribute` of your own
+    """Which engine generates: torch, vllm, or `module:attribute` of your own
     (docs/extending.md)."""
     gpus: tuple[NonNegative, ...] = ()
     """GPUs of w0, w1, ... in turn, `vllm.tensor_parallel` each, counted from 0 among those that
-    are visible; empty: all take the first. For the vLLM engines."""
+    are visible; empty: all take the first. For the vLLM engine."""
     vllm: Vllm = Vllm()
     slots: Positive = 64
     """Requests that one worker generates at the same time."""

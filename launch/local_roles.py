@@ -81,7 +81,7 @@ def need_gpus(config: Config) -> None:
         key = "gpus" if workers.gpus else "vllm, tensor_parallel and pipeline_parallel"
         raise ConfigError(
             f"workers.{key}: engine {workers.engine} computes on the CPU",
-            hint="workers.engine = 'vllm-server', or leave the keys out",
+            hint="workers.engine = 'vllm', or leave the keys out",
         )
     for name in (TRAINER, *worker_names(config)):
         key, numbers = gpus_of(config, name)

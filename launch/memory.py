@@ -338,7 +338,7 @@ def _worker_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
         if fit and size > vllm.tensor_parallel and not vllm.addresses:
             yield {
                 **narrow,
-                "workers.engine": "vllm-server",
+                "workers.engine": "vllm",
                 "workers.vllm.tensor_parallel": size,
                 "workers.count": min(config.workers.count, (count - 1) // size),
                 "workers.gpus": (),

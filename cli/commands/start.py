@@ -64,7 +64,7 @@ ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run t
 
 def demo(
     root: RunsOption = RUNS,
-    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = TORCH,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
     override: Annotated[
         list[str] | None, typer.Option("-o", "--override", help="key=value of the run.")
     ] = None,
@@ -78,7 +78,7 @@ def demo(
 def init(
     directory: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],
-    engine: Annotated[str, typer.Option(help="torch, vllm or vllm-server.")] = TORCH,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
 ) -> None:
     """Make a folder with a configuration and a small random model for a built-in task."""
     if task not in EXAMPLES:
@@ -234,9 +234,7 @@ def orchestrator(
 def worker(
     config: ConfigArgument,
     name: Annotated[str, typer.Option(help="The worker's name, its own in the run.")],
-    engine: Annotated[
-        str, typer.Option(help="torch, vllm or vllm-server; else the run's workers.engine.")
-    ] = "",
+    engine: Annotated[str, typer.Option(help="torch or vllm; else the run's workers.engine.")] = "",
     override: OverrideOption = None,
     root: RunsOption = RUNS,
 ) -> None:

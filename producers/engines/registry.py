@@ -37,7 +37,7 @@ ROLE: Final = "dora_pipe.producers.worker.role"
 MOVES: Final = "moves"
 """What a worker declares that lets go of running requests; see `Requests.move`."""
 
-VLLM: Final = ("vllm", "vllm-server")
+VLLM: Final = "vllm"
 
 VLLM_RANK_MAX: Final = 512
 """Of an adapter that vLLM hosts."""
@@ -110,9 +110,9 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
         if config.sampling.routes and not kind.routes:
             raise ConfigError(
                 f"sampling.routes: engine `{name}` does not say through which experts tokens go",
-                hint="workers.engine = 'torch', 'vllm' or 'vllm-server', or leave the key out",
+                hint="workers.engine = 'torch' or 'vllm', or leave the key out",
             )
-        if config.sampling.routes and name in VLLM and not config.workers.vllm.eager:
+        if config.sampling.routes and name == VLLM and not config.workers.vllm.eager:
             raise ConfigError(
                 "sampling.routes: vLLM's compiled graphs do not say which experts tokens go by",
                 hint="workers.vllm.eager = true",
@@ -153,7 +153,7 @@ def check_capabilities(
     if elastic and SLEEP not in engine.declares:
         raise ConfigError(
             f"workers.elastic: engine {engine.name} cannot let go of its weights between steps",
-            hint="workers.engine = torch, vllm or vllm-server, or a run without elastic workers",
+            hint="workers.engine = torch or vllm, or a run without elastic workers",
         )
     if config.staleness.interruptible and INTERRUPTIBLE not in engine.declares:
         raise ConfigError(
@@ -169,7 +169,7 @@ def check_capabilities(
     if config.sampling.routes and ROUTES not in engine.declares:
         raise ConfigError(
             f"sampling.routes: engine {engine.name} does not say through which experts tokens go",
-            hint="workers.engine = torch, vllm or vllm-server, or start a run without the key",
+            hint="workers.engine = torch or vllm, or start a run without the key",
         )
 
 
@@ -231,17 +231,10 @@ def _vllm_settings(config: Config) -> dict[str, Any]:
 
 
 def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
-    from dora_pipe.producers.engines.vllm.engine import VllmEngine
-
-    settings, routes = _vllm_settings(config), config.sampling.routes
-    return VllmEngine(assets, **_sizes(config, decode), **settings, routes=routes)
-
-
-def _open_vllm_server(assets: Path, config: Config, decode: Decode) -> Engine:
     """Raises ConfigError for a server's address without a key, and as `_check_vllm_model` does."""
     from dora_pipe.producers.engines.vllm.http import Address
     from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
-    from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+    from dora_pipe.producers.engines.vllm.server import VllmEngine
 
     if not config.workers.vllm.addresses:
         _check_vllm_model(assets, config)  # else it would be told when the server has come
@@ -253,9 +246,7 @@ def _open_vllm_server(assets: Path, config: Config, decode: Decode) -> Engine:
         )
     address = Address.of(addresses[0], key) if addresses else None
     settings, routes = _vllm_settings(config), config.sampling.routes
-    return VllmServerEngine(
-        assets, **_sizes(config, decode), **settings, address=address, routes=routes
-    )
+    return VllmEngine(assets, **_sizes(config, decode), **settings, address=address, routes=routes)
 
 
 BUILT_IN: Final[Mapping[str, EngineKind]] = {
@@ -271,15 +262,6 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
     ),
     "vllm": EngineKind(
         open=_open_vllm,
-        packages=("vllm", "torch", "transformers", "safetensors"),
-        hint=VLLM_HINT,
-        preload=(ROLE, "dora_pipe.producers.engines.vllm.preload"),
-        check_model=_check_vllm_model,
-        lora_rank_max=VLLM_RANK_MAX,
-        routes=True,
-    ),
-    "vllm-server": EngineKind(
-        open=_open_vllm_server,
         packages=("vllm", "torch", "transformers", "safetensors", "h11"),
         hint=VLLM_HINT,
         # Who has a server does without torch.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,7 @@ from tests.support.worker import VirtualClock
 
 SUBJECTS = (
     *("simulated", "qwen2", "llama_gqa", *more(["glm4_moe", "deepseek_v2", "deepseek_v3"])),
-    *("vllm", "vllm-server", "vllm-server of two ranks"),
-    *("vllm of a mixture", "vllm-server of a mixture"),
+    *("vllm", "vllm of two ranks", "vllm of a mixture"),
 )
 
 
@@ -38,15 +36,12 @@ def subject(
     if request.param == "simulated":
         yield _simulated(folder)
     elif request.param.startswith("vllm"):
-        from tests.support.vllm_engines import need_vllm, vllm_subject
-        from tests.support.vllm_servers import server_subject
+        from tests.support.vllm_servers import need_vllm, server_subject
 
         need_vllm()
         kind = "qwen3_moe" if request.param.endswith("mixture") else "qwen2"
         ranks = 2 if request.param.endswith("ranks") else 1
-        server = partial(server_subject, tensor_parallel=ranks)
-        make = server if request.param.startswith("vllm-server") else vllm_subject
-        with make(folder, kind=kind) as opened:
+        with server_subject(folder, kind, tensor_parallel=ranks) as opened:
             yield opened
     else:
         from tests.support.torch_engines import torch_subject

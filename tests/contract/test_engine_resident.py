@@ -21,7 +21,6 @@ from dora_pipe.producers.engines.port import (
     LORA,
     PREFILL_EXACT,
     PREFIX_REUSE,
-    SLEEP,
     Engine,
     EngineRequest,
     PromptTokens,
@@ -35,10 +34,9 @@ from tests.support.adapters import RANK, make_lora, publish, random_adapter
 from tests.support.device import LORA_DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Result, Subject, assert_all_alike, request, requests, run
 from tests.support.torch_engines import logprob_distance, make
-from tests.support.vllm_engines import SETTINGS, need_vllm, vllm_opener
-from tests.support.vllm_servers import server_opener
+from tests.support.vllm_servers import need_vllm, server_opener
 
-KINDS = ["simulated", "qwen2", "llama_gqa", "vllm", "vllm-server"]
+KINDS = ["simulated", "qwen2", "llama_gqa", "vllm"]
 TOLERANCE = MODEL_DISTANCE[LORA_DTYPE]
 DIFFERENT = {"float32": 100, "bfloat16": 2}[LORA_DTYPE] * TOLERANCE
 
@@ -55,14 +53,13 @@ class Several:
     @property
     def rounds(self) -> bool:
         """Whether what it says in other company differs by rounding."""
-        return self.kind.startswith("vllm")
+        return self.kind == "vllm"
 
     @property
     def vocabulary(self) -> int:
         return {
             "qwen2": models.QWEN2_VOCABULARY,
             "vllm": models.QWEN2_VOCABULARY,
-            "vllm-server": models.QWEN2_VOCABULARY,
             "llama_gqa": models.LLAMA_VOCABULARY,
         }.get(self.kind, 90)
 
@@ -110,9 +107,9 @@ def several(
             ),
         )
         return
-    if kind.startswith("vllm"):
+    if kind == "vllm":
         need_vllm()
-    directory = make("qwen2" if kind.startswith("vllm") else kind, folder / "model")
+    directory = make("qwen2" if kind == "vllm" else kind, folder / "model")
     lora = make_lora(directory, folder / "policies")
     assets = lora.store.assets_path(lora.assets)
     found = Several(
@@ -121,8 +118,7 @@ def several(
     if not found.rounds:
         yield found
         return
-    opener = server_opener(RANK) if kind == "vllm-server" else vllm_opener(assets, lora_rank=RANK)
-    with opener as open_engine:
+    with server_opener(RANK) as open_engine:
         yield replace(found, open=open_engine)
 
 
@@ -151,8 +147,7 @@ def test_engine_declares_what_this_suite_asks_for(several: Several) -> None:
     engine = several.hosting(0)
     assert engine.versions_resident == 3
     if several.rounds:
-        sleeps = {SLEEP} if several.kind == "vllm" and SETTINGS.sleep else set()
-        assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT} | sleeps
+        assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT}
         return
     assert {BATCH_INVARIANT, PREFILL_EXACT} <= engine.declares
     assert LORA in engine.declares or several.kind == "simulated"

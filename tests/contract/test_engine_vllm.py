@@ -1,24 +1,34 @@
-"""What only vLLM can get wrong: its log-probs, draws, weights and end (`make test-vllm`)."""
+"""What only vLLM can get wrong: log-probs, draws, weights, endpoints (`make test-vllm`)."""
 
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError
-from dora_pipe.producers.engines.port import INTERRUPTIBLE, EngineRequest
-from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, itemsize_of
+from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
+from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
+from dora_pipe.producers.engines.vllm.http import Address, call
+from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.store.model_dir import import_model, write_as
 from tests.support import device, models
-from tests.support.engine_contract import Result, Subject, request, requests, run
+from tests.support.adapters import RANK
+from tests.support.engine_contract import Subject, request, requests, run
 from tests.support.engine_prefixes import since
-from tests.support.vllm_engines import BUILDERS, SETTINGS, need_vllm, open_vllm, vllm_subject
+from tests.support.vllm_servers import (
+    CONTEXT_TOKENS,
+    SLOTS,
+    need_vllm,
+    open_shared,
+    running_server,
+    server_subject,
+)
 
 LOGPROB_DISTANCE_MAX = device.MODEL_DISTANCE[device.DTYPE]
 """Of vLLM's log-probs from those of transformers, which are float32's."""
@@ -27,7 +37,7 @@ LOGPROB_DISTANCE_MAX = device.MODEL_DISTANCE[device.DTYPE]
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     need_vllm()
-    with vllm_subject(tmp_path_factory.mktemp("vllm")) as subject:
+    with server_subject(tmp_path_factory.mktemp("vllm")) as subject:
         yield subject
 
 
@@ -44,75 +54,6 @@ def test_logprobs_are_those_of_transformers(vllm: Subject) -> None:
     for one in wanted:
         distance = logprob_distance(_model(vllm), one, results[one.request])
         assert distance < LOGPROB_DISTANCE_MAX, one
-
-
-def test_a_cache_that_holds_one_context_runs_it_to_its_end_and_a_smaller_one_is_refused(
-    tmp_path: Path,
-) -> None:
-    need_vllm()
-    model = BUILDERS["qwen2"](tmp_path)
-    bytes_of_a_block = BLOCK_TOKENS[device.DEVICE] * 2 * 2 * 4 * 32 * itemsize_of(SETTINGS)
-    blocks = 64 // BLOCK_TOKENS[device.DEVICE] + 1  # vLLM keeps one for itself
-    least = replace(SETTINGS, kv_gb=blocks * bytes_of_a_block / 2**30)
-    engine = open_vllm(model, least, slots=2, context_tokens=64)
-    wanted = [request(name, [5] * 10, max_tokens=99) for name in "ab"]  # one waits for the other
-    results = run(engine, wanted)
-    engine.close()
-    assert [(len(one.tokens), one.reason) for one in results.values()] == [(54, "length")] * 2
-    smaller = replace(SETTINGS, kv_gb=(blocks - 0.5) * bytes_of_a_block / 2**30)
-    with pytest.raises(ConfigError, match="fewer than a context of 64"):
-        open_vllm(model, smaller, slots=2, context_tokens=64)
-    with pytest.raises(PolicyError, match="512 positions are fewer than a context of 513"):
-        open_vllm(model, slots=2, context_tokens=513)
-
-
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_head_that_is_tied_to_the_embedding_follows_the_weights(
-    vllm: Subject, tmp_path: Path, kind: str
-) -> None:
-    from dora_pipe.store.store import PolicyStore
-    from tests.support.torch_engines import logprob_distance
-
-    store = PolicyStore(tmp_path / "policies")
-    engine: Any = None
-    for seed in (0, 1):
-        model = tmp_path / f"model{seed}"
-        if kind == "qwen2":
-            models.make_qwen2(model, seed, scale=2.0, tie_word_embeddings=True)
-        else:
-            models.make_llama_gqa(model, seed, scale=2.0, hidden_size=192)
-        manifest, assets = import_model(store, model)
-        if engine is None:
-            engine = open_vllm(store.assets_path(assets), slots=2, context_tokens=128)
-        engine.load(store.weights_path(manifest.digest), version=seed, digest=manifest.digest)
-        one = request("r", [5, 6, 7], max_tokens=40)
-        distance = logprob_distance(model, one, run(engine, [one])["r"])
-        assert distance < LOGPROB_DISTANCE_MAX
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    "kind, changes",
-    [
-        ("qwen3_moe", {}),
-        ("qwen3_moe", {"moe_intermediate_size": 64, "norm_topk_prob": False}),
-        ("glm4_moe", {}),
-    ],
-    ids=["padded experts", "whole experts", "shared experts"],
-)
-def test_experts_are_those_that_were_loaded_last(
-    vllm: Subject, tmp_path: Path, kind: str, changes: dict[str, Any]
-) -> None:
-    from tests.support.torch_engines import logprob_distance
-
-    with vllm_subject(tmp_path, kind, **changes) as mixture:
-        engine = mixture.open(slots=8)
-        for seed, (weights, digest) in enumerate(mixture.policies):
-            engine.load(weights, version=seed, digest=digest)
-            results = run(engine, wanted := requests(mixture, 6, seed=5))
-            for one in wanted:
-                distance = logprob_distance(_model(mixture, seed), one, results[one.request])
-                assert distance < LOGPROB_DISTANCE_MAX, one
 
 
 def test_greedy_tokens_are_those_of_transformers(vllm: Subject) -> None:
@@ -271,9 +212,6 @@ def test_weights_alone_keep_blocks_apart_where_the_cache_is_not_emptied(
 
 def never_emptied(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave vLLM's prefix cache as it is when weights change."""
-    if hasattr(engine, "_core"):
-        monkeypatch.setattr(engine._core, "reset_prefix_cache", lambda: True)
-        return
     ask = engine._server._call
 
     def asked(method: str, path: str, body: object = None) -> Any:
@@ -295,8 +233,8 @@ def reused(engine: Any, asked: EngineRequest) -> int:
 
 def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> None:
     engine: Any = vllm.open(slots=2)
-    engine.add(request("r", [5, 6], max_tokens=3))
-    engine._core.set_weight_version("another")
+    engine.add(request("r", [5, 6], max_tokens=200))
+    engine._server._call("POST", "/update_weight_version", {"weight_version": "another"})
     with pytest.raises(InvariantBroken, match="another"):
         while engine.active:
             engine.step()
@@ -306,9 +244,9 @@ def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -
     device.need_fine()
     wanted = [request(f"r{n}", [5, 6, n], seed=n, max_tokens=120) for n in range(12)]
     roomy = run(vllm.open(slots=12), wanted)
-    tight = open_vllm(
-        _model(vllm), slots=12, context_tokens=256, settings=replace(SETTINGS, kv_gb=0.0012)
-    )
+    tight = open_shared(slots=12, context_tokens=CONTEXT_TOKENS, kv_gb=0.0012)
+    (path, digest), _ = vllm.policies
+    tight.load(path, version=0, digest=digest)
     assert tight.kv_tokens < 12 * 123
     found = run(tight, wanted)
     assert {name: one.tokens for name, one in found.items()} == {
@@ -321,8 +259,8 @@ def test_prompts_that_do_not_fit_into_a_step_are_prefilled_over_several(vllm: Su
     from dora_pipe.producers.engines.vllm.core import STEP_TOKENS_MAX
     from tests.support.torch_engines import logprob_distance
 
-    count, length = 24, 100
-    assert count * length > STEP_TOKENS_MAX + count
+    count, length = 24, 120
+    assert count * length > STEP_TOKENS_MAX + SLOTS
     prompts = np.random.default_rng(3).integers(0, vllm.vocabulary, (count, length)).tolist()
     wanted = [request(f"r{n}", prompts[n], seed=n, max_tokens=6) for n in range(count)]
     results = run(vllm.open(slots=count), wanted)
@@ -334,23 +272,56 @@ def test_prompts_that_do_not_fit_into_a_step_are_prefilled_over_several(vllm: Su
     assert [one.tokens for one in alone.values()] == [one.tokens for one in results.values()]
 
 
-def test_engine_that_was_closed_makes_room_for_the_next(vllm: Subject) -> None:
-    results = []
-    for _ in range(2):
-        engine = vllm.open(slots=3)
-        results.append(run(engine, [request("r", [5, 6], max_tokens=5)])["r"])
-        engine.close()
-    assert results[0] == results[1] != Result()
+DOORS = ("/health", "/v1/models", "/collective_rpc", "/update_weights", "/weight_info", "/metrics")
 
 
-def test_model_that_vllm_does_not_take_is_refused_in_one_line(
-    vllm: Subject, tmp_path: Path
-) -> None:
-    device.need_cpu()
-    odd = models.make_qwen2(tmp_path / "odd", 0, hidden_size=160)  # heads of 40
-    with pytest.raises(PolicyError, match=r"vLLM does not take .* heads of 40 have no kernel"):
-        open_vllm(odd, slots=2, context_tokens=64)
-    mixed = BUILDERS["qwen3_moe"](tmp_path / "mixed", 0)
-    with pytest.raises(PolicyError, match="experts under adapters has no kernel on a CPU"):
-        open_vllm(mixed, slots=2, context_tokens=64, lora_rank=4)
-    assert INTERRUPTIBLE in vllm.open(slots=1).declares
+@pytest.mark.parametrize("path", DOORS)
+def test_no_door_of_a_server_opens_without_the_key(vllm: Subject, path: str) -> None:
+    server, _ = running_server()
+    for key in ("", "guessed"):
+        with pytest.raises(ResourceError, match="401"):
+            call(Address.of(str(server.address), key), "GET", path)
+
+
+@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+def test_no_door_for_adapters_opens_without_the_key(vllm: Subject, path: str) -> None:
+    server, _ = running_server(lora_rank=RANK)
+    body = {"lora_name": "a", "lora_path": "/nowhere"}
+    for key in ("", "guessed"):
+        with pytest.raises(ResourceError, match="401"):
+            call(Address.of(str(server.address), key), "POST", path, body)
+    with pytest.raises(ResourceError, match="404"):  # there is no such adapter
+        call(server.address, "POST", path, body)
+    with pytest.raises(ResourceError, match="404"):  # there is no such door without adapters
+        call(running_server()[0].address, "POST", path, body)
+
+
+def test_server_without_adapters_is_refused_by_a_worker_that_hosts_some(vllm: Subject) -> None:
+    server, model = running_server()
+    with pytest.raises(ConfigError, match="hosts no adapters") as raised:
+        VllmEngine(model, slots=2, context_tokens=64, address=server.address, lora_rank=4)
+    assert raised.value.hint is not None and "--lora-rank 4" in raised.value.hint
+
+
+def test_server_listens_on_this_machine_alone(vllm: Subject) -> None:
+    server, _ = running_server()
+    outside = {str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None)}
+    for host in outside - {"127.0.0.1", "127.0.1.1", "::1"}:
+        with pytest.raises(OSError, match=r"\w"):
+            socket.create_connection((host, server.address.port), 2.0).close()
+
+
+@pytest.mark.parametrize("kind", ["tied", "tied_llama", "qwen3_moe", "whole_experts", "glm4_moe"])
+def test_packed_weights_are_those_that_were_loaded_last(tmp_path: Path, kind: str) -> None:
+    """A head that is tied to the embedding, and experts that are padded, whole or shared."""
+    from tests.support.torch_engines import logprob_distance
+
+    need_vllm()
+    with server_subject(tmp_path, kind) as subject:
+        engine = subject.open(slots=8)
+        for seed, (weights, digest) in enumerate(subject.policies):
+            engine.load(weights, version=seed, digest=digest)
+            results = run(engine, wanted := requests(subject, 6, seed=5))
+            for one in wanted:
+                distance = logprob_distance(_model(subject, seed), one, results[one.request])
+                assert distance < LOGPROB_DISTANCE_MAX, one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,8 +14,10 @@ import pytest
 
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.engines.vllm.client import VllmServerClient
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
-from dora_pipe.store.adapters import read_adapter, write_merged
+from dora_pipe.producers.engines.vllm.lora import FOLDER_PREFIX
+from dora_pipe.store.adapters import read_adapter, write_merged, write_peft
 from dora_pipe.store.model_dir import write_model_dir
 from tests.support.adapters import RANK, make_lora, publish, random_adapter
 from tests.support.adapters import Lora as Published
@@ -22,7 +25,7 @@ from tests.support.device import DEVICE, LORA_DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Result, request, run
 from tests.support.engine_prefixes import since
 from tests.support.torch_engines import logprob_distance, make
-from tests.support.vllm_engines import need_vllm, vllm_opener
+from tests.support.vllm_servers import need_vllm, running_server, server_opener
 
 DISTANCE_MAX = MODEL_DISTANCE[LORA_DTYPE]
 """Of log-probs from those of transformers on the merged weights."""
@@ -65,8 +68,7 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lora]:
     need_vllm()
     folder = tmp_path_factory.mktemp("vllm_lora")
     made, merged = published(folder)
-    assets = made.store.assets_path(made.assets)
-    with vllm_opener(assets, lora_rank=RANK) as open_engine:
+    with server_opener(RANK) as open_engine:
         yield Lora(policies=list(made.policies), merged=merged, open=open_engine)
 
 
@@ -124,20 +126,6 @@ def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(lora:
     assert reused(3, 2) == 0
 
 
-def test_adapter_that_was_loaded_lies_nowhere_and_one_that_was_dropped_is_forgotten(
-    lora: Lora, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    engine = lora.hosting(0, 1, 2)
-    assert list(tmp_path.iterdir()) == []
-    assert len(engine._core.list_loras()) == 3
-    engine.drop(1)
-    engine.drop(0)
-    assert len(engine._core.list_loras()) == 1
-    one = under(2)
-    lora.assert_is(2, one, run(engine, [one])[one.request])
-
-
 def test_version_number_may_come_back_with_other_weights_while_nothing_runs(lora: Lora) -> None:
     engine = lora.hosting(0, 1, 2)
     one = under(1, length=60)
@@ -149,7 +137,7 @@ def test_version_number_may_come_back_with_other_weights_while_nothing_runs(lora
     run(engine, [one])
     lora.load(engine, 1, policy=3)
     lora.assert_is(3, one, run(engine, [one])[one.request])
-    assert len(engine._core.list_loras()) == 3
+    assert len(adapters()) == 3
 
 
 def test_engine_with_room_for_one_replaces_it_when_it_is_idle(lora: Lora) -> None:
@@ -159,7 +147,7 @@ def test_engine_with_room_for_one_replaces_it_when_it_is_idle(lora: Lora) -> Non
         lora.load(engine, 2)
     engine.cancel("r1")
     lora.load(engine, 2)
-    assert len(engine._core.list_loras()) == 1
+    assert len(adapters()) == 1
     one = under(2)
     lora.assert_is(2, one, run(engine, [one])[one.request])
     with pytest.raises(ValueError, match="version 1 is not resident"):
@@ -186,19 +174,6 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
     engine.drop(0)
 
 
-def test_adapter_that_vllm_refuses_is_one_line_and_changes_nothing(
-    lora: Lora, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dora_pipe.producers.engines.vllm import lora as vllm_lora
-
-    engine = lora.hosting(1, most=1)
-    monkeypatch.setattr(vllm_lora, "write_peft", lambda folder, adapter: None)
-    with pytest.raises(PolicyError, match="vLLM cannot load this adapter"):
-        lora.load(engine, 2)
-    one = under(1)
-    lora.assert_is(1, one, run(engine, [one])[one.request])
-
-
 def test_adapter_that_vllm_computes_otherwise_breaks_the_promise(lora: Lora) -> None:
     engine = lora.hosting(0, 1)
     engine.add(under(1))
@@ -210,8 +185,59 @@ def test_adapter_that_vllm_computes_otherwise_breaks_the_promise(lora: Lora) -> 
     engine.cancel("r1")
 
 
-def test_weights_do_not_change_under_running_rows(lora: Lora) -> None:
-    engine = lora.hosting(0, 1)
+def adapters() -> list[str]:
+    """The names that the server's front end knows."""
+    return sorted(VllmServerClient(running_server(lora_rank=RANK)[0].address, None).adapters())
+
+
+def test_adapter_that_a_server_has_loaded_lies_nowhere_and_a_dropped_one_is_forgotten(
+    lora: Lora,
+) -> None:
+    lying = set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
+    engine = lora.hosting(0, 1, 2)
+    assert set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")) <= lying
+    names = [f"{version}:{digest[:16]}" for version, (_, digest) in enumerate(lora.policies)]
+    assert adapters() == names[:3]
+    engine.drop(1)
+    engine.drop(0)
+    assert adapters() == names[2:3]
+    assert len(engine._server.rpc("dora_drop_all")["numbers"]) == 1
+
+
+def test_adapter_that_a_servers_vllm_refuses_is_one_line_and_changes_nothing(
+    lora: Lora, tmp_path: Path
+) -> None:
+    engine = lora.hosting(1)
     path, digest = lora.policies[2]
-    with pytest.raises(ValueError, match="beside each other"):
-        engine.reload_keeping(path, version=2, digest=digest)
+    wide = read_adapter(path, digest=digest)
+    pairs = {name: (a.repeat(4, 0), b.repeat(4, 1)) for name, (a, b) in wide.pairs.items()}
+    write_peft(tmp_path / "wide", replace(wide, pairs=pairs))
+    rpc = engine._server.rpc
+
+    def other_folder(method: str, *words: str) -> dict[str, object]:
+        found: dict[str, object] = rpc(method, *words)
+        return {"folder": str(tmp_path / "wide")} if method == "dora_write" else found
+
+    engine._server.rpc = other_folder
+    with pytest.raises(PolicyError, match=r"vLLM cannot load this adapter: .*rank"):
+        lora.load(engine, 2)
+    engine._server.rpc = rpc
+    one = under(1)
+    lora.assert_is(1, one, run(engine, [one])[one.request])
+
+
+def test_server_outlives_requests_that_are_let_go_as_their_version_is_dropped(lora: Lora) -> None:
+    engine, chance = lora.hosting(0, 1, 2), random.Random(5)
+    for turn in range(40):
+        gone = 1 + turn % 2
+        for number in range(6):
+            one = request(f"{turn}-{number}", [5, 6, 7, number], max_tokens=40)
+            engine.add(replace(one, version=gone if number % 2 else 0))
+        for _ in range(chance.randrange(3)):
+            engine.step()
+        for number in range(6):
+            engine.cancel(f"{turn}-{number}")
+        engine.drop(gone)
+        lora.load(engine, gone)
+    one = under(2)
+    lora.assert_is(2, one, run(engine, [one])[one.request])

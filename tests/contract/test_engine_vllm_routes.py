@@ -5,83 +5,64 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.port import ROUTES, TokensSampled
-from dora_pipe.producers.engines.vllm.engine import VllmEngine
+from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.schemas.routes import check_routes, need_entries
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support import device
 from tests.support.engine_contract import request
 from tests.support.engine_routes import routed_run, same_experts
-from tests.support.vllm_engines import BUILDERS, need_vllm, open_vllm
-from tests.support.vllm_servers import go, held, open_shared, running_server
+from tests.support.vllm_servers import go, held, need_vllm, open_shared, running_server
 
 PROMPT = [1, *range(20, 60)]
 """More than a block of vLLM's KV cache."""
 
-LAYERS = {"qwen3_moe": 2, "glm4_moe": 1}
+Mixture = tuple[Path, VllmEngine]
+"""A model, and an engine that says by which experts it goes."""
 
 
-@pytest.fixture(scope="module", params=[*LAYERS, "server"])
-def mixture(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path, Any]]:
-    """A family, a model of it, and an engine that says by which experts it goes."""
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
     need_vllm()
-    kind, folder = request.param, tmp_path_factory.mktemp("mixture")
-    if kind == "server":
-        kind, folder, engine = _server(folder)
-    else:
-        engine = open_vllm(BUILDERS[kind](folder), slots=4, context_tokens=128, routes=True)
-    yield kind, folder, engine
+    _, model = running_server(kind="qwen3_moe")
+    engine = open_shared(slots=4, context_tokens=128, routes=True, kind="qwen3_moe")
+    store = PolicyStore(tmp_path_factory.mktemp("mixture"))
+    policy, _ = import_model(store, model)
+    engine.load(store.weights_path(policy.digest), version=0, digest=policy.digest)
+    yield model, engine
     engine.close()
 
 
-def _server(folder: Path) -> tuple[str, Path, Any]:
-    kind = "qwen3_moe"
-    _, model = running_server(kind=kind)
-    engine = open_shared(slots=4, context_tokens=128, routes=True, kind=kind)
-    store = PolicyStore(folder)
-    policy, _ = import_model(store, model)
-    engine.load(store.weights_path(policy.digest), version=0, digest=policy.digest)
-    return kind, model, engine
-
-
-def test_every_token_behind_the_first_has_its_experts(mixture: tuple[str, Path, Any]) -> None:
-    kind, _, engine = mixture
+def test_every_token_behind_the_first_has_its_experts(mixture: Mixture) -> None:
+    _, engine = mixture
     asked = request("r", PROMPT, max_tokens=9, routes=True)
     others = [request(f"o{n}", PROMPT[: 9 * n], max_tokens=7, routes=True) for n in (1, 2)]
     found = routed_run(engine, [others[0], replace(asked, emit_every=2), others[1]])
     assert ROUTES in engine.declares
     for one in (asked, *others):
         tokens, routes = found[one.request]
-        assert (routes.experts, routes.layers, routes.per_token) == (8, LAYERS[kind], 2)
+        assert (routes.experts, routes.layers, routes.per_token) == (8, 2, 2)
         check_routes(routes, len(one.token_ids) + len(tokens))
         need_entries(routes, range(1, routes.tokens))
         assert (routes.choices[0] == 255).all()
 
 
-def test_they_are_those_of_the_own_engine_in_a_prompt_of_several_steps_too(
-    mixture: tuple[str, Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_those_of_the_own_engine(mixture: Mixture) -> None:
     device.need_fine()
-    _, folder, engine = mixture
-    if isinstance(engine, VllmEngine):  # a server's scheduler is in another process
-        scheduler = engine._core.engine_core.engine_core.scheduler
-        monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 16)
+    folder, engine = mixture
     asked = request("r", PROMPT, max_tokens=30, routes=True)
     tokens, routes = routed_run(engine, [asked])["r"]
     assert same_experts(folder, [*PROMPT, *tokens], routes)
 
 
-def test_siblings_and_requests_that_go_on_have_all_of_them(mixture: tuple[str, Path, Any]) -> None:
+def test_siblings_and_requests_that_go_on_have_all_of_them(mixture: Mixture) -> None:
     """Though vLLM has their beginnings in its cache."""
-    _, _, engine = mixture
+    _, engine = mixture
     asked = request("r", PROMPT, max_tokens=40, routes=True)
     tokens, routes = routed_run(engine, [asked])["r"]
     assert routed_run(engine, [asked])["r"] == (tokens, routes)
@@ -95,9 +76,9 @@ def test_siblings_and_requests_that_go_on_have_all_of_them(mixture: tuple[str, P
 
 
 def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(
-    mixture: tuple[str, Path, Any],
+    mixture: Mixture,
 ) -> None:
-    _, _, engine = mixture
+    _, engine = mixture
     asked = request("r", PROMPT, max_tokens=80, routes=True)
     tokens, routes = routed_run(engine, [asked])["r"]
     with held(engine):
@@ -106,6 +87,7 @@ def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(
             for _ in range(4):
                 engine.step()
         exported = engine.export("r")
+    assert exported is not None and exported.sampled is not None
     length = len(PROMPT) + len(exported.sampled.token_ids)
     assert exported.sampled.routes == routes.part(0, length)
     ids = [*PROMPT, *exported.sampled.token_ids]
@@ -115,14 +97,14 @@ def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(
     assert rest == (tokens[length - len(PROMPT) :], routes.part(length))
 
 
-def test_nobody_is_told_who_does_not_ask(mixture: tuple[str, Path, Any]) -> None:
-    _, _, engine = mixture
+def test_nobody_is_told_who_does_not_ask(mixture: Mixture) -> None:
+    _, engine = mixture
     engine.add(request("r", PROMPT, max_tokens=3))
     events = [event for _ in range(3) for event in engine.step()]
     assert [one.routes for one in events if isinstance(one, TokensSampled)] == [None]
 
 
-def test_a_dense_model_is_refused(tmp_path: Path) -> None:
+def test_a_dense_model_is_refused() -> None:
     need_vllm()
     with pytest.raises(PolicyError, match=r"sampling\.routes: the model is no mixture"):
-        open_vllm(BUILDERS["qwen2"](tmp_path), slots=2, context_tokens=64, routes=True)
+        open_shared(slots=2, context_tokens=64, routes=True)

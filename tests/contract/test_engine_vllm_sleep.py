@@ -1,45 +1,38 @@
-"""vLLM that is told to sleep: in this process, and as a server (`make test-vllm`, `make test-gpu`).
-
-On a GPU one process has at most one engine that can; so there is one at a time here.
-"""
+"""vLLM that is told to sleep (`make test-vllm`, `make test-gpu`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dora_pipe.producers.engines.port import SLEEP, Engine
-from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support import models
 from tests.support.device import COARSE, ON_GPU, ROUNDING
 from tests.support.engine_contract import Subject, assert_all_alike, requests, run
-from tests.support.vllm_engines import BUILDERS, CONTEXT_TOKENS, SETTINGS, need_vllm, open_vllm
+from tests.support.vllm_servers import BUILDERS, CONTEXT_TOKENS, SETTINGS, need_vllm
 
 KV_GB = 0.5
 """Of the KV cache, so that a GPU shows that it is gone."""
 
 SLEEPING = replace(SETTINGS, sleep=True, kv_gb=KV_GB)
-Opener = Callable[..., Any]
 
 
 @contextmanager
-def opened(opener: Opener, folder: Path) -> Iterator[tuple[Engine, Subject]]:
+def opened(folder: Path) -> Iterator[tuple[Engine, Subject]]:
     """An engine that can sleep, with the first of two policies."""
     need_vllm()
     store = PolicyStore(folder / "policies")
     directories = [BUILDERS["qwen2"](folder / f"seed{seed}", seed) for seed in (0, 1)]
     manifests = [import_model(store, directory)[0] for directory in directories]
     first, second = ((store.weights_path(one.digest), one.digest) for one in manifests)
-    engine: Engine = opener(
-        directories[0], settings=SLEEPING, slots=4, context_tokens=CONTEXT_TOKENS
-    )
+    engine = VllmEngine(directories[0], settings=SLEEPING, slots=4, context_tokens=CONTEXT_TOKENS)
     engine.load(first[0], version=0, digest=first[1])
     try:
         yield (
@@ -63,11 +56,8 @@ def free_gb() -> float:
     return float(torch.cuda.mem_get_info()[0]) / 2**30
 
 
-@pytest.mark.parametrize("opener", [open_vllm, VllmServerEngine], ids=["vllm", "vllm-server"])
-def test_engine_sleeps_and_wakes_with_the_version_it_is_given(
-    opener: Opener, tmp_path: Path
-) -> None:
-    with opened(opener, tmp_path) as (engine, subject):
+def test_engine_sleeps_and_wakes_with_the_version_it_is_given(tmp_path: Path) -> None:
+    with opened(tmp_path) as (engine, subject):
         assert SLEEP in engine.declares
         (first, digest), (second, second_digest) = subject.policies
         wanted = requests(subject, 4)

@@ -25,13 +25,12 @@ from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory
 from tests.support.models import (
     EOS_ID,
-    QWEN2_VOCABULARY,
     make_deepseek_v3,
     make_glm4_moe,
     make_llama_gqa,
     make_qwen2,
 )
-from tests.support.vllm_engines import BUILDERS, need_vllm, open_vllm
+from tests.support.vllm_servers import BUILDERS, need_vllm, open_shared
 
 RATIO_DISTANCE_MAX = {"float32": 1e-4, "bfloat16": 0.05}
 """How far a ratio may lie from 1 on the policy that sampled the trajectory, by vLLM's type: the
@@ -46,27 +45,20 @@ def _torch(model_dir: Path) -> Engine:
     return TorchEngine.open(model_dir, slots=16, context_tokens=128, threads=1)
 
 
-def _vllm(model_dir: Path) -> Engine:
+def _vllm(model_dir: Path, kind: str = "qwen2") -> Engine:
     need_vllm()
-    engine: Engine = open_vllm(model_dir, slots=16, context_tokens=128)
-    return engine
+    return open_shared(slots=16, context_tokens=128, kind=kind)
 
 
-def _padded(directory: Path) -> Path:
-    """One whose embedding has rows without a token, which random weights would sample."""
-    return make_qwen2(directory, vocab_size=QWEN2_VOCABULARY + 28)
+def _vllm_padded(model_dir: Path) -> Engine:
+    return _vllm(model_dir, "padded")
 
 
-def _mixture(directory: Path) -> Path:
-    """One that vLLM takes."""
-    return BUILDERS["qwen3_moe"](directory)
+def _vllm_mixture(model_dir: Path) -> Engine:
+    return _vllm(model_dir, "qwen3_moe")
 
 
-def _vllm_server(model_dir: Path) -> Engine:
-    need_vllm()
-    from tests.support.vllm_servers import open_shared
-
-    return open_shared(slots=16, context_tokens=128)
+_padded, _mixture = BUILDERS["padded"], BUILDERS["qwen3_moe"]
 
 
 def _hosting(model_dir: Path) -> Engine:
@@ -94,7 +86,7 @@ def _trainer(
     [
         (make_qwen2, _torch),
         (_padded, _torch),
-        (_padded, _vllm),
+        (_padded, _vllm_padded),
         (_padded, _hosting),
         (make_llama_gqa, _torch),
         (make_llama_gqa, _hosting),
@@ -102,8 +94,7 @@ def _trainer(
         (make_glm4_moe, _hosting),
         (make_deepseek_v3, _torch),
         (make_qwen2, _vllm),
-        (_mixture, _vllm),
-        (make_qwen2, _vllm_server),
+        (_mixture, _vllm_mixture),
     ],
     ids=[
         "qwen2-torch",
@@ -117,7 +108,6 @@ def _trainer(
         "deepseek_v3-torch",
         "qwen2-vllm",
         "qwen3_moe-vllm",
-        "qwen2-vllm-server",
     ],
 )
 def test_ratio_is_one_on_the_policy_that_sampled(
@@ -126,8 +116,6 @@ def test_ratio_is_one_on_the_policy_that_sampled(
     kind: str,
     tmp_path: Path,
 ) -> None:
-    if kind == "deepspeed" and open_engine is _vllm:
-        pytest.skip("vLLM and DeepSpeed both want the process group of torch")
     ratio_max = RATIO_DISTANCE_MAX["float32" if open_engine is _torch else device.DTYPE]
     store = PolicyStore(tmp_path / "policies")
     policy, assets = import_model(store, make_model(tmp_path / "model"))

@@ -1,15 +1,20 @@
-"""Runs whose workers have vLLM, or one of them: real processes, real logs. `make test-vllm`."""
+"""Runs whose workers have vLLM, or one of them, whose server may be killed. `make test-vllm`."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.launch.run_dir import opened
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.process import PROGRAM, ServerProcess
+from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
 from dora_pipe.schemas.control import RequestReleased, WorkerJoined, WorkerReady
 from dora_pipe.store.safetensors_file import read_manifest
 from tests.support.agent_run import versions_at_once
@@ -17,10 +22,12 @@ from tests.support.device import DTYPE, LORA_DTYPE, MODEL_DISTANCE, need_cpu
 from tests.support.models import make_llama_gqa
 from tests.support.moving_run import DRAINED, WORDS, drain, of, samples, trajectories
 from tests.support.user_run import assert_clean, facts, start, steps, until
-from tests.support.vllm_engines import BUILDERS
 from tests.support.vllm_runs import WAIT_S, check_agents_run, furnished, joined, until_joined
+from tests.support.vllm_servers import BUILDERS, family
 
 pytestmark = pytest.mark.slow
+
+STEPS = 24
 
 NUMERICS_MAX = MODEL_DISTANCE[LORA_DTYPE]
 """Nats between the trainer's log-probs and vLLM's of the same weights."""
@@ -40,37 +47,132 @@ def place(tmp_path: Path) -> Path:
     return furnished(tmp_path)
 
 
-def test_run_mixes_a_vllm_and_a_torch_worker_and_audit_names_the_engines(place: Path) -> None:
-    words = ("config.toml", "-o", "run.steps=6", "-o", "groups.size=8")
-    running = [start(place, "orchestrator", *words)]
+def _server_of(worker: int) -> int:
+    """The process of the server that a worker has started."""
+    children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    for child in map(int, children):
+        if PROGRAM.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+            return child
+    raise AssertionError(f"{worker} has no server among {children}")
+
+
+def _key_of(server: int) -> str:
+    wanted = f"{KEY_VARIABLE}=".encode()
+    lines = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
+    (key,) = (line.removeprefix(wanted) for line in lines if line.startswith(wanted))
+    return key.decode()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
+    place: Path, ranks: int
+) -> None:
+    words = ["config.toml", "-o", f"run.steps={STEPS}", "-o", "groups.size=8"]
+    words += ["-o", f"workers.vllm.tensor_parallel={ranks}"]
+    orchestrator = start(place, "orchestrator", *words)
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
-    for name, engine in (("a", "vllm"), ("b", "torch")):
-        running.append(start(place, "worker", *words, "--name", name, "--engine", engine))
-        until_joined(place, {name: running[-1]})
-    running.append(start(place, "trainer", *words))
+    served = start(place, "worker", *words, "--name", "a", "--engine", "vllm")
+    until_joined(place, {"a": served})
+    other = start(place, "worker", *words, "--name", "b")
+    until_joined(place, {"b": other})
+    trainer = start(place, "trainer", *words)
     said = place / "said"
-    assert [one.wait(WAIT_S) for one in running] == [0] * len(running), said.read_text()
-    assert joined(place) == {"a": "vllm", "b": "torch"}
-    assert steps(place, "tiny") == list(range(6))
+    until(lambda: len(steps(place, "tiny")) >= 3, WAIT_S)
+    server = _server_of(served.pid)
+    key = _key_of(server)
+    processes = family(server)
+    assert len(processes) >= 1 + ranks
+    os.kill(server, signal.SIGKILL)
+    assert served.wait(WAIT_S) == 7, said.read_text()
+    assert not any(_alive(pid) for pid in processes)
+    ends = [one.wait(WAIT_S) for one in (orchestrator, other, trainer)]
+    assert ends == [0, 0, 0], said.read_text()
+    assert "vLLM's server ended by SIGKILL" in said.read_text()
+    assert steps(place, "tiny") == list(range(STEPS))
     assert_clean(place, "tiny")
+    assert start(place, "audit", "tiny").wait(WAIT_S) == 0
+    assert "vllm 0." in said.read_text()
     with opened("tiny", place / "runs") as run:
         report = audit(run.bus, run.topics, run.store)
     by_engine = {one.engine: one.trajectories for one in report.engines}
     assert min(by_engine[name] for name in ("vllm", "torch")) > 0
     assert sum(by_engine.values()) == report.standings["bound"]
-    assert call(place, "audit", "tiny") == 0
-    assert "vllm 0." in said.read_text()
-    assert call(place, "replay", "tiny") == 0, said.read_text()
+    assert len(key) > 32
+    for file in place.rglob("*"):
+        assert not file.is_file() or key.encode() not in file.read_bytes(), file
 
 
-@pytest.mark.parametrize("there", ["vllm", "torch"])
-def test_requests_of_a_drained_vllm_worker_go_on_with_their_cache_where_it_fits(
-    place: Path, there: str
+def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outlive_one(
+    place: Path,
 ) -> None:
+    """A worker is drained; then the server that took what it had is killed."""
+    words = (
+        "config.toml",
+        *WORDS,
+        "-o",
+        "workers.slots=16",
+        "-o",
+        "workers.vllm.tensor_parallel=2",
+    )
+    orchestrator = start(place, "orchestrator", *words)
+    until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
+    served = [
+        start(place, "worker", *words, "--name", name, "--engine", "vllm")
+        for name in ("w0", DRAINED)
+    ]
+    until_joined(place, dict(zip(("w0", DRAINED), served, strict=True)))
+    trainer = start(place, "trainer", *words)
+    until(lambda: samples(place), WAIT_S)
+    drain(place)
+    until(lambda: any(one.meta.moves for one in trajectories(place).values()), WAIT_S)
+    os.kill(_server_of(served[0].pid), signal.SIGKILL)
+    said = place / "said"
+    assert served[0].wait(WAIT_S) == 7, said.read_text()
+    late = start(place, "worker", *words, "--name", "late", "--engine", "torch")
+    ends = [one.wait(WAIT_S) for one in (orchestrator, served[1], late, trainer)]
+    assert ends == [0] * 4, said.read_text()
+    assert_clean(place, "tiny")
+    released = {one.trajectory for one in of(place, RequestReleased) if one.kv is not None}
+    moved = [one for one in trajectories(place).values() if one.meta.moves]
+    assert moved and {one.trajectory for one in moved} <= released
+    for one in moved:
+        first, second = [part for part in one.segments if part.kind == "model"][:2]
+        assert (first.worker, second.worker) == (DRAINED, "w0")
+        assert second.start not in one.meta.prefills
+
+
+def test_worker_of_a_run_takes_the_vllm_server_at_its_address(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ServerProcess.start(
+        place / "model", VllmSettings(), slots=8, context_tokens=64, threads=1
+    )
+    try:
+        monkeypatch.setenv(KEY_VARIABLE, server.address.key)
+        words = ("-o", "workers.count=1", "-o", "workers.engine=vllm")
+        address = ("-o", f'workers.vllm.addresses=["{server.address}"]')
+        run = start(place, "run", "config.toml", *words, *address)
+        assert run.wait(WAIT_S) == 0, (place / "said").read_text()
+        server.check()
+    finally:
+        server.close()
+    assert joined(place) == {"w0": "vllm"}
+    assert steps(place, "tiny") == [0, 1, 2]
+    assert_clean(place, "tiny")
+
+
+def test_requests_of_a_drained_vllm_worker_are_prefilled_by_another_engine(place: Path) -> None:
     words = ("config.toml", *WORDS, "-o", "workers.slots=16")
     running = [start(place, "orchestrator", *words)]
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
-    for name, engine in (("w0", there), (DRAINED, "vllm")):
+    for name, engine in (("w0", "torch"), (DRAINED, "vllm")):
         running.append(start(place, "worker", *words, "--name", name, "--engine", engine))
     until_joined(place, dict(zip(("w0", DRAINED), running[1:], strict=True)))
     running.append(start(place, "trainer", *words))
@@ -78,7 +180,7 @@ def test_requests_of_a_drained_vllm_worker_go_on_with_their_cache_where_it_fits(
     drain(place)
     assert [one.wait(WAIT_S) for one in running] == [0] * len(running), (place / "said").read_text()
     assert_clean(place, "tiny")
-    assert joined(place) == {"w0": there, DRAINED: "vllm"}
+    assert joined(place) == {"w0": "torch", DRAINED: "vllm"}
     released = [one for one in of(place, RequestReleased) if one.worker == DRAINED]
     found = trajectories(place)
     gone = [found[one.trajectory] for one in released if one.kv is not None]
@@ -86,18 +188,7 @@ def test_requests_of_a_drained_vllm_worker_go_on_with_their_cache_where_it_fits(
     for one in gone:
         first, second = (part for part in one.segments if part.kind == "model")
         assert (first.worker, second.worker) == (DRAINED, "w0")
-        if there == "vllm":
-            assert one.meta.moves == 1 and second.start not in one.meta.prefills
-        else:
-            assert one.meta.moves == 0 and second.start in one.meta.prefills
-
-
-def test_vllm_worker_of_run_is_forked_ready_and_the_run_ends_audited(place: Path) -> None:
-    words = ("-o", "workers.count=1", "-o", "workers.engine=vllm")
-    assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
-    assert joined(place) == {"w0": "vllm"}
-    assert steps(place, "tiny") == [0, 1, 2]
-    assert_clean(place, "tiny")
+        assert one.meta.moves == 0 and second.start in one.meta.prefills
 
 
 def test_elastic_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place: Path) -> None:
@@ -138,13 +229,10 @@ def test_agents_of_several_lora_versions_are_beside_each_other_on_vllm(place: Pa
     assert versions_at_once(place) > 1
 
 
-@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
-def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(
-    place: Path, engine: str
-) -> None:
+def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(place: Path) -> None:
     shutil.rmtree(place / "model")
     BUILDERS["qwen3_moe"](place / "model", scale=1.0)  # so that answers of a group differ
-    vllm = ("-o", f"workers.engine={engine}", "-o", "sampling.routes=true")
+    vllm = ("-o", "workers.engine=vllm", "-o", "sampling.routes=true")
     words = ("-o", "workers.count=1", "-o", "groups.size=8", *vllm)
     for command in (
         ("run", "config.toml", *words),

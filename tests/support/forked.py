@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import select
@@ -135,9 +134,7 @@ def serve() -> None:
     sys.path[0] = str(PROGRAM.parent)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an import starts no CUDA
-    # vLLM's first: it wants its environment set before torch is there.
-    engines = ("vllm", "torch") if importlib.util.find_spec("vllm") else ("torch",)
-    preload = [module for engine in engines for module in engine_kind(engine).preload]
+    preload = [module for engine in ("vllm", "torch") for module in engine_kind(engine).preload]
     for module in (*preload, *TRAINER_PRELOAD, *ALSO):
         importlib.import_module(module)
     gc.freeze()

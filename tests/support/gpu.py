@@ -26,14 +26,9 @@ ENGINE_TESTS: Final = (
     "tests/contract/test_engine_vllm.py",
     "tests/contract/test_trainer_engine.py",
 )
-SERVER_TESTS: Final = (*ENGINE_TESTS, "tests/contract/test_engine_vllm_server.py")
 LORA_TESTS: Final = (
     "tests/contract/test_engine_resident.py",
     "tests/contract/test_engine_vllm_lora.py",
-)
-KV_TESTS: Final = (
-    "tests/contract/test_engine_vllm_kv.py",
-    "tests/contract/test_engine_vllm_server_kv.py",
 )
 DEEPSPEED_TESTS: Final = (
     "tests/contract/test_trainer.py",
@@ -41,7 +36,6 @@ DEEPSPEED_TESTS: Final = (
     "tests/deepspeed/test_lora.py",
 )
 
-IN_PROCESS: Final = "vllm and not server"
 OK: Final = "ok"
 DORA_PIPE: Final = "from dora_pipe.cli.main import main; main()"
 """The command, also in an environment whose package is a folder on the path."""
@@ -105,12 +99,10 @@ ROUNDS: Final = (
     Round(name="demo-torch", engine="torch"),
     Round(name="deepspeed", needs="deepspeed", tests=DEEPSPEED_TESTS, only="deepspeed"),
     Round(name="deepspeed-2", needs="deepspeed", tests=DEEPSPEED_TESTS, only="deepspeed", gpus=2),
-    Round(name="vllm", needs="vllm", tests=ENGINE_TESTS, only=IN_PROCESS),
-    Round(name="vllm-bf16", needs="vllm", tests=ENGINE_TESTS, only=IN_PROCESS, dtype="bfloat16"),
+    Round(name="vllm", needs="vllm", tests=ENGINE_TESTS, only="vllm"),
+    Round(name="vllm-bf16", needs="vllm", tests=ENGINE_TESTS, only="vllm", dtype="bfloat16"),
     Round(name="lora-bf16", needs="vllm", tests=LORA_TESTS, only="vllm", dtype="bfloat16"),
-    Round(name="server", needs="vllm", tests=SERVER_TESTS, only="server"),
-    Round(name="server-bf16", needs="vllm", tests=SERVER_TESTS, only="server", dtype="bfloat16"),
-    Round(name="kv", needs="vllm", tests=KV_TESTS),
+    Round(name="kv", needs="vllm", tests=("tests/contract/test_engine_vllm_kv.py",)),
     Round(name="routes", needs="vllm", tests=("tests/contract/test_engine_vllm_routes.py",)),
     Round(name="sleep", needs="vllm", tests=("tests/contract/test_engine_vllm_sleep.py",)),
     Round(name="runs", needs="vllm", tests=("tests/slow/test_vllm_run.py",)),

@@ -31,7 +31,7 @@ _PICKLING_CALLS = _PICKLING | {"save", "load", "send", "recv"}
 _HEAVY = {"torch", "transformers", "vllm", "deepspeed"}
 HEAVY_HOMES = re.compile(
     r"producers/engines/torch/(?!causal_lm)\w+\.py$"
-    r"|producers/engines/vllm/(engine|extension|kv|plugins|preload|weights)\.py$"
+    r"|producers/engines/vllm/(extension|kv|plugins|sampler|weights)\.py$"
     r"|(consumers/learners|cli)/(\w+/)*\w*(torch|deepspeed|sft)\w*(/|\.py$)"
 )
 """Files that may import torch and its like when they are imported themselves."""

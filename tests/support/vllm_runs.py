@@ -18,11 +18,10 @@ from tests.support.agent_run import (
 from tests.support.device import DEVICE, DTYPE
 from tests.support.models import make_llama_gqa
 from tests.support.user_run import assert_clean, facts, furnish, start, steps, until
-from tests.support.vllm_engines import need_vllm
+from tests.support.vllm_servers import need_vllm
 
 WAIT_S = 600.0
-"""Importing vLLM takes a quarter of a minute of CPU, in a process of each engine; a server imports
-it twice."""
+"""A server imports vLLM twice, each time for a quarter of a minute of CPU."""
 
 
 def furnished(folder: Path) -> Path:

@@ -1,8 +1,9 @@
-"""Opens the vllm-server engine on tiny models for tests: few servers, which all of them share."""
+"""Opens the vLLM engine on tiny models for tests: few servers, which all of them share."""
 
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -13,12 +14,52 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.vllm.core import CPU_BUILD, VllmSettings, version_of
 from dora_pipe.producers.engines.vllm.process import ServerProcess
-from dora_pipe.producers.engines.vllm.server import VllmServerEngine
-from tests.support.device import LORA_DTYPE, need_gpus
+from dora_pipe.producers.engines.vllm.server import VllmEngine
+from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.store import PolicyStore
+from tests.support import models
+from tests.support.device import (
+    COARSE,
+    DEVICE,
+    DTYPE,
+    LORA_DTYPE,
+    ON_GPU,
+    ROUNDING,
+    need_gpus,
+)
 from tests.support.engine_contract import Decode, Subject
-from tests.support.vllm_engines import BUILDERS, CONTEXT_TOKENS, SETTINGS, stored_subject
+
+NOT_INSTALLED = "vllm is not installed: make test-vllm"
+CONTEXT_TOKENS = 256
+SETTINGS = VllmSettings(dtype=DTYPE, sleep=not ON_GPU)  # type: ignore[arg-type]
+
+BUILDERS: dict[str, Callable[..., Path]] = {
+    "qwen2": partial(models.make_qwen2, scale=8.0),
+    "tied": partial(models.make_qwen2, scale=2.0, tie_word_embeddings=True),
+    "tied_llama": partial(
+        models.make_llama_gqa, scale=2.0, hidden_size=192, tie_word_embeddings=True
+    ),
+    "padded": partial(models.make_qwen2, vocab_size=models.QWEN2_VOCABULARY + 28),
+    "windows": partial(
+        models.make_qwen2, use_sliding_window=True, sliding_window=32, max_window_layers=0
+    ),
+    "qwen3_moe": partial(models.make_qwen3_moe, scale=8.0, head_dim=32),
+    "whole_experts": partial(
+        models.make_qwen3_moe,
+        scale=8.0,
+        head_dim=32,
+        moe_intermediate_size=64,
+        norm_topk_prob=False,
+    ),
+    "glm4_moe": partial(models.make_glm4_moe, scale=8.0, head_dim=32),
+}
+"""Models of heads that vLLM has kernels for. `padded` has embedding rows without a token. The other
+mixtures' experts are 48 wide, which is no multiple of what its kernels on a CPU want."""
 
 SLOTS = 64
 ADAPTERS = 3
@@ -29,6 +70,14 @@ SERVERS = 4
 
 _running: dict[tuple[tuple[str, Any], ...], tuple[ServerProcess, Path]] = {}
 """By what they were asked for; who was asked for last is last."""
+
+
+def need_vllm() -> None:
+    """Skip where vLLM is not installed, or its build is for another device."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed: make test-gpu" if ON_GPU else NOT_INSTALLED)
+    if bool(version_of(CPU_BUILD)) == ON_GPU:
+        pytest.skip(f"this build of vllm is not for {DEVICE}")
 
 
 def running_server(**which: Any) -> tuple[ServerProcess, Path]:
@@ -63,6 +112,7 @@ def start_server(
     kind: str = "qwen2",
     number: int = 0,
     pipeline_parallel: int = 1,
+    kv_gb: float = 0.0,
 ) -> tuple[ServerProcess, Path]:
     """A server of so many ranks and groups of them, and its model's folder. Those of another
     `number` are others, of an equal model."""
@@ -70,7 +120,10 @@ def start_server(
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = BUILDERS[kind](folder / "seed0", 0)
     settings = replace(
-        SETTINGS, tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel
+        SETTINGS,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        kv_gb=kv_gb,
     )
     server = ServerProcess.start(
         model,
@@ -101,10 +154,10 @@ def open_shared(
     decode: Decode | None = None,
     routes: bool = False,
     **which: Any,
-) -> VllmServerEngine:
+) -> VllmEngine:
     """An engine of that server, without weights."""
     server, model = running_server(**which)
-    return VllmServerEngine(
+    return VllmEngine(
         model,
         slots=slots,
         context_tokens=context_tokens,
@@ -139,36 +192,52 @@ def go(engine: Engine) -> Iterator[None]:
 
 
 def _hold(engine: Engine) -> None:
-    if isinstance(engine, VllmServerEngine):  # another computes in its steps alone
+    if isinstance(engine, VllmEngine):  # another computes in its steps alone
         # Where it clears its caches, which it does unasked, all that runs is prefilled again.
         engine._server._call("POST", "/pause?mode=keep&clear_cache=false")
 
 
 def _resume(engine: Engine) -> None:
-    if isinstance(engine, VllmServerEngine):
+    if isinstance(engine, VllmEngine):
         engine._server.resume()
 
 
 @contextmanager
-def server_subject(
-    folder: Path, tensor_parallel: int = 1, kind: str = "qwen2", pipeline_parallel: int = 1
-) -> Iterator[Subject]:
-    """The vllm-server engine under contract, with two policies in a store of their own.
+def server_subject(folder: Path, kind: str = "qwen2", **which: Any) -> Iterator[Subject]:
+    """The vLLM engine under contract, with two policies in a store of their own.
 
     Engines of one server must not run at the same time under other weights; no check does that.
     """
-    which: dict[str, Any] = {
-        "tensor_parallel": tensor_parallel,
-        "kind": kind,
-        "pipeline_parallel": pipeline_parallel,
-    }
-    need_gpus(tensor_parallel * pipeline_parallel)
-    _, model = running_server(**which)
+    need_gpus(which.get("tensor_parallel", 1) * which.get("pipeline_parallel", 1))
+    _, model = running_server(kind=kind, **which)
     directories = [model, BUILDERS[kind](folder / "seed1", 1)]
     shutil.copytree(model, folder / "seed0")
-    opener = partial(open_shared, **which)
-    with stored_subject("vllm-server", folder, directories, opener, ahead=True) as subject:
-        yield subject
+    store = PolicyStore(folder / "policies")
+    manifests = [import_model(store, directory)[0] for directory in directories]
+    first, second = ((store.weights_path(m.digest), m.digest) for m in manifests)
+    opened: list[Engine] = []
+
+    def open_engine(
+        *, slots: int, context_tokens: int = CONTEXT_TOKENS, decode: Decode | None = None
+    ) -> Engine:
+        engine = open_shared(
+            slots=slots, context_tokens=context_tokens, decode=decode, kind=kind, **which
+        )
+        engine.load(first[0], version=0, digest=first[1])
+        opened.append(engine)
+        return engine
+
+    yield Subject(
+        name="vllm",
+        open=open_engine,
+        vocabulary=models.QWEN2_VOCABULARY,
+        policies=(first, second),
+        rounding=ROUNDING,
+        coarse=COARSE,
+        ahead=True,
+    )
+    for engine in opened:
+        engine.close()
 
 
 @contextmanager
@@ -182,7 +251,7 @@ def server_opener(lora_rank: int) -> Iterator[Callable[..., Engine]]:
             engine.close()
         del opened[:]
         opened.append(
-            VllmServerEngine(
+            VllmEngine(
                 model,
                 slots=slots,
                 context_tokens=CONTEXT_TOKENS,

@@ -54,25 +54,20 @@ def test_workers_take_gpus_in_turn_and_the_trainer_its_own() -> None:
 
 def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
     pairs = {"tensor_parallel": 2}
-    shared = config(engine="vllm-server", gpus=[1, 2, 3, 5], vllm=pairs)
+    shared = config(engine="vllm", gpus=[1, 2, 3, 5], vllm=pairs)
     found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
     assert found == [(1, 2), (3, 5), (1, 2)]
     with pytest.raises(ConfigError, match="3 GPUs are no workers of 2 each"):
-        config(engine="vllm-server", gpus=[1, 2, 3], vllm=pairs)
-    with pytest.raises(ConfigError, match="engine vllm is in the worker's process") as refused:
-        config(engine="vllm", vllm=pairs)
-    assert refused.value.hint == 'workers.engine = "vllm-server"'
+        config(engine="vllm", gpus=[1, 2, 3], vllm=pairs)
 
 
 def test_layers_that_are_dealt_too_make_as_many_groups_of_gpus() -> None:
     dealt = {"tensor_parallel": 2, "pipeline_parallel": 2}
-    shared = config(engine="vllm-server", gpus=[0, 1, 2, 3, 4, 5, 6, 7], vllm=dealt)
+    shared = config(engine="vllm", gpus=[0, 1, 2, 3, 4, 5, 6, 7], vllm=dealt)
     found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
     assert found == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
-    with pytest.raises(ConfigError, match="pipeline_parallel: engine vllm is in the worker's"):
-        config(engine="vllm", vllm={"pipeline_parallel": 2})
     with pytest.raises(ConfigError, match="expert_parallel: one GPU has all experts"):
-        config(engine="vllm-server", vllm={"expert_parallel": True})
+        config(engine="vllm", vllm={"expert_parallel": True})
 
 
 def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:

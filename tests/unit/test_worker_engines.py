@@ -59,10 +59,10 @@ def test_engine_of_one_worker_changes_nothing_else() -> None:
 
 def test_servers_that_run_already_are_those_of_the_first_workers() -> None:
     addresses = ["http://a:1", "http://b:2"]
-    config = _config(count=3, engine="vllm-server", vllm={"addresses": addresses})
+    config = _config(count=3, engine="vllm", vllm={"addresses": addresses})
     found = [local_roles.worker_address(config, name) for name in ("w0", "w1", "w2", "late")]
     assert found == ["http://a:1", "http://b:2", "", ""]
-    own = local_roles.with_engine(config, "vllm-server", address=found[1])
+    own = local_roles.with_engine(config, "vllm", address=found[1])
     assert own.workers.vllm.addresses == ("http://b:2",)
     assert local_roles.with_engine(config, "torch").workers.vllm.addresses == ()
 
@@ -71,9 +71,9 @@ def test_address_without_a_key_is_one_line_with_a_hint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    config = _config(engine="vllm-server", vllm={"addresses": ["http://127.0.0.1:9"]})
+    config = _config(engine="vllm", vllm={"addresses": ["http://127.0.0.1:9"]})
     with pytest.raises(ConfigError, match="no key for vLLM's server") as raised:
-        BUILT_IN["vllm-server"].open(tmp_path, config, lambda tokens: "")
+        BUILT_IN["vllm"].open(tmp_path, config, lambda tokens: "")
     assert raised.value.hint is not None and "VLLM_API_KEY" in raised.value.hint
 
 
@@ -83,9 +83,9 @@ def test_worker_opens_the_server_at_its_address(
     server = FakeVllm("secret", context_tokens=1024)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     vllm = {"addresses": [server.url]}
-    config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
-    engine = BUILT_IN["vllm-server"].open(tmp_path, config, lambda tokens: "")
-    assert (engine.name, engine.slots, engine.context_tokens) == ("vllm-server", 4, 512)
+    config = _config(engine="vllm", slots=4, context_tokens=512, vllm=vllm)
+    engine = BUILT_IN["vllm"].open(tmp_path, config, lambda tokens: "")
+    assert (engine.name, engine.slots, engine.context_tokens) == ("vllm", 4, 512)
     engine.close()
     server.close()
 
@@ -97,8 +97,8 @@ def test_server_of_a_lora_run_hosts_as_many_versions_as_a_worker_may(
     server.facts |= {"lora_rank": 8, "versions_resident": 4}
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     vllm = {"addresses": [server.url]}
-    config = _config(engine="vllm-server", slots=4, context_tokens=512, vllm=vllm)
-    engine = BUILT_IN["vllm-server"].open(
+    config = _config(engine="vllm", slots=4, context_tokens=512, vllm=vllm)
+    engine = BUILT_IN["vllm"].open(
         tmp_path, msgspec.structs.replace(config, lora=Lora(rank=8)), lambda tokens: ""
     )
     assert (engine.versions_resident, LORA in engine.declares) == (4, True)
@@ -179,22 +179,15 @@ def test_gpus_of_workers_that_have_none_are_refused_where_all_of_them_are_known(
     """One that joins a run has torch beside others that may have vLLM, whatever the file says."""
     config = _config(engine="torch", **workers)
     check_engines(config, ["torch"])
-    local_roles.need_gpus(_config(engine="vllm-server", **workers))
+    local_roles.need_gpus(_config(engine="vllm", **workers))
     with pytest.raises(ConfigError, match=why):
         local_roles.need_gpus(config)
 
 
-@pytest.mark.parametrize(
-    ("engines", "why"),
-    [
-        (["torch", "vllm"], "vllm hosts adapters of ranks up to 512"),
-        (["vllm-server"], "vllm-server hosts adapters of ranks up to"),
-    ],
-)
-def test_engine_that_does_not_go_with_a_key_is_named(engines: list[str], why: str) -> None:
+def test_engine_that_does_not_go_with_a_key_is_named() -> None:
     config = msgspec.structs.replace(_config(), lora=Lora(rank=513))
-    with pytest.raises(ConfigError, match=why):
-        check_engines(config, engines)
+    with pytest.raises(ConfigError, match="vllm hosts adapters of ranks up to 512"):
+        check_engines(config, ["torch", "vllm"])
 
 
 def test_engines_that_go_with_their_keys_are_taken() -> None:
@@ -227,15 +220,14 @@ def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path)
     _model(tmp_path)
     small = {"kv_gb": 0.0002}  # a token has 2 layers x 2 x 2 heads x 32 numbers of 4 bytes
     config = _config(engine="vllm", context_tokens=512, vllm=small)
-    for engine in ("vllm", "vllm-server"):
-        with pytest.raises(ConfigError, match=r"workers\.vllm\.kv_gb: 0\.0002 GiB hold ") as raised:
-            check_model(config, [engine], tmp_path)
-        assert raised.value.message.endswith("fewer than a context of 512")
-        assert raised.value.hint is not None and "workers.vllm.kv_gb = 0.001" in raised.value.hint
+    with pytest.raises(ConfigError, match=r"workers\.vllm\.kv_gb: 0\.0002 GiB hold ") as raised:
+        check_model(config, ["vllm"], tmp_path)
+    assert raised.value.message.endswith("fewer than a context of 512")
+    assert raised.value.hint is not None and "workers.vllm.kv_gb = 0.001" in raised.value.hint
     check_model(config, ["torch"], tmp_path)
     addresses = {"kv_gb": 0.0002, "addresses": ["http://a:1"]}
-    asked = _config(engine="vllm-server", context_tokens=512, vllm=addresses)
-    check_model(asked, ["vllm-server"], tmp_path)
+    asked = _config(engine="vllm", context_tokens=512, vllm=addresses)
+    check_model(asked, ["vllm"], tmp_path)
     enough = _config(engine="vllm", context_tokens=512, vllm={"kv_gb": 0.001})
     check_model(enough, ["vllm"], tmp_path)
     _model(tmp_path, model_type="of another kind")  # what it takes of a context, vLLM alone knows

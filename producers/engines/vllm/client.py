@@ -1,19 +1,7 @@
-"""The doors of a vLLM server as calls, and its adapters: decides what it means when a door does not
-open, and when an adapter can be forgotten.
+"""The endpoints of a vLLM server as calls, and what it means when one of them refuses.
 
 A refusal of the server's own worker (`error` in its answer) is a PolicyError. Anything else that
 goes wrong is a ResourceError, and says how the process ended where it is known and has.
-
-Adapters. The server's own worker reads the file, compares it and writes the directory that vLLM
-loads it from (`dora_write`); the front end has vLLM load it and from then on knows its name
-(LOAD_ADAPTER); the directory is removed (`dora_forget`). Nothing is paused meanwhile: vLLM does
-each between two steps. Dropping is both halves again, the name at the front end and the adapter at
-the worker.
-
-A request that comes to vLLM's engine core after its adapter is gone would end the core: vLLM would
-load it again, from a directory that is not there. So a request that is let go before any word of it
-has come is still listened to: an abort may have been there before it. It is aborted again with its
-first word, and no adapter is dropped before.
 """
 
 from __future__ import annotations
@@ -30,7 +18,6 @@ from dora_pipe.producers.engines.vllm import wire
 from dora_pipe.producers.engines.vllm.core import SLEEP_LEVEL, VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address, HttpStream, call
 from dora_pipe.producers.engines.vllm.kv_files import CacheFacts
-from dora_pipe.producers.engines.vllm.lora import LoraVersion, refused
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.schemas.routes import Routes
 
@@ -38,9 +25,6 @@ HEALTH_S: Final = 30.0
 
 ABORTS_MAX: Final = 64
 """Aborts whose answer is not read yet; before another one the oldest is waited for."""
-
-FIRST_WORD_S: Final = 60.0
-"""For the first word of a request that was let go, where its adapter is to be dropped."""
 
 SHARED: Final = "is another worker using this server?"
 
@@ -221,74 +205,6 @@ class VllmServerClient:
             return HttpStream(self._address, "POST", path, body)
         except ResourceError as error:
             raise self.gone(error) from None
-
-
-class RemoteHost:
-    """See Host and the module; what other workers left in the server is gone."""
-
-    def __init__(self, server: VllmServerClient, *, rank: int) -> None:
-        self._server, self._rank = server, rank
-        self._unheard: dict[str, tuple[int, HttpStream]] = {}
-        """By stay, its adapter and what is listened to; at most what one drop finds."""
-        server.pause()
-        for name in server.adapters():
-            server.unload_adapter(name)
-        server.rpc("dora_drop_all")
-        server.resume()
-
-    def put(self, path: Path, name: str, *, digest: str, base: str) -> LoraVersion:
-        words = (str(path.resolve()), digest, base, str(self._rank))
-        folder = self._server.rpc("dora_write", *words)["folder"]
-        said = self._server.load_adapter(name, str(folder))
-        numbers = self._server.rpc("dora_forget")["numbers"]
-        if said:
-            raise refused(said)
-        if len(numbers) != 1:
-            message = f"vLLM's server has loaded the adapters {numbers} in place of one"
-            raise InvariantBroken(message, hint=SHARED)
-        return LoraVersion(digest=digest, number=int(numbers[0]), name=name)
-
-    def remove(self, version: LoraVersion) -> None:
-        for stay, (number, stream) in list(self._unheard.items()):
-            if number == version.number:
-                self._wait_heard(stay, stream)
-        said = self._server.unload_adapter(version.name)
-        if said:
-            raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
-        self._server.rpc("dora_drop", str(version.number))
-
-    def keep(self, stay: str, adapter: int, stream: HttpStream) -> None:
-        """Listen to a request that was let go."""
-        self._unheard[stay] = (adapter, stream)
-
-    def settle(self) -> None:
-        """Let go of those whose first word has come."""
-        for stay, (_, stream) in list(self._unheard.items()):
-            try:
-                stream.read()
-            except ResourceError as error:
-                raise self._server.gone(error) from None
-            if stream.heard:
-                self._end(stay, stream)
-
-    def close(self) -> None:
-        """Listen no more."""
-        for _, stream in self._unheard.values():
-            stream.close()
-        self._unheard.clear()
-
-    def _wait_heard(self, stay: str, stream: HttpStream) -> None:
-        try:
-            stream.wait_heard(FIRST_WORD_S)
-        except ResourceError as error:
-            raise self._server.gone(error) from None
-        self._end(stay, stream)
-
-    def _end(self, stay: str, stream: HttpStream) -> None:
-        del self._unheard[stay]
-        stream.close()
-        if not stream.ended:
-            self._server.abort([stay])
 
 
 def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:

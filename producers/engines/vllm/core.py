@@ -1,13 +1,13 @@
-"""Opens vLLM in this process; decides its settings and the seed of every drawn token.
+"""Settings of vLLM, and the sampler that draws every token by seed and position.
 
-vLLM is stepped in the caller's thread (no process of its own), takes its weights from `load` alone
-(it starts with random ones), and never looks at a tokenizer: stop strings are watched for outside.
+vLLM takes its weights from `load` alone (it starts with random ones), and never looks at a
+tokenizer: the worker watches for stop strings.
 
 Drawing. vLLM gives each request a generator and draws from it once per step, so that a token would
 depend on how many were drawn before. Here the generator is seeded again for every token from
-(seed, position): the draw is a function of (logits, seed, position), and a request that goes on
-elsewhere after a prefill has the same random stream. Kernel and order are vLLM's own: temperature,
-min-p, top-k, top-p.
+(seed, position): the draw is a function of (logits, seed, position), and a request that continues
+on another worker after a prefill has the same random stream. Kernel and order are vLLM's own:
+temperature, min-p, top-k, top-p.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,7 +25,6 @@ from dora_pipe.core.errors import ConfigError, PolicyError, ResourceError, insta
 from dora_pipe.producers.engines.base import need_positions
 from dora_pipe.producers.engines.simulated import mix64
 from dora_pipe.producers.engines.torch.causal_lm import FAMILIES, window_of
-from dora_pipe.producers.engines.vllm.wire import LOGPROB_TEMPERATURE
 from dora_pipe.store.model_dir import read_config
 
 BLOCK_TOKENS: Final = {"cpu": 32, "cuda": 16}
@@ -137,41 +136,7 @@ def version() -> str:
     return version_of("vllm") or version_of(CPU_BUILD)
 
 
-def open_core(
-    model_dir: Path,
-    settings: VllmSettings,
-    *,
-    slots: int,
-    context_tokens: int,
-    backend: str,
-    more: Mapping[str, Any] | None = None,
-) -> Any:
-    """A vLLM `LLMEngine` with random weights, which takes others through `backend`.
-
-    `more` is what it is told beside that. Raises PolicyError for a model that vLLM does not take,
-    ResourceError without memory for it.
-    """
-    from vllm.config import WeightTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    transfer = WeightTransferConfig(backend=backend)
-    wanted = EngineArgs(
-        **arguments(model_dir, settings, slots=slots, context_tokens=context_tokens),
-        **(more or {}),
-        disable_log_stats=True,
-        weight_transfer_config=transfer,
-    )
-    try:
-        check_kernels(wanted.create_model_config(), adapters=wanted.enable_lora)
-        return LLMEngine.from_engine_args(wanted)
-    except MemoryError as error:
-        raise ResourceError(f"no memory for vLLM: {error}", hint="fewer workers.slots") from error
-    except REFUSALS as error:
-        raise refusal(model_dir, error) from error
-
-
-def is_of_here(error: Exception) -> bool:
+def _is_of_here(error: Exception) -> bool:
     """Whether what vLLM raised is of this machine (its memory, device or disk), not of a model."""
     said = str(error).lower()
     disk = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
@@ -181,7 +146,7 @@ def is_of_here(error: Exception) -> bool:
 def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
     """What one of REFUSALS that vLLM raised at its start means."""
     said = " ".join(str(error).split()) or type(error).__name__
-    if is_of_here(error):
+    if _is_of_here(error):
         hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.vllm.kv_gb"
         return ResourceError(f"vLLM does not start: {said}", hint=hint)
     return PolicyError(f"vLLM does not take the model of {model_dir}: {said}")
@@ -309,137 +274,6 @@ def check_kernels(model: Any, *, adapters: bool = False) -> None:
     if size not in sizes:
         known = ", ".join(map(str, sizes))
         raise ValueError(f"heads of {size} have no kernel on a CPU, only those of {known}")
-
-
-def install_sampler(core: Any, unassigned: Sequence[int]) -> Any:
-    """Make vLLM draw by seed and position, and never an `unassigned` token id; the sampler, which
-    knows the last step's draws."""
-    (sampler,) = core.collective_rpc(_replace_sampler, args=(unassigned,))
-    return sampler
-
-
-def _replace_sampler(worker: Any, unassigned: Sequence[int]) -> Any:
-    runner = worker.model_runner
-    runner.sampler = sampler_class()(runner, unassigned)
-    return runner.sampler
-
-
-def sampler_class() -> type[Any]:
-    """A sampler of vLLM's own making that is seeded for every token, and leaves out token ids
-    without a token. Needs vLLM."""
-    import torch
-
-    base: Any = _position_sampler_class()
-
-    class AssignedSampler(base):  # type: ignore[misc]
-        """See above."""
-
-        def __init__(self, runner: Any, unassigned: Sequence[int]) -> None:
-            super().__init__(runner)
-            self._unassigned = torch.tensor(unassigned, dtype=torch.int64)
-
-        def forward(self, logits: Any, *rest: Any, **named: Any) -> Any:
-            """See vLLM's, which takes log-probs and draws of what is left of `logits`."""
-            if len(self._unassigned):
-                self._unassigned = self._unassigned.to(logits.device)
-                logits.index_fill_(-1, self._unassigned, -torch.inf)
-            return super().forward(logits, *rest, **named)
-
-    return AssignedSampler
-
-
-def _position_sampler_class() -> type[Any]:
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-    from vllm.v1.sample.sampler import Sampler
-
-    own = _generator_class() if device_name() == "cpu" else None
-
-    class PositionSampler(Sampler):  # type: ignore[misc]
-        """Log-probs at the temperature that a request asks for; `drawn` has those of what was
-        sampled from."""
-
-        def __init__(self, runner: Any) -> None:
-            super().__init__("raw_logprobs")
-            self._runner = runner
-            self._plain: Any = self.topk_topp_sampler
-            self._both: Any = TopKTopPSampler("processed_logprobs")
-            self.drawn: dict[str, float] = {}
-            """By vLLM's request id, log-probs of the last step's tokens in the distribution that
-            they were drawn from; of no meaning for greedy requests."""
-            self.under: dict[str, int] = {}
-            """By vLLM's request id, its id of the adapter that the last step computed with; 0
-            without one."""
-            self.heard: Any = None
-            """What reads the experts of a step, where somebody asked (`routes`)."""
-
-        def ask(self, wanted: bool) -> None:
-            """Whether the next step shall tell `drawn`: a softmax over the vocabulary more."""
-            self.topk_topp_sampler: Any = self._both if wanted else self._plain
-
-        def compute_logprobs(self, logits: Any) -> Any:
-            """See vLLM's, which calls it with the model's logits, a row for each request."""
-            return super().compute_logprobs(_at_their_temperature(self._runner, logits))
-
-        def sample(self, logits: Any, metadata: Any, override: Any = None) -> Any:
-            """See vLLM's; in float32, over the rows of the running batch."""
-            batch, requests = self._runner.input_batch, self._runner.requests
-            for row, generator in metadata.generators.items():
-                if own is not None and not isinstance(generator, own):
-                    generator = metadata.generators[row] = own()
-                seed = requests[batch.req_ids[row]].sampling_params.seed
-                generator.manual_seed(token_seed(seed, int(batch.num_tokens_no_spec[row])))
-            sampled, processed = super().sample(logits, metadata, override)
-            chosen = None
-            if processed is not None:
-                chosen = processed.gather(-1, sampled.long().view(-1, 1)).flatten()
-            self.note(chosen)
-            if self.heard is not None:
-                self.heard.note()
-            return sampled, None
-
-        def note(self, chosen: Any) -> None:
-            """The log-probs of the drawn tokens, a row each, None where nobody asked; and by which
-            adapters they were computed."""
-            told = () if chosen is None else chosen.tolist()
-            batch = self._runner.input_batch
-            self.drawn = dict(zip(batch.req_ids, told, strict=False))
-            self.under = dict(zip(batch.req_ids, batch.request_lora_mapping.tolist(), strict=False))
-
-    return PositionSampler
-
-
-def _at_their_temperature(runner: Any, logits: Any) -> Any:
-    """Logits of the running batch whose softmax the log-probs of each request are of."""
-    import torch
-
-    params = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
-    hot = [float((one.extra_args or {}).get(LOGPROB_TEMPERATURE, 1.0)) for one in params]
-    if all(one == 1 for one in hot):
-        return logits
-    divisors = torch.tensor(hot, dtype=torch.float32, device=logits.device)
-    return logits.to(torch.float32) / divisors[:, None]
-
-
-def _generator_class() -> type[Any]:
-    """A generator on a CPU that lets vLLM take a draw back.
-
-    vLLM does that where a prompt is not complete after a step, and dies of it: torch's own have no
-    offset on a CPU. Here nothing depends on it, for they are seeded again.
-    """
-    import torch
-
-    class Seeded(torch.Generator):
-        """See above."""
-
-        def get_offset(self) -> int:
-            """What vLLM subtracts from."""
-            return 0
-
-        def set_offset(self, offset: int) -> torch.Generator:
-            """It need not be there any more."""
-            return self
-
-    return Seeded
 
 
 def token_seed(seed: int, position: int) -> int:

@@ -1,4 +1,4 @@
-"""What the vllm-server engine needs inside vLLM's worker process; decides what may be loaded.
+"""What the vllm engine needs inside vLLM's worker process; decides what may be loaded.
 
 vLLM imports this where `worker_extension_cls` names it, and mixes the class into its worker; its
 methods are called over HTTP by /collective_rpc. They answer with a dict of JSON, and with `error`
@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
-import torch
 from vllm import envs
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
@@ -27,13 +26,11 @@ from dora_pipe.producers.engines.vllm import routes as vllm_routes
 from dora_pipe.producers.engines.vllm import weights as vllm_weights
 from dora_pipe.producers.engines.vllm.kv_files import CacheFacts, is_seen, opened
 from dora_pipe.producers.engines.vllm.plugins import ClearingScheduler
+from dora_pipe.producers.engines.vllm.sampler import ServerSampler
 from dora_pipe.producers.engines.vllm.wire import (
-    BOTH,
     ID_PREFIX,
     KV_COPIED,
     KV_ENDED,
-    NO_TOKEN,
-    SAMPLED_FROM,
     KeptExperts,
     KeptPart,
 )
@@ -41,40 +38,6 @@ from dora_pipe.producers.engines.vllm.wire import (
 vllm_weights.register()
 if vllm_core.device_name() == "cpu":
     vllm_core.wake_bfloat16()
-
-
-def sampler_class() -> type[Any]:
-    """The sampler that is seeded for every token, sends both log-probs where they are asked, and
-    the adapter that a token was computed under."""
-    base: Any = vllm_core.sampler_class()
-
-    class ServerSampler(base):  # type: ignore[misc]
-        """See `core`; what a request asks for decides, nobody stands beside this process."""
-
-        chosen: Any = None
-        """Log-probs of the last step's tokens in what they were drawn from, if it was asked."""
-
-        def forward(self, logits: Any, sampling_metadata: Any, *rest: Any, **named: Any) -> Any:
-            """See vLLM's."""
-            self.ask((sampling_metadata.max_num_logprobs or 0) >= BOTH)
-            self.chosen = None
-            output = super().forward(logits, sampling_metadata, *rest, **named)
-            told = output.logprobs_tensors
-            if self.chosen is not None:
-                told.logprob_token_ids[:, 1] = SAMPLED_FROM
-                told.logprob_token_ids[:, 2:] = NO_TOKEN  # else the token again, of another rank
-                told.logprobs[:, 1] = self.chosen
-            if told is not None and self._runner.lora_config is not None:
-                batch = self._runner.input_batch
-                under = torch.from_numpy(batch.request_lora_mapping[: batch.num_reqs])
-                told.selected_token_ranks.copy_(under)
-            return output
-
-        def note(self, chosen: Any) -> None:
-            """Keep them where they are, on the device."""
-            self.chosen = chosen
-
-    return ServerSampler
 
 
 class Extension:
@@ -102,13 +65,13 @@ class Extension:
             return {"error": "its model runner has no sampler of vLLM's first kind"}
         if config.scheduler_config.async_scheduling:
             return {"error": "it schedules ahead of its samples (async_scheduling)"}
-        if type(self.weight_transfer_engine).__name__ != vllm_weights.HELD_NAME:
-            return {"error": f"its weight transfer is not {vllm_weights.HELD_BACKEND!r}"}
+        if type(self.weight_transfer_engine).__name__ != vllm_weights.ENGINE_NAME:
+            return {"error": f"its weight transfer is not {vllm_weights.BACKEND!r}"}
         lacking = _lacks_for_adapters(config)
         if lacking:
             return {"error": lacking}
         ids = msgspec.json.decode(unassigned, type=list[int])
-        self.model_runner.sampler = sampler_class()(self.model_runner, ids)
+        self.model_runner.sampler = ServerSampler(self.model_runner, ids)
         _make_intermediate_tensors(self.model_runner)
         if routes and config.parallel_config.pipeline_parallel_size > 1:
             return {"error": "no process of it knows all experts of a token (pipeline_parallel)"}

@@ -13,15 +13,13 @@ it saves prefills only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 
-from dora_pipe.producers.engines.port import Array, Kv
-from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, CacheFacts
+from dora_pipe.producers.engines.port import Array
+from dora_pipe.producers.engines.vllm.kv_files import CacheFacts
 
 CONNECTORS: Final = "dora_pipe.producers.engines.vllm.plugins"
 
@@ -32,13 +30,13 @@ _STORED: Final = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<
 """Types of a KV cache, and of the arrays of it; numpy has no bfloat16, its bits are moved."""
 
 
-def arguments(connector: str = "Connector") -> dict[str, Any]:
-    """What vLLM is told so that it takes KV caches, by one of the connectors of `plugins`. One that
-    cannot be had any more when it is needed is computed."""
+def arguments() -> dict[str, Any]:
+    """Options of vLLM by which it takes KV caches, through the connector of `plugins`. It computes
+    a cache that is gone when it is needed."""
     from vllm.config import KVTransferConfig
 
     config = KVTransferConfig(
-        kv_connector=connector,
+        kv_connector="ServerConnector",
         kv_connector_module_path=CONNECTORS,
         kv_role="kv_consumer",
         kv_load_failure_policy="recompute",
@@ -50,7 +48,7 @@ class RankCache:
     """The KV cache of one process of vLLM, which has some of the heads of every layer; made in
     vLLM's worker.
 
-    Example: ``array = cache.read(blocks, 41)`` between two steps.
+    Example: ``cache.read_into(blocks, array)`` between two steps.
     """
 
     def __init__(self, runner: Any, version: str) -> None:
@@ -71,13 +69,6 @@ class RankCache:
                 heads=heads,
                 width=width,
             )
-
-    def read(self, blocks: Sequence[int], tokens: int) -> Array:
-        """A copy of the positions [0, tokens) of a request from its blocks, of all heads, where
-        this process has them all."""
-        array = np.empty(self.facts.shape(tokens), self.facts.dtype)
-        self.read_into(blocks, array)
-        return array
 
     def read_into(self, blocks: Sequence[int], array: Array) -> None:
         """Copy as many positions as the array has, [layers, 2, tokens, kv_heads, head_dim], to the
@@ -112,58 +103,6 @@ class RankCache:
         if any(tuple(one.shape) != shape or one.dtype not in _STORED for one in caches):
             return None
         return learned_places(next(iter(self._layers.values())))
-
-
-class Caches:
-    """The KV cache of an engine in this process, by stay. `facts` have no layout where no cache can
-    leave or arrive. Example: ``caches.copied("r/1", 41, digest)`` between two steps.
-    """
-
-    def __init__(self, core: Any, version: str) -> None:
-        def made(worker: Any) -> RankCache:
-            return RankCache(worker.model_runner, version)
-
-        self._scheduler = core.engine_core.engine_core.scheduler
-        self._connector = self._scheduler.connector
-        self._worker_half = _detached()
-        (cache,) = core.collective_rpc(made)
-        self._cache: RankCache = cache
-        self.facts: CacheFacts = self._cache.facts
-
-    def offer(self, stay: str, kv: Kv) -> None:
-        """A stay that vLLM gets next begins with this cache."""
-        self._connector.offer(stay, kv.arrays[KV_ARRAY])
-
-    def copied(self, stay: str, tokens: int, weights: str) -> Kv | None:
-        """A copy of the first so many positions of a stay, made by these weights; None where vLLM
-        does not have just these."""
-        array: Array | None = self._connector.offered.get(stay)
-        if array is None:
-            request = self._scheduler.requests.get(stay)
-            held = 0 if request is None else request.num_computed_tokens
-            if not self.facts.layout or not held or held != tokens:
-                return None
-            (blocks,) = self._scheduler.kv_cache_manager.get_block_ids(stay)
-            array = self._cache.read(blocks, tokens)
-        return self.facts.kv(array, weights)
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """A step, in which vLLM may write caches that were offered.
-
-        vLLM has one place per process for the worker's half of a connector. It is empty but here,
-        so that engines of a process do not use each other's, and other steps pay nothing.
-        """
-        if not self._connector.offered:
-            yield
-            return
-        from vllm.distributed.kv_transfer import kv_transfer_state
-
-        kv_transfer_state._KV_CONNECTOR_AGENT = self._worker_half
-        try:
-            yield
-        finally:
-            kv_transfer_state._KV_CONNECTOR_AGENT = None
 
 
 def own_heads(heads: int) -> slice:
@@ -224,11 +163,3 @@ def _with_cache(layers: Mapping[str, Any]) -> dict[str, Any]:
     """The layers that have a KV cache, in the order of the model."""
     held = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
     return {name: layers[name] for name, cache in held.items() if isinstance(cache, torch.Tensor)}
-
-
-def _detached() -> Any:
-    """The worker's half of the connector that vLLM has just made, taken out of its place."""
-    from vllm.distributed.kv_transfer import kv_transfer_state
-
-    half, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, None
-    return half

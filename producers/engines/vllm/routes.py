@@ -1,10 +1,10 @@
-"""Through which experts vLLM sends tokens; decides which of them are whose.
+"""The experts through which vLLM sends tokens, by request.
 
 vLLM's routers hand what they choose to a capturer of its own, which has a place for each token of a
-step. From there vLLM's own way to the caller (`enable_return_routed_experts`) begins in a model
-runner that has another sampler than the one that `core` stands on. So the places are read here
-after every step, and dealt to the rows of the batch in its order. Of a server, which runs ahead of
-who reads its tokens, they are kept until they are asked for.
+step. vLLM's own way to the caller (`enable_return_routed_experts`) begins in a model runner that
+has another sampler than ours. So the places are read here after every step, and dealt to the rows
+of the batch in its order. A server runs ahead of the worker that reads its tokens: they are kept
+until the worker asks for them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ KEPT_PER_SLOT: Final = 16
 a slot; the others are bounded by who forgets to say that they are gone."""
 
 
-class StepRoutes:
-    """The experts of the last step, by stay; made in vLLM's worker.
+class KeptRoutes:
+    """The experts of a server's requests, by the names that these give (`wire.ROUTES_AS`); made in
+    vLLM's worker.
 
-    Example: ``first, routes = step.found["r/1"]`` is of the positions from `first` on.
+    Example: ``kept.part("3f-1", 40, 48)`` is of the tokens 40 to 47.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -45,12 +46,15 @@ class StepRoutes:
                 "sampling.routes: vLLM's compiled graphs do not say which experts tokens go by",
                 hint="workers.vllm.eager = true",
             )
-        most = config.scheduler_config.max_num_batched_tokens
+        scheduler = config.scheduler_config
         self._runner = runner
-        self._capturer = RoutedExpertsCapturer(most, config)
+        self._capturer = RoutedExpertsCapturer(scheduler.max_num_batched_tokens, config)
         self._experts = int(config.model_config.get_num_experts())
         self._layers = sorted(one.layer_id for one in model.modules() if isinstance(one, MoERunner))
-        self.found: dict[str, tuple[int, Routes]] = {}
+        self._most = KEPT_PER_SLOT * int(scheduler.max_num_seqs)
+        self._kept: OrderedDict[str, GrowingRoutes | None] = OrderedDict()
+        """None: nobody wants them any more, though vLLM may still compute some. The one that grew
+        longest ago first."""
         try:
             bind_routed_experts_capturer(model, self._capturer)
         except ValueError as error:
@@ -63,30 +67,13 @@ class StepRoutes:
         ends = self._runner.query_start_loc.np[: rows + 1].tolist()
         chosen = self._capturer.snapshot_routing_data(ends[-1]).cpu().numpy()[:, self._layers]
         firsts = batch.num_computed_tokens_cpu[:rows].tolist()
-        self.found = {
-            stay: (firsts[row], Routes.of(chosen[ends[row] : ends[row + 1]], self._experts))
-            for row, stay in enumerate(batch.req_ids)
-        }
-
-
-class KeptRoutes(StepRoutes):
-    """The experts of a server's requests, by the names that these give (`wire.ROUTES_AS`)."""
-
-    def __init__(self, runner: Any) -> None:
-        super().__init__(runner)
-        self._most = KEPT_PER_SLOT * int(runner.vllm_config.scheduler_config.max_num_seqs)
-        self._kept: OrderedDict[str, GrowingRoutes | None] = OrderedDict()
-        """None: nobody wants them any more, though vLLM may still compute some. The one that grew
-        longest ago first."""
-
-    def note(self) -> None:
-        super().note()
-        for one, (first, routes) in self.found.items():
-            told = self._runner.requests[one].sampling_params.extra_args or {}
+        for row, request in enumerate(batch.req_ids):
+            told = self._runner.requests[request].sampling_params.extra_args or {}
             name = str(told.get(ROUTES_AS, ""))
             growing = self._kept.setdefault(name, GrowingRoutes()) if name else None
             if growing is not None:
-                growing.note(first, routes)
+                routes = Routes.of(chosen[ends[row] : ends[row + 1]], self._experts)
+                growing.note(firsts[row], routes)
                 self._kept.move_to_end(name)
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
@@ -100,15 +87,3 @@ class KeptRoutes(StepRoutes):
         """Nobody wants them."""
         self._kept[name] = None
         self._kept.move_to_end(name)
-
-
-def install(core: Any, sampler: Any) -> StepRoutes:
-    """Have vLLM's routers heard; what is heard is noted whenever the sampler has drawn."""
-
-    def made(worker: Any) -> StepRoutes:
-        return StepRoutes(worker.model_runner)
-
-    (step,) = core.collective_rpc(made)
-    sampler.heard = step
-    found: StepRoutes = step
-    return found

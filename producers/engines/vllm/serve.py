@@ -1,4 +1,4 @@
-"""Starts vLLM's OpenAI-compatible server as the vllm-server engine needs it; decides its settings.
+"""Starts vLLM's OpenAI-compatible server as the vllm engine needs it; decides its settings.
 
     VLLM_API_KEY=... python -m dora_pipe.producers.engines.vllm.serve MODEL --slots 64 \\
         --context-tokens 1024 --port 8000
@@ -100,7 +100,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dora_pipe.producers.engines.vllm.serve",
-        description="vLLM for a vllm-server worker",
+        description="vLLM for a vllm worker",
     )
     parser.add_argument("model", type=Path, help="a model directory; its weights are not read")
     parser.add_argument("--slots", type=int, required=True)
@@ -175,7 +175,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         asked.model, settings, slots=asked.slots, context_tokens=asked.context_tokens
     )
     from dora_pipe.producers.engines.vllm import kv as vllm_kv
-    from dora_pipe.producers.engines.vllm.weights import HELD_BACKEND
+    from dora_pipe.producers.engines.vllm.weights import BACKEND
 
     device = vllm_core.device_name()
     vllm_lora.check_kernels(asked.lora_rank, device, asked.dtype)
@@ -183,14 +183,14 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     ours = {
         **engine,
         **adapters,
-        **(vllm_kv.arguments("ServerConnector") if asked.pipeline_parallel == 1 else {}),
+        **(vllm_kv.arguments() if asked.pipeline_parallel == 1 else {}),
         "tokens_only": True,
         "generation_config": "vllm",
         "served_model_name": ["policy"],
         "stream_interval": STREAM_TOKENS,
         "enable_prompt_tokens_details": True,  # how many were found in its prefix cache
         "worker_extension_cls": "dora_pipe.producers.engines.vllm.extension.Extension",
-        "weight_transfer_config": WeightTransferConfig(backend=HELD_BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "middleware": [f"{__spec__.name if __spec__ else __name__}.Guard"],
         "host": asked.host,
         "disable_log_stats": True,

@@ -1,10 +1,11 @@
-"""vLLM as a server behind the engine port; decides which streams are open, and trusts no answer.
+"""The vLLM engine: a server behind the engine port. It trusts no answer of the server.
 
 Theory of operation. A request in its slot is a stream of POST /inference/v1/generate: token ids
 go in, ids with log-probs come out. The server runs on by itself; a `step` here takes one token of
 every stream that has one, and waits a bounded while for those that have none, so that rows advance
 together as they do in any engine. Tokens that nobody has taken do not exist: when a request is let
-go or its weights change, they are dropped, and drawn again from the same seed and position.
+go or its weights change, they are dropped, and drawn again from the same seed and position. A
+request's time in vLLM is a stay: it has several when weights change.
 
 Weights. The server reads, digests and compares a file first (`dora_read`), which can refuse. Then
 all that runs is aborted (/pause), vLLM's interface loads what was read under a label of version and
@@ -19,8 +20,8 @@ Experts. With `routes` the server's worker keeps through which experts the token
 (`routes`), until it is told that nobody wants them: they are asked for with what goes out.
 
 Adapters. With `lora_rank`, versions are adapters on one base, several of them in the server
-(`lora`, `client`); a stream names the one of its version, and every token comes with
-the adapter that it was computed under: another one is an InvariantBroken, too.
+(`versions`); a stream names the one of its version, and every token comes with the adapter that it
+was computed under: another one is an InvariantBroken, too.
 
 Death. A server that ends, or breaks a connection, or is silent and not healthy, is a ResourceError
 out of the call that notices: the worker ends, and what it ran is placed again as any dead worker's.
@@ -28,43 +29,48 @@ out of the call that notices: the worker ends, and what it ran is placed again a
 
 from __future__ import annotations
 
+import logging
 import selectors
 import uuid
-from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ResourceError
-from dora_pipe.producers.engines.base import check_sizes
+from dora_pipe.producers.engines.base import EngineBase, check_sizes
 from dora_pipe.producers.engines.port import (
+    COUNTER_SAMPLING,
+    INTERRUPTIBLE,
     KV_EXPORT,
+    LORA,
     ROUTES,
+    SLEEP,
+    UNASSIGNED_LEFT_OUT,
     EngineEvent,
     EngineRequest,
     Exported,
+    SamplingParams,
     StopReason,
     TokensSampled,
 )
-from dora_pipe.producers.engines.requests import Decode
+from dora_pipe.producers.engines.requests import Decode, stop_text
 from dora_pipe.producers.engines.vllm import wire
-from dora_pipe.producers.engines.vllm.base import REASONS, VllmEngineBase, VllmRequest
 from dora_pipe.producers.engines.vllm.client import (
     SHARED,
-    RemoteHost,
     VllmServerClient,
     check_room,
     check_sleep,
 )
-from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, KV_TAG, WEIGHTS_TAG, VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address, HttpStream
 from dora_pipe.producers.engines.vllm.kv_files import array_of
 from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCaches
-from dora_pipe.producers.engines.vllm.lora import LoraVersions
 from dora_pipe.producers.engines.vllm.process import ServerProcess
+from dora_pipe.producers.engines.vllm.rows import Stream, VllmRequest
+from dora_pipe.producers.engines.vllm.versions import LoraVersions
 from dora_pipe.producers.engines.vllm.wire import quoted
 from dora_pipe.store.vocabulary import unassigned_ids
 
@@ -83,42 +89,30 @@ GONE_MAX: Final = 64
 """Stays that are over are told with the next question for experts, or when there are so many."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Stream:
-    """A row's time in the server, from its request to the last chunk of its answer."""
+REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
+"""vLLM's finish reasons that are ends of a request here; any other is an error."""
 
-    row: VllmRequest
-    http: HttpStream
-    tokens: deque[wire.Token] = field(default_factory=deque)
-    """Received and not taken by a step; at most what its request may sample."""
-    reason: str = ""
-    """vLLM's finish reason, once it has come; what the prompt took comes right behind it."""
-    finish: str = ""
-    """The same when nothing more is to come."""
-    trouble: str = ""
-    """What the server said instead of tokens."""
-    heard: bool = False
-    """A word of it has come: it is in vLLM's engine core."""
-    late: bool = False
-    """A step waited for it in vain."""
+NO_ALLOCATOR: Final = (
+    "vLLM has no allocator there that could let go of memory; an elastic worker sleeps, holds no"
+    " request and no version, and keeps its memory"
+)
 
-    @property
-    def ready(self) -> bool:
-        """Whether a step has something to take: the last token comes with the end."""
-        last = bool(self.reason) and not self.finish
-        return len(self.tokens) > last or bool(self.finish)
+MIN_P_AND_TOP_P: Final = "vLLM applies min_p before top_p, which gives another distribution"
+
+LOG = logging.getLogger(__name__)
 
 
-class VllmServerEngine(VllmEngineBase):
+class VllmEngine(EngineBase[VllmRequest]):
     """See the module. It has random weights: `load` some.
 
     Example::
 
-        engine = VllmServerEngine(Path("model"), slots=64, context_tokens=1024)
+        engine = VllmEngine(Path("model"), slots=64, context_tokens=1024)
         engine.load(Path("weights.safetensors"), version=3, digest=digest)
     """
 
-    name = "vllm-server"
+    name = "vllm"
+    _versions: LoraVersions
 
     def __init__(
         self,
@@ -150,41 +144,75 @@ class VllmServerEngine(VllmEngineBase):
             process = ServerProcess.start(model_dir, settings, **sizes, **adapters)
             address = process.address
         self._server = VllmServerClient(address, process)
-        self._selector = selectors.DefaultSelector()
-        self._streams: dict[str, Stream] = {}
-        """By request, those of the rows."""
-        self._prefix = uuid.uuid4().hex[:12]
-        self._heard_ns = 0
-        self._gone: list[str] = []  # stays that are over, whose experts the server keeps
         with ExitStack() as undo:
             undo.callback(self._server.close, [])
             self._facts = facts = self._server.open(routes=routes, unassigned=ids)
             check_room(facts, slots, context_tokens, lora_rank, versions_resident)
             check_sleep(facts, settings)
-            self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
-            self._host = RemoteHost(self._server, rank=lora_rank) if lora_rank else None
             super().__init__(
                 slots=slots,
                 context_tokens=context_tokens,
-                vocabulary=facts.vocabulary,
+                versions=LoraVersions(self._server, rank=lora_rank, most=versions_resident),
                 decode=decode,
                 clock=clock,
-                versions=LoraVersions(self._host, most=versions_resident),
-                settings=settings,
-                unassigned=bool(ids),
             )
+            self._begin(settings)
             self._caches = RemoteCaches(self._server)
             undo.callback(self._caches.close)
             self._layout = self._caches.facts.layout
-            more = {KV_EXPORT: bool(self._layout), ROUTES: routes}
-            self.declares |= {name for name, given in more.items() if given}
+            given = {
+                LORA if lora_rank else INTERRUPTIBLE: True,
+                UNASSIGNED_LEFT_OUT: bool(ids),
+                SLEEP: settings.sleep,
+                KV_EXPORT: bool(self._layout),
+                ROUTES: routes,
+            }
+            self.declares = frozenset({COUNTER_SAMPLING, *(one for one in given if given[one])})
             self._warm_up(self._server.label())
             undo.pop_all()
+
+    def _begin(self, settings: VllmSettings) -> None:
+        facts = self._facts
+        self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
+        self._vocabulary, self._prefix_cache = facts.vocabulary, settings.prefix_cache
+        self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
+        self._selector = selectors.DefaultSelector()
+        self._streams: dict[str, Stream] = {}
+        """By request, those of the rows."""
+        self._prefix = uuid.uuid4().hex[:12]
+        self._stays, self._heard_ns = 0, 0
+        self._gone: list[str] = []  # stays that are over, whose experts the server keeps
+        self._label = ""
+        """vLLM's name of the weights that are loaded; empty before, and while they change."""
+        self._asleep = False
+        if settings.sleep and self.device == "cpu":
+            LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
 
     @property
     def kv_tokens(self) -> int:
         """See the port."""
         return min(self._facts.kv_tokens, self.slots * self.context_tokens)
+
+    def add(self, request: EngineRequest) -> None:
+        """See the port."""
+        self._check(request)
+        if request.params.min_p and request.params.top_p < 1:
+            raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
+        stops = stop_text(request, self._decode)
+        row = VllmRequest(request=replace(request, kv=None), stops=stops, kv=request.kv)
+        self._go_on(row)
+        self._rows[request.request] = row
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """See the port; blocks that vLLM shares between requests count once, and what a server is
+        ahead of the steps does not count."""
+        size, shared, own = self._block, set[int](), 0
+        for row in self._rows.values():
+            blocks = row.blocks[: row.cached // size]
+            shared.update(blocks)
+            own += row.cached - size * len(blocks)
+        return own + size * len(shared)
 
     def kv_error(self, request: EngineRequest) -> str | None:
         """See the port."""
@@ -208,8 +236,7 @@ class VllmServerEngine(VllmEngineBase):
 
     def step(self) -> list[EngineEvent]:
         """See the port; a row that waits for the server has its token in a later one."""
-        if self._host is not None:
-            self._host.settle()
+        self._versions.listen()
         if not self._rows:
             return []
         self._gather()
@@ -231,8 +258,7 @@ class VllmServerEngine(VllmEngineBase):
         """End the server if it was started for this engine, else its requests."""
         stays = [self._leave(row) for row in list(self._rows.values())]
         self._selector.close()
-        if self._host is not None:
-            self._host.close()
+        self._versions.close()
         self._server.close(stays)
         self._caches.close()
 
@@ -301,8 +327,11 @@ class VllmServerEngine(VllmEngineBase):
         """Take a row's next token; why the row ends with it."""
         stream.late, reason = False, None
         if stream.tokens:
-            one = stream.tokens.popleft()
-            reason = self._extend(stream.row, [one.token], [one.logprob], [one.sampler_logprob])
+            one, row = stream.tokens.popleft(), stream.row
+            if not row.tokens:
+                row.first_ns = self._clock.wall_ns()
+            reason = row.extend([one.token], [one.logprob], [one.sampler_logprob])
+            row.cached = row.length - 1
         if reason is None and not stream.tokens and stream.finish:
             reason = REASONS.get(stream.finish, "error")
         return reason
@@ -338,7 +367,7 @@ class VllmServerEngine(VllmEngineBase):
         """Raise InvariantBroken unless each was computed under the adapter that was asked for."""
         wanted = stream.row.adapter
         odd = next((one.under for one in tokens if one.under != wanted), wanted)
-        if self._host is not None and odd != wanted:
+        if self._versions.adapters and odd != wanted:
             raise InvariantBroken(
                 f"{stream.row.request.request}: vLLM sampled under adapter {odd}, asked for was"
                 f" {wanted}"
@@ -412,9 +441,9 @@ class VllmServerEngine(VllmEngineBase):
 
     def _part(self, stream: Stream) -> None:
         """Take no more of a stream."""
-        if self._host is not None and not stream.heard and stream.http.fileno() >= 0:
+        if self._versions.adapters and not stream.heard and stream.http.fileno() >= 0:
             self._selector.unregister(stream.http)
-            self._host.keep(stream.row.stay, stream.row.adapter, stream.http)
+            self._versions.keep(stream.row.stay, stream.row.adapter, stream.http)
         else:
             self._close(stream.http)
 
@@ -423,14 +452,61 @@ class VllmServerEngine(VllmEngineBase):
             self._selector.unregister(http)
             http.close()
 
-    def _fall_asleep(self) -> None:
-        self._server.sleep()
-
-    def _wake(self, tag: str) -> None:
-        self._server.wake(tag)
-
     def _read(self, weights: Path, version: int, digest: str) -> None:
         self._server.read(weights, version=version, digest=digest)
 
-    def _transfer(self, held: None, digest: str, label: str) -> None:
+    def _replace(self, held: None, version: int, digest: str) -> None:
+        label, self._label = f"{version}:{digest[:16]}", ""
+        # What breaks in there leaves one that takes no request.
+        if self._asleep:
+            self._server.wake(WEIGHTS_TAG)
         self._server.replace(digest, label)
+        if self._asleep:  # not before the weights: a GPU need not hold both and what they come by
+            self._server.wake(KV_TAG)
+        self._label, self._asleep = label, False
+
+    def _release_memory(self) -> None:
+        if SLEEP not in self.declares:
+            super()._release_memory()
+        self._label = ""
+        if self.device != "cpu":
+            self._server.sleep()
+            self._asleep = True
+
+    def _salt(self, adapter: str) -> str:
+        """What vLLM keeps prefixes apart by: weights, and the name of an adapter if there is one.
+
+        Beside emptying its cache, so that blocks of other weights are not even looked up.
+        """
+        return f"{self._label}+{adapter}" if adapter else self._label
+
+    def _has_weights(self) -> bool:
+        return bool(self._label)
+
+    def _share(self, row: VllmRequest, salt: str) -> None:
+        """Note which blocks of a row's prompt vLLM shares with others of this salt."""
+        size, known = self._block, hash(salt)
+        ids, row.blocks = row.sequence, []
+        if self._prefix_cache and not row.unrouted:
+            for end in range(size, len(ids), size):  # The last token is computed in any case.
+                known = hash((known, *ids[end - size : end]))
+                row.blocks.append(known)
+
+    def _tokens_left(self, row: VllmRequest) -> int:
+        """How many tokens the row may still sample."""
+        left = row.request.params.max_tokens - row.request.sampled - len(row.tokens)
+        return min(left, self.context_tokens - row.length)
+
+    def _warm_up(self, label: str) -> None:
+        """Sample with the random weights of this label: vLLM's first steps take seconds, which here
+        nobody waits for, while a worker that has joined would be silent for longer than its lease.
+        """
+        if self.context_tokens == 1:
+            return
+        self._label = label
+        warm = SamplingParams(max_tokens=2, temperature=0.7)
+        with self._versions.without():
+            self.add(EngineRequest(request="warm", token_ids=[0], sampled=0, seed=0, params=warm))
+            while self._rows:
+                self.step()
+        self._label = ""

@@ -11,7 +11,7 @@ to be: vLLM alone would round on the CPU and copy piece by piece out of pageable
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,31 +23,25 @@ from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import stored, untied
 
 BACKEND: Final = "dora-pipe"
-"""Takes tensors of this process."""
+"""Takes tensors that vLLM's worker process has read, as the worker asks for over HTTP."""
 
-HELD_BACKEND: Final = "dora-pipe-held"
-"""Takes tensors that were read by vLLM's own worker process, which a server asks for over HTTP."""
-
-HELD_NAME: Final = "Held"
-"""The class behind it."""
+ENGINE_NAME: Final = "Held"
+"""The class of that backend."""
 
 Tensors = OpenWeights | Mapping[str, torch.Tensor]
 """What is loaded, by the names of the file."""
 
 
 def register() -> None:
-    """Make the transfer engines known to vLLM, once per process. Needs vLLM."""
+    """Make the transfer engine known to vLLM, once per process. Needs vLLM."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if BACKEND in WeightTransferEngineFactory._registry:
-        return
-    local = _local_class()
-    WeightTransferEngineFactory.register_engine(BACKEND, local)
-    WeightTransferEngineFactory.register_engine(HELD_BACKEND, _held_class(local))
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
 
 
-def _local_class() -> type[Any]:
-    """The transfer engine that takes tensors of this process."""
+def _engine_class() -> type[Any]:
+    """The transfer engine, which takes what its worker has read before."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -63,13 +57,18 @@ def _local_class() -> type[Any]:
         pass
 
     @dataclass
-    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-        tensors: Tensors = field(default_factory=dict)
+    class Digest(WeightTransferUpdateInfo):  # type: ignore[misc]
+        digest: str = ""
 
-    class Local(WeightTransferEngine):  # type: ignore[misc]
-        """Takes tensors of this process."""
+    class Held(WeightTransferEngine):  # type: ignore[misc]
+        """Takes the tensors that `hold` was given, if their digest is the one that is asked for."""
 
-        init_info_cls, update_info_cls = Init, Update
+        init_info_cls, update_info_cls = Init, Digest
+        held: tuple[str, Tensors] = ("", {})
+
+        def hold(self, digest: str, tensors: Tensors) -> None:
+            """Keep tensors until the next update, or the next tensors."""
+            self.held = (digest, tensors)
 
         def init_transfer_engine(self, init_info: Any) -> None:
             """There is nobody to meet."""
@@ -83,9 +82,13 @@ def _local_class() -> type[Any]:
             self.receive_weights(self.parse_update_info(update_info))
 
         def receive_weights(self, update_info: Any) -> None:
-            self.model.load_weights(on_device(update_info.tensors, self.device))
+            digest, tensors = self.held
+            if digest != update_info.digest:
+                raise ValueError(f"held are the weights {digest!r}")
+            self.model.load_weights(on_device(tensors, self.device))
 
         def finish_weight_update(self) -> None:
+            self.held = ("", {})
             finalize_layerwise_reload(self.model, self.model_config)
             pack_tied(self.model)
             if self.device.type != "cpu":  # the time of a load is that until it is there
@@ -94,7 +97,8 @@ def _local_class() -> type[Any]:
         def shutdown(self) -> None:
             """Nothing is held."""
 
-    return Local
+    assert Held.__name__ == ENGINE_NAME
+    return Held
 
 
 def on_device(tensors: Tensors, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -138,55 +142,6 @@ def pack_tied(model: Any) -> None:
     for modules in sharing.values():
         for module in modules if len(modules) > 1 else ():
             module.quant_method.process_weights_after_loading(module)
-
-
-def _held_class(local: Any) -> type[Any]:
-    """The transfer engine of a server: it takes what its worker was told to read before."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateInfo
-
-    @dataclass
-    class Digest(WeightTransferUpdateInfo):  # type: ignore[misc]
-        digest: str = ""
-
-    class Held(local):  # type: ignore[misc]
-        """Takes the tensors that `hold` was given, if their digest is the one that is asked for."""
-
-        update_info_cls = Digest
-        held: tuple[str, Tensors] = ("", {})
-
-        def hold(self, digest: str, tensors: Tensors) -> None:
-            """Keep tensors until the next update, or the next tensors."""
-            self.held = (digest, tensors)
-
-        def receive_weights(self, update_info: Any) -> None:
-            digest, tensors = self.held
-            if digest != update_info.digest:
-                raise ValueError(f"held are the weights {digest!r}")
-            self.model.load_weights(on_device(tensors, self.device))
-
-        def finish_weight_update(self) -> None:
-            self.held = ("", {})
-            super().finish_weight_update()
-
-    assert Held.__name__ == HELD_NAME
-    return Held
-
-
-def transfer(core: Any, tensors: Tensors, label: str) -> None:
-    """Replace vLLM's weights and its label of them; what its prefix cache knew is forgotten.
-
-    Raises PolicyError where vLLM cannot load them; what a device says against it is left as it is.
-    """
-    with torch.no_grad():
-        core.collective_rpc("start_weight_update")
-        try:
-            core.collective_rpc("update_weights", kwargs={"update_info": {"tensors": tensors}})
-        except (KeyError, ValueError, AssertionError) as error:
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise PolicyError(f"vLLM cannot load these weights: {said}") from error
-        core.collective_rpc("finish_weight_update")
-    core.set_weight_version(label)
-    assert core.reset_prefix_cache(), "requests are running while weights change"
 
 
 def expected_tensors(

@@ -17,7 +17,7 @@ from dora_pipe.producers.engines.vllm import serve as vllm_serve
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address, call
 from dora_pipe.producers.engines.vllm.process import ServerProcess
-from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.producers.engines.vllm.server import VllmEngine
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def test_killed_server_is_named_by_what_ended_it(server: ServerProcess) -> None:
 
 
 def test_engine_tells_how_its_server_ended(tmp_path: Path) -> None:
-    engine = VllmServerEngine(tmp_path, slots=3, context_tokens=64)
+    engine = VllmEngine(tmp_path, slots=3, context_tokens=64)
     process = engine._server._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)

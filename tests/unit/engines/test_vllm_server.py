@@ -1,4 +1,4 @@
-"""The vllm-server engine against a server without a model: the contract, and what goes wrong."""
+"""The vllm engine against a server without a model: the contract, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.engines.vllm import server as vllm_server
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
-from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.schemas.routes import Routes
 from tests.support.engine_contract import Decode, Result, Subject, byte_decode, request, run, take
 from tests.support.engine_moves import CHECKS
@@ -43,15 +43,15 @@ def server() -> Iterator[FakeVllm]:
 @pytest.fixture
 def subject(server: FakeVllm, tmp_path: Path) -> Iterator[Subject]:
     """The engine of the fake server; a policy is a file that holds its own digest."""
-    opened: list[VllmServerEngine] = []
+    opened: list[VllmEngine] = []
     for name in "ab":
         (tmp_path / name).write_text(name * 64)
     first, second = ((tmp_path / name, name * 64) for name in "ab")
 
     def open_engine(
         *, slots: int, context_tokens: int = 256, decode: Decode | None = None
-    ) -> VllmServerEngine:
-        engine = VllmServerEngine(
+    ) -> VllmEngine:
+        engine = VllmEngine(
             tmp_path,
             slots=slots,
             context_tokens=context_tokens,
@@ -71,13 +71,13 @@ def subject(server: FakeVllm, tmp_path: Path) -> Iterator[Subject]:
         engine.close()
 
 
-def _open(subject: Subject, slots: int = 4) -> VllmServerEngine:
+def _open(subject: Subject, slots: int = 4) -> VllmEngine:
     engine = subject.open(slots=slots)
-    assert isinstance(engine, VllmServerEngine)
+    assert isinstance(engine, VllmEngine)
     return engine
 
 
-def _until(engine: VllmServerEngine, name: str) -> RequestFinished:
+def _until(engine: VllmEngine, name: str) -> RequestFinished:
     """Steps until a request has ended."""
     for _ in range(1000):
         for event in engine.step():
@@ -150,7 +150,7 @@ def test_experts_are_asked_for_with_what_goes_out_and_forgotten_with_the_stay(
 ) -> None:
     (tmp_path / "a").write_text("a" * 64)
     address = Address.of(server.url, server.key)
-    engine = VllmServerEngine(tmp_path, slots=4, context_tokens=64, address=address, routes=True)
+    engine = VllmEngine(tmp_path, slots=4, context_tokens=64, address=address, routes=True)
     engine.load(tmp_path / "a", version=0, digest="a" * 64)
     asked = replace(request("r", [5, 6, 7], max_tokens=9, routes=True), emit_every=4)
     known = replace(asked, request="k", routed=3)
@@ -372,7 +372,7 @@ def test_silence_of_a_server_that_is_not_well_is_an_error(
 @pytest.mark.parametrize("key", ["guessed", ""])
 def test_another_key_is_refused_in_one_line(server: FakeVllm, tmp_path: Path, key: str) -> None:
     with pytest.raises(ResourceError, match="401") as raised:
-        VllmServerEngine(tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, key))
+        VllmEngine(tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, key))
     assert raised.value.hint is not None and "key" in raised.value.hint
     assert "guessed" not in str(raised.value)
 
@@ -380,11 +380,11 @@ def test_another_key_is_refused_in_one_line(server: FakeVllm, tmp_path: Path, ke
 def test_server_that_is_too_small_is_refused(server: FakeVllm, tmp_path: Path) -> None:
     address = Address.of(server.url, server.key)
     with pytest.raises(ConfigError, match="64 slots and contexts of 256"):
-        VllmServerEngine(tmp_path, slots=65, context_tokens=64, address=address)
+        VllmEngine(tmp_path, slots=65, context_tokens=64, address=address)
 
 
 def test_server_without_the_extension_says_what_it_lacks(server: FakeVllm, tmp_path: Path) -> None:
     server.facts = {"error": "its weight transfer is not 'dora-pipe-held'"}
     address = Address.of(server.url, server.key)
     with pytest.raises(PolicyError, match="weight transfer"):
-        VllmServerEngine(tmp_path, slots=1, context_tokens=64, address=address)
+        VllmEngine(tmp_path, slots=1, context_tokens=64, address=address)

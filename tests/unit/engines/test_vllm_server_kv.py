@@ -14,14 +14,14 @@ from dora_pipe.producers.engines.port import KV_EXPORT, EngineRequest, Exported,
 from dora_pipe.producers.engines.vllm import kv_remote
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.kv_files import MARK, CacheFacts
-from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.producers.engines.vllm.server import VllmEngine
 from tests.support.engine_contract import request
 from tests.support.fake_vllm_server import FakeVllm
 
 HELD_SEED = 3
 """Its stream goes on after eleven tokens only when it is told to."""
 
-Open = Callable[[], VllmServerEngine]
+Open = Callable[[], VllmEngine]
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def server() -> Iterator[FakeVllm]:
 def opens(server: FakeVllm, tmp_path: Path) -> Iterator[Open]:
     """Opens engines of the server, with weights."""
     (tmp_path / "a").write_text("a" * 64)
-    opened: list[VllmServerEngine] = []
+    opened: list[VllmEngine] = []
 
-    def open_engine() -> VllmServerEngine:
+    def open_engine() -> VllmEngine:
         address = Address.of(server.url, server.key)
-        opened.append(VllmServerEngine(tmp_path, slots=4, context_tokens=256, address=address))
+        opened.append(VllmEngine(tmp_path, slots=4, context_tokens=256, address=address))
         opened[-1].load(tmp_path / "a", version=0, digest="a" * 64)
         return opened[-1]
 
@@ -50,11 +50,11 @@ def opens(server: FakeVllm, tmp_path: Path) -> Iterator[Open]:
         engine.close()
 
 
-def files(engine: VllmServerEngine) -> set[str]:
+def files(engine: VllmEngine) -> set[str]:
     return {one.name for one in engine._caches._folder.path.iterdir()} - {MARK}
 
 
-def running(engine: VllmServerEngine, name: str = "r") -> EngineRequest:
+def running(engine: VllmEngine, name: str = "r") -> EngineRequest:
     """A request that has sampled six tokens, and cannot end."""
     one = request(name, [5, 6, 7], seed=HELD_SEED, max_tokens=40)
     engine.add(one)

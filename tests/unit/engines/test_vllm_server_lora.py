@@ -13,9 +13,9 @@ import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
 from dora_pipe.producers.engines.port import COUNTER_SAMPLING, KV_EXPORT, LORA, EngineRequest
-from dora_pipe.producers.engines.vllm import client as vllm_client
+from dora_pipe.producers.engines.vllm import versions as vllm_versions
 from dora_pipe.producers.engines.vllm.http import Address
-from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.store.adapters import adapter_sources
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors
 from tests.support.adapters import RANK, random_adapter
@@ -34,9 +34,9 @@ class Hosted:
     server: FakeVllm
     policies: list[tuple[Path, str]]
 
-    def open(self, *, slots: int = 4, most: int = 3, rank: int = RANK) -> VllmServerEngine:
+    def open(self, *, slots: int = 4, most: int = 3, rank: int = RANK) -> VllmEngine:
         """An engine without weights."""
-        return VllmServerEngine(
+        return VllmEngine(
             Path("model"),
             slots=slots,
             context_tokens=64,
@@ -45,12 +45,12 @@ class Hosted:
             versions_resident=most,
         )
 
-    def load(self, engine: VllmServerEngine, version: int, policy: int | None = None) -> None:
+    def load(self, engine: VllmEngine, version: int, policy: int | None = None) -> None:
         """Make a policy resident as a version."""
         path, digest = self.policies[version if policy is None else policy]
         engine.load(path, version=version, digest=digest)
 
-    def hosting(self, *versions: int, most: int = 3) -> VllmServerEngine:
+    def hosting(self, *versions: int, most: int = 3) -> VllmEngine:
         """An engine with these versions, the base first."""
         engine = self.open(most=most)
         for version in versions:
@@ -165,7 +165,7 @@ def test_refused_adapter_leaves_what_was_there(hosted: Hosted) -> None:
     assert run(engine, [under(0, max_tokens=3)])["r0"].tokens
 
 
-def let_go_unheard(hosted: Hosted) -> VllmServerEngine:
+def let_go_unheard(hosted: Hosted) -> VllmEngine:
     """An engine whose request, under version 1, was let go and aborted before its stream began."""
     engine = hosted.hosting(0, 1)
     hosted.server.begin.clear()
@@ -199,7 +199,7 @@ def test_request_that_is_let_go_unheard_is_listened_to_by_steps_and_no_longer(
 def test_adapter_of_a_request_that_stays_unheard_is_not_dropped(
     hosted: Hosted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_client, "FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(vllm_versions, "FIRST_WORD_S", 0.1)
     engine = hosted.hosting(0, 1)
     hosted.server.begin.clear()
     engine.add(under(1, max_tokens=30))

@@ -10,10 +10,9 @@ import pytest
 
 from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.producers.engines.port import SLEEP
-from dora_pipe.producers.engines.vllm.base import NO_ALLOCATOR
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
-from dora_pipe.producers.engines.vllm.server import VllmServerEngine
+from dora_pipe.producers.engines.vllm.server import NO_ALLOCATOR, VllmEngine
 from tests.support.engine_contract import request, run
 from tests.support.fake_vllm_server import FakeVllm
 
@@ -25,10 +24,10 @@ def server() -> Iterator[FakeVllm]:
     fake.close()
 
 
-def opened(server: FakeVllm, folder: Path, *, sleep: bool = True) -> VllmServerEngine:
+def opened(server: FakeVllm, folder: Path, *, sleep: bool = True) -> VllmEngine:
     (folder / "a").write_text("a" * 64)
     address, settings = Address.of(server.url, server.key), VllmSettings(sleep=sleep)
-    return VllmServerEngine(folder, slots=2, context_tokens=64, address=address, settings=settings)
+    return VllmEngine(folder, slots=2, context_tokens=64, address=address, settings=settings)
 
 
 def test_server_lets_go_of_all_and_takes_weights_before_it_takes_room_for_caches(
@@ -90,7 +89,7 @@ def test_vllm_on_a_cpu_sleeps_without_letting_go_and_says_so(
     server.facts.update({"device": "cpu", "sleeps": False})
     with caplog.at_level(logging.WARNING):
         engine = opened(server, tmp_path)
-    assert [one.getMessage() for one in caplog.records] == [f"vllm-server on a CPU: {NO_ALLOCATOR}"]
+    assert [one.getMessage() for one in caplog.records] == [f"vllm on a CPU: {NO_ALLOCATOR}"]
     engine.load(tmp_path / "a", version=0, digest="a" * 64)
     server.doors.clear()
     assert engine.sleep().version == -1

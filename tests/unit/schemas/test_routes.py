@@ -288,7 +288,7 @@ def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sampling\.routes: vLLM's compiled graphs do not say"):
         check_engines(graphs, ["vllm"])
     check_engines(graphs, ["torch"])
-    check_engines(config(tmp_path), ["torch", "vllm", "vllm-server"])
+    check_engines(config(tmp_path), ["torch", "vllm"])
     own = config(tmp_path, f"trainer.kind={__name__}:OWN_TRAINER")
     with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `.*OWN_TRAINER` does not"):
         need_learner(own)

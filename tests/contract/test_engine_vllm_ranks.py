@@ -27,8 +27,14 @@ from tests.support import models
 from tests.support.device import DTYPE, MODEL_DISTANCE
 from tests.support.engine_contract import Subject, assert_all_alike, request, requests, run
 from tests.support.engine_routes import routed_run, same_experts
-from tests.support.vllm_engines import SETTINGS, need_vllm
-from tests.support.vllm_servers import family, open_shared, running_server, server_subject
+from tests.support.vllm_servers import (
+    SETTINGS,
+    family,
+    need_vllm,
+    open_shared,
+    running_server,
+    server_subject,
+)
 
 __all__ = [
     "test_greedy_tokens_are_those_of_transformers",
@@ -77,7 +83,7 @@ def test_ranks_share_the_experts_of_a_mixture(tmp_path_factory: pytest.TempPathF
     need_vllm()
     folder = tmp_path_factory.mktemp("vllm-mixture")
     asked = request("r", [1, *range(20, 60)], max_tokens=20, routes=True)
-    with server_subject(folder, RANKS, "qwen3_moe") as mixture:
+    with server_subject(folder, "qwen3_moe", tensor_parallel=RANKS) as mixture:
         wanted = requests(mixture, 6, seed=5)
         found = run(mixture.open(slots=8), wanted)
         engine = open_shared(

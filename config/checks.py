@@ -447,10 +447,10 @@ def _check_dealt(config: Config) -> Iterator[Problem]:
 def _check_parallel(config: Config) -> Iterator[Problem]:
     workers, vllm = config.workers, config.workers.vllm
     many = vllm.gpus
-    if vllm.expert_parallel and vllm.tensor_parallel == 1:
+    if vllm.args and vllm.addresses:
         yield Problem(
-            text="workers.vllm.expert_parallel: one GPU has all experts",
-            hint="workers.vllm.tensor_parallel says among how many they are dealt",
+            text="workers.vllm.args: the servers at workers.vllm.addresses have their options",
+            hint="start them with --args, and leave the key out",
         )
     if many == 1:
         return

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from dora_pipe.config.section import NonNegative, NonNegativeFloat, Positive, Section
 
@@ -26,12 +28,13 @@ class Vllm(Section, frozen=True, kw_only=True):
     pipeline_parallel: Positive = 1
     """So many times as many GPUs, each group of which has some of the layers. For models that the
     GPUs of one machine side by side do not hold; KV caches do not move."""
-    expert_parallel: bool = False
-    """Each of the `tensor_parallel` GPUs has some of a mixture's experts whole, in place of a part
-    of each; on GPUs alone."""
     addresses: tuple[str, ...] = ()
     """http://HOST:PORT of servers that run already, for w0, w1, ...; a worker without
     one starts its own. The key is in the environment (VLLM_API_KEY), never here."""
+
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Other options of vLLM by name, such as `max_num_batched_tokens = 8192`; they are part of the
+    engine version that a worker reports. docs/vllm.md lists those that are refused."""
 
     @property
     def gpus(self) -> int:

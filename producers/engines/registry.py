@@ -30,6 +30,7 @@ from dora_pipe.producers.engines.port import (
     Engine,
 )
 from dora_pipe.producers.engines.requests import Decode
+from dora_pipe.producers.engines.vllm.options import check_args
 from dora_pipe.store.vocabulary import unassigned_ids
 
 ROLE: Final = "dora_pipe.producers.worker.role"
@@ -107,6 +108,8 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
     rank = config.lora.rank
     for name in sorted(set(names)):
         kind = engine_kind(name, config.task.directory)
+        if name == VLLM:
+            check_args(config.workers.vllm.args)
         if config.sampling.routes and not kind.routes:
             raise ConfigError(
                 f"sampling.routes: engine `{name}` does not say through which experts tokens go",

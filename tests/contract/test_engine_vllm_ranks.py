@@ -107,7 +107,10 @@ def test_each_rank_has_a_process_of_the_servers_session(
 UNFIT = {
     r"4 attention heads .* 3": ("--tensor-parallel", "3"),
     r"2 layers are too few for 3": ("--pipeline-parallel", "3"),
-    r"no experts to be dealt": ("--tensor-parallel", "2", "--expert-parallel"),
+    r"no experts to be dealt": (
+        *("--tensor-parallel", "2"),
+        *("--args", '{"enable_expert_parallel": true}'),
+    ),
 }
 
 

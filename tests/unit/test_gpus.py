@@ -66,8 +66,6 @@ def test_layers_that_are_dealt_too_make_as_many_groups_of_gpus() -> None:
     shared = config(engine="vllm", gpus=[0, 1, 2, 3, 4, 5, 6, 7], vllm=dealt)
     found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
     assert found == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
-    with pytest.raises(ConfigError, match="expert_parallel: one GPU has all experts"):
-        config(engine="vllm", vllm={"expert_parallel": True})
 
 
 def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:

@@ -16,7 +16,7 @@ import errno
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -87,16 +87,15 @@ class VllmSettings:
     eager: bool = True
     kv_gb: float = 0.0
     """0: what all slots need for whole contexts."""
-    prefix_cache: bool = True
     tensor_parallel: int = 1
     """Processes of vLLM, each with a part of every layer."""
     pipeline_parallel: int = 1
     """Groups of these, each with some of the layers."""
-    expert_parallel: bool = False
-    """Whether a process has whole experts in place of a part of each."""
     sleep: bool = False
     """Whether its engine can be told to sleep. On a GPU its memory is from another allocator then,
     of which a process has but one."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Other options of vLLM (`options`)."""
 
     @property
     def parts(self) -> int:
@@ -168,7 +167,6 @@ def arguments(
     return free | {
         "tensor_parallel_size": settings.tensor_parallel,
         "pipeline_parallel_size": settings.pipeline_parallel,
-        "enable_expert_parallel": settings.expert_parallel,
         "model": str(model_dir),
         "dtype": settings.dtype,
         "max_model_len": context_tokens,
@@ -178,7 +176,7 @@ def arguments(
         "block_size": BLOCK_TOKENS[device],
         "load_format": "dummy",
         "enforce_eager": settings.eager,
-        "enable_prefix_caching": settings.prefix_cache,
+        "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
         "seed": 0,
@@ -254,10 +252,11 @@ def check_parts(model: Any, settings: VllmSettings) -> None:
     layers, stages = int(model.get_total_num_hidden_layers()), settings.pipeline_parallel
     if layers < stages:
         raise ValueError(f"{layers} layers are too few for {stages} groups of processes")
-    if settings.expert_parallel and not model.is_moe:
-        raise ValueError("the model has no experts to be dealt (expert_parallel)")
-    if settings.expert_parallel and device_name() == "cpu":  # its kernel looks at no expert map
-        raise ValueError("experts that are dealt whole have no kernel on a CPU")
+    if settings.args.get("enable_expert_parallel"):
+        if not model.is_moe:
+            raise ValueError("the model has no experts to be dealt (enable_expert_parallel)")
+        if device_name() == "cpu":  # its kernel looks at no expert map
+            raise ValueError("experts that are dealt whole have no kernel on a CPU")
 
 
 def check_kernels(model: Any, *, adapters: bool = False) -> None:

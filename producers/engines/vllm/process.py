@@ -82,11 +82,10 @@ class ServerProcess:
         words += ["--kv-gb", str(settings.kv_gb), "--lora-rank", str(lora_rank)]
         words += ["--tensor-parallel", str(settings.tensor_parallel)]
         words += ["--pipeline-parallel", str(settings.pipeline_parallel)]
-        words += ["--expert-parallel"] if settings.expert_parallel else []
         words += ["--versions-resident", str(versions_resident)]
         words += [] if settings.eager else ["--graphs"]
-        words += [] if settings.prefix_cache else ["--no-prefix-cache"]
         words += ["--sleep"] if settings.sleep else []
+        words += ["--args", json.dumps(dict(settings.args))] if settings.args else []
         report, theirs = os.pipe()
         key = secrets.token_urlsafe(KEY_BYTES)
         try:

@@ -25,12 +25,13 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from dora_pipe.core.errors import ConfigError, DoraError
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
 from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.options import check_args, command_words
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
 """Of the environment; what vLLM itself reads."""
@@ -112,18 +113,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kv-gb", type=float, default=0.0)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="processes, GPUs")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="groups of these")
-    parser.add_argument("--expert-parallel", action="store_true", help="experts are dealt whole")
     parser.add_argument("--graphs", action="store_true", help="compiled graphs, for a GPU")
-    parser.add_argument("--no-prefix-cache", action="store_true")
     parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
     parser.add_argument("--versions-resident", type=int, default=1, help="adapters at once")
     parser.add_argument("--sleep", action="store_true", help="let go of a GPU's memory when told")
+    parser.add_argument("--args", type=json.loads, default={}, help="other options of vLLM, JSON")
     parser.add_argument("--lifeline", action="store_true", help="end when stdin ends")
     parser.add_argument("--report", type=int, default=-1, help="file descriptor for one JSON line")
     return parser
 
 
 def _serve(asked: argparse.Namespace) -> None:
+    check_args(asked.args)
     _check_adapters(asked)
     environment = ENVIRONMENT | (LORA_ENVIRONMENT if asked.lora_rank else {})
     vllm_core.prepare(asked.threads, environment)
@@ -164,13 +165,15 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         dtype=asked.dtype,
         eager=not asked.graphs,
         kv_gb=asked.kv_gb,
-        prefix_cache=not asked.no_prefix_cache,
         tensor_parallel=asked.tensor_parallel,
         pipeline_parallel=asked.pipeline_parallel,
-        expert_parallel=asked.expert_parallel,
         sleep=asked.sleep,
+        args=asked.args,
     )
-    arguments: argparse.Namespace = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    parser = make_arg_parser(FlexibleArgumentParser())
+    parser.error = _unknown_option
+    arguments: argparse.Namespace = parser.parse_args(command_words(asked.args))
+    given = {name.replace("-", "_") for name in asked.args}
     engine = vllm_core.arguments(
         asked.model, settings, slots=asked.slots, context_tokens=asked.context_tokens
     )
@@ -200,7 +203,8 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     }
     for name, value in ours.items():
         assert hasattr(arguments, name), name
-        setattr(arguments, name, value)
+        if name not in given:
+            setattr(arguments, name, value)
     try:
         model = AsyncEngineArgs.from_cli_args(arguments).create_model_config()
         vllm_core.check_parts(model, settings)
@@ -208,6 +212,11 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     except vllm_core.REFUSALS as error:
         raise vllm_core.refusal(asked.model, error) from error
     return arguments
+
+
+def _unknown_option(message: str) -> NoReturn:
+    """Raise ConfigError for an option that vLLM's own parser refuses."""
+    raise ConfigError(f"workers.vllm.args: vLLM says {message}", hint="vllm serve --help=all")
 
 
 def _report(asked: argparse.Namespace, **said: object) -> None:

@@ -68,6 +68,7 @@ from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS, KV_TAG, WEIGHTS_
 from dora_pipe.producers.engines.vllm.http import Address, HttpStream
 from dora_pipe.producers.engines.vllm.kv_files import array_of
 from dora_pipe.producers.engines.vllm.kv_remote import ENDED, NO_ROOM, RemoteCaches
+from dora_pipe.producers.engines.vllm.options import described
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.rows import Stream, VllmRequest
 from dora_pipe.producers.engines.vllm.versions import LoraVersions
@@ -173,8 +174,10 @@ class VllmEngine(EngineBase[VllmRequest]):
 
     def _begin(self, settings: VllmSettings) -> None:
         facts = self._facts
-        self.version, self.device, self.dtype = facts.version, facts.device, facts.dtype
-        self._vocabulary, self._prefix_cache = facts.vocabulary, settings.prefix_cache
+        self.version = facts.version + described(settings.args)
+        self.device, self.dtype = facts.device, facts.dtype
+        self._vocabulary = facts.vocabulary
+        self._prefix_cache = settings.args.get("enable_prefix_caching", True)
         self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
         self._selector = selectors.DefaultSelector()
         self._streams: dict[str, Stream] = {}

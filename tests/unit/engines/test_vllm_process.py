@@ -26,7 +26,7 @@ def _program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(model: str) -> ServerProcess:
-    settings = VllmSettings(kv_gb=0.5, prefix_cache=False, eager=False)
+    settings = VllmSettings(kv_gb=0.5, eager=False, args={"swap_space": 2})
     return ServerProcess.start(Path(model), settings, slots=3, context_tokens=64, threads=1)
 
 
@@ -45,7 +45,7 @@ def test_key_is_fresh_and_on_no_command_line(server: ServerProcess) -> None:
     assert key not in repr(server.address) and key not in str(server.address)
     line = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")
     assert key.encode() not in b" ".join(line)
-    assert {b"--kv-gb", b"--graphs", b"--no-prefix-cache", b"--lifeline"} < set(line)
+    assert {b"--kv-gb", b"--graphs", b'{"swap_space": 2}', b"--lifeline"} < set(line)
     with pytest.raises(ResourceError, match="401"):
         call(Address.of(str(server.address), "other"), "GET", "/health")
 

@@ -1,0 +1,97 @@
+"""Options of vLLM that a run passes through (`workers.vllm.args`), and those that it refuses.
+
+Refused are options that another key sets, that the engine sets itself, and that would break a
+promise: that tokens come from the weights of their version (C1), or that a recorded log-prob is
+that of the token as it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dora_pipe.core.errors import ConfigError
+
+KEYS: Final[Mapping[str, str]] = {
+    "dtype": "workers.vllm.dtype",
+    "enable_lora": "lora.rank",
+    "enable_sleep_mode": "workers.elastic",
+    "enforce_eager": "workers.vllm.eager",
+    "kv_cache_memory_bytes": "workers.vllm.kv_gb",
+    "max_lora_rank": "lora.rank",
+    "max_loras": "workers.versions_resident",
+    "max_model_len": "workers.context_tokens",
+    "max_num_seqs": "workers.slots",
+    "model": "model.path",
+    "pipeline_parallel_size": "workers.vllm.pipeline_parallel",
+    "tensor_parallel_size": "workers.vllm.tensor_parallel",
+}
+"""Options that have a key of their own."""
+
+_OWN: Final = """
+    api_key api_server_count block_size config disable_uvicorn_access_log
+    enable_return_routed_experts generation_config grpc headless host kv_transfer_config load_format
+    lora_modules lora_target_modules max_cpu_loras middleware nnodes node_rank port root_path
+    scheduler_cls seed served_model_name skip_tokenizer_init ssl_certfile ssl_keyfile tokens_only
+    uds weight_transfer_config worker_cls worker_extension_cls
+"""
+_WEIGHTS: Final = """
+    code_revision config_format data_parallel_address data_parallel_backend
+    data_parallel_external_lb data_parallel_hybrid_lb data_parallel_rank data_parallel_size
+    data_parallel_size_local decode_context_parallel_size ec_transfer_config enable_elastic_ep
+    enable_eplb hf_config_path hf_overrides kv_offloading_backend kv_offloading_size
+    model_class_overrides model_loader_extra_config prefill_context_parallel_size quantization
+    quantization_config revision
+"""
+_LOGPROBS: Final = """
+    async_scheduling enable_batch_sharded_sampling kv_sharing_fast_prefill logits_processors
+    logprobs_mode max_logprobs override_generation_config spec_method spec_model spec_tokens
+    speculative_config watermark watermark_config
+"""
+
+REASONS: Final[Mapping[str, str]] = {
+    **{name: f"{key} sets it" for name, key in KEYS.items()},
+    **dict.fromkeys(_OWN.split(), "the engine sets it"),
+    **dict.fromkeys(
+        _WEIGHTS.split(), "tokens would not come from the published weights of their version"
+    ),
+    **dict.fromkeys(
+        _LOGPROBS.split(), "recorded log-probs would not be those of the sampled tokens"
+    ),
+}
+"""Why an option of vLLM is refused."""
+
+
+def check_args(args: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that a run refuses. vLLM itself names unknown ones."""
+    for name in args:
+        reason = REASONS.get(name.replace("-", "_"))
+        if reason is not None:
+            hint = KEYS.get(name.replace("-", "_"))
+            raise ConfigError(
+                f"workers.vllm.args.{name}: {reason}",
+                hint=f"set {hint}" if hint else "leave it out of [workers.vllm.args]",
+            )
+
+
+def command_words(args: Mapping[str, Any]) -> list[str]:
+    """The options as words of vLLM's command line.
+
+    Example: ``command_words({"enable_prefix_caching": False, "swap_space": 2})`` is
+    ``["--no-enable-prefix-caching", "--swap-space=2"]``.
+    """
+    words = []
+    for name, value in args.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            words.append(f"--{option}={text}")
+    return words
+
+
+def described(args: Mapping[str, Any]) -> str:
+    """The options as a worker's engine version names them; empty without any."""
+    return "".join(f" {name}={json.dumps(args[name])}" for name in sorted(args))

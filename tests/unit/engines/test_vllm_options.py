@@ -1,0 +1,68 @@
+"""Options of vLLM that a run passes through, and those that it refuses by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora_pipe.core.errors import ConfigError
+from dora_pipe.producers.engines.vllm.core import VllmSettings
+from dora_pipe.producers.engines.vllm.http import Address
+from dora_pipe.producers.engines.vllm.options import REASONS, check_args, command_words
+from dora_pipe.producers.engines.vllm.server import VllmEngine
+from tests.support.fake_vllm_server import FakeVllm
+
+
+@pytest.mark.parametrize(
+    ("name", "why", "hint"),
+    [
+        ("max_model_len", "workers.context_tokens sets it", "set workers.context_tokens"),
+        ("middleware", "the engine sets it", "leave it out"),
+        ("quantization", "not come from the published weights", "leave it out"),
+        ("speculative-config", "recorded log-probs would not be", "leave it out"),
+    ],
+)
+def test_option_that_breaks_a_promise_is_refused_by_name(name: str, why: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"workers\.vllm\.args\.{name}: .*{why}") as refused:
+        check_args({"max_num_batched_tokens": 8192, name: 1})
+    assert hint in str(refused.value.hint)
+
+
+def test_refused_options_are_options_of_vllm() -> None:
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
+    parser = cli_args.make_arg_parser(
+        pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser()
+    )
+    assert arg_utils and REASONS.keys() <= {action.dest for action in parser._actions}
+
+
+def test_options_become_words_of_vllms_command_line() -> None:
+    args = {
+        "enable_prefix_caching": False,
+        "swap_space": 2,
+        "x": "a",
+        "compilation_config": {"a": 1},
+    }
+    assert command_words(args) == [
+        "--no-enable-prefix-caching",
+        "--swap-space=2",
+        "--x=a",
+        '--compilation-config={"a": 1}',
+    ]
+
+
+def test_options_are_part_of_the_version_that_a_worker_reports(tmp_path: Path) -> None:
+    server = FakeVllm()
+    settings = VllmSettings(args={"swap_space": 2, "enable_prefix_caching": False})
+    engine = VllmEngine(
+        tmp_path,
+        slots=2,
+        context_tokens=64,
+        address=Address.of(server.url, server.key),
+        settings=settings,
+    )
+    assert engine.version == "0.0 enable_prefix_caching=false swap_space=2"
+    engine.close()
+    server.close()

@@ -24,6 +24,7 @@ from tests.support.engine_prefixes import since
 from tests.support.vllm_servers import (
     CONTEXT_TOKENS,
     SLOTS,
+    held,
     need_vllm,
     open_shared,
     running_server,
@@ -233,8 +234,9 @@ def reused(engine: Any, asked: EngineRequest) -> int:
 
 def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> None:
     engine: Any = vllm.open(slots=2)
-    engine.add(request("r", [5, 6], max_tokens=200))
-    engine._server._call("POST", "/update_weight_version", {"weight_version": "another"})
+    with held(engine):
+        engine.add(request("r", [5, 6], max_tokens=3))
+        engine._server._call("POST", "/update_weight_version", {"weight_version": "another"})
     with pytest.raises(InvariantBroken, match="another"):
         while engine.active:
             engine.step()

@@ -73,6 +73,7 @@ def test_shown_configuration_has_every_key_under_its_meaning() -> None:
         "options",
         "columns",
         "chat_template_kwargs",
+        "args",
     } <= names
 
 

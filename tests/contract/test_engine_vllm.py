@@ -236,7 +236,7 @@ def test_weights_that_vllm_names_otherwise_break_the_promise(vllm: Subject) -> N
     engine: Any = vllm.open(slots=2)
     with held(engine):
         engine.add(request("r", [5, 6], max_tokens=3))
-        engine._server._call("POST", "/update_weight_version", {"weight_version": "another"})
+        engine._server._call("POST", "/update_weight_version", {"new_version": "another"})
     with pytest.raises(InvariantBroken, match="another"):
         while engine.active:
             engine.step()

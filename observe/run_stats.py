@@ -469,7 +469,8 @@ class RunStats:
                 self.left_over[decision.fate] += len(decision.siblings)
             elif isinstance(decision, Halt):
                 self.halted = decision.reason
-        self.recent_rounds.append(round_)
+        if round_.decisions:
+            self.recent_rounds.append(round_)
         self._happened(self.account.round(round_, offset))
 
     def _begin(self, fact: RunStarted) -> None:

@@ -84,25 +84,15 @@ def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
     Example: ``list(stems([0, 1, 1])) == ["", "├─ ", "└─ "]``.
     """
     down, branch_, corner = ("|  ", "|- ", "`- ") if plain else ("│  ", "├─ ", "└─ ")
-    open_levels: list[bool] = []
-    for level, last in zip(levels, _lasts(levels), strict=True):
-        del open_levels[level:]
-        above = "".join(down if more else "   " for more in open_levels[1:])
-        yield above + ("" if level == 0 else corner if last else branch_)
-        open_levels.append(not last)
+    for at, level in enumerate(levels):
+        above = (down if _goes_on(levels, at, one) else "   " for one in range(1, level))
+        own = branch_ if _goes_on(levels, at, level) else corner
+        yield "".join((*above, own)) if level else ""
 
 
-def _lasts(levels: Sequence[int]) -> list[bool]:
-    """Of each row, whether no other of its level and its parent comes behind it."""
-    found: list[bool] = []
-    behind: list[int] = []  # levels at which a row comes later
-    for level in reversed(levels):
-        while behind and behind[-1] > level:
-            behind.pop()
-        found.append(not behind or behind[-1] != level)
-        if found[-1]:
-            behind.append(level)
-    return found[::-1]
+def _goes_on(levels: Sequence[int], at: int, level: int) -> bool:
+    """Whether another row of this level has the same parent, after the row at this place."""
+    return next((one for one in levels[at + 1 :] if one <= level), -1) == level
 
 
 def _below(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +20,8 @@ from dora_pipe.observe.web.timeline import timeline, utilisation
 from dora_pipe.observe.web.view import RunView, marks_of, short
 from dora_pipe.observe.why import ADVICE
 from dora_pipe.schemas.control import FAULTS, by_fault, fault_of
+
+Points = dict[str, list[Any]]
 
 POINTS_MAX: Final = 400
 """Points of a series on a chart; neighbouring steps are taken together beyond."""
@@ -42,28 +45,61 @@ _POINTS: Final = f"""(
               // greatest(count(*) over (), {POINTS_MAX}) as point from steps)"""
 """Steps with the point of a chart that they are part of."""
 
+_WHOLE_S: Final = "greatest(0, coalesce(seconds, (committed_ns - taken_ns) / 1e9))"
+"""Seconds of a step, with its wait."""
+
+_POINT: Final = {
+    "step": "min(step)",
+    "last": "max(step)",
+    "n": "sum(valid)::bigint",
+    "invalid": "sum(trajectories - valid)::bigint",
+    "valid": "sum(reward * valid) / nullif(sum(valid), 0)",
+    "raw": "sum(reward_raw * trajectories) / nullif(sum(trajectories), 0)",
+    "reward_low": "sum(reward_low * valid) / nullif(sum(valid), 0)",
+    "reward_high": "sum(reward_high * valid) / nullif(sum(valid), 0)",
+    "stale_low": "min(staleness_min)",
+    "stale_mean": "sum(staleness_mean * groups) / nullif(sum(groups), 0)",
+    "stale_high": "max(staleness_max)",
+    "bound": "max(bound)",
+    "p10": "round(avg(tokens_p10))::bigint",
+    "p50": "round(avg(tokens_p50))::bigint",
+    "p90": "round(avg(tokens_p90))::bigint",
+    "longest": "max(tokens_max)::bigint",
+    "waited": "avg(waited_s)",
+    "compute": "avg(compute_s)",
+    "ahead": "avg(ahead_s)",
+    "other": f"greatest(0, avg({_WHOLE_S}) - avg(waited_s) - avg(compute_s))",
+}
+"""Columns of the charts by step, over the steps of a point."""
+
 
 def overview(view: RunView) -> dict[str, Any]:
-    """Everything on the first page."""
+    """Everything on the first page; `static/overview.js` says which columns a chart has."""
     points = _points(view)
     times, fates = _by_length(view)
     return {
         "run": run_of(view),
         "totals": _totals(view),
         "marks": marks_of(view.catalogue, view.first_ns),
-        "reward": _reward(points),
+        "points": points,
         "evaluations": _evaluations(view),
-        "parts": _parts(view, points),
+        "parts": _means(points, _parts(view)),
         "learning": _learning(view, points),
         "invalid": _invalid(view, points),
-        "staleness": _staleness(view, points),
+        "staleness": dict(
+            view.rows(
+                """select staleness::varchar, count(*) from groups
+                   where fate = 'trained' group by staleness order by staleness"""
+            )
+        ),
         "timeline": timeline(view),
         "utilisation": utilisation(view),
-        "bubble": _bubble(points),
+        "waited_share": short(
+            view.value(f"select sum(waited_s) / nullif(sum({_WHOLE_S}), 0) from steps")
+        ),
         "waits": _waits(view),
         "times": {"phases": list(PHASES), "rows": times},
         "fates": fates,
-        "lengths": _lengths(points),
         "decisions": {"counts": decision_counts(view), "newest": _newest(view)},
     }
 
@@ -120,41 +156,32 @@ def _totals(view: RunView) -> dict[str, Any]:
     }
 
 
-def _points(view: RunView) -> list[dict[str, Any]]:
-    """Sums of steps, a point of the charts each; of several steps their means."""
-    return view.records(
-        f"""select min(step) as step, max(step) as last, sum(valid)::bigint as n,
-                   sum(trajectories - valid)::bigint as invalid,
-                   sum(reward * valid) / nullif(sum(valid), 0) as valid,
-                   sum(reward_raw * trajectories) / nullif(sum(trajectories), 0) as raw,
-                   min(staleness_min) as low, max(staleness_max) as high, max(bound) as bound,
-                   sum(reward_low * valid) / nullif(sum(valid), 0) as reward_low,
-                   sum(reward_high * valid) / nullif(sum(valid), 0) as reward_high,
-                   round(avg(tokens_p10))::bigint as p10, round(avg(tokens_p50))::bigint as p50,
-                   round(avg(tokens_p90))::bigint as p90, max(tokens_max)::bigint as longest,
-                   sum(staleness_mean * groups) / nullif(sum(groups), 0) as mean,
-                   avg(waited_s) as waited, avg(compute_s) as compute, avg(ahead_s) as ahead,
-                   avg(greatest(0, coalesce(seconds, (committed_ns - taken_ns) / 1e9))) as whole,
-                   count(*) as steps
-            from {_POINTS} group by point order by point"""
-    )
-
-
-def _series(
-    points: Sequence[Mapping[str, Any]], names: Sequence[str], cut: Sequence[str] = ()
-) -> dict[str, list[Any]]:
-    """Columns of points; of those in `cut` a few digits are enough."""
+def _points(view: RunView) -> Points:
+    """Columns over the points of the charts, each a step or the mean of several."""
+    columns = ", ".join(f"{sql} as {name}" for name, sql in _POINT.items())
+    found = view.rows(f"select {columns} from {_POINTS} group by point order by point")
     return {
-        name: [short(one[name]) if name in cut else one[name] for one in points] for name in names
+        name: [short(row[at]) if isinstance(row[at], float) else row[at] for row in found]
+        for at, name in enumerate(_POINT)
     }
 
 
-def _reward(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Per point: mean of valid rewards; raw, where one without a valid reward counts as 0; and
-    between which means the middle half of a step's groups lies."""
-    out = _series(points, ("step", "last", "valid", "raw", "invalid", "n"), ("valid", "raw"))
-    bounds = _series(points, ("reward_low", "reward_high"), ("reward_low", "reward_high"))
-    return {**out, "low": bounds["reward_low"], "high": bounds["reward_high"]}
+def _places(points: Points) -> dict[int, int]:
+    """The point of every step."""
+    bounds = zip(points["step"], points["last"], strict=True)
+    return {step: at for at, (first, last) in enumerate(bounds) for step in range(first, last + 1)}
+
+
+def _means(points: Points, told: Iterable[tuple[int, str, float]]) -> dict[str, list[float | None]]:
+    """Return a column per name from (step, name, value): per point, the mean of its values."""
+    places = _places(points)
+    found: dict[str, list[list[float]]] = {}
+    for step, name, value in told:
+        found.setdefault(name, [[] for _ in points["step"]])[places[step]].append(value)
+    return {
+        name: [short(fmean(own)) if own else None for own in column]
+        for name, column in found.items()
+    }
 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
@@ -182,52 +209,37 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _parts(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Per point: the mean of every part of the rewards, of several steps the mean of theirs."""
-    found: dict[str, dict[int, list[float]]] = {}
-    places = _places(points)
-    for step, text in view.rows(
-        "select step, reward_parts from steps where reward_parts is not null"
-    ):
+def _parts(view: RunView) -> Iterator[tuple[int, str, float]]:
+    """(step, task and part, mean) of every part of the rewards."""
+    sql = "select step, reward_parts from steps where reward_parts is not null"
+    for step, text in view.rows(sql):
         for task, parts in msgspec.json.decode(text).items():
             for name, value in parts.items():
-                series = found.setdefault(f"{task} {name}".strip(), {})
-                series.setdefault(places[step], []).append(value)
-    return {
-        "step": [one["step"] for one in points],
-        "series": {
-            name: [_mean(series.get(at, ())) for at in range(len(points))]
-            for name, series in found.items()
-        },
-    }
+                yield step, f"{task} {name}".strip(), value
 
 
-def _learning(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Per point: means of the figures that show whether the policy learns."""
-    found: dict[str, list[list[float]]] = {name: [[] for _ in points] for name in LEARNING}
-    places = _places(points)
-    for step, *texts in view.rows("select step, figures, settings from steps"):
-        for name, value in learning_of(*map(msgspec.json.decode, texts)).items():
-            found[name][places[step]].append(value)
-    return {
-        "step": [one["step"] for one in points],
-        "charts": [
-            {"name": name, "note": LEARNING[name], "y": [_mean(own) for own in series]}
-            for name, series in found.items()
-            if any(series)
-        ],
-    }
+def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
+    """The figures that show whether the policy learns, each with what it says."""
+    found = _means(
+        points,
+        (
+            (step, name, value)
+            for step, *texts in view.rows("select step, figures, settings from steps")
+            for name, value in learning_of(*map(msgspec.json.decode, texts)).items()
+        ),
+    )
+    return [
+        {"name": name, "note": note, "y": found[name]}
+        for name, note in LEARNING.items()
+        if name in found
+    ]
 
 
-def _mean(values: Sequence[float]) -> float | None:
-    return short(sum(values) / len(values)) if values else None
-
-
-def _invalid(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _invalid(view: RunView, points: Points) -> dict[str, Any]:
     """Trajectories without a valid reward by fault: per point those of batches; and how many there
     are in all by class of error, of groups without a step, too."""
     places = _places(points)
-    series: dict[str, list[int]] = {fault: [0] * len(points) for fault in FAULTS}
+    series: dict[str, list[int]] = {fault: [0] * len(points["step"]) for fault in FAULTS}
     errors: Counter[str] = Counter()
     for step, fate, name, count in view.rows(
         """select g.step, g.fate, t.error_class, count(*)
@@ -237,38 +249,7 @@ def _invalid(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, An
         errors[name] += count
         if fate == "trained":
             series[fault_of(name)][places[step]] += count
-    return {"step": [one["step"] for one in points], **series, "errors": by_fault(errors)}
-
-
-def _places(points: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Which point every step is part of."""
-    return {
-        step: at for at, one in enumerate(points) for step in range(one["step"], one["last"] + 1)
-    }
-
-
-def _staleness(view: RunView, points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    groups = view.rows(
-        """select staleness::varchar, count(*) from groups
-           where fate = 'trained' group by staleness order by staleness"""
-    )
-    series = _series(points, ("step", "last", "low", "mean", "high", "bound"), ("mean",))
-    return {**series, "groups": dict(groups)}
-
-
-def _bubble(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Per point, seconds: until a batch was there, computing, and everything else a step took."""
-    out = _series(points, ("step", "last", "waited", "compute"), ("waited", "compute"))
-    if any(one["ahead"] for one in points):
-        out |= _series(points, ("ahead",), ("ahead",))
-    rest = [max(0.0, one["whole"] - one["waited"] - one["compute"]) for one in points]
-    whole_s = sum(one["whole"] * one["steps"] for one in points)
-    waited_s = sum(one["waited"] * one["steps"] for one in points)
-    return {
-        **out,
-        "other": [short(one) for one in rest],
-        "share": short(waited_s / whole_s) if whole_s else None,
-    }
+    return {"series": series, "errors": by_fault(errors)}
 
 
 def _waits(view: RunView) -> dict[str, Any]:
@@ -328,12 +309,6 @@ def _fates(bucket: Bucket, counts: Mapping[str, int]) -> dict[str, Any]:
         "fates": {fate: counts[fate] for fate in FATES if fate in counts},
         "trained_share": short(counts.get("trained", 0) / count),
     }
-
-
-def _lengths(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sampled tokens of the trajectories of a batch."""
-    out = _series(points, ("step", "last", "p10", "p50", "p90"))
-    return {**out, "max": [one["longest"] for one in points]}
 
 
 def _newest(view: RunView) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any, Final
 
 from dora_pipe.observe.web.view import RunView, short
@@ -18,9 +17,6 @@ COMMITS_MAX: Final = 200
 
 SLICES_MAX: Final = 256
 """Slices of a run in which slots in use are averaged."""
-
-MOMENTS: Final = 16
-"""Of a slice: beginnings and ends of attempts are taken to the last one before them."""
 
 SLICE_NS: Final = 50_000_000
 """Width of a slice of a short run; it doubles until they are few enough."""
@@ -149,6 +145,41 @@ def _inside(view: RunView, at_ns: int, low: float, high: float) -> float:
     return round(min(max((at_ns - view.first_ns) / 1e9, low), high), 3)
 
 
+UTILISATION: Final = f"""
+    with slices as (
+        select i as slice, $1 + i * $3 as low_ns, $1 + (i + 1) * $3 as high_ns
+        from range($4) r(i)),
+    stays as (
+        select incarnation, greatest(slots, 1) as slots, joined_ns,
+               least(coalesce(gone_ns, $2), {STOPPED}) as gone_ns
+        from workers),
+    held as (
+        select incarnation, greatest(placed_ns, joined_ns) - $1 as low,
+               least(coalesce(ended_ns, gone_ns), gone_ns) - $1 as high
+        from attempts join stays using (incarnation)),
+    busy as (
+        select incarnation, slice,
+               sum(least(high, (slice + 1) * $3) - greatest(low, slice * $3)) as busy_ns
+        from (select *, unnest(range(low // $3, high // $3 + 1)) as slice
+              from held where high > low)
+        group by all),
+    shares as (
+        select slice, known_ns, least(1, coalesce(busy_ns, 0) / slots / known_ns) as share
+        from (select slice, incarnation, slots,
+                     least(gone_ns, high_ns) - greatest(joined_ns, low_ns) as known_ns
+              from slices join stays on joined_ns < high_ns and gone_ns > low_ns)
+        left join busy using (incarnation, slice)),
+    told as (
+        select (logged_ns - $1) // $3 as slice, sum(tokens)::double as tokens
+        from trajectories where logged_ns >= $1 group by all)
+    select (slice + 0.5) * $3 / 1e9, sum(share * known_ns) / sum(known_ns), min(share),
+           max(share), case when count(share) > 0 or any_value(tokens) > 0
+                            then coalesce(any_value(tokens), 0) * 1e9 / $3 end
+    from slices left join shares using (slice) left join told using (slice)
+    group by slice order by slice"""
+"""How full workers were in every slice of a run. What was logged before it is another run's."""
+
+
 def utilisation(view: RunView) -> dict[str, Any]:
     """Per slice of the run: share of slots in use of all workers, of the least and the most used
     one, and sampled tokens per second.
@@ -157,39 +188,15 @@ def utilisation(view: RunView) -> dict[str, Any]:
     a worker holds ahead of its slots count for none.
     """
     width_ns = _width_ns(view)
-    workers = view.rows(
-        f"select incarnation, joined_ns, least(coalesce(gone_ns, ?), {STOPPED}) from workers",
-        view.last_ns,
-    )
-    tokens = dict(
-        view.rows(
-            """select (logged_ns - ?) // ? as slice, sum(tokens)::bigint from trajectories
-               where logged_ns >= ? group by slice""",
-            view.first_ns,
-            width_ns,
-            view.first_ns,  # what was logged before is another run's
-        )
-    )
-    count = max(-(-(view.last_ns - view.first_ns) // width_ns), max(tokens, default=-1) + 1)
-    used = _used(view, width_ns, count)
-    out: dict[str, list[Any]] = {name: [] for name in ("at", "mean", "low", "high", "tokens_per_s")}
-    for place in range(count):
-        start_ns = view.first_ns + place * width_ns
-        there = {
-            epoch: min(gone_ns, start_ns + width_ns) - max(joined_ns, start_ns)
-            for epoch, joined_ns, gone_ns in workers
-        }
-        pairs = [(used[epoch][place], ns / 1e9) for epoch, ns in there.items() if ns > 0]
-        shares = [min(1.0, max(0.0, full / known)) for full, known in pairs]
-        whole = sum(known for _, known in pairs)
-        busy = sum(share * known for share, (_, known) in zip(shares, pairs, strict=True))
-        out["at"].append(round((place + 0.5) * width_ns / 1e9, 3))
-        out["mean"].append(short(busy / whole) if whole else None)
-        out["low"].append(short(min(shares, default=None)))
-        out["high"].append(short(max(shares, default=None)))
-        speed = short(tokens.get(place, 0) * 1e9 / width_ns)
-        out["tokens_per_s"].append(speed if whole or speed else None)
-    return out
+    newest_ns = view.value("select max(logged_ns) from trajectories") or 0
+    last_ns = max(view.last_ns, newest_ns + 1 if newest_ns else 0)
+    count = -(-(last_ns - view.first_ns) // width_ns)
+    rows = view.rows(UTILISATION, view.first_ns, view.last_ns, width_ns, count)
+    names = ("at", "mean", "low", "high", "tokens_per_s")
+    return {
+        name: [round(row[at], 3) if not at else short(row[at]) for row in rows]
+        for at, name in enumerate(names)
+    }
 
 
 def _width_ns(view: RunView) -> int:
@@ -197,55 +204,3 @@ def _width_ns(view: RunView) -> int:
     while (view.last_ns - view.first_ns) // width_ns >= SLICES_MAX:
         width_ns *= 2
     return width_ns
-
-
-def _used(view: RunView, width_ns: int, count: int) -> dict[int, list[float]]:
-    """Seconds of full slots per slice, by incarnation.
-
-    How full a worker is changes where attempts begin and end; a slice has what it began with, and
-    of every change within it the change times the rest of the slice.
-    """
-    found = view.rows(
-        f"""with spans as (
-               select a.incarnation, greatest(slots, 1) as slots,
-                      greatest(a.placed_ns, joined_ns) as low_ns,
-                      least(coalesce(a.ended_ns, gone_ns, $1), coalesce(gone_ns, $1), {STOPPED})
-                          as high_ns
-               from attempts a join workers using (incarnation)),
-           ends as (
-               select incarnation, slots, low_ns as end_ns, 1 as more from spans
-               where high_ns > low_ns
-               union all
-               select incarnation, slots, high_ns, -1 from spans where high_ns > low_ns),
-           moments as (
-               select incarnation, any_value(slots) as slots, sum(more)::integer as more,
-                      (end_ns - $2) // $4 * $4 as moment_ns
-               from ends group by incarnation, moment_ns),
-           levels as (
-               select incarnation, moment_ns, least(1, sum(more) over until_then / slots) as share
-               from moments
-               window until_then as (partition by incarnation order by moment_ns)),
-           changes as (
-               select incarnation, moment_ns,
-                      share - lag(share, 1, 0)
-                              over (partition by incarnation order by moment_ns) as more
-               from levels)
-           select incarnation, moment_ns // $3 as slice, sum(more),
-                  sum(more * ($3 - moment_ns % $3)) / 1e9
-           from changes group by incarnation, slice order by incarnation, slice""",
-        view.last_ns,
-        view.first_ns,
-        width_ns,
-        width_ns // MOMENTS,
-    )
-    changes: dict[int, dict[int, tuple[float, float]]] = {}
-    for epoch, place, more, within_s in found:
-        changes.setdefault(epoch, {})[place] = more, within_s
-    used: dict[int, list[float]] = defaultdict(lambda: [0.0] * count)
-    for epoch, own in changes.items():
-        share = 0.0
-        for place in range(count):
-            more, within_s = own.get(place, (0.0, 0.0))
-            used[epoch][place] = share * width_ns / 1e9 + within_s
-            share += more
-    return used

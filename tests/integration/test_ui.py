@@ -58,8 +58,9 @@ def view(source: RunSource) -> Iterator[RunView]:
 def test_overview_has_every_step_and_every_group(view: RunView) -> None:
     found = overview(view)
     assert found["run"]["state"] == "finished"
-    assert found["reward"]["step"] == list(range(STEPS))
-    assert max(found["staleness"]["high"]) <= max(found["staleness"]["bound"])
+    points = found["points"]
+    assert points["step"] == list(range(STEPS))
+    assert max(points["stale_high"]) <= max(points["bound"])
     totals = found["totals"]
     assert sum(totals["group_fates"].values()) + totals["open"] == view.value(
         "select count(*) from groups"
@@ -175,7 +176,7 @@ def test_desk_answers_while_it_reads_and_follows_a_run_that_goes_on(tmp_path: Pa
             _until_steps(worker, 6)
             after = worker.ask(parse_query("/overview"))
             assert after["run"]["state"] == "finished"
-            assert len(after["reward"]["step"]) == 6
+            assert len(after["points"]["step"]) == 6
         finally:
             worker.close()
 

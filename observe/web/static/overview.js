@@ -1,22 +1,79 @@
-// The first page.
+// The first page. Each chart is a specification: which columns of the answer it draws, and its words.
 
 import { bars, empty, lines, timeline } from "./charts.js";
 import { get, has } from "./data.js";
 import { addressOf, bucket, facts, h, show, span, table } from "./dom.js";
 
+const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
 const PHASES = {
   queued: "queued", worker: "on a worker", siblings: "for siblings", batch: "for a batch",
   training: "in training",
 };
-// Marks of the runs on this page, in every chart over steps or time.
-let marks = [];
-const curve = (spec) => lines({ marks, ...spec });
-const FATES = ["trained", "filtered", "failed", "cancelled", "open"];
+const FAULTS = {
+  infrastructure: "infrastructure", answer: "no valid answer", code: "the task's code",
+};
+const ANY = { floor: null };
+
+// Charts over the points of the run, series as [name, column, look].
+const REWARD = {
+  title: "Reward", note: "Mean of a batch. Band: the middle half of its groups' means.",
+  yLabel: "reward", ...ANY, columns: [["valid rewards", "valid", { thick: true }],
+    ["raw: invalid counts as 0", "raw"]], between: ["middle half", "reward_low", "reward_high"],
+};
+const STALENESS = {
+  title: "Staleness", note: "Of the groups of a batch. No group may be trained above its bound.",
+  yLabel: "steps", between: ["least to most", "stale_low", "stale_high"],
+  columns: [["mean", "stale_mean", { thick: true }],
+    ["bound", "bound", { step: true, colour: "#000", dash: "8 4" }]],
+};
+const LENGTHS = {
+  title: "Lengths", note: "Sampled tokens of the trajectories of a batch.", yLabel: "tokens",
+  columns: [["longest", "longest"], ["9 of 10 below", "p90"], ["median", "p50", { thick: true }],
+    ["1 of 10 below", "p10"]],
+};
+const BUBBLE = {
+  title: "The trainer's time", yLabel: "seconds",
+  note: "Seconds of a step. The bubble: the trainer was free and its batch was not there.",
+  columns: [["bubble", "waited", { thick: true, colour: "#D55E00" }],
+    ["computing", "compute", { colour: "#0072B2" }],
+    ["in parts, before the batch was whole", "ahead", { colour: "#CC79A7" }],
+    ["everything else", "other", { colour: "#009E73" }]],
+};
+const UTILISATION = {
+  title: "Utilisation of the workers", ceiling: 1, yLabel: "share of slots", ...overTime(),
+  note: "Share of slots in use: from a request's placement until its trajectory is logged.",
+  columns: [["mean", "mean", { thick: true }]], between: ["least to most used worker", "low", "high"],
+};
+const SPEED = {
+  title: "Sampled tokens", note: "Of the trajectories that were logged.", yLabel: "tokens/s",
+  ...overTime(), columns: [["tokens per second", "tokens_per_s", { thick: true }]],
+};
+const MISMATCH = {
+  title: "Mismatch against staleness", x: "staleness", xLabel: "staleness",
+  yLabel: "|ln ratio|, share", between: ["1 to 9 of 10", "p10", "p90"],
+  columns: [["median", "p50", { thick: true, points: true }],
+    ["clipped share", "clipped", { points: true }]],
+  without: "The store has no contributions of these steps.",
+};
+
+function overTime() {
+  return { x: "at", xLabel: "seconds of the run", time: true };
+}
+
+// Draws columns of an answer as a specification says; a column of nothing but zeros is optional.
+function chartOf(spec, columns, marks, more = []) {
+  const { x = "step", xLabel = "step", between = null } = spec;
+  const series = spec.columns.filter(([, column]) => column !== "ahead" || columns.ahead.some(Boolean))
+    .map(([name, column, look]) => ({ name, y: columns[column], ...look }));
+  const [name, low, high] = between || [];
+  return lines({ marks, ...spec, xs: columns[x], xLabel, series: [...series, ...more],
+    band: between && { name, low: columns[low], high: columns[high] } });
+}
 
 export async function overviewPage() {
   const found = await get(`overview`);
-  const own = found.run;
-  marks = found.marks;
+  const own = found.run, { marks, points } = found;
+  const byStep = (spec, more) => chartOf(spec, points, marks, more);
   return {
     title: `${own.name}: overview`,
     body: [
@@ -24,21 +81,44 @@ export async function overviewPage() {
       own.read < 1 ? reading(own.read) : null,
       facts(factsOf(found)),
       h("div", { class: "charts" },
-        reward(found), passed(found), rewardParts(found.parts), ...learning(found.learning),
-        withoutReward(found.invalid),
-        staleness(found),
-        h("div", { class: "wide" }, workers(found.timeline)),
-        bars(times(found.times)), later("times", sampled),
-        fates(found.fates), lengths(found.lengths),
-        utilisation(found.utilisation), speed(found.utilisation), bubble(found.bubble),
-        later("mismatch", mismatch), histogram(found.staleness)),
+        byStep(REWARD, found.evaluations.map((one) => ({ name: `evaluation ${one.name}`.trim(),
+          x: one.version, y: one.reward, points: true }))),
+        passed(found.evaluations, marks),
+        named("Parts of the reward", "Means of a batch's valid rewards, before their weights.",
+          "mean", points, found.parts, marks, ANY),
+        ...found.learning.map(({ name, note, y }) => named(name.replaceAll("_", " "), note, name,
+          points, { [name]: y }, marks, ["truncated", "clipped_share"].includes(name) ? {} : ANY)),
+        withoutReward(found.invalid, points, marks),
+        byStep(STALENESS),
+        h("div", { class: "wide" }, workers(found.timeline, marks)),
+        bars(times(found.times)), later("times", "Time on a worker", sampled),
+        fates(found.fates), byStep(LENGTHS),
+        chartOf(UTILISATION, found.utilisation, marks), chartOf(SPEED, found.utilisation, marks),
+        byStep(BUBBLE),
+        later("mismatch", MISMATCH.title, (data) => chartOf({ ...MISMATCH, note: "|ln of the mean " +
+          `ratio| of a trajectory, from the contributions of ${data.looked} steps.` },
+        columnsOf(data.rows), [])),
+        histogram(found.staleness)),
       found.waits.rows.length ? table(found.waits, { caption: "Waits of the trainer" }) : null,
-      happened(found.marks),
+      happened(marks),
       h("h2", null, "Newest decisions"),
       decisions(found.decisions.newest),
       h("p", null, h("a", { href: "#/decisions" }, "All decisions with their reasons")),
     ],
   };
+}
+
+// Columns of rows that are objects.
+function columnsOf(rows) {
+  return new Proxy({}, { get: (_, name) => rows.map((row) => row[name]) });
+}
+
+// A chart of columns by their names; nothing where there are none.
+function named(title, note, yLabel, points, columns, marks, more = {}) {
+  const series = Object.entries(columns).map(([name, y]) =>
+    ({ name, y, thick: Object.keys(columns).length === 1 }));
+  return series.length ? lines({ title, note, marks, xs: points.step, series, xLabel: "step", yLabel,
+    ...more }) : null;
 }
 
 // The marks of the charts, as a list.
@@ -58,7 +138,7 @@ export function reading(share) {
     h("progress", { max: 1, value: share, "aria-label": "share of the log that was read" }));
 }
 
-function factsOf({ run, totals, bubble: idle, decisions: told }) {
+function factsOf({ run, totals, waited_share: idle, decisions: told }) {
   const fates = Object.entries(totals.group_fates).map(([name, count]) => `${show(count)} ${name}`);
   return {
     task: run.task, engine: run.engines.join(", "), objective: run.objective,
@@ -68,100 +148,52 @@ function factsOf({ run, totals, bubble: idle, decisions: told }) {
       `, ${show(totals.tokens_per_s)} a second`),
     "a batch": `${show(run.per_step)} groups of ${show(run.group_size)}`,
     "staleness bound": `${show(run.max_staleness)}${run.interruptible ? ", interruptible" : ""}`,
-    "trainer waited": idle.share === null ? null : `${(idle.share * 100).toFixed(1)} % of its time`,
+    "trainer waited": idle === null ? null : `${(idle * 100).toFixed(1)} % of its time`,
     moves: told.counts.move || 0, seed: run.seed, planner: run.planner,
   };
 }
 
 // A chart whose figures come later, because records are opened for them.
-function later(name, draw) {
-  const place = h("div", null, empty(name === "times" ? "Time on a worker" :
-    "Mismatch against staleness", "Records are being read."));
+function later(name, title, draw) {
+  const place = h("div", null, empty(title, "Records are being read."));
   get(`${name}`).then((found) => place.replaceChildren(draw(found)))
     .catch((error) => place.replaceChildren(empty(name, error.message)));
   return place;
 }
 
-function reward({ reward: own, evaluations }) {
-  const series = [
-    { name: "valid rewards", y: own.valid, thick: true },
-    { name: "raw: invalid counts as 0", y: own.raw },
-  ];
-  for (const one of evaluations) {
-    const name = `evaluation ${one.name}`.trim();
-    series.push({ name, x: one.version, y: one.reward, points: true });
-  }
-  return curve({
-    title: "Reward", note: "Mean of a batch. Band: the middle half of its groups' means.",
-    xs: own.step, series, band: { name: "middle half", low: own.low, high: own.high },
-    xLabel: "step", yLabel: "reward", floor: null,
-  });
-}
-
 // Where a prompt has several samples: how many of them solve it, alone or by majority.
-function passed({ evaluations }) {
+function passed(evaluations, marks) {
   const several = (own) => Object.keys(own).filter((name) => name.startsWith("pass@")).length > 1;
   const series = evaluations.flatMap((one) => Object.entries(one.figures)
     .filter(([figure]) => several(one.figures) && /^(pass|maj)@/.test(figure))
     .map(([figure, y]) => ({ name: `${one.name} ${figure}`.trim(), x: one.version, y })));
-  return series.length ? curve({
+  return series.length ? lines({
     title: "Evaluations", note: "Share of prompts that one of k samples solves, without bias; " +
       "that the most frequent of k answers solves (maj@k).",
-    xs: [], series, xLabel: "version", yLabel: "share of prompts", floor: 0,
+    xs: [], series, marks, xLabel: "version", yLabel: "share of prompts",
   }) : null;
 }
 
-function rewardParts({ step, series }) {
-  const found = Object.entries(series).map(([name, y]) => ({ name, y }));
-  return found.length ? curve({
-    title: "Parts of the reward", note: "Means of a batch's valid rewards, before their weights.",
-    xs: step, series: found, xLabel: "step", yLabel: "mean", floor: null,
-  }) : null;
-}
-
-function learning({ step, charts }) {
-  return charts.map(({ name, note, y }) => curve({
-    title: name.replaceAll("_", " "), note, xs: step, series: [{ name, y, thick: true }], xLabel: "step",
-    yLabel: name, floor: name === "truncated" || name === "clipped_share" ? 0 : null,
-  }));
-}
-
-const FAULTS = {
-  infrastructure: "infrastructure", answer: "no valid answer", code: "the task's code",
-};
-
-function withoutReward({ step, errors, ...own }) {
-  const names = Object.keys(FAULTS).filter((fault) => Object.keys(errors[fault]).length);
-  const total = names.flatMap((fault) => Object.entries(errors[fault])
+function withoutReward({ series, errors }, points, marks) {
+  const faults = Object.keys(FAULTS).filter((fault) => Object.keys(errors[fault]).length);
+  const total = faults.flatMap((fault) => Object.entries(errors[fault])
     .map(([name, count]) => `${show(count)} ${name}`));
-  return names.length ? curve({
-    title: "Without a valid reward", note: `Trajectories of a batch. In all: ${total.join(", ")}.`,
-    xs: step, series: names.map((fault) => ({ name: FAULTS[fault], y: own[fault] })),
-    xLabel: "step", yLabel: "trajectories", floor: 0,
-  }) : null;
+  return named("Without a valid reward",
+    `Trajectories of a batch. In all: ${total.join(", ")}.`, "trajectories", points,
+    Object.fromEntries(faults.map((fault) => [FAULTS[fault], series[fault]])), marks);
 }
 
-function staleness({ staleness: own }) {
-  return curve({
-    title: "Staleness", note: "Of the groups of a batch. No group may be trained above its bound.",
-    xs: own.step, band: { name: "least to most", low: own.low, high: own.high },
-    series: [{ name: "mean", y: own.mean, thick: true },
-      { name: "bound", y: own.bound, step: true, colour: "#000", dash: "8 4" }],
-    xLabel: "step", yLabel: "steps",
-  });
-}
-
-function histogram(own) {
-  const rows = Object.entries(own.groups).map(([name, count]) =>
+function histogram(groups) {
+  const rows = Object.entries(groups).map(([name, count]) =>
     ({ name, values: [count], after: show(count) }));
   return bars({ title: "Trained groups by staleness", rows, parts: ["groups"], unit: "groups",
     rowsAre: "staleness", note: "How old the policy was that a trained group was sampled from." });
 }
 
-function workers(data) {
-  const place = h("div", null), shown = marks;
+function workers(data, marks) {
+  const place = h("div", null);
   const draw = (window) => place.replaceChildren(timeline({
-    title: "Workers by version", data: window, marks: shown,
+    title: "Workers by version", data: window, marks,
     note: "What each worker hosted, with the version's number. Hatched white: weights are loaded. " +
       "A cross: the worker left or was fenced." + (window.trainer ? " The trainer's line: a " +
         "stripe for each part of a batch that was computed ahead of it, and for the rest." : ""),
@@ -180,95 +212,37 @@ function workers(data) {
   return h("div", null, place, form);
 }
 
+// Bars by length: what they have in common.
+function byLength(rows, values, spec) {
+  return { rowsAre: "sampled tokens", afterIs: "trajectories", ...spec,
+    rows: rows.map((row) => ({ name: bucket(row), values: values(row), after: `n ${show(row.n)}` })) };
+}
+
 function times(data) {
-  return {
-    title: "Where a trajectory's time went",
+  return byLength(data.rows, (row) => row.seconds, {
+    title: "Where a trajectory's time went", unit: "seconds",
     note: "Trained trajectories by sampled tokens, mean seconds from dispatch to commit.",
-    rows: data.rows.map((row) => ({ name: bucket(row), values: row.seconds,
-      after: `n ${show(row.n)}` })),
-    parts: data.phases.map((one) => PHASES[one] || one), unit: "seconds",
-    rowsAre: "sampled tokens", afterIs: "trajectories",
-  };
+    parts: data.phases.map((one) => PHASES[one] || one),
+  });
 }
 
 function sampled(data) {
-  return bars({
-    title: "Time on a worker",
+  return bars(byLength(data.rows, (row) => row.seconds, {
+    title: "Time on a worker", unit: "seconds", parts: data.phases, afterIs: "records",
     note: `From ${show(data.sampled)} records of ${show(data.of)}: for a slot, to the first ` +
       "token, to the last (environments included), to the reward." + (data.damaged.length ?
         ` Left out, not what was logged: ${data.damaged.join("; ")}.` : ""),
-    rows: data.rows.map((row) => ({ name: bucket(row), values: row.seconds,
-      after: `n ${show(row.n)}` })),
-    parts: data.phases, unit: "seconds", rowsAre: "sampled tokens", afterIs: "records",
     without: "No record could be read.",
-  });
+  }));
 }
 
 function fates(rows) {
-  const colours = ["#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9"];
-  return bars({
-    title: "Fates by length", shares: true, unit: "share of trajectories", colours, parts: FATES,
+  return bars(byLength(rows, (row) => FATES.map((one) => row.fates[one] || 0), {
+    title: "Fates by length", shares: true, unit: "share of trajectories", parts: FATES,
+    colours: ["#009E73", "#E69F00", "#D55E00", "#CC79A7", "#56B4E9"],
     note: "Training trajectories whose group has ended, by sampled tokens: no length is dropped " +
-      "for being long.",
-    rows: rows.map((row) => ({ name: bucket(row), values: FATES.map((one) => row.fates[one] || 0),
-      after: `n ${show(row.n)}` })),
-    rowsAre: "sampled tokens", afterIs: "trajectories", without: "No group has ended yet.",
-  });
-}
-
-function lengths(own) {
-  return curve({
-    title: "Lengths", note: "Sampled tokens of the trajectories of a batch.", xs: own.step,
-    series: [{ name: "longest", y: own.max }, { name: "9 of 10 below", y: own.p90 },
-      { name: "median", y: own.p50, thick: true }, { name: "1 of 10 below", y: own.p10 }],
-    xLabel: "step", yLabel: "tokens",
-  });
-}
-
-function utilisation(own) {
-  return curve({
-    title: "Utilisation of the workers", xs: own.at, time: true, ceiling: 1,
-    note: "Share of slots in use: from a request's placement until its trajectory is logged.",
-    band: { name: "least to most used worker", low: own.low, high: own.high },
-    series: [{ name: "mean", y: own.mean, thick: true }], xLabel: "seconds of the run",
-    yLabel: "share of slots", floor: 0,
-  });
-}
-
-function speed(own) {
-  return curve({
-    title: "Sampled tokens", xs: own.at, time: true, note: "Of the trajectories that were logged.",
-    series: [{ name: "tokens per second", y: own.tokens_per_s, thick: true }],
-    xLabel: "seconds of the run", yLabel: "tokens/s",
-  });
-}
-
-function bubble(own) {
-  return curve({
-    title: "The trainer's time", xs: own.step,
-    note: "Seconds of a step. The bubble: the trainer was free and its batch was not there.",
-    series: [{ name: "bubble", y: own.waited, thick: true, colour: "#D55E00" },
-      { name: "computing", y: own.compute, colour: "#0072B2" },
-      ...(own.ahead ? [{ name: "in parts, before the batch was whole", y: own.ahead,
-        colour: "#CC79A7" }] : []),
-      { name: "everything else", y: own.other, colour: "#009E73" }],
-    xLabel: "step", yLabel: "seconds",
-  });
-}
-
-function mismatch(data) {
-  if (!data.rows.length) {
-    return empty("Mismatch against staleness", "The store has no contributions of these steps.");
-  }
-  return curve({
-    title: "Mismatch against staleness", xs: data.rows.map((row) => row.staleness),
-    note: `|ln of the mean ratio| of a trajectory, from the contributions of ${data.looked} steps.`,
-    band: { name: "1 to 9 of 10", low: data.rows.map((row) => row.p10),
-      high: data.rows.map((row) => row.p90) },
-    series: [{ name: "median", y: data.rows.map((row) => row.p50), thick: true, points: true },
-      { name: "clipped share", y: data.rows.map((row) => row.clipped), points: true }],
-    xLabel: "staleness", yLabel: "|ln ratio|, share",
-  });
+      "for being long.", without: "No group has ended yet.",
+  }));
 }
 
 export function decisions(rows) {

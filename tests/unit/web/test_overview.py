@@ -49,19 +49,21 @@ def test_reward_of_a_step_is_valid_and_raw_with_the_middle_half_of_its_groups(
     second = _done(stage, 1, epoch, rewards=(1.0, None), tokens=21)
     stage.train(0, first, second)
     found = _overview(stage)
-    assert found["reward"] == {
+    expected = {
         "step": [0],
         "last": [0],
         "valid": [0.6667],
         "raw": [0.5],
-        "low": [0.625],
-        "high": [0.875],
+        "reward_low": [0.625],
+        "reward_high": [0.875],
         "invalid": [1],
         "n": [3],
+        "p50": [20],
+        "longest": [21],
+        "bound": [1],
     }
-    assert found["lengths"]["p50"] == [20] and found["lengths"]["max"] == [21]
-    assert found["staleness"]["groups"] == {"0": 2}
-    assert (found["staleness"]["bound"], found["run"]["version"]) == ([1], 1)
+    assert {name: found["points"][name] for name in expected} == expected
+    assert (found["staleness"], found["run"]["version"]) == ({"0": 2}, 1)
 
 
 @pytest.mark.parametrize("steps", [399, 400, 401, 1000])
@@ -72,7 +74,7 @@ def test_long_runs_have_few_points_and_every_step_is_in_one(
     (step,) = (row for row in stage.builder.drain() if isinstance(row, StepRow))
     with closing(Catalogue()) as catalogue:
         catalogue.append(replace(step, step=number) for number in range(steps))
-        found = overview(view_of(catalogue, "long"))["reward"]
+        found = overview(view_of(catalogue, "long"))["points"]
     assert len(found["step"]) == min(steps, 400)
     assert (found["step"][0], found["last"][-1], sum(found["n"])) == (0, steps - 1, 2 * steps)
     sizes = {last - first for first, last in zip(found["step"], found["last"], strict=True)}
@@ -134,10 +136,9 @@ def test_parts_and_faults_are_drawn_by_step(stage: CatalogueStage) -> None:
     stage.train(0, spec)
     stage.end(failed, "failed", "no sibling is valid")
     found = _overview(stage)
-    assert found["parts"] == {"step": [0], "series": {"math": [0.5]}}
+    assert found["parts"] == {"math": [0.5]}
     assert found["invalid"] == {
-        "step": [0],
-        **{"infrastructure": [0], "answer": [0], "code": [1]},
+        "series": {"infrastructure": [0], "answer": [0], "code": [1]},
         "errors": {"infrastructure": {"TimedOut": 1}, "answer": {}, "code": {"KeyError": 1}},
     }
 
@@ -150,9 +151,9 @@ def test_figures_of_learning_have_a_chart_each(stage: CatalogueStage) -> None:
         stage.log(spec, epoch, offset=9 * step)
         figures = {"entropy": 1.5, "updates": 2.0} | ({} if step else {"kl": 0.25})
         stage.train(step, spec, figures=figures, settings={"trainer.learning_rate": rate})
-    found = _overview(stage)["learning"]
-    assert found["step"] == [0, 1]
-    assert {one["name"]: one["y"] for one in found["charts"]} == {
+    found = _overview(stage)
+    assert found["points"]["step"] == [0, 1]
+    assert {one["name"]: one["y"] for one in found["learning"]} == {
         "entropy": [1.5, 1.5],
         "kl": [0.25, None],
         "learning_rate": [1e-3, 2e-3],

@@ -78,7 +78,7 @@ def test_pages_of_a_run_without_parts_say_nothing_of_them(stage: CatalogueStage)
     two_steps(stage, parts=False)
     found = overview(view_of_told(stage))
     assert "trainer" not in found["timeline"]
-    assert "ahead" not in found["bubble"]
+    assert not any(found["points"]["ahead"])
     plain = page(stage, 0)
     assert "parts" not in plain
     assert "part" not in plain["groups"]["columns"]

@@ -248,9 +248,8 @@ test-verifiers: verifiers ## Environments of verifiers, from their model to thei
 # Test-time tools of the pages: Debian's chromium, and axe-core from npm, which stays outside the tree.
 AXE := axe-core@4.14.1
 AXE_SHA256 := e6b0ce02b84d892e2e33e403485e7f3d6c29e2be6df65daf44d89ba564139745
-RUN ?= runs/demo
 DEBIAN := chromium kcat prometheus
-.PHONY: axe debian-tools ui-shots
+.PHONY: axe debian-tools
 
 debian-tools: ## Debian's chromium, kcat and prometheus, without which their tests are skipped (root)
 	@apt-get install --yes --no-install-recommends $(DEBIAN)
@@ -275,9 +274,6 @@ docs: setup ## Build the documentation site into build/docs/html; any warning is
 axe: ## axe-core into .axe/, checked by its hash, for the tests of the pages (npm)
 	@mkdir -p .axe && cd .axe && npm pack --silent $(AXE) >/dev/null
 	@cd .axe && echo "$(AXE_SHA256)  axe-core-4.14.1.tgz" | sha256sum -c - >&2 && tar xzf axe-core-4.14.1.tgz
-
-ui-shots: setup ## The pictures of the pages from a run, of agents or not: make ui-shots RUN=runs/demo (chromium)
-	@$(BIN)/python -m tests.support.ui_shots $(RUN)
 
 LOCK = $(UV) pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command "make lock" $(ARGS)
 

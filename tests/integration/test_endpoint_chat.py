@@ -4,7 +4,6 @@ and what was sampled is never made again from text."""
 from __future__ import annotations
 
 import re
-import select
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.worker.effects import CallAsked, RefuseCall
 from tests.support.chat_models import write_chat_model
 from tests.support.endpoints import Stage, says, stage
-
-WAIT_S = 60.0
 
 ADD = {
     "type": "function",
@@ -89,16 +86,6 @@ def test_a_stream_has_the_whole_answer(hi: Stage) -> None:
     texts = [one.choices[0].delta.content for one in chunks if one.choices]
     assert "".join(text or "" for text in texts) == "hi"
     assert chunks[-1].usage.total_tokens > chunks[-1].usage.completion_tokens > 0
-
-
-def test_several_choices_are_as_many_calls_with_the_same_prompt(hi: Stage) -> None:
-    before = len(hi.calls)
-    with client_of(hi.open("g-0/3")) as client:
-        answer = create(client, n=3)
-    asked = hi.calls[before:]
-    assert [one.index for one in answer.choices] == [0, 1, 2]
-    assert len({one.call for one in asked}) == 3
-    assert asked[0].token_ids == asked[1].token_ids == asked[2].token_ids
 
 
 def test_settings_that_are_not_the_runs_are_recorded(hi: Stage) -> None:
@@ -174,18 +161,6 @@ def test_a_conversation_as_it_was_answered_goes_on_behind_what_was_sampled(asset
     rest = Tokenizer(assets).full_text(behind[len(sampled) :])
     assert "<tool_response>\n3\n</tool_response>" in rest
     assert rest.endswith("<|im_start|>assistant\n")
-
-
-def test_a_history_that_was_written_anew_is_rendered_whole(assets: Path) -> None:
-    words = says(assets, "hi<|im_end|>")
-    with stage(assets, words) as one, client_of(one.open("g-0/0")) as client:
-        create(client)
-        said = {"role": "assistant", "content": "something else"}
-        create(client, [*HELLO, said, {"role": "user", "content": "go on"}])
-    first, second = one.calls
-    text = Tokenizer(assets).full_text(second.token_ids)
-    assert "something else<|im_end|>" in text
-    assert second.token_ids[: len(first.token_ids)] == first.token_ids  # as the template has it
 
 
 def test_calls_of_tools_have_ids_of_their_own_in_all_conversations_of_a_session(
@@ -278,12 +253,6 @@ def test_what_the_worker_refuses_is_said_with_its_status_and_code(assets: Path) 
         assert len(one.calls) == 1, "what is refused for good is not asked again"
 
 
-def test_models_say_how_long_a_context_is(hi: Stage) -> None:
-    with client_of(hi.open("g-0/6")) as client:
-        (found,) = client.models.list().data
-    assert (found.id, getattr(found, "max_model_len", None)) == ("policy", 4096)
-
-
 def test_keys_and_sessions(hi: Stage) -> None:
     mine, other = hi.open("g-0/7"), hi.open("g-0/8")
     with client_of((mine[0], "dora-nothing")) as client, pytest.raises(openai.AuthenticationError):
@@ -319,28 +288,3 @@ def test_calls_that_wait_hear_of_the_end_of_their_session(assets: Path) -> None:
             create(client)
         timer.join()
     assert caught.value.status_code == 410
-
-
-def test_what_was_asked_of_a_session_before_it_began_again_is_not_told(assets: Path) -> None:
-    with stage(assets, says(assets, "hi<|im_end|>")) as one:
-        address = one.open("g-0/0")
-        with client_of(address) as client:
-            create(client)
-            early: list[int] = []
-
-            def call() -> None:
-                with pytest.raises(openai.APIStatusError) as caught:
-                    create(client, user="early")
-                early.append(caught.value.status_code)
-
-            asking = threading.Thread(target=call)
-
-            def ask() -> None:
-                asking.start()
-                assert select.select([one.port._link], [], [], WAIT_S)[0], "the call has come"
-
-            one.reopen("g-0/0", ask)
-            asking.join()
-            create(client, user="later")
-    assert early == [410]
-    assert [asked.caller for asked in one.calls] == ["", "later"]

@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.port import Append, Record
-from dora_pipe.core.errors import DoraError, InvariantBroken, RecordTooLarge, SchemaError
+from dora_pipe.core.errors import DoraError, InvariantBroken, SchemaError
 from dora_pipe.schemas.control import (
     Command,
     LoggedEntry,
@@ -158,13 +158,6 @@ def test_a_run_among_foreign_records_ends_whole_its_dead_letters_hold_them_and_a
         whys = [one.why for one in buried if one.topic == topics.trajectories]
         assert any("a record of run other" in why for why in whys)
         assert any("not the sha256" in why for why in whys)
-
-
-def test_a_record_above_the_limit_is_refused_where_it_is_written(cluster: Cluster) -> None:
-    with cluster:
-        huge = bytes(cluster.config.bus.record_bytes_max + 1)
-        with pytest.raises(RecordTooLarge, match=cluster.topics.control):
-            cluster.bus.writer().append([Append(topic=cluster.topics.control, value=huge)])
 
 
 def newest_round(cluster: Cluster) -> Round:

@@ -25,9 +25,8 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.rewards import programs
 from dora_pipe.producers.rewards.arguments import RewardContext
-from dora_pipe.producers.rewards.programs import Expected, read_tests
+from dora_pipe.producers.rewards.programs import read_tests
 from dora_pipe.producers.rewards.registry import Rewards
-from dora_pipe.producers.rewards.sandbox import Order
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Completion, Retry, Reward
@@ -121,7 +120,7 @@ def test_a_greedy_program_ends_by_a_limit(name: str, isolate: bool) -> None:
     limits = {"wall_s": 3.0, "cpu_s": 1, "memory_mb": 256, "file_mb": 4}
     found = score(HOSTILE[name], PAIRS, **limits, **_isolation(isolate))
     assert found.value == 0.0
-    assert time.monotonic() - began < 20.0
+    assert time.monotonic() - began < 120.0
 
 
 @pytest.mark.parametrize("isolate", [True, False], ids=["isolated", "not isolated"])
@@ -201,21 +200,6 @@ def test_nothing_runs_without_isolation_unless_that_is_asked_for(
     assert score(ADD, ASSERTS, isolation="none").value == 1.0
 
 
-def test_a_kernel_that_refuses_later_is_asked_again(
-    alone: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: Callable[..., Order] = programs.Programs._order
-    refused = {"file_bytes": -1}  # No file system has this size.
-    monkeypatch.setattr(
-        programs.Programs,
-        "_order",
-        lambda *given, isolate: {**order(*given, isolate=isolate), **refused},
-    )
-    monkeypatch.setattr(programs.Programs, "_runs", lambda self, isolate: isolate)
-    with pytest.raises(Retry, match="the kernel gave no namespaces this time"):
-        score(ADD, ASSERTS)
-
-
 def test_programs_that_find_no_room_are_asked_again() -> None:
     async def two() -> list[Reward | BaseException]:
         options = {"at_once": 1, "wall_s": 8.5, "cpu_s": 8}
@@ -247,13 +231,6 @@ def test_the_reward_needs_more_time_than_its_programs() -> None:
 def test_tests_that_are_none_are_named(tests: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_tests(tests)
-
-
-def test_pairs_may_be_numbers_and_lists() -> None:
-    assert read_tests({"inputs": [1, ["a", 2]], "outputs": [["x"], 3]}) == [
-        Expected("1", "x"),
-        Expected("a\n2", "3"),
-    ]
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 
 from dora_pipe.config import model
-from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
-from dora_pipe.producers.tasks import calls
+from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.tasks import child as child_module
-from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,
@@ -88,23 +85,11 @@ def test_prompts_and_rewards_come_back_under_their_request(pool: TaskPool) -> No
     assert pool.pending == 0
 
 
-def test_row_changed_by_a_reward_is_fresh_for_the_next_call(pool: TaskPool) -> None:
-    for _ in range(2):
-        assert ask(pool, score("a", "", 5)) == Rewarded(
-            request="a", reward=105.0, raw=None, parts={}
-        )
-
-
 def test_reward_may_have_parts_and_be_any_kind_of_number(pool: TaskPool) -> None:
     rich = Rewarded(request="a", reward=0.5, raw=1.0, parts={"exact": 1.0})
     assert ask(pool, score("a", "rich")) == rich
     assert ask(pool, score("a", "one")) == Rewarded(request="a", reward=1.0, raw=None, parts={})
     assert ask(pool, score("a", "true")) == Rewarded(request="a", reward=1.0, raw=None, parts={})
-
-
-def test_half_a_character_in_the_name_of_a_part_is_an_escape(pool: TaskPool) -> None:
-    event = ask(pool, score("a", "surrogate"))
-    assert isinstance(event, Rewarded) and event.parts == {"\\ud800": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -141,21 +126,6 @@ def test_what_a_reward_raises_is_told_on_one_line_of_bounded_length(
         assert "Traceback" in capfd.readouterr().err
 
 
-def test_what_users_print_goes_to_stderr_and_their_input_is_empty(
-    capfd: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    # Opened here: what capfd catches in fixtures is not what it catches in the test.
-    with TaskPool(task(folder)) as pool:
-        printed = ask(pool, score("a", "print"))
-        read = ask(pool, score("b", "input"))
-        assert isinstance(printed, Rewarded)
-        assert read == Rewarded(request="b", reward=0.0, raw=None, parts={})
-        seen = capfd.readouterr()
-        assert "hello" in seen.err
-        assert "raw bytes" in seen.err
-        assert seen.out == ""
-
-
 def test_what_users_print_of_sampled_text_steers_no_terminal(
     capfd: pytest.CaptureFixture[str], folder: Path
 ) -> None:
@@ -182,38 +152,6 @@ def test_more_calls_than_a_window_all_come_back(folder: Path) -> None:
         events = gather(pool, count)
     rewards = {event.request: event.reward for event in events if isinstance(event, Rewarded)}
     assert rewards == {f"r{number}": 100.0 + number % 8 for number in range(count)}
-
-
-def test_texts_larger_than_a_pipe_come_through(pool: TaskPool) -> None:
-    long = "word " * 200_000
-    for number in range(3):
-        pool.submit(score(f"r{number}", long))
-    assert all(isinstance(event, Rewarded) for event in gather(pool, 3))
-
-
-def test_call_too_long_for_a_frame_fails_alone(
-    pool: TaskPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calls, "FRAME_BYTES_MAX", 1000)
-    event = ask(pool, score("a", "x" * 2000))
-    assert isinstance(event, TaskFailed)
-    assert "above the limit" in event.message
-    assert isinstance(ask(pool, score("b", "one")), Rewarded)
-
-
-def test_request_with_a_call_is_not_given_a_second_one(pool: TaskPool) -> None:
-    pool.submit(score("a", "one"))
-    with pytest.raises(ValueError, match="a has a call already"):
-        pool.submit(score("a", "one"))
-    assert len(gather(pool, 1)) == 1
-
-
-def test_queue_has_a_bound(pool: TaskPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_module, "QUEUE_MAX", 2)
-    pool.submit(score("a", "one"))
-    pool.submit(score("b", "one"))
-    with pytest.raises(ResourceError, match="2 calls already"):
-        pool.submit(score("c", "one"))
 
 
 # Tasks that cannot be opened, or change.
@@ -273,23 +211,6 @@ def test_episode_lives_through_its_turns_and_is_scored_by_its_environment(
         assert event == Rewarded(request="a", reward=2.5, raw=None, parts={})
         assert isinstance(ask(episodes, EnvStep(request="a", turn=Turn(text="go"))), TaskFailed)
     assert "closed after 2" in capfd.readouterr().err
-
-
-def test_stop_waits_for_the_close_of_an_episode_that_has_just_ended(
-    capfd: pytest.CaptureFixture[str], folder: Path
-) -> None:
-    with TaskPool(task(folder, episodes=True)) as episodes:
-        ask(episodes, prompt("a"))
-        ask(episodes, EnvStep(request="a", turn=Turn(text="be slow to close")))
-        assert isinstance(ask(episodes, score("a", "ask the episode")), Rewarded)
-    assert "closed after 1" in capfd.readouterr().err
-
-
-def test_environment_without_a_score_leaves_it_to_the_task(episodes: TaskPool) -> None:
-    ask(episodes, prompt("a", 4))
-    assert ask(episodes, score("a", "", 4)) == Rewarded(
-        request="a", reward=104.0, raw=None, parts={}
-    )
 
 
 def test_siblings_have_episodes_of_their_own_on_any_process(folder: Path) -> None:
@@ -382,40 +303,7 @@ def test_forgotten_call_and_episode_give_no_event(
     assert capfd.readouterr().err.count("closed after") in (2, 3)
 
 
-def test_forgotten_request_that_hangs_is_still_killed_silently(impatient: TaskPool) -> None:
-    impatient.submit(score("a", "forever"))
-    impatient.poll()
-    impatient.forget("a")
-    assert isinstance(ask(impatient, score("a", "one")), Rewarded)
-    assert impatient.deaths == 1
-
-
-def test_second_prompt_of_a_request_replaces_its_episode(episodes: TaskPool) -> None:
-    ask(episodes, prompt("a"))
-    ask(episodes, EnvStep(request="a", turn=Turn(text="go")))
-    episodes.submit(prompt("a"))
-    episodes.submit(prompt("a"))
-    assert len(gather(episodes, 1)) == 1
-    event = ask(episodes, EnvStep(request="a", turn=Turn(text="go")))
-    assert isinstance(event, EnvObserved)
-    assert event.text == "go 1"
-
-
 # Costs.
-
-
-def test_reward_call_costs_the_worker_less_than_a_tenth_of_a_millisecond() -> None:
-    count, text = 4000, " ".join(f"c{n} 3" for n in range(20)) + " = 3"
-    with TaskPool(model.Task(kind="arithmetic")) as pool:
-        pool.wait()
-        sent, done, start_s = 0, 0, time.process_time()
-        while done < count:
-            while sent < count and pool.pending < 64:
-                pool.submit(score(f"r{sent}", text, sent))
-                sent += 1
-            done += len(pool.poll(wait_s=0.1))
-        spent_s = time.process_time() - start_s
-    assert spent_s / count < 100e-6
 
 
 def test_task_process_never_imports_torch_by_itself() -> None:

@@ -13,7 +13,6 @@ from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import EnvStep, PromptReady, Rewarded, TaskEvent, TaskFailed
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX
 from dora_pipe.producers.tasks.links import KILLED, ProcessLink
-from dora_pipe.producers.tasks.main_thread import WATCH_S
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
 from dora_pipe.schemas.metrics import FailingPlace
@@ -57,18 +56,6 @@ def test_rewards_that_hang_one_after_the_other_leave_the_task_alone_until_one_wo
         assert the_place(pool).failures == 1
         assert isinstance(ask(pool, score("c", "one")), Rewarded), "asked again after a while"
         assert pool.failing == []
-
-
-def test_they_count_although_their_process_says_first_that_it_hangs(folder: Path) -> None:
-    with TaskPool(task(folder, limit_s=LIMIT_S)) as pool:
-        pool.wait()
-        for name in "ab":
-            pool.submit(score(name, "forever"))
-            pool.poll()
-            time.sleep(LIMIT_S + 4 * WATCH_S)
-            (failed,) = gather(pool, 1)
-            assert isinstance(failed, TaskFailed)
-        assert the_place(pool).failures == 1
 
 
 def test_steps_that_hang_count_although_every_episode_begins(folder: Path) -> None:

@@ -19,7 +19,6 @@ from dora_pipe.producers.tasks.pool import TaskPool
 from tests.support.task_pool import (
     DEADLINE_S,
     LIMIT_S,
-    ask,
     gather,
     is_gone,
     pid_of,
@@ -61,14 +60,6 @@ def test_while_true_reward_is_killed_and_the_others_are_scored(impatient: TaskPo
     assert impatient.deaths == 1
     assert is_gone(before)
     assert pid_of(impatient) != before
-
-
-def test_slow_calls_within_the_limit_do_not_share_it(impatient: TaskPool) -> None:
-    count = int(LIMIT_S / 0.05) + 4
-    for number in range(count):
-        impatient.submit(score(f"r{number}", "slow"))
-    assert all(isinstance(event, Rewarded) for event in gather(impatient, count))
-    assert impatient.deaths == 0
 
 
 @pytest.mark.parametrize(("text", "end"), [("die", "status 7"), ("crash", "signal 11")])
@@ -131,16 +122,6 @@ def test_processes_that_die_without_answering_end_the_pool_with_the_reason(
         gather(pool, 4)
 
 
-def test_answers_between_deaths_keep_the_pool_alive(
-    pool: TaskPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_module, "DEATHS_MAX", 3)
-    for number in range(4):
-        assert isinstance(ask(pool, score(f"bad{number}", "die")), TaskFailed)
-        assert isinstance(ask(pool, score(f"good{number}", "one")), Rewarded)
-    assert pool.deaths == 4
-
-
 def test_task_processes_die_with_a_parent_that_is_killed_in_the_middle_of_a_hang(
     folder: Path,
 ) -> None:
@@ -163,19 +144,6 @@ time.sleep(60)
         parent.kill()
         parent.wait()
     assert wait_until_gone(child)
-
-
-def test_close_kills_what_hangs_and_may_be_called_twice(folder: Path) -> None:
-    pool = TaskPool(task(folder))
-    pool.wait()
-    child = pid_of(pool)
-    pool.submit(score("a", "forever"))
-    pool.poll()
-    started = time.monotonic()
-    pool.close()
-    pool.close()
-    assert time.monotonic() - started < DEADLINE_S
-    assert is_gone(child)
 
 
 def test_every_call_gets_exactly_one_event_whatever_dies(folder: Path) -> None:

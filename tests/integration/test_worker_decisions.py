@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.tasks.calls import PromptCall, RewardCall
+from dora_pipe.producers.tasks.calls import PromptCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
 from dora_pipe.schemas.rounds import Fence
@@ -36,20 +36,6 @@ def test_placement_of_another_version_than_the_target_is_refused_and_named() -> 
     assert not worker.machine.requests.by_key
 
 
-def test_assignment_of_the_hosted_version_is_answered_and_hands_back_the_others() -> None:
-    world = World(lengths=lambda seed, turn: 60)
-    worker = world.start(slots=1)
-    world.decide(world.place(worker, 0))
-    world.ticks(worker, 5)
-    world.decide(world.assign(worker, 1), world.place(worker, 1, version=1))
-    world.ticks(worker, 5)
-    world.decide(world.assign(worker, 0))
-    world.until_idle(worker)
-    (failure,) = world.facts(RequestFailed)
-    assert (failure.trajectory, failure.error) == ("g0000000001-000", "Retargeted")
-    assert [ready.version for ready in world.facts(WorkerReady)] == [0, 0]
-
-
 @pytest.mark.parametrize("phase", [Phase.PROMPTING, Phase.WAITING, Phase.RUNNING])
 def test_cancelled_request_is_dropped_without_a_trace(phase: Phase) -> None:
     world = World(lengths=lambda seed, turn: 40)
@@ -69,19 +55,6 @@ def test_cancelled_request_is_dropped_without_a_trace(phase: Phase) -> None:
     assert world.facts(RequestFailed) == []
 
 
-def test_request_handed_ahead_of_a_slot_is_cancelled_without_ever_running() -> None:
-    world = World(lengths=lambda seed, turn: 40)
-    worker = world.start(slots=1)
-    places = [world.place(worker, ordinal) for ordinal in range(2)]
-    world.decide(*places)
-    world.ticks(worker, 6)
-    assert worker.machine.requests.in_phase(Phase.WAITING) == 1
-    world.decide(world.cancel(places[1]))
-    world.until_idle(worker)
-    assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [places[0].trajectory]
-    assert worker.engine.active == 0
-
-
 def test_cancelled_request_that_has_its_reward_is_logged() -> None:
     world = World(lengths=lambda seed, turn: 5)
     worker = world.start()
@@ -91,28 +64,6 @@ def test_cancelled_request_that_has_its_reward_is_logged() -> None:
     world.decide(world.cancel(place))
     world.until_idle(worker)
     assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [place.trajectory]
-
-
-def test_cancelled_request_waits_for_no_reward_that_may_never_come() -> None:
-    world = World(lengths=lambda seed, turn: 5)
-    worker = world.start(tasks=InlineTasks(held={RewardCall}))
-    place = world.place(worker, 0)
-    world.decide(place)
-    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 1)
-    world.decide(world.cancel(place))
-    world.until_idle(worker)
-    assert world.facts(TrajectoryLogged) == []
-
-
-def test_same_request_may_come_again_under_its_next_attempt_while_the_first_is_logged() -> None:
-    world = World(lengths=lambda seed, turn: 5)
-    worker = world.start()
-    first = world.place(worker, 0)
-    world.decide(first)
-    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.LOGGING) == 1)
-    world.decide(world.cancel(first), world.place(worker, 0, attempt=2))
-    world.until_idle(worker)
-    assert sorted(one.attempt for one in world.facts(TrajectoryLogged)) == [1, 2]
 
 
 def test_placement_with_another_data_set_is_refused_for_good() -> None:

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.bus.port import Append
 from dora_pipe.producers.tasks.calls import EnvStep
 from dora_pipe.producers.worker.episodes import RETELLINGS_MAX
 from dora_pipe.producers.worker.request import Phase, WorkerSetup
@@ -25,11 +24,10 @@ from dora_pipe.schemas.control import (
     WorkerLeft,
 )
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.trajectory import EpisodeProgress, Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_any_progress
+from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.agents import RecordingEngine, recording_engine
 from tests.support.games import Games
-from tests.support.worker import TOPICS, Worker, World
+from tests.support.worker import Worker, World
 
 NAME = "g0000000000-000"
 ANY = -1
@@ -167,13 +165,6 @@ def check_events(stage: Stage, trajectory: Trajectory) -> None:
     assert {at for at, one in enumerate(trajectory.loss_mask) if one} <= found
 
 
-def chain(stage: Stage) -> list[EpisodeProgress]:
-    """All progress records, in order."""
-    records = stage.world.records(TOPICS.progress)
-    found = [decode_any_progress(one.value) for one in records]
-    return [one for one in found if isinstance(one, EpisodeProgress)]
-
-
 # What ends a worker, at each place of an episode
 
 PLACES = [
@@ -183,27 +174,6 @@ PLACES = [
     (Phase.ENVIRONMENT, 2),
     (Phase.RUNNING, 3),
 ]
-
-
-@pytest.mark.parametrize(("phase", "turns"), PLACES)
-@pytest.mark.parametrize("what", ["kill", "move", "stop"])
-def test_episode_goes_on_elsewhere_with_the_same_tokens_answers_and_reward(
-    what: str, phase: Phase, turns: int
-) -> None:
-    stage = Stage(most=40)
-    worker = stage.worker()
-    stage.until(worker, phase, turns)
-    if phase is Phase.RUNNING:
-        stage.world.ticks(worker, 12)
-    else:
-        worker.tasks.held.add(EnvStep)
-    getattr(stage, what)(worker)
-    assert stage.resume is not None
-    other = stage.worker()
-    check(stage, stage.finish(other))
-    assert other.counts["turns told again"] >= turns
-    assert other.counts["progress unusable"] == 0
-    assert [one.trajectory for one in stage.world.facts(TrajectoryLogged)] == [NAME]
 
 
 @pytest.mark.parametrize(("phase", "turns"), [*PLACES, (Phase.REWARDING, ANY)])
@@ -218,19 +188,6 @@ def test_episode_whose_process_dies_is_told_again_and_nothing_is_sampled_twice(
     stage.world.ticks(worker, 150)
     status = stage.world.statuses()[-1]
     assert (status.episodes_told_again, status.episodes_started_again) == (1, 0)
-
-
-def test_records_of_an_episode_are_its_trajectory() -> None:
-    stage = Stage(most=40)
-    worker = stage.worker()
-    trajectory = stage.finish(worker)
-    parts = chain(stage)
-    assert [one.start for one in parts][:1] == [0]
-    ids = [token for one in parts for token in one.token_ids]
-    assert ids == list(trajectory.token_ids)[: len(ids)]
-    assert sum(sum(one.loss_mask) for one in parts) == trajectory.sampled
-    ended = [one for one in parts if one.finish]
-    assert len(ended) == sum(one[0] == "model" for one in turns_of(trajectory))
 
 
 def test_environment_that_is_not_what_it_says_is_named_and_its_episode_not_gone_on_with() -> None:
@@ -256,16 +213,6 @@ def test_episode_that_is_lost_too_often_is_handed_back() -> None:
         stage.world.ticks(worker, 2)
     (gone,) = stage.world.facts(RequestFailed)
     assert (gone.error, gone.retryable) == ("EpisodeLost", True)
-
-
-def test_chain_that_is_none_is_counted_and_the_episode_begins_anew() -> None:
-    stage = Stage()
-    nonsense = Append(topic=TOPICS.progress, value=b"nonsense", partition=0)
-    (offset,) = stage.world.writer.append([nonsense])
-    stage.resume = Resume(tokens=5, partition=0, offset=offset)
-    worker = stage.worker()
-    check(stage, stage.finish(worker))
-    assert worker.counts["progress unusable"] == 1
 
 
 BLOWS = st.tuples(st.sampled_from(["kill", "move", "stop", "lose", "hold"]), st.integers(1, 25))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.engines.port import EngineEvent
 from dora_pipe.producers.tasks.calls import (
     PromptReady,
     RewardCall,
@@ -58,46 +57,6 @@ def test_headers_say_what_the_record_says_and_the_digest_covers_its_bytes() -> N
     assert logged.bytes == len(record.value)
     assert (headers.run, headers.deadline, headers.epoch) == ("r", 2, worker.setup.epoch)
     assert record.key == b"g0000000003"
-
-
-def test_trajectory_is_appended_before_the_fact_that_it_is_there() -> None:
-    world = World()
-    worker = world.start()
-    world.decide(world.place(worker, 0))
-    world.until(worker, lambda: bool(world.records(TOPICS.trajectories)))
-    assert world.facts(TrajectoryLogged) == []
-    world.until_idle(worker)
-    assert len(world.facts(TrajectoryLogged)) == 1
-
-
-def test_slot_is_refilled_between_two_steps_and_siblings_end_independently() -> None:
-    world = World(lengths=lambda seed, turn: 20 + seed % 40)
-    worker = world.start(slots=8, prefetch=16)
-    world.decide(*(world.place(worker, 0, sibling) for sibling in range(24)))
-    empty: list[int] = []
-    step = worker.engine.step
-
-    def watched() -> list[EngineEvent]:
-        if worker.machine.requests.in_phase(Phase.WAITING):
-            empty.append(worker.engine.slots - worker.engine.active)
-        return step()
-
-    worker.engine.step = watched  # type: ignore[method-assign]
-    world.until_idle(worker)
-    assert len(empty) > 40
-    assert empty.count(0) >= len(empty) - 1  # the last one's start is heard a turn later
-    assert len(world.facts(TrajectoryLogged)) == 24
-
-
-def test_prompts_are_asked_for_before_a_slot_is_free() -> None:
-    world = World(lengths=lambda seed, turn: 50)
-    worker = world.start(slots=1, prefetch=3)
-    world.decide(*(world.place(worker, ordinal) for ordinal in range(4)))
-    world.ticks(worker, 10)
-    assert len(worker.tasks.seen) == 4
-    requests = worker.machine.requests
-    assert (requests.in_phase(Phase.RUNNING), requests.in_phase(Phase.WAITING)) == (1, 3)
-    assert worker.engine.active == 1
 
 
 def test_two_workers_give_the_same_trajectories_whatever_else_runs() -> None:

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from dora_pipe.producers.engines.port import Kv
 from dora_pipe.producers.worker.kv_handover import (
     Handover,
     KvHandover,
-    KvLabel,
     MemoryHandover,
     NoHandover,
 )
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerLeft
-from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import Drain, Fence, PlacedRequest, StopRun
+from dora_pipe.schemas.rounds import Drain, PlacedRequest
 from dora_pipe.store.transfers.files import MappedFiles
-from dora_pipe.store.transfers.port import Lost
-from tests.support.transfers import served
 from tests.support.worker import TICK_NS, VirtualClock, Worker, World
 
 NAME = "g0000000000-000"
@@ -61,35 +55,10 @@ def taken_up(world: World, to: Worker, released: RequestReleased) -> PlacedReque
     return place
 
 
-class Wire:
-    """Two machines: what one process puts, another one fetches over the wire."""
-
-    def __init__(self, path: Path) -> None:
-        self._stack = ExitStack()
-        ends = (self._stack.enter_context(served(path / name)) for name in ("a", "b"))
-        self._source, self._target = (KvHandover(end) for end in ends)
-
-    def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        return self._source.put(label, kv)
-
-    def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        return self._target.fetch(label, blob)
-
-    def drop(self, blob: Blob) -> None:
-        self._target.drop(blob)
-
-    def clear(self) -> None:
-        """Both; the test is over."""
-        self._source.clear()
-        self._target.clear()
-        self._stack.close()
-
-
 Make = Callable[[Path], Handover]
 PLACES: dict[str, Make] = {
     "memory": lambda path: MemoryHandover(),
     "files": lambda path: KvHandover(MappedFiles(path / "handover", clock=VirtualClock())),
-    "flight": Wire,
     "nowhere": lambda path: NoHandover(),
 }
 
@@ -132,22 +101,6 @@ def _left(handover: Handover, path: Path) -> list[str]:
     return [one.name for one in path.rglob("*") if one.is_file()]
 
 
-def test_request_moves_on_and_back_and_its_record_counts_the_moves() -> None:
-    world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 20)
-    workers = [source, world.start(worker="b", max_tokens=1000)]
-    for number in range(4):
-        here, there = workers[number % 2], workers[1 - number % 2]
-        released = let_go(world, here, place, there)
-        place = taken_up(world, there, released)
-        world.ticks(there, 20)
-    world.until_idle(source)
-    trajectory = world.trajectories()[NAME]
-    assert list(trajectory.token_ids) == alone()
-    assert (trajectory.meta.moves, trajectory.meta.prefills) == (4, (3,))
-    assert trajectory.meta.attempt == 5
-
-
 def test_cache_that_was_damaged_on_its_way_costs_a_prefill_and_nothing_else(tmp_path: Path) -> None:
     folder = tmp_path / "handover"
     world = World(
@@ -183,30 +136,6 @@ def test_cache_of_another_request_is_not_taken() -> None:
     world.until_idle(target)
     assert target.counts["KV cache not fetched: another request"] == 1
     assert list(world.trajectories()[NAME].token_ids) == alone()
-
-
-def test_cache_of_another_version_is_not_taken() -> None:
-    world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 50)
-    target = world.start(worker="b", version=1, max_tokens=1000)
-    released = let_go(world, source, place, target)
-    world.decide(
-        world.place(target, 0, version=1, attempt=2, resume=released.resume, kv=released.kv)
-    )
-    world.until_idle(target)
-    trajectory = world.trajectories()[NAME]
-    assert (trajectory.version, trajectory.meta.prefills, trajectory.meta.moves) == (1, (3,), 0)
-
-
-def test_finished_request_ignores_the_move_and_is_logged() -> None:
-    world = World(lengths=lambda seed, turn: 20)
-    source, place = running(world, 10)
-    target = world.start(worker="b")
-    world.until(source, lambda: source.engine.active == 0)
-    world.decide(world.move(place, target))
-    world.until_idle(source)
-    assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [NAME]
-    assert world.facts(RequestReleased) == []
 
 
 @pytest.mark.parametrize("tokens", range(12, 24))
@@ -260,16 +189,6 @@ def test_worker_asked_to_stop_in_the_middle_of_a_move_completes_it() -> None:
     assert world.facts(WorkerLeft)[0].progress == {}
 
 
-def test_fenced_in_the_middle_of_a_move_says_nothing_more() -> None:
-    world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 30)
-    target = world.start(worker="b")
-    world.decide(world.move(place, target), Fence(reason="t", worker="a", epoch=source.setup.epoch))
-    world.until(source, lambda: source.machine.finished)
-    assert source.machine.outcome == "fenced"
-    assert world.facts(RequestReleased) == []
-
-
 def test_source_that_dies_after_the_move_leaves_its_progress_record() -> None:
     world = World(lengths=lambda seed, turn: LENGTH)
     source, place = running(world, 60, checkpoint_tokens=16, heartbeat_ns=TICK_NS)
@@ -281,30 +200,3 @@ def test_source_that_dies_after_the_move_leaves_its_progress_record() -> None:
     trajectory = world.trajectories()[NAME]
     assert list(trajectory.token_ids) == alone()
     assert trajectory.meta.prefills == (3, 3 + resume.tokens)
-
-
-def test_stopped_run_leaves_no_cache_behind() -> None:
-    world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 30)
-    let_go(world, source, place, world.start(worker="b"))
-    world.decide(StopRun(reason="t"))
-    world.until(source, lambda: source.machine.finished)
-    assert source.machine.run_over
-
-
-def test_workers_waiting_request_is_handed_on_with_the_cache_it_came_with() -> None:
-    world = World(lengths=lambda seed, turn: LENGTH)
-    source, place = running(world, 40)
-    full = world.start(worker="b", slots=1, prefetch=1, max_tokens=1000)
-    world.decide(world.place(full, 8), world.place(full, 9))
-    world.ticks(full, 5)
-    place = taken_up(world, full, let_go(world, source, place, full))
-    world.ticks(full, 5)
-    third = world.start(worker="c", max_tokens=1000)
-    released = let_go(world, full, place, third)
-    assert released.kv is not None and released.attempt == 2
-    taken_up(world, third, released)
-    world.until_idle(third)
-    trajectory = world.trajectories()[NAME]
-    assert list(trajectory.token_ids) == alone()
-    assert (trajectory.meta.moves, trajectory.meta.prefills) == (1, (3,))

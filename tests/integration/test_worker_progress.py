@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.tasks.calls import PromptCall, RewardCall
+from dora_pipe.producers.tasks.calls import RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import Resume, TrajectoryLogged, WorkerLeft, WorkerReady
 from dora_pipe.schemas.rounds import Drain, StopRun
@@ -59,22 +59,6 @@ def test_request_killed_at_token_200_goes_on_from_its_progress_with_the_same_tok
     assert trajectory.meta.attempt == 2
 
 
-def test_request_killed_twice_keeps_one_chain_over_three_workers() -> None:
-    world = World(lengths=lambda seed, turn: 300)
-    resume, wanted = _killed_at(world, tokens=100, length=300)
-    second = world.start(worker="second", max_tokens=1000, checkpoint_tokens=32)
-    world.decide(world.place(second, 0, attempt=2, resume=resume))
-    world.until(second, lambda: second.engine.kv_used_tokens == 3 + 200)
-    later = second.machine.requests.progress()["g0000000000-000"]
-    assert later.tokens > resume.tokens
-    third = world.start(worker="third", max_tokens=1000)
-    world.decide(world.place(third, 0, attempt=3, resume=later))
-    world.until_idle(third)
-    trajectory = world.trajectory(world.facts(TrajectoryLogged)[-1])
-    assert list(trajectory.token_ids) == wanted
-    assert trajectory.meta.prefills == (3, 3 + resume.tokens, 3 + later.tokens)
-
-
 def test_chain_that_is_broken_leaves_the_request_to_start_from_its_prompt() -> None:
     world = World(lengths=lambda seed, turn: 300)
     resume, wanted = _killed_at(world, tokens=200, length=300)
@@ -90,27 +74,6 @@ def test_chain_that_is_broken_leaves_the_request_to_start_from_its_prompt() -> N
         assert trajectory.meta.prefills == (3,)
         assert list(trajectory.token_ids) == wanted
         assert worker.counts["progress unusable"] == 1
-
-
-def test_chain_of_another_version_is_not_taken_up() -> None:
-    world = World(lengths=lambda seed, turn: 300)
-    resume, _ = _killed_at(world, tokens=200, length=300)
-    worker = world.start(version=1, max_tokens=1000)
-    world.decide(world.place(worker, 0, attempt=2, version=1, resume=resume))
-    world.until_idle(worker)
-    trajectory = world.trajectory(world.facts(TrajectoryLogged)[-1])
-    assert (trajectory.version, trajectory.meta.prefills) == (1, (3,))
-
-
-def test_request_that_had_ended_with_its_last_progress_is_not_sampled_behind_its_end() -> None:
-    world = World(lengths=lambda seed, turn: 300)
-    resume, wanted = _killed_at(world, tokens=200, length=300)
-    worker = world.start(max_tokens=resume.tokens)
-    world.decide(world.place(worker, 0, attempt=2, resume=resume))
-    world.until_idle(worker)
-    logged = world.facts(TrajectoryLogged)[-1]
-    assert (logged.tokens, logged.finish) == (resume.tokens, "length")
-    assert list(world.trajectory(logged).token_ids) == wanted[: 3 + resume.tokens]
 
 
 def test_stop_asked_writes_a_last_progress_record_and_leaves() -> None:
@@ -150,37 +113,6 @@ def test_engine_that_raises_costs_its_worker_and_no_request(
     assert type(error).__name__ in left.reason
     assert 64 <= left.progress["g0000000000-000"].tokens <= 90
     assert (worker.machine.outcome, worker.machine.error_here) == ("failed", True)
-
-
-def test_waiting_request_keeps_the_progress_it_was_placed_with_when_the_worker_leaves() -> None:
-    world = World(lengths=lambda seed, turn: 300)
-    tasks = InlineTasks(held={PromptCall})
-    worker = world.start(tasks=tasks)
-    earlier = Resume(tokens=7, partition=1, offset=99)
-    world.decide(world.place(worker, 1, resume=earlier))
-    world.ticks(worker, 3)
-    world.stop(worker)
-    (left,) = world.facts(WorkerLeft)
-    assert left.progress == {"g0000000001-000": earlier}
-
-
-def test_finished_requests_are_still_logged_before_the_worker_leaves() -> None:
-    world = World(lengths=lambda seed, turn: 5)
-    tasks = InlineTasks(held={RewardCall})
-    worker = world.start(tasks=tasks)
-    world.decide(world.place(worker, 0))
-    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 1)
-    asked = [False]
-
-    def stop() -> bool:
-        if asked[0]:
-            tasks.held.clear()
-        asked[0] = True
-        return True
-
-    worker.runtime.run(stop)
-    kinds = [type(record).__name__ for record in world.control()]
-    assert kinds[-2:] == ["TrajectoriesLogged", "WorkerLeft"]
 
 
 def test_worker_that_leaves_does_not_wait_for_ever_for_a_reward() -> None:

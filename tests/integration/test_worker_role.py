@@ -11,17 +11,13 @@ import pytest
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.config import model
-from dora_pipe.config.workers import Workers
 from dora_pipe.core.errors import (
     ConfigError,
     Fenced,
     PolicyError,
     ResourceError,
     TaskError,
-    UsageError,
 )
-from dora_pipe.core.run_lifecycle import RUN_WAIT_S
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.registry import reward_digest
 from dora_pipe.producers.worker.role import REJOINS_MAX
@@ -35,7 +31,7 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.rounds import Fence, StopRun
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
-from tests.support.worker import TOPICS, VirtualClock
+from tests.support.worker import TOPICS
 from tests.support.worker_run import Run, make_run, task_of_the_run
 
 ENDLESS = """
@@ -225,14 +221,6 @@ def test_worker_that_is_fenced_for_its_name_ends_with_that_line_and_joins_no_mor
     assert len(run.joins()) == 1
 
 
-def test_worker_with_a_changed_tokenizer_does_not_join(run: Run) -> None:
-    run.begin()
-    file = run.store.assets_path(run.assets_digest) / "tokenizer_config.json"
-    file.write_text(file.read_text().replace("<eos>", "<bos>"))
-    with pytest.raises(PolicyError, match="were changed"):
-        run.work(_until(lambda: False))
-
-
 def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) -> None:
     run.begin()
 
@@ -269,33 +257,6 @@ def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fa
         run.work(_joined(run, lambda epoch, _: run.decide(run.assign(epoch)), stop=False))
     left = _left(run)
     assert len(left) == 1 and said in left[0].reason
-
-
-def test_free_keys_come_from_this_machine_and_the_others_from_the_log(run: Run) -> None:
-    run.begin()
-    mine = msgspec.structs.replace(
-        run.config,
-        workers=Workers(slots=7, context_tokens=128),
-        task=model.Task(kind="no-such-task", processes=1),
-    )
-
-    run.work(_joined(run, stop=True), config=mine)
-    _, joined = run.joins()[0]
-    assert (joined.slots, joined.kv_tokens) == (7, 7 * 128)
-
-
-def test_worker_asked_to_stop_before_its_run_starts_ends_without_a_trace(run: Run) -> None:
-    run.work(iter([False, True]))
-    assert run.control() == []
-
-
-def test_run_that_does_not_start_is_given_up_with_a_hint(tmp_path: Path) -> None:
-    run = make_run(MemoryBus(MemoryLog()), tmp_path)
-    clock = VirtualClock()
-    with pytest.raises(UsageError, match="run r did not start") as caught:
-        run.work(_until(lambda: False), clock=clock)
-    assert caught.value.hint is not None
-    assert clock.ns >= RUN_WAIT_S * 1e9
 
 
 @pytest.mark.parametrize("lands", [0, 1])

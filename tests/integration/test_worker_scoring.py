@@ -7,7 +7,7 @@ import pytest
 
 from dora_pipe.producers.tasks.calls import GroupCall, GroupRewarded, TaskFailed
 from dora_pipe.schemas.control import GroupScored, TakenTrajectory, TrajectoryLogged, WorkerLeft
-from dora_pipe.schemas.rounds import Drain, ScoreGroup
+from dora_pipe.schemas.rounds import ScoreGroup
 from tests.support.inline_tasks import InlineTasks, failed
 from tests.support.worker import Worker, World, spec_of
 
@@ -103,15 +103,6 @@ def test_a_reward_beyond_what_is_trained_is_an_error() -> None:
     assert answer.error.startswith("NoAnswer: the reward of g0000000000-000 is beyond")
 
 
-def test_other_data_than_the_groups_is_an_error() -> None:
-    world = World()
-    worker = world.start()
-    question = logged(world, worker)
-    spec = msgspec.structs.replace(question.spec, dataset_digest="0" * 64)
-    (answer,) = answers(world, worker, msgspec.structs.replace(question, spec=spec))
-    assert answer.error.startswith("OtherDataset: ") and not answer.retryable
-
-
 def hanging() -> tuple[World, Worker, InlineTasks]:
     """A worker whose task does not answer about a group."""
     world, tasks = World(), InlineTasks(held={GroupCall})
@@ -120,16 +111,6 @@ def hanging() -> tuple[World, Worker, InlineTasks]:
     (wait,) = [one for one in worker.machine.waits(10**12) if one.name == "group-score"]
     assert wait.key == "g0000000000"
     return world, worker, tasks
-
-
-def test_who_drains_answers_before_it_leaves() -> None:
-    world, worker, tasks = hanging()
-    world.decide(Drain(worker="w0", epoch=worker.setup.epoch, reason="a user asked"))
-    world.ticks(worker, 4)
-    assert not world.facts(WorkerLeft)
-    tasks.held.clear()
-    world.ticks(worker, 6)
-    assert len(world.facts(GroupScored)) == len(world.facts(WorkerLeft)) == 1
 
 
 def test_who_is_stopped_leaves_at_once_and_puts_down_what_it_scores() -> None:

@@ -17,13 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.audit.replay_trajectory import generate_again
-from dora_pipe.bus.port import Append
 from dora_pipe.producers.engines.simulated import Lengths, SimulatedEngine
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import AgentCall
-from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, Phase, WorkerSetup
+from dora_pipe.producers.worker.request import EPISODE_RESTARTS_MAX, WorkerSetup
 from dora_pipe.producers.worker.sessions import CALLS_OPEN_MAX
-from dora_pipe.producers.worker.status import Situation, waits
 from dora_pipe.schemas.contexts import call_fault, contexts_of, prompt_digest
 from dora_pipe.schemas.control import (
     RequestFailed,
@@ -33,7 +31,7 @@ from dora_pipe.schemas.control import (
     WorkerLeft,
 )
 from dora_pipe.schemas.identity import call_seed
-from dora_pipe.schemas.rounds import Drain, PlacedRequest
+from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_turn_progress
 from dora_pipe.sim.agents import Ask
@@ -219,30 +217,6 @@ def test_answer_leaves_when_its_record_is_in_the_log() -> None:
     assert [list(one.given_ids) for one in chain] == [[1, 2], [41]]
 
 
-def test_session_waits_for_its_agent_and_needs_no_slot_between_calls() -> None:
-    stage = Stage(turns([1, 2], [41]), think=200)
-    worker = stage.worker()
-    stage.place(worker)
-    requests = worker.machine.requests
-    seen: set[tuple[int, int]] = set()
-    for _ in range(1000):
-        stage.world.ticks(worker, 1)
-        calls = sum(one.call is not None for one in requests.by_key.values())
-        if KEY in requests.by_key and requests.by_key[KEY].phase is Phase.AGENT:
-            on_engine = requests.in_phase(Phase.RUNNING, Phase.WAITING)
-            assert requests.thinking == (0 if on_engine else 1)
-            assert requests.placed == 1 and requests.generating(0) == 1 + on_engine
-            seen.add((calls, len(requests.off_engine)))
-            at = Situation(
-                hosted=0, loading=None, loading_ns=0, tokens_ns=0, now_ns=0, heartbeat_ns=1
-            )
-            if not on_engine and not calls:
-                (wait,) = waits(requests.by_key.values(), at)
-                assert (wait.name, wait.words) == ("agent", "agents (1)")
-    assert (0, 1) in seen and (1, 0) in seen
-    assert requests.ended == 1
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_token_is_the_engine_s_and_every_context_what_the_agent_was_told(seed: int) -> None:
@@ -306,16 +280,6 @@ def test_tokens_of_a_trajectory_are_bounded_and_the_call_behind_the_bound_is_ref
     assert trajectory.meta.finish == "length"
 
 
-def test_agent_s_own_limit_of_tokens_is_no_end_by_length() -> None:
-    def play(call: AgentCall) -> Agent:
-        yield [Ask([1, 2], max_tokens=3)]
-        return None
-
-    stage, _ = refused(play, lengths=lambda seed, turn: 7)
-    assert [one.finish for one in stage.trajectory().meta.calls] == ["length"]
-    assert stage.trajectory().meta.finish == "environment"
-
-
 def test_too_many_calls_at_once_are_refused_and_may_be_made_again() -> None:
     def play(call: AgentCall) -> Agent:
         yield [Ask([1, 2])] * (CALLS_OPEN_MAX + 1)
@@ -328,30 +292,6 @@ def test_too_many_calls_at_once_are_refused_and_may_be_made_again() -> None:
     check_record(stage, worker, trajectory)
     assert {one.occurrence for one in trajectory.meta.calls} == set(range(CALLS_OPEN_MAX + 1))
     assert trajectory.meta.finish == "environment"
-
-
-def test_agent_that_never_called_has_no_trajectory() -> None:
-    def play(call: AgentCall) -> Agent:
-        yield from ()
-        return "nothing"
-
-    stage, _ = refused(play)
-    (gone,) = stage.world.facts(RequestFailed)
-    assert (gone.error, gone.retryable) == ("NoCall", False)
-
-
-def test_agent_that_fails_leaves_an_invalid_trajectory_of_what_it_was_answered() -> None:
-    stage = Stage(turns([1, 2], [41], [42]))
-    worker = stage.worker()
-    stage.place(worker)
-    world = stage.world
-    until_told(stage, worker, 2)
-    worker.tasks.events.append(TaskFailed(request=KEY, error="ValueError", message="no"))
-    world.until_idle(worker)
-    trajectory = stage.trajectory()
-    assert (trajectory.meta.finish, trajectory.meta.error) == ("error", "ValueError: no")
-    assert trajectory.reward is None and len(trajectory.meta.calls) == 2
-    assert KEY in worker.tasks.forgotten
 
 
 @pytest.mark.parametrize(
@@ -385,19 +325,6 @@ def test_agent_that_raises_behind_a_limit_ends_by_length_and_is_rewarded(
 
 
 # What a worker does with them
-
-
-def test_session_is_cancelled_with_its_calls() -> None:
-    stage = Stage(turns([1, 2], [41]), lengths=lambda seed, turn: 50)
-    worker = stage.worker()
-    place = stage.place(worker)
-    stage.world.until(worker, lambda: worker.engine.active == 1)
-    stage.world.decide(stage.world.cancel(place))
-    stage.world.until_idle(worker)
-    assert worker.engine.active == 0
-    assert agents(worker).closed == [KEY]
-    assert worker.tasks.forgotten == [KEY]
-    assert stage.world.trajectories() == {}
 
 
 def alone(play: Play) -> Trajectory:
@@ -461,18 +388,6 @@ def test_worker_that_leaves_names_the_last_record_of_its_sessions() -> None:
     check_same(stage.trajectory(), alone(TALKS))
 
 
-def test_drained_worker_finishes_its_sessions_first() -> None:
-    stage = Stage(TALKS, think=2)
-    worker = stage.worker(max_tokens=1000)
-    stage.place(worker)
-    stage.world.until(worker, lambda: worker.engine.active == 1)
-    drain = Drain(reason="t", worker="w0", epoch=worker.setup.epoch)
-    stage.world.decide(drain)
-    stage.world.until(worker, lambda: worker.machine.finished)
-    assert worker.machine.outcome == "left"
-    check_same(stage.trajectory(), alone(TALKS))
-
-
 def test_session_keeps_its_version_on_the_worker_until_it_ends() -> None:
     stage = Stage(TALKS, think=30)
     worker = stage.worker(max_tokens=1000)
@@ -485,19 +400,6 @@ def test_session_keeps_its_version_on_the_worker_until_it_ends() -> None:
         assert worker.machine.loading is None or KEY not in agents(worker).opened
     world.until_idle(worker)
     assert stage.trajectory().versions == [0] * 9
-
-
-def test_session_whose_version_has_no_future_here_is_handed_back() -> None:
-    stage = Stage(TALKS, think=30)
-    worker = stage.worker(max_tokens=1000)
-    world = stage.world
-    place = stage.world.place(worker, 0, version=1)
-    world.decide(world.assign(worker, 1), place)
-    world.decide(world.assign(worker, 2))
-    world.until(worker, lambda: bool(world.facts(RequestFailed)))
-    (gone,) = world.facts(RequestFailed)
-    assert (gone.error, gone.retryable) == ("Retargeted", True)
-    assert agents(worker).closed == [KEY]
 
 
 def test_agent_whose_process_died_starts_again_and_is_answered_from_the_record() -> None:
@@ -550,17 +452,6 @@ def test_recorded_calls_that_are_not_asked_again_are_no_part_of_the_trajectory()
     assert len(trajectory.meta.calls) == 3
     assert worker.counts["calls answered from the record"] == 1
     assert worker.counts["recorded calls not asked again"] >= 1
-
-
-def test_chain_that_is_none_is_counted_and_the_session_begins_anew() -> None:
-    stage = Stage(TALKS)
-    worker = stage.worker(max_tokens=1000)
-    nonsense = Append(topic=TOPICS.progress, value=b"nonsense", partition=0)
-    (offset,) = stage.world.writer.append([nonsense])
-    stage.place(worker, resume=Resume(tokens=5, partition=0, offset=offset))
-    stage.world.until_idle(worker)
-    assert worker.counts["progress unusable"] == 1
-    check_same(stage.trajectory(), alone(TALKS))
 
 
 @settings(max_examples=25, deadline=None)

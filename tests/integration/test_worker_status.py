@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.core.wait_tracker import Limits
 from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, RewardCall
 from dora_pipe.producers.worker.off_engine import AVERAGED_NS
 from dora_pipe.producers.worker.request import Phase
 from tests.support.inline_tasks import InlineTasks, episode_tasks
-from tests.support.worker import HEARTBEAT_NS, TICK_NS, TOPICS, World
+from tests.support.worker import HEARTBEAT_NS, TICK_NS, World
 
 LONG_TICKS = 4 * AVERAGED_NS // TICK_NS
 """After which an average is what has been since."""
@@ -67,14 +66,6 @@ def test_nothing_grows_with_the_number_of_requests(episodes: bool) -> None:
     assert before.pop("versions") == 1
     assert set(before.values()) == {0}
     assert worker.counts["refused"] == 0
-
-
-def test_position_to_read_from_lies_before_anything_decided_about_this_incarnation() -> None:
-    world = World()
-    world.start()
-    worker = world.join()
-    at = TopicPartition(TOPICS.decisions, 0)
-    assert worker.machine.positions() == {at: world.bus.end(at)}
 
 
 def test_idle_worker_is_heard_once_a_quiet_period_and_at_once_when_something_changes() -> None:

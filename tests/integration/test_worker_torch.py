@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import EngineEvent, RequestFinished, SamplingParams
+from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, PromptCall, PromptReady
 from dora_pipe.producers.worker.kv_handover import Handover, KvHandover, NoHandover
@@ -169,36 +169,3 @@ def _prompt(call: PromptCall) -> PromptReady:
 
 def _answer(call: EnvStep) -> EnvObserved:
     return EnvObserved(request=call.request, text="9 8 7", done=False, tool="", ok=True)
-
-
-def test_one_long_request_among_64_slots_is_untouched_by_ten_refills_of_the_others(
-    model: tuple[PolicyStore, str, Path],
-) -> None:
-    world = _world(model)
-    wanted = _alone(world)
-    busy = _start(world, "busy", slots=64, prefetch=64)
-    served, left = 0, [0]
-    step = busy.engine.step
-
-    def watched() -> list[EngineEvent]:
-        events = step()
-        left[0] += sum(isinstance(event, RequestFinished) for event in events)
-        return events
-
-    busy.engine.step = watched  # type: ignore[method-assign]
-    world.decide(world.place(busy, 0, purpose="eval"))
-    before = len(world.facts(TrajectoryLogged))
-    while not any(
-        one.trajectory == "e0000000000-000" for one in world.facts(TrajectoryLogged)[before:]
-    ):
-        room = 128 - len(busy.machine.requests.by_key)
-        if room >= 32:
-            world.decide(*(world.place(busy, served + 1 + one) for one in range(room)))
-            served += room
-        world.ticks(busy, 1)
-    assert left[0] >= 10 * 63
-    logged = [one for one in world.facts(TrajectoryLogged) if one.trajectory == wanted.trajectory]
-    trajectory = world.trajectory(logged[-1])
-    assert trajectory.token_ids == wanted.token_ids
-    assert trajectory.logprobs == wanted.logprobs
-    assert trajectory.meta.prefills == (3,)

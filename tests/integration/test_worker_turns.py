@@ -6,7 +6,7 @@ from itertools import chain, repeat
 
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, RewardCall
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
+from dora_pipe.schemas.control import TrajectoryLogged
 from tests.support.inline_tasks import InlineTasks, episode_tasks, failed
 from tests.support.worker import World
 
@@ -29,29 +29,6 @@ def test_waiting_environment_holds_no_slot_and_its_next_turn_prefills_everything
     assert trajectory.meta.finish == "environment"
     assert trajectory.sampled == 18
     assert [segment.turn for segment in trajectory.segments] == [0, 0, 0, 1, 1, 2, 2]
-
-
-def test_reward_sees_every_turn_and_the_last_answer() -> None:
-    world = World(lengths=lambda seed, turn: 4)
-    tasks = episode_tasks(last=2)
-    worker = world.start(tasks=tasks)
-    world.decide(world.place(worker, 0))
-    world.until_idle(worker)
-    (call,) = [one for one in tasks.seen if isinstance(one, RewardCall)]
-    assert len(call.turns) == 4
-    assert call.turns[1] == call.turns[3] == "8 9"
-    assert call.text == call.turns[2]
-
-
-def test_max_tokens_counts_over_allepisode_tasks() -> None:
-    world = World(lengths=lambda seed, turn: 6)
-    worker = world.start(
-        tasks=episode_tasks(last=9), max_tokens=15, turns_max={"train": 9, "eval": 9}
-    )
-    world.decide(world.place(worker, 0))
-    world.until_idle(worker)
-    (logged,) = world.facts(TrajectoryLogged)
-    assert (logged.tokens, logged.finish) == (15, "length")
 
 
 def test_turns_max_ends_by_length() -> None:
@@ -113,21 +90,6 @@ def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> N
     again = world.trajectory(world.facts(TrajectoryLogged)[-1])
     assert again.token_ids == wanted
     assert again.meta.prefills[0] == 3
-
-
-def test_episode_that_is_lost_too_often_is_reported_as_retryable() -> None:
-    world = World(lengths=lambda seed, turn: 6)
-    tasks = episode_tasks(last=2)
-    tasks.held.add(EnvStep)
-    worker = world.start(tasks=tasks)
-    world.decide(world.place(worker, 0))
-    for _ in range(4):
-        world.until(worker, lambda: worker.machine.requests.in_phase(Phase.ENVIRONMENT) == 1)
-        tasks.lose(next(iter(worker.machine.requests.by_key)))
-        world.ticks(worker, 2)
-    (failure,) = world.facts(RequestFailed)
-    assert (failure.error, failure.retryable) == ("EpisodeLost", True)
-    assert world.facts(TrajectoryLogged) == []
 
 
 def test_environment_that_raises_makes_an_invalid_trajectory() -> None:

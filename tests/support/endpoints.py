@@ -61,13 +61,6 @@ class Stage:
         with self._lock:
             self.port.start(effect)
 
-    def reopen(self, request: str, after: Callable[[], None]) -> None:
-        """End a session and begin it again, before anything is heard of what came `after` that."""
-        with self._lock:
-            after()
-            self.port.start(CloseSession(request=request))
-            self.port.start(OpenSession(request=request, source="train"))
-
     def close(self) -> None:
         """Stop the thread, then the process."""
         self._over.set()

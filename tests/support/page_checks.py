@@ -49,15 +49,6 @@ TABLES_EMPTY: Final = """
 """
 """Charts whose table has nothing in it, once it was opened."""
 
-DASHES: Final = """
-[...document.querySelectorAll('figure')]
-  .map((one) => [...one.querySelectorAll('.keys line')]
-    .map((line) => line.getAttribute('stroke-dasharray')))
-  .filter((one) => one.length > 1)
-"""
-"""The dashes of the lines of every chart that has several."""
-
-
 UNFOLD: Final = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 
 DRAWN_WIDE: Final = """

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -212,24 +210,6 @@ def warm_example(place: Path, example: str, keys: Sequence[str], *, steps: int) 
     ]
     assert start(place, *words).wait(WARM_S) == 0, (place / "said").read_text()
     return place / "warm"
-
-
-def warm_calculator(session: Path, place: Path) -> None:
-    """The calculator's example in this folder's `mine`, warmed up in `mine/warm`.
-
-    Made once for all processes of the tests whose folder is `session`.
-    """
-    made = (session.parent if "PYTEST_XDIST_WORKER" in os.environ else session) / "calculator"
-    with made.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (made / "whole").exists():
-            shutil.rmtree(made, ignore_errors=True)
-            made.mkdir()
-            assert call(made, "init", "mine", "--task", "calculator") == 0
-            words = ("sft", "mine/config.toml", "mine/warm", "--steps", "120")
-            assert start(made, *words).wait(WARM_S) == 0, (made / "said").read_text()
-            (made / "whole").touch()
-    shutil.copytree(made / "mine", place / "mine")
 
 
 def trajectories(place: Path) -> list[Trajectory]:

@@ -22,15 +22,19 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.audit import report
-from dora_pipe.audit.audit_state import AuditState
+from dora_pipe.audit.check_fold import FoldCheck
+from dora_pipe.audit.check_policies import PolicyCheck
+from dora_pipe.audit.check_records import RecordCheck
 from dora_pipe.audit.check_steps import check_steps
 from dora_pipe.audit.entries import Logged
-from dora_pipe.audit.evidence import EvidenceSource, OwnReader, Place
+from dora_pipe.audit.evidence import EvidenceBuffer, Place
 from dora_pipe.audit.findings import Findings
+from dora_pipe.audit.last_look import LastLook, changed_since
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Horizon, gc_paused, horizon_of, read_buried
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.audit.round_reader import FoldedRound, RoundReader, folded_rounds
+from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader, folded_rounds
+from dora_pipe.audit.spill import SpillFile
 from dora_pipe.bus.port import Bus
 from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.core.errors import InvariantBroken
@@ -58,11 +62,25 @@ class AuditProgress:
     violations: int
 
 
+class AuditState:
+    """Everything an audit knows of the log that it has read."""
+
+    def __init__(self, run: str, *, whole: bool) -> None:
+        self.findings = Findings()
+        self.ledger = Ledger(run, self.findings)
+        self.fold = FoldCheck(self.findings, plans=whole)
+        self.records = RecordCheck(self.ledger)
+        self.policies = PolicyCheck(self.ledger)
+        self.cursor = Cursor()
+        self.gathering = EvidenceBuffer()
+        self.shorter: list[str] = []
+        """Partitions that were found shorter than they had been."""
+
+
 class Auditor:
     """See the head of this file. Example: ``auditor.advance(); auditor.finish().holds``.
 
-    `source` opens what reads the trajectories topic, from positions to ends by partition; without
-    one, or where it gives None, this process reads it.
+    With `whole`, values are opened and plans made again.
     """
 
     def __init__(
@@ -71,16 +89,15 @@ class Auditor:
         topics: Topics,
         store: PolicyStore | Path | None,
         *,
-        books: AuditState | None = None,
         whole: bool = True,
-        source: Callable[[dict[int, int], dict[int, int]], EvidenceSource | None] | None = None,
         on_piece: Callable[[], None] = lambda: None,
     ) -> None:
         self._bus, self._topics = bus, topics
         self._store = None if store is None else as_store(store)
-        self.books = books or AuditState(topics.run, whole=whole)
-        self.books.files = self.books.files or store is not None
-        self._source = source
+        self._whole = whole
+        self.books = AuditState(topics.run, whole=whole)
+        self._spill = SpillFile()
+        self._spill.attach(self.books.ledger, self.books.gathering)
         self._on_piece = on_piece
         self._horizon: Horizon | None = None
         self._rounds: RoundReader | None = None
@@ -112,7 +129,7 @@ class Auditor:
         self._horizon = horizon = horizon_of(self._bus, self._topics)
         books.records.buried = buried = read_buried(self._bus, self._topics)
         ends = {tp.partition: end for tp, end in horizon.trajectories.items()}
-        books.gathering.begin(ends, lambda behind: self._open(behind, ends))
+        books.gathering.begin(self._bus, self._topics.trajectories, ends, opened=self._whole)
         self._compare(ends)
         self.close_rounds()
         reader = self._rounds = RoundReader(
@@ -133,6 +150,25 @@ class Auditor:
                 self._on_piece()
                 logged, rounds = books.ledger.accounts.records, 0
         self._settle()
+
+    def compare(self, look: LastLook, mark: str) -> None:
+        """Report what is gone or changed since the last audit. Raises BusError."""
+        if line := changed_since(look, self._bus, self._topics, mark):
+            self.books.findings.add("records", "log", line)
+
+    def look(self, mark: str) -> LastLook | None:
+        """The log as far as it was read; None before the first round, or if it does not hold."""
+        books = self.books
+        at = books.cursor
+        if books.findings.total or at.offset < 0 or at.first[0] < 0:
+            return None
+        return LastLook(
+            run=books.ledger.run,
+            mark=mark,
+            control=at.first,
+            decisions=(at.offset, at.sha256),
+            trajectories=dict(books.gathering.last),
+        )
 
     def finish(self) -> AuditReport:
         """Look at what no round has folded and nobody has named, too, and report.
@@ -164,13 +200,7 @@ class Auditor:
         """Let go of the log."""
         self.close_rounds()
         self.books.gathering.close()
-
-    def _open(self, positions: dict[int, int], ends: dict[int, int]) -> EvidenceSource:
-        found = None if self._source is None else self._source(positions, ends)
-        if found is not None:
-            return found
-        topic, whole = self._topics.trajectories, self.books.whole
-        return OwnReader(self._bus, topic, positions, opened=whole)
+        self._spill.close()
 
     def _apply(self, turn: FoldedRound) -> None:
         books = self.books

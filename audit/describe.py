@@ -64,17 +64,14 @@ def describe(
     wanted: str,
     *,
     decoder: Callable[[Path], Decode | None] = lambda assets: None,
-    known: Ledger | None = None,
 ) -> Description:
     """The description of an id: ``g0000000042-003``, ``g0000000042`` or ``7`` (a step).
 
-    `known` is what audit remembers of the log: an id that has ended there needs no other reading.
     `decoder` opens the tokenizer in a directory of assets; without one, texts are token ids.
     Raises UsageError for an id that the log does not know.
     """
     store = as_store(store)
-    over = known is not None and _is_over(known, wanted)
-    ledger = known if known is not None and over else build_ledger(bus, topics)
+    ledger = build_ledger(bus, topics)
     decode = None
     if ledger.started is not None:
         decode = decoder(store.assets(ledger.started.assets_digest))
@@ -89,14 +86,6 @@ def describe(
         f"{wanted!r} is not in run {topics.run}",
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
     )
-
-
-def _is_over(ledger: Ledger, wanted: str) -> bool:
-    """Whether nothing that is still to come changes this id's description."""
-    if found := _STEP.match(wanted):
-        return int(found[1]) in ledger.steps
-    group = ledger.accounts.groups.get(group_of(wanted) if _TRAJECTORY.match(wanted) else wanted)
-    return group is not None and group.fate is not None
 
 
 class _Describer:

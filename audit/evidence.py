@@ -1,40 +1,24 @@
-"""What a record of the trajectories topic says by itself, before anybody asks what was dispatched,
-and who brings it: this process, or others that help.
+"""Evidence: the content of a trajectories record that audit compares with control and decisions.
 
-Evidence is a function of the record alone: it can be gathered by other processes, in any order, and
-is small however long the trajectory is. `check_records` holds it against the ledger. What was read
-and not asked for yet waits: records that nobody has named so far, or whose group is open. Beyond
-`WAITING_MAX` the oldest wait on the disk, where there is one.
-
-Each helper reads some of the partitions and writes frames to its standard output: a length, then
-MessagePack. A helper that is ahead waits until its pipe is read, so that nothing piles up.
+Evidence is a function of the record alone, and small however long the trajectory is.
+`check_records` compares it with the ledger. Evidence that no event has named yet waits in memory;
+beyond `WAITING_MAX` the oldest waits on disk.
 """
 
 from __future__ import annotations
 
-import fcntl
-import io
-import os
-import select
-import struct
-import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from typing import IO, Final, Protocol, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final, Protocol, cast
 
 import msgspec
 
-from dora_pipe.audit.reading import gc_paused
-from dora_pipe.bus.base import EMPTY_POLLS_MAX, wait_after
+from dora_pipe.bus.base import EMPTY_POLLS_MAX, count_empty_polls, wait_after
 from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.core.errors import BusError, DoraError, SchemaError
+from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.contexts import call_fault
-from dora_pipe.schemas.control import (
-    FinishReason,
-    parts_in_control,
-)
+from dora_pipe.schemas.control import FinishReason, parts_in_control
 from dora_pipe.schemas.headers import matches, parse_headers
 from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, view_trajectory
@@ -188,29 +172,6 @@ POLL_RECORDS: Final = 256
 POLL_BYTES: Final = 4 * 1024 * 1024
 
 
-class EvidenceSource(Protocol):
-    """Evidence of given partitions, in offset order per partition."""
-
-    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
-        """The next evidence, of this partition if others can wait; waits so long for the first.
-
-        Raises BusError.
-        """
-        ...
-
-    def position(self, partition: int) -> int:
-        """Evidence below was given."""
-        ...
-
-    def held_back(self) -> bool:
-        """Whether the log delays records (a quota): slow, not lost."""
-        ...
-
-    def close(self) -> None:
-        """Let go of everything; idempotent."""
-        ...
-
-
 class SpillStore(Protocol):
     """Where evidence waits that is too much for memory."""
 
@@ -225,84 +186,54 @@ class SpillStore(Protocol):
         ...
 
 
-class OwnReader:
-    """A `EvidenceSource` in this process."""
-
-    def __init__(
-        self, bus: Bus, topic: str, positions: Mapping[int, int], *, opened: bool = True
-    ) -> None:
-        self._topic = topic
-        self._opened = opened
-        at = {TopicPartition(topic, one): position for one, position in positions.items()}
-        self._reader: Reader = bus.reader(at)
-
-    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
-        """The next evidence, of whichever partition."""
-        records = self._reader.poll(
-            timeout_s=timeout_s, records_max=POLL_RECORDS, bytes_max=POLL_BYTES
-        )
-        return [evidence_of(record, opened=self._opened) for record in records]
-
-    def position(self, partition: int) -> int:
-        """Evidence below was given."""
-        return self._reader.position(TopicPartition(self._topic, partition))
-
-    def held_back(self) -> bool:
-        """See the protocol."""
-        return bool(self._reader.held_back())
-
-    def close(self) -> None:
-        """Let go of the reader."""
-        self._reader.close()
-
-
 class EvidenceBuffer:
-    """What was read of the topic and not been judged; `ends` bounds what is read.
-
-    `fresh` opens a source at positions, when the first evidence is needed.
-    """
+    """Evidence that was read and not judged yet; `ends` bounds what is read."""
 
     def __init__(self) -> None:
         self.spilled: SpillStore | None = None
-        self._source: EvidenceSource | None = None
         self.positions: dict[int, int] = {}
         """Per partition: everything below was read."""
         self.last: dict[int, tuple[int, str]] = {}
         """Per partition: offset and sha256 of the last record that was read."""
         self.waiting: dict[Place, Evidence] = {}
+        self._topic = ""
+        self._reader: Reader | None = None
+        self._opened = True
         self._ends: dict[int, int] = {}
-        self._reads: list[int] = []
 
-    def begin(
-        self, ends: Mapping[int, int], fresh: Callable[[dict[int, int]], EvidenceSource]
-    ) -> None:
-        """Read on, up to these ends."""
+    def begin(self, bus: Bus, topic: str, ends: Mapping[int, int], *, opened: bool) -> None:
+        """Read on up to these ends; with `opened` values are opened and checked."""
         self.close()
-        self._ends = dict(ends)
+        self._topic, self._ends = topic, dict(ends)
+        self._opened = opened
         for partition in ends:
             self.positions.setdefault(partition, 0)
-        behind = {one: self.positions[one] for one in ends if self.positions[one] < ends[one]}
-        self._reads = list(behind)
-        if behind:
-            self._source = fresh(behind)
+        behind = {
+            TopicPartition(topic, one): self.positions[one]
+            for one, end in ends.items()
+            if self.positions[one] < end
+        }
+        self._reader = bus.reader(behind) if behind else None
 
     def read_to(self, partition: int, offset: int) -> None:
-        """Read until this offset has been passed, or the end."""
+        """Read until this offset has been passed, or the end. Raises BusError."""
         target = min(offset + 1, self._ends.get(partition, 0))
-        empty = 0
+        reader, empty = self._reader, 0
         while self.positions.get(partition, target) < target:
-            assert self._source is not None
-            before = self.positions[partition]
-            pieces = self._source.poll(partition, wait_after(empty))
-            for one in pieces:
-                self._keep(one)
-            for each in self._reads:
-                position = min(self._source.position(each), self._ends[each])
-                self.positions[each] = max(self.positions[each], position)
-            moved = pieces or self.positions[partition] > before
-            empty = 0 if moved else max(1, empty + (not self._source.held_back()))
-            if empty > EMPTY_POLLS_MAX:
-                raise BusError(f"partition {partition} gives no more records before its end")
+            assert reader is not None
+            before = dict(self.positions)
+            records = reader.poll(
+                timeout_s=wait_after(empty), records_max=POLL_RECORDS, bytes_max=POLL_BYTES
+            )
+            for record in records:
+                self._keep(record)
+            for one, end in self._ends.items():
+                if self.positions[one] < end:
+                    position = reader.position(TopicPartition(self._topic, one))
+                    self.positions[one] = max(self.positions[one], min(position, end))
+            moved = bool(records) or self.positions != before
+            at = TopicPartition(self._topic, partition)
+            empty = count_empty_polls(reader, at, empty, moved=moved, polls_max=EMPTY_POLLS_MAX)
         self._overflow()
 
     def read_all(self) -> None:
@@ -326,14 +257,15 @@ class EvidenceBuffer:
         yield from sorted([*self.spilled.all(), *waiting], key=lambda one: one.place)
 
     def close(self) -> None:
-        """Let go of the source."""
-        if self._source is not None:
-            self._source.close()
-            self._source = None
+        """Close the reader."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
-    def _keep(self, one: Evidence) -> None:
-        if one.offset < self._ends[one.partition]:
-            self.waiting[one.partition, one.offset] = one
+    def _keep(self, record: Record) -> None:
+        if record.offset < self._ends[record.partition]:
+            one = evidence_of(record, opened=self._opened)
+            self.waiting[one.place] = one
             self.last[one.partition] = one.offset, one.sha256
 
     def _overflow(self) -> None:
@@ -341,171 +273,3 @@ class EvidenceBuffer:
             return
         oldest = [self.waiting.pop(place) for place in list(self.waiting)[: WAITING_MAX // 2]]
         self.spilled.put(oldest)
-
-
-HELPERS_MAX: Final = 8
-
-RECORDS_MIN: Final = 8000
-"""Fewer records are read before a helper would have started."""
-
-PIPE_BYTES: Final = 1 << 20
-FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
-_HEAD: Final = struct.Struct("<I")
-_SET_PIPE_SIZE: Final = getattr(fcntl, "F_SETPIPE_SZ", None)
-
-
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What a helper is asked for."""
-
-    topic: str
-    positions: dict[int, int]
-    ends: dict[int, int]
-    opened: bool
-
-
-Start = Callable[[Request], subprocess.Popen[bytes]]
-"""Starts a helper, which writes frames to its standard output (a pipe). Raises ResourceError."""
-
-
-class HelperFrame(msgspec.Struct, frozen=True, array_like=True):
-    """What a helper has read; with `error`, its last word."""
-
-    positions: dict[int, int]
-    pieces: list[Evidence]
-    error: str = ""
-    held_back: bool = False
-
-
-def helpers_for(records: int, partitions: int) -> int:
-    """How many helpers are worth their start; 0 for a short log or a machine of one core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    if records < RECORDS_MIN or cores < 2:
-        return 0
-    return min(cores, partitions, HELPERS_MAX)
-
-
-def serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
-    """Be a helper: read to the ends and write frames; what goes wrong is the last frame."""
-    with gc_paused():
-        _serve(bus, request, out)
-
-
-def _serve(bus: Bus, request: Request, out: IO[bytes]) -> None:
-    encode = msgspec.msgpack.Encoder().encode
-    reader = OwnReader(bus, request.topic, request.positions, opened=request.opened)
-    at, empty = dict(request.positions), 0
-    try:
-        while any(at[one] < request.ends[one] for one in at):
-            pieces = reader.poll(next(iter(at)), wait_after(empty))
-            before, at = at, {one: reader.position(one) for one in at}
-            moved, held_back = bool(pieces) or before != at, reader.held_back()
-            empty = 0 if moved else max(1, empty + (not held_back))
-            if empty > EMPTY_POLLS_MAX:
-                raise BusError(f"{request.topic} gives no more records before its end")
-            if moved or held_back:
-                _write(out, encode(HelperFrame(at, pieces, held_back=held_back)))
-    except DoraError as error:
-        _write(out, encode(HelperFrame(at, [], error.message)))
-    finally:
-        reader.close()
-
-
-def _write(out: IO[bytes], data: bytes) -> None:
-    out.write(_HEAD.pack(len(data)))
-    out.write(data)
-    out.flush()
-
-
-class Helpers:
-    """A `EvidenceSource` of what other processes read."""
-
-    def __init__(
-        self,
-        start: Start,
-        topic: str,
-        positions: Mapping[int, int],
-        ends: Mapping[int, int],
-        *,
-        count: int,
-        opened: bool = True,
-    ) -> None:
-        shares = [sorted(positions)[place::count] for place in range(count)]
-        self._owners: dict[int, _Helper] = {}
-        self._helpers: list[_Helper] = []
-        for share in shares:
-            if share:
-                request = Request(
-                    topic=topic,
-                    positions={one: positions[one] for one in share},
-                    ends={one: ends[one] for one in share},
-                    opened=opened,
-                )
-                helper = _Helper(start, request)
-                self._helpers.append(helper)
-                self._owners.update(dict.fromkeys(share, helper))
-
-    def poll(self, partition: int, timeout_s: float) -> list[Evidence]:
-        """The next evidence of whoever reads this partition. Raises BusError."""
-        return self._owners[partition].poll(timeout_s)
-
-    def position(self, partition: int) -> int:
-        """Evidence below was given."""
-        return self._owners[partition].at[partition]
-
-    def held_back(self) -> bool:
-        """See the protocol."""
-        return any(helper.held_back for helper in self._helpers)
-
-    def close(self) -> None:
-        for helper in self._helpers:
-            helper.close()
-        self._helpers = []
-
-
-class _Helper:
-    def __init__(self, start: Start, request: Request) -> None:
-        self.at = dict(request.positions)
-        self.held_back = False
-        self._decoder = msgspec.msgpack.Decoder(HelperFrame)
-        self._process = start(request)
-        assert self._process.stdout is not None
-        self._out = cast("io.RawIOBase", self._process.stdout)
-        if _SET_PIPE_SIZE is not None:
-            with suppress(OSError):
-                fcntl.fcntl(self._out, _SET_PIPE_SIZE, PIPE_BYTES)
-
-    def poll(self, timeout_s: float) -> list[Evidence]:
-        """One frame, if one begins to come in time."""
-        ready, _, _ = select.select([self._out], [], [], timeout_s)
-        if not ready:
-            return []
-        frame = self._frame()
-        if frame.error:
-            raise BusError(frame.error)
-        self.at, self.held_back = frame.positions, frame.held_back
-        return frame.pieces
-
-    def _frame(self) -> HelperFrame:
-        (size,) = _HEAD.unpack(self._read(_HEAD.size))
-        if size > FRAME_BYTES_MAX:
-            raise BusError("a process that helps audit wrote nonsense")
-        try:
-            return self._decoder.decode(self._read(size))
-        except msgspec.MsgspecError as error:
-            raise BusError(f"a process that helps audit wrote nonsense: {error}") from None
-
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        left = memoryview(data)
-        while left:
-            read = self._out.readinto(left)
-            if not read:
-                raise BusError("a process that helps audit ended before its work was done")
-            left = left[read:]
-        return data
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
-        self._out.close()

@@ -167,14 +167,6 @@ class SpillDict(dict[K, V]):
         return found
 
 
-class GroupStorage(Storage[str, GroupEntry], Protocol):
-    """Where groups that have ended are kept."""
-
-    def of_version(self, version: int) -> set[str]:
-        """Ids of the groups that are kept and were dispatched under a version."""
-        ...
-
-
 class GroupLedger:
     """Groups with their requests, and the incarnations of workers.
 
@@ -185,7 +177,6 @@ class GroupLedger:
         self._findings = findings
         self.groups: SpillDict[str, GroupEntry] = SpillDict()
         self.groups.on_fetch = self.fetched
-        self._storage: GroupStorage | None = None
         self.open: dict[str, GroupEntry] = {}
         """Those without a fate."""
         self.workers: dict[int, WorkerEntry] = {}
@@ -237,16 +228,9 @@ class GroupLedger:
             for logged in group.records:
                 del self.logged[logged.place]
 
-    def attach(self, storage: GroupStorage) -> None:
-        """Let groups that have ended be put away there."""
-        self.groups.storage = self._storage = storage
-
     def sampled_from(self, version: int) -> int:
         """How many groups were dispatched under a version."""
-        names = {name for name, group in self.groups.items() if group.spec.version == version}
-        if self._storage is not None:
-            names |= self._storage.of_version(version)
-        return len(names)
+        return sum(group.spec.version == version for group in self.groups.values())
 
     def fetched(self, group: GroupEntry) -> None:
         """A group that was put away is spoken of again."""

@@ -66,18 +66,9 @@ class Cursor:
     """Of the last round's bytes."""
     first: tuple[int, str] = (-1, "")
     """Offset and sha256 of the first fact."""
-    control_rolled: str = ""
-    """`rolled` over the control records below `control_next`."""
-    decisions_rolled: str = ""
-    """The same over decisions below `decisions_next`."""
     now_ns: int = 0
     role_epoch: int = 0
     chain: str = GENESIS_CHAIN
-
-
-def rolled(before: str, record: Record) -> str:
-    """A digest over places and bytes, record by record: any that is gone or changed shows in it."""
-    return sha256_hex(before.encode(), fold_bytes(record.offset, record.value))
 
 
 def folded_rounds(
@@ -126,7 +117,6 @@ class RoundReader:
         at, findings = self.cursor, self._findings
         for record in self._rounds:
             at.decisions_next = record.offset + 1
-            at.decisions_rolled = rolled(at.decisions_rolled, record)
             try:
                 round_ = decode_round(record.value)
             except SchemaError as error:
@@ -208,7 +198,6 @@ class _Facts:
         return self.below(max(before, self._at.control_next), "the end")
 
     def _fact(self, record: Record) -> Fact:
-        self._at.control_rolled = rolled(self._at.control_rolled, record)
         decoded: AnyControl | Unknown | None = None
         try:
             decoded = decode_control(record.value)

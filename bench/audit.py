@@ -1,14 +1,13 @@
 """Cost of an audit beside reading the same log and throwing it away.
 
-The log is of a played run that holds (`audit_log`). It is read by the bus, audited for the first
-time (whole, then quick), and audited again from its index.
+The log is of a played run that holds (`audit_log`). It is read by the bus and audited, whole and
+quick.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -21,9 +20,6 @@ from uuid import uuid4
 import typer
 
 from dora_pipe.audit.auditor import Auditor, AuditProgress
-from dora_pipe.audit.evidence import EvidenceSource, Helpers, helpers_for
-from dora_pipe.audit.helper import start_helper
-from dora_pipe.audit.index import open_index
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bench.audit_log import LogPlan, Written, write_log
 from dora_pipe.bench.peak import peak_bytes
@@ -33,16 +29,15 @@ from dora_pipe.bus.port import Bus
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.store.log_location import LogLocation
 
 MILLIONS: Final = 10_000_000
 """Trajectories to which memory is extrapolated."""
 TOKENS: Final = (2_048, 16_384)
 LIMIT_S: Final = 3600.0
 
-Reading = Literal["the bus alone", "first audit", "first audit --quick", "audit again"]
+Reading = Literal["the bus alone", "audit", "audit --quick"]
 
-_FIRST: Final[dict[Reading, bool]] = {"first audit": True, "first audit --quick": False}
+_AUDITS: Final[dict[Reading, bool]] = {"audit": True, "audit --quick": False}
 """Whether values are opened and plans made again."""
 
 
@@ -50,8 +45,8 @@ _FIRST: Final[dict[Reading, bool]] = {"first audit": True, "first audit --quick"
 class AuditFigure:
     """What one way to go through a run costs; medians. 1 MB is 10^6 bytes of trajectory values.
 
-    `cpu_us` is CPU time per trajectory of this process and its helpers; `of_reading` is its speed
-    as a share of reading by the bus alone.
+    `cpu_us` is CPU time per trajectory; `of_reading` is the speed as a share of reading by the bus
+    alone.
     """
 
     bus: str
@@ -96,7 +91,7 @@ def command(
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Audits of a run by every log: the first, a quick one, one from the index; and memory."""
+    """Audits of a run by every log, a whole and a quick one; and memory."""
     with scratch() as folder:
         figures = bench_audit(
             [f"sqlite:{folder}/bench.sqlite", *(bus or ())],
@@ -150,15 +145,11 @@ class _Bench:
 
     def figures(self, repeats: int) -> list[AuditFigure]:
         spent: dict[Reading, list[_Spent]] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for turn in range(repeats):
-                index = Path(folder) / f"{turn}.sqlite"
-                spent.setdefault("the bus alone", []).append(self._timed(self.by_bus))
-                for way, whole in _FIRST.items():
-                    index.unlink(missing_ok=True)
-                    audit = partial(self._audit, index, whole)
-                    spent.setdefault(way, []).append(self._timed(audit))
-                    spent.setdefault("audit again", []).append(self._timed(audit))
+        for _ in range(repeats):
+            spent.setdefault("the bus alone", []).append(self._timed(self.by_bus))
+            for way, whole in _AUDITS.items():
+                audit = partial(audit_log, self.bus, self.topics, whole=whole)
+                spent.setdefault(way, []).append(self._timed(audit))
         reading_s = statistics.median(one.seconds for one in spent["the bus alone"])
         return [self._figure(way, found, reading_s) for way, found in spent.items()]
 
@@ -182,7 +173,7 @@ class _Bench:
         return _Spent(time.perf_counter() - start_s, self._cpu_s() - cpu_s)
 
     def _cpu_s(self) -> float:
-        return sum(os.times()[:4])  # of helpers that have ended, too
+        return sum(os.times()[:2])
 
     def by_bus(self) -> int:
         """Read everything; how many records there are."""
@@ -190,51 +181,21 @@ class _Bench:
             1 for topic in self.topics.all() for _ in records_of(self.bus, ends_of(self.bus, topic))
         )
 
-    def _audit(self, path: Path, whole: bool) -> None:
-        audit_log(self.bus, self.topics, path, whole=whole, source=self._source(whole))
-
-    def _source(
-        self, whole: bool
-    ) -> Callable[[dict[int, int], dict[int, int]], EvidenceSource | None]:
-        def source(positions: dict[int, int], ends: dict[int, int]) -> EvidenceSource | None:
-            way = sum(ends[one] - position for one, position in positions.items())
-            count = helpers_for(way, len(positions))
-            if not count:
-                return None
-            topic, log = self.topics.trajectories, LogLocation(run="", url=self.url)
-            start = partial(start_helper, log)
-            return Helpers(start, topic, positions, ends, count=count, opened=whole)
-
-        return source
-
 
 def audit_log(
     bus: Bus,
     topics: Topics,
-    path: Path | None,
     *,
     whole: bool = True,
-    source: Callable[[dict[int, int], dict[int, int]], EvidenceSource | None] | None = None,
     on_piece: Callable[[AuditProgress], None] = lambda progress: None,
 ) -> None:
-    """Audit a log with its index, as the command does. Raises InvariantBroken."""
-    opened = open_index(path, bus, topics, whole=whole, files=False)
-    auditor = Auditor(
-        bus,
-        topics,
-        None,
-        books=opened.books,
-        whole=whole,
-        source=source,
-        on_piece=lambda: on_piece(auditor.progress),
-    )
+    """Audit a log, as the command does. Raises InvariantBroken."""
+    auditor = Auditor(bus, topics, None, whole=whole, on_piece=lambda: on_piece(auditor.progress))
     try:
         auditor.advance()
-        opened.index.remember(auditor.books)
         report = auditor.finish()
     finally:
         auditor.close()
-        opened.index.close()
     if not report.holds:
         raise InvariantBroken(report.violations[0].line)
 
@@ -271,7 +232,6 @@ def _curve(path: str) -> list[tuple[int, int]]:
         audit_log(
             bus,
             Topics("memory"),
-            Path(f"{path}.index"),
             on_piece=lambda progress: curve.append((progress.records, peak_bytes("cpu"))),
         )
     return [*curve, (curve[-1][0], peak_bytes("cpu"))]

@@ -16,7 +16,6 @@ from dora_pipe.audit.export import best_version
 from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.catalogue.marks import Mark
 from dora_pipe.cli import context_tree
-from dora_pipe.cli.audit import remembered_ledger
 from dora_pipe.cli.output import (
     draws_blocks,
     emit_flow,
@@ -86,10 +85,7 @@ def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
 
 def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
     """Print where a step, group or trajectory came from and went."""
-    with remembered_ledger(run) as known:
-        description = describe(
-            run.bus, run.topics, run.policies, wanted, decoder=decoder_in, known=known
-        )
+    description = describe(run.bus, run.topics, run.policies, wanted, decoder=decoder_in)
     if as_json:
         emit_json(description)
     elif "figures" in description and not everything:  # of a step

@@ -6,7 +6,6 @@ import gc
 import getpass
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -37,12 +36,6 @@ def audit(
     quick: Annotated[
         bool, typer.Option("--quick", help="Digest values, but do not open them; plan nothing.")
     ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Look at everything again, whatever is remembered.")
-    ] = False,
-    index: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to remember how far this was.")
-    ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -57,7 +50,7 @@ def audit(
 
     gc.set_threshold(COLLECT_AFTER, 20, 20)
     with opened(run, root) as open_run:
-        session = AuditSession(open_run, index, store=store, quick=quick, fresh=fresh)
+        session = AuditSession(open_run, store=store, quick=quick)
         found = session.follow() if follow else session.once()
     emit_json(plain(found)) if as_json else print_report(found)
     raise_if_broken(found)

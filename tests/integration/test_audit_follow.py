@@ -1,4 +1,4 @@
-"""`audit` on the command line: from its index, quick, fresh, and following a run that goes on."""
+"""`audit` on the command line: a second time, and following a run that goes on."""
 
 from __future__ import annotations
 
@@ -24,17 +24,22 @@ def unwrapped(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_second_audit_goes_on_and_says_so(copy: RecordedRun, call: Call) -> None:
-    (copy.directory / "audit.sqlite").unlink(missing_ok=True)  # Of who audited the original.
+def test_log_that_was_cut_after_an_audit_is_named_by_every_later_one(
+    copy: RecordedRun, call: Call
+) -> None:
     code, first, _ = call("audit", str(copy.directory))
     assert code == 0
-    assert (copy.directory / "audit.sqlite").is_file()
-    code, again, _ = call("audit", str(copy.directory))
-    assert code == 0
-    assert "were not looked at again (--fresh does)" in unwrapped(again)
-    assert "were not looked at again" not in unwrapped(first)
-    code, fresh, _ = call("audit", str(copy.directory), "--fresh")
-    assert fresh == first
+    assert (copy.directory / "audit.json").is_file()
+    assert call("audit", str(copy.directory)) == (0, first, "")
+    with sqlite3.connect(copy.log) as log:
+        log.execute(
+            "DELETE FROM records WHERE at = (SELECT max(at) FROM records WHERE at >> 52 = 2)"
+        )
+    log.close()
+    for _ in range(2):
+        code, out, _ = call("audit", str(copy.directory))
+        assert code == 5
+        assert "when audit last looked" in unwrapped(out)
 
 
 def test_copied_run_is_not_taken_for_the_one_that_was_audited(
@@ -49,16 +54,6 @@ def test_copied_run_is_not_taken_for_the_one_that_was_audited(
     code, _, said = call("audit", str(second))
     assert code == 5
     assert said
-
-
-def test_quick_audit_is_told_from_a_whole_one(
-    call: Call, recorded: RecordedRun, tmp_path: Path
-) -> None:
-    index = tmp_path / "index"
-    code, out, _ = call("audit", str(recorded.directory), "--quick", "--index", str(index))
-    assert code == 0
-    assert "plans were not made again: --quick" in out
-    assert index.is_file()
 
 
 def test_follow_and_json_exclude_each_other(call: Call, recorded: RecordedRun) -> None:

@@ -197,7 +197,7 @@ def test_every_command_reads_large_values_from_the_log(
     record, _ = next(claims(copy))
     name = dict(record.headers)["trajectory"].decode()
     commands: list[tuple[object, ...]] = [
-        ("audit", copy, "--json", "--fresh"),
+        ("audit", copy, "--json"),
         ("show", copy, name, "--json"),
         ("log", "cat", copy, "trajectories", "--partition", record.partition, "--json"),
     ]
@@ -231,7 +231,7 @@ def test_value_that_is_gone_or_changed_is_one_line_of_audit(
     where = f"{name} at trajectories:{record.partition}:{record.offset}"
     assert violation.line.startswith(f"records {where}: cannot be read: claim {digest}: ")
     assert why in violation.line
-    code, _, err = call("audit", copy, "--fresh")
+    code, _, err = call("audit", copy)
     assert code == 5 and err.count("error:") == 1 and digest in err
     code, _, err = call("replay", copy)
     assert code != 0

@@ -87,7 +87,7 @@ def test_a_sampler_prefers_what_is_half_solved_across_a_kill_and_a_mistake(place
     code, words = said(place, "replay", "runs/tiny")
     assert code == 0, words
     (place / "lessons.py").write_text(LESSONS + "\n")
-    code, words = said(place, "audit", "runs/tiny", "--fresh")
+    code, words = said(place, "audit", "runs/tiny")
     assert code == 0 and "rows were drawn again" in words, words
     code, words = said(place, "run", "config.toml", "-o", 'task.sampler="lessons:lost"')
     assert code == 3 and "`lessons` has no `lost`" in words, words

@@ -35,7 +35,7 @@ from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 PROOFS: list[tuple[object, ...]] = [
     ("log", "cat", "RUN", "control", "--json"),
     ("show", "RUN", "3", "--json"),
-    ("audit", "RUN", "--json", "--fresh"),
+    ("audit", "RUN", "--json"),
 ]
 """What says the same without any status; audit last, as it looks at tables that others keep."""
 

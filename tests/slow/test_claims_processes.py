@@ -69,7 +69,7 @@ def prove(place: Path) -> int:
     assert all(path.stat().st_size > RECORD_BYTES_MAX for path in values.iterdir())
     assert_clean(place, RUN)
     assert f"{STEPS} of {STEPS} steps bit-equal" in answer(place, "replay", RUN).stderr
-    assert answer(place, "audit", RUN, "--fresh").returncode == 0
+    assert answer(place, "audit", RUN).returncode == 0
     assert answer(place, "export", "parquet", RUN, f"{RUN}.parquet").returncode == 0
     lost = next(name for name in names if name.startswith("g"))
     shown = json.loads(answer(place, "show", RUN, lost, "--json").stdout)
@@ -77,7 +77,7 @@ def prove(place: Path) -> int:
     pruned = answer(place, "prune", RUN, "--claim-hours", "0", "--delete")
     assert (pruned.returncode, pruned.stdout.count("unclaimed")) == (0, 0)
     (values / names[lost]).unlink()
-    audited = answer(place, "audit", RUN, "--fresh")
+    audited = answer(place, "audit", RUN)
     (error,) = [line for line in audited.stderr.splitlines() if line.startswith("error:")]
     assert audited.returncode == 5
     assert f"{lost} at trajectories:" in error and f"claim {names[lost]}" in error

@@ -41,18 +41,12 @@ def test_figures_compare_every_way_with_reading_alone(tmp_path: Path) -> None:
     url = f"sqlite:{tmp_path / 'log.sqlite'}"
     figures = bench_audit([url], tokens=[64], trajectories=128, repeats=1)
     ways = {one.way: one for one in figures}
-    assert list(ways) == [
-        "the bus alone",
-        "first audit",
-        "audit again",
-        "first audit --quick",
-    ]
+    assert list(ways) == ["the bus alone", "audit", "audit --quick"]
     alone = ways["the bus alone"]
     assert alone.of_reading == 1.0
     for one in figures:
         assert one.trajectories == 128
         assert one.of_reading == pytest.approx(one.trajectories_per_s / alone.trajectories_per_s)
-    assert ways["audit again"].trajectories_per_s > ways["first audit"].trajectories_per_s
 
 
 def test_memory_is_compared_between_the_middle_and_the_end_of_an_audit(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""Record of the last audit beside a run: a log that was cut or rewritten since then is reported.
+
+The file is disposable, and only a log without a violation is written to it.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora_pipe.audit.reading import records_from
+from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.core.errors import TopicMissing
+from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.wire import sha256_hex
+
+FILE_NAME: Final = "audit.json"
+
+Seen = tuple[int, str]
+"""Offset and sha256 of a record."""
+
+
+class LastLook(msgspec.Struct, frozen=True, kw_only=True):
+    """What the log had when an audit found nothing wrong."""
+
+    run: str
+    mark: str
+    """Of the log's file, where it is one: a copy has another."""
+    control: Seen
+    """The first record."""
+    decisions: Seen
+    """The last round: its chain covers all of control and decisions before it."""
+    trajectories: dict[int, Seen]
+    """The last record by partition."""
+
+
+def read_last_look(path: Path) -> LastLook | None:
+    """The record; None where there is none that can be read."""
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=LastLook)
+    return None
+
+
+def write_last_look(path: Path, look: LastLook) -> None:
+    """Write the record; a directory that cannot be written keeps none."""
+    with suppress(OSError):
+        path.write_bytes(msgspec.json.encode(look))
+
+
+def changed_since(look: LastLook, bus: Bus, topics: Topics, mark: str) -> str:
+    """What is gone or changed since then; empty if nothing is, or if it is another log.
+
+    Raises BusError.
+    """
+    if (look.run, look.mark) != (topics.run, mark):
+        return ""
+    control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
+    places = {control: look.control, decisions: look.decisions}
+    for partition, seen in look.trajectories.items():
+        places[TopicPartition(topics.trajectories, partition)] = seen
+    try:
+        ends = {tp: bus.end(tp) for tp in places}
+    except TopicMissing:
+        return ""
+    there = {tp: offset for tp, (offset, _) in places.items() if offset < ends[tp]}
+    found = records_from(bus, there)
+
+    def is_there(tp: TopicPartition) -> bool:
+        record, (offset, sha256) = found.get(tp), places[tp]
+        same = record is not None and record.offset == offset
+        return record is not None and same and sha256_hex(record.value) == sha256
+
+    if not is_there(control):
+        return ""
+    for tp, (offset, _) in places.items():
+        name = f"{tp.topic.removeprefix(f'{topics.run}.')}:{tp.partition}"
+        if tp not in there:
+            return f"{name} ends at {ends[tp]} and held offset {offset} when audit last looked"
+        if not is_there(tp):
+            return f"{name} has another record at offset {offset} than audit has seen there"
+    return ""

@@ -1,0 +1,158 @@
+"""Temporary file for what an audit has finished with, so that its memory follows what is open.
+
+It holds ended groups, old versions, steps and batches, and evidence of records that no event has
+named yet.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Generic, TypeVar
+
+import msgspec
+import zstandard
+
+from dora_pipe.audit.entries import GroupEntry, StepEntry, Taken, VersionEntry
+from dora_pipe.audit.evidence import Evidence, EvidenceBuffer, Place
+from dora_pipe.audit.ledger import Ledger
+from dora_pipe.schemas.identity import ORDINAL_DIGITS, Purpose, group_id
+
+NUMBER_MAX: Final = (1 << 62) - 1
+ATTEMPT_BITS: Final = 20
+
+_PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
+_PARITIES: Final = {group_id(purpose, 0)[0]: place for place, purpose in enumerate(_PURPOSES)}
+"""What a group's number says of its purpose, by the letter of its id."""
+
+_TABLES: Final = """
+CREATE TABLE groups (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE versions (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE steps (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE takes (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE waiting (part INTEGER, position INTEGER, entry BLOB NOT NULL,
+                      PRIMARY KEY (part, position));
+"""
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+class SpillFile:
+    """One temporary file, which SQLite removes when it is closed."""
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect("", isolation_level=None)
+        self.connection.executescript(_TABLES)
+        self.connection.execute("BEGIN")
+
+    def attach(self, ledger: Ledger, gathering: EvidenceBuffer) -> None:
+        """Let this ledger and this evidence spill here."""
+        ledger.accounts.groups.storage = _Table(self, "groups", _Group(), _group_number)
+        ledger.versions.storage = _Table(self, "versions", _Entry(VersionEntry), _whole)
+        ledger.steps.storage = _Table(self, "steps", _Entry(StepEntry), _whole)
+        ledger.takes.storage = _Table(self, "takes", _Entry(Taken), _take_number)
+        gathering.spilled = _Waiting(self)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self.connection.close()
+
+
+class _Entry(Generic[T]):
+    """An entry as bytes."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self.decode = msgspec.msgpack.Decoder(kind).decode
+        self.encode: Callable[[T], bytes] = msgspec.msgpack.Encoder().encode
+
+
+class _Group(_Entry[GroupEntry]):
+    """A group with each record once: which of them are bound, their standing says."""
+
+    def __init__(self) -> None:
+        plain: _Entry[GroupEntry] = _Entry(GroupEntry)
+
+        def encode(group: GroupEntry) -> bytes:
+            for entry in group.requests.values():
+                entry.bound = None
+            encoded = plain.encode(group)
+            _bind(group)
+            return encoded
+
+        def decode(data: Any) -> GroupEntry:
+            group = plain.decode(data)
+            _bind(group)
+            return group
+
+        self.encode, self.decode = encode, decode
+
+
+def _bind(group: GroupEntry) -> None:
+    for logged in group.records:
+        if logged.standing == "bound":
+            group.requests[logged.fact.trajectory].bound = logged
+
+
+class _Table(Generic[K, T]):
+    """A `Storage` in one table, numbered by `number`; -1 for what stays in memory."""
+
+    def __init__(
+        self, file: SpillFile, name: str, codec: _Entry[T], number: Callable[[K], int]
+    ) -> None:
+        self._sql, self._codec, self._number = file.connection, codec, number
+        self._select = f"SELECT entry FROM {name} WHERE number = ?"
+        self._insert = f"INSERT OR REPLACE INTO {name} VALUES (?, ?)"
+
+    def keeps(self, key: K) -> bool:
+        return self._number(key) >= 0
+
+    def fetch(self, key: K) -> T | None:
+        number = self._number(key)
+        found = self._sql.execute(self._select, (number,)).fetchone() if number >= 0 else None
+        return None if found is None else self._codec.decode(zstandard.decompress(found[0]))
+
+    def store(self, entries: Iterable[tuple[K, T]]) -> None:
+        compress = zstandard.ZstdCompressor(level=1).compress
+        rows = [(self._number(key), compress(self._codec.encode(one))) for key, one in entries]
+        self._sql.executemany(self._insert, rows)
+
+
+class _Waiting:
+    """A `SpillStore`."""
+
+    def __init__(self, file: SpillFile) -> None:
+        self._sql, self._codec = file.connection, _Entry(Evidence)
+
+    def put(self, pieces: Iterable[Evidence]) -> None:
+        rows = [(one.partition, one.offset, self._codec.encode(one)) for one in pieces]
+        self._sql.executemany("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?)", rows)
+
+    def pop(self, place: Place) -> Evidence | None:
+        """Take one out."""
+        sql = "DELETE FROM waiting WHERE part = ? AND position = ? RETURNING entry"
+        found = self._sql.execute(sql, place).fetchone()
+        return None if found is None else self._codec.decode(found[0])
+
+    def all(self) -> Iterator[Evidence]:
+        rows = self._sql.execute("SELECT entry FROM waiting ORDER BY part, position")
+        return (self._codec.decode(entry) for (entry,) in rows)
+
+
+def _whole(key: Any) -> int:
+    return key if isinstance(key, int) and 0 <= key <= NUMBER_MAX else -1
+
+
+def _take_number(key: tuple[int, int]) -> int:
+    step, attempt = key
+    small = 0 <= attempt < 1 << ATTEMPT_BITS and 0 <= step <= NUMBER_MAX >> ATTEMPT_BITS
+    return step << ATTEMPT_BITS | attempt if small else -1
+
+
+def _group_number(name: str) -> int:
+    """Of an id as `group_id` makes it; -1 for any other."""
+    digits = name[1:]
+    if len(digits) != ORDINAL_DIGITS or not (digits.isascii() and digits.isdecimal()):
+        return -1
+    parity = _PARITIES.get(name[0])
+    return -1 if parity is None else int(digits) << 1 | parity

@@ -14,21 +14,21 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.audit.auditor import build_ledger
-from dora_pipe.audit.entries import GroupEntry, Logged, RequestEntry, StepEntry
-from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import record_at
-from dora_pipe.audit.tracing import Traces
-from dora_pipe.bus.logged import fault_of, logged_trajectory
+from dora_pipe.audit.tracing import History, Traces
+from dora_pipe.bus.logged import Named, fault_of, logged_trajectory
 from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.catalogue.account import GroupEnded
+from dora_pipe.catalogue.attempts import Attempt, RequestHistory
 from dora_pipe.catalogue.calls import call_rows
+from dora_pipe.catalogue.group_history import GroupHistory
 from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.control import StepCommitted, error_class
-from dora_pipe.schemas.identity import group_of
+from dora_pipe.schemas.identity import group_of, parse_trajectory_id, trajectory_id
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
@@ -53,7 +53,6 @@ DAMAGE: Final = "damage"
 """The section that says why the record that counts is not what was logged."""
 
 _STEP: Final = re.compile(r"^(?:step[- ]?)?(\d+)$")
-_GROUP: Final = re.compile(r"^[ge]\d{10}$")
 _TRAJECTORY: Final = re.compile(r"^[ge]\d{10}-\d{3}$")
 
 
@@ -71,21 +70,30 @@ def describe(
     Raises UsageError for an id that the log does not know.
     """
     store = as_store(store)
-    ledger = build_ledger(bus, topics)
+    step = _STEP.match(wanted)
+    trajectory = wanted if _TRAJECTORY.match(wanted) else ""
+    group = group_of(trajectory) if trajectory else wanted
+    history = History(group=group, step=int(step[1]) if step else -1)
+    history.read(bus, topics)
     decode = None
-    if ledger.started is not None:
-        decode = decoder(store.assets(ledger.started.assets_digest))
-    describer = _Describer(bus, topics, ledger, store, decode)
-    if found := _STEP.match(wanted):
-        return describer.step(int(found[1]))
-    if _GROUP.match(wanted) and wanted in ledger.accounts.groups:
-        return describer.group(ledger.accounts.groups[wanted])
-    if _TRAJECTORY.match(wanted) and ledger.accounts.request(wanted) is not None:
-        return describer.trajectory(wanted)
+    if (started := history.account.started) is not None:
+        decode = decoder(store.assets(started.assets_digest))
+    describer = _Describer(bus, topics, history, store, decode)
+    if step:
+        return describer.step(int(step[1]))
+    found = history.group
+    if found is not None and not trajectory:
+        return describer.group(found)
+    if found is not None and trajectory in _siblings(found.group):
+        return describer.trajectory(trajectory, found)
     raise UsageError(
         f"{wanted!r} is not in run {topics.run}",
         hint="a trajectory (g0000000042-003), a group (g0000000042) or a step (7)",
     )
+
+
+def _siblings(group: GroupHistory) -> list[str]:
+    return [trajectory_id(group.spec.group, one) for one in range(group.spec.siblings)]
 
 
 class _Describer:
@@ -93,32 +101,33 @@ class _Describer:
         self,
         bus: Bus,
         topics: Topics,
-        ledger: Ledger,
+        history: History,
         store: PolicyStore,
         decode: Decode | None,
     ) -> None:
         self._bus = bus
         self._topics = topics
-        self._ledger = ledger
+        self._history = history
         self._store = store
         self._decode = decode
-        self._traces = Traces(bus, topics, ledger)
+        self._traces = Traces(bus, topics, history)
 
     def step(self, number: int) -> Description:
         """A training step: what it was made of and what it made."""
-        entry = self._ledger.steps.get(number)
-        if entry is None:
-            last = self._ledger.version - 1
-            what = f"step {number} is not committed in run {self._ledger.run}"
+        ended = self._history.step
+        if ended is None:
+            last = max(self._history.staleness, default=-1)
+            what = f"step {number} is not committed in run {self._topics.run}"
             raise UsageError(what, hint=f"the last one is {last}")
-        fact = entry.fact
+        fact, batch = ended.fact, ended.batch
+        groups = {one.spec.group: one for one in ended.groups}
         return {
             "step": {
                 "step": number,
                 "attempt": fact.attempt,
-                "committed": f"control:{entry.at.offset}",
-                "taken": "-" if entry.taken_at is None else f"round {entry.taken_at.round}",
-                "why then": "-" if entry.take is None else entry.take.reason,
+                "committed": f"control:{ended.offset}",
+                "taken": f"round {batch.round}",
+                "why then": batch.take.reason,
                 "batch digest": fact.batch_digest,
                 "compute s": fact.compute_s,
                 **_parts(fact),
@@ -136,82 +145,63 @@ class _Describer:
             "settings": dict(sorted(fact.settings.items())),
             "numerics": dict(sorted(fact.numerics.items())),
             "groups": [
-                self._group_row(taken.group, number) | ({"part": part} if fact.parts else {})
-                for part, groups in enumerate(parts_of(fact.groups, fact.parts))
-                for taken in groups
+                _group_row(taken.group, groups.get(taken.group), number)
+                | ({"part": part} if fact.parts else {})
+                for part, members in enumerate(parts_of(fact.groups, fact.parts))
+                for taken in members
             ],
-            "trajectories": self._contributions(entry),
+            "trajectories": self._contributions(fact.contributions.sha256),
             "lineage": self._lineage_of_version(number) | self._descendants(number + 1),
-            TRACE: self._traces.step(entry),
+            TRACE: self._traces.step(),
         }
 
-    def _group_row(self, name: str, step: int) -> dict[str, Any]:
-        group = self._ledger.accounts.groups.get(name)
-        if group is None:
-            return {"group": name}
-        rewards = [group.reward_of(one.fact) for one in group.results]
-        errors = [
-            error_class(one.fact.error)
-            for one, reward in zip(group.results, rewards, strict=True)
-            if reward is None
-        ]
-        return {
-            "group": name,
-            "version": group.spec.version,
-            "deadline": group.spec.deadline,
-            "staleness": staleness_of(step, group.spec.version),
-            "row": group.spec.index,
-            "rewards": " ".join("-" if one is None else f"{one:g}" for one in rewards),
-            **({"no reward": " ".join(errors)} if errors else {}),
-            "tokens": group.tokens,
-        }
-
-    def group(self, group: GroupEntry) -> Description:
+    def group(self, ended: GroupEnded) -> Description:
         """A group: dispatch, siblings, fate."""
-        trace = self._traces.group(group)
+        trace = self._traces.group()
         damage = self._traces.damage.lines
         return {
-            "group": self._dispatch(group),
-            "siblings": [_sibling_row(group, entry) for _, entry in sorted(group.requests.items())],
-            **_scoring(group),
+            "group": self._dispatch(ended.group),
+            "siblings": [self._sibling_row(ended.group, one) for one in _siblings(ended.group)],
+            **self._scoring(ended),
             **({DAMAGE: [{"what": line} for line in damage]} if damage else {}),
-            "fate": self._fate(group),
-            "lineage": self._lineage(group),
+            "fate": self._fate(ended),
+            "lineage": self._lineage(ended),
             TRACE: trace,
         }
 
-    def trajectory(self, name: str) -> Description:
+    def trajectory(self, name: str, ended: GroupEnded) -> Description:
         """A trajectory: where it came from, how it was made, what became of it."""
-        group = self._ledger.accounts.groups[group_of(name)]
-        entry = group.requests[name]
+        group = ended.group
+        request = group.requests.get(name, RequestHistory(trajectory=name))
         description: Description = {
-            "trajectory": {"trajectory": name, "standing": _standing(entry)},
+            "trajectory": {"trajectory": name, "standing": self._standing(group, name)},
             "group": self._dispatch(group),
-            "attempts": [_placement_row(entry, place) for place in range(len(entry.placements))],
+            "attempts": [_attempt_row(one) for one in request.attempts],
         }
-        if entry.errors:
-            description["errors"] = [{"what": error} for error in entry.errors]
+        failed = [one for one in request.attempts if one.outcome == "failed"]
+        if failed:
+            description["errors"] = [{"what": f"attempt {a.attempt}: {a.why}"} for a in failed]
         description["records"] = self._records(name)
-        if entry.bound is not None:
+        if request.logged is not None:
             try:
-                trajectory = self._read(entry.bound)
+                trajectory = logged_trajectory(self._record(request.logged), request.logged)
                 description |= self._made(trajectory)
-                if group.scoring and (scored := group.scoring.siblings.get(name)):
-                    description["scored together"] = {
-                        "reward": scored.reward,
-                        "parts": msgspec.json.encode(scored.parts).decode(),
-                    }
+                siblings = () if group.scores is None else group.scores.siblings
+                for scored in siblings:
+                    if scored.trajectory == name:
+                        parts = msgspec.json.encode(scored.parts).decode()
+                        description["scored together"] = {"reward": scored.reward, "parts": parts}
             except (InvariantBroken, SchemaError) as error:
                 description[DAMAGE] = [{"what": error.message}]
-        description["fate"] = self._fate(group)
-        if entry.left is not None:
-            description["fate"] = {"fate": entry.left, "why": _WHY_LEFT[entry.left]}
-        description["contribution"] = self._contribution(name, group)
-        description["lineage"] = self._lineage(group)
-        description[TRACE] = self._traces.group(group, only=name)
+        description["fate"] = self._fate(ended)
+        if (left := group.left.get(parse_trajectory_id(name)[2])) is not None:
+            description["fate"] = {"fate": left, "why": _WHY_LEFT[left]}
+        description["contribution"] = self._contribution(name, ended)
+        description["lineage"] = self._lineage(ended)
+        description[TRACE] = self._traces.group(only=name)
         return description
 
-    def _dispatch(self, group: GroupEntry) -> dict[str, Any]:
+    def _dispatch(self, group: GroupHistory) -> dict[str, Any]:
         spec = group.spec
         return {
             "group": spec.group,
@@ -222,40 +212,83 @@ class _Describer:
             **({"spare siblings": spec.spare} if spec.spare else {}),
             "prompt": f"row {spec.index} of {spec.dataset_digest[:12]}, pass {spec.data_epoch}",
             "seed": spec.seed,
-            "dispatched": f"round {group.at.round} ({group.reason})",
+            "dispatched": f"round {group.round} ({group.reason})",
             "version": f"{spec.version} ({spec.digest})",
             "deadline": "none" if spec.purpose == "eval" else f"step {spec.deadline}",
         }
 
+    def _standing(self, group: GroupHistory, name: str) -> str:
+        request = group.requests.get(name)
+        if request is not None and request.logged is not None:
+            return "logged"
+        attempts = [] if request is None else request.attempts
+        faults = sum(one.outcome in ("failed", "fenced") for one in attempts)
+        final = any(not one.retryable for one in attempts)
+        if final or (faults and faults >= self._attempts_max):
+            return "failed"
+        if (left := group.left.get(parse_trajectory_id(name)[2])) is not None:
+            return left
+        if not attempts:
+            return "queued"
+        last = attempts[-1].outcome
+        if last in ("moved", "left", "fenced", "failed"):
+            return "waits for another worker"
+        return last or "running"
+
+    @property
+    def _attempts_max(self) -> int:
+        started = self._history.account.started
+        assert started is not None
+        return int(started.config["groups"]["attempts_max"])
+
+    def _scoring(self, ended: GroupEnded) -> dict[str, Any]:
+        """Who scored its siblings together, where that was to be done."""
+        group, started = ended.group, self._history.account.started
+        if started is None or group.spec.source not in started.scored_together:
+            return {}
+        by = group.asked
+        unscored = "not yet" if ended.fate == "open" else "failed"
+        return {
+            "scored together": {
+                "attempts": 0 if by is None else by.attempt,
+                "worker": "-" if by is None else _worker(by.worker, by.epoch),
+                "scored": unscored if group.scores is None else "yes",
+            }
+        }
+
+    def _sibling_row(self, group: GroupHistory, name: str) -> dict[str, Any]:
+        request = group.requests.get(name)
+        fact = None if request is None else request.logged
+        return {
+            "trajectory": name,
+            "standing": self._standing(group, name),
+            "attempts": 0 if request is None else len(request.attempts),
+            "worker": None if fact is None else fact.worker,
+            "reward": None if fact is None else fact.reward,
+            "tokens": None if fact is None else fact.tokens,
+            "finish": None if fact is None else fact.finish,
+        }
+
     def _records(self, name: str) -> list[dict[str, Any]]:
-        group = self._ledger.accounts.groups[group_of(name)]
-        found = [one for one in group.records if one.fact.trajectory == name]
+        found = [one for one in self._history.records if one.fact.trajectory == name]
         return [
             {
                 "place": f"trajectories:{one.fact.partition}:{one.fact.offset}",
                 "standing": one.standing,
                 "attempt": one.fact.attempt,
                 "worker": _worker(one.fact.worker, one.fact.epoch),
-                "engine": self._engine(one.fact.epoch),
-                "logged": f"control:{one.at.offset}",
+                "engine": self._history.engines.get(one.fact.epoch, "-"),
+                "logged": f"control:{one.offset}",
                 "bytes": one.fact.bytes,
                 "sha256": one.fact.sha256,
-                "found": fault_of(self._record(one), one.fact) or "as logged",
+                "found": fault_of(self._record(one.fact), one.fact) or "as logged",
             }
             for one in found
         ]
 
-    def _engine(self, epoch: int) -> str:
-        worker = self._ledger.accounts.workers.get(epoch)
-        return "-" if worker is None else f"{worker.joined.engine} {worker.joined.engine_version}"
-
-    def _record(self, logged: Logged) -> Record | None:
-        at = TopicPartition(self._topics.trajectories, logged.fact.partition)
-        return record_at(self._bus, at, logged.fact.offset)
-
-    def _read(self, logged: Logged) -> Trajectory:
-        """The record's content. Raises InvariantBroken, SchemaError for one that is not it."""
-        return logged_trajectory(self._record(logged), logged.fact)
+    def _record(self, logged: Named) -> Record | None:
+        at = TopicPartition(self._topics.trajectories, logged.partition)
+        return record_at(self._bus, at, logged.offset)
 
     def _made(self, trajectory: Trajectory) -> Description:
         meta = trajectory.meta
@@ -292,57 +325,74 @@ class _Describer:
     def _text(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if self._decode is None else self._decode(ids)
 
-    def _fate(self, group: GroupEntry) -> dict[str, Any]:
-        if group.fate is None:
-            taken = group.taken
-            what = "not taken yet" if taken is None else f"in the batch of step {taken[0]}"
+    def _fate(self, ended: GroupEnded) -> dict[str, Any]:
+        step = ended.step
+        if ended.fate == "open":
+            what = "not taken yet" if step is None else f"in the batch of step {step}"
             return {"fate": "open", "why": what}
-        fate: dict[str, Any] = {"fate": group.fate, "why": group.why}
-        if group.ended is not None:
-            fate["round"] = group.ended.round
-        if group.step is not None:
-            fate["step"] = group.step
-            fate["staleness"] = staleness_of(group.step, group.spec.version)
+        fate: dict[str, Any] = {"fate": ended.fate, "why": ended.why}
+        fate["round"] = self._history.group_round
+        if step is not None:
+            fate["step"] = step
+            fate["staleness"] = staleness_of(step, ended.group.spec.version)
         return fate
 
-    def _contribution(self, name: str, group: GroupEntry) -> dict[str, Any]:
-        if group.step is None:
+    def _contribution(self, name: str, ended: GroupEnded) -> dict[str, Any]:
+        if ended.fate != "trained" or ended.step is None:
             return {"none": "it was not trained"}
-        entry = self._ledger.steps[group.step]
-        rows = [row for row in self._contributions(entry) if row["trajectory"] == name]
-        return rows[0] if rows else {"none": "its contributions file is not in the store"}
+        rows = self._contributions(self._history.contributions.get(ended.step, ""))
+        own = [row for row in rows if row["trajectory"] == name]
+        return own[0] if own else {"none": "its contributions file is not in the store"}
 
-    def _contributions(self, entry: StepEntry) -> list[dict[str, Any]]:
-        sha256 = entry.fact.contributions.sha256
-        if not self._store.has_blob("contributions", sha256):
+    def _contributions(self, sha256: str) -> list[dict[str, Any]]:
+        if not sha256 or not self._store.has_blob("contributions", sha256):
             return []
         return read_contributions(self._store.blob("contributions", sha256))
 
-    def _lineage(self, group: GroupEntry) -> dict[str, Any]:
+    def _lineage(self, ended: GroupEnded) -> dict[str, Any]:
         """Back: what made its version. Forward: what its step made."""
-        back = self._lineage_of_version(group.spec.version)
-        return back if group.step is None else back | self._descendants(group.step + 1)
+        back = self._lineage_of_version(ended.group.spec.version)
+        if ended.fate != "trained" or ended.step is None:
+            return back
+        return back | self._descendants(ended.step + 1)
 
     def _lineage_of_version(self, version: int) -> dict[str, Any]:
         if version == 0:
-            started = self._ledger.started
+            started = self._history.account.started
             parent = None if started is None else started.lineage
             text = "the model the run started with"
             if parent is not None:
                 state = ", with its optimizer's state" if parent.optimizer is not None else ""
                 text = f"run {parent.run}, after step {parent.step} ({parent.digest}){state}"
             return {f"made version {version}": text}
-        maker = self._ledger.steps.get(version - 1)
-        if maker is None:
+        stale = self._history.staleness.get(version - 1)
+        if stale is None:
             return {f"made version {version}": "no commit in the log"}
-        stale = Counter(staleness_of(maker.step, group.version) for group in maker.fact.groups)
         mixed = ", ".join(f"{count} of staleness {one}" for one, count in sorted(stale.items()))
-        return {f"made version {version}": f"step {maker.step} of {mixed}"}
+        return {f"made version {version}": f"step {version - 1} of {mixed}"}
 
     def _descendants(self, version: int) -> dict[str, Any]:
-        groups = self._ledger.accounts.sampled_from(version)
+        groups = self._history.sampled[version]
         text = f"{groups} groups were sampled from it" if groups else "nothing was sampled"
         return {f"made by its step: version {version}": text}
+
+
+def _group_row(name: str, group: GroupHistory | None, step: int) -> dict[str, Any]:
+    if group is None:
+        return {"group": name}
+    results = group.results
+    errors = [error_class(one.error) for one in results if one.reward is None]
+    rewards = ("-" if one.reward is None else f"{one.reward:g}" for one in results)
+    return {
+        "group": name,
+        "version": group.spec.version,
+        "deadline": group.spec.deadline,
+        "staleness": staleness_of(step, group.spec.version),
+        "row": group.spec.index,
+        "rewards": " ".join(rewards),
+        **({"no reward": " ".join(errors)} if errors else {}),
+        "tokens": sum(one.tokens for one in results),
+    }
 
 
 def _by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
@@ -410,49 +460,19 @@ def _worker(name: str, epoch: int) -> str:
     return f"{name} (incarnation {epoch})"
 
 
-def _standing(entry: RequestEntry) -> str:
-    if entry.bound is not None:
-        return "logged"
-    if entry.failed:
-        return "failed"
-    if entry.left is not None:
-        return entry.left
-    if entry.waiting:
-        return "waits for another worker"
-    return "running" if entry.placements else "queued"
-
-
 _WHY_LEFT: Final = {
     "surplus": "its group had enough valid siblings without it",
     "expired": "its group was open for too long",
 }
 
 
-def _placement_row(entry: RequestEntry, place: int) -> dict[str, Any]:
-    placement = entry.placements[place]
-    resume = placement.resume
+def _attempt_row(attempt: Attempt) -> dict[str, Any]:
     return {
-        "attempt": placement.attempt,
-        "worker": _worker(placement.worker, placement.epoch),
-        "round": placement.at.round,
-        "goes on at": "the prompt" if resume is None else f"token {resume.tokens}",
-        "why": placement.reason,
-    }
-
-
-def _scoring(group: GroupEntry) -> dict[str, Any]:
-    """Who scored its siblings together, where that was to be done."""
-    scoring = group.scoring
-    if scoring is None:
-        return {}
-    answer = scoring.answer
-    by = scoring.asked[-1] if scoring.asked else None
-    return {
-        "scored together": {
-            "attempts": len(scoring.asked),
-            "worker": "-" if by is None else _worker(by.worker, by.epoch),
-            "scored": "failed" if scoring.failed else "not yet" if answer is None else "yes",
-        }
+        "attempt": attempt.attempt,
+        "worker": _worker(attempt.worker, attempt.epoch),
+        "round": attempt.round,
+        "goes on at": f"token {attempt.resumed}" if attempt.resumed else "the prompt",
+        "why": attempt.reason,
     }
 
 
@@ -465,19 +485,6 @@ def _parts(fact: StepCommitted) -> dict[str, Any]:
     if fact.beside_s:
         seconds["beside s"] = round(fact.beside_s, 3)
     return {"parts": " ".join(map(str, sizes)), **seconds}
-
-
-def _sibling_row(group: GroupEntry, entry: RequestEntry) -> dict[str, Any]:
-    fact = None if entry.bound is None else entry.bound.fact
-    return {
-        "trajectory": entry.trajectory,
-        "standing": _standing(entry),
-        "attempts": len(entry.placements),
-        "worker": None if fact is None else fact.worker,
-        "reward": None if fact is None else group.reward_of(fact),
-        "tokens": None if fact is None else fact.tokens,
-        "finish": None if fact is None else fact.finish,
-    }
 
 
 def _times(times: Times) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     fact: TrajectoryLogged
     standing: Standing
     at: Moment
+    engine: int
+    """Number of the engine that made it, in `GroupLedger.engines`."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -202,6 +204,15 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     def tokens(self) -> int:
         """Sampled tokens of the bound records."""
         return sum(logged.fact.tokens for logged in self.results)
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineEntry:
+    """One kind of engine: the incarnations that had it, and the capabilities it lacks."""
+
+    number: int
+    workers: int = 0
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,10 +18,11 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from dora_pipe.audit.entries import (
     Departure,
+    EngineEntry,
     GroupEntry,
     Logged,
     Moment,
@@ -42,6 +43,12 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.rounds import Dispatch, EndSiblings, Fate, Move, PlacedRequest, ScoreGroup
+
+CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
+"""What an engine may declare; what it does not, `replay RUN TRAJECTORY` cannot promise."""
+
+EngineKey = tuple[str, str, str, str]
+"""Name, version, device and type of numbers."""
 
 Bucket = tuple[int, int]
 """Sampled tokens, both ends included."""
@@ -73,9 +80,9 @@ class Sums:
     lengths: Counter[tuple[Bucket, str]] = field(default_factory=Counter)
     """Training trajectories by length and fate."""
     length_tokens: Counter[Bucket] = field(default_factory=Counter)
-    epochs: Counter[int] = field(default_factory=Counter)
-    """Trajectories by the role epoch of the worker whose record counts."""
-    epoch_tokens: Counter[int] = field(default_factory=Counter)
+    engines: Counter[int] = field(default_factory=Counter)
+    """Trajectories by the engine whose record counts."""
+    engine_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
         """Count a group; -1 takes it off."""
@@ -89,9 +96,8 @@ class Sums:
             self.bounds[spec.deadline - spec.version] += times
         for entry in group.requests.values():
             if entry.bound is not None:
-                fact = entry.bound.fact
-                self.epochs[fact.epoch] += times
-                self.epoch_tokens[fact.epoch] += times * fact.tokens
+                self.engines[entry.bound.engine] += times
+                self.engine_tokens[entry.bound.engine] += times * entry.bound.fact.tokens
         if spec.purpose == "train":
             for entry in group.requests.values():
                 tokens = 0 if entry.bound is None else entry.bound.fact.tokens
@@ -179,8 +185,11 @@ class GroupLedger:
         self.groups.on_fetch = self.fetched
         self.open: dict[str, GroupEntry] = {}
         """Those without a fate."""
-        self.workers: dict[int, WorkerEntry] = {}
+        self.workers: SpillDict[int, WorkerEntry] = SpillDict()
         """By role epoch."""
+        self.engines: dict[EngineKey, EngineEntry] = {}
+        self._packages: dict[str, set[str]] = {}
+        """Versions of each environment that workers had."""
         self.logged: dict[tuple[int, int], Logged] = {}
         """Logged records by (partition, offset), as far as their groups are live; of one logged
         twice, the first."""
@@ -222,7 +231,9 @@ class GroupLedger:
         return found
 
     def spill(self, groups: Iterable[GroupEntry]) -> None:
-        """Let go of groups that have ended, if there is a place for them."""
+        """Let go of these groups, which have ended, and of incarnations that are out, if there is
+        a place for them."""
+        self.workers.spill([epoch for epoch, one in self.workers.items() if one.departure])
         for group in self.groups.spill(group.spec.group for group in groups):
             self.sums.add(group)
             for logged in group.records:
@@ -245,13 +256,18 @@ class GroupLedger:
             if worker.joined.worker == fact.worker and not worker.departure:
                 self.depart(worker, "replaced", at)
         self._note_packages(fact)
+        engine = self.engines.setdefault(_engine(fact), EngineEntry(number=len(self.engines)))
+        engine.workers += 1
+        engine.missing = tuple(one for one in CAPABILITIES if one not in fact.declares)
         self.workers[at.offset] = WorkerEntry(joined=fact, epoch=at.offset)
 
     def _note_packages(self, fact: WorkerJoined) -> None:
         """Environments of another version are no violation; rewards beside each other may be."""
         for name, version in fact.packages.items():
-            others = {worker.joined.packages.get(name, version) for worker in self.workers.values()}
-            for other in sorted(others - {version}):
+            known = self._packages.setdefault(name, set())
+            others = known - {version}
+            known.add(version)
+            for other in sorted(others):
                 one, another = sorted((version, other))
                 note = f"workers played with different versions of {name}: {one} and {another}"
                 if note not in self._findings.notes:
@@ -317,7 +333,8 @@ class GroupLedger:
             self._wrong(at, f"logs {what}, but no decision placed it there")
         awaited = present is not None and not present.closed
         standing = self._standing(fact, entry, worker, awaited)
-        logged = Logged(fact=fact, standing=standing, at=at)
+        engine = self.engines[_engine(worker.joined)].number
+        logged = Logged(fact=fact, standing=standing, at=at, engine=engine)
         place = fact.partition, fact.offset
         known = self.logged.get(place)
         if known is not None:
@@ -481,6 +498,10 @@ class GroupLedger:
 
     def _wrong(self, at: Moment, message: str) -> None:
         self._findings.add("control", f"control:{at.offset}", message)
+
+
+def _engine(fact: WorkerJoined) -> EngineKey:
+    return fact.engine, fact.engine_version, fact.device, fact.dtype
 
 
 def _said(fate: Fate, step: int | None) -> str:

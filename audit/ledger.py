@@ -301,7 +301,7 @@ class Ledger:
         self._wrong(at, f"{what}, but no decision {verb}")
 
     def _worker(self, name: str, epoch: int, verb: str, at: Moment) -> WorkerEntry | None:
-        worker = self.accounts.workers.get(epoch)
+        worker: WorkerEntry | None = self.accounts.workers.get(epoch)
         if worker is None or worker.joined.worker != name:
             self._wrong(at, f"{name} {verb} under epoch {epoch}, which it never joined with")
             return None

@@ -195,7 +195,7 @@ class Legality:
 
     def _worker(self, name: str, epoch: int, where: str, *verb: str) -> WorkerEntry | None:
         """The worker a decision speaks to; it must have joined and must not be out."""
-        worker = self._ledger.accounts.workers.get(epoch)
+        worker: WorkerEntry | None = self._ledger.accounts.workers.get(epoch)
         if worker is None or worker.joined.worker != name:
             said = " ".join(verb)
             self._wrong(where, f"{said} speaks to {name} under epoch {epoch}, which never joined")

@@ -19,10 +19,6 @@ FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open
 SIBLING_FATES: Final = (*FATES, *get_args(SiblingFate))
 """The fates of siblings: their groups', or one of their own."""
 
-CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
-"""What an engine may declare; what it does not, `replay RUN TRAJECTORY` cannot promise."""
-
-
 CANNOT_SEE: Final = (
     "whether these weights sampled these tokens, or these trajectories produced these weights: "
     "`replay --random N`, `replay`",
@@ -259,34 +255,24 @@ def _share(fates: dict[str, int]) -> float | None:
 
 def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
     """By engine, what its workers generated."""
-    epochs: dict[tuple[str, str, str, str], list[int]] = {}
-    for epoch, worker in ledger.accounts.workers.items():
-        joined = worker.joined
-        key = (joined.engine, joined.engine_version, joined.device, joined.dtype)
-        epochs.setdefault(key, []).append(epoch)
     return tuple(
         EngineLine(
             engine=key[0],
             version=key[1],
             device=key[2],
             dtype=key[3],
-            workers=len(found),
-            trajectories=sum(sums.epochs[epoch] for epoch in found),
-            tokens=sum(sums.epoch_tokens[epoch] for epoch in found),
+            workers=engine.workers,
+            trajectories=sums.engines[engine.number],
+            tokens=sums.engine_tokens[engine.number],
         )
-        for key, found in sorted(epochs.items())
+        for key, engine in sorted(ledger.accounts.engines.items())
     )
 
 
 def not_declared(ledger: Ledger) -> dict[str, tuple[str, ...]]:
     """By engine, what it does not promise."""
-    found: dict[str, tuple[str, ...]] = {}
-    for worker in ledger.accounts.workers.values():
-        joined = worker.joined
-        missing = tuple(one for one in CAPABILITIES if one not in joined.declares)
-        if missing:
-            found[f"{joined.engine} {joined.engine_version}"] = missing
-    return found
+    engines = ledger.accounts.engines.items()
+    return {f"{key[0]} {key[1]}": engine.missing for key, engine in engines if engine.missing}
 
 
 def plain(report: AuditReport) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Temporary file for what an audit has finished with, so that its memory follows what is open.
 
-It holds ended groups, old versions, steps and batches, and evidence of records that no event has
-named yet.
+It holds ended groups, incarnations of workers that are out, old versions, steps and batches, and
+evidence of records that no event has named yet.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 import zstandard
 
-from dora_pipe.audit.entries import GroupEntry, StepEntry, Taken, VersionEntry
+from dora_pipe.audit.entries import GroupEntry, StepEntry, Taken, VersionEntry, WorkerEntry
 from dora_pipe.audit.evidence import Evidence, EvidenceBuffer, Place
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.schemas.identity import ORDINAL_DIGITS, Purpose, group_id
@@ -27,6 +27,7 @@ _PARITIES: Final = {group_id(purpose, 0)[0]: place for place, purpose in enumera
 
 _TABLES: Final = """
 CREATE TABLE groups (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
+CREATE TABLE workers (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
 CREATE TABLE versions (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
 CREATE TABLE steps (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
 CREATE TABLE takes (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
@@ -49,6 +50,7 @@ class SpillFile:
     def attach(self, ledger: Ledger, gathering: EvidenceBuffer) -> None:
         """Let this ledger and this evidence spill here."""
         ledger.accounts.groups.storage = _Table(self, "groups", _Group(), _group_number)
+        ledger.accounts.workers.storage = _Table(self, "workers", _Entry(WorkerEntry), _whole)
         ledger.versions.storage = _Table(self, "versions", _Entry(VersionEntry), _whole)
         ledger.steps.storage = _Table(self, "steps", _Entry(StepEntry), _whole)
         ledger.takes.storage = _Table(self, "takes", _Entry(Taken), _take_number)

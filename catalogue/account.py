@@ -13,7 +13,7 @@ two independent accounts of one log; audit compares them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -206,7 +206,7 @@ class RunAccount:
         """The first one: another does not count."""
         self.open: dict[str, GroupHistory] = {}
         self.workers: dict[int, WorkerHistory] = {}
-        """By incarnation; those that are gone stay, as records may name them."""
+        """By incarnation; one that is out leaves, and no record of it counts."""
         self.named: dict[str, WorkerHistory] = {}
         """The newest incarnation of every worker."""
         self.over = False
@@ -217,22 +217,14 @@ class RunAccount:
         """The one that is being trained."""
         self.parts: list[PartTaken] = []
         """Of the next batch, those that were taken ahead of it."""
-        self._gone: dict[int, WorkerGone] = {}
         self._reports: dict[int, deque[TrajectoriesLogged]] = {}
-        """The newest of every incarnation that is there."""
+        """The newest of every incarnation that is there, and of the last few that are out."""
         self._marks = MarkAccount()
         self._next = 0
         """The step after the newest commit."""
         self._trainer_epoch = -1
-        """-1 where it is not known: who begins in the middle of a log."""
+        """-1 before a trainer started."""
         self._evaluating = Evaluating()
-
-    def meet(self, workers: Mapping[int, WorkerJoined]) -> None:
-        """Begin in the middle of a log, with the workers that were there, by incarnation."""
-        for epoch, joined in sorted(workers.items()):
-            self.workers[epoch] = self.named[joined.worker] = WorkerHistory(
-                joined=joined, epoch=epoch
-            )
 
     def present(self) -> list[WorkerHistory]:
         """Workers that are not gone, by name."""
@@ -274,11 +266,9 @@ class RunAccount:
             case RequestReleased():
                 self._end_attempt(fact.trajectory, fact.attempt, fact.epoch, "moved", fact.at_ns)
             case RequestFailed():
-                why = f"{fact.error}: {fact.message}"
-                at = (fact.trajectory, fact.attempt, fact.epoch)
-                self._end_attempt(*at, "failed", fact.at_ns, why)
+                self._failed(fact)
             case GroupScored() if (group := self.open.get(fact.group)) is not None:
-                if fact.epoch not in self._gone:
+                if fact.epoch in self.workers:
                     note_scores(group, fact)
             case RoleStarted(role="trainer"):
                 self._trainer_epoch = fact.role_epoch
@@ -315,7 +305,7 @@ class RunAccount:
         match decision:
             case Place():
                 for request in decision.requests():
-                    self._placed(request, now_ns)
+                    self._placed(request, round_)
             case Dispatch(spec=spec):
                 self.open[spec.group] = GroupHistory(
                     spec=spec,
@@ -330,7 +320,7 @@ class RunAccount:
             case Drain() if (worker := self.workers.get(decision.epoch)) is not None:
                 worker.draining = True
             case ScoreGroup() if (group := self.open.get(decision.spec.group)) is not None:
-                group.scoring = decision
+                group.scoring = group.asked = decision
             case Move():
                 self._asked_to_move(decision, now_ns)
             case Cancel():
@@ -407,7 +397,15 @@ class RunAccount:
         self.workers[offset] = self.named[fact.worker]
         return events
 
-    def _placed(self, request: PlacedRequest, now_ns: int) -> None:
+    def _failed(self, fact: RequestFailed) -> None:
+        found = self._present(fact.trajectory, fact.attempt, fact.epoch)
+        if found is not None:
+            found[1].retryable = fact.retryable
+            why = f"{fact.error}: {fact.message}"
+            at = (fact.trajectory, fact.attempt, fact.epoch)
+            self._end_attempt(*at, "failed", fact.at_ns, why)
+
+    def _placed(self, request: PlacedRequest, round_: Round) -> None:
         group = self.open.get(request.spec.group)
         if group is None:
             return
@@ -420,7 +418,9 @@ class RunAccount:
                 attempt=request.attempt,
                 worker=request.worker,
                 epoch=request.epoch,
-                placed_ns=now_ns,
+                host=self.workers.get(request.epoch),
+                round=round_.ordinal,
+                placed_ns=round_.now_ns,
                 reason=request.reason,
                 resumed=0 if request.resume is None else request.resume.tokens,
             )
@@ -452,13 +452,13 @@ class RunAccount:
         if fact in reports:
             return True
         reports.append(fact)
+        if len(self._reports) > len(self.workers) + REPORTS_KEPT:
+            del self._reports[next(one for one in self._reports if one not in self.workers)]
         return False
 
     def _logged(self, fact: TrajectoryLogged, offset: int) -> RecordLogged:
-        gone = self._gone.get(fact.epoch)
-        if gone is not None:
-            standing: Standing = "fenced" if gone.how == "fenced" else "superseded"
-            return RecordLogged(fact=fact, standing=standing, offset=offset)
+        if fact.epoch not in self.workers:
+            return RecordLogged(fact=fact, standing=self._outdated(fact), offset=offset)
         found = self._present(fact.trajectory, fact.attempt, fact.epoch)
         group = self.open.get(group_of(fact.trajectory))
         if found is None or group is None or group.closed:
@@ -468,6 +468,14 @@ class RunAccount:
         request.logged, request.offset = fact, offset
         attempt.outcome, attempt.ended_ns = "logged", fact.at_ns
         return RecordLogged(fact=fact, standing="bound", offset=offset)
+
+    def _outdated(self, fact: TrajectoryLogged) -> Standing:
+        """Standing of a record by an incarnation that is out."""
+        group = self.open.get(group_of(fact.trajectory))
+        request = None if group is None else group.requests.get(fact.trajectory)
+        attempts = () if request is None else request.attempts
+        left = any(one.epoch == fact.epoch and one.outcome == "left" for one in attempts)
+        return "superseded" if left else "fenced"
 
     def _asked_to_move(self, decision: Move, now_ns: int) -> None:
         found = self._present(decision.trajectory, decision.attempt, decision.epoch)
@@ -480,16 +488,13 @@ class RunAccount:
     def _depart(
         self, epoch: int, how: Literal["left", "fenced"], at_ns: int, why: str
     ) -> list[Event]:
-        if epoch in self._gone:
+        worker = self.workers.pop(epoch, None)
+        if worker is None:
             return []
-        gone = self._gone[epoch] = WorkerGone(epoch=epoch, how=how, why=why, at_ns=at_ns)
+        gone = worker.gone = WorkerGone(worker=worker, how=how, why=why, at_ns=at_ns)
         marks: list[Mark] = []
-        if epoch in self.workers:
-            self.workers[epoch].gone = gone
-            name = self.workers[epoch].name
-            if how == "fenced":
-                marks = self._marks.gone(name, epoch, why, at_ns, open_=self.step)
-        self._reports.pop(epoch, None)
+        if how == "fenced":
+            marks = self._marks.gone(worker.name, epoch, why, at_ns, open_=self.step)
         for group in self.open.values():
             for request in group.requests.values():
                 attempt = request.attempts[-1]

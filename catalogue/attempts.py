@@ -19,6 +19,9 @@ class Attempt:
     attempt: int
     worker: str
     epoch: int
+    host: WorkerHistory | None
+    """The incarnation that has it; None where it never joined."""
+    round: int
     placed_ns: int
     reason: str
     resumed: int
@@ -26,6 +29,8 @@ class Attempt:
     outcome: Outcome = ""
     ended_ns: int = 0
     why: str = ""
+    retryable: bool = True
+    """Whether another attempt may follow one that failed."""
     move_ns: int = 0
     """When the worker was asked to let go of it."""
     move_to: str = ""
@@ -52,7 +57,7 @@ class RequestHistory:
 class WorkerGone:
     """An incarnation of a worker is out."""
 
-    epoch: int
+    worker: WorkerHistory = field(compare=False, repr=False)
     how: Literal["left", "fenced"]
     why: str
     at_ns: int

@@ -162,9 +162,7 @@ class CatalogueBuilder:
             yield self._run_row(self.account.started)
         if self.account.batch is not None:
             yield _batch_row(self.account.batch)
-        for worker in self.account.workers.values():
-            if worker.gone is None:
-                yield _worker_row(worker)
+        yield from map(_worker_row, self.account.workers.values())
         for name in self.account.open:
             now = self.account.now(name, self.last_ns)
             assert now is not None, name
@@ -233,12 +231,9 @@ class CatalogueBuilder:
         self._published(fact.step + 1, fact.policy.digest, fact.at_ns)
 
     def _gone(self, event: WorkerGone) -> None:
-        worker = self.account.workers.get(event.epoch)
-        if worker is None:
-            return
-        self._rows.append(_worker_row(worker))
+        self._rows.append(_worker_row(event.worker))
         if event.how == "left":
-            self._said(event.at_ns, "worker-left", worker.name, event.why)
+            self._said(event.at_ns, "worker-left", event.worker.name, event.why)
 
     def _run_row(self, fact: RunStarted) -> RunRow:
         lineage = fact.lineage

@@ -25,6 +25,8 @@ class GroupHistory:
     """Those that were placed at least once, by trajectory."""
     scoring: ScoreGroup | None = None
     """Who was asked last to score its siblings together, while no answer has come."""
+    asked: ScoreGroup | None = None
+    """Who was asked last at all."""
     scores: GroupScored | None = None
     """The answer that counts. The rewards of `requests` are those of it then."""
     valid: int = 0

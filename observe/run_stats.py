@@ -496,7 +496,7 @@ class RunStats:
                 case EvaluationEnded():
                     self._evaluated(event)
                 case WorkerGone():
-                    self.lost[event.how] += event.epoch in self.account.workers
+                    self.lost[event.how] += 1
                 case Mark():
                     self._mark(event)
                 case BatchEnded():

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import Any, Final
 
 from dora_pipe.catalogue.account import GroupEnded, StepEnded
-from dora_pipe.catalogue.attempts import Attempt, RequestHistory, WorkerHistory
+from dora_pipe.catalogue.attempts import Attempt, RequestHistory
 from dora_pipe.catalogue.calls import call_rows
 from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.observe.traces import names
@@ -82,7 +82,7 @@ class _Sibling:
     def __init__(self, group: _Group, request: RequestHistory) -> None:
         self._builder, self._run = group.builder, group.builder.run
         self._ended, self._spec = group.ended, group.spec
-        self._request, self._workers = request, group.workers
+        self._request = request
         self._content = group.contents.get(request.trajectory)
         self._name = span_id(group.builder.trace, "trajectory", request.trajectory)
         self._cursor = Cursor(self._ended.group.dispatched_ns)
@@ -186,8 +186,7 @@ class _Sibling:
         """The request, as the conventions for generative AI and this house name it."""
         spec, run = self._spec, self._run
         sampling = run.sampling if spec.purpose == "train" else run.eval_sampling
-        history = self._workers.get(attempt.epoch)
-        worker = None if history is None else history.joined
+        worker = None if attempt.host is None else attempt.host.joined
         return {
             names.OPERATION: "text_completion",
             names.PROVIDER: PROVIDER,
@@ -363,24 +362,21 @@ def group_spans(
     run: RunFacts,
     ended: GroupEnded,
     contents: Mapping[str, Content],
-    workers: Mapping[int, WorkerHistory],
     *,
     sampled: str = "all",
 ) -> list[Span]:
     """The trace of a group that has ended, parents first.
 
     `contents` by trajectory: one that is not there (its record is gone) is told by facts alone.
-    `workers` by role epoch.
     """
     trace = group_trace(run.key, ended.group.spec.group)
-    return _Group(ended, contents, workers, SpanBuilder(run, trace)).spans(sampled)
+    return _Group(ended, contents, SpanBuilder(run, trace)).spans(sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     ended: GroupEnded
     contents: Mapping[str, Content]
-    workers: Mapping[int, WorkerHistory]
     builder: SpanBuilder
 
     @property

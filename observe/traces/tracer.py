@@ -169,7 +169,7 @@ class Tracer:
     ) -> list[Span]:
         if isinstance(event, StepEnded):
             return step_spans(run, event)
-        return group_spans(run, event, contents, self._account.workers, sampled=why)
+        return group_spans(run, event, contents, sampled=why)
 
     def _contents(self, events: Iterable[Event]) -> dict[str, Content]:
         """What the records of these groups say, by trajectory; those that are gone, changed or

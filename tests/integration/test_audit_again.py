@@ -50,6 +50,7 @@ def test_memory_of_an_audit_follows_what_is_open(recorded: RecordedRun) -> None:
     def note() -> None:
         ledger = auditor.books.ledger
         ended.append(len(ledger.accounts.groups) - len(ledger.accounts.open))
+        ended.append(sum(bool(one.departure) for one in ledger.accounts.workers.values()))
         old.extend([len(ledger.versions), len(ledger.steps), len(ledger.takes)])
 
     with (

@@ -30,10 +30,11 @@ def test_log_that_was_cut_after_an_audit_is_named_by_every_later_one(
     code, first, _ = call("audit", str(copy.directory))
     assert code == 0
     assert (copy.directory / "audit.json").is_file()
-    assert call("audit", str(copy.directory)) == (0, first, "")
+    assert call("audit", str(copy.directory))[:2] == (0, first)
     with sqlite3.connect(copy.log) as log:
         log.execute(
-            "DELETE FROM records WHERE at = (SELECT max(at) FROM records WHERE at >> 52 = 2)"
+            "DELETE FROM records WHERE at = (SELECT max(at) FROM records WHERE at >> 52 = "
+            "(SELECT id FROM topics WHERE name LIKE '%.decisions'))"
         )
     log.close()
     for _ in range(2):

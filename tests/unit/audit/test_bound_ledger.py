@@ -140,7 +140,7 @@ def _group(*endings: float | str | None, size: int = 4) -> GroupEntry:
         entry = entries[name] = RequestEntry(trajectory=name)
         entry.failed = ending == "failed"
         if not isinstance(ending, str):
-            entry.bound = Logged(fact=_fact(name, ending), standing="bound", at=AT)
+            entry.bound = Logged(fact=_fact(name, ending), standing="bound", at=AT, engine=0)
     return GroupEntry(spec=spec, reason="", at=AT, requests=entries)
 
 

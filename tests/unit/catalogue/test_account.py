@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from dora_pipe.catalogue.account import GroupEnded, RecordLogged, RunAccount, StepEnded
+from dora_pipe.catalogue.account import REPORTS_KEPT, GroupEnded, RecordLogged, StepEnded
 from dora_pipe.schemas.control import AnyControl, BatchRefused
-from dora_pipe.schemas.rounds import Dispatch, End, StopRun
+from dora_pipe.schemas.rounds import Dispatch, End, Fence, StopRun
 from tests.support.account_stage import (
     FIRST,
     GROUP,
     SECOND,
     W0,
+    W1,
     AccountStage,
     at,
     began,
@@ -105,12 +105,17 @@ def test_open_group_is_told_as_it_is() -> None:
     assert told.account.now("g0000000099", at(260)) is None
 
 
-def test_who_begins_in_the_middle_believes_what_it_sees() -> None:
-    """Nothing is known of the trainer, nor of groups that were dispatched before."""
-    account = RunAccount()
-    fact = msgspec.structs.replace(commit(300), step=3)
-    (event,) = account.fact(7, logged(200, "w0", W0, FIRST))
+def test_memory_holds_what_is_open_alone() -> None:
+    told = _finished().fact(commit(300))
+    assert told.account.open == {}
+    fenced = Fence(reason="silent", worker="w0", epoch=W0)
+    told.decide(310, fenced).fact(logged(320, "w0", W0, FIRST))
+    event = told.events[-1]
     assert isinstance(event, RecordLogged)
-    assert event.standing == "superseded"
-    assert account.fact(8, fact) == []
-    assert account.open == {}
+    assert event.standing == "fenced"
+    for again in range(100):
+        epoch = 1000 + again
+        told.account.fact(epoch, joined("w9"))
+        told.fact(logged(400, "w9", epoch, FIRST))
+    assert set(told.account.workers) == {W1, epoch}
+    assert len(told.account._reports) <= REPORTS_KEPT + 2

@@ -41,7 +41,7 @@ def _all() -> tuple[RunFacts, list[Span]]:
     assert run is not None
     assert isinstance(group, GroupEnded)
     assert isinstance(step, StepEnded)
-    spans = group_spans(run, group, contents(), told.account.workers)
+    spans = group_spans(run, group, contents())
     return run, [*spans, *step_spans(run, step)]
 
 

@@ -40,9 +40,7 @@ def _spans(told: AccountStage, known: dict[str, Content] | None = None) -> list[
     run = told.run
     for one in told.ended:
         if isinstance(one, GroupEnded):
-            found += group_spans(
-                run, one, contents() if known is None else known, told.account.workers
-            )
+            found += group_spans(run, one, contents() if known is None else known)
         else:
             assert isinstance(one, StepEnded)
             found += step_spans(run, one)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.audit.tracing import Traces
+from dora_pipe.audit.tracing import History, Traces
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
@@ -19,7 +18,7 @@ from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.rounds import decode_round
-from tests.support.recorded_run import RecordedRun
+from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.traces import check_whole, traces_of
 
 
@@ -121,18 +120,22 @@ def test_control_that_was_cut_is_told(bus: SqliteBus, recorded: RecordedRun) -> 
         list(cut.turn())
 
 
-def test_part_of_the_log_gives_the_trace_that_the_whole_one_gives(
-    bus: SqliteBus, recorded: RecordedRun, spans: list[Span], ledger: Ledger
+def test_trace_that_show_prints_is_that_of_the_whole_log(
+    bus: SqliteBus, recorded: RecordedRun, spans: list[Span]
 ) -> None:
-    traces = Traces(bus, recorded.topics, ledger)
     by_trace: dict[str, list[Span]] = {}
     for one in spans:
         by_trace.setdefault(one.trace_id, []).append(one)
-    for name, group in ledger.accounts.groups.items():
-        rows = traces.group(group)
+    for name in ("g0000000000", "g0000000010", "g0000000033", "e0000000001"):
+        history = History(group=name)
+        history.read(bus, recorded.topics)
+        rows = Traces(bus, recorded.topics, history).group()
         assert rows == tree.rows(by_trace[rows[0]["trace_id"]]), name
-    for step in ledger.steps.values():
-        rows = traces.step(step)
+    for step in (0, 7, STEPS - 1):
+        history = History(step=step)
+        history.read(bus, recorded.topics)
+        rows = Traces(bus, recorded.topics, history).step()
         own = by_trace[rows[0]["trace_id"]]
         assert rows[: len(own)] == tree.rows(own)
-        assert [one["stage"] for one in rows[len(own) :]] == ["group"] * len(step.fact.groups)
+        assert [one["stage"] for one in rows[len(own) :]] == ["group"] * len(history.members)
+        assert len(history.members) == 4

@@ -49,11 +49,11 @@ class SpillFile:
 
     def attach(self, ledger: Ledger, gathering: EvidenceBuffer) -> None:
         """Let this ledger and this evidence spill here."""
-        ledger.accounts.groups.storage = _Table(self, "groups", _Group(), _group_number)
-        ledger.accounts.workers.storage = _Table(self, "workers", _Entry(WorkerEntry), _whole)
-        ledger.versions.storage = _Table(self, "versions", _Entry(VersionEntry), _whole)
-        ledger.steps.storage = _Table(self, "steps", _Entry(StepEntry), _whole)
-        ledger.takes.storage = _Table(self, "takes", _Entry(Taken), _take_number)
+        ledger.accounts.groups.storage = _Table(self, "groups", _GroupCodec(), _group_number)
+        ledger.accounts.workers.storage = _Table(self, "workers", _EntryCodec(WorkerEntry), _whole)
+        ledger.versions.storage = _Table(self, "versions", _EntryCodec(VersionEntry), _whole)
+        ledger.steps.storage = _Table(self, "steps", _EntryCodec(StepEntry), _whole)
+        ledger.takes.storage = _Table(self, "takes", _EntryCodec(Taken), _take_number)
         gathering.spilled = _Waiting(self)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class SpillFile:
         self.connection.close()
 
 
-class _Entry(Generic[T]):
+class _EntryCodec(Generic[T]):
     """An entry as bytes."""
 
     def __init__(self, kind: type[T]) -> None:
@@ -69,11 +69,11 @@ class _Entry(Generic[T]):
         self.encode: Callable[[T], bytes] = msgspec.msgpack.Encoder().encode
 
 
-class _Group(_Entry[GroupEntry]):
+class _GroupCodec(_EntryCodec[GroupEntry]):
     """A group with each record once: which of them are bound, their standing says."""
 
     def __init__(self) -> None:
-        plain: _Entry[GroupEntry] = _Entry(GroupEntry)
+        plain: _EntryCodec[GroupEntry] = _EntryCodec(GroupEntry)
 
         def encode(group: GroupEntry) -> bytes:
             for entry in group.requests.values():
@@ -100,7 +100,7 @@ class _Table(Generic[K, T]):
     """A `Storage` in one table, numbered by `number`; -1 for what stays in memory."""
 
     def __init__(
-        self, file: SpillFile, name: str, codec: _Entry[T], number: Callable[[K], int]
+        self, file: SpillFile, name: str, codec: _EntryCodec[T], number: Callable[[K], int]
     ) -> None:
         self._sql, self._codec, self._number = file.connection, codec, number
         self._select = f"SELECT entry FROM {name} WHERE number = ?"
@@ -124,7 +124,7 @@ class _Waiting:
     """A `SpillStore`."""
 
     def __init__(self, file: SpillFile) -> None:
-        self._sql, self._codec = file.connection, _Entry(Evidence)
+        self._sql, self._codec = file.connection, _EntryCodec(Evidence)
 
     def put(self, pieces: Iterable[Evidence]) -> None:
         rows = [(one.partition, one.offset, self._codec.encode(one)) for one in pieces]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dora_pipe.analysis.suspects import Suspect
-from dora_pipe.catalogue.evaluations import Interval, interval_of
+from dora_pipe.ledger.evaluations import Interval, interval_of
 
 Verdict = Literal["good", "bad", "open"]
 """`open`: the interval holds the middle."""

@@ -19,11 +19,11 @@ import numpy as np
 
 from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, Catalogue, logged_records
-from dora_pipe.catalogue.marks import SETTINGS
 from dora_pipe.config.load import leaves
 from dora_pipe.config.logged import logged_config
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.database import COUNTS, Catalogue, logged_records
+from dora_pipe.ledger.marks import SETTINGS
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.wire import sha256_hex
 

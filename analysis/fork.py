@@ -26,8 +26,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.catalogue.evaluations import interval_of
 from dora_pipe.core.errors import UsageError
+from dora_pipe.ledger.evaluations import interval_of
 from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Segment, Trajectory
 
 FOLDER: Final = "forks"

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Groups
 from dora_pipe.consumers.learners.settings import advantage_rule
 from dora_pipe.consumers.objectives.advantage import batch_advantages
+from dora_pipe.ledger.database import Catalogue
 
 Rewards = Sequence[float | None]
 

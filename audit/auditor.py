@@ -36,8 +36,8 @@ from dora_pipe.audit.report import AuditReport
 from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader, folded_rounds
 from dora_pipe.audit.spill import SpillFile
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.ledger.database import Catalogue
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore, as_store

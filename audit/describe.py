@@ -18,13 +18,12 @@ from dora_pipe.audit.reading import record_at
 from dora_pipe.audit.tracing import History, Traces
 from dora_pipe.bus.logged import Named, fault_of, logged_trajectory
 from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.catalogue.account import GroupEnded
-from dora_pipe.catalogue.attempts import Attempt, RequestHistory
-from dora_pipe.catalogue.calls import call_rows
-from dora_pipe.catalogue.group_history import GroupHistory
-from dora_pipe.catalogue.tables import CallRow
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
+from dora_pipe.ledger.account import GroupEnded
+from dora_pipe.ledger.calls import call_rows
+from dora_pipe.ledger.history import Attempt, GroupHistory, RequestHistory
+from dora_pipe.ledger.tables import CallRow
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.contexts import bounds
 from dora_pipe.schemas.control import StepCommitted, error_class

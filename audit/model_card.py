@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.evaluations import Interval, evaluations_of
 from dora_pipe.config.model import Config, Sampling
 from dora_pipe.core.errors import ResourceError
+from dora_pipe.ledger.database import Catalogue
+from dora_pipe.ledger.evaluations import Interval, evaluations_of
 
 CARD: Final = "README.md"
 GENERATION: Final = "generation_config.json"

@@ -12,8 +12,8 @@ from typing import Final, Protocol
 from dora_pipe.bus.base import polls_until, records_until
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.catalogue.database import LoggedRecord
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.ledger.database import LoggedRecord
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory

@@ -9,9 +9,9 @@ from contextlib import closing, suppress
 from dora_pipe.audit.reading import record_at
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.catalogue.account import Event, GroupEnded, RecordLogged, RunAccount, StepEnded
-from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.ledger.account import Event, GroupEnded, RecordLogged, RunAccount, StepEnded
+from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces import tree
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.span import Span

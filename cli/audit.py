@@ -11,11 +11,11 @@ from dora_pipe.audit.auditor import Auditor, check_catalogue
 from dora_pipe.audit.last_look import FILE_NAME, read_last_look, write_last_look
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.sqlite import unreadable_records
-from dora_pipe.catalogue.reading import saved_catalogue
 from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.progress import CommandProgress, progress
 from dora_pipe.core.console import say
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.reading import saved_catalogue
 
 FOLLOW_S: Final = 1.0
 """How often a run that goes on is looked at."""

@@ -14,12 +14,12 @@ from dora_pipe.analysis.bisected_run import BisectedRun, Repeater
 from dora_pipe.analysis.probes import opened_probe
 from dora_pipe.analysis.replay import SourceRun
 from dora_pipe.analysis.suspects import Suspect
-from dora_pipe.catalogue.evaluations import Interval
-from dora_pipe.catalogue.marks import SETTINGS
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.evaluations import Interval
+from dora_pipe.ledger.marks import SETTINGS
 from dora_pipe.observe.text import counted
 
 SUSPECTS_SHOWN: Final = 8

@@ -12,7 +12,6 @@ from typing import Final
 
 import typer
 
-from dora_pipe.catalogue.statuses import role_costs
 from dora_pipe.cli.commands.audit import audit, replay
 from dora_pipe.cli.commands.start import sft
 from dora_pipe.cli.options import REWARD_MIN, SFT_STEPS_OF, TORCH
@@ -26,6 +25,7 @@ from dora_pipe.launch.roles import share_cores
 from dora_pipe.launch.run import supervise
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.launch.supervisor import RunFailed, Supervisor
+from dora_pipe.ledger.statuses import role_costs
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.producers.engines.registry import need_engines
 from dora_pipe.schemas.topics import Topics

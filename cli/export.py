@@ -12,7 +12,6 @@ from typing import Final
 from dora_pipe.audit.export import best_version, export_parquet, export_policy, logged_versions
 from dora_pipe.audit.model_card import write_beside
 from dora_pipe.audit.statement import write_statement
-from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.options import may_write_file, may_write_folder
 from dora_pipe.cli.output import raise_if_damaged
 from dora_pipe.cli.replay import rebuilder
@@ -23,6 +22,7 @@ from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError, ResourceError, UsageError
 from dora_pipe.launch.plan import started
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.database import Catalogue
 from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces.follow import TraceSender
 from dora_pipe.observe.traces.sinks import FileSink, HttpSink, Sink, address_of, is_address

@@ -25,7 +25,6 @@ from dora_pipe.audit.replay_trajectory import (
     raise_if_different,
     regenerate,
 )
-from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.logged import logged_config
@@ -33,6 +32,7 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.database import Catalogue
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import open_engine

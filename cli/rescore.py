@@ -18,13 +18,13 @@ from dora_pipe.analysis.rescored import Comparison, comparison_of, rules_of
 from dora_pipe.analysis.task import opened_task, say_other_code, with_rewards
 from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, Catalogue, LoggedRecord, logged_records
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ReplayDiverged, ResourceError
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.database import COUNTS, Catalogue, LoggedRecord, logged_records
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.worker.role import worker_config
 from dora_pipe.schemas.identity import group_of, source_of

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from dora_pipe.audit.describe import CALLS, CONTEXTS, DAMAGE, TRACE, Description, describe
 from dora_pipe.audit.export import best_version
-from dora_pipe.catalogue.evaluations import Evaluated, Interval, evaluations_of
-from dora_pipe.catalogue.marks import Mark
 from dora_pipe.cli import context_tree
 from dora_pipe.cli.output import (
     draws_blocks,
@@ -31,6 +29,8 @@ from dora_pipe.cli.texts import decoder_in
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.evaluations import Evaluated, Interval, evaluations_of
+from dora_pipe.ledger.marks import Mark
 from dora_pipe.observe.run_stats import RunStats, StepStats
 from dora_pipe.observe.text import counted, duration, sparkline
 from dora_pipe.observe.top import frame

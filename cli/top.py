@@ -17,11 +17,11 @@ from rich.panel import Panel as Box
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.cli.output import draws_blocks, emit_line
 from dora_pipe.core.errors import printable
 from dora_pipe.launch.disk_watch import broker_words, full_disk
 from dora_pipe.launch.run_dir import OpenRun
+from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.top import Line, Panel, Screen, Style, frame, step_line
 

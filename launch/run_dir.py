@@ -34,9 +34,6 @@ from msgspec.structs import replace
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.claim_check import ClaimStore
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.reading import FILE as CATALOGUE
-from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
@@ -44,6 +41,9 @@ from dora_pipe.config.storage import Store
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.console import RUNS, RUNS_VARIABLE, typed
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.ledger.database import Catalogue
+from dora_pipe.ledger.reading import FILE as CATALOGUE
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.files import CLAIMS

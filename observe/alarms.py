@@ -15,10 +15,10 @@ from typing import Final, TypeVar
 import msgspec
 
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.catalogue.statuses import Statuses, epoch_of, role_of
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.ledger.statuses import Statuses, epoch_of, role_of
 from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import AnyControl, Command
 from dora_pipe.schemas.metrics import AnyMetrics, Wait, decode_metrics

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.catalogue.account import Event, GroupEnded, StepEnded
-from dora_pipe.catalogue.group_history import GroupHistory
+from dora_pipe.ledger.account import Event, GroupEnded, StepEnded
+from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.schemas.control import error_class
 
 WINDOW_GROUPS: Final = 64

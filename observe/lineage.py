@@ -6,9 +6,9 @@ from contextlib import closing, suppress
 
 from dora_pipe.bus.base import records_until
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.catalogue.account import RunAccount, StepEnded
-from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.errors import SchemaError, UsageError
+from dora_pipe.ledger.account import RunAccount, StepEnded
+from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.schemas.control import AnyControl, RunStarted, decode_control
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import Round

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.account import GroupEnded, StepEnded
-from dora_pipe.catalogue.evaluations import EvaluationEnded
-from dora_pipe.catalogue.follower import LogFollower
-from dora_pipe.catalogue.marks import Mark
 from dora_pipe.core.console import typed
+from dora_pipe.ledger.account import GroupEnded, StepEnded
+from dora_pipe.ledger.evaluations import EvaluationEnded
+from dora_pipe.ledger.follower import LogFollower
+from dora_pipe.ledger.marks import Mark
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import no_gradient
 from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words, learning_of

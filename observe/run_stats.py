@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.account import (
+from dora_pipe.ledger.account import (
     BatchEnded,
     Event,
     GroupEnded,
@@ -24,13 +24,17 @@ from dora_pipe.catalogue.account import (
     StepEnded,
     mean,
 )
-from dora_pipe.catalogue.attempts import WorkerGone, WorkerHistory
-from dora_pipe.catalogue.evaluations import EvaluationEnded
-from dora_pipe.catalogue.follower import LogFollower, LogMeter
-from dora_pipe.catalogue.group_history import GroupHistory, rewards_of
-from dora_pipe.catalogue.group_scores import parts_by_task
-from dora_pipe.catalogue.marks import Mark
-from dora_pipe.catalogue.statuses import (
+from dora_pipe.ledger.evaluations import EvaluationEnded
+from dora_pipe.ledger.follower import LogFollower, LogMeter
+from dora_pipe.ledger.history import (
+    GroupHistory,
+    WorkerGone,
+    WorkerHistory,
+    parts_by_task,
+    rewards_of,
+)
+from dora_pipe.ledger.marks import Mark
+from dora_pipe.ledger.statuses import (
     NOTHING_COUNTED,
     LastStatus,
     Statuses,

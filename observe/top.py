@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, Literal
 
-from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
+from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.run_stats import (
     RunStats,

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.statuses import TRAINER, epoch_of, read_statuses, role_of
 from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.ledger.database import Catalogue
+from dora_pipe.ledger.statuses import TRAINER, epoch_of, read_statuses, role_of
 from dora_pipe.observe.alarms import HEARTBEAT_S, Pauses
 from dora_pipe.observe.failed import FailedShare
 from dora_pipe.observe.text import ahead_share, counted, duration

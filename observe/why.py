@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.group_history import GroupHistory
-from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER, read_statuses
 from dora_pipe.core.errors import UsageError
 from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.ledger.history import GroupHistory
+from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER, read_statuses
 from dora_pipe.observe.alarms import silence_line, silent_after_s
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.text import counted, duration

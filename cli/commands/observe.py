@@ -178,9 +178,9 @@ def sql(
     Of a run that is over the tables are kept beside it, in catalogue.duckdb, for notebooks too.
     """
     from dora_pipe.bus.logged import Damage
-    from dora_pipe.catalogue.calls import ask
-    from dora_pipe.catalogue.tables import CALLS, TABLES, columns_of
     from dora_pipe.launch.run_dir import opened
+    from dora_pipe.ledger.calls import ask
+    from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 
     if query is None:
         names = ["table", "columns", "what a row is"]

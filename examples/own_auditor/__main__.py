@@ -4,7 +4,7 @@ and blake3 where a digest is one.
     python examples/own_auditor runs/demo
 
 It knows what reference/records.md says, and its modules follow the sections of that page: `log`
-(where a log lies, values), `digests` (identity, digests and chains), `ledger` and `bound` (how a
+(where a log lies, values), `digests` (identity, digests and chains), `account` and `bound` (how a
 log is read), `checks` (what must hold of commits, records and files). Every control record and
 round is kept in memory; trajectories are read one by one.
 
@@ -20,9 +20,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from account import Ledger
 from checks import check_commits, check_cut, check_store, check_trajectories
 from findings import Findings
-from ledger import Ledger
 from log import Record, buried, open_log, records, strays
 
 EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2

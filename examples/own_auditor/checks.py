@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from account import TAKEN, Ledger, Logged
 from digests import batch_digest, before, derive, of_value, sha256, tensors_of, weights_digest
-from ledger import TAKEN, Ledger, Logged
 from log import Json, Record, row_of, whole
 
 CONTRIBUTIONS = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from dora_pipe.catalogue.statuses import ORCHESTRATOR, TRAINER
+from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.metrics.metric import (
     Read,
     Samples,

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
-from dora_pipe.catalogue.account import GroupEnded, StepEnded
-from dora_pipe.catalogue.attempts import Attempt, RequestHistory
-from dora_pipe.catalogue.calls import call_rows
-from dora_pipe.catalogue.tables import CallRow
+from dora_pipe.ledger.account import GroupEnded, StepEnded
+from dora_pipe.ledger.calls import call_rows
+from dora_pipe.ledger.history import Attempt, RequestHistory
+from dora_pipe.ledger.tables import CallRow
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, span_id
 from dora_pipe.observe.traces.span import (

@@ -20,10 +20,10 @@ from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 from dora_pipe.bus.base import records_until
 from dora_pipe.bus.logged import Damage, fingerprint_of
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.catalogue.account import Event, GroupEnded, RunAccount, StepEnded
-from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.consumers.place_reader import RecordPlace, stretches
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.ledger.account import Event, GroupEnded, RunAccount, StepEnded
+from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, run_facts
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.spans import Content, content_of, group_spans, step_spans

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.account import StepEnded
-from dora_pipe.catalogue.evaluations import EvaluationEnded
-from dora_pipe.catalogue.follower import LogFollower
-from dora_pipe.catalogue.group_history import rewards_of
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError
+from dora_pipe.ledger.account import StepEnded
+from dora_pipe.ledger.evaluations import EvaluationEnded
+from dora_pipe.ledger.follower import LogFollower
+from dora_pipe.ledger.history import rewards_of
 from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.run_stats import Contributed, Contributions, RunStats, StepStats, contributed
 from dora_pipe.observe.text import ahead_share

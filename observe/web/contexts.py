@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from dora_pipe.catalogue.calls import call_rows
+from dora_pipe.ledger.calls import call_rows
 from dora_pipe.observe.web.view import short
 from dora_pipe.schemas.contexts import bounds, pieces
 from dora_pipe.schemas.trajectory import Trajectory

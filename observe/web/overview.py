@@ -12,7 +12,7 @@ import msgspec
 
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.report import FATES
-from dora_pipe.catalogue.evaluations import figures_of, samples_by_prompt, success_of
+from dora_pipe.ledger.evaluations import figures_of, samples_by_prompt, success_of
 from dora_pipe.observe.run_stats import LEARNING, learning_of
 from dora_pipe.observe.waits import for_batches, waits_of
 from dora_pipe.observe.web.tables import decision_counts

@@ -16,9 +16,9 @@ import msgspec
 from dora_pipe.audit.reading import record_at
 from dora_pipe.bus.logged import logged_trajectory
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.catalogue.database import counting_record
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
+from dora_pipe.ledger.database import counting_record
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.contexts import tree_of
 from dora_pipe.observe.web.view import HIDDEN, Query, RunView, short

@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
-from dora_pipe.catalogue.database import fresh_catalogue
-from dora_pipe.catalogue.reading import LivingCatalogue, log_source, save_finished
 from dora_pipe.core.errors import UsageError
+from dora_pipe.ledger.database import fresh_catalogue
+from dora_pipe.ledger.reading import LivingCatalogue, log_source, save_finished
 from dora_pipe.observe.web import pages, tables
 from dora_pipe.observe.web.overview import overview, run_of
 from dora_pipe.observe.web.pages import RunSource

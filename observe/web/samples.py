@@ -15,8 +15,8 @@ from typing import Any, Final
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.reading import named_records
 from dora_pipe.bus.logged import Damage
-from dora_pipe.catalogue.database import COUNTS, LoggedRecord, logged_records
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.ledger.database import COUNTS, LoggedRecord, logged_records
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.view import RunView, quantile, short, spaced
 from dora_pipe.schemas.trajectory import Described, Times

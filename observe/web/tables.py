@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora_pipe.catalogue.tables import EventRow, GroupRow, StepRow, TrajectoryRow, columns_of
-from dora_pipe.catalogue.tables import Row as TableRow
 from dora_pipe.core.errors import UsageError
+from dora_pipe.ledger.tables import EventRow, GroupRow, StepRow, TrajectoryRow, columns_of
+from dora_pipe.ledger.tables import Row as TableRow
 from dora_pipe.observe.web.view import Query, RunView, short
 
 ROWS: Final = 50

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from dora_pipe.catalogue.database import Catalogue
 from dora_pipe.core.errors import UsageError
+from dora_pipe.ledger.database import Catalogue
 
 T = TypeVar("T")
 

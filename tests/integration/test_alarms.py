@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus.port import Append
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.top import frame

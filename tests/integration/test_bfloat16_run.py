@@ -14,9 +14,9 @@ from dora_pipe.analysis.change import Change
 from dora_pipe.analysis.replay import distances_of, replay_steps
 from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.replay_trajectory import pick, regenerate
-from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.load import from_plain
 from dora_pipe.launch.plan import run_started
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.policy import PolicyDtype

@@ -55,7 +55,7 @@ def test_trajectories_say_how_many_contexts_and_calls_they_have(
 def test_a_query_of_the_column_calls_opens_no_record(
     call: Call, branched: tuple[RecordedRun, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora_pipe.catalogue.calls.view_trajectory", None)
+    monkeypatch.setattr("dora_pipe.ledger.calls.view_trajectory", None)
     code, out, err = call("sql", branched[0].directory, "select max(calls) as n from trajectories")
     assert (code, out.split()) == (0, ["n", str(len(ASKED))]), err
 

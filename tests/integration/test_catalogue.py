@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.reading import FILE, LivingCatalogue, read_catalogue
+from dora_pipe.ledger.reading import FILE, LivingCatalogue, read_catalogue
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
@@ -53,7 +53,7 @@ def test_a_finished_run_is_saved_and_opened_without_its_log(
         with closing(read_catalogue(bus, recorded.topics, path)) as made:
             assert made.one(count) == (STEPS,)
         assert path.is_file()
-        monkeypatch.setattr("dora_pipe.catalogue.reading.LivingCatalogue", None)
+        monkeypatch.setattr("dora_pipe.ledger.reading.LivingCatalogue", None)
         with closing(read_catalogue(bus, recorded.topics, path)) as opened:
             assert opened.one(count) == (STEPS,)
 

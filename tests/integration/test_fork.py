@@ -17,7 +17,7 @@ import pytest
 from dora_pipe.analysis import fork_worker
 from dora_pipe.analysis.fork import turn_starts
 from dora_pipe.audit.replay_trajectory import recorded_trajectory
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.schemas.identity import group_seed, parse_trajectory_id
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.support import fork_stage

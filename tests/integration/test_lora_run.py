@@ -11,7 +11,7 @@ import pytest
 from dora_pipe.audit.auditor import audit, build_ledger
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.replay_trajectory import Regenerated, pick, regenerate
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State

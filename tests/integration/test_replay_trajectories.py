@@ -18,11 +18,11 @@ from dora_pipe.audit.replay_trajectory import (
     raise_if_different,
     regenerate,
 )
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
+from dora_pipe.ledger.database import Catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length

@@ -19,9 +19,9 @@ import pytest
 
 from dora_pipe.analysis.rescore import Rescored, rescore
 from dora_pipe.audit.auditor import audit
-from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.config import model
 from dora_pipe.config.load import dump_toml
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,
     EnvStep,

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.catalogue.evaluations import Evaluated, Interval
 from dora_pipe.cli.show import (
     FIGURES,
     print_description,
@@ -18,6 +17,7 @@ from dora_pipe.cli.show import (
     print_step,
     shown_evaluations,
 )
+from dora_pipe.ledger.evaluations import Evaluated, Interval
 from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import World

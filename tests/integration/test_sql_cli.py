@@ -10,10 +10,10 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from dora_pipe.catalogue.calls import ask
-from dora_pipe.catalogue.database import VIEWS
-from dora_pipe.catalogue.reading import FILE, read_catalogue
-from dora_pipe.catalogue.tables import CALLS, TABLES, columns_of
+from dora_pipe.ledger.calls import ask
+from dora_pipe.ledger.database import VIEWS
+from dora_pipe.ledger.reading import FILE, read_catalogue
+from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from tests.support.command_line import Call
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 

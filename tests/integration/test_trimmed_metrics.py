@@ -18,12 +18,12 @@ from dora_pipe.analysis import replay
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import TopicPartition
-from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.catalogue.statuses import read_statuses, role_costs
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.status_schedule import WHOLE_EVERY
 from dora_pipe.launch import run_dir as rundir
+from dora_pipe.ledger.reading import read_catalogue
+from dora_pipe.ledger.statuses import read_statuses, role_costs
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.waits import summarise
 from dora_pipe.orchestrator.recovery import recover

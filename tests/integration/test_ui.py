@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.catalogue.reading import FILE
 from dora_pipe.core.errors import UsageError
+from dora_pipe.ledger.reading import FILE
 from dora_pipe.observe.web.overview import overview
 from dora_pipe.observe.web.pages import (
     RunSource,

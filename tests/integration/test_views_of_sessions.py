@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from dora_pipe.audit.describe import _by_context, _given_by_agent
-from dora_pipe.catalogue.calls import call_rows
+from dora_pipe.ledger.calls import call_rows
 from dora_pipe.observe.traces.spans import content_of
 from dora_pipe.observe.web.contexts import tree_of
 from dora_pipe.schemas.control import TrajectoryLogged

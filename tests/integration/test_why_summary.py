@@ -14,7 +14,7 @@ import pytest
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicSpec
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.waits import (
     Kind,
     Piece,

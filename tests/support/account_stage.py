@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dora_pipe.catalogue.account import Event, GroupEnded, RunAccount, StepEnded
+from dora_pipe.ledger.account import Event, GroupEnded, RunAccount, StepEnded
 from dora_pipe.observe.traces.ids import RunFacts, run_facts
 from dora_pipe.observe.traces.spans import Content
 from dora_pipe.schemas.control import (

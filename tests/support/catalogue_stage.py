@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.bus.port import Bus
-from dora_pipe.catalogue.builder import CatalogueBuilder
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.builder import CatalogueBuilder
+from dora_pipe.ledger.database import Catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.schemas.control import (
     AnyControl,
     ExclusiveRole,

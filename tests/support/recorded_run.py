@@ -18,8 +18,8 @@ from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.catalogue.reading import FILE
 from dora_pipe.config.load import dump_toml
+from dora_pipe.ledger.reading import FILE
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.web.pages import Decode, RunSource
 from dora_pipe.observe.web.view import RunView, view_of
 from dora_pipe.store.store import PolicyStore

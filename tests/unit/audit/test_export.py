@@ -19,8 +19,8 @@ from dora_pipe.audit.export import JSON, ROW, TextColumns, export_parquet, expor
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.logged import logged_trajectory
-from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.core.errors import PolicyError, UsageError
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.trajectory import Trajectory
 from tests.golden import branched_values

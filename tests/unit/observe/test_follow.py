@@ -25,7 +25,7 @@ from tests.support.worker import VirtualClock
 @pytest.fixture(autouse=True)
 def small_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at the log brings few rounds, so that there are many."""
-    monkeypatch.setattr("dora_pipe.catalogue.follower.RECORDS_MAX", 20)
+    monkeypatch.setattr("dora_pipe.ledger.follower.RECORDS_MAX", 20)
     monkeypatch.setattr(follow, "FLUSH_SPANS", 50)
 
 

@@ -13,8 +13,8 @@ import pytest
 from google.protobuf import json_format  # type: ignore[import-untyped]
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from dora_pipe.catalogue.account import GroupEnded, StepEnded
 from dora_pipe.core.errors import UsageError
+from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.observe.traces import sinks
 from dora_pipe.observe.traces.ids import RunFacts
 from dora_pipe.observe.traces.sinks import (

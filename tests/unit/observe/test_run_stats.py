@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.catalogue.reading import read_catalogue
-from dora_pipe.catalogue.statuses import WorkerCounts
+from dora_pipe.ledger.reading import read_catalogue
+from dora_pipe.ledger.statuses import WorkerCounts
 from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
 from dora_pipe.observe.top import frame, summaries_of
 from dora_pipe.observe.waits import waits_of

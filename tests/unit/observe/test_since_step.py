@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dora_pipe.catalogue.account import RunAccount
+from dora_pipe.ledger.account import RunAccount
 from dora_pipe.observe.failed import BATCHES, GroupsSinceStep
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.identity import Purpose

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from dora_pipe.catalogue.account import GroupEnded, StepEnded
+from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.ids import RunKey, group_trace, span_id, step_trace, traceparent
 from dora_pipe.observe.traces.span import Span

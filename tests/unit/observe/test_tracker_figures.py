@@ -9,9 +9,9 @@ import re
 import pytest
 
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.catalogue.follower import LogFollower
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe import following
 from dora_pipe.observe.trackers.figures import track
 from tests.support.recorded_run import STEPS, RecordedRun
@@ -146,7 +146,7 @@ def test_a_log_that_is_away_is_waited_for_and_no_row_is_given_twice(
     rows: list[Row], bus: SqliteBus, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, clock, kept = LogFollower.advance, Clock(), Kept()
-    monkeypatch.setattr("dora_pipe.catalogue.follower.RECORDS_MAX", 40)
+    monkeypatch.setattr("dora_pipe.ledger.follower.RECORDS_MAX", 40)
     looks = 0
 
     def advance(follower: LogFollower) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora_pipe.catalogue.statuses import read_statuses
+from dora_pipe.ledger.statuses import read_statuses
 from dora_pipe.observe.top import frame
 from dora_pipe.observe.why import why_now
 from dora_pipe.orchestrator.recovery import read_rounds

@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.export import best_version, logged_versions
-from dora_pipe.catalogue.reading import read_catalogue
 from dora_pipe.cli import export, main
 from dora_pipe.config.load import dump_toml, from_plain
 from dora_pipe.config.model import Evaluation
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.orchestrator.apply_decision import apply_decision, pinned
 from dora_pipe.orchestrator.watched import Watched, begun, ended, stop_due
 from dora_pipe.schemas.rounds import EarlyStop, TakeBatch

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.tables import TrajectoryRow, columns_of
 from dora_pipe.core.errors import UsageError
+from dora_pipe.ledger.database import Catalogue
+from dora_pipe.ledger.tables import TrajectoryRow, columns_of
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.timeline import merged, timeline, utilisation
 from dora_pipe.observe.web.view import Query, parse_query, view_of

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from dora_pipe.catalogue.database import Catalogue
-from dora_pipe.catalogue.tables import StepRow
+from dora_pipe.ledger.database import Catalogue
+from dora_pipe.ledger.tables import StepRow
 from dora_pipe.observe.web.overview import PHASES, overview
 from dora_pipe.observe.web.timeline import SLICES_MAX, utilisation
 from dora_pipe.observe.web.view import view_of

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.catalogue.builder import CatalogueBuilder
-from dora_pipe.catalogue.database import Catalogue, CatalogueSource, fresh_catalogue, source_of
-from dora_pipe.catalogue.follower import POLLS_MAX, WAIT_S, LogFollower
 from dora_pipe.core.errors import DoraError, SchemaError
+from dora_pipe.ledger.builder import CatalogueBuilder
+from dora_pipe.ledger.database import Catalogue, CatalogueSource, fresh_catalogue, source_of
+from dora_pipe.ledger.follower import POLLS_MAX, WAIT_S, LogFollower
 from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.topics import Topics
 

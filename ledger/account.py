@@ -17,12 +17,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from dora_pipe.catalogue.attempts import Attempt, Outcome, RequestHistory, WorkerGone, WorkerHistory
-from dora_pipe.catalogue.batches import Batch, PartComputed, PartTaken, batch_of, computed
-from dora_pipe.catalogue.evaluations import Evaluating, EvaluationEnded, samples_of
-from dora_pipe.catalogue.group_history import GroupHistory, last_of
-from dora_pipe.catalogue.group_scores import note_end, note_scores
-from dora_pipe.catalogue.marks import Mark, MarkAccount, Stop, stopped_ns
+from dora_pipe.ledger.evaluations import Evaluating, EvaluationEnded, samples_of
+from dora_pipe.ledger.history import (
+    Attempt,
+    Batch,
+    GroupHistory,
+    Outcome,
+    PartComputed,
+    PartTaken,
+    RequestHistory,
+    WorkerGone,
+    WorkerHistory,
+    batch_of,
+    computed,
+    last_of,
+    note_end,
+    note_scores,
+)
+from dora_pipe.ledger.marks import Mark, MarkAccount, Stop, stopped_ns
 from dora_pipe.schemas.batch import parts_of, staleness_of
 from dora_pipe.schemas.control import (
     AnyControl,

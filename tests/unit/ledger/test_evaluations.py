@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.catalogue.evaluations import (
+from dora_pipe.ledger.evaluations import (
     Sample,
     figures_of,
     interval_of,

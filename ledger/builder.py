@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from dora_pipe.catalogue.account import (
+from dora_pipe.ledger.account import (
     BatchEnded,
     Event,
     GroupEnded,
@@ -20,18 +20,25 @@ from dora_pipe.catalogue.account import (
     StepEnded,
     mean,
 )
-from dora_pipe.catalogue.attempts import Attempt, RequestHistory, WorkerGone, WorkerHistory
-from dora_pipe.catalogue.batches import Batch
-from dora_pipe.catalogue.evaluations import EvaluationEnded
-from dora_pipe.catalogue.fallbacks import FallbackAccount
-from dora_pipe.catalogue.group_history import GroupHistory, rewards_of
-from dora_pipe.catalogue.group_scores import parts_by_task, parts_of
-from dora_pipe.catalogue.marks import Mark
-from dora_pipe.catalogue.tables import (
+from dora_pipe.ledger.evaluations import EvaluationEnded
+from dora_pipe.ledger.history import (
+    Attempt,
+    Batch,
+    GroupHistory,
+    RequestHistory,
+    WorkerGone,
+    WorkerHistory,
+    parts_by_task,
+    parts_of,
+    rewards_of,
+)
+from dora_pipe.ledger.marks import Mark
+from dora_pipe.ledger.tables import (
     AttemptRow,
     BatchRow,
     EventRow,
     FailureRow,
+    FallbackRow,
     GroupRow,
     HostingRow,
     MarkRow,
@@ -61,6 +68,7 @@ from dora_pipe.schemas.control import (
     error_class,
 )
 from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
@@ -81,6 +89,43 @@ _WHO: Final = ("worker", "trajectory", "group")
 """Whom an observation is about: the first of these that it has."""
 
 AnyRow = TypeVar("AnyRow", bound=Row)
+
+
+class FallbackAccount:
+    """Hears commits and workers that are ready, in the order of the log."""
+
+    def __init__(self) -> None:
+        self._patched: set[str] = set()
+        self._not_whole: set[str] = set()
+        self._versions: dict[str, int] = {}
+
+    def committed(self, fact: StepCommitted) -> Iterator[FallbackRow]:
+        """A version is in the store, in these forms; what the trainer says with it."""
+        self._versions.setdefault(fact.policy.digest, fact.step + 1)
+        if fact.patch is not None:
+            self._patched.add(fact.policy.digest)
+        if not fact.whole:
+            self._not_whole.add(fact.policy.digest)
+        who, at_ns = {"worker": "trainer", "incarnation": fact.role_epoch}, fact.at_ns
+        for one in fact.fallbacks:
+            version = self._versions.get(one.digest, 0)
+            yield from self._rows(one, **who, version=version, at_ns=at_ns)
+
+    def ready(self, fact: WorkerReady) -> Iterator[FallbackRow]:
+        """What a worker says with a version, without what never was there."""
+        who, at_ns = {"worker": fact.worker, "incarnation": fact.epoch}, fact.at_ns
+        for one in fact.fallbacks:
+            yield from self._rows(one, **who, version=fact.version, at_ns=at_ns)
+
+    def _rows(self, one: Fallback, **of: Any) -> Iterator[FallbackRow]:
+        if not one.absent or self._was_there(one):
+            yield FallbackRow(why=one.why, taken=one.taken, bytes=one.bytes, **of)
+
+    def _was_there(self, one: Fallback) -> bool:
+        """Whether the form of the version that the store does not have was published once."""
+        if one.taken.startswith("weights/"):
+            return one.digest in self._patched
+        return one.digest not in self._not_whole
 
 
 class CatalogueBuilder:

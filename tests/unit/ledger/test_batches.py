@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.catalogue.batches import PartTaken, computed
-from dora_pipe.catalogue.reading import read_catalogue
+from dora_pipe.ledger.history import PartTaken, computed
+from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.schemas.rounds import GroupSpec
 from tests.support.catalogue_stage import SECOND_NS, START_NS, CatalogueStage, differences
 from tests.support.cluster import Cluster, make_config

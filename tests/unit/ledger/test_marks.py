@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dora_pipe.catalogue.marks import stopped_ns
+from dora_pipe.ledger.marks import stopped_ns
 from dora_pipe.schemas.control import WorkerLeft
 from dora_pipe.schemas.rounds import Fence
 from tests.support import orchestrator_records as records

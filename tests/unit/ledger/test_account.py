@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.catalogue.account import REPORTS_KEPT, GroupEnded, RecordLogged, StepEnded
+from dora_pipe.ledger.account import REPORTS_KEPT, GroupEnded, RecordLogged, StepEnded
 from dora_pipe.schemas.control import AnyControl, BatchRefused
 from dora_pipe.schemas.rounds import Dispatch, End, Fence, StopRun
 from tests.support.account_stage import (

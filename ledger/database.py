@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from dora_pipe.catalogue.tables import FORM, TABLE_OF, TABLES, Column, Row, Table, columns_of
 from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.ledger.tables import FORM, TABLE_OF, TABLES, Column, Row, Table, columns_of
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

@@ -27,7 +27,7 @@ from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.wire import ABSTAINED
 
 if TYPE_CHECKING:
-    from dora_pipe.catalogue.database import Catalogue
+    from dora_pipe.ledger.database import Catalogue
 
 RESAMPLES: Final = 1000
 SEED: Final = 20_210_707

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dora_pipe.catalogue.calls import call_rows
+from dora_pipe.ledger.calls import call_rows
 from dora_pipe.schemas.contexts import Call
 from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.branched_values import branched

@@ -126,34 +126,6 @@ def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(lora:
     assert reused(3, 2) == 0
 
 
-def test_version_number_may_come_back_with_other_weights_while_nothing_runs(lora: Lora) -> None:
-    engine = lora.hosting(0, 1, 2)
-    one = under(1, length=60)
-    engine.add(one)
-    engine.step()
-    with pytest.raises(ValueError, match="rows are active"):
-        lora.load(engine, 1, policy=3)
-    engine.cancel(one.request)
-    run(engine, [one])
-    lora.load(engine, 1, policy=3)
-    lora.assert_is(3, one, run(engine, [one])[one.request])
-    assert len(adapters()) == 3
-
-
-def test_engine_with_room_for_one_replaces_it_when_it_is_idle(lora: Lora) -> None:
-    engine = lora.hosting(1, most=1)
-    engine.add(under(1))
-    with pytest.raises(ValueError, match="rows are active"):
-        lora.load(engine, 2)
-    engine.cancel("r1")
-    lora.load(engine, 2)
-    assert len(adapters()) == 1
-    one = under(2)
-    lora.assert_is(2, one, run(engine, [one])[one.request])
-    with pytest.raises(ValueError, match="version 1 is not resident"):
-        engine.add(under(1))
-
-
 def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
     lora: Lora, tmp_path: Path
 ) -> None:

@@ -103,7 +103,9 @@ ROUNDS: Final = (
     Round(name="vllm-bf16", needs="vllm", tests=ENGINE_TESTS, only="vllm", dtype="bfloat16"),
     Round(name="lora-bf16", needs="vllm", tests=LORA_TESTS, only="vllm", dtype="bfloat16"),
     Round(name="kv", needs="vllm", tests=("tests/contract/test_engine_vllm_kv.py",)),
-    Round(name="routes", needs="vllm", tests=("tests/contract/test_engine_vllm_routes.py",)),
+    Round(
+        name="routes", needs="vllm", tests=("tests/contract/test_engine_routes.py",), only="vllm"
+    ),
     Round(name="sleep", needs="vllm", tests=("tests/contract/test_engine_vllm_sleep.py",)),
     Round(name="runs", needs="vllm", tests=("tests/slow/test_vllm_run.py",)),
     Round(name="runs-bf16", needs="vllm", tests=("tests/slow/test_vllm_run.py",), dtype="bfloat16"),

@@ -38,14 +38,15 @@ STEP_TOKENS_MAX: Final = 2048
 """Tokens of one step beyond one for each slot; a longer prompt is prefilled over several."""
 
 ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler than the one below stands upon
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core is one process and not two
+    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache, and those for weights
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler than ours is made from
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # takes no seeded request, and is compiled at the start
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""What vLLM reads when it is imported: in process, and nothing goes out."""
+"""What vLLM reads when it is imported. Nothing goes out."""
 
 ENVIRONMENT_DEFAULTS: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -103,23 +104,22 @@ class VllmSettings:
         return self.tensor_parallel * self.pipeline_parallel
 
 
-def prepare(threads: int, environment: Mapping[str, str] | None = None) -> Any:
-    """vLLM, imported with its environment. Raises ConfigError where it is not installed."""
+def prepare(threads: int, environment: Mapping[str, str] | None = None) -> None:
+    """Import vLLM with its environment. Raises ConfigError where it is not installed."""
     os.environ.update({**ENVIRONMENT, **(environment or {})})
     defaults = {**ENVIRONMENT_DEFAULTS, "OMP_NUM_THREADS": str(threads)}
-    if version_of(CPU_BUILD):  # CUDA is not asked: who forks workers must not have touched it
+    if version_of(CPU_BUILD):
         defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     try:
         import torch
-        import vllm
+        import vllm  # noqa: F401 - with the environment that was just set
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"engine 'vllm' needs {error.name}, which is not installed", hint=HINT
         ) from None
     torch.set_num_threads(threads)
-    return vllm
 
 
 def version_of(distribution: str) -> str:

@@ -36,16 +36,10 @@ from dora_pipe.producers.engines.vllm.options import check_args, command_words
 KEY_VARIABLE: Final = "VLLM_API_KEY"
 """Of the environment; what vLLM itself reads."""
 
-ENVIRONMENT: Final = {
-    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache, and those for weights
-}
-"""What a server needs beside the environment of vLLM in process. That has no processes of vLLM's
-own; here it means that the engine core is one process and not two."""
-
 LORA_ENVIRONMENT: Final = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # /v1/load_lora_adapter, /v1/unload_lora_adapter
 }
-"""What it needs beside that to host adapters."""
+"""What a server needs to host adapters, beside the environment of `core`."""
 
 STREAM_TOKENS: Final = 8
 """A stream gets its first token at once, then so many at a time: a chunk costs the server some
@@ -126,8 +120,7 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(asked: argparse.Namespace) -> None:
     check_args(asked.args)
     _check_adapters(asked)
-    environment = ENVIRONMENT | (LORA_ENVIRONMENT if asked.lora_rank else {})
-    vllm_core.prepare(asked.threads, environment)
+    vllm_core.prepare(asked.threads, LORA_ENVIRONMENT if asked.lora_rank else {})
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker
     from vllm.entrypoints.launchers.launcher import create_server_socket
     from vllm.utils.system_utils import decorate_logs

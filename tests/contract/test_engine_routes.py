@@ -1,4 +1,4 @@
-"""Through which experts vLLM says that tokens went, beside what the own engine says."""
+"""The experts through which engines say that tokens went, on the torch engine and on vLLM."""
 
 from __future__ import annotations
 
@@ -9,29 +9,45 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.port import ROUTES, TokensSampled
-from dora_pipe.producers.engines.vllm.server import VllmEngine
+from dora_pipe.producers.engines.port import ROUTES, Engine, TokensSampled
+from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.schemas.routes import check_routes, need_entries
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support import device
 from tests.support.engine_contract import request
 from tests.support.engine_routes import routed_run, same_experts
+from tests.support.torch_engines import make
 from tests.support.vllm_servers import go, held, need_vllm, open_shared, running_server
 
 PROMPT = [1, *range(20, 60)]
 """More than a block of vLLM's KV cache."""
 
-Mixture = tuple[Path, VllmEngine]
+Mixture = tuple[Path, Engine]
 """A model, and an engine that says by which experts it goes."""
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
+def opened(directory: Path, *, routes: bool = True) -> TorchEngine:
+    return TorchEngine.open(
+        directory, slots=4, context_tokens=128, threads=1, routes=routes, kv_keep=2.0
+    )
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3_moe", "grouped", "deepseek_v2", "deepseek_v3", "vllm"]
+)
+def mixture(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mixture]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param != "vllm":
+        model = make(request.param, folder)
+        yield model, opened(model)
+        return
     need_vllm()
     _, model = running_server(kind="qwen3_moe")
     engine = open_shared(slots=4, context_tokens=128, routes=True, kind="qwen3_moe")
-    store = PolicyStore(tmp_path_factory.mktemp("mixture"))
+    store = PolicyStore(folder)
     policy, _ = import_model(store, model)
     engine.load(store.weights_path(policy.digest), version=0, digest=policy.digest)
     yield model, engine
@@ -39,14 +55,15 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mixture]:
 
 
 def test_every_token_behind_the_first_has_its_experts(mixture: Mixture) -> None:
-    _, engine = mixture
+    folder, engine = mixture
     asked = request("r", PROMPT, max_tokens=9, routes=True)
+    sparse = 2 if '"qwen3_moe"' in (folder / "config.json").read_text() else 1
     others = [request(f"o{n}", PROMPT[: 9 * n], max_tokens=7, routes=True) for n in (1, 2)]
     found = routed_run(engine, [others[0], replace(asked, emit_every=2), others[1]])
     assert ROUTES in engine.declares
     for one in (asked, *others):
         tokens, routes = found[one.request]
-        assert (routes.experts, routes.layers, routes.per_token) == (8, 2, 2)
+        assert (routes.experts, routes.layers, routes.per_token) == (8, sparse, 2)
         check_routes(routes, len(one.token_ids) + len(tokens))
         need_entries(routes, range(1, routes.tokens))
         assert (routes.choices[0] == 255).all()
@@ -61,7 +78,7 @@ def test_they_are_those_of_the_own_engine(mixture: Mixture) -> None:
 
 
 def test_siblings_and_requests_that_go_on_have_all_of_them(mixture: Mixture) -> None:
-    """Though vLLM has their beginnings in its cache."""
+    """Though the engine has kept their beginnings."""
     _, engine = mixture
     asked = request("r", PROMPT, max_tokens=40, routes=True)
     tokens, routes = routed_run(engine, [asked])["r"]
@@ -104,7 +121,17 @@ def test_nobody_is_told_who_does_not_ask(mixture: Mixture) -> None:
     assert [one.routes for one in events if isinstance(one, TokensSampled)] == [None]
 
 
-def test_a_dense_model_is_refused() -> None:
-    need_vllm()
-    with pytest.raises(PolicyError, match=r"sampling\.routes: the model is no mixture"):
-        open_shared(slots=2, context_tokens=64, routes=True)
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_a_dense_model_is_refused(engine: str, tmp_path: Path) -> None:
+    if engine == "vllm":
+        need_vllm()
+    with pytest.raises(PolicyError, match=r"sampling\.routes: .*is no mixture of experts"):
+        if engine == "vllm":
+            open_shared(slots=2, context_tokens=64, routes=True)
+        else:
+            opened(make("qwen2", tmp_path))
+
+
+def test_request_for_experts_is_refused_by_an_engine_without_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="says nothing of experts"):
+        opened(make("qwen3_moe", tmp_path), routes=False).add(request("r", PROMPT, routes=True))

@@ -23,7 +23,7 @@ from dora_pipe.launch.disk_watch import broker_words, full_disk
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.run_stats import RunStats
-from dora_pipe.observe.top import Line, Panel, Screen, Style, frame, step_line
+from dora_pipe.observe.top import Line, Panel, Screen, Style, frame
 
 ASK_S: Final = 5.0
 """Between two questions to brokers about their disks."""
@@ -143,7 +143,7 @@ def _print_steps(follower: LogFollower, stats: RunStats, every_s: float) -> None
     while True:
         for step in stats.steps:
             if step.step > last:
-                emit_line(step_line(step))
+                emit_line(step.line)
                 last = step.step
         sys.stdout.flush()
         if stats.over:

@@ -15,7 +15,7 @@ from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.ledger.marks import Mark
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.failed import no_gradient
-from dora_pipe.observe.run_stats import RunStats, StepStats, evaluation_words, learning_of
+from dora_pipe.observe.run_stats import RunStats, evaluation_words, learning_of
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -184,7 +184,7 @@ class RunProgress(RunStats):
     def _step(self, ended: StepEnded) -> None:
         super()._step(ended)
         self._say_at = 0
-        self._say(_line(self.steps[-1]))
+        self._say(self.steps[-1].line)
         if self._verbose:
             figures = learning_of(ended.fact.figures, ended.fact.settings)
             named = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
@@ -201,20 +201,3 @@ class RunProgress(RunStats):
             if not ended.evaluation:
                 self.evaluations[ended.version] = ended.reward
             self._say(evaluation_words(ended))
-
-
-def _line(step: StepStats) -> str:
-    """A committed step."""
-    reward = "  -  " if step.reward is None else f"{step.reward:5.3f}"
-    staleness = " ".join(f"{value}:{count}" for value, count in step.staleness)
-    seconds = step.seconds or 0.0
-    tokens_per_s = step.tokens / seconds if seconds > 0 else 0.0
-    notes = [step.failed.brief] if step.failed.failed else []
-    notes += [] if step.gradient else ["no gradient"]
-    return "  ".join(
-        (
-            f"step {step.step:>4}  reward {reward}  staleness {staleness:<16}"
-            f"  {tokens_per_s:>7,.0f} tok/s  {seconds:5.2f} s",
-            *notes,
-        )
-    )

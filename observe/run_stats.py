@@ -6,10 +6,9 @@ statuses. Nothing here knows the time: moments are those that records carry.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -49,6 +48,7 @@ from dora_pipe.observe.failed import (
     FailedTrajectories,
     GroupsSinceStep,
 )
+from dora_pipe.observe.ratios import Contributed
 from dora_pipe.schemas.control import (
     AnyControl,
     BatchRefused,
@@ -262,38 +262,22 @@ class StepStats:
     staleness: tuple[tuple[int, int], ...]
     """(staleness, groups)."""
 
-
-Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
-"""The rows of a contributions file by its sha256; none where it cannot be read."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contributed:
-    """What the contributions file of a step says of its ratios; see docs/reference/metrics.md."""
-
-    step: int
-    effective: float | None
-    """Effective sample size over the number of trajectories, 0 to 1."""
-    mismatch: tuple[tuple[int, float], ...]
-    """(staleness, mean of |ln(mean ratio)| over its trajectories)."""
-
-
-def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
-    """From the rows of a contributions file; trajectories without a gradient have no ratio.
-
-    The weight of a trajectory is its mean ratio, trained policy to sampler, over its tokens.
-    """
-    weights: list[float] = []
-    logs: dict[int, list[float]] = {}
-    for row in rows:
-        ratio = row["ratio_mean"]
-        if ratio is not None and ratio > 0:
-            weights.append(ratio)
-            logs.setdefault(row["staleness"], []).append(abs(math.log(ratio)))
-    squares = math.fsum(weight * weight for weight in weights)
-    effective = math.fsum(weights) ** 2 / (len(weights) * squares) if weights else None
-    mismatch = ((staleness, sum(own) / len(own)) for staleness, own in sorted(logs.items()))
-    return Contributed(step=step, effective=effective, mismatch=tuple(mismatch))
+    @property
+    def line(self) -> str:
+        """The step as the console and `top` in a pipe show it."""
+        reward = "  -  " if self.reward is None else f"{self.reward:5.3f}"
+        staleness = " ".join(f"{value}:{count}" for value, count in self.staleness)
+        seconds = self.seconds or 0.0
+        tokens_per_s = self.tokens / seconds if seconds > 0 else 0.0
+        notes = [self.failed.brief] if self.failed.failed else []
+        notes += [] if self.gradient else ["no gradient"]
+        return "  ".join(
+            (
+                f"step {self.step:>4}  reward {reward}  staleness {staleness:<16}"
+                f"  {tokens_per_s:>7,.0f} tok/s  {seconds:5.2f} s",
+                *notes,
+            )
+        )
 
 
 class RunStats:

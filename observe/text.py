@@ -1,4 +1,4 @@
-"""Figures as text for people: sparklines, bars, short numbers, durations; it decides nothing."""
+"""Figures as text for people: sparklines, short numbers, durations; it decides nothing."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Final
 TICKS: Final = "▁▂▃▄▅▆▇█"
 PLAIN_TICKS: Final = "_.-=+*#@"
 """For terminals that have ASCII alone."""
-
-BAR: Final = "█"
-PLAIN_BAR: Final = "#"
 
 
 def sparkline(values: Sequence[float | None], *, plain: bool = False) -> str:
@@ -25,12 +22,6 @@ def sparkline(values: Sequence[float | None], *, plain: bool = False) -> str:
     low, high = min(known), max(known)
     scale = (len(ticks) - 1) / (high - low) if high > low else 0.0
     return "".join(" " if one is None else ticks[round((one - low) * scale)] for one in values)
-
-
-def bar(share: float, width: int, *, plain: bool = False) -> str:
-    """A bar of this share of a width; something where there is anything."""
-    length = round(max(0.0, min(1.0, share)) * width)
-    return (PLAIN_BAR if plain else BAR) * max(length, 1 if share > 0 else 0)
 
 
 def short(value: float) -> str:

@@ -13,12 +13,11 @@ from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER
 from dora_pipe.observe.alarms import silent_after_s
 from dora_pipe.observe.run_stats import (
     RunStats,
-    StepStats,
     WorkerState,
     WorkerView,
     evaluation_words,
 )
-from dora_pipe.observe.text import bar, duration, short, sparkline
+from dora_pipe.observe.text import duration, short, sparkline
 from dora_pipe.observe.why import batch_words, roles_of
 from dora_pipe.schemas.metrics import AnyMetrics, OrchestratorStatus
 from dora_pipe.schemas.rounds import NO_VERSION, Round
@@ -40,7 +39,6 @@ STATE_STYLES: Final[Mapping[WorkerState, Style]] = {
     "joined": "busy",
     "fenced": "alarm",
 }
-BAR_WIDTH: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +112,6 @@ def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Screen:
         decisions=Panel(title="last decisions", lines=tuple(_recent_decisions(stats))),
         over=stats.over,
     )
-
-
-def step_line(step: StepStats) -> str:
-    """A committed step as one line."""
-    reward = "-" if step.reward is None else f"{step.reward:.3f}"
-    staleness = " ".join(f"{value}:{count}" for value, count in step.staleness)
-    waited = f"waited {duration(step.waited_s)}"
-    if step.worker:
-        waited += f" for {step.worker}, version {step.version}"
-    waited += f", {duration(step.ahead_s)} ahead" if step.ahead_s else ""
-    seconds = "-" if step.seconds is None else duration(step.seconds)
-    line = f"step {step.step}  reward {reward}  staleness {staleness}  {seconds}  {waited}"
-    return f"{line}  {step.failed.brief}".rstrip()
 
 
 def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
@@ -232,17 +217,12 @@ def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
         yield Line(failed, "alarm")
     said = " ".join(f"{value}:{share:.0%}" for value, share in shares.items())
     late = bound is not None and any(value > bound for value in shares)
-    yield Line(f"staleness (bound {_or(bound)}) {said or '-'}", "alarm" if late else "")
+    beyond = " beyond the bound" if late else ""
+    yield Line(f"staleness (bound {_or(bound)}) {said or '-'}{beyond}", "alarm" if late else "")
     yield from map(Line, _queue(stats))
     yield Line(_tokens(stats))
     yield from map(Line, _reward(stats, plain))
     yield Line(_fates(stats), "dim")
-    yield Line(f"staleness of the last {len(recent)} steps:", "dim")
-    for value in range(max([bound or 0, *shares]) + 1):
-        share = shares.get(value, 0.0)
-        beyond = bound is not None and value > bound
-        text = f"{value:>3} {share:>4.0%} {bar(share, BAR_WIDTH, plain=plain)}".rstrip()
-        yield Line(f"{text} beyond the bound" if beyond else text, "alarm" if beyond else "")
 
 
 def _or(value: object) -> str:

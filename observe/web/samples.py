@@ -6,10 +6,10 @@ their workers went, from records.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Final
 
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
@@ -17,6 +17,7 @@ from dora_pipe.audit.reading import named_records
 from dora_pipe.bus.logged import Damage
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.ledger.database import COUNTS, LoggedRecord, logged_records
+from dora_pipe.observe.ratios import by_staleness, distance, with_ratio
 from dora_pipe.observe.web.pages import RunSource
 from dora_pipe.observe.web.view import RunView, quantile, short, spaced
 from dora_pipe.schemas.trajectory import Described, Times
@@ -41,33 +42,23 @@ def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
 
     Trajectories without a gradient have no ratio and are left out.
     """
-    sizes: dict[int, list[float]] = {}
-    clipped: dict[int, list[float]] = {}
     chosen = spaced(view.steps(), STEPS_MAX)
-    looked = 0
-    for _, digest in chosen:
-        rows = source.contributions(digest)
-        looked += bool(rows)
-        for row in rows:
-            ratio, stale = row["ratio_mean"], row["staleness"]
-            if ratio is None or ratio <= 0:
-                continue
-            sizes.setdefault(stale, []).append(abs(math.log(ratio)))
-            clipped.setdefault(stale, []).append(row["clipped_share"] or 0.0)
+    files = [source.contributions(digest) for _, digest in chosen]
+    rows = by_staleness(with_ratio(row for rows in files for row in rows))
     return {
         "steps": len(chosen),
-        "looked": looked,
+        "looked": sum(map(bool, files)),
         "rows": [
             {
                 "staleness": stale,
-                "n": len(values),
+                "n": len(own),
                 **{
-                    name: short(quantile(sorted(values), share))
+                    name: short(quantile(sorted(map(distance, own)), share))
                     for name, share in (("p10", 0.1), ("p50", 0.5), ("p90", 0.9))
                 },
-                "clipped": short(sum(clipped[stale]) / len(values)),
+                "clipped": short(fmean(row["clipped_share"] or 0.0 for row in own)),
             }
-            for stale, values in sorted(sizes.items())
+            for stale, own in rows.items()
         ],
     }
 

@@ -107,16 +107,6 @@ def test_an_endpoint_that_refuses_is_named_with_a_hint(
     assert failed.value.taken == 0 and hint in (failed.value.hint or "")
 
 
-def test_a_busy_endpoint_is_asked_again_by_the_exporter() -> None:
-    run, spans = _all()
-    with (
-        OtlpEndpoint(refuses=lambda asked: (503, "0") if asked < 3 else None) as endpoint,
-        closing(HttpSink(endpoint.address)) as http,
-    ):
-        http.send(run, spans)
-        assert endpoint.spans == spans and endpoint.asked == 3
-
-
 def test_requests_are_bounded_by_spans_and_by_links() -> None:
     one = _all()[1][0]
     many = [one] * (SPANS_MAX + 1)

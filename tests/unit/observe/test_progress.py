@@ -10,7 +10,7 @@ import msgspec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.observe.progress import RunProgress
-from dora_pipe.observe.top import frame, step_line
+from dora_pipe.observe.top import frame
 from dora_pipe.schemas.control import RequestFailed, TakenGroup, WorkerLeft
 from dora_pipe.schemas.rounds import EarlyStop, End, Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
@@ -97,7 +97,6 @@ def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None
         f"g0000000004-000 failed: PromptUnfit: {unfit}; traceback in runs/r/logs/w0.log",
     ]
     assert lines[3].endswith("failed 44.4% (IndexError)")
-    assert step_line(progress.steps[-1]).endswith("failed 44.4% (IndexError)")
     named = f"44.4% of 9 trajectories failed, most often {INDEX['error']} (g0000000001-001)"
     assert named in [line.text for line in frame(progress, 0).numbers.lines]
     progress.close()

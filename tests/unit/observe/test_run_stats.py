@@ -8,14 +8,13 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.ledger.statuses import WorkerCounts
-from dora_pipe.observe.run_stats import Histogram, RunStats, contributed, evaluation_words
+from dora_pipe.observe.ratios import contributed
+from dora_pipe.observe.run_stats import Histogram, RunStats, evaluation_words
 from dora_pipe.observe.top import frame, summaries_of
 from dora_pipe.observe.waits import waits_of
 from dora_pipe.orchestrator.fold import fold_round
@@ -329,19 +328,3 @@ def test_value_at_a_bound_belongs_to_its_bucket_and_one_above_all_to_infinity() 
         told.add(value)
     assert list(told.cumulative()) == [(0.0, 1), (1.0, 2), (2.5, 3), (10.0, 3), (float("inf"), 4)]
     assert told.total == 101.1
-
-
-@given(st.lists(st.tuples(st.floats(-5, 50), st.integers(1, 4))))
-def test_every_bound_counts_what_is_not_above_it(observed: list[tuple[float, int]]) -> None:
-    told = Histogram(BOUNDS)
-    for value, times in observed:
-        told.add(value, times)
-    for bound, count in told.cumulative():
-        assert count == sum(times for value, times in observed if value <= bound)
-    assert told.observations == sum(times for _, times in observed)
-
-
-def test_two_histograms_share_nothing() -> None:
-    first, second = Histogram(BOUNDS), Histogram(BOUNDS)
-    first.add(1.0)
-    assert second.observations == 0

@@ -13,11 +13,13 @@ from dora_pipe.audit.tracing import History, Traces
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.catalogue.account import GroupEnded
 from dora_pipe.core.errors import BusError
 from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.tracer import Tracer
+from dora_pipe.observe.traces.tracer import Tracer, sampled_because
 from dora_pipe.schemas.rounds import decode_round
+from tests.support.account_stage import whole
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.traces import check_whole, traces_of
 
@@ -76,16 +78,6 @@ def test_log_that_grows_gives_what_the_whole_one_gives(
     ]
 
 
-def test_what_was_sent_is_not_made_again(bus: SqliteBus, recorded: RecordedRun) -> None:
-    whole: list[tuple[int, list[Span]]] = []
-    with closing(Tracer(bus, recorded.topics)) as first:
-        while not first.caught_up:
-            whole += [(one.offset, one.spans) for one in first.turn()]
-    middle = whole[len(whole) // 2][0]
-    rest = [span for offset, spans in whole if offset > middle for span in spans]
-    assert traces_of(bus, recorded.topics, after=middle) == rest
-
-
 def test_share_leaves_groups_out_and_keeps_every_step(
     bus: SqliteBus, recorded: RecordedRun
 ) -> None:
@@ -139,3 +131,10 @@ def test_trace_that_show_prints_is_that_of_the_whole_log(
         assert rows[: len(own)] == tree.rows(own)
         assert [one["stage"] for one in rows[len(own) :]] == ["group"] * len(history.members)
         assert len(history.members) == 4
+
+
+def test_group_that_moved_is_traced_whatever_the_share_is() -> None:
+    told = whole()
+    (moved, _) = told.ended
+    assert isinstance(moved, GroupEnded)
+    assert [sampled_because(told.run, moved, ratio) for ratio in (0.0, 1.0)] == ["moved", "all"]

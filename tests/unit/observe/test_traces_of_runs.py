@@ -15,7 +15,7 @@ from dora_pipe.sim.seed_runner import SeedRun
 from dora_pipe.sim.world import World
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.tiers import more
-from tests.support.traces import check_traces, check_whole, traces_of
+from tests.support.traces import check_traces, check_whole
 
 
 class _Traced(SeedRun):
@@ -39,12 +39,6 @@ def test_paths_are_unbroken_in_a_run_of_the_real_machines(
     bus: SqliteBus, recorded: RecordedRun
 ) -> None:
     assert check_traces(bus, recorded.topics) == STEPS * 4 * 4
-
-
-def test_a_second_look_makes_the_same_spans(
-    bus: SqliteBus, recorded: RecordedRun, spans: list[Span]
-) -> None:
-    assert traces_of(bus, recorded.topics) == spans
 
 
 def test_what_went_wrong_is_told_where_it_went_wrong(spans: list[Span], ledger: Ledger) -> None:

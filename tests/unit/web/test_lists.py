@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import UsageError
-from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.tables import TrajectoryRow, columns_of
 from dora_pipe.observe.web import tables
-from dora_pipe.observe.web.timeline import merged, timeline, utilisation
-from dora_pipe.observe.web.view import Query, parse_query, view_of
+from dora_pipe.observe.web.timeline import merged, timeline
+from dora_pipe.observe.web.view import Query, parse_query
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, CatalogueStage
 from tests.support.ui_stage import view_of_told
@@ -190,16 +188,6 @@ def test_merged_stays_cover_the_same_time_and_are_few(lengths: list[float], most
     assert len(found) <= 2 * most + 1
 
 
-def test_utilisation_is_a_share_and_nothing_without_workers(stage: CatalogueStage) -> None:
-    found = utilisation(view_of_told(stage))
-    shares = [one for one in found["mean"] if one is not None]
-    assert shares and all(0 <= one <= 1 for one in shares)
-    assert max(shares) > 0
-    assert len({len(values) for values in found.values()}) == 1
-    with closing(Catalogue()) as empty:
-        assert utilisation(view_of(empty, "empty"))["at"] == []
-
-
 HOSTILE = (
     "'",
     "' or 1=1 --",
@@ -233,8 +221,3 @@ def test_numbers_of_any_size_are_answered_or_refused(stage: CatalogueStage, fiel
         assert error.message
     else:
         assert found["total"] <= 10
-
-
-def test_a_bound_is_for_those_that_have_a_value(stage: CatalogueStage) -> None:
-    found = tables.trajectories(view_of_told(stage), parse_query("?tokens_max=10"))
-    assert found["total"] == 2

@@ -61,20 +61,6 @@ def test_spaced_keeps_both_ends_and_the_order(values: list[int], most: int) -> N
     assert (at[0], at[-1]) == (0, len(values) - 1)
 
 
-def test_one_of_many_is_the_last() -> None:
-    assert spaced([1, 2, 3], 1) == [3]
-
-
-@given(st.lists(FLOATS, min_size=1, max_size=50), st.floats(0, 1))
-def test_quantile_is_one_of_the_values_and_never_falls(values: list[float], share: float) -> None:
-    ordered = sorted(values)
-    found = quantile(ordered, share)
-    assert found in ordered
-    assert quantile(ordered, 0.0) == ordered[0]
-    assert quantile(ordered, 1.0) == ordered[-1]
-    assert found is not None and found >= ordered[0]
-
-
 @pytest.mark.parametrize(("share", "expected"), [(0.1, 1), (0.5, 2), (0.75, 3), (0.9, 4), (1.0, 4)])
 def test_quantile_is_by_nearest_rank(share: float, expected: int) -> None:
     assert quantile([1, 2, 3, 4], share) == expected

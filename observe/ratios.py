@@ -1,0 +1,54 @@
+"""How far the ratios of a step's trajectories are from 1, from its contributions file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
+"""The rows of a contributions file by its sha256; none where it cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributed:
+    """What the contributions file of a step says of its ratios; see docs/reference/metrics.md."""
+
+    step: int
+    effective: float | None
+    """Effective sample size over the number of trajectories, 0 to 1."""
+    mismatch: tuple[tuple[int, float], ...]
+    """(staleness, mean of |ln(mean ratio)| over its trajectories)."""
+
+
+def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
+    """From the rows of a contributions file; trajectories without a gradient have no ratio.
+
+    The weight of a trajectory is its mean ratio, trained policy to sampler, over its tokens.
+    """
+    known = with_ratio(rows)
+    weights = [row["ratio_mean"] for row in known]
+    squares = math.fsum(weight * weight for weight in weights)
+    effective = math.fsum(weights) ** 2 / (len(weights) * squares) if weights else None
+    logs = {stale: [distance(row) for row in own] for stale, own in by_staleness(known).items()}
+    mismatch = ((stale, sum(own) / len(own)) for stale, own in logs.items())
+    return Contributed(step=step, effective=effective, mismatch=tuple(mismatch))
+
+
+def with_ratio(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of trajectories that have a ratio."""
+    return [row for row in rows if row["ratio_mean"] is not None and row["ratio_mean"] > 0]
+
+
+def distance(row: Mapping[str, Any]) -> float:
+    """|ln(mean ratio)| of a trajectory."""
+    return abs(math.log(row["ratio_mean"]))
+
+
+def by_staleness(rows: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
+    """Rows by the staleness of their trajectories, ascending."""
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["staleness"], []).append(row)
+    return dict(sorted(found.items()))

@@ -135,7 +135,7 @@ def test_large_terminal_shows_what_a_small_one_leaves_out(recorded: RecordedRun)
     )
     assert "groups:" not in small
     assert "groups:" in large
-    assert "stop the run: " in small
+    assert "stop-run: " in small
 
 
 def test_nothing_is_coloured_where_no_colour_is_wanted(recorded: RecordedRun) -> None:

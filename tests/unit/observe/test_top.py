@@ -132,7 +132,7 @@ def test_step_is_shown_from_its_first_group_to_its_commit_with_an_estimate() -> 
     assert _texts(shown.numbers)[1] == "staleness (bound 1) 0:100%"
     assert "reward 0.750 ▁" in _texts(shown.numbers)
     assert stage.stats.steps[0].line == (
-        "step    0  reward 0.750  staleness 0:2                    11 tok/s   7.00 s  no gradient"
+        "step    0  reward 0.750  staleness 0:2                    11 tok/s   7.00 s"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.tasks.calls import PromptCall
+from dora_pipe.producers.tasks.calls import PromptCall, RewardCall
 from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
 from dora_pipe.schemas.rounds import Fence
@@ -64,6 +64,18 @@ def test_cancelled_request_that_has_its_reward_is_logged() -> None:
     world.decide(world.cancel(place))
     world.until_idle(worker)
     assert [one.trajectory for one in world.facts(TrajectoryLogged)] == [place.trajectory]
+
+
+def test_cancelled_request_waits_for_no_reward_that_may_never_come() -> None:
+    world = World(lengths=lambda seed, turn: 5)
+    worker = world.start(tasks=InlineTasks(held={RewardCall}))
+    place = world.place(worker, 0)
+    world.decide(place)
+    world.until(worker, lambda: worker.machine.requests.in_phase(Phase.REWARDING) == 1)
+    world.decide(world.cancel(place))
+    world.until_idle(worker)
+    assert world.facts(TrajectoryLogged) == []
+    assert worker.tasks.forgotten == [f"{place.trajectory}/1"]
 
 
 def test_placement_with_another_data_set_is_refused_for_good() -> None:

@@ -131,3 +131,15 @@ def test_prompt_longer_than_the_context_fails_the_request_for_good() -> None:
     (failure,) = world.facts(RequestFailed)
     assert (failure.error, failure.retryable) == ("PromptUnfit", False)
     assert "32 tokens" in failure.message
+
+
+def test_record_that_is_too_large_fails_the_request_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dora_pipe.producers.worker.requests.VALUE_BYTES_MAX", 10)
+    world = World()
+    worker = world.start()
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (failure,) = world.facts(RequestFailed)
+    assert (failure.error, failure.retryable) == ("RecordTooLarge", False)

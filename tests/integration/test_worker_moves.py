@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dora_pipe.producers.engines.port import Kv
 from dora_pipe.producers.worker.kv_handover import (
     Handover,
     KvHandover,
+    KvLabel,
     MemoryHandover,
     NoHandover,
 )
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerLeft
+from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import Drain, PlacedRequest
 from dora_pipe.store.transfers.files import MappedFiles
+from dora_pipe.store.transfers.port import Lost
 from tests.support.worker import TICK_NS, VirtualClock, Worker, World
 
 NAME = "g0000000000-000"
@@ -162,6 +167,44 @@ def test_move_for_another_incarnation_or_attempt_is_not_obeyed() -> None:
     world.ticks(source, 4)
     assert source.engine.active == 1 and source.counts["moved too late"] == 1
     assert world.facts(RequestReleased) == []
+
+
+class SlowHandover(MemoryHandover):
+    """Takes a cache when it is let to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
+        assert self.go.wait(60)
+        return super().put(label, kv)
+
+
+def test_request_is_released_when_its_cache_is_safe() -> None:
+    handover = SlowHandover()
+    world = World(lengths=lambda seed, turn: LENGTH, handover=handover, handover_thread=True)
+    source, place = running(world, 30)
+    world.decide(world.move(place, world.start(worker="b")))
+    world.ticks(source, 50)
+    assert world.facts(RequestReleased) == []
+    handover.go.set()
+    while not world.facts(RequestReleased):
+        world.ticks(source, 1)
+    assert world.facts(RequestReleased)[0].kv is not None
+
+
+def test_cancelled_request_leaves_no_cache_behind() -> None:
+    world = World(lengths=lambda seed, turn: LENGTH)
+    source, place = running(world, 40)
+    full = world.start(worker="b", slots=1, max_tokens=1000)
+    world.decide(world.place(full, 8))
+    world.ticks(full, 5)
+    place = taken_up(world, full, let_go(world, source, place, full))
+    world.ticks(full, 5)
+    world.decide(world.cancel(place))
+    world.ticks(full, 5)
+    assert not _left(world.handover, Path())
 
 
 def test_drained_worker_lets_its_requests_go_and_leaves() -> None:

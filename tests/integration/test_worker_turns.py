@@ -31,6 +31,18 @@ def test_waiting_environment_holds_no_slot_and_its_next_turn_prefills_everything
     assert [segment.turn for segment in trajectory.segments] == [0, 0, 0, 1, 1, 2, 2]
 
 
+def test_reward_sees_every_turn_and_the_last_answer() -> None:
+    world = World(lengths=lambda seed, turn: 4)
+    tasks = episode_tasks(last=2)
+    worker = world.start(tasks=tasks)
+    world.decide(world.place(worker, 0))
+    world.until_idle(worker)
+    (call,) = [one for one in tasks.seen if isinstance(one, RewardCall)]
+    assert len(call.turns) == 4
+    assert call.turns[1] == call.turns[3] == "8 9"
+    assert call.text == call.turns[2]
+
+
 def test_turns_max_ends_by_length() -> None:
     world = World(lengths=lambda seed, turn: 3)
     worker = world.start(tasks=episode_tasks(last=99), turns_max={"train": 2, "eval": 2})

@@ -155,7 +155,7 @@ class Worker:
                 CodecPort(self.meter, clock=clock),
                 ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
                 GroupPort(world.bus, TOPICS.trajectories, TOPICS.run, self.meter, clock=clock),
-                HandoverPort(world.handover, in_thread=False),
+                HandoverPort(world.handover, in_thread=world.handover_thread),
                 EnginePort(
                     self.engine,
                     world.weights_path,
@@ -188,7 +188,9 @@ class World:
         engine: Callable[[WorkerSetup], Engine] | None = None,
         weights_path: Callable[[str], Path] = Path,
         handover: Handover | None = None,
+        handover_thread: bool = False,
     ) -> None:
+        self.handover_thread = handover_thread
         self.clock = VirtualClock()
         self.policies = policies or {}
         self.weights_path = weights_path

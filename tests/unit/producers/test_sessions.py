@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.core.runtime import Published
+from dora_pipe.core.runtime import Now, Published
 from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
@@ -32,13 +32,14 @@ from dora_pipe.producers.worker.request_records import trajectory_of
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.schemas.control import RequestFailed, decode_control
+from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.trajectory import TurnProgress, answer_of
-from tests.support.phases import KEY, NOW, TRAJECTORY
 from tests.support.worker import OF_AGENTS, setup_of, spec_of
 
-PHASES = {"AGENT", "ANSWERING"}
-"""Those that only sessions and their calls have."""
+NOW = Now(mono_ns=5, wall_ns=10**18)
+TRAJECTORY = trajectory_id(spec_of(0).group, 0)
+KEY = f"{TRAJECTORY}/1"
 
 
 class Driver:

@@ -129,7 +129,7 @@ def _stopped(
 
 def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None) -> Config:
     """The configuration with other rewards of its tasks: ``module:function``, a built-in one, or
-    what `task.rewards` may be, for all; ``NAME=...`` for the task of that name. Raises UsageError.
+    what `task.reward` may be, for all; ``NAME=...`` for the task of that name. Raises UsageError.
     """
     by_name = {"": ""}
     for one in rewards:
@@ -150,16 +150,14 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
                 f"the task at {task.urls[0]} has the reward that its server has",
                 hint="serve it with the other reward, and leave out --reward",
             )
-        inline = use.startswith(("{", "["))
-        uses = _uses(use) if inline else ()
-        reward = "" if inline else use
-        return msgspec.structs.replace(task, reward=reward, rewards=uses, directory=where)
+        reward = _uses(use) if use.startswith(("{", "[")) else use
+        return msgspec.structs.replace(task, reward=reward, directory=where)
 
     return with_each_task(config, changed)
 
 
 def _uses(words: str) -> tuple[RewardUse, ...]:
-    """An inline table, or a list of them, as `task.rewards` has it. Raises UsageError."""
+    """An inline table, or a list of them, as `task.reward` has it. Raises UsageError."""
     try:
         found = tomllib.loads(f"rewards = {words}")["rewards"]
         listed = found if isinstance(found, list) else [found]

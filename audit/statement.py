@@ -172,7 +172,7 @@ def _rewards(started: RunStarted, joined: Sequence[WorkerJoined]) -> list[dict[s
     for task in logged_config(started.config).tasks:
         source = source_of("train", task.name)
         digests = {one.reward_digests.get(source, one.reward_digest) for one in joined}
-        names = [use.called for use in task.rewards] or [task.reward or task.kind]
+        names = [use.called for use in task.rewards] or [str(task.reward) or task.kind]
         found.append({"task": task.name, "names": names, "codeDigests": sorted(digests - {""})})
     return found
 

@@ -19,7 +19,6 @@ LOGGED = frozenset(
         "groups.failed_share_max",
         "staleness.max_staleness",
         "staleness.in_flight_batches",
-        "planner.moves",
         "trainer.learning_rate",
         "trainer.grad_norm_max",
         "trainer.minibatches",
@@ -30,7 +29,7 @@ LOGGED = frozenset(
 
 _FROZEN = """
 run.name run.seed model.path model.chat_template task.name task.ratio
-task.kind task.data task.eval_data task.reward task.rewards
+task.kind task.data task.eval_data task.reward
 task.split task.eval_split task.eval_share task.filter task.columns
 task.chat task.system_prompt task.tools task.mcp
 task.options task.turns_max task.agent
@@ -38,10 +37,10 @@ task.sampling_asked task.special_tokens task.chat_template_kwargs task.renderer
 task.tool_parser task.rewritten_history sampling groups.size groups.per_step
 groups.spare groups.seconds_max
 groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
-task.sampler task.drop_solved teacher.dtype teacher.model teacher.digest
+task.sampler task.drop_solved teacher.model teacher.digest
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.optimizer trainer.weight_decay trainer.schedule
-trainer.warmup_steps trainer.learning_rate_min trainer.schedule_steps trainer.micro_batch_tokens
+trainer.warmup_steps trainer.learning_rate_min trainer.micro_batch_tokens
 bus.partitions trainer.packing
 trainer.parts trainer.ranks trainer.zero_stage trainer.offload
 trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel

@@ -254,34 +254,23 @@ def _check_numbers(config: Config) -> Iterator[str]:
 
 def _check_schedule(config: Config) -> Iterator[Problem]:
     trainer, steps = config.trainer, config.run.steps
-    end = trainer.schedule_steps or steps
-    if trainer.warmup_steps > end:
+    if trainer.warmup_steps > steps:
         yield Problem(
-            text=f"trainer.warmup_steps: {trainer.warmup_steps} is more than the {end} steps of"
-            " the schedule: the rate would not reach its peak",
-            hint="fewer, or more run.steps (trainer.schedule_steps, where it is given)",
+            text=f"trainer.warmup_steps: {trainer.warmup_steps} is more than the {steps} steps of"
+            " the run: the rate would not reach its peak",
+            hint="fewer, or more run.steps",
         )
-    if trainer.schedule == "constant":
-        for name in ("learning_rate_min", "schedule_steps"):
-            if getattr(trainer, name):
-                yield Problem(
-                    text=f"trainer.{name}: a constant rate does not fall",
-                    hint='trainer.schedule = "linear" or "cosine"',
-                )
-    elif end < steps and not trainer.learning_rate_min:
+    if trainer.schedule == "constant" and trainer.learning_rate_min:
         yield Problem(
-            text=f"trainer.schedule_steps: {end} of {steps} run.steps: the others would learn"
-            " nothing, at a rate of 0",
-            hint="trainer.learning_rate_min = 0.1, say, or as many steps as the run has",
+            text="trainer.learning_rate_min: a constant rate does not fall",
+            hint='trainer.schedule = "linear" or "cosine"',
         )
 
 
 def _check_rewards(config: Config) -> Iterator[str]:
     for task in config.tasks:
-        if task.reward and task.rewards:
-            yield "task.rewards: stands in place of task.reward; one of them has to go"
         for place, use in enumerate(task.rewards):
-            key = f"task.rewards[{place}]"
+            key = f"task.reward[{place}]"
             if use.called in [one.called for one in task.rewards[:place]]:
                 yield f"{key}: two are called `{use.called}`; give one a `name`"
             if use.group and ":" not in use.use:

@@ -54,7 +54,7 @@ _TYPES: Mapping[str, str] = {
     "tuple[str, ...]": "list of strings",
     "tuple[NonNegative, ...]": "list of integers >= 0",
     "tuple[Share, Share]": "two numbers, 0 to 1",
-    "tuple[RewardUse, ...]": "list of tables",
+    "str | tuple[RewardUse, ...]": "string, or list of tables",
     "tuple[McpServer, ...]": "list of tables",
     "dict[str, Any]": "table",
     "dict[str, str]": "table of strings",

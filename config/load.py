@@ -47,17 +47,14 @@ PATH_KEYS: Final = (
     "task.eval_data",
     "task.directory",
     "task.python",
-    "task.url_token_file",
     "evaluation.data",
     "store.path",
     "bus.password_file",
     "bus.ca_file",
     "bus.cert_file",
     "bus.key_file",
-    "transfers.token_file",
     "transfers.ca_file",
     "transfers.cert_file",
-    "transfers.key_file",
 )
 """Relative to the configuration file; in an override, to where the command is started."""
 

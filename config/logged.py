@@ -49,7 +49,7 @@ def learning_rate(config: Config, step: int) -> float:
         peak=trainer.learning_rate,
         schedule=trainer.schedule,
         warmup=trainer.warmup_steps,
-        end=trainer.schedule_steps or config.run.steps,
+        end=config.run.steps,
         least=trainer.learning_rate_min,
     )
 

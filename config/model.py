@@ -31,7 +31,7 @@ from dora_pipe.config.section import (
 )
 from dora_pipe.config.storage import Policies, Store
 from dora_pipe.config.training import Trainer
-from dora_pipe.config.workers import Planner, Workers
+from dora_pipe.config.workers import Workers
 from dora_pipe.schemas.topics import PATTERN
 
 
@@ -119,11 +119,9 @@ class Task(Section, frozen=True, kw_only=True):
     mcp: tuple[McpServer, ...] = ()
     """MCP servers whose tools the model may call: `{command = ["python", "notes.py"]}`,
     `{url = "http://host/mcp"}`. See docs/tools.md."""
-    reward: str = ""
-    """`module:function`, or a built-in one such as `math`; in place of the task's own, where a
-    `kind` takes none."""
-    rewards: tuple[RewardUse, ...] = ()
-    """In place of `reward`, several: `{use = "math", weight = 1.0, ...}`. See docs/rewards.md."""
+    reward: str | tuple[RewardUse, ...] = ""
+    """`module:function`, a built-in one such as `math`, or several: `[{use = "math", weight = 1.0},
+    ...]`; in place of the task's own, where a `kind` takes none. See docs/rewards.md."""
     directory: str = ""
     """Where modules of `kind` and `reward` are imported from; empty: the folder of the file."""
     options: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -138,9 +136,7 @@ class Task(Section, frozen=True, kw_only=True):
     3.11 or newer with msgspec. Empty: that of the worker."""
     url: str | tuple[str, ...] = ""
     """`tcp://HOST:PORT` of a server of tasks (`dora-pipe task serve`), or several: the processes
-    are there, as many to each. Empty: here."""
-    url_token_file: str = ""
-    """Holds the token of these servers; or `DORA_PIPE_TASK_TOKEN` has it."""
+    are there, as many to each, and `DORA_PIPE_TASK_TOKEN` has their token. Empty: here."""
     processes: Positive = 1
     """Processes per worker that run rewards and environments."""
     threads: Threads = 256
@@ -188,6 +184,11 @@ class Task(Section, frozen=True, kw_only=True):
     @property
     def urls(self) -> tuple[str, ...]:
         return (self.url,) * bool(self.url) if isinstance(self.url, str) else self.url
+
+    @property
+    def rewards(self) -> tuple[RewardUse, ...]:
+        """The weighted rewards; none where `reward` names one."""
+        return () if isinstance(self.reward, str) else self.reward
 
     @property
     def most_turns(self) -> int:
@@ -308,8 +309,6 @@ class Evaluation(Section, frozen=True, kw_only=True):
     patience: NonNegative = 0
     """The run ends, as by a user's `stop`, after so many evaluations in a row without a better
     one; 0: it does not."""
-    success: float = 1.0
-    """A reward of at least so much is a success, for `pass@k` and `maj@k` (docs/observe.md)."""
     sampling: EvaluationSampling = EvaluationSampling()
     """Keys that are not given, and all others, are as in [sampling]."""
 
@@ -328,9 +327,6 @@ class Bus(Section, frozen=True, kw_only=True):
     """A claimed value is on the disk before its record is appended. With SQLite it always is; with
     Kafka it is otherwise as safe as a broker keeps records: no kill of a process loses it, a power
     loss may."""
-    metrics_keep_hours: NonNegative = 168
-    """Statuses of the roles (the metrics topic) older than this are deleted while a run goes on;
-    nothing but pictures of that time needs them. 0 keeps them for ever. See docs/storage.md."""
     protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """How Kafka is spoken to: with TLS or without, with a password or without."""
     mechanism: Literal["SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"] = "SCRAM-SHA-512"
@@ -346,8 +342,6 @@ class Bus(Section, frozen=True, kw_only=True):
     """PEM certificate of this client, where the brokers ask for one."""
     key_file: str = ""
     """PEM key of `cert_file`; DORA_PIPE_KAFKA_KEY_PASSWORD opens an encrypted one."""
-    check_hostname: bool = True
-    """A broker's certificate must name the host that was connected to."""
 
 
 ALARM_S = 30.0
@@ -490,7 +484,6 @@ class Config(Section, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     groups: Groups = Groups()
     staleness: Staleness = Staleness()
-    planner: Planner = Planner()
     evaluation: Evaluation = Evaluation()
     objective: Objective = Objective()
     teacher: Teacher = Teacher()

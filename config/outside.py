@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from dora_pipe.config.section import Port, Section, Share
+from dora_pipe.config.section import Port, Section
 from dora_pipe.schemas.topics import PATTERN
 
 
 class Transfers(Section, frozen=True, kw_only=True):
-    """How KV caches and weights go from process to process beside the log (docs/storage.md)."""
+    """How KV caches and weights go from process to process beside the log (docs/storage.md). All
+    processes of a run have the same token, in DORA_PIPE_TRANSFERS_TOKEN."""
 
     kind: Literal["files", "flight", "none"] = "files"
     """`files` between processes of one machine, `flight` between machines too, `none`: every
@@ -23,13 +24,8 @@ class Transfers(Section, frozen=True, kw_only=True):
     processes reach."""
     port: Port = 0
     """Where it listens; 0: any port that is free. Processes of one machine cannot share one."""
-    token_file: str = ""
-    """A file that holds the token of the run, the same for all its processes. The environment
-    (DORA_PIPE_TRANSFERS_TOKEN) goes before it; the token itself stands nowhere."""
     cert_file: str = ""
-    """PEM certificate of this machine, for TLS; it must name `host`."""
-    key_file: str = ""
-    """PEM key of `cert_file`, not encrypted; empty: it stands in there too."""
+    """PEM certificate of this machine and its key, for TLS; it must name `host`."""
     ca_file: str = ""
     """PEM certificates that peers are checked against, with TLS; empty: those of gRPC."""
 
@@ -40,18 +36,14 @@ class Telemetry(Section, frozen=True, kw_only=True):
     traces: str = "off"
     """`off`, or the address of an endpoint that takes OTLP over HTTP, such as
     http://127.0.0.1:4318: `run` then starts a process that follows the log and sends traces."""
-    traces_ratio: Share = 0.1
-    """Share of groups whose traces are sent. Groups of which something failed or that changed their
-    worker are sent whatever it is."""
 
 
 class Teacher(Section, frozen=True, kw_only=True):
     """Another model, whose log-probs of the sampled tokens are learnt from (docs/training.md)."""
 
     path: str = ""
-    """A Hugging Face causal LM directory with the policy's tokenizer: the trainer computes them."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of its weights and computation."""
+    """A Hugging Face causal LM directory with the policy's tokenizer: the trainer computes them, in
+    `trainer.dtype`."""
     url: str = ""
     """In place of a directory: an endpoint of OpenAI's completions that gives log-probs of a prompt
     of token ids, as vLLM's does; what `/completions` is put behind."""
@@ -71,9 +63,7 @@ class Teacher(Section, frozen=True, kw_only=True):
         """This teacher of a run as a machine reaches it whose own keys are `local`."""
         if not local.given:
             return self
-        return msgspec.structs.replace(
-            local, dtype=self.dtype, model=self.model, digest=self.digest
-        )
+        return msgspec.structs.replace(local, model=self.model, digest=self.digest)
 
 
 class McpServer(Section, frozen=True, kw_only=True):

@@ -36,8 +36,6 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Steps over which the rate grows to its peak."""
     learning_rate_min: Share = 0.0
     """What a schedule falls to, as a share of the peak."""
-    schedule_steps: NonNegative = 0
-    """Steps after which it has fallen, warm-up among them; 0: `run.steps`, as it is in force."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Of AdamW; below 1."""
     weight_decay: NonNegativeFloat = 0.0

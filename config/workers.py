@@ -100,10 +100,3 @@ def elastic_problems(config: Config) -> Iterator[str]:
     for why, given in others.items():
         if workers.elastic and given:
             yield f"workers.elastic: {workers.elastic} cannot be with {why}"
-
-
-class Planner(Section, frozen=True, kw_only=True):
-    """Which worker hosts which version, and who moves (docs/scheduling.md)."""
-
-    moves: bool = True
-    """Running requests may move to another worker of their version; if not, workers run empty."""

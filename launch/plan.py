@@ -462,7 +462,7 @@ def check_data(config: Config, first: RunStarted) -> None:
         if facts.scores_groups != (source in first.scored_together):
             raise ConfigError(
                 f"the task of {source} scores its groups together now, or did when the run began",
-                hint="bring its score_group or task.rewards back, or start a new run with --from",
+                hint="bring its score_group or task.reward back, or start a new run with --from",
             )
         purpose, _, own = source.partition("/")
         kind, key = _DATA[purpose]

@@ -67,7 +67,7 @@ class PromptWatch:
             self._lines.put(f"prompts: rows are not looked at any further: {error.message}")
 
     def _look_at(self, spec: PoolSpec) -> None:
-        task = msgspec.structs.replace(spec.task, processes=1, reward="none", rewards=())
+        task = msgspec.structs.replace(spec.task, processes=1, reward="none")
         model = self._model()
         tokenizer = Tokenizer(model).reading(task.special_tokens)
         with TaskPool(task) as pool:

@@ -40,6 +40,9 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.open import Opened, open_transfers
 
+STATUS_HOURS: Final = 168
+"""The orchestrator deletes older statuses."""
+
 NS_PER_HOUR: Final = 3600 * 10**9
 
 TRAINER_PRELOAD = (
@@ -164,7 +167,7 @@ def orchestrator(
             resumed_by=resumed_by,
             samplers=samplers,
             trimmed=Trimmed(
-                keep_ns=config.bus.metrics_keep_hours * NS_PER_HOUR,
+                keep_ns=STATUS_HOURS * NS_PER_HOUR,
                 open_bus=partial(directory.open_bus, config),
             ),
         )
@@ -244,8 +247,7 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
     """Be the follower of a run; what it has not sent when it ends is said."""
     stop = stop or settle(TRACES, config.run.name)
     os.nice(TRACES_NICE)
-    telemetry = config.telemetry
-    sink = HttpSink(telemetry.traces)
+    sink = HttpSink(config.telemetry.traces)
     bus = directory.open_bus(config)
     try:
         sent = TraceSender(
@@ -253,13 +255,12 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
             Topics(config.run.name),
             sink,
             clock=SystemClock(),
-            ratio=telemetry.traces_ratio,
             checkpoint=Checkpoint(directory.path / "traces.sent"),
         ).follow(stop)
     finally:
         bus.close()
         sink.close()
     spans = f"{sent.spans} spans sent, {sink.rejected} of them rejected by the endpoint"
-    say(f"{sent.groups} groups traced, {sent.left_out} left out by their share, {spans}")
+    say(f"{sent.groups} groups traced, {spans}")
     if not sent.whole and not stop():
         say(f"not everything was sent; dora-pipe export traces {config.run.name} URL sends it all")

@@ -7,7 +7,7 @@ prompts with n >= j of
     1 - C(n - c, j) / C(n, j)
 
 of which c were successes (Chen et al., arXiv 2107.03374): the chance that one of j is one, without
-bias. A success is a reward of at least `evaluation.success`. `maj@k`, from k = 3 on, is the mean
+bias. A success is a reward of at least 1. `maj@k`, from k = 3 on, is the mean
 over prompts of `majority`, where a reward says which answer it read. `part/NAME` is the mean of a
 part of the reward, as mean@k is of the whole. An interval is that of 95 % of `RESAMPLES` means over
 as many prompts drawn with replacement, by a fixed seed.
@@ -36,6 +36,9 @@ LOW, HIGH = 2.5, 97.5
 
 DRAWN_MAX: Final = 1_000_000
 """Numbers drawn at a time."""
+
+SUCCESS: Final = 1.0
+"""Reward of a success."""
 
 VOTES_MIN: Final = 3
 """With fewer votes there is no majority against another."""
@@ -146,7 +149,6 @@ class Evaluating:
             figures=figures_of(
                 [own for _, own in sorted(found, key=lambda one: one[0])],
                 siblings=spec.size,
-                success=success_of(run.config, name),
             ),
         )
 
@@ -176,13 +178,11 @@ def tries_of(siblings: int) -> list[int]:
     return sorted({1 << bit for bit in range(siblings.bit_length())} | {siblings})
 
 
-def by_prompt(
-    prompts: Sequence[Sequence[Sample]], *, siblings: int, success: float
-) -> dict[str, list[float]]:
+def by_prompt(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, list[float]]:
     """What each prompt's valid samples say, by figure; a figure of no prompt is left out."""
     known = [own for own in prompts if own]
     found = {f"mean@{siblings}": [math.fsum(one.reward for one in own) / len(own) for own in known]}
-    votes = [[(one.answer, one.reward >= success) for one in own] for own in known]
+    votes = [[(one.answer, one.reward >= SUCCESS) for one in own] for own in known]
     said = any(answer for own in votes for answer, _ in own)
     for tries in tries_of(siblings):
         enough = [own for own in votes if len(own) >= tries]
@@ -197,11 +197,9 @@ def by_prompt(
     return {name: values for name, values in found.items() if values}
 
 
-def figures_of(
-    prompts: Sequence[Sequence[Sample]], *, siblings: int, success: float
-) -> dict[str, float]:
+def figures_of(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, float]:
     """The figures over these prompts' valid samples."""
-    found = by_prompt(prompts, siblings=siblings, success=success)
+    found = by_prompt(prompts, siblings=siblings)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
@@ -236,7 +234,8 @@ def evaluations_of(
             figures={
                 figure: interval_of(values)
                 for figure, values in by_prompt(
-                    prompts, siblings=size, success=success_of(config, name)
+                    prompts,
+                    siblings=size,
                 ).items()
             },
         )
@@ -254,11 +253,6 @@ def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list
             known = msgspec.json.decode(parts, type=dict[str, float]) if parts else {}
             own.append(Sample(reward, answer or "", known))
     return {key: list(groups.values()) for key, groups in found.items()}
-
-
-def success_of(config: Mapping[str, Any], name: str) -> float:
-    """From which reward on a trajectory of this evaluation is a success."""
-    return float(section_of(config, name).get("success", 1.0))
 
 
 def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -49,8 +49,7 @@ def moves(state: State, admissible: int) -> Iterator[Moved]:
     """What shall move now; `admissible` groups may still be admitted."""
     assert state.config is not None
     orphans = hosting.orphans(state)
-    allowed = state.config.planner.moves and not state.interruptible
-    if not allowed:
+    if state.interruptible:
         return
     yield from _to_sleep(state)
     if not (state.trigger or orphans):

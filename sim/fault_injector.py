@@ -384,8 +384,8 @@ def _command_bound(injector: FaultInjector) -> None:
         injector.command("set", staleness__in_flight_batches=1.0 + 2 * injector.chance.random())
 
 
-def _command_moves(injector: FaultInjector) -> None:
-    injector.command("set", planner__moves=injector.chance.random() < 0.5)
+def _command_settings(injector: FaultInjector) -> None:
+    injector.command("set", trainer__grad_norm_max=0.5 + injector.chance.random())
 
 
 def _command_odd(injector: FaultInjector) -> None:
@@ -442,7 +442,7 @@ _STRIKES: Final[dict[str, Strike]] = {
     "patch-damaged": _patch_damaged,
     "command-pause": _command_pause,
     "command-bound": _command_bound,
-    "command-moves": _command_moves,
+    "command-settings": _command_settings,
     "command-odd": _command_odd,
     "command-fail-batch": lambda injector: injector.command("fail-batch"),
     "command-stop": _command_stop,

@@ -46,7 +46,7 @@ FAULTS: Final[dict[str, str]] = {
     "handover-damaged": "a KV cache that moves was damaged",
     "move-source-dies": "the worker that a request leaves dies meanwhile",
     "move-target-dies": "the worker that a request moves to dies meanwhile",
-    "command-moves": "a user switches moves off or on",
+    "command-settings": "a user changes a setting of the trainer",
     "policy-unreadable": "a worker cannot load its weights",
     "environment-hangs": "a turn, a tool, a reward or an agent hangs, and nobody ends it",
     "task-process-dies": "a task process dies, with all its episodes and agents",

@@ -384,9 +384,9 @@ def _together(seed: int, config: Config) -> Config:
     chance = Random(f"dora-pipe sim together {seed}")
     if chance.random() >= TOGETHER_SHARE:
         return config
-    rewards = (RewardUse(use="sim:place", group=True),)
+    reward = (RewardUse(use="sim:place", group=True),)
     first, *more = [
-        msgspec.structs.replace(one, rewards=rewards) if chance.random() < 0.75 else one
+        msgspec.structs.replace(one, reward=reward) if chance.random() < 0.75 else one
         for one in config.tasks
     ]
     return msgspec.structs.replace(config, task=first, more_tasks=tuple(more))

@@ -208,7 +208,7 @@ def untrusted(why: str, security: KafkaSecurity | None) -> AccessRefused:
     if "mismatch" in why or "not valid for" in why:
         return AccessRefused(
             f"the Kafka broker's certificate is for another host: {_after(why, 'failed: ')}",
-            hint="connect by a name in the certificate, or set bus.check_hostname = false",
+            hint="connect by a name in the certificate",
         )
     return AccessRefused(
         f"the Kafka broker's certificate is signed by an authority that {trusted} do not hold: "

@@ -54,7 +54,6 @@ class KafkaSecurity:
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
-    check_hostname: bool = True
 
     @classmethod
     def of(cls, bus: BusSection) -> KafkaSecurity:
@@ -95,7 +94,6 @@ class KafkaSecurity:
         """Trust and identity for TLS 1.2 and later. Raises ConfigError naming the wrong file."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.check_hostname = self.check_hostname
         if self.ca_file:
             try:
                 context.load_verify_locations(self.ca_file)

@@ -143,7 +143,7 @@ def rescore(
         typer.Option(
             "--reward",
             metavar="USE",
-            help="module:function, a built-in reward, or the value of `task.rewards`, for every "
+            help="module:function, a built-in reward, or the value of `task.reward`, for every "
             "task; NAME=USE for one. Default: the run's own reward, as it is here.",
         ),
     ] = None,

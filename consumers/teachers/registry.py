@@ -41,7 +41,7 @@ def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
 
         check_directory(config, assets)
         options = ModelOptions(
-            dtype=teacher.dtype,
+            dtype=trainer.dtype,
             device=device,
             temperature=config.sampling.logprob_temperature,
             padded_tokens_max=trainer.micro_batch_tokens,

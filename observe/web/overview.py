@@ -12,7 +12,7 @@ import msgspec
 
 from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.report import FATES
-from dora_pipe.ledger.evaluations import figures_of, samples_by_prompt, success_of
+from dora_pipe.ledger.evaluations import figures_of, samples_by_prompt
 from dora_pipe.observe.run_stats import LEARNING, learning_of
 from dora_pipe.observe.waits import for_batches, waits_of
 from dora_pipe.observe.web.tables import decision_counts
@@ -187,8 +187,6 @@ def _means(points: Points, told: Iterable[tuple[int, str, float]]) -> dict[str, 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
     """A series per name: versions, mean rewards, valid ones, and their figures."""
     found: dict[str, dict[str, Any]] = {}
-    told = view.catalogue.one("select config from runs")
-    config = msgspec.json.decode(told[0]) if told else {}
     for (version, name, _, size), prompts in samples_by_prompt(view.catalogue).items():
         rewards = [one.reward for own in prompts for one in own]
         if not rewards:
@@ -198,7 +196,7 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
         own["version"].append(version)
         own["reward"].append(short(sum(rewards) / len(rewards)))
         own["n"].append(len(rewards))
-        figures = figures_of(prompts, siblings=size, success=success_of(config, name))
+        figures = figures_of(prompts, siblings=size)
         for figure, value in figures.items():
             column = own["figures"].setdefault(figure, [])
             column += [None] * (len(own["version"]) - 1 - len(column))

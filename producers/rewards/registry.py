@@ -46,6 +46,7 @@ from dora_pipe.schemas.wire import ABSTAINED, canonical
 
 Summed = TypeVar("Summed")
 
+KEY: Final = "task.reward"
 _HERE: Final = "dora_pipe.producers.rewards"
 
 
@@ -101,14 +102,14 @@ class Rewards:
         self,
         uses: Sequence[model.RewardUse],
         *,
-        key: str = "task.rewards",
+        single: bool = False,
         context: RewardContext | None = None,
     ) -> None:
-        """`key`: where they stand in the configuration."""
+        """`single`: one reward by its name, whose answer is recorded as it is."""
         self._uses = tuple(uses)
-        self.key = key
         self._context = context or RewardContext()
-        self._bare = key == SINGLE and ":" in uses[0].use
+        self._single = single
+        self._bare = single and ":" in uses[0].use
 
     def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
         """A number or Reward, or an awaitable of it where a function is `async`.
@@ -168,7 +169,7 @@ class Rewards:
         """Those of one completion, and those of groups."""
         parts: tuple[list[Part], list[Part]] = ([], [])
         for at, use in enumerate(self._uses):
-            key = self.key if self.key == SINGLE else f"{self.key}[{at}]"
+            key = KEY if self._single else f"{KEY}[{at}]"
             parts[use.group].append(_open(key, use, self._context))
         return tuple(parts[0]), tuple(parts[1])
 
@@ -245,18 +246,12 @@ def _sums(asked: Sequence[Part], count: int, beside: bool, found: Sequence[Any])
     return [_sum(asked, one) for one in zip(*given, strict=True)]
 
 
-SINGLE: Final = "task.reward"
-
-
 def open_rewards(task: model.Task) -> Rewards:
-    """The scorer of a configuration: of `task.rewards`, or of the one in `task.reward`.
-
-    Nothing is imported yet. Raises ConfigError where there is neither.
-    """
+    """Return the scorer of `task.reward`; import nothing yet. Raises ConfigError if empty."""
     context = RewardContext(directory=task.directory, limit_s=task.reward_timeout_s)
-    if task.rewards:
-        return Rewards(task.rewards, context=context)
-    return single(task.reward, context)
+    if isinstance(task.reward, str):
+        return single(task.reward, context)
+    return Rewards(task.reward, context=context)
 
 
 def single(use: str, context: RewardContext | None = None) -> Rewards:
@@ -266,7 +261,7 @@ def single(use: str, context: RewardContext | None = None) -> Rewards:
             "task.reward: a reward is needed",
             hint=f'one of {", ".join(BUILT_IN)}, or a function of yours: "rewards:score"',
         )
-    return Rewards((model.RewardUse(use=use),), key=SINGLE, context=context)
+    return Rewards((model.RewardUse(use=use),), single=True, context=context)
 
 
 def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
@@ -293,7 +288,7 @@ def _open(key: str, use: model.RewardUse, context: RewardContext) -> Part:
             hint=nearest(use.use, BUILT_IN)
             or f"one of {', '.join(BUILT_IN)}, or module:function of your own",
         )
-    if key != SINGLE:
+    if key != KEY:
         sources += (canonical(msgspec.to_builtins(use)).decode(),)
     return Part(name=use.called, weight=use.weight, ask=ask, sources=sources, check_answer=check)
 

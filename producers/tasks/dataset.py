@@ -122,7 +122,7 @@ class DatasetTask(Task):
                 normal(prompt, "messages")
             elif self._rewards.wants_reasoning and not self.played:
                 raise TaskError(
-                    f"{self._where}: {self._rewards.key} looks at the reasoning, which prompts of"
+                    f"{self._where}: task.reward looks at the reasoning, which prompts of"
                     " text do not separate from the answer",
                     hint="task.chat = true makes them messages",
                 )
@@ -135,8 +135,7 @@ class DatasetTask(Task):
         if self._rewards.wants_answer and ANSWER not in self._answered(first):
             columns = ", ".join(f"`{name}`" for name in first)
             raise TaskError(
-                f"{self._where}: the first row has no `answer`, which {self._rewards.key} compares"
-                " with",
+                f"{self._where}: the first row has no `answer`, which task.reward compares with",
                 hint=f'task.columns = {{answer = "..."}}; it has {columns}',
             )
         try:

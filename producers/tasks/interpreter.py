@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 """The package; another environment need not have it."""
 
 TOKEN_VARIABLE: Final = "DORA_PIPE_TASK_TOKEN"
-"""What opens servers of tasks; goes before `task.url_token_file`. Users' code does not see it."""
+"""What opens servers of tasks. Users' code does not see it."""
 
 OLDEST: Final = (3, 11)
 

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-from pathlib import Path
 from typing import Final, Protocol
 
 from dora_pipe.core.console import own_name
@@ -149,18 +148,13 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def token_of(path: str) -> bytes:
-    """What opens a server of tasks: of `TOKEN_VARIABLE`, or a file. Raises ConfigError."""
+def server_token() -> bytes:
+    """Return the token of servers of tasks, in `TOKEN_VARIABLE`. Raises ConfigError."""
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
-    if not token and path:
-        try:
-            token = Path(path).read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(f"task.url_token_file: {error}") from error
     if len(token) < TOKEN_CHARACTERS_MIN:
         raise ConfigError(
             f"a server of tasks needs a token of at least {TOKEN_CHARACTERS_MIN} characters",
-            hint=f"openssl rand -hex 32; {TOKEN_VARIABLE}, or task.url_token_file, has it",
+            hint=f"openssl rand -hex 32; {TOKEN_VARIABLE} has it",
         )
     return token
 

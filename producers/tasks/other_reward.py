@@ -1,6 +1,6 @@
 """A task with another reward than its own; its rows, prompts, tools and environments stay.
 
-It decides that the functions of `task.reward` or `task.rewards` score every trajectory, whatever
+It decides that the functions of `task.reward` score every trajectory, whatever
 the task's own `reward`, or that of an environment, would say.
 """
 

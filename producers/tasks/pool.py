@@ -58,7 +58,7 @@ from dora_pipe.producers.tasks.child import (
     limit_s,
 )
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.links import KILLED, open_link, token_of
+from dora_pipe.producers.tasks.links import KILLED, open_link, server_token
 from dora_pipe.producers.tasks.port import RETRIES_MAX
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
 from dora_pipe.schemas.metrics import FailingPlace
@@ -104,7 +104,7 @@ class TaskPool:
         self._task = task
         self._clock = clock or SystemClock()
         self._interpreter = Interpreter("" if task.url else task.python)
-        self._token = token_of(task.url_token_file) if task.url else b""
+        self._token = server_token() if task.url else b""
         self._places = Places(task.urls, task.name or task.kind, self._clock.wall_ns)
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []

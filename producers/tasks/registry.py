@@ -52,19 +52,18 @@ HANDED: Final = (
 def open_task(config: model.Task) -> Task:
     """The task that a configuration names: a built-in one, or `module:attribute` of a user's.
 
-    A class or function is called with `options`, and with those keys of `HANDED` that are set (of
-    `task.rewards`, and for a built-in task of `task.reward`, as a scorer: `rewards.registry`); a
-    Task object is taken as it is. A reward that it does not take is asked in place of its own
-    (`OtherReward`). Raises ConfigError for an unknown kind or option (with the
-    nearest name), TaskError where the user's module or data cannot be used. A user's module
-    runs in the calling process: roles ask a pool instead (`TaskPool.facts`).
+    A class or function is called with `options`, with those keys of `HANDED` that are set, and with
+    `task.reward` as a scorer (`rewards.registry`); a Task object is taken as it is. A reward that
+    it does not take is asked in place of its own (`OtherReward`). Raises ConfigError for an unknown
+    kind or option (with the nearest name), TaskError where the user's module or data cannot be
+    used. A user's module runs in the calling process: roles ask a pool instead (`TaskPool.facts`).
     """
     factory = _factory(config.kind)
-    if (config.reward or config.rewards) and not _takes_reward(factory):
-        alone = msgspec.structs.replace(config, reward="", rewards=())
+    if config.reward and not _takes_reward(factory):
+        alone = msgspec.structs.replace(config, reward="")
         return OtherReward(open_task(alone), open_rewards(config))
     given = {key: getattr(config, key) for key in HANDED}
-    given["reward"] = open_rewards(config) if config.reward or config.rewards else None
+    given["reward"] = open_rewards(config) if config.reward else None
     given["mcp"] = _mcp(config) if config.mcp else None
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):
@@ -79,7 +78,7 @@ def open_task(config: model.Task) -> Task:
         task.played = config.has_agent
     if any(one.group for one in config.rewards) and not task.scores_groups():
         raise ConfigError(
-            f"task.rewards: `{config.kind}` asks no reward of groups",
+            f"task.reward: `{config.kind}` asks no reward of groups",
             hint="its own score_group and scores_groups pass them on, as score does the others",
         )
     return task

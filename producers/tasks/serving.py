@@ -28,7 +28,7 @@ from dora_pipe.core.frames import framed
 from dora_pipe.core.own_code import nearest
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
 from dora_pipe.producers.tasks.interpreter import Interpreter
-from dora_pipe.producers.tasks.links import MODULE, host_and_port, token_of, watch
+from dora_pipe.producers.tasks.links import MODULE, host_and_port, server_token, watch
 from dora_pipe.producers.tasks.process import SERVED
 
 LOG = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ def serve_task(
     stopped: list[int] = []
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, lambda number, _: stopped.append(number))
-    token = token_of(task.url_token_file)
+    token = server_token()
     try:
         host = TaskHost(task, address, token=token, processes_max=processes)
     except OSError as error:

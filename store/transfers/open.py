@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dora_pipe.store.transfers.flight import Identity
 
 TOKEN_VARIABLE: Final = "DORA_PIPE_TRANSFERS_TOKEN"
-"""Goes before `transfers.token_file`."""
+"""Holds the token that all processes of a run know."""
 
 TOKEN_CHARACTERS_MIN: Final = 16
 TOKEN_BYTES_MAX: Final = 64 * 1024
@@ -85,15 +85,12 @@ def _identity(section: Section, run: str) -> Identity:
     server: tuple[tuple[str, Any], ...] = ()
     client: tuple[tuple[str, Any], ...] = ()
     if section.cert_file:
-        pair = (
-            _content("cert_file", section.cert_file),
-            _content("key_file", section.key_file or section.cert_file),
-        )
-        server = (("tls_certificates", [pair]),)
+        identity = _content("cert_file", section.cert_file)
+        server = (("tls_certificates", [(identity, identity)]),)
     if section.ca_file:
         client = (("tls_root_certs", _content("ca_file", section.ca_file)),)
     return Identity(
-        token=_token(section.token_file),
+        token=_token(),
         run=run,
         host=section.host or LOOPBACK,
         port=section.port,
@@ -102,15 +99,13 @@ def _identity(section: Section, run: str) -> Identity:
     )
 
 
-def _token(token_file: str) -> bytes:
-    """The run's token; errors name variables and files, never what is in them."""
+def _token() -> bytes:
+    """The run's token; errors name the variable, never what is in it."""
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
-    if not token and token_file:
-        token = _content("token_file", token_file).removesuffix(b"\n").removesuffix(b"\r")
     if not token:
         raise ConfigError(
             'transfers.kind = "flight" needs a token that all processes of the run know',
-            hint=f"set {TOKEN_VARIABLE}, or transfers.token_file to a file that holds it",
+            hint=f"set {TOKEN_VARIABLE}",
         )
     if len(token) < TOKEN_CHARACTERS_MIN:
         raise ConfigError(

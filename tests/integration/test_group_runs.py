@@ -49,7 +49,7 @@ def rank(row, completions):
         seen.write(f"{len(completions)}\\n")
     return [order.index(len(one.text)) / len(order) for one in completions]
 """
-TOGETHER = 'rewards = [{use = "judge:score"}, {use = "judge:rank", weight = 0.5, group = true}]'
+TOGETHER = 'reward = [{use = "judge:score"}, {use = "judge:rank", weight = 0.5, group = true}]'
 
 
 @pytest.fixture

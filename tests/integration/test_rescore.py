@@ -112,7 +112,7 @@ class _Facts:
     def __init__(self, task: model.Task) -> None:
         uses = [one.use for one in task.rewards]
         self.scores_groups = any(one.group for one in task.rewards)
-        self.reward_digest = sha256_hex(canonical([task.reward, *uses]))
+        self.reward_digest = sha256_hex(canonical([str(task.reward), *uses]))
 
 
 class _Pool(PoolTasks):
@@ -123,7 +123,7 @@ class _Pool(PoolTasks):
 
     def _score(self, call: RewardCall) -> TaskEvent:
         scored.append(call)
-        return ALONE.get(self._task.reward, reward_by_text)(call)
+        return ALONE.get(str(self._task.reward), reward_by_text)(call)
 
     def wait(self) -> _Facts:
         return _Facts(self._task)

@@ -239,7 +239,7 @@ def _task(tmp_path: Path, url: str, **keys: Any) -> model.Task:
         kind="dataset",
         data=str(tmp_path / "rows.jsonl"),
         directory=str(tmp_path),
-        rewards=(
+        reward=(
             model.RewardUse(use="judge", options=options),
             model.RewardUse(use="regex", weight=0.5, options={"pattern": "4"}),
         ),

@@ -95,7 +95,7 @@ def task(folder: Path, *names: str, limit_s: float = PATIENCE_S) -> model.Task:
         kind="dataset",
         directory=str(folder),
         data=str(folder / "rows.jsonl"),
-        rewards=tuple(rewards),
+        reward=tuple(rewards),
         reward_timeout_s=limit_s,
         environment_timeout_s=limit_s,
     )
@@ -126,7 +126,7 @@ def test_rewards_of_groups_run_in_the_main_thread_on_every_attempt(folder: Path)
 
 @pytest.mark.parametrize("text", ["loop", "sleep"])
 def test_rewards_after_one_that_hung_run_in_the_main_thread(folder: Path, text: str) -> None:
-    worlds = replace(task(folder, limit_s=1.0), kind="mine:Worlds", data=[], rewards=())
+    worlds = replace(task(folder, limit_s=1.0), kind="mine:Worlds", data=[], reward="")
     with TaskPool(worlds) as pool:
         for name in ("bad", "good"):
             assert isinstance(ask(pool, prompt(name)), PromptReady)

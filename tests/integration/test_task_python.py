@@ -111,7 +111,7 @@ def test_built_in_tasks_need_nothing_else(bare: Path, folder: Path, keys: dict[s
     if keys.get("reward") == "regex":
         del keys["reward"]
         options = {"pattern": "([0-9]+)"}
-        keys["rewards"] = (model.RewardUse(use="regex", options=options),)
+        keys["reward"] = (model.RewardUse(use="regex", options=options),)
     elsewhere = task(folder, bare / "bin" / "python", **keys)
     here = survey(msgspec.structs.replace(elsewhere, python=""))
     assert survey(elsewhere) == here  # rows and rewards are the same ones

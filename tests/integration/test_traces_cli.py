@@ -215,12 +215,11 @@ def test_follower_of_a_run_sends_what_is_configured(
     monkeypatch.setattr(os, "nice", niceness.append)
     own = recorded.copy(tmp_path / "run")
     with OtlpEndpoint() as endpoint:
-        wanted = [f"telemetry.traces={endpoint.address}", "telemetry.traces_ratio=0.0"]
+        wanted = [f"telemetry.traces={endpoint.address}"]
         config = load_config(own.directory / "config.toml", wanted)
         traces(RunDir(own.directory), config, lambda: False)
         spans = endpoint.spans
-    roots = [one for one in spans if one.stage == "group"]
-    assert {one.attributes[names.KEPT] for one in roots} <= {"failed", "moved"}
+    assert any(one.stage == "group" for one in spans)
     assert len([one for one in spans if one.stage == "step"]) == STEPS
     assert int((own.directory / "traces.sent").read_text()) > 0
     assert niceness == [5]

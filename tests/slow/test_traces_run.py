@@ -26,7 +26,7 @@ def _rebuilt(place: Path) -> list[Span]:
 def test_live_traces_are_those_that_are_rebuilt(tmp_path: Path) -> None:
     place = furnish(tmp_path)
     with OtlpEndpoint() as endpoint:
-        wanted = ("-o", f"telemetry.traces={endpoint.address}", "-o", "telemetry.traces_ratio=1.0")
+        wanted = ("-o", f"telemetry.traces={endpoint.address}")
         assert call(place, "run", "config.toml", *wanted) == 0
         live = endpoint.spans
     assert_clean(place, "tiny")

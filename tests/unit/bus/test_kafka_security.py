@@ -51,7 +51,6 @@ def test_the_section_says_everything_but_the_secret() -> None:
         ca_file="ca",
         cert_file="c",
         key_file="k",
-        check_hostname=False,
     )
     made = KafkaSecurity.of(section)
     for name in KafkaSecurity.__slots__:
@@ -136,7 +135,7 @@ def test_scram_escapes_what_means_something_to_it_and_plain_does_not(
         assert security.client_settings()["sasl_plain_username"] == name
 
 
-def test_tls_checks_brokers_and_their_names_unless_told_otherwise(
+def test_tls_checks_brokers_and_their_names(
     certificates: Certificates,
 ) -> None:
     checked = KafkaSecurity(protocol="SSL", ca_file=certificates.path("ca.pem"))
@@ -144,8 +143,6 @@ def test_tls_checks_brokers_and_their_names_unless_told_otherwise(
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     assert len(context.get_ca_certs()) == 1
-    lax = KafkaSecurity(protocol="SSL", check_hostname=False).ssl_context()
-    assert (lax.verify_mode, lax.check_hostname) == (ssl.CERT_REQUIRED, False)
 
 
 def test_a_client_s_certificate_may_lie_with_its_key_or_beside_it(

@@ -111,10 +111,7 @@ def test_reference_moves_on_when_the_kind_of_objective_changes() -> None:
     ("trainer", "key"),
     [
         ({"warmup_steps": 41}, "trainer.warmup_steps"),
-        ({"warmup_steps": 11, "schedule": "linear", "schedule_steps": 10}, "trainer.warmup_steps"),
         ({"learning_rate_min": 0.1}, "trainer.learning_rate_min"),
-        ({"schedule_steps": 4}, "trainer.schedule_steps"),
-        ({"schedule": "cosine", "schedule_steps": 39}, "trainer.schedule_steps"),
     ],
 )
 def test_schedule_that_cannot_be_meant_is_refused(trainer: dict[str, Any], key: str) -> None:

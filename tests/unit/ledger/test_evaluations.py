@@ -16,7 +16,6 @@ from dora_pipe.ledger.evaluations import (
     majority,
     part_means,
     pass_at,
-    success_of,
     tries_of,
 )
 
@@ -50,17 +49,15 @@ def test_majority_is_what_the_most_frequent_answers_are_worth(
 
 def test_majority_is_said_from_three_votes_on_and_where_a_reward_reads_an_answer() -> None:
     said = [Sample(1.0, "4"), Sample(0.0, "5"), Sample(1.0, "4"), Sample(0.0, "6")]
-    found = figures_of([said, of(0.0, 0.0, 0.0, 0.0)], siblings=4, success=1.0)
+    found = figures_of([said, of(0.0, 0.0, 0.0, 0.0)], siblings=4)
     assert found["maj@4"] == 0.5, "who says no answer has no vote"
     assert {name for name in found if name.startswith("maj")} == {"maj@4"}
-    assert not any(
-        name.startswith("maj") for name in figures_of([of(1, 1, 1)], siblings=3, success=1)
-    )
+    assert not any(name.startswith("maj") for name in figures_of([of(1, 1, 1)], siblings=3))
 
 
 def test_part_that_a_sample_does_not_have_counts_as_0() -> None:
     prompts = [[Sample(1.0, parts={"math": 1.0}), Sample(0.5, parts={"brevity": 0.5})], of(0.0)]
-    found = figures_of(prompts, siblings=2, success=1.0)
+    found = figures_of(prompts, siblings=2)
     assert (found["part/math"], found["part/brevity"]) == (0.25, 0.125)
 
 
@@ -83,19 +80,17 @@ def test_tries_are_powers_of_two_and_all(siblings: int, tries: list[int]) -> Non
 
 @given(PROMPTS)
 def test_figures_are_between_0_and_1_and_grow_with_the_tries(prompts: list[list[Sample]]) -> None:
-    found = figures_of(prompts, siblings=6, success=1.0)
+    found = figures_of(prompts, siblings=6)
     assert all(0 <= value <= 1 for value in found.values())
     whole = [own for own in prompts if len(own) == 6]
-    grown = figures_of(whole, siblings=6, success=1.0)
+    grown = figures_of(whole, siblings=6)
     values = [grown[name] for name in ("pass@1", "pass@2", "pass@4", "pass@6") if name in grown]
     assert values == sorted(values)
 
 
 def test_what_is_not_valid_is_no_failure_and_what_nobody_can_say_is_left_out() -> None:
-    assert figures_of([of(1.0), []], siblings=2, success=1.0) == {"mean@2": 1.0, "pass@1": 1.0}
-    assert figures_of([[]], siblings=2, success=1.0) == {}
-    half = figures_of([of(0.5, 0.0)], siblings=2, success=0.5)
-    assert half == {"mean@2": 0.25, "pass@1": 0.5, "pass@2": 1.0}
+    assert figures_of([of(1.0), []], siblings=2) == {"mean@2": 1.0, "pass@1": 1.0}
+    assert figures_of([[]], siblings=2) == {}
 
 
 def test_interval_is_the_same_again_and_as_wide_as_the_normal_one() -> None:
@@ -106,11 +101,6 @@ def test_interval_is_the_same_again_and_as_wide_as_the_normal_one() -> None:
     width = 2 * 1.96 * 0.5 / math.sqrt(400)
     assert found.high - found.low == pytest.approx(width, rel=0.1)
     assert interval_of([0.25]).low == interval_of([0.25]).high == 0.25
-
-
-def test_success_is_that_of_the_evaluation() -> None:
-    config = {"evaluation": {"name": "a"}, "more_evaluations": [{"name": "b", "success": 0.5}]}
-    assert (success_of(config, "a"), success_of(config, "b"), success_of({}, "")) == (1.0, 0.5, 1.0)
 
 
 def test_means_of_parts_leave_out_what_abstained() -> None:

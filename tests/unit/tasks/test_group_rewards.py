@@ -63,7 +63,7 @@ class Scored:
 
 
 def rewards(*uses: model.RewardUse) -> Rewards:
-    return open_rewards(model.Task(kind="dataset", rewards=uses))
+    return open_rewards(model.Task(kind="dataset", reward=uses))
 
 
 def of_group(name: str, weight: float = 1.0, **options: Any) -> model.RewardUse:
@@ -113,7 +113,7 @@ def test_rewards_of_the_package_are_of_one_answer() -> None:
     plain = {
         "run": {"name": "r", "steps": 1},
         "model": {"path": "m"},
-        "task": {"kind": "dataset", "data": "x", "rewards": [{"use": "exact", "group": True}]},
+        "task": {"kind": "dataset", "data": "x", "reward": [{"use": "exact", "group": True}]},
     }
     with pytest.raises(ConfigError, match="`exact` scores one answer"):
         from_plain(plain)
@@ -148,7 +148,7 @@ def test_a_task_may_have_a_score_group_alone() -> None:
 
 
 def test_a_task_that_does_not_pass_rewards_of_groups_on_is_refused() -> None:
-    task = model.Task(kind=f"{HERE}:Deaf", rewards=(of_group("shortest"),))
+    task = model.Task(kind=f"{HERE}:Deaf", reward=(of_group("shortest"),))
     with pytest.raises(ConfigError, match="asks no reward of groups"):
         open_task(task)
 

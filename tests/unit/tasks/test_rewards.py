@@ -257,7 +257,7 @@ def test_a_function_that_cannot_be_asked_is_one_line(
     [
         (use("brevity", word=3), "takes no option `word`"),
         (use("Counting", last=3), "options: got an unexpected keyword argument 'last'"),
-        (model.RewardUse(use="exakt"), r"task.rewards\[0\]: unknown reward `exakt`"),
+        (model.RewardUse(use="exakt"), r"task.reward\[0\]: unknown reward `exakt`"),
     ],
 )
 def test_an_option_or_name_that_is_none_is_one_line(uses: model.RewardUse, message: str) -> None:
@@ -298,13 +298,13 @@ def test_weights_options_and_versions_of_libraries_are_digested(
 
 def test_a_list_is_written_and_read_back_the_same(tmp_path: Path) -> None:
     uses = [{"use": "math"}, {"use": "m:f", "weight": 0.1, "options": {"words": [1, {"a": "x"}]}}]
-    config = from_plain({**PLAIN, "task": {"kind": "dataset", "rewards": uses}})
+    config = from_plain({**PLAIN, "task": {"kind": "dataset", "reward": uses}})
     (tmp_path / "config.toml").write_text(dump_toml(config))
     again = load_config(tmp_path / "config.toml", [])
     assert again.task.rewards == config.task.rewards
-    changed = msgspec.structs.replace(config.task, rewards=config.task.rewards[:1])
+    changed = msgspec.structs.replace(config.task, reward=config.task.rewards[:1])
     frozen, _, _ = changed_keys(config, msgspec.structs.replace(config, task=changed))
-    assert frozen == {"task.rewards"}
+    assert frozen == {"task.reward"}
 
 
 PLAIN: dict[str, Any] = {"run": {"name": "a", "steps": 1}, "model": {"path": "m"}}
@@ -317,12 +317,11 @@ def _config(**task: Any) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ({"reward": "exact", "rewards": [{"use": "math"}]}, "stands in place of task.reward"),
-        ({"rewards": [{"use": "math"}, {"use": "math"}]}, "two are called `math`"),
-        ({"rewards": [{"use": "math", "weight": 0.0}]}, "the weight is 0"),
-        ({"rewards": [{"use": "math", "weight": float("nan")}]}, "task.rewards"),
-        ({"rewards": [{"use": "math", "wait": 1}]}, "task.rewards"),
-        ({"rewards": [{"use": "math", "name": "a.b"}]}, "task.rewards"),
+        ({"reward": [{"use": "math"}, {"use": "math"}]}, "two are called `math`"),
+        ({"reward": [{"use": "math", "weight": 0.0}]}, "the weight is 0"),
+        ({"reward": [{"use": "math", "weight": float("nan")}]}, "task.reward"),
+        ({"reward": [{"use": "math", "wait": 1}]}, "task.reward"),
+        ({"reward": [{"use": "math", "name": "a.b"}]}, "task.reward"),
     ],
 )
 def test_a_list_that_does_not_fit_together_is_refused(task: dict[str, Any], message: str) -> None:
@@ -367,7 +366,7 @@ class Games(Task):
 
 
 def test_the_reward_of_an_environment_gives_way_to_another() -> None:
-    task = open_task(model.Task(kind=f"{HERE}:Games", rewards=(model.RewardUse(use="exact"),)))
+    task = open_task(model.Task(kind=f"{HERE}:Games", reward=(model.RewardUse(use="exact"),)))
     world = task.environment({"start": 3})
     assert world is not None
     assert (world.reset({"start": 3}), world.reward("3", ())) == ("3", None)

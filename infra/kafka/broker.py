@@ -1,13 +1,12 @@
 """Real Kafka brokers from Maven's jars (Java 17) as processes of this machine, one or three.
 
     with KafkaBroker(folder) as broker: broker.kill(); broker.start()  # Same ports and data.
-    with KafkaCluster(folder) as cluster: cluster.leader("topic").kill()
+    with KafkaCluster(folder) as cluster: cluster.nodes[0].kill()
 
 A broker dies with the thread that started it. `settings` add to or replace lines of
 server.properties; `format_with` are arguments of `kafka-storage format`.
 """
 
-import base64
 import fcntl
 import gc
 import os
@@ -20,18 +19,18 @@ import subprocess
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, Self
 
 HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "kafka"
 HOST, NODES, PORT_STEP = "127.0.0.1", 3, 10_000
-START_LIMIT_S, STOP_LIMIT_S, TOOL_LIMIT_S, JARS_LIMIT_S, ELECTION_LIMIT_S = 60, 20, 60, 300, 30
+START_LIMIT_S, STOP_LIMIT_S, TOOL_LIMIT_S, JARS_LIMIT_S = 60, 20, 60, 300
 POLL_S = 0.05
 PORTS = range(10_000, 32_000)
 """Ports below those of outgoing connections, which could take one while a broker is down."""
@@ -44,7 +43,6 @@ TOOLS: Mapping[str, str] = {
     "kafka-reassign-partitions.sh": "org.apache.kafka.tools.reassign.ReassignPartitionsCommand",
     "kafka-topics.sh": "org.apache.kafka.tools.TopicCommand",
 }
-_Found = TypeVar("_Found")
 
 
 class BrokerError(RuntimeError):
@@ -59,7 +57,58 @@ class Listener(NamedTuple):
     advertised: str = ""
 
 
-class KafkaBroker:
+class Brokers:
+    """Brokers that start and end together."""
+
+    nodes: "Sequence[KafkaBroker]"
+
+    @property
+    def bootstrap(self) -> str:
+        """`host:port` of every listener without security, joined by commas; known after a start."""
+        return ",".join(node.address("PLAINTEXT") for node in self.nodes)
+
+    def start(self) -> None:
+        """Start every broker that does not run; return when all take part. Raises BrokerError."""
+        nodes = self.nodes
+        if not all(node.formatted for node in nodes):
+            for node in nodes:
+                if not node.fixed:
+                    node.port = free_ports(len(node.listeners) + 1)[0]
+            with ThreadPoolExecutor(len(nodes)) as pool:
+                list(pool.map(KafkaBroker.format, nodes, [new_cluster()] * len(nodes)))
+        try:
+            for node in nodes:
+                if not node.running:
+                    node.launch()
+            for node in nodes:
+                node.await_ready()
+        except BrokerError:
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        """Shut down cleanly."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL: what was acknowledged must survive it."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        for node in self.nodes:
+            node.signal(number)
+        for node in self.nodes:
+            node.join()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class KafkaBroker(Brokers):
     """A broker that is a controller too. Ports are drawn at the first start; with `port` they are
     fixed, and data in the folder is used again. `host` is its name for other machines."""
 
@@ -72,23 +121,17 @@ class KafkaBroker:
         listeners: Sequence[Listener] = (),
         settings: Mapping[str, str] | None = None,
         format_with: Sequence[str] = (),
-        jvm: Sequence[str] = (),
         host: str = HOST,
+        jvm: Sequence[str] = (),
     ) -> None:
-        self.jvm = tuple(jvm)
-        self.folder, self.node, self.host = folder, node, host
-        self.data = folder / "data"
+        self.folder, self.node, self.host, self.data = folder, node, host, folder / "data"
         self.listeners = (Listener("PLAINTEXT"), *listeners)
         self.nodes: Sequence[KafkaBroker] = (self,)
-        self._settings, self._format_with = dict(settings or {}), tuple(format_with)
-        self._fixed, self._port = port is not None, port or 0
+        self.voters: Sequence[KafkaBroker] = self.nodes
+        self.fixed, self.port = port is not None, port or 0
         self.formatted = False
+        self._settings, self._format_with, self._jvm = dict(settings or {}), format_with, jvm
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def bootstrap(self) -> str:
-        """`host:port` of the listener without security; known once the broker was started."""
-        return self.address("PLAINTEXT")
 
     @property
     def pid(self) -> int:
@@ -101,28 +144,10 @@ class KafkaBroker:
         """Whether its process exists; a paused one runs."""
         return self._process is not None and self._process.poll() is None
 
-    @property
-    def ended(self) -> int | None:
-        """Exit status of a process that ended by itself; negative for a signal."""
-        return None if self._process is None else self._process.poll()
-
     def address(self, listener: str) -> str:
         """`host:port` of a listener."""
-        assert self._port, "the broker was never started"
-        names = [one.name for one in self.listeners]
-        return f"{self.host}:{self._port + names.index(listener)}"
-
-    def start(self) -> None:
-        """Start, and return when the broker answers. Raises BrokerError."""
-        start_all([self])
-
-    def stop(self) -> None:
-        """Shut down cleanly."""
-        end_all([self], signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL: what was acknowledged must survive it."""
-        end_all([self], signal.SIGKILL)
+        assert self.port, "the broker was never started"
+        return f"{self.host}:{self.port + [one.name for one in self.listeners].index(listener)}"
 
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nothing answers, until `resume`."""
@@ -137,21 +162,9 @@ class KafkaBroker:
         path = self.folder / "broker.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def __enter__(self) -> "KafkaBroker":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def draw(self) -> None:
-        """Choose the ports: one per listener, then the controller's."""
-        if not self._fixed:
-            self._port = free_ports(len(self.listeners) + 1)[0]
-
     def format(self, cluster: str) -> None:
         """Write server.properties, and the data folder of a new member. Raises BrokerError."""
-        if self.data.exists() and not self._fixed:
+        if self.data.exists() and not self.fixed:
             shutil.rmtree(self.data)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "server.properties"
@@ -163,12 +176,12 @@ class KafkaBroker:
 
     def launch(self) -> None:
         """Start the process; it may not answer yet. Raises BrokerError."""
-        for port in range(self._port, self._port + len(self.listeners) + 1):
+        for port in range(self.port, self.port + len(self.listeners) + 1):
             if not _free(port):
                 raise BrokerError(f"somebody has {HOST}:{port} already")
         with (self.folder / "broker.log").open("ab") as log:
             self._process = subprocess.Popen(
-                java("kafka.Kafka", str(self.folder / "server.properties"), jvm=self.jvm),
+                java("kafka.Kafka", str(self.folder / "server.properties"), jvm=self._jvm),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -191,24 +204,22 @@ class KafkaBroker:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(number)
 
-    def join(self, limit_s: float = STOP_LIMIT_S) -> bool:
-        """Wait for its end, and kill it after the limit; return whether it ended in time."""
+    def join(self) -> None:
+        """Wait for its end, and kill it after the limit."""
         process, self._process = self._process, None
-        if process is None:
-            return True
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(limit_s)
-            return True
-        process.kill()
-        process.wait()
-        return False
+        if process is not None:
+            try:
+                process.wait(STOP_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def _properties(self) -> dict[str, str]:
-        controller = self._port + len(self.listeners)
+        controller = self.port + len(self.listeners)
         doors = {one: f"{one.name}://{self.address(one.name)}" for one in self.listeners}
         shown = [f"{one.name}://{one.advertised or self.address(one.name)}" for one in doors]
         protocols = {"CONTROLLER": "PLAINTEXT"} | {one.name: one.protocol for one in doors}
-        voters = [f"{one.node}@{HOST}:{one._port + len(one.listeners)}" for one in self.nodes]
+        voters = [f"{one.node}@{HOST}:{one.port + len(one.listeners)}" for one in self.voters]
         return {
             **read_properties(HERE / "server.properties"),
             "node.id": str(self.node),
@@ -221,7 +232,7 @@ class KafkaBroker:
         }
 
 
-class KafkaCluster:
+class KafkaCluster(Brokers):
     """Brokers 1 to 3: topics have 3 replicas, of which 2 must answer. See `KafkaBroker`."""
 
     def __init__(
@@ -231,111 +242,19 @@ class KafkaCluster:
         port: int | None = None,
         listeners: Sequence[Listener] = (),
         settings: Mapping[str, str] | None = None,
-        format_with: Sequence[str] = (),
     ) -> None:
-        self.nodes = tuple(
+        self.nodes: Sequence[KafkaBroker] = tuple(
             KafkaBroker(
                 folder / f"node-{node}",
                 node=node,
                 port=port and port + (node - 1) * PORT_STEP,
                 listeners=listeners,
                 settings=read_properties(HERE / "cluster.properties") | dict(settings or {}),
-                format_with=format_with,
             )
             for node in range(1, NODES + 1)
         )
         for node in self.nodes:
-            node.nodes = self.nodes
-
-    @property
-    def bootstrap(self) -> str:
-        """`host:port,host:port,host:port`."""
-        return self.addresses("PLAINTEXT")
-
-    def addresses(self, listener: str) -> str:
-        """`host:port` of a listener of each broker."""
-        return ",".join(node.address(listener) for node in self.nodes)
-
-    def start(self) -> None:
-        """Start every broker that does not run. Raises BrokerError."""
-        start_all(self.nodes)
-
-    def stop(self) -> None:
-        """Shut all down cleanly."""
-        end_all(self.nodes, signal.SIGTERM)
-
-    def kill(self) -> None:
-        """SIGKILL for all at once."""
-        end_all(self.nodes, signal.SIGKILL)
-
-    def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
-        """The broker that leads a partition. Raises BrokerError."""
-
-        def look() -> KafkaBroker | None:
-            number = self._partition(topic, partition)["leader_id"]
-            return next((one for one in self.nodes if one.node == number and one.running), None)
-
-        return _until(look, f"{topic} has no leader")
-
-    def in_sync(self, topic: str, partition: int = 0) -> list[int]:
-        """Node numbers of the replicas that are in sync."""
-        return sorted(self._partition(topic, partition)["isr_nodes"])
-
-    def await_in_sync(self, topic: str, partition: int = 0, count: int = NODES) -> None:
-        """Return when `count` replicas are in sync. Raises BrokerError."""
-        words = f"{topic} has no {count} replicas in sync"
-        _until(lambda: len(self.in_sync(topic, partition)) >= count or None, words)
-
-    @contextmanager
-    def admin(self) -> Iterator[Any]:
-        """Open a kafka-python admin client on the brokers that run."""
-        from kafka import KafkaAdminClient
-
-        alive = [node.bootstrap for node in self.nodes if node.running]
-        with tidied_client():
-            admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=5_000)
-            try:
-                yield admin
-            finally:
-                admin.close()
-
-    def __enter__(self) -> "KafkaCluster":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def _partition(self, topic: str, partition: int) -> Any:
-        with self.admin() as admin:
-            partitions = admin.describe_topics([topic])[0]["partitions"]
-        return next(one for one in partitions if one["partition_index"] == partition)
-
-
-def start_all(nodes: Sequence[KafkaBroker]) -> None:
-    """Start the brokers that do not run, and return when all take part. Raises BrokerError."""
-    if not all(node.formatted for node in nodes):
-        for node in nodes:
-            node.draw()
-        with ThreadPoolExecutor(len(nodes)) as pool:
-            list(pool.map(KafkaBroker.format, nodes, [new_cluster()] * len(nodes)))
-    try:
-        for node in nodes:
-            if not node.running:
-                node.launch()
-        for node in nodes:
-            node.await_ready()
-    except BrokerError:
-        end_all(nodes, signal.SIGKILL)
-        raise
-
-
-def end_all(nodes: Sequence[KafkaBroker], number: signal.Signals) -> list[KafkaBroker]:
-    """Signal all, then wait; return those that had to be killed."""
-    for node in nodes:
-        node.signal(number)
-    until_s = time.monotonic() + STOP_LIMIT_S
-    return [node for node in nodes if not node.join(max(0.0, until_s - time.monotonic()))]
+            node.voters = self.nodes
 
 
 def missing_tools() -> list[str]:
@@ -343,13 +262,20 @@ def missing_tools() -> list[str]:
     return [name for name in ("java", "mvn") if shutil.which(name) is None]
 
 
+@contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """Let one process at a time into the cache."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def jars() -> Path:
     """The folder of the broker's jars, copied once by Maven and kept. Raises BrokerError."""
     pom = HERE / "pom.xml"
     folder = CACHE / f"lib-{uuid.uuid5(uuid.NAMESPACE_OID, pom.read_text()).hex[:12]}"
-    CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # Several processes may ask at once.
+    with _locked("lock"):
         if not folder.is_dir():
             part = folder.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
@@ -372,8 +298,7 @@ def java(*arguments: str, jvm: Sequence[str] = ()) -> list[str]:
 def archive_classes() -> None:
     """Keep the loaded classes of one broker, which halves the start of those after it."""
     archive = jars().with_suffix(".jsa")
-    with (CACHE / "classes.lock").open("w") as lock, TemporaryDirectory(dir=CACHE) as folder:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked("classes.lock"), TemporaryDirectory(dir=CACHE) as folder:
         if not archive.exists():
             part = Path(folder) / "part.jsa"
             broker = KafkaBroker(Path(folder), jvm=[f"-XX:ArchiveClassesAtExit={part}"])
@@ -388,14 +313,13 @@ def tool(*arguments: str) -> str:
     return _run(java(*arguments), TOOL_LIMIT_S)
 
 
-def write_tools(folder: Path) -> list[str]:
-    """Write Kafka's own commands as scripts for a PATH; return their names."""
+def write_tools(folder: Path) -> None:
+    """Write Kafka's own commands as scripts for a PATH."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, started in TOOLS.items():
         words = shlex.join([word for word in java(started) if word not in ("--pdeathsig", "KILL")])
         (folder / name).write_text(f'#!/bin/sh\nexec {words.removeprefix("setpriv ")} "$@"\n')
         (folder / name).chmod(0o755)
-    return list(TOOLS)
 
 
 def read_properties(path: Path) -> dict[str, str]:
@@ -406,9 +330,7 @@ def read_properties(path: Path) -> dict[str, str]:
 
 def new_cluster() -> str:
     """Make a cluster id; it never looks like an option."""
-    while (drawn := base64.urlsafe_b64encode(uuid.uuid4().bytes).decode()).startswith("-"):
-        pass
-    return drawn.rstrip("=")
+    return f"c{secrets.token_urlsafe(16)[1:]}"
 
 
 def free_ports(count: int) -> list[int]:
@@ -438,18 +360,6 @@ def _run(command: Sequence[str], limit_s: float) -> str:
     if done.returncode:
         raise BrokerError(f"{command[-1]} failed:\n{done.stdout[-2000:]}{done.stderr}")
     return done.stdout
-
-
-def _until(look: Callable[[], _Found | None], words: str) -> _Found:
-    from kafka.errors import KafkaError
-
-    limit = time.monotonic() + ELECTION_LIMIT_S
-    while time.monotonic() < limit:
-        with suppress(KafkaError):
-            if (found := look()) is not None:
-                return found
-        time.sleep(POLL_S)
-    raise BrokerError(f"{words} after {ELECTION_LIMIT_S} s")
 
 
 def _answers(bootstrap: str, node: int) -> bool:

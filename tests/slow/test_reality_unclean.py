@@ -69,7 +69,7 @@ def until_led(cluster: KafkaCluster, topic: str, partition: int, *, force: bool 
             with suppress(KafkaError), cluster.admin() as admin:
                 admin.elect_leaders(UNCLEAN, {topic: [partition]}, raise_errors=False)
         with suppress(KafkaError, BrokerError):
-            number = cluster._partition(topic, partition)["leader_id"]
+            number = cluster.partition(topic, partition)["leader_id"]
             if any(node.node == number and node.running for node in cluster.nodes):
                 return
         assert time.monotonic() < until_s, f"nobody leads {topic}/{partition}"

@@ -5,18 +5,24 @@ kills or stops brokers makes its own: `with KafkaBroker(tmp_path) as broker`, or
 """
 
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any, TypeVar
 
-from kafka import KafkaConsumer, TopicPartition
+from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
+from kafka.errors import KafkaError
 
+from infra.kafka import broker
 from infra.kafka.broker import (
+    NODES,
+    POLL_S,
     BrokerError,
     KafkaBroker,
-    KafkaCluster,
     Listener,
     archive_classes,
     free_ports,
     missing_tools,
+    tidied_client,
     tool,
 )
 from tests.support.tidy import ROOT
@@ -35,6 +41,55 @@ __all__ = [
 ]
 
 WAIT_S = 30.0
+Found = TypeVar("Found")
+
+
+class KafkaCluster(broker.KafkaCluster):
+    """Three brokers that tell who leads a partition."""
+
+    def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
+        """The broker that leads a partition. Raises BrokerError."""
+
+        def look() -> KafkaBroker | None:
+            number = self.partition(topic, partition)["leader_id"]
+            return next((one for one in self.nodes if one.node == number and one.running), None)
+
+        return _until(look, f"{topic} has no leader")
+
+    def in_sync(self, topic: str, partition: int = 0) -> list[int]:
+        """Node numbers of the replicas that are in sync."""
+        return sorted(self.partition(topic, partition)["isr_nodes"])
+
+    def await_in_sync(self, topic: str, partition: int = 0, count: int = NODES) -> None:
+        """Return when `count` replicas are in sync. Raises BrokerError."""
+        words = f"{topic} has no {count} replicas in sync"
+        _until(lambda: len(self.in_sync(topic, partition)) >= count or None, words)
+
+    @contextmanager
+    def admin(self) -> Iterator[Any]:
+        """Open a kafka-python admin client on the brokers that run."""
+        alive = [node.bootstrap for node in self.nodes if node.running]
+        with tidied_client():
+            admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=5_000)
+            try:
+                yield admin
+            finally:
+                admin.close()
+
+    def partition(self, topic: str, partition: int) -> Any:
+        with self.admin() as admin:
+            partitions = admin.describe_topics([topic])[0]["partitions"]
+        return next(one for one in partitions if one["partition_index"] == partition)
+
+
+def _until(look: Callable[[], Found | None], words: str) -> Found:
+    limit = time.monotonic() + WAIT_S
+    while time.monotonic() < limit:
+        with suppress(KafkaError):
+            if (found := look()) is not None:
+                return found
+        time.sleep(POLL_S)
+    raise BrokerError(f"{words} after {WAIT_S:.0f} s")
 
 
 def values_of(bootstrap: str, topic: str, count: int) -> list[bytes]:

@@ -46,7 +46,7 @@ class Brokers:
     def __init__(self, folder: Path, count: int) -> None:
         """Raises ResourceError where brokers cannot be started."""
         _find_infra()
-        from infra.kafka.broker import KafkaBroker, KafkaCluster, missing_tools
+        from tests.support.kafka_broker import KafkaBroker, KafkaCluster, missing_tools
 
         missing = missing_tools()
         if missing:

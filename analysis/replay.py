@@ -9,6 +9,7 @@ of interest. There is no tolerance, because errors would hide in it.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.safetensors_file import mapped, read_entries
 from dora_pipe.store.store import PolicyStore
+
+LOG = logging.getLogger(__name__)
 
 FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """How numpy calls types of tensors; bfloat16 by its bits."""
@@ -105,6 +108,31 @@ class StepResult:
         return self.replayed.compute_s_replayed / recorded_s if recorded_s > 0 else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuilt:
+    """A version that the store lacks, and the replay that makes it again.
+
+    Example: ``Rebuilt(version=7, digest="ab..", base=4, steps=3)``: from the checkpoint of version
+    4, by three steps.
+    """
+
+    version: int
+    digest: str
+    base: int
+    """The version that the replay began at; 0 is the model that the run was started with."""
+    steps: int
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        from_ = f"the checkpoint of version {self.base}" if self.base else "version 0"
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        return (
+            f"version {self.version} is not in the store: made again from {from_} by {steps}, "
+            f"weights {self.digest[:12]}..."
+        )
+
+
 @dataclass(kw_only=True)
 class SourceRun:
     """A run whose steps are repeated; its learner is made once, when it is needed."""
@@ -116,6 +144,8 @@ class SourceRun:
     clock: Clock
     altered: Alter | None = None
     """Applied to every step before a change: a run as it could have gone, for studies."""
+    on_rebuilt: Callable[[Rebuilt], None] = lambda rebuilt: LOG.warning("%s", rebuilt.line)
+    """Hears of every version that `weights` makes again."""
 
     @classmethod
     def of(cls, run: OpenRun) -> SourceRun:
@@ -156,6 +186,51 @@ class SourceRun:
         if not steps:
             raise UsageError(f"--from {steps.start} is not before --to {steps.stop}")
         return steps
+
+    def weights(self, version: int) -> Path:
+        """The file of a version, made again if the store lacks it.
+
+        Raises UsageError for a version that was not committed, ReplayDiverged when this machine
+        makes other bytes, PolicyError, BusError.
+        """
+        history = self.history
+        if version and not 0 <= version <= history.next_step:
+            raise UsageError(
+                f"version {version} was not published",
+                hint=f"there are versions 0 to {history.next_step}",
+            )
+        digest = history.digest_of(version)
+        if version and not self._has_weights(digest):
+            self._rebuild(version, digest)
+        return self.store.weights(digest)
+
+    def _has_weights(self, digest: str) -> bool:
+        """Whether the store can give it: what deltas are damaged or lost is made again, too."""
+        if not self.store.has_weights(digest):
+            return False
+        try:
+            self.store.weights(digest)
+        except PolicyError as error:
+            LOG.warning("%s", error.message)
+            return False
+        return True
+
+    def _rebuild(self, version: int, digest: str) -> None:
+        base = version
+        for line in replay_steps(self, range(version, version)):
+            step = line.replayed
+            if not step.equal:
+                other = step.other_numerics
+                raise ReplayDiverged(
+                    f"version {version} cannot be made again here: step {step.step} gives other "
+                    f"weights, first in {step.tensor}",
+                    hint=f"other {', '.join(other)} than in the run" if other else None,
+                )
+            base = min(base, step.step)
+        self.on_rebuilt(Rebuilt(version=version, digest=digest, base=base, steps=version - base))
+        manifest = self.store.publish_weights(self.learner.save_weights)
+        if manifest.digest != digest:
+            raise InvariantBroken(f"version {version} was made again as {manifest.digest}")
 
 
 def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:

@@ -4,12 +4,12 @@ gives nothing more is given up."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from dora_pipe.bus.base import polls_until, records_until
+from dora_pipe.bus.base import records_until
 from dora_pipe.bus.logged import Damage, logged_trajectory
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import SchemaError
@@ -89,21 +89,6 @@ def records_of(
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
     """The record at exactly this place; None where there is none."""
     return next(iter(records_at(bus, tp, [offset])), None)
-
-
-def records_from(bus: Bus, positions: Mapping[TopicPartition, int]) -> dict[TopicPartition, Record]:
-    """The first record at or behind each position, read side by side; none where none is left."""
-    found: dict[TopicPartition, Record] = {}
-    if not positions:
-        return found
-    ends = {tp: bus.end(tp) for tp in positions}
-    with closing(bus.reader(positions)) as reader:
-        for records in polls_until(reader, ends):
-            for record in records:
-                found.setdefault(record.at, record)
-            if all(tp in found or reader.position(tp) >= end for tp, end in ends.items()):
-                break
-    return found
 
 
 def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:

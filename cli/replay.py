@@ -10,13 +10,11 @@ from typing import Any
 from dora_pipe.analysis.replay import (
     SourceRun,
     StepResult,
-    open_trainer,
     raise_if_diverged,
     replay_steps,
     with_modules,
 )
 from dora_pipe.analysis.task import chats_of_run
-from dora_pipe.audit.rebuild import Rebuilder
 from dora_pipe.audit.replay_trajectory import (
     Regenerated,
     counted_record,
@@ -28,7 +26,6 @@ from dora_pipe.audit.replay_trajectory import (
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.logged import logged_config
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
@@ -59,17 +56,11 @@ def replay_run(
         raise_if_diverged(line)
 
 
-def rebuilder(run: OpenRun) -> Rebuilder:
+def rebuilder(run: OpenRun) -> SourceRun:
     """Makes versions again that the run's store lacks; says so, a line each."""
-    store = run.policies
-    return Rebuilder(
-        run.bus,
-        run.topics,
-        store,
-        make_learner=lambda started: open_trainer(run, started),
-        clock=SystemClock(),
-        on_rebuilt=lambda rebuilt: say(rebuilt.line),
-    )
+    source = SourceRun.of(run)
+    source.on_rebuilt = lambda rebuilt: say(rebuilt.line)
+    return source
 
 
 def replay_trajectories(

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.analysis.replay import Rebuilt, SourceRun
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.reading import records_of
-from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.commits import OF_PATCHES
@@ -97,11 +97,11 @@ def test_steps_are_replayed_bit_by_bit(over: Cluster) -> None:
 def test_every_version_is_to_be_had_from_the_store_alone(over: Cluster, tmp_path: Path) -> None:
     store = store_alone(over, tmp_path / "p")
     told: list[Rebuilt] = []
-    rebuilder = Rebuilder(
-        over.bus,
-        over.topics,
-        store,
-        make_learner=lambda started: SimulatedLearner(),
+    rebuilder = SourceRun(
+        bus=over.bus,
+        topics=over.topics,
+        store=store,
+        make=lambda started: SimulatedLearner(),
         clock=VirtualClock(),
         on_rebuilt=told.append,
     )
@@ -115,11 +115,11 @@ def test_a_version_whose_patch_is_damaged_is_trained_again(over: Cluster, tmp_pa
     store, told, digests = store_alone(over, tmp_path / "p"), list[Rebuilt](), digests_of(over)
     damaged = store.root / patch_name(digests[2])
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    rebuilder = Rebuilder(
-        over.bus,
-        over.topics,
-        store,
-        make_learner=lambda started: SimulatedLearner(),
+    rebuilder = SourceRun(
+        bus=over.bus,
+        topics=over.topics,
+        store=store,
+        make=lambda started: SimulatedLearner(),
         clock=VirtualClock(),
         on_rebuilt=told.append,
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.analysis.replay import Rebuilt, SourceRun
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
-from dora_pipe.audit.rebuild import Rebuilder, Rebuilt
 from dora_pipe.bus.port import Append
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_history
@@ -38,12 +38,12 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def rebuilder(cluster: Cluster, told: list[Rebuilt], flavour: str = "") -> Rebuilder:
-    return Rebuilder(
-        cluster.bus,
-        cluster.topics,
-        cluster.store,
-        make_learner=lambda started: SimulatedLearner(flavour=flavour),
+def rebuilder(cluster: Cluster, told: list[Rebuilt], flavour: str = "") -> SourceRun:
+    return SourceRun(
+        bus=cluster.bus,
+        topics=cluster.topics,
+        store=cluster.store,
+        make=lambda started: SimulatedLearner(flavour=flavour),
         clock=VirtualClock(),
         on_rebuilt=told.append,
     )

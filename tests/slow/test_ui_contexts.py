@@ -11,7 +11,7 @@ import pytest
 from dora_pipe.observe.web.export import export_file
 from tests.slow.test_ui_browser import _nothing_goes_wrong, _worker, page, served
 from tests.support import chromium
-from tests.support.branched_run import ASKED, CONTEXTS, branch
+from tests.support.branched_run import CONTEXTS, branch
 from tests.support.chromium import Page
 from tests.support.page_checks import unusable
 from tests.support.recorded_run import RecordedRun
@@ -73,26 +73,6 @@ def test_a_shared_beginning_is_folded_and_leads_to_where_it_stands(page: Page, p
     assert len(page.text("#context-3 > .shared .prefix").split()) == CONTEXTS[2].shared
     page.click("#context-3 > .shared button")
     assert page.run("document.activeElement.id") == "context-2"
-
-
-def test_arrows_go_from_context_to_context_in_the_order_of_the_record(
-    page: Page, place: str
-) -> None:
-    page.open(place)
-    page.run("document.querySelector('.tokens').focus()")
-    for _ in range(34):
-        page.press("ArrowRight")
-    assert page.text("#chosen").startswith("token 33,")
-    assert page.run("document.querySelector('.on').closest('.context').id") == "context-2"
-
-
-def test_calls_are_drawn_and_listed_by_caller(page: Page, place: str) -> None:
-    page.open(place)
-    page.until("document.querySelector('figure svg[aria-label^=\"Calls over time\"]')")
-    rows = page.run("[...document.querySelectorAll('[aria-label^=\"Calls, as\"] tbody tr')].length")
-    assert rows == len(ASKED)
-    assert "searcher" in page.text(".keys")
-    assert "no call was open" in page.text("figcaption")
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -61,17 +61,6 @@ def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
         config(engine="vllm", gpus=[1, 2, 3], vllm=pairs)
 
 
-def test_layers_that_are_dealt_too_make_as_many_groups_of_gpus() -> None:
-    dealt = {"tensor_parallel": 2, "pipeline_parallel": 2}
-    shared = config(engine="vllm", gpus=[0, 1, 2, 3, 4, 5, 6, 7], vllm=dealt)
-    found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
-    assert found == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
-
-
-def test_a_worker_whose_engine_computes_on_the_cpu_takes_no_gpu() -> None:
-    assert gpus_of(config(engine="torch", gpus=[5, 6]), "w0")[1] == ()
-
-
 @pytest.mark.parametrize(
     ("seen", "expected"), [(None, "2,0"), ("4,5,6,7", "6,4"), ("GPU-a, GPU-b,GPU-c", "GPU-c,GPU-a")]
 )
@@ -190,16 +179,3 @@ def test_doctor_says_which_gpus_there_are(
         monkeypatch.setattr(doctor, "GPUS_LIMIT_S", 0.2)
     found = doctor._gpus()
     assert (found.state, found.detail) == (state, detail)
-
-
-def test_doctor_says_what_hides_gpus_and_where_there_are_none(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '0, NVIDIA L4, 23034 MiB'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv(VISIBLE, "0")
-    assert doctor._gpus().detail == f"0 NVIDIA L4, 23034 MiB; {VISIBLE}=0"
-    program.unlink()
-    assert (doctor._gpus().state, doctor._gpus().detail) == ("note", "none: there is no nvidia-smi")

@@ -18,25 +18,16 @@ from dora_pipe.config.model import Config, Lora
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError
 from dora_pipe.launch import local_roles, model_checks
 from dora_pipe.launch.examples import example_config
-from dora_pipe.producers.engines.port import LORA
 from dora_pipe.producers.engines.registry import (
     BUILT_IN,
-    EngineKind,
     check_engines,
     check_model,
     engine_kind,
     need_engines,
     open_engine,
 )
-from dora_pipe.producers.engines.simulated import SimulatedEngine
 from tests.support.fake_vllm_server import FakeVllm
 from tests.support.models import make_qwen2, make_qwen3_moe
-
-OWN = EngineKind(
-    open=lambda assets, config, decode: SimulatedEngine(
-        slots=config.workers.slots, context_tokens=config.workers.context_tokens
-    )
-)
 
 
 def _config(**workers: object) -> Config:
@@ -48,13 +39,6 @@ def _config(**workers: object) -> Config:
             "workers": workers,
         }
     )
-
-
-def test_engine_of_one_worker_changes_nothing_else() -> None:
-    config = _config(count=2, engine="torch", slots=7)
-    own = local_roles.with_engine(config, "vllm")
-    assert own.workers.engine == "vllm"
-    assert own.workers.slots == 7
 
 
 def test_servers_that_run_already_are_those_of_the_first_workers() -> None:
@@ -90,22 +74,6 @@ def test_worker_opens_the_server_at_its_address(
     server.close()
 
 
-def test_server_of_a_lora_run_hosts_as_many_versions_as_a_worker_may(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    server = FakeVllm("secret", context_tokens=1024)
-    server.facts |= {"lora_rank": 8, "versions_resident": 4}
-    monkeypatch.setenv("VLLM_API_KEY", "secret")
-    vllm = {"addresses": [server.url]}
-    config = _config(engine="vllm", slots=4, context_tokens=512, vllm=vllm)
-    engine = BUILT_IN["vllm"].open(
-        tmp_path, msgspec.structs.replace(config, lora=Lora(rank=8)), lambda tokens: ""
-    )
-    assert (engine.versions_resident, LORA in engine.declares) == (4, True)
-    engine.close()
-    server.close()
-
-
 def test_absent_package_is_one_line_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = importlib.util.find_spec
     monkeypatch.setattr(
@@ -121,13 +89,6 @@ def test_unknown_engine_is_named() -> None:
     with pytest.raises(ConfigError, match=r"workers\.engine: no engine `vlm`") as raised:
         need_engines(["torch", "vlm"])
     assert raised.value.hint == "did you mean `vllm`?"
-
-
-def test_engine_of_a_users_own_is_opened_by_its_row(tmp_path: Path) -> None:
-    own = f"{__name__}:OWN"
-    config = _config(engine=own, slots=3)
-    need_engines([own])
-    assert open_engine(assets=tmp_path, config=config, decode=lambda tokens: "").slots == 3
 
 
 def test_module_of_an_engine_lies_beside_the_configuration(tmp_path: Path) -> None:
@@ -188,11 +149,6 @@ def test_engine_that_does_not_go_with_a_key_is_named() -> None:
     config = msgspec.structs.replace(_config(), lora=Lora(rank=513))
     with pytest.raises(ConfigError, match="vllm hosts adapters of ranks up to 512"):
         check_engines(config, ["torch", "vllm"])
-
-
-def test_engines_that_go_with_their_keys_are_taken() -> None:
-    config = msgspec.structs.replace(_config(gpus=[0]), lora=Lora(rank=512))
-    check_engines(config, ["torch", "vllm"])
 
 
 @pytest.mark.parametrize("task", EXAMPLES)

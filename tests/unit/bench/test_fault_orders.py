@@ -6,11 +6,6 @@ from collections import Counter
 
 import pytest
 
-from dora_pipe.bus.port import Append
-from dora_pipe.schemas.control import RoleStarted
-from dora_pipe.schemas.rounds import Round, TakeBatch
-from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.wire import encode
 from tests.support.kill_rounds.order import (
     BROKER,
     BROKER_AGAIN_S_MAX,
@@ -24,11 +19,9 @@ from tests.support.kill_rounds.order import (
     Order,
     Point,
     order_of,
-    record_is,
 )
 
 RECORDS = 100
-TOPICS = Topics("r")
 
 
 def _series(seed: int = 0, rounds: int = 30) -> list[Order]:
@@ -72,14 +65,6 @@ def test_thirty_rounds_of_any_seed_hold_the_moments_that_matter(
         assert (moment, what) in met
 
 
-def test_a_round_comes_out_again_alone_and_another_seed_gives_another_series() -> None:
-    assert order_of(3, 17, control_facts=RECORDS) == _series(3)[17]
-    assert _series(3) != _series(4)
-    again = order_of(3, 17, control_facts=RECORDS, again=1)
-    assert again.role in {"trainer", "orchestrator", *WORKERS}
-    assert again.seed != _series(3)[17].seed
-
-
 def test_on_kafka_the_broker_is_struck_in_turn_with_the_roles_at_random_moments() -> None:
     orders = [order_of(0, at, control_facts=RECORDS, kinds=KINDS) for at in range(100)]
     assert Counter(map(_kind, orders)) == dict.fromkeys(KINDS, 25)
@@ -109,25 +94,3 @@ def test_roles_that_stay_dead_are_struck_inside_their_appends_each_kind_at_all_t
     assert {moment for _, moment, _ in met} == {"middle"}
     broker = order_of(0, 3, control_facts=RECORDS, kinds=KINDS)
     assert not any(one.stays_dead for one in (*_series(), broker))
-
-
-def test_a_point_knows_its_records() -> None:
-    started = RoleStarted(
-        at_ns=1, role="trainer", role_epoch=0, instance="i", host="h", pid=1, package="0"
-    )
-    batch = TakeBatch(reason="due", step=0, attempt=1, groups=(), settings={})
-    bare = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=0)
-    full = Round(ordinal=1, role_epoch=0, now_ns=0, control_next=0, decisions=(batch,))
-    control = Append(topic=TOPICS.control, value=encode(started))
-    rounds = [Append(topic=TOPICS.decisions, value=encode(one)) for one in (bare, full)]
-    assert record_is(control, "role-started", TOPICS)
-    assert not record_is(control, "run-started", TOPICS)
-    assert not record_is(control, "round", TOPICS)
-    assert [record_is(one, "round", TOPICS) for one in rounds] == [True, True]
-    assert [record_is(one, "take-batch", TOPICS) for one in rounds] == [False, True]
-    trajectory = Append(topic=TOPICS.trajectories, value=b"")
-    assert record_is(trajectory, "trajectory", TOPICS)
-    assert not record_is(trajectory, "progress", TOPICS)
-    point = Point(moment="before", what="round", nth=2)
-    assert point.matches(rounds[0], TOPICS) and not point.matches(control, TOPICS)
-    assert point.phase == "before the append of round, no. 2"

@@ -42,18 +42,6 @@ def test_a_broker_is_back_when_every_role_has_appended_again(tmp_path: Path) -> 
     assert recovered_s(files, hit("broker"), ("w0",)) == 3.0
 
 
-def test_a_leader_is_back_when_one_of_its_partitions_takes_records(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    book(files, "w0", (11, 12, "m", 1), (12, 13, "m", 1), (18, 19, "t", 1))
-    assert recovered_s(files, hit("broker", ("t", 0)), NAMES) == 9.0
-
-
-def test_a_broker_after_which_nobody_appends_is_not_back(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    book(files, "w0", (8, 9, "t", 1))
-    assert recovered_s(files, hit("broker"), NAMES) is None
-
-
 def test_a_role_stays_dead_until_its_time_is_over_and_no_other_does(tmp_path: Path) -> None:
     files = Files(tmp_path)
     files.write_hit(hit("w0"))

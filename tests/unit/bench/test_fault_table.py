@@ -17,7 +17,6 @@ from tests.support.kill_rounds.inject import Hit
 from tests.support.kill_rounds.judge import Verdict
 from tests.support.kill_rounds.order import Order, Point
 from tests.support.kill_rounds.rounds import (
-    CONTROL_FACTS,
     WHOLE_EVERY,
     RoundResult,
     damage_copies,
@@ -98,25 +97,6 @@ def test_a_role_that_stayed_dead_need_not_come_back_but_nobody_else_may_lose_any
     assert not dataclasses.replace(away, hit=None).clean
 
 
-def test_clean_rounds_leave_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "rounds"
-    folder.mkdir()
-    faults.sum_up([_played(recovered_s=0.2), _played(), _played(recovered_s=2.0)], folder)
-    assert not folder.exists()
-    said = capsys.readouterr().err
-    assert "time to recover: median 0.50 s, worst 2.00 s" in said
-    assert "3 of 3 rounds clean; 2700 records acknowledged, 0 lost, 0 trained twice" in said
-
-
-def test_an_unknown_role_is_refused_with_the_roles_there_are(tmp_path: Path) -> None:
-    done = CliRunner().invoke(faults.app, ["--role", "broker"])
-    assert isinstance(done.exception, UsageError)
-    assert done.exception.message == "no role 'broker' on sqlite"
-    assert done.exception.hint == "one of worker, trainer, orchestrator"
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -132,15 +112,6 @@ def test_a_bus_that_cannot_be_is_refused_before_anything_starts(
     done = CliRunner().invoke(faults.app, options)
     assert isinstance(done.exception, UsageError)
     assert done.exception.message == words
-
-
-def test_a_round_has_the_records_that_random_moments_count_on(tmp_path: Path) -> None:
-    config = round_config(tmp_path, ORDER, {"workers.slots": 3})
-    records = config.run.steps * (config.groups.per_step * config.groups.size + 1)
-    assert records == CONTROL_FACTS
-    assert (config.workers.slots, config.run.seed) == (3, ORDER.seed)
-    assert config.trainer.checkpoint_every < config.run.steps
-    assert config.workers.checkpoint_tokens < config.sampling.max_tokens
 
 
 def test_versions_are_patches_in_most_rounds_and_their_copies_are_damaged(tmp_path: Path) -> None:

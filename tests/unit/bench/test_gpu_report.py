@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bench import gpu_report
-from dora_pipe.bench.gpu_cases import TINY_TOKENS, cases_of, tiny
+from dora_pipe.bench.gpu_cases import cases_of, tiny
 from dora_pipe.bench.gpu_report import NO_GPU, PIECES, Machine, Outcome, Piece, main, run_report
 from tests.support.device import has_gpu
 from tests.support.gpu import ROUNDS
@@ -43,30 +43,6 @@ def test_every_piece_has_its_way_on_a_cpu_or_says_that_it_wants_a_gpu(tmp_path: 
     assert (found.state, found.said) == ("skipped", NO_GPU)
 
 
-def test_a_piece_in_small_has_the_cases_of_the_large_one_in_as_many_passes() -> None:
-    sets = [one.command[-1] for one in PIECES if one.name.startswith("step-")]
-    for case in (case for name in sets for case in cases_of(name)):
-        small = tiny(case)
-        assert (small.model, small.device, small.row_tokens) == ("tiny", "cpu", TINY_TOKENS)
-        assert small.pass_tokens // TINY_TOKENS == case.pass_tokens // case.row_tokens
-        assert bool(small.last_tokens) == bool(case.last_tokens)
-        assert (small.compute, small.rows) == (case.compute, case.rows)
-
-
-def test_tests_that_were_ended_have_said_how_far_they_came(tmp_path: Path) -> None:
-    lines = ["tests/a.py::b PASSED [1%]", "tests/a.py::c PASSED [2%]", "tests/a.py::d ERROR [3%]"]
-    code = f"print({chr(10).join(lines)!r}, flush=True); import time; time.sleep(60)"
-    (found,) = _run(tmp_path, _piece("one", code), seconds=2)
-    assert (found.state, found.said) == ("ended", "ended after 2 s, 1 error, 2 passed")
-
-
-def test_a_piece_is_told_where_its_report_lies(tmp_path: Path) -> None:
-    code = "import sys; print('{\"where\": \"' + sys.argv[1] + '\"}')"
-    piece = Piece(name="one", what="one", command=("-c", code, "{out}/kept"))
-    (found,) = _run(tmp_path, piece)
-    assert found.figures == [{"where": f"{tmp_path}/kept"}]
-
-
 def test_a_piece_that_is_done_is_not_run_again_at_the_same_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,13 +54,6 @@ def test_a_piece_that_is_done_is_not_run_again_at_the_same_commit(
     assert Path("ran").read_text() == "x"
     _run(tmp_path / "out", piece, commit="def")
     assert Path("ran").read_text() == "xx"
-
-
-def test_a_piece_that_takes_too_long_is_ended_and_keeps_its_figures(tmp_path: Path) -> None:
-    code = "import time; print('{\"n\": 1}', flush=True); time.sleep(60)"
-    (found,) = _run(tmp_path, _piece("slow", code), seconds=1)
-    assert (found.state, found.said, found.figures) == ("ended", "ended after 1 s", [{"n": 1}])
-    assert found.seconds < 30
 
 
 def test_what_fails_or_is_not_installed_says_so_and_the_others_run(tmp_path: Path) -> None:

@@ -7,21 +7,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.bench.studies.cells import CELLS, CellFile, setting_digest
+from dora_pipe.bench.studies.cells import CellFile, setting_digest
 from dora_pipe.bench.studies.offpolicy import (
     BASE,
-    ETAS,
     OBJECTIVES,
-    SEEDS,
     Cell,
     Measured,
     StaleQueue,
-    planned,
     sampled_by,
     steps_of,
     summarise,
@@ -79,26 +75,6 @@ def test_every_kind_of_objective_is_studied_and_each_can_be_trained() -> None:
     assert len(set(map(str, made.values()))) == len(OBJECTIVES), "two names for the same objective"
 
 
-def test_the_whole_study_has_every_objective_at_every_staleness_with_every_seed() -> None:
-    cells = planned([], [], None)
-    assert len(set(cells)) == len(cells)
-    assert set(cells) == {
-        Cell(objective=name, eta=eta, seed=seed)
-        for name in OBJECTIVES
-        for eta in ETAS
-        for seed in range(SEEDS)
-    }
-    assert cells[0] == Cell(objective=BASE, eta=0, seed=0), "what is compared with comes first"
-
-
-def test_a_part_of_the_study_is_the_product_of_what_is_named() -> None:
-    assert planned([0, 8], ["tis"], 2) == [
-        Cell(objective="tis", eta=eta, seed=seed) for seed in (0, 1) for eta in (0, 8)
-    ]
-    assert {cell.objective for cell in planned([3], [], 1)} == {BASE}
-    assert [cell.eta for cell in planned([], ["tis"], 1)] == list(ETAS)
-
-
 def test_a_cell_is_compared_with_the_base_of_its_own_seed() -> None:
     found = summarise(
         [
@@ -118,57 +94,18 @@ def test_a_cell_is_compared_with_the_base_of_its_own_seed() -> None:
     assert base.masked is None
 
 
-def test_a_cell_that_diverged_is_counted() -> None:
-    (found,) = summarise(
-        [measured("cispo", 8, 0, 0.0, diverged_at=3), measured("cispo", 8, 1, 0.5)]
-    )
-    assert found.diverged == 1 and found.seeds == 2
-
-
 # The file of what was measured
 
 STUDIED = {"trainer.learning_rate": 1e-3, "task.options": {"mu": 1.0}}
 S = setting_digest(STUDIED)
 FIRST = measured("grpo", 0, 0, 0.8, setting=S)
-SECOND = measured("tis", 8, 1, 0.7, setting=S, masked=0.25)
 
 
 def opened(folder: Path, setting: Mapping[str, Any] | None = None) -> CellFile[Cell, Measured]:
     return CellFile(folder, STUDIED if setting is None else setting, kind=Measured)
 
 
-def test_what_was_measured_is_there_when_the_study_goes_on(tmp_path: Path) -> None:
-    done = opened(tmp_path)
-    assert done.cells == {}
-    done.add(FIRST)
-    opened(tmp_path).add(SECOND)
-    again = opened(tmp_path)
-    assert again.cells == {FIRST.cell: FIRST, SECOND.cell: SECOND}
-    assert list(again.cells) == [
-        Cell(objective="grpo", eta=0, seed=0),
-        Cell(objective="tis", eta=8, seed=1),
-    ]
-
-
 def test_cells_of_another_setting_are_refused(tmp_path: Path) -> None:
     opened(tmp_path).add(FIRST)
     with pytest.raises(UsageError, match="study of another setting"):
         opened(tmp_path, {**STUDIED, "trainer.learning_rate": 2e-3})
-
-
-def test_a_line_from_elsewhere_is_refused(tmp_path: Path) -> None:
-    opened(tmp_path).add(FIRST)
-    with (tmp_path / CELLS).open("ab") as file:
-        file.write(msgspec.json.encode(measured("grpo", 1, 0, 0.8, setting="t")) + b"\n")
-    with pytest.raises(UsageError, match="line 2 is of another setting"):
-        opened(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "line", [b"no json", b"{}", b'{"setting":"s"}'], ids=["no json", "empty", "a part"]
-)
-def test_a_file_that_is_none_of_ours_is_refused_and_left_alone(tmp_path: Path, line: bytes) -> None:
-    (tmp_path / CELLS).write_bytes(line + b"\n")
-    with pytest.raises(UsageError, match="line 1"):
-        opened(tmp_path)
-    assert (tmp_path / CELLS).read_bytes() == line + b"\n"

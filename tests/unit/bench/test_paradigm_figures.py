@@ -9,7 +9,6 @@ from dora_pipe.bench.studies.entrants import overrides_of, own_setting, reported
 from dora_pipe.bench.studies.paradigms import (
     Cell,
     ParadigmRun,
-    compare,
     crossing,
     isotonic,
     quickness,
@@ -38,24 +37,6 @@ def of_cell(
         training=0.5,
         staleness=1.0,
     )
-
-
-def test_two_seeds_twice_as_fast_are_not_told_apart_from_one() -> None:
-    runs = [run("sync", 0, 100.0), run("dora", 0, 202.0)]
-    runs += [run("sync", 1, 100.0), run("dora", 1, 231.0)]
-    found = {one.entrant: one for one in compare(runs, lambda one: one.samples_per_s, base="sync")}
-    dora = found["dora"]
-    assert (dora.low, dora.high) == pytest.approx((2.02, 2.31))
-    assert dora.seeds == 2
-    assert dora.ratio == pytest.approx((2.02 * 2.31) ** 0.5)
-    assert dora.interval is not None
-    assert dora.interval == pytest.approx((0.92, 5.06), abs=0.01)
-    assert not dora.told_apart
-
-
-def test_a_course_crosses_its_target_between_two_evaluations() -> None:
-    assert crossing([(0.0, 0.4), (10.0, 0.8)], 0.6) == pytest.approx(5.0)
-    assert crossing([(0.0, 0.4), (10.0, 0.5)], 0.6) is None
 
 
 def test_an_evaluation_that_is_lucky_is_pooled_with_the_worse_ones_behind_it() -> None:

@@ -73,13 +73,6 @@ def test_engine_that_may_sample_ids_without_a_token_is_refused_where_there_are_s
         check_capabilities(SimulatedEngine(slots=1, context_tokens=8), config(), Path())
 
 
-def test_engine_without_adapters_is_refused_in_a_lora_run() -> None:
-    asked = config(lora={"rank": 4})
-    check_capabilities(WithAdapters(slots=1, context_tokens=8), asked)
-    with pytest.raises(ConfigError, match="engine simulated cannot host one"):
-        check_capabilities(SimulatedEngine(slots=1, context_tokens=8), asked)
-
-
 @pytest.mark.parametrize(
     ("task", "said", "moves"),
     [

@@ -184,11 +184,3 @@ def test_a_conversation_lasts_until_its_reward_is_asked_for(tmp_path: Path) -> N
     port.poll()
     port.start(effects.RewardCall(request="r", split="train", index=0, answer=last, turns=[last]))
     assert pool.seen[-1].messages == ()  # type: ignore[union-attr]
-
-
-def test_messages_without_a_template_fail_their_request_alone(tmp_path: Path) -> None:
-    tokenizer = Tokenizer(write_chat_model(tmp_path, text=CHATML))
-    port = TaskPort(Pool({"messages": ASKED}), tokenizer)
-    port.start(PromptCall(request="r", split="train", index=0))
-    (failed,) = port.poll()
-    assert isinstance(failed, TaskFailed) and "no chat template" in failed.message

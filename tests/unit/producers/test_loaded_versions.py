@@ -93,11 +93,3 @@ def test_request_of_a_version_that_is_dropped_all_the_same_is_handed_back() -> N
     (failed,) = world.facts(RequestFailed)
     assert (failed.trajectory, failed.error) == ("g0000000000-000", "Retargeted")
     assert list(logged(world)) == ["g0000000001-000"]
-
-
-def test_version_without_room_ends_the_worker_in_one_line() -> None:
-    world = World()
-    worker = hosting(world, 0, 1, 2)
-    world.decide(world.assign(worker, 3))
-    world.until(worker, lambda: worker.machine.finished)
-    assert "3 versions are resident" in worker.machine.error

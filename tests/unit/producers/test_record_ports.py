@@ -125,19 +125,6 @@ def test_chain_is_followed_back_over_gaps_and_comes_oldest_first() -> None:
     assert fetched.why == ""
 
 
-def test_chain_with_a_record_that_is_not_there_breaks() -> None:
-    bus, offsets = _chain(3)
-    fetched = _fetch(bus, offsets[1] + 1)
-    assert fetched.chunks == ()
-    assert f"no record at offset {offsets[1] + 1}" in fetched.why
-
-
-def test_chain_that_names_itself_breaks() -> None:
-    bus, offsets = _log(encode_progress(_chunk(1, 0)))
-    assert offsets == [0]
-    assert "names no earlier one" in _fetch(bus, 0).why
-
-
 def test_chain_on_a_log_that_is_away_is_tried_again_and_given_up_in_the_end() -> None:
     bus, offsets = _chain(2)
     away = MemoryBus(bus.log, faults=ScriptedFaults(polls={0, 1, 2}))

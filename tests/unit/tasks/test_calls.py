@@ -98,14 +98,6 @@ def test_every_kind_of_frame_comes_back_equal() -> None:
         assert not buffer
 
 
-def test_half_a_character_travels_as_its_escape() -> None:
-    said = PromptReady(request="a", text="", episode=False, messages=({"content": "a \ud83d"},))
-    (body,) = unpack(bytearray(pack(CallAnswer(1, said))))
-    frame = calls.UP.decode(body)
-    assert isinstance(frame, CallAnswer) and isinstance(frame.event, PromptReady)
-    assert frame.event.messages == ({"content": "a \\ud83d"},)
-
-
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=60))
 def test_frames_torn_anywhere_are_put_together_again(cuts: list[int]) -> None:
     data = b"".join(pack(frame) for frame in DOWN)

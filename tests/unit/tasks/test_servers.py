@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from dora_pipe.producers.tasks.calls import EpisodeLost, PromptReady, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.servers import PAUSE_MAX_S, Breaker, Places, is_working
-from dora_pipe.schemas.metrics import FailingPlace
 
 _NS = 1_000_000_000
 
@@ -52,22 +51,6 @@ def test_processes_are_dealt_to_servers_and_one_that_failed_gets_one_to_see() ->
     assert places.choose(["a"], _NS) is None
     places.worked("a")
     assert places.choose(["a"], _NS) == "a"
-
-
-def test_a_place_that_fails_is_named_with_its_first_failure_and_its_last_until_it_works() -> None:
-    places = places_of("a", "b")
-    assert places.failing(0) == []
-    places.failed("a", 0, "it died")
-    places.failed("a", _NS, "x" * 1000)
-    said = FailingPlace(
-        task="games", url="a", failures=2, since_ns=17, left_alone=True, why="x" * 200
-    )
-    assert places.failing(_NS) == [said]
-    assert [places.choose([], at * _NS) for at in (1, 3)] == ["b", "a"]
-    assert [one.tries for one in places.failing(3 * _NS)] == [1]
-    assert [one.left_alone for one in places.failing(3 * _NS)] == [False]
-    places.worked("a")
-    assert places.failing(_NS) == []
 
 
 def test_calls_that_fail_are_counted_in_a_row() -> None:

@@ -9,7 +9,7 @@ import platform
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib import import_module
@@ -20,7 +20,6 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import complain, log_to_stderr, name_process, say
 from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
-from dora_pipe.core.own_code import importable
 from dora_pipe.launch.local_roles import (
     ORCHESTRATOR,
     TRACES,
@@ -34,7 +33,7 @@ from dora_pipe.launch.supervisor import WAITED_OUT
 from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces.follow import TraceSender
 from dora_pipe.observe.traces.sinks import HttpSink
-from dora_pipe.producers.engines.registry import engine_kind, open_engine
+from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore
@@ -131,11 +130,6 @@ def share_cores() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _preload(modules: Iterable[str]) -> None:
-    for module in modules:
-        import_module(module)
-
-
 def talk(name: str) -> None:
     """What a role says goes to stderr, with the time and the role's name before it."""
     log_to_stderr(logging.INFO, f"%(asctime)s {name} %(levelname)s %(message)s")
@@ -177,8 +171,6 @@ def orchestrator(
 
 def worker(directory: RunDir, config: Config, name: str) -> None:
     """Be a rollout worker until the run ends or it is drained."""
-    with importable(config.task.directory):
-        _preload(engine_kind(config.workers.engine, config.task.directory).preload)
     from dora_pipe.producers.worker.kv_handover import KvHandover
     from dora_pipe.producers.worker.role import run_worker
 
@@ -223,7 +215,8 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
     from dora_pipe.consumers.trainer.role import run_trainer
 
     need_learner(config)
-    _preload(TRAINER_PRELOAD)
+    for module in TRAINER_PRELOAD:
+        import_module(module)
     log = directory.log_location(config)
     if follows(config, log, directory.policies(config)):
         return

@@ -33,8 +33,6 @@ from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.vllm.options import check_args
 from dora_pipe.store.vocabulary import unassigned_ids
 
-ROLE: Final = "dora_pipe.producers.worker.role"
-
 MOVES: Final = "moves"
 """What a worker declares that lets go of running requests; see `Requests.move`."""
 
@@ -56,8 +54,6 @@ class EngineKind:
     """Modules that it needs."""
     hint: str = ""
     """What to do where one is missing."""
-    preload: tuple[str, ...] = (ROLE,)
-    """Modules that a worker's process imports before its loop."""
     check_model: Callable[[Path, Config], None] | None = None
     """Raises PolicyError for a model directory that it does not take, ConfigError for keys that do
     not go with it, before anything starts."""
@@ -257,8 +253,6 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         open=_open_torch,
         packages=("torch", "transformers", "safetensors"),
         hint=install_hint("torch"),
-        # It does without transformers.
-        preload=("torch", ROLE, "dora_pipe.producers.engines.torch.engine"),
         check_model=_check_torch_model,
         gpus=False,
         routes=True,
@@ -267,8 +261,6 @@ BUILT_IN: Final[Mapping[str, EngineKind]] = {
         open=_open_vllm,
         packages=("vllm", "torch", "transformers", "safetensors", "h11"),
         hint=VLLM_HINT,
-        # Who has a server does without torch.
-        preload=(ROLE, "dora_pipe.producers.engines.vllm.server"),
         check_model=_check_vllm_model,
         lora_rank_max=VLLM_RANK_MAX,
         routes=True,

@@ -43,6 +43,9 @@ FILES: Final = 3
 _NUMBER: Final = struct.Struct("=i")
 
 ALSO: Final = (
+    "dora_pipe.producers.engines.torch.engine",
+    "dora_pipe.producers.engines.vllm.server",
+    "dora_pipe.producers.worker.role",
     "dora_pipe.cli.app",
     "dora_pipe.cli.replay",
     "dora_pipe.launch.run",
@@ -50,7 +53,7 @@ ALSO: Final = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 )
-"""Besides what roles preload."""
+"""Besides what the trainer preloads."""
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -129,13 +132,11 @@ def _server() -> socket.socket:
 def serve() -> None:
     """Fork what is asked for until nobody asks; in a child this is the command itself."""
     from dora_pipe.launch.roles import TRAINER_PRELOAD
-    from dora_pipe.producers.engines.registry import engine_kind
 
     sys.path[0] = str(PROGRAM.parent)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an import starts no CUDA
-    preload = [module for engine in ("vllm", "torch") for module in engine_kind(engine).preload]
-    for module in (*preload, *TRAINER_PRELOAD, *ALSO):
+    for module in (*TRAINER_PRELOAD, *ALSO):
         importlib.import_module(module)
     gc.freeze()
     asked = socket.socket(fileno=0)

@@ -101,6 +101,8 @@ class FakeVllm(ThreadingHTTPServer):
         self.chunk_s = 0.0
         """Between two chunks; none: a stream has ended when its second token is read."""
         self.healthy = True
+        self.stock = False
+        """It has no endpoints for development, as vLLM has none unless it is told."""
         self.cached_tokens = 0
         """Of every prompt, as it says."""
         self.sockets: list[socket.socket] = []
@@ -240,6 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(content) if content else {}
         if path == "/inference/v1/generate":
             self._generate(body)
+        elif path == "/collective_rpc" and server.stock:
+            self._answer({"detail": "Not Found"}, 404)
         elif path == "/collective_rpc":
             self._answer({"results": server.ranks(body)})
         elif path.endswith("load_lora_adapter"):

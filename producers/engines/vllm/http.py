@@ -30,6 +30,12 @@ RECEIVE_BYTES: Final = 1 << 16
 EVENT_BYTES_MAX: Final = 1 << 25
 """Of one server-sent event or answer. A token takes some 150 bytes."""
 
+HINTS: Final = {
+    401: "is it another program, or of another key?",
+    404: "a stock server lacks the worker's extension; start it as docs/vllm.md describes",
+}
+"""Hints for statuses of a call."""
+
 EVENT_END: Final = b"\n\n"
 EVENT_DATA: Final = b"data: "
 EVENT_LAST: Final = b"[DONE]"
@@ -200,7 +206,7 @@ def call(
         raise ResourceError(
             f"vLLM's server at {address} answered {path.partition('?')[0]} with"
             f" {stream.status}: {quoted(answer)}",
-            hint="is it another program, or of another key?" if stream.status == 401 else None,
+            hint=HINTS.get(stream.status),
         )
     try:
         return msgspec.json.decode(answer) if answer else None

@@ -383,8 +383,17 @@ def test_server_that_is_too_small_is_refused(server: FakeVllm, tmp_path: Path) -
         VllmEngine(tmp_path, slots=65, context_tokens=64, address=address)
 
 
+def test_stock_server_is_refused_with_the_page_that_says_how_to_start_one(
+    server: FakeVllm, tmp_path: Path
+) -> None:
+    server.stock = True
+    with pytest.raises(ResourceError, match="answered /collective_rpc with 404") as raised:
+        VllmEngine(tmp_path, slots=1, context_tokens=64, address=Address.of(server.url, server.key))
+    assert raised.value.hint is not None and "stock server" in raised.value.hint
+
+
 def test_server_without_the_extension_says_what_it_lacks(server: FakeVllm, tmp_path: Path) -> None:
-    server.facts = {"error": "its weight transfer is not 'dora-pipe-held'"}
+    server.facts = {"error": "its weight transfer is not 'dora-pipe'"}
     address = Address.of(server.url, server.key)
     with pytest.raises(PolicyError, match="weight transfer"):
         VllmEngine(tmp_path, slots=1, context_tokens=64, address=address)

@@ -45,6 +45,8 @@ class FakeVllm(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
+    stock = False
+    """It has no endpoints for development, as vLLM has none unless it is told."""
 
     def __init__(self, key: str = "key", *, slots: int = 64, context_tokens: int = 256) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -101,8 +103,6 @@ class FakeVllm(ThreadingHTTPServer):
         self.chunk_s = 0.0
         """Between two chunks; none: a stream has ended when its second token is read."""
         self.healthy = True
-        self.stock = False
-        """It has no endpoints for development, as vLLM has none unless it is told."""
         self.cached_tokens = 0
         """Of every prompt, as it says."""
         self.sockets: list[socket.socket] = []

@@ -2,7 +2,8 @@
 
 The client's own text is kept only where nothing better is known. As it only times out where it is
 not let in, that is tried by hand once: a probe is one connection with the TLS handshake, the SASL
-handshake (which also tells a listener with passwords from one without) and the login.
+handshake (which also tells a listener with passwords from one without), the login, and the
+question which brokers there are.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Final
 
 from kafka import errors as kafka_errors
 from kafka.net.sasl import get_sasl_mechanism
+from kafka.protocol.metadata import MetadataRequest, MetadataResponse
 from kafka.protocol.sasl import (
     SaslAuthenticateRequest,
     SaslAuthenticateResponse,
@@ -73,8 +75,6 @@ PROBE_WAIT_S: Final = 5.0
 """For each wait of one probe; a broker that is slower is left to the client's own limit."""
 
 ANSWER_BYTES_MAX: Final = 1024 * 1024
-
-_TIMEOUT_SIGN: Final = "Unable to bootstrap"
 
 _LOGIN_ROUNDS_MAX = 4
 
@@ -243,39 +243,43 @@ def _after(text: str, sign: str) -> str:
     return text.rpartition(sign)[2].rpartition(" (_ssl")[0] or text.rpartition(sign)[2]
 
 
-def probe(servers: Sequence[str], security: KafkaSecurity) -> None:
-    """Raise AccessRefused where the brokers refuse this client, or cannot be trusted.
+def probe(
+    servers: Sequence[str], security: KafkaSecurity, wait_s: float | None = None
+) -> list[str]:
+    """Return the brokers that the cluster names to its clients, none where no server answers.
 
-    Silent as soon as one server lets it in, and when none answers: a broker that hangs up may be
-    one that ends just now, or a proxy before it, so that is left to the client's own limit.
-    Raises ConfigError for a missing secret or a wrong file.
+    Raises AccessRefused where all that answer refuse this client, or cannot be trusted, and
+    ConfigError for a missing secret or a wrong file. A server that hangs up may be a broker that
+    ends just now, or a proxy before it, so that is no answer.
     """
     settings = security.client_settings()
     problem: AccessRefused | None = None
     for server in servers:
         try:
-            _probe(server, security, settings.get("ssl_context"), settings)
+            with _entered(server, security, settings, wait_s or PROBE_WAIT_S) as connection:
+                request = MetadataRequest(version=1, topics=MetadataRequest.NO_TOPICS)
+                answer = _ask(connection, request, MetadataResponse)
+            return [f"{each.host}:{each.port}" for each in answer.brokers]
         except AccessRefused as refused:
             problem = refused
         except (OSError, EOFError):
             continue
-        else:
-            return
     if problem is not None:
         raise problem
+    return []
 
 
-def unreachable(servers: Sequence[str], security: KafkaSecurity, why: str) -> BusError:
+def unreachable(servers: Sequence[str], security: KafkaSecurity) -> BusError:
     """No broker answered: one line, with the likeliest reason."""
+    why = "nothing listens there"
     hint = "is it running (one whose disk is full ends, as its own log says), and is bus.url right?"
     if unknown := [server for server in servers if not _is_known(server)]:
         hosts = ", ".join(split(server)[0] for server in unknown)
         why = f"this machine knows no address of {hosts}"
         hint = "check the host in bus.url, and this machine's DNS or /etc/hosts"
     elif _listens(servers):
-        hint = f"something listens there: is it a Kafka listener for {security.protocol}?"
-    elif _TIMEOUT_SIGN in why:  # that it was waited for in vain is what the line says
-        why = "nothing listens there"
+        why = "what listens there does not answer"
+        hint = f"is it a Kafka listener for {security.protocol}, and its broker running?"
     return BusError(f"no Kafka broker answers at {','.join(servers)}: {why}", hint=hint)
 
 
@@ -315,19 +319,19 @@ def split(server: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _probe(
-    server: str,
-    security: KafkaSecurity,
-    context: ssl.SSLContext | None,
-    settings: dict[str, object],
-) -> None:
+@contextmanager
+def _entered(
+    server: str, security: KafkaSecurity, settings: Mapping[str, Any], wait_s: float
+) -> Iterator[socket.socket]:
     host, port = split(server)
-    with closing(socket.create_connection((host, port), PROBE_WAIT_S)) as plain:
+    context: ssl.SSLContext | None = settings.get("ssl_context")
+    with closing(socket.create_connection((host, port), wait_s)) as plain:
         connection: socket.socket = plain
         try:
             if context is not None:
                 connection = context.wrap_socket(plain, server_hostname=host)
             _log_in_if_asked(connection, server, security, settings)
+            yield connection
         except ssl.SSLCertVerificationError as error:
             raise untrusted(str(error), security) from error
         except (ssl.SSLError, EOFError, ConnectionError) as error:
@@ -337,7 +341,7 @@ def _probe(
 
 
 def _log_in_if_asked(
-    connection: socket.socket, server: str, security: KafkaSecurity, settings: dict[str, object]
+    connection: socket.socket, server: str, security: KafkaSecurity, settings: Mapping[str, Any]
 ) -> None:
     """The SASL handshake, which a listener without SASL refuses, and the login where there is one.
 
@@ -368,7 +372,7 @@ def _log_in_if_asked(
 
 
 def _log_in(
-    connection: socket.socket, security: KafkaSecurity, settings: dict[str, object]
+    connection: socket.socket, security: KafkaSecurity, settings: Mapping[str, Any]
 ) -> None:
     mechanism = get_sasl_mechanism(security.mechanism)(**settings)
     try:

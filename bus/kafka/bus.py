@@ -3,9 +3,9 @@
 An exclusive writer is a transactional producer whose transactional.id is its name: every append is
 one short transaction, a second writer of that name fences the first, and readers are
 `read_committed`, so they see nothing of a fenced writer. Other writers are idempotent producers
-that wait for all acknowledgements. One that does not know the outcome of an append ends its
-producer, so that nothing is retried later, and makes another before the next append; what was on
-the wire may still land behind it. An exclusive writer's successor prevents even that.
+that wait for all acknowledgements. One that does not know the outcome of an append closes its
+producer and makes another before the next append; what the old one still holds may land until its
+delivery limit. An exclusive writer's successor prevents even that.
 
 kafka-python takes whatever it is given: its producer copies every record into memory and never says
 no. So a writer waits until all has landed whenever more would be under way than `InFlight` allows,
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, TypeVar
 
-from kafka import KafkaAdminClient, KafkaProducer
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import TopicPartition as KafkaPartition
 from kafka import errors as kafka_errors
 from kafka.admin import OffsetSpec
@@ -39,6 +39,7 @@ from dora_pipe.bus.checks import (
     check_trimmed,
     first_kept,
 )
+from dora_pipe.bus.kafka import client
 from dora_pipe.bus.kafka.access import (
     QUOTA_HINT,
     cause_of,
@@ -55,9 +56,7 @@ from dora_pipe.bus.kafka.client import (
     NEWS_S,
     PROBE_LIMIT_S,
     QUIET_LIMIT_S,
-    Admin,
     PatientClient,
-    abort,
     bounded,
     client_settings,
     consumer_settings,
@@ -65,17 +64,16 @@ from dora_pipe.bus.kafka.client import (
     ms,
     producer_settings,
     send,
-    throttle_s,
     topic_settings,
 )
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
-from dora_pipe.bus.kafka.driven import DrivenConsumer, DrivenProducer
-from dora_pipe.bus.kafka.records import Fetched
+from dora_pipe.bus.kafka.records import Fetched, records_of
 from dora_pipe.bus.kafka.refused import REFUSED, refusal
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import (
     BusError,
+    Fenced,
     LogTruncated,
     OutcomeUnknown,
     RecordRefused,
@@ -88,6 +86,9 @@ _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 LEADER_LIMIT_S: Final = 10.0
 """A cluster of several brokers has chosen new leaders by then."""
 
+SLOW_LIMIT_S: Final = 120.0
+"""A reader to which no record came for so long is not only slow."""
+
 THROTTLED_S: Final = 30.0
 """A broker that delayed a reader so lately may also delay its answer to the probe."""
 
@@ -97,10 +98,6 @@ IN_FLIGHT_RECORDS_MAX = 4096
 
 IN_FLIGHT_BYTES_MAX = 32 * 1024 * 1024
 """Records of one append that are sent and not acknowledged; one larger record may go alone."""
-
-
-class _Unreachable(BusError):
-    """Nothing answers; what that means is looked at before it is told."""
 
 
 class KafkaBus(Bus):
@@ -136,20 +133,16 @@ class KafkaBus(Bus):
         return our_errors(otherwise, security=self.security, needs=needs, servers=self.servers)
 
     def _connect(self) -> KafkaAdminClient:
-        probe(self.servers, self.security)
-        settings = self.client_settings()
-        try:
-            with self.errors(_Unreachable):
-                admin = Admin(**settings)
-        except _Unreachable as error:
-            raise unreachable(self.servers, self.security, error.message) from error
-        try:
-            brokers = [f"{one.host}:{one.port}" for one in admin._manager.cluster.brokers()]
-            check_advertised(brokers, self.servers)
-        except BusError:
-            admin.close()
-            raise
-        return admin
+        """An administrator's client, made only when a broker answers: one that finds no cluster
+        leaves a thread behind that looks for ever."""
+        until_s = time.monotonic() + client.CONNECT_LIMIT_S
+        while not (brokers := probe(self.servers, self.security)):
+            if time.monotonic() > until_s:
+                raise unreachable(self.servers, self.security)
+            time.sleep(NEWS_S)
+        check_advertised(brokers, self.servers)
+        with self.errors():
+            return KafkaAdminClient(**self.client_settings())
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create the topics that do not exist, on up to three brokers, kept for ever."""
@@ -264,6 +257,10 @@ class KafkaBus(Bus):
         with self.errors(needs=needs), self._lock:
             return _retry_without_leader(lambda: call(self._admin))
 
+    def answers(self) -> bool:
+        """Whether a broker answers on a connection of its own."""
+        return bool(probe(self.servers, self.security, PROBE_LIMIT_S))
+
     def close(self) -> None:
         for part in self._parts:
             part.close()
@@ -303,13 +300,14 @@ class KafkaReader(Reader):
         self._bus = bus
         self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
         self._fetched = Fetched()
+        self._empty = False
+        """Whether the last poll brought nothing."""
         self._heard_s = time.monotonic()
         self._slow = self._warned = False
         self._throttled_s = -math.inf
         with self._errors():
-            self._consumer = DrivenConsumer(
-                **bus.client_settings(), **consumer_settings(len(positions))
-            )
+            settings = {**bus.client_settings(), **consumer_settings(len(positions))}
+            self._consumer, self._client = client.opened(KafkaConsumer, settings)
             self._consumer.assign([KafkaPartition(*tp) for tp in positions])
             for tp, position in positions.items():
                 self._consumer.seek(KafkaPartition(*tp), position)
@@ -331,10 +329,8 @@ class KafkaReader(Reader):
                 if not self._pass_trimmed():
                     raise
                 return []
-            came = [each for part in polled.values() for each in part]
-            self._listen(heard=bool(came))
-            if self._consumer.came_bytes <= bytes_max:
-                return came
+            came, self._empty = records_of(polled), not polled
+            self._listen(heard=bool(polled))
         return self._fetched.take(came, records_max=records_max, bytes_max=bytes_max)
 
     def _pass_trimmed(self) -> bool:
@@ -351,36 +347,38 @@ class KafkaReader(Reader):
     def _listen(self, *, heard: bool) -> None:
         """After a long silence, find out whether it is the log that is quiet or the broker."""
         now_s = time.monotonic()
-        self._slow = False
-        if throttle := throttle_s(self._consumer._manager):
-            heard = self._slow = True  # the broker answers, and says when it will answer again
+        if throttle := self._client.throttle_s():
             self._throttled_s = now_s
-            self._warn(
+            self._be_slow(
                 "a quota of the Kafka cluster (consumer_byte_rate or request_percentage) "
                 f"delays reading by {throttle:.1f} s: slow, and nothing is lost; {QUOTA_HINT}"
             )
-        if not heard and now_s - self._heard_s > QUIET_LIMIT_S:
-            try:
-                with self._errors():
-                    self._consumer.end_offsets(
-                        list(self._consumer.assignment()), timeout_ms=ms(PROBE_LIMIT_S)
-                    )
-            except BusError:
-                throttled = now_s - self._throttled_s < THROTTLED_S
-                if not throttled and not self._consumer.receives(now_s):
-                    raise
-                self._slow = True
-                self._warn("the network to the Kafka cluster is slow: an answer is still coming")
-            else:
-                heard = True
-        if heard:
-            self._heard_s = now_s
+        elif heard or (now_s - self._heard_s > QUIET_LIMIT_S and self._answers(now_s)):
+            self._heard_s, self._slow = now_s, False
 
-    def _warn(self, text: str) -> None:
+    def _answers(self, now_s: float) -> bool:
+        """Whether the partitions' brokers answer; raises BusError in an outage.
+
+        One that answers only on another connection is still busy with an answer on ours.
+        """
+        assigned = list(self._consumer.assignment())
+        try:
+            with self._errors():
+                self._consumer.end_offsets(assigned, timeout_ms=ms(PROBE_LIMIT_S))
+        except BusError:
+            throttled = now_s - self._throttled_s < THROTTLED_S
+            late = now_s - self._heard_s > SLOW_LIMIT_S
+            if not throttled and (late or not self._bus.answers()):
+                raise
+            self._be_slow("the network to the Kafka cluster is slow: an answer is still coming")
+            return False
+        return True
+
+    def _be_slow(self, why: str) -> None:
         """Log why reading is slow, once."""
         if not self._warned:
-            _log.warning(text)
-        self._warned = True
+            _log.warning(why)
+        self._slow = self._warned = True
 
     def position(self, tp: TopicPartition) -> int:
         at = self._assigned(tp)
@@ -391,13 +389,18 @@ class KafkaReader(Reader):
             return int(self._consumer.position(at, timeout_ms=0))
 
     def held_back(self) -> list[TopicPartition]:
-        """Where the last stable offset stays behind the high watermark, by the last answers.
+        """The partitions whose high watermark, by the last answers, lies before what can be read.
 
         Every partition while a quota or a slow network delays this reader.
         """
         self.here.check()
-        held = self._consumer.assignment() if self._slow else self._consumer.held
-        return sorted(TopicPartition(*at) for at in held)
+        assigned = sorted(TopicPartition(*at) for at in self._consumer.assignment())
+        if self._slow or not self._empty:
+            return assigned if self._slow else []
+        return [tp for tp in assigned if self._written(tp) > self.position(tp)]
+
+    def _written(self, tp: TopicPartition) -> int:
+        return int(self._consumer.highwater(KafkaPartition(*tp)) or 0)
 
     def seek(self, tp: TopicPartition, position: int) -> None:
         check_position(tp, position)
@@ -426,7 +429,9 @@ class KafkaWriter(Writer):
         self._name = exclusive
         self.here = OpenedHere("this writer")
         self._broken = False
-        self._producer: KafkaProducer | None = self._open()
+        self._producer: KafkaProducer | None = None
+        self._client: PatientClient | None = None
+        self._open()
 
     def append(self, records: Sequence[Append]) -> list[int]:
         """Append all, in one transaction if exclusive, and return their offsets."""
@@ -437,16 +442,16 @@ class KafkaWriter(Writer):
         check_appends(records, {topic: self._bus.spec(topic) for topic in topics})
         if not records:
             return []
-        producer = self._producer or self._open()
-        self._producer = producer
+        if self._producer is None:
+            self._open()
         try:
-            return self._append(producer, records)
+            return self._append(self._producer, records)
         except RecordRefused:
-            if not self._name:  # the client takes it for fatal; a transaction was aborted
+            if not self._name:  # the client takes it for fatal; an exclusive one was opened anew
                 self._drop()
             raise
         except BusError as error:
-            delay_s = throttle_s(producer._sender._client._manager)
+            delay_s = self._client.throttle_s() if self._client else 0.0
             self._drop()
             if delay_s:
                 raise type(error)(
@@ -477,7 +482,7 @@ class KafkaWriter(Writer):
                 if not isinstance(cause, REFUSED):
                     raise cause from error
                 if self._name:
-                    abort(producer, self._bus.delivery_limit_s)
+                    self._abort(producer, self._name)
                 raise self._bus.refusal(cause, refused or records[0]) from error
             if self._name:
                 left_s = max(COMMIT_LIMIT_S_MIN, until_s - time.monotonic())
@@ -487,32 +492,50 @@ class KafkaWriter(Writer):
     def _needs(self, records: Sequence[Append]) -> str:
         return f"WRITE on topic {', '.join(sorted({record.topic for record in records}))}"
 
-    def _open(self) -> KafkaProducer:
+    def _abort(self, producer: KafkaProducer, name: str) -> None:
+        """Abort a transaction of which the broker refused a record, and begin anew.
+
+        The client counts the refused record and the broker does not, so another producer has to go
+        on. The cluster counts producers of a name: Fenced where ours is not the next one.
+        """
+        before = self._count(name)
+        bounded(producer.abort_transaction, self._bus.delivery_limit_s)
+        discard(producer, self._bus.delivery_limit_s)
+        self._open()
+        if self._count(name) != (before[0], before[1] + 1):
+            raise Fenced(f"a newer writer {name} took over")
+
+    def _count(self, name: str) -> tuple[int, int]:
+        """Id and epoch of the newest producer of a name."""
+        needs = f"DESCRIBE on transactional id {name}"
+        found = self._bus.ask(lambda admin: admin.describe_transactions([name])[name], needs=needs)
+        return int(found.producer_id), int(found.producer_epoch)
+
+    def _open(self) -> None:
         with self._bus.errors(needs=f"WRITE on transactional id {self._name}"):
             settings = {
                 **self._bus.client_settings(),
                 **producer_settings(self._name, self._bus.delivery_limit_s),
             }
-            if not self._name:
-                return DrivenProducer(**settings)
-            producer = KafkaProducer(kafka_client=PatientClient, **settings)
+            producer, self._client = client.opened(KafkaProducer, settings)
             try:
-                producer.init_transactions()
+                if self._name:
+                    producer.init_transactions()
             except kafka_errors.KafkaError:
-                discard(producer)
+                discard(producer, self._bus.delivery_limit_s)
                 raise
-            return producer
+            self._producer = producer
 
     def _drop(self) -> None:
-        """Never use this producer again: what it still holds must not arrive behind our back."""
+        """Never use this producer again."""
         self._broken = self._name is not None
         producer, self._producer = self._producer, None
         if producer is not None:
-            discard(producer)
+            discard(producer, self._bus.delivery_limit_s)
 
     def close(self) -> None:
         if self.here.close() and self._producer is not None:
-            discard(self._producer)
+            discard(self._producer, self._bus.delivery_limit_s)
 
 
 class InFlight:
@@ -545,7 +568,7 @@ class InFlight:
         """Wait for all; every offset since the start, in order. Raises the client's errors."""
         if self._sent:
             # The producer lingers, so that a call makes a few large batches and not many small
-            # ones; now there is nothing more to wait for. A driven one moves only here.
+            # ones; now there is nothing more to wait for.
             self._producer.flush(_left(self._sent[0][3]))
         while self._sent:
             self._wait_for_oldest()
@@ -553,8 +576,7 @@ class InFlight:
 
     def _wait_for_oldest(self) -> None:
         future, _, size, deadline_s = self._sent[0]
-        # Asking is cheaper than waiting: most come with the batch of the one before them.
-        acknowledged = future.value if future.succeeded() else future.get(_left(deadline_s))
+        acknowledged = future.get(_left(deadline_s))
         self._sent.popleft()
         self._offsets.append(int(acknowledged.offset))
         self.bytes -= size

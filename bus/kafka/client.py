@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from kafka import KafkaAdminClient, KafkaProducer
+from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 from kafka.net.compat import KafkaNetClient
 
@@ -78,54 +78,44 @@ def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str
     }
 
 
-class Admin(KafkaAdminClient):  # type: ignore[misc]  # the client has no types
-    """An admin client that is made or leaves nothing behind: the client's own starts a thread
-    before it looks for the cluster, and where it finds none the thread goes on looking for ever."""
-
-    def __init__(self, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        finally:
-            if hasattr(self, "_net") and not hasattr(self, "_closed"):
-                self._closed = False  # without it `close` does nothing
-                self.close()
-
-
 class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
-    """Lets no request to a broker get lost that cannot be reached, as a transaction's coordinator.
+    """The network client of a producer or consumer, by the client's setting `kafka_client`.
 
     A broker that dies is still the leader of partitions for a while when the cluster names it no
-    more. Where the client raises then, it is one that is not ready, and news is asked for.
-
-    The sender means to look for the new coordinator and to try again when it hears `False`; when
-    `await_ready` raises instead, as it does for a broker that refuses the connection, it forgets
-    the request, and its transaction waits for the whole delivery limit.
+    more. Where the client raises then, its sender would never ask for news; and where the broker
+    of a transaction's coordinator refuses the connection, it would forget the request.
     """
 
-    refusals: type[Exception] = kafka_errors.KafkaError
-
-    def ready(self, node_id: Any, **settings: Any) -> bool:
-        """Whether there is a connection; begins one where there is none."""
-        try:
-            return bool(super().ready(node_id, **settings))
-        except kafka_errors.UnknownBrokerIdError:
-            self._manager.cluster.request_update()
-            return False
-
     def maybe_connect(self, node_id: Any, **settings: Any) -> None:
-        """Begin a connection."""
+        """Begin a connection; ask for news of a broker that the cluster does not name."""
         try:
             super().maybe_connect(node_id, **settings)
         except kafka_errors.UnknownBrokerIdError:
-            self._manager.cluster.request_update()
+            self.cluster.request_update()
 
     def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
         """Whether there is a connection now; a refused one is no error, and asked a bit later."""
         try:
             return bool(super().await_ready(node_id, timeout_ms=timeout_ms))
-        except self.refusals:
+        except kafka_errors.KafkaError:
             time.sleep(NEWS_S)  # the cluster may name the dead one for some seconds
             return False
+
+    def throttle_s(self) -> float:
+        """Return the seconds for which a broker's quota still delays this client."""
+        brokers = self.cluster.brokers()
+        return max((self.throttle_delay(each.node_id) for each in brokers), default=0.0) / 1000
+
+
+def opened(kind: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[Any, PatientClient]:
+    """Return a producer or consumer, and its network client."""
+    made: list[PatientClient] = []
+
+    def network(**own: Any) -> PatientClient:
+        made.append(PatientClient(**own))
+        return made[-1]
+
+    return kind(kafka_client=network, **settings), made[-1]
 
 
 def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, Any]:
@@ -192,14 +182,19 @@ def send(producer: KafkaProducer, record: Append) -> Any:
     )
 
 
-def discard(producer: KafkaProducer) -> None:
-    """Close at once, without sending anything that waits.
+def discard(producer: KafkaProducer, limit_s: float) -> None:
+    """Close a producer; what it still holds fails at its delivery limit, behind our back."""
 
-    The public `close` flushes first, and leaves the sending thread running if that takes too long.
-    """
-    producer._sender.force_close()
-    with suppress(kafka_errors.KafkaTimeoutError):
+    def close() -> None:
+        while True:
+            with suppress(kafka_errors.KafkaError):
+                producer.close(timeout=limit_s)
+                break
+
+    try:
         producer.close(timeout=PROBE_LIMIT_S)
+    except kafka_errors.KafkaError:
+        threading.Thread(target=close, name="kafka-close", daemon=True).start()
 
 
 def bounded(call: Callable[[], None], limit_s: float) -> None:
@@ -215,31 +210,6 @@ def bounded(call: Callable[[], None], limit_s: float) -> None:
 
     threading.Thread(target=run, name="kafka-commit", daemon=True).start()
     done.result(limit_s)
-
-
-def abort(producer: KafkaProducer, limit_s: float) -> None:
-    """Abort a transaction of which the broker refused a record, so that another can begin.
-
-    The client counts the refused record and the broker does not, so its epoch must rise; a broker
-    refuses that to a fenced producer. Raises the client's errors, TimeoutError.
-    """
-    until_s = time.monotonic() + limit_s
-    bounded(producer.abort_transaction, limit_s)
-    state = producer._transaction_manager
-    state.bump_producer_id_and_epoch()
-    producer._sender.wakeup()
-    while state.is_bumping_epoch():
-        if time.monotonic() > until_s:
-            raise kafka_errors.KafkaTimeoutError("no new epoch after an aborted append")
-        time.sleep(RETRY_MS / 1000)
-    if state.has_error():
-        raise state.last_error
-
-
-def throttle_s(manager: Any) -> float:
-    """Return the seconds for which a broker's quota still delays these connections."""
-    until_s = max((each._throttle_time for each in list(manager._conns.values())), default=0.0)
-    return max(0.0, float(until_s) - time.monotonic())
 
 
 def ms(seconds: float) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 
 import pytest
@@ -10,20 +9,30 @@ from kafka import errors as kafka_errors
 
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.access import our_errors
-from dora_pipe.bus.kafka.client import Admin, bounded, client_settings, topic_settings
-from dora_pipe.bus.kafka.security import KafkaSecurity
+from dora_pipe.bus.kafka.client import bounded, discard, topic_settings
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import Fenced, OutcomeUnknown
 
 
-def test_an_admin_client_that_finds_no_cluster_leaves_no_thread_that_goes_on_looking() -> None:
-    before = set(threading.enumerate())
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        server = f"127.0.0.1:{silent.getsockname()[1]}"
-        settings = client_settings([server], KafkaSecurity())
-        with pytest.raises(kafka_errors.KafkaTimeoutError):
-            Admin(**{**settings, "bootstrap_timeout_ms": 50})
-    assert set(threading.enumerate()) <= before
+class Stuck:
+    """A producer that cannot be closed before somebody lets it."""
+
+    def __init__(self) -> None:
+        self.free, self.closed, self.tries = threading.Event(), threading.Event(), 0
+
+    def close(self, timeout: float) -> None:
+        self.tries += 1
+        if not self.free.wait(0.01):
+            raise kafka_errors.KafkaTimeoutError
+        self.closed.set()
+
+
+def test_a_producer_that_cannot_be_closed_now_is_closed_later() -> None:
+    producer = Stuck()
+    discard(producer, 1.0)
+    assert not producer.closed.is_set() and producer.tries >= 1
+    producer.free.set()
+    assert producer.closed.wait(30)
 
 
 def test_a_commit_that_never_returns_is_left_at_its_limit() -> None:

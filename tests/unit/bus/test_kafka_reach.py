@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from queue import Queue
 
@@ -63,6 +63,13 @@ def answer(visitor: socket.socket, body: bytes) -> bytes:
     return request
 
 
+def enter(visitor: socket.socket) -> None:
+    """Let a client in without SASL, and name the brokers."""
+    answer(visitor, NO_SASL)
+    with suppress(struct.error):  # who wants SASL asks no more
+        answer(visitor, BROKERS)
+
+
 def offers(*mechanisms: bytes) -> bytes:
     """A SASL handshake's answer."""
     names = b"".join(struct.pack(">h", len(one)) + one for one in mechanisms)
@@ -70,13 +77,16 @@ def offers(*mechanisms: bytes) -> bytes:
 
 
 NO_SASL = struct.pack(">hi", 34, 0)
+BROKERS = struct.pack(">iih5sihii", 1, 7, 5, b"k.one", 9092, -1, 7, 0)
+"""A cluster's answer: one broker, k.one:9092, and no topics."""
+NAMED = ["k.one:9092"]
 REFUSED = struct.pack(">hh", 58, -1) + struct.pack(">i", 0)
 WELCOME = struct.pack(">hh", 0, -1) + struct.pack(">i", 0)
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
 @pytest.mark.parametrize("protocol", ["PLAINTEXT", "SSL", "SASL_PLAINTEXT"])
-def test_a_door_that_hangs_up_or_is_no_kafka_is_left_to_the_client_s_patience(
+def test_a_door_that_hangs_up_or_is_no_kafka_is_no_answer(
     door: Door, said: bytes, protocol: str
 ) -> None:
     """It may be a broker that ends just now, or a proxy whose broker is away."""
@@ -86,7 +96,7 @@ def test_a_door_that_hangs_up_or_is_no_kafka_is_left_to_the_client_s_patience(
         came.put(1)
         visitor.sendall(said)
 
-    probe([door(hang_up)], replace(CLEAR, protocol=protocol))
+    assert probe([door(hang_up)], replace(CLEAR, protocol=protocol)) == []
     assert came.get(timeout=WAIT_S)
 
 
@@ -100,7 +110,7 @@ def test_a_listener_without_tls_is_told_from_one_that_hangs_up(door: Door) -> No
     assert "bus.protocol" in (refused.value.hint or "")
 
 
-def test_a_door_that_says_nothing_is_left_to_the_client_s_patience(door: Door) -> None:
+def test_a_door_that_says_nothing_is_no_answer(door: Door) -> None:
     came: Queue[int] = Queue()
     release = threading.Event()
 
@@ -108,20 +118,18 @@ def test_a_door_that_says_nothing_is_left_to_the_client_s_patience(door: Door) -
         came.put(1)
         release.wait(WAIT_S)
 
-    probe([door(wait)], PLAINTEXT)
+    assert probe([door(wait)], PLAINTEXT) == []
     release.set()
     assert came.get(timeout=WAIT_S)
 
 
-def test_nobody_at_all_is_left_to_the_client_too() -> None:
-    began_s = time.monotonic()
-    probe(["127.0.0.1:1"], PLAINTEXT)
-    assert time.monotonic() - began_s < WAIT_S
+def test_nobody_at_all_is_no_answer_too() -> None:
+    assert probe(["127.0.0.1:1"], PLAINTEXT) == []
 
 
 def test_a_listener_without_sasl_is_entered_without(door: Door) -> None:
-    address = door(lambda visitor: answer(visitor, NO_SASL))
-    probe([address], PLAINTEXT)
+    address = door(enter)
+    assert probe([address], PLAINTEXT) == NAMED
     with pytest.raises(AccessRefused, match="asks for no password"):
         probe([address], CLEAR)
 
@@ -148,10 +156,12 @@ def test_a_login_is_taken_or_refused(door: Door, end: bytes, lets_in: bool) -> N
     def listen(visitor: socket.socket) -> None:
         heard.put(answer(visitor, offers(b"PLAIN")))
         heard.put(answer(visitor, end))
+        if lets_in:
+            answer(visitor, BROKERS)
 
     address = door(listen)
     if lets_in:
-        probe([address], CLEAR)
+        assert probe([address], CLEAR) == NAMED
     else:
         with pytest.raises(AccessRefused, match="wrong name or password") as refused:
             probe([address], CLEAR)
@@ -176,17 +186,14 @@ def test_a_broker_that_cannot_prove_that_it_knows_the_password_is_refused(door: 
 
 def test_one_that_lets_in_is_enough(door: Door) -> None:
     bad = door(lambda visitor: None)
-    asked: Queue[bytes] = Queue()
-    good = door(lambda visitor: asked.put(answer(visitor, NO_SASL)))
-    probe(["127.0.0.1:1", bad, good], PLAINTEXT)
-    assert asked.get(timeout=WAIT_S)
+    assert probe(["127.0.0.1:1", bad, door(enter)], PLAINTEXT) == NAMED
 
 
 def test_what_listens_and_does_not_answer_is_told_from_what_does_not_listen(door: Door) -> None:
-    silent = unreachable(["127.0.0.1:1"], PLAINTEXT, "timed out")
+    silent = unreachable(["127.0.0.1:1"], PLAINTEXT)
     assert "is it running" in (silent.hint or "") and "127.0.0.1:1" in silent.message
-    there = unreachable([door(lambda visitor: None)], PLAINTEXT, "timed out")
-    assert "something listens there" in (there.hint or "")
+    there = unreachable([door(lambda visitor: None)], PLAINTEXT)
+    assert "what listens there does not answer" in there.message
 
 
 @pytest.mark.parametrize("server", ["host", "host:", ":9092", "host:x", "host:99999"])
@@ -202,14 +209,13 @@ def test_an_address_may_be_one_of_version_six() -> None:
 
 
 def test_a_host_without_an_address_is_named_and_not_what_waited_for_it() -> None:
-    why = "kafka: KafkaTimeoutError: Unable to bootstrap from [...]"
-    error = unreachable(["no-such-host.invalid:9092", "127.0.0.1:1"], PLAINTEXT, why)
+    error = unreachable(["no-such-host.invalid:9092", "127.0.0.1:1"], PLAINTEXT)
     assert error.message == (
         "no Kafka broker answers at no-such-host.invalid:9092,127.0.0.1:1: "
         "this machine knows no address of no-such-host.invalid"
     )
     assert "DNS" in (error.hint or "")
-    alone = unreachable(["127.0.0.1:1"], PLAINTEXT, why)
+    alone = unreachable(["127.0.0.1:1"], PLAINTEXT)
     assert alone.message == "no Kafka broker answers at 127.0.0.1:1: nothing listens there"
 
 
@@ -218,7 +224,7 @@ def test_a_name_service_that_is_away_accuses_no_host(monkeypatch: pytest.MonkeyP
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", away)
-    assert "knows no address" not in unreachable(["k.example:9092"], PLAINTEXT, "slow").message
+    assert "knows no address" not in unreachable(["k.example:9092"], PLAINTEXT).message
 
 
 @pytest.mark.parametrize("advertised", ["no-such-host.invalid:9092", "127.0.0.1:1"])

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas import wire
-from dora_pipe.schemas.arrow_frame import Layout, column_names, decompress
+from dora_pipe.schemas.arrow_frame import Layout, decompress
 from dora_pipe.schemas.contexts import Call, counted_places
 from dora_pipe.schemas.headers import describe
 from dora_pipe.schemas.routes import ROUTES_BYTES_MAX, Routes, check_routes, need_entries
@@ -103,7 +103,7 @@ class RecordLayout(Layout, Generic[T]):
 
     def for_stream(self, raw: bytes) -> RecordLayout[T]:
         """In which what a frame held is read."""
-        return self if raw.startswith(self.head) else self.routed
+        return self.routed if self.routed.is_of(raw) else self
 
     def write(self, record: T) -> dict[str, pa.Array]:
         """The columns of a record. Raises SchemaError."""
@@ -430,13 +430,9 @@ def _check_chunk(record: Any) -> None:
 def decode_any_progress(value: bytes) -> AnyProgress:
     """Whichever this record of the progress topic is. Raises SchemaError, nothing else."""
     raw = decompress(value)
-    kinds = (TURN_PROGRESS, EPISODE_PROGRESS, PROGRESS)
-    turn, episode, plain = (raw.startswith((one.head, one.routed.head)) for one in kinds)
-    # Of another version: its columns tell.
-    names = () if turn or episode or plain else column_names(raw)
-    if turn or "call_json" in names:
+    if any(one.is_of(raw) for one in (TURN_PROGRESS, TURN_PROGRESS.routed)):
         return _decoded(TURN_PROGRESS, raw, _turn_arrays)
-    if episode or "segments" in names:
+    if any(one.is_of(raw) for one in (EPISODE_PROGRESS, EPISODE_PROGRESS.routed)):
         return _episode_progress(raw)
     return _decoded(PROGRESS, raw, _progress_arrays)
 

@@ -208,20 +208,16 @@ def test_frame_with_something_behind_it_is_refused() -> None:
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_compressed_arrow_body_is_refused_because_nothing_bounds_it(codec: str) -> None:
-    batch = pa.record_batch({"trajectory": ["x" * 1000]})
+    batch = pa.ipc.open_stream(arrow_frame.decompress(ARROW[0][1])).read_next_batch()
     with pytest.raises(SchemaError, match="body is compressed"):
         decode_trajectory(stream_of(batch, pa.ipc.IpcWriteOptions(compression=codec)))
 
 
-def test_dictionary_is_refused() -> None:
-    batch = pa.record_batch({"trajectory": pa.array(["x"]).dictionary_encode()})
-    with pytest.raises(SchemaError, match="with a dictionary"):
-        decode_trajectory(stream_of(batch))
-
-
 @pytest.mark.parametrize("rows", [0, 2])
 def test_another_number_of_rows_is_refused(rows: int) -> None:
-    batch = pa.record_batch({"trajectory": ["x"] * rows})
+    one = pa.ipc.open_stream(arrow_frame.decompress(ARROW[0][1])).read_all()
+    table = pa.concat_tables([one] * rows) if rows else one.slice(0, 0)
+    (batch,) = table.combine_chunks().to_batches() or [one.to_batches()[0].slice(0, 0)]
     with pytest.raises(SchemaError, match=f"{rows} rows instead of 1"):
         decode_trajectory(stream_of(batch))
 
@@ -230,7 +226,7 @@ def test_stream_that_begins_with_a_record_batch_is_refused() -> None:
     """Arrow itself takes the batch for a schema and reads beyond it."""
     raw = arrow_frame.decompress(ARROW[0][1])
     tail = raw[len(TRAJECTORY.head) :]
-    with pytest.raises(SchemaError, match="record batch message instead of a schema"):
+    with pytest.raises(SchemaError, match="not an Arrow stream"):
         decode_trajectory(zstandard.compress(tail))
 
 

@@ -109,7 +109,8 @@ class Layout:
         # The same bytes as pa.ipc.new_stream writes; the schema message is not built again.
         raw = b"".join((self.head, memoryview(batch.serialize()), END_OF_STREAM))
         self._check_size(raw)
-        self._check_bounds(batch)
+        self._check_bytes(batch)
+        self._check_entries(batch)
         return compress(raw)
 
     def is_of(self, raw: bytes) -> bool:
@@ -125,8 +126,9 @@ class Layout:
         self._check_size(raw)
         try:
             batch = self._read(raw)
-            self._check_bounds(batch)
+            self._check_bytes(batch)
             batch.validate(full=True)
+            self._check_entries(batch)
             for name, array in zip(self.names, batch.columns, strict=True):
                 if array.null_count and not self.schema.field(name).nullable:
                     raise SchemaError("null", path=f"$.{name}")
@@ -158,14 +160,18 @@ class Layout:
         if len(raw) > self._raw_bytes_max:
             raise SchemaError(f"record of {len(raw)} bytes is above {self._raw_bytes_max}")
 
-    def _check_bounds(self, batch: pa.RecordBatch) -> None:
-        """Raise SchemaError for more than is validated or read. Looks at declared lengths only:
-        columns may lie in the same bytes."""
+    def _check_bytes(self, batch: pa.RecordBatch) -> None:
+        """Raise SchemaError for more than is validated. Looks at declared lengths only: columns
+        may lie in the same bytes."""
         for name, column in zip(self.names, batch.columns, strict=True):
             size = sum(each.size for each in column.buffers() if each is not None)
             most = self._wide.get(name, COLUMN_BYTES_MAX)
             if size > most:
                 raise SchemaError(f"column of {size} bytes is above {most}", path=f"$.{name}")
+
+    def _check_entries(self, batch: pa.RecordBatch) -> None:
+        """Raise SchemaError for more entries than are read. The batch is valid."""
+        for name, column in zip(self.names, batch.columns, strict=True):
             if pa.types.is_list(column.type):
                 entries = len(column.values)
                 most = ROWS_MAX if pa.types.is_struct(column.type.value_type) else ENTRIES_MAX

@@ -44,6 +44,7 @@ from dora_pipe.bus.kafka.access import (
     QUOTA_HINT,
     cause_of,
     check_advertised,
+    one_line,
     our_errors,
     probe,
     unreachable,
@@ -133,8 +134,6 @@ class KafkaBus(Bus):
         return our_errors(otherwise, security=self.security, needs=needs, servers=self.servers)
 
     def _connect(self) -> KafkaAdminClient:
-        """An administrator's client, made only when a broker answers: one that finds no cluster
-        leaves a thread behind that looks for ever."""
         until_s = time.monotonic() + client.CONNECT_LIMIT_S
         while not (brokers := probe(self.servers, self.security)):
             if time.monotonic() > until_s:
@@ -142,7 +141,7 @@ class KafkaBus(Bus):
             time.sleep(NEWS_S)
         check_advertised(brokers, self.servers)
         with self.errors():
-            return KafkaAdminClient(**self.client_settings())
+            return client.opened(KafkaAdminClient, self.client_settings())[0]
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
         """Create the topics that do not exist, on up to three brokers, kept for ever."""
@@ -324,7 +323,7 @@ class KafkaReader(Reader):
         if not self._fetched:
             try:
                 with self._errors():
-                    polled = self._consumer.poll(ms(timeout_s), max_records=records_max)
+                    polled = self._polled(ms(timeout_s), records_max)
             except LogTruncated:
                 if not self._pass_trimmed():
                     raise
@@ -332,6 +331,20 @@ class KafkaReader(Reader):
             came, self._empty = records_of(polled), not polled
             self._listen(heard=bool(polled))
         return self._fetched.take(came, records_max=records_max, bytes_max=bytes_max)
+
+    def _polled(self, timeout_ms: int, records_max: int) -> dict[Any, list[Any]]:
+        """Poll the client; an error about a record says where it is."""
+        try:
+            found: dict[Any, list[Any]]
+            found = self._consumer.poll(timeout_ms, max_records=records_max)
+            return found
+        except kafka_errors.CorruptRecordError as error:
+            assigned = sorted(self._consumer.assignment())
+            positions = [(at, self._consumer.position(at, timeout_ms=0)) for at in assigned]
+            where = ", ".join(f"{at.topic}/{at.partition}@{first}" for at, first in positions)
+            raise BusError(
+                f"the Kafka client cannot read a record at or after {where}: {one_line(error)}"
+            ) from error
 
     def _pass_trimmed(self) -> bool:
         """Whether a position, out of range for the broker, is now where a trimmed topic begins."""

@@ -108,14 +108,22 @@ class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no 
 
 
 def opened(kind: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[Any, PatientClient]:
-    """Return a producer or consumer, and its network client."""
+    """Return an admin client, producer or consumer, and its network client.
+
+    The library leaves the network client behind, with its thread, where it finds no cluster.
+    """
     made: list[PatientClient] = []
 
     def network(**own: Any) -> PatientClient:
         made.append(PatientClient(**own))
         return made[-1]
 
-    return kind(kafka_client=network, **settings), made[-1]
+    try:
+        return kind(kafka_client=network, **settings), made[-1]
+    except kafka_errors.KafkaError:
+        for each in made:
+            each.close()
+        raise
 
 
 def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_a_header_name_that_is_no_text_is_one_line_that_names_it(
     producer.send(at.topic, value=b"theirs", headers=[(BytesName("name"), b"v")]).get(WAIT_S)
     producer.close()
     reader = bus.reader({at: 0})
-    with pytest.raises(BusError, match=f"{at.topic}/0@0.*can't decode byte 0xff") as refused:
+    with pytest.raises(BusError, match=f"{at.topic}/0@0.*UnicodeDecodeError") as refused:
         reader.poll(timeout_s=WAIT_S)
     assert "\n" not in refused.value.message
 

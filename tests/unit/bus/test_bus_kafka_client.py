@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import errors as kafka_errors
 
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.access import our_errors
-from dora_pipe.bus.kafka.client import bounded, discard, topic_settings
+from dora_pipe.bus.kafka.client import bounded, client_settings, discard, opened, topic_settings
+from dora_pipe.bus.kafka.security import PLAINTEXT
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import Fenced, OutcomeUnknown
+
+
+@pytest.mark.parametrize("kind", [KafkaAdminClient, KafkaConsumer, KafkaProducer])
+def test_a_client_that_finds_no_cluster_leaves_no_thread(kind: Callable[..., Any]) -> None:
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        settings = client_settings([server], PLAINTEXT)
+        with pytest.raises(kafka_errors.KafkaTimeoutError):
+            opened(kind, {**settings, "bootstrap_timeout_ms": 50})
+    assert set(threading.enumerate()) <= before
 
 
 class Stuck:

@@ -18,9 +18,8 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
@@ -42,7 +41,6 @@ from dora_pipe.bus.checks import (
 from dora_pipe.bus.kafka import client
 from dora_pipe.bus.kafka.access import (
     QUOTA_HINT,
-    cause_of,
     check_advertised,
     one_line,
     our_errors,
@@ -64,10 +62,10 @@ from dora_pipe.bus.kafka.client import (
     discard,
     ms,
     producer_settings,
-    send,
     topic_settings,
 )
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, described, with_settings
+from dora_pipe.bus.kafka.in_flight import InFlight
 from dora_pipe.bus.kafka.records import Fetched, records_of
 from dora_pipe.bus.kafka.refused import REFUSED, refusal
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
@@ -94,11 +92,6 @@ THROTTLED_S: Final = 30.0
 """A broker that delayed a reader so lately may also delay its answer to the probe."""
 
 _Answer = TypeVar("_Answer")
-
-IN_FLIGHT_RECORDS_MAX = 4096
-
-IN_FLIGHT_BYTES_MAX = 32 * 1024 * 1024
-"""Records of one append that are sent and not acknowledged; one larger record may go alone."""
 
 
 class KafkaBus(Bus):
@@ -549,64 +542,3 @@ class KafkaWriter(Writer):
     def close(self) -> None:
         if self.here.close() and self._producer is not None:
             discard(self._producer, self._bus.delivery_limit_s)
-
-
-class InFlight:
-    """The records of one append on their way, oldest first; `limit_s` for each of them.
-
-    Example: ``flight.send(record)`` for each, then ``offsets = in_flight.wait()``.
-    """
-
-    def __init__(self, producer: KafkaProducer, limit_s: float) -> None:
-        self._producer = producer
-        self._limit_s = limit_s
-        self._sent: deque[tuple[Any, Append, int, float]] = deque()  # future, bytes, deadline
-        self._offsets: list[int] = []
-        self.bytes = 0
-        """On their way."""
-
-    def __len__(self) -> int:
-        return len(self._sent)
-
-    def send(self, record: Append) -> None:
-        """Hand it to the producer, as soon as there is room. Raises the client's errors."""
-        size = len(record.key) + len(record.value)  # headers are small, and slow to add up
-        if len(self._sent) >= IN_FLIGHT_RECORDS_MAX or self.bytes + size > IN_FLIGHT_BYTES_MAX:
-            self.wait()
-        deadline_s = time.monotonic() + self._limit_s
-        self._sent.append((send(self._producer, record), record, size, deadline_s))
-        self.bytes += size
-
-    def wait(self) -> list[int]:
-        """Wait for all; every offset since the start, in order. Raises the client's errors."""
-        if self._sent:
-            # The producer lingers, so that a call makes a few large batches and not many small
-            # ones; now there is nothing more to wait for.
-            self._producer.flush(_left(self._sent[0][3]))
-        while self._sent:
-            self._wait_for_oldest()
-        return self._offsets
-
-    def _wait_for_oldest(self) -> None:
-        future, _, size, deadline_s = self._sent[0]
-        acknowledged = future.get(_left(deadline_s))
-        self._sent.popleft()
-        self._offsets.append(int(acknowledged.offset))
-        self.bytes -= size
-
-    def failure(self, error: Exception) -> tuple[Exception, Append | None]:
-        """Return the cause of an error and the record that the broker refused, where there is one.
-
-        Other records of its batch, and later calls, fail with follow-up errors.
-        """
-        with suppress(kafka_errors.KafkaError):
-            if self._sent:
-                self._producer.flush(_left(self._sent[0][3]))
-        failed = [(sent[0], sent[1]) for sent in self._sent if sent[0].failed()]
-        causes = [(cause_of(future.exception), record) for future, record in failed]
-        first = next((each for each in causes if isinstance(each[0], REFUSED)), None)
-        return first or (cause_of(error), None)
-
-
-def _left(deadline_s: float) -> float:
-    return max(0.0, deadline_s - time.monotonic())

@@ -18,7 +18,7 @@ from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
 
 from dora_pipe.bus.checks import FRAME_ROOM_BYTES
 from dora_pipe.bus.kafka import bus as kafka
-from dora_pipe.bus.kafka import bus as kafka_bus
+from dora_pipe.bus.kafka import in_flight as in_flight_module
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
@@ -50,7 +50,7 @@ def test_a_writer_fenced_between_two_records_of_one_append_is_told_so(
         time.sleep(0.3)  # by then the broker has refused the first one
         return sent
 
-    monkeypatch.setattr(kafka_bus, "send", send_slowly)
+    monkeypatch.setattr(in_flight_module, "send", send_slowly)
     with pytest.raises(Fenced):
         old.append(appends(topic, "a", "b", "c"))
 
@@ -172,7 +172,7 @@ def test_a_clock_that_is_hours_ahead_is_named_where_the_broker_refuses_its_time(
         ahead_ms = round((time.time() + 7200) * 1000)
         return producer.send(record.topic, value=record.value, timestamp_ms=ahead_ms)
 
-    monkeypatch.setattr(kafka_bus, "send", send_ahead)
+    monkeypatch.setattr(in_flight_module, "send", send_ahead)
     bus = harness.open()
     topic = topic_on(harness, bus)
     writer = bus.writer(exclusive=harness.topic("w"))

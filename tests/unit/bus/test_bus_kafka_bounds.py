@@ -12,8 +12,8 @@ from kafka import errors as kafka_errors
 from kafka.future import Future
 
 from dora_pipe.bus.checks import record_bytes
-from dora_pipe.bus.kafka import bus as kafka_bus
-from dora_pipe.bus.kafka.bus import InFlight
+from dora_pipe.bus.kafka import in_flight as in_flight_module
+from dora_pipe.bus.kafka.in_flight import InFlight
 from dora_pipe.bus.kafka.records import Fetched
 from dora_pipe.bus.port import Append, Record, TopicPartition
 
@@ -78,8 +78,8 @@ def test_never_more_records_and_bytes_are_under_way_than_the_bounds_allow(
     sizes: list[int], most: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kafka_bus, "IN_FLIGHT_RECORDS_MAX", most)
-        patch.setattr(kafka_bus, "IN_FLIGHT_BYTES_MAX", 50)
+        patch.setattr(in_flight_module, "IN_FLIGHT_RECORDS_MAX", most)
+        patch.setattr(in_flight_module, "IN_FLIGHT_BYTES_MAX", 50)
         in_flight = InFlight(Producer(), limit_s=5)
         for size in sizes:
             in_flight.send(record(size))
@@ -89,7 +89,7 @@ def test_never_more_records_and_bytes_are_under_way_than_the_bounds_allow(
 
 
 def test_a_record_above_the_bound_flies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kafka_bus, "IN_FLIGHT_BYTES_MAX", 10)
+    monkeypatch.setattr(in_flight_module, "IN_FLIGHT_BYTES_MAX", 10)
     producer = Producer()
     in_flight = InFlight(producer, limit_s=5)
     for size in (4, 99, 4):
@@ -102,7 +102,7 @@ def test_no_wait_is_longer_than_what_is_left_of_the_oldest_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = iter([10.0, 11.0, 12.0, 14.0, 99.0])  # sent at 10, 11; flushed at 12; waited for
-    monkeypatch.setattr("dora_pipe.bus.kafka.bus.time.monotonic", lambda: next(now_s))
+    monkeypatch.setattr("dora_pipe.bus.kafka.in_flight.time.monotonic", lambda: next(now_s))
     producer = Producer()
     in_flight = InFlight(producer, limit_s=5)
     in_flight.send(record())

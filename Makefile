@@ -106,7 +106,7 @@ bench: setup ## Measure engine, bus and codec on this machine
 
 sim: setup ## Runs in virtual time under drawn faults: 200 seeds, then every planted bug
 	@$(BIN)/python -m sim --count 200 --jobs 2 $(ARGS)
-	@$(BIN)/python -m sim bugs
+	@$(BIN)/python -m tests.support.mutants.command
 
 kafka: setup ## A real broker on localhost:9092 from Maven's jars, in the foreground (Java 17, Maven)
 	@$(BIN)/python -m infra.kafka $(ARGS)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dora_pipe.core.clock import Clock
 from dora_pipe.producers.tasks.calls import AgentCall as PoolCall
@@ -70,36 +70,20 @@ class AgentError(Exception):
     """What a program raises."""
 
 
-class AgentObserver(Protocol):
-    """Hears what every program of an incarnation is told."""
+class AgentObserver:
+    """Hears what every program of an incarnation is told; this one looks away."""
 
     def began(self, incarnation: int, request: str) -> None:
         """A program begins, or begins again: it has been told nothing."""
-        ...
 
     def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
         """A call is made."""
-        ...
-
-    def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None: ...
-
-    def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None: ...
-
-
-class NoObserver:
-    """Nobody looks."""
-
-    def began(self, incarnation: int, request: str) -> None:
-        """See `AgentObserver`."""
-
-    def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `AgentObserver`."""
 
     def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """See `AgentObserver`."""
+        """A call is refused."""
 
     def told(self, incarnation: int, prompt: Sequence[int], answer: AnswerCall) -> None:
-        """See `AgentObserver`."""
+        """A call is answered."""
 
 
 # What a program asks for
@@ -204,7 +188,7 @@ class Agents:
         self._think_ns = think_ns
         self._befalls = befalls
         self._hang_ns = hang_ns
-        self._observer = observer or NoObserver()
+        self._observer = observer or AgentObserver()
         self._open: set[str] = set()
         self._running: dict[str, _RunningProgram] = {}
         self._begun: set[str] = set()

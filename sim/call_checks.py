@@ -24,6 +24,7 @@ from dora_pipe.schemas.identity import call_seed, group_of, trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.trajectory import Trajectory, TurnProgress
 from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_trajectory
+from dora_pipe.sim.agents import AgentObserver
 
 TOLERANCE: Final = 1e-4
 """Of log-probs, which the log keeps as 32-bit floats."""
@@ -43,7 +44,7 @@ class _Start:
     told: list[Answered] = field(default_factory=list)
 
 
-class CallChecks:
+class CallChecks(AgentObserver):
     """An `AgentObserver`; `wrong` is called with a check of `checks.CHECKS` and what is amiss."""
 
     def __init__(self, wrong: Callable[[str, str], None]) -> None:

@@ -407,6 +407,10 @@ class Delays:
         return self.task_ns + (0 if isinstance(call, PromptCall) else self.slow_ns)
 
 
+def _paced(port: Port, clock: Clock, delay_ns: int, again_ns: int) -> SimPort:
+    return PacedPort(port, clock, delay_ns=lambda effect: delay_ns, again_ns=lambda: again_ns)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlainParts:
     """See the head of this file; `steps_max` engine steps make one event of the world."""
@@ -442,10 +446,7 @@ class PlainParts:
             ports=[
                 TimedTaskPort(TaskPort(tasks, Numbers(), addresses=ADDRESSES), tasks),
                 *([] if agents is None else [agents]),
-                self._codec(site),
-                self._progress(site),
-                self._groups(site),
-                self._handover(site),
+                *self._records(site),
                 self._engine_port(site, engine, plan),
             ],
             engine=engine,
@@ -495,40 +496,17 @@ class PlainParts:
         delay_ns = self.delays.of_task
         return SimTasks(site.clock, answer=self.answer, delay_ns=delay_ns, agents=agents)
 
-    def _codec(self, site: Site) -> SimPort:
-        return PacedPort(
-            CodecPort(site.meter, clock=site.clock),
-            site.clock,
-            delay_ns=lambda effect: self.delays.codec_ns,
-            again_ns=lambda: self.delays.codec_ns,
-        )
-
-    def _progress(self, site: Site) -> SimPort:
-        return PacedPort(
-            ProgressPort(site.open_bus(), site.topics.progress, site.meter, clock=site.clock),
-            site.clock,
-            delay_ns=lambda effect: self.delays.progress_ns,
-            again_ns=lambda: self.delays.progress_ns,
-        )
-
-    def _groups(self, site: Site) -> SimPort:
-        port = GroupPort(
-            site.open_bus(), site.topics.trajectories, site.topics.run, site.meter, clock=site.clock
-        )
-        return PacedPort(
-            port,
-            site.clock,
-            delay_ns=lambda effect: self.delays.progress_ns,
-            again_ns=lambda: self.delays.progress_ns,
-        )
-
-    def _handover(self, site: Site) -> SimPort:
-        return PacedPort(
-            HandoverPort(self.handover, in_thread=False),
-            site.clock,
-            delay_ns=lambda effect: self.delays.handover_ns,
-            again_ns=lambda: 0,
-        )
+    def _records(self, site: Site) -> list[SimPort]:
+        """The ports of a worker that code records, and read and write them."""
+        topics, meter, clock, delays = site.topics, site.meter, site.clock, self.delays
+        groups = GroupPort(site.open_bus(), topics.trajectories, topics.run, meter, clock=clock)
+        progress = ProgressPort(site.open_bus(), topics.progress, meter, clock=clock)
+        return [
+            _paced(CodecPort(meter, clock=clock), clock, delays.codec_ns, delays.codec_ns),
+            _paced(progress, clock, delays.progress_ns, delays.progress_ns),
+            _paced(groups, clock, delays.progress_ns, delays.progress_ns),
+            _paced(HandoverPort(self.handover, in_thread=False), clock, delays.handover_ns, 0),
+        ]
 
     def _engine_port(self, site: Site, engine: Engine, plan: WorkerPlan) -> SimPort:
         inner = EnginePort(

@@ -7,7 +7,7 @@ started it. Worlds and the clusters of tests are made of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,22 +17,20 @@ import msgspec
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
-from dora_pipe.config.storage import keep_every_of, whole_every, with_keep_every
-from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
+from dora_pipe.config.storage import with_keep_every
+from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine
 from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.consumers.trainer.role import trainer_setup
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.retry import retry_bus
 from dora_pipe.core.run_lifecycle import await_stable_offset
 from dora_pipe.core.runtime import Machine, Runtime
-from dora_pipe.core.status_schedule import quiet_ns
-from dora_pipe.core.wait_tracker import Limits
 from dora_pipe.orchestrator.curriculum import Samplers, has_curriculum
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.producers.engines.registry import capabilities
 from dora_pipe.producers.worker.machine import WorkerMachine
-from dora_pipe.producers.worker.request import WorkerSetup
-from dora_pipe.producers.worker.role import agents_by_source, params_by_source, turns_by_source
+from dora_pipe.producers.worker.role import params_by_source, turns_by_source, worker_setup
 from dora_pipe.schemas.control import DataSet, RoleStarted, RunStarted, WorkerJoined, config_digest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import SCHEMA_VERSION, encode, sha256_hex
@@ -172,7 +170,7 @@ def _orchestrator(site: Site) -> Started:
 
 def _trainer(site: Site, parts: Parts) -> Started:
     """Fence the predecessor, read control, take a role epoch."""
-    control, config = site.topics.control, site.config
+    control = site.topics.control
     writer = site.bus.writer(exclusive=f"{site.topics.run}.trainer")
     await_stable_offset(site.bus, [TopicPartition(control, 0)], site.clock)
     history = read_history(site.bus, site.topics, site.clock)
@@ -187,15 +185,8 @@ def _trainer(site: Site, parts: Parts) -> Started:
     )
     writer.append([Append(topic=control, key=KEY, value=encode(started))])
     made = parts.trainer(site, history)
-    setup = TrainerSetup(
-        topics=site.topics,
-        role_epoch=started.role_epoch,
-        checkpoint_every=config.trainer.checkpoint_every,
-        keep_every=keep_every_of(config.store.keep_every, site.run_started),
-        whole_every=whole_every(config, site.run_started.policy.dtype),
-        heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
-        quiet_ns=quiet_ns(config.timing),
-        limits=_limits(config),
+    setup = trainer_setup(
+        site.config, site.run_started, topics=site.topics, role_epoch=started.role_epoch
     )
     machine = TrainerMachine(setup, history, cost=site.meter.cost, cached=made.cached)
     return Started(machine=machine, writer=writer, ports=made.ports)
@@ -210,9 +201,20 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
     joined = encode(_joined(site, plan, made))
     append = Append(topic=site.topics.control, key=plan.name.encode(), value=joined)
     epoch = writer.append([append])[0]
+    data = parts.data(site.config) or data_of(site.config)
     machine = WorkerMachine(
-        _worker_setup(
-            site, epoch, plan, made, decisions_from, parts.data(site.config) or data_of(site.config)
+        worker_setup(
+            site.config,
+            topics=site.topics,
+            worker=plan.name,
+            epoch=epoch,
+            slots=plan.slots,
+            prefetch=plan.prefetch,
+            context_tokens=plan.context_tokens,
+            decisions_from=decisions_from,
+            digests={source: one.digest for source, one in data.items()},
+            params=params_by_source(site.config, made.stop_ids, {}),
+            versions_resident=made.engine.versions_resident,
         ),
         cost=site.meter.cost,
         kv_used=lambda: made.engine.kv_used_tokens,
@@ -244,39 +246,3 @@ def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
         versions_resident=engine.versions_resident,
         elastic=plan.elastic,
     )
-
-
-def _worker_setup(
-    site: Site,
-    epoch: int,
-    plan: WorkerPlan,
-    made: WorkerParts,
-    decisions_from: int,
-    data: Mapping[str, DataSet],
-) -> WorkerSetup:
-    config = site.config
-    agents = agents_by_source(config)
-    return WorkerSetup(
-        topics=site.topics,
-        worker=plan.name,
-        epoch=epoch,
-        slots=plan.slots,
-        prefetch=plan.prefetch,
-        context_tokens=plan.context_tokens,
-        checkpoint_tokens=config.workers.checkpoint_tokens,
-        turns_max=turns_by_source(config),
-        interruptible=config.staleness.interruptible,
-        heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
-        quiet_ns=quiet_ns(config.timing),
-        limits=_limits(config),
-        stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
-        decisions_from=decisions_from,
-        digests={source: one.digest for source, one in data.items()},
-        params=params_by_source(config, made.stop_ids, {}),
-        agents=frozenset(agents),
-        versions_resident=made.engine.versions_resident,
-    )
-
-
-def _limits(config: Config) -> Limits:
-    return Limits(short_s=config.timing.alarm_s, work_s=config.timing.alarm_work_s)

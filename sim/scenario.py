@@ -1,8 +1,9 @@
 """What a seed means: the configuration, the workers and the faults of one simulated run.
 
 Swarm testing: every seed leaves most faults out and has the others more or less often, so that
-between them they meet every combination. Everything is drawn in one fixed order.
-Most runs are short, because long runs spend most of their time after the last fault.
+between them they meet every combination. Most runs are short, because long runs spend most of their
+time after the last fault. A feature that only some seeds have is drawn apart (`_chance`), so that
+another one changes nothing else of a seed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -37,15 +38,6 @@ STEPS_LONG: Final = 11
 SIBLINGS_MEAN: Final = 42
 """Small batches get more steps in a long run."""
 
-Form = Literal["swarm", "long", "plain"]
-"""How a seed is drawn. `swarm`: most runs are short, for many short ones find more than few long
-ones. As seeds were before that, and before there were agents: `long`, and of that without agents
-and what befalls them `plain`."""
-
-LONG_SHARE: Final = 1 / 10
-"""Of seeds in `swarm` whose runs are long: what is deleted, restarted or drawn by history, again
-and again, needs these."""
-
 SHORT_STEPS: Final = (5, 8)
 """Of a short run: at least, at most."""
 
@@ -54,15 +46,8 @@ SHORT_GROUPS: Final = 2
 one sibling more."""
 
 SHORT_WORKERS: Final = 4
-
-SHORT_HEARTBEATS: Final = (0.2, 0.4, 0.4)
-"""Seconds."""
-
 SHORT_TOKENS: Final = 96
-"""Most that a request samples in a short run."""
-
-UPDATES_SHARE: Final = 0.5
-"""Of seeds in `swarm` with batches in parts: each part is an update."""
+WORKERS_MAX: Final = 6
 
 PUBLISHES_MS: Final = (5, 100, 600)
 """A policy is published for so long where batches have parts: the next step begins meanwhile."""
@@ -70,54 +55,27 @@ PUBLISHES_MS: Final = (5, 100, 600)
 SLOW: Final = (1, 1, 1, 6)
 """Generation may be slow beside everything else, on few slots: only then it pays to move."""
 
-WORKERS_MAX: Final = 6
-
-KEEP_EVERY: Final = (0, 1, 2, 3)
-"""Most seeds delete versions; drawn apart, so that a seed's faults stay what they were."""
-
-
-PATIENT_SHARE: Final = 0.3
-"""Of seeds whose tools and judges take long beside sampling; drawn apart, too."""
-
-SEVERAL_SHARE: Final = 0.25
-"""Of seeds whose runs have several tasks and evaluations."""
-
-TOGETHER_SHARE: Final = 0.25
-"""Of seeds some tasks of which have a reward of groups."""
-
-CURRICULUM_SHARE: Final = 0.25
-"""Of seeds some of whose tasks draw their rows, or skip those that are solved."""
-
-IMPATIENT_SHARE: Final = 0.25
-"""Of seeds whose groups have spare siblings; and of those whose groups have a bounded time."""
-
-AGENTS_SHARE: Final = 0.25
-"""Of seeds some of whose tasks are agents."""
-
-RESIDENT_SHARE: Final = 0.3
-"""Of these, whose workers host several versions."""
-
-ELASTIC_SHARE: Final = 0.2
-"""Of seeds in `swarm` some of whose workers sleep while a step is computed."""
-
 AGENTS_SECONDS: Final = 64.0
 """Groups of agents have so long at least, where their time is bounded: else those of slow workers
 would all be over before they end, and the run with them."""
 
-PARTS_SHARE: Final = 1 / 3
-"""Of seeds whose batches are taken in parts, where they have several groups."""
-
-EPISODE_TURNS: Final = (3, 6)
-"""Of long episodes, at least and at most."""
-
-TALKATIVE_SHARE: Final = 0.5
-"""Of seeds in `swarm` whose environments can be told again: their episodes are long."""
-
-PATCHES_SHARE: Final = 0.25
-"""Of seeds in `swarm` whose versions are patches, but for some."""
-
-FOLLOWS_SHARE: Final = 0.25
-"""Of seeds in which C is automatic."""
+SHARES: Final[Mapping[str, float]] = {
+    "long": 0.1,  # what is deleted, restarted or drawn by history again and again needs these
+    "moving": 0.75,  # of slow seeds: those with all faults of moves
+    "patient": 0.3,  # tools and judges take long beside sampling
+    "several": 0.25,  # several tasks and evaluations
+    "together": 0.25,  # some tasks have a reward of groups
+    "curriculum": 0.25,  # some tasks draw their rows, or skip those that are solved
+    "parts": 1 / 3,  # of seeds with several groups a step: batches are taken in parts
+    "updates": 0.5,  # of these: each part is an update
+    "follows": 0.25,  # C is automatic
+    "agents": 0.25,  # some tasks are agents
+    "replayable": 0.5,  # of seeds with episodes: environments that are told the same say the same
+    "talkative": 0.5,  # of these: episodes are long
+    "patches": 0.25,  # versions are patches, but for some
+    "resident sharing": 0.25,  # workers host several versions
+    "elastic": 0.2,  # some workers sleep while a step is computed
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,35 +108,42 @@ class Scenario:
     """The faults stop after so long at the latest."""
 
 
-def draw(seed: int, *, steps: int = 1, resident: bool = False, form: Form = "swarm") -> Scenario:
-    """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``
-
-    With `resident`, most workers host several versions at once. All else stays what it was.
-    """
-    scenario = _drawn(seed, resident=resident)
-    if form != "plain":
-        scenario = _agents(scenario)
-    if form == "swarm":
-        if Random(f"dora-pipe sim long {seed}").random() >= LONG_SHARE:
-            scenario = _short(scenario)
-        scenario = _talkative(_patches(_updates(_refused(scenario))))
-        scenario = replace(scenario, workers=_elastic(seed, scenario.workers))
-    return _with_steps(scenario, max(steps, scenario.config.run.steps))
+def draw(seed: int, *, steps: int = 1) -> Scenario:
+    """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``"""
+    scenario = _agents(_drawn(seed))
+    if _chance(seed, "long") is None:
+        scenario = _short(scenario)
+    scenario = _talkative(_patches(_updates(_refused(scenario))))
+    scenario = replace(scenario, workers=_elastic(seed, _resident(seed, scenario.workers)))
+    steps = max(steps, scenario.config.run.steps)
+    return replace(scenario, config=_changed(scenario.config, run={"steps": steps}))
 
 
-def _drawn(seed: int, *, resident: bool) -> Scenario:
+def _chance(seed: int, what: str) -> Random | None:
+    """The random numbers of a feature; None where the seed does not have it."""
+    chance = Random(f"dora-pipe sim {what} {seed}")
+    return chance if chance.random() < SHARES[what] else None
+
+
+def _changed(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """The configuration with other keys: ``_changed(config, run={"steps": 5})``."""
+    change = msgspec.structs.replace
+    new = {name: change(getattr(config, name), **keys) for name, keys in sections.items()}
+    return change(config, **new)
+
+
+def _drawn(seed: int) -> Scenario:
     chance = Random(f"dora-pipe sim {seed}")
     slow = chance.choice(SLOW)  # See `_is_slow`.
     config = _config(chance, seed, crowded=slow > 1)
-    keep_every = Random(f"dora-pipe sim keep {seed}").choice(KEEP_EVERY)
-    store = msgspec.structs.replace(config.store, keep_every=keep_every)
-    config = _several(seed, msgspec.structs.replace(config, store=store))
+    keep_every = Random(f"dora-pipe sim keep {seed}").choice((0, 1, 2, 3))
+    config = _several(seed, _changed(config, store={"keep_every": keep_every}))
     config = _curriculum(seed, _together(seed, config))
     names = sorted(FAULTS.keys() - set(APART))
     count = chance.randint(ALWAYS, 16)
     faults = {name: chance.choice((0.3, 1.0, 3.0)) for name in chance.sample(names, count)}
     faults[chance.choice(STRIKING)] = 1.0
-    if slow > 1 and Random(f"dora-pipe sim moving {seed}").random() < 0.75:
+    if slow > 1 and _chance(seed, "moving"):
         faults = dict.fromkeys(MOVING, 1.0) | faults
     config = _follows(seed, _parts(seed, _impatient(seed, config, slow)))
     if config.groups.spare or config.groups.seconds_max:
@@ -186,13 +151,10 @@ def _drawn(seed: int, *, resident: bool) -> Scenario:
     first = chance.randint(1, WORKERS_MAX)
     first = max(first, 3) if slow > 1 else first
     rates = "clock-rate" in faults
-    plans = tuple(_plan(chance, number, rates, slow) for number in range(first + 3))
-    if resident:
-        plans = _resident(seed, plans)
     return Scenario(
         seed=seed,
         config=config,
-        workers=plans,
+        workers=tuple(_plan(chance, number, rates, slow) for number in range(first + 3)),
         first=first,
         delays=replace(_delays(chance), slow_ns=_slow_ns(seed)),
         steps_max=chance.choice((1, 2)),
@@ -211,47 +173,41 @@ def _is_slow(seed: int) -> bool:
 
 
 def _short(scenario: Scenario) -> Scenario:
-    """The same with few steps and small groups; drawn apart."""
+    """The same with few steps and small groups."""
     chance = Random(f"dora-pipe sim short {scenario.seed}")
     config, is_slow = scenario.config, _is_slow(scenario.seed)
-    groups, sampling, change = config.groups, config.sampling, msgspec.structs.replace
-    per_step = min(groups.per_step, SHORT_GROUPS)
-    size = min(groups.size, SHORT_GROUPS + is_slow)
-    config = change(
+    per_step = min(config.groups.per_step, SHORT_GROUPS)
+    heartbeat_s = chance.choice((0.2, 0.4, 0.4))
+    config = _changed(
         config,
-        groups=change(groups, size=size, per_step=per_step),
-        trainer=change(config.trainer, parts=min(config.trainer.parts, per_step)),
-        sampling=change(sampling, max_tokens=min(sampling.max_tokens, SHORT_TOKENS)),
-        timing=change(config.timing, heartbeat_s=chance.choice(SHORT_HEARTBEATS)),
+        run={"steps": chance.randint(*SHORT_STEPS)},
+        groups={"size": min(config.groups.size, SHORT_GROUPS + is_slow), "per_step": per_step},
+        trainer={"parts": min(config.trainer.parts, per_step)},
+        sampling={"max_tokens": min(config.sampling.max_tokens, SHORT_TOKENS)},
+        timing={"heartbeat_s": heartbeat_s},
     )
-    short = replace(
+    return replace(
         scenario,
         config=config,
         first=min(scenario.first, SHORT_WORKERS),
         faulty_ns=scenario.faulty_ns // (2 if is_slow else 1),
     )
-    return _with_steps(short, chance.randint(*SHORT_STEPS))
 
 
 def _updates(scenario: Scenario) -> Scenario:
-    """The same with parts that are updates, in half of those seeds that have parts; drawn apart."""
-    chance, config = Random(f"dora-pipe sim updates {scenario.seed}"), scenario.config
-    parts = config.trainer.parts
+    """The same with parts that are updates, in half of those seeds that have parts."""
+    config, parts = scenario.config, scenario.config.trainer.parts
     if parts < 2:
         return scenario
-    trainer = config.trainer
-    if chance.random() < UPDATES_SHARE:
-        trainer = msgspec.structs.replace(trainer, minibatches=parts)
-    return replace(
-        scenario,
-        config=msgspec.structs.replace(config, trainer=trainer),
-        delays=replace(scenario.delays, publish_ns=chance.choice(PUBLISHES_MS) * MS),
-    )
+    chance = Random(f"dora-pipe sim updates {scenario.seed}")
+    if chance.random() < SHARES["updates"]:
+        config = _changed(config, trainer={"minibatches": parts})
+    delays = replace(scenario.delays, publish_ns=chance.choice(PUBLISHES_MS) * MS)
+    return replace(scenario, config=config, delays=delays)
 
 
 def _refused(scenario: Scenario) -> Scenario:
-    """The same with batches that a user refuses, in half of the seeds in which the step after them
-    may have a part; drawn apart."""
+    """The same with batches that a user refuses, in half of the seeds with parts."""
     chance = Random(f"dora-pipe sim refused {scenario.seed}")
     if scenario.config.trainer.parts == 1 or chance.random() < 0.5:
         return scenario
@@ -259,37 +215,26 @@ def _refused(scenario: Scenario) -> Scenario:
 
 
 def _patches(scenario: Scenario) -> Scenario:
-    """The same with versions that are patches of those before them, in one of four seeds, and what
-    befalls these; drawn apart."""
-    chance, config = Random(f"dora-pipe sim patches {scenario.seed}"), scenario.config
-    if chance.random() >= PATCHES_SHARE:
+    """The same with versions that are patches of those before them, and what befalls these."""
+    chance = _chance(scenario.seed, "patches")
+    if chance is None:
         return scenario
     every, checkpoints = chance.choice((2, 4, 8)), chance.choice((2, 3, 5))
     faults = {name: chance.choice((1.0, 3.0)) for name in OF_PATCHES if chance.random() < 0.5}
-    change = msgspec.structs.replace
-    config = change(
-        config,
-        policies=change(config.policies, whole_every=every),
-        trainer=change(config.trainer, checkpoint_every=checkpoints),
+    config = _changed(
+        scenario.config, policies={"whole_every": every}, trainer={"checkpoint_every": checkpoints}
     )
     return replace(scenario, config=config, faults={**scenario.faults, **faults})
 
 
 def _talkative(scenario: Scenario) -> Scenario:
-    """The same with long episodes, in half of those seeds whose environments can be told again;
-    drawn apart."""
-    chance, config = Random(f"dora-pipe sim talkative {scenario.seed}"), scenario.config
-    if not scenario.replayable or chance.random() >= TALKATIVE_SHARE:
+    """The same with long episodes, in half of those seeds whose environments can be told again."""
+    chance = _chance(scenario.seed, "talkative")
+    if not scenario.replayable or chance is None:
         return scenario
-    change, turns = msgspec.structs.replace, chance.randint(*EPISODE_TURNS)
-    return replace(
-        scenario, config=with_each_task(config, lambda task: change(task, turns_max=turns))
-    )
-
-
-def _with_steps(scenario: Scenario, steps: int) -> Scenario:
-    run = msgspec.structs.replace(scenario.config.run, steps=steps)
-    return replace(scenario, config=msgspec.structs.replace(scenario.config, run=run))
+    change, turns = msgspec.structs.replace, chance.randint(3, 6)
+    config = with_each_task(scenario.config, lambda task: change(task, turns_max=turns))
+    return replace(scenario, config=config)
 
 
 def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
@@ -334,34 +279,29 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
 
 
 def _parts(seed: int, config: Config) -> Config:
-    """The same with batches in parts, in one of three seeds; drawn apart."""
-    chance, most = Random(f"dora-pipe sim parts {seed}"), config.groups.per_step
-    if chance.random() >= PARTS_SHARE or most < 2:
+    """The same with batches in parts, in one of three seeds."""
+    chance, most = _chance(seed, "parts"), config.groups.per_step
+    if chance is None or most < 2:
         return config
-    trainer = msgspec.structs.replace(config.trainer, parts=chance.randint(2, most))
-    return msgspec.structs.replace(config, trainer=trainer)
+    return _changed(config, trainer={"parts": chance.randint(2, most)})
 
 
 def _follows(seed: int, config: Config) -> Config:
-    """The same with C automatic, in one of four seeds; drawn apart."""
-    if Random(f"dora-pipe sim follows {seed}").random() >= FOLLOWS_SHARE:
-        return config
-    staleness = msgspec.structs.replace(config.staleness, in_flight_batches="auto")
-    return msgspec.structs.replace(config, staleness=staleness)
+    """The same with C automatic, in one of four seeds."""
+    automatic = {"in_flight_batches": "auto"} if _chance(seed, "follows") else {}
+    return _changed(config, staleness=automatic)
 
 
 def _several(seed: int, config: Config) -> Config:
-    """The same with several tasks and evaluations, in one of four seeds; drawn apart."""
-    chance = Random(f"dora-pipe sim several {seed}")
-    if chance.random() >= SEVERAL_SHARE:
+    """The same with several tasks and evaluations, in one of four seeds."""
+    chance = _chance(seed, "several")
+    if chance is None:
         return config
+    change = msgspec.structs.replace
     ratios = [chance.choice((0.3, 1.0, 2.0, 5.0)) for _ in range(chance.randint(2, 4))]
-    tasks = [
-        msgspec.structs.replace(config.task, name=f"t{place}", ratio=ratio)
-        for place, ratio in enumerate(ratios)
-    ]
+    tasks = [change(config.task, name=f"t{at}", ratio=ratio) for at, ratio in enumerate(ratios)]
     evaluations = [
-        msgspec.structs.replace(
+        change(
             config.evaluation,
             name=f"e{place}",
             task=chance.choice(tasks).name,
@@ -370,7 +310,7 @@ def _several(seed: int, config: Config) -> Config:
         )
         for place in range(chance.randint(2, 3))
     ]
-    return msgspec.structs.replace(
+    return change(
         config,
         task=tasks[0],
         more_tasks=tuple(tasks[1:]),
@@ -380,9 +320,9 @@ def _several(seed: int, config: Config) -> Config:
 
 
 def _together(seed: int, config: Config) -> Config:
-    """The same with groups that are scored together, in one of four seeds; drawn apart."""
-    chance = Random(f"dora-pipe sim together {seed}")
-    if chance.random() >= TOGETHER_SHARE:
+    """The same with groups that are scored together, in one of four seeds."""
+    chance = _chance(seed, "together")
+    if chance is None:
         return config
     reward = (RewardUse(use="sim:place", group=True),)
     first, *more = [
@@ -393,10 +333,9 @@ def _together(seed: int, config: Config) -> Config:
 
 
 def _curriculum(seed: int, config: Config) -> Config:
-    """The same with a sampler or a window, or both, for its tasks, in one of four seeds; drawn
-    apart."""
-    chance = Random(f"dora-pipe sim curriculum {seed}")
-    if chance.random() >= CURRICULUM_SHARE:
+    """The same with a sampler or a window, or both, for its tasks, in one of four seeds."""
+    chance = _chance(seed, "curriculum")
+    if chance is None:
         return config
     return with_each_task(
         config,
@@ -409,37 +348,29 @@ def _curriculum(seed: int, config: Config) -> Config:
 
 
 def _impatient(seed: int, config: Config, slow: int) -> Config:
-    """The same with spare siblings in one of four seeds, and with groups that are not waited for
-    for ever in one of four; drawn apart."""
+    """The same with spare siblings in one of four seeds, and with groups whose time is bounded in
+    one of four."""
     chance = Random(f"dora-pipe sim impatient {seed}")
-    spare = chance.choice((1, 1, 2)) if chance.random() < IMPATIENT_SHARE else 0
+    spare = chance.choice((1, 1, 2)) if chance.random() < 0.25 else 0
     seconds = float(chance.choice((8, 20)) * slow)
-    groups = msgspec.structs.replace(
-        config.groups,
-        spare=spare,
-        seconds_max=seconds if chance.random() < IMPATIENT_SHARE else None,
-    )
-    return msgspec.structs.replace(config, groups=groups)
+    seconds_max = seconds if chance.random() < 0.25 else None
+    return _changed(config, groups={"spare": spare, "seconds_max": seconds_max})
 
 
 def _agents(scenario: Scenario) -> Scenario:
     """The same with agents in place of tasks in one of four seeds, and what befalls these and
-    episodes; drawn apart."""
+    episodes."""
     chance = Random(f"dora-pipe sim agents {scenario.seed}")
     config, faults = scenario.config, dict(scenario.faults)
-    again = Random(f"dora-pipe sim replayable {scenario.seed}").random() < 0.5
-    scenario = replace(scenario, replayable=scenario.episodes and again)
-    some = chance.random() < AGENTS_SHARE
+    again = scenario.episodes and _chance(scenario.seed, "replayable") is not None
+    some = chance.random() < SHARES["agents"]
     kinds = (OF_EPISODES if scenario.episodes or some else ()) + (OF_AGENTS if some else ())
     for name in kinds:
         if chance.random() < 0.5:
             faults[name] = chance.choice((0.3, 1.0))
-    if not some:
-        return replace(scenario, faults=faults)
-    workers, config = scenario.workers, _with_agents(chance, config)
-    if chance.random() < RESIDENT_SHARE:
-        workers = _resident(scenario.seed, workers)
-    return replace(scenario, config=config, faults=faults, workers=workers)
+    if some:
+        config = _with_agents(chance, config)
+    return replace(scenario, config=config, faults=faults, replayable=again)
 
 
 def _with_agents(chance: Random, config: Config) -> Config:
@@ -452,16 +383,12 @@ def _with_agents(chance: Random, config: Config) -> Config:
         )
         for place, task in enumerate(config.tasks)
     ]
-    groups = config.groups
-    if groups.seconds_max is not None:
-        longer_s = max(AGENTS_SECONDS, groups.seconds_max)
-        config = msgspec.structs.replace(
-            config, groups=msgspec.structs.replace(groups, seconds_max=longer_s)
-        )
-    tokens = chance.choice((48, 256))
-    sampling = msgspec.structs.replace(config.sampling, max_tokens=tokens)
+    if config.groups.seconds_max is not None:
+        longer_s = max(AGENTS_SECONDS, config.groups.seconds_max)
+        config = _changed(config, groups={"seconds_max": longer_s})
+    config = _changed(config, sampling={"max_tokens": chance.choice((48, 256))})
     more_tasks = tuple(more) or msgspec.UNSET
-    return msgspec.structs.replace(config, task=first, more_tasks=more_tasks, sampling=sampling)
+    return msgspec.structs.replace(config, task=first, more_tasks=more_tasks)
 
 
 def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:
@@ -476,7 +403,10 @@ def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:
 
 
 def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
-    """The same workers with room for several versions; half of the seeds mix them with others."""
+    """The same workers with room for several versions in one of four seeds; half of these mix them
+    with others."""
+    if not _chance(seed, "resident sharing"):
+        return plans
     chance = Random(f"dora-pipe sim resident {seed}")
     rooms = chance.choice(((2, 3, 5), (1, 2, 4)))
     return tuple(replace(plan, versions=chance.choice(rooms)) for plan in plans)
@@ -484,9 +414,9 @@ def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...
 
 def _elastic(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
     """The same workers, and in some seeds all of them, or every other one, elastic, where they host
-    one version at a time; drawn apart."""
-    chance = Random(f"dora-pipe sim elastic {seed}")
-    if chance.random() >= ELASTIC_SHARE:
+    one version at a time."""
+    chance = _chance(seed, "elastic")
+    if chance is None:
         return plans
     every = chance.choice((1, 2))
     return tuple(
@@ -497,8 +427,8 @@ def _elastic(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]
 
 def _slow_ns(seed: int) -> int:
     """How long tools and judges take in this seed; most are quick."""
-    chance = Random(f"dora-pipe sim patient {seed}")
-    return chance.choice((400, 1500)) * MS if chance.random() < PATIENT_SHARE else 0
+    chance = _chance(seed, "patient")
+    return 0 if chance is None else chance.choice((400, 1500)) * MS
 
 
 def _delays(chance: Random) -> Delays:

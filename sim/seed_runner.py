@@ -60,8 +60,6 @@ class SeedResult:
     """What a seed came to; `check` and `what` are empty if everything held."""
 
     seed: int
-    resident: bool = False
-    """Whether workers hosted several versions at once."""
     check: str = ""
     what: str = ""
     steps: int = 0
@@ -88,15 +86,12 @@ class SeedResult:
     @property
     def again(self) -> str:
         """The command that plays it again."""
-        return f"python -m sim --seed {self.seed}" + (" --resident" if self.resident else "")
+        return f"python -m sim --seed {self.seed}"
 
 
-def run_seed(seed: int, *, steps: int = 1, resident: bool = False) -> SeedResult:
-    """Play one seed, with at least so many steps.
-
-    With `resident`, most workers host several versions at once.
-    """
-    return SeedRun(draw(seed, steps=steps, resident=resident)).run()
+def run_seed(seed: int, *, steps: int = 1) -> SeedResult:
+    """Play one seed, with at least so many steps."""
+    return SeedRun(draw(seed, steps=steps)).run()
 
 
 class SeedRun:
@@ -236,7 +231,6 @@ class SeedRun:
         events = 0 if world is None else world.events
         return SeedResult(
             seed=self.scenario.seed,
-            resident=any(plan.versions > 1 for plan in self.scenario.workers),
             check=check,
             what=what,
             steps=ledger.steps_committed,

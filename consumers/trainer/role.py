@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -158,17 +158,9 @@ def _serve(
     meter: Meter,
     stop: Callable[[], bool],
 ) -> None:
-    port, timing = ThreadPort(_opener(here, history), meter), here.config.timing
-    setup = TrainerSetup(
-        topics=here.topics,
-        role_epoch=role_epoch,
-        checkpoint_every=here.config.trainer.checkpoint_every,
-        keep_every=keep_every_of(here.config.store.keep_every, here.run),
-        whole_every=whole_every(here.config, here.run.policy.dtype),
-        heartbeat_ns=int(timing.heartbeat_s * 1e9),
-        quiet_ns=quiet_ns(timing),
-        limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),
-        transfers=here.transfers,
+    port = ThreadPort(_opener(here, history), meter)
+    setup = trainer_setup(
+        here.config, here.run, topics=here.topics, role_epoch=role_epoch, transfers=here.transfers
     )
     with closing(port), closing(BackgroundWriter(bus.writer())) as status:
         machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
@@ -185,6 +177,20 @@ def _serve(
         with closing(runtime):
             runtime.run(stop)
     LOG.info("trainer ends before step %d", history.next_step)
+
+
+def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
+    """What stays the same while an incarnation lasts: by its configuration, and `own` fields."""
+    timing = config.timing
+    return TrainerSetup(
+        checkpoint_every=config.trainer.checkpoint_every,
+        keep_every=keep_every_of(config.store.keep_every, run),
+        whole_every=whole_every(config, run.policy.dtype),
+        heartbeat_ns=int(timing.heartbeat_s * 1e9),
+        quiet_ns=quiet_ns(timing),
+        limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),
+        **own,
+    )
 
 
 def _opener(

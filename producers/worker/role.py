@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -421,32 +421,41 @@ def _setup(
     epoch: int,
     decisions_from: int,
 ) -> WorkerSetup:
-    config = here.config
-    agents = agents_by_source(config)
     # Task calls that are killed by their own time limit are no alarm.
-    calls_s = TASK_CALLS * max(_longest_call_s(one) for one in config.tasks)
-    return WorkerSetup(
+    calls_s = TASK_CALLS * max(_longest_call_s(one) for one in here.config.tasks)
+    return worker_setup(
+        here.config,
+        calls_s=calls_s,
         topics=here.topics,
         worker=here.name,
         epoch=epoch,
         slots=engine.slots,
-        prefetch=config.workers.prefetch,
+        prefetch=here.config.workers.prefetch,
         context_tokens=engine.context_tokens,
-        checkpoint_tokens=config.workers.checkpoint_tokens,
-        turns_max=turns_by_source(config),
-        heartbeat_ns=int(config.timing.heartbeat_s * 1e9),
-        quiet_ns=quiet_ns(config.timing),
-        stop_timeout_ns=int(config.timing.stop_timeout_s * 1e9),
         decisions_from=decisions_from,
         digests={source: one.data(source).digest for source, one in facts.items()},
         params=params,
-        agents=frozenset(agents),
-        interruptible=config.staleness.interruptible,
-        limits=Limits(
-            short_s=max(config.timing.alarm_s, calls_s), work_s=config.timing.alarm_work_s
-        ),
         transfers=here.transfers,
         versions_resident=engine.versions_resident,
+    )
+
+
+def worker_setup(config: model.Config, *, calls_s: float = 0.0, **own: Any) -> WorkerSetup:
+    """What a worker incarnation is told once: by its configuration, and `own` fields.
+
+    Task calls that take up to `calls_s` are no alarm.
+    """
+    timing = config.timing
+    return WorkerSetup(
+        checkpoint_tokens=config.workers.checkpoint_tokens,
+        turns_max=turns_by_source(config),
+        heartbeat_ns=int(timing.heartbeat_s * 1e9),
+        quiet_ns=quiet_ns(timing),
+        stop_timeout_ns=int(timing.stop_timeout_s * 1e9),
+        agents=frozenset(agents_by_source(config)),
+        interruptible=config.staleness.interruptible,
+        limits=Limits(short_s=max(timing.alarm_s, calls_s), work_s=timing.alarm_work_s),
+        **own,
     )
 
 

@@ -6,11 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Iterable
 
-import msgspec
 import pytest
 
 from dora_pipe.sim.faults import OF_AGENTS, OF_EPISODES
-from dora_pipe.sim.scenario import AGENTS_SECONDS, Form, Scenario, draw
+from dora_pipe.sim.scenario import Scenario, draw
 from dora_pipe.sim.seed_runner import SeedResult, run_seed
 
 FIRST, MORE = range(9, 14), range(14, 400)
@@ -38,22 +37,6 @@ def test_seeds_with_agents_hold() -> None:
     assert [one.line for one in results if not one.holds] == []
     assert all(one.states["call answered"] > 50 for one in results)
     assert any(one.states["call answered again"] for one in results)
-
-
-def test_agents_come_to_one_of_four_seeds_and_change_nothing_else_of_it() -> None:
-    forms: tuple[Form, ...] = ("plain", "long")
-    drawn = [[draw(seed, form=one) for one in forms] for seed in range(200)]
-    assert 30 <= sum(has_agents(one) for _, one in drawn) <= 70
-    for before, one in drawn:
-        assert not has_agents(before) and before.faults.keys().isdisjoint(KINDS)
-        assert before.faults.items() <= one.faults.items()
-        groups = before.config.groups
-        if has_agents(one) and groups.seconds_max:
-            longer_s = max(AGENTS_SECONDS, groups.seconds_max)
-            groups = msgspec.structs.replace(groups, seconds_max=longer_s)
-        assert (before.config.run, groups) == (one.config.run, one.config.groups)
-        if not (has_agents(one) or one.episodes):
-            assert one == before
 
 
 @pytest.mark.pure

@@ -110,12 +110,6 @@ def test_command_line_runs_without_extras(slim: Path, tmp_path: Path) -> None:
     assert "Usage" in run([str(slim / "dora-pipe"), "--help"], tmp_path)
 
 
-def test_planted_bugs_of_an_installed_wheel_say_where_they_are(slim: Path, tmp_path: Path) -> None:
-    line = f"{slim / 'python'} -m dora_pipe.sim bugs 2>&1"
-    out = run(["sh", "-c", line], tmp_path, code=2)
-    assert "error: planted bugs are not installed" in out and "in a checkout" in out
-
-
 def test_wheel_without_extras_audits_a_run_names_a_damage_and_shows_what_is_there(
     slim: Path, recorded: RecordedRun, tmp_path: Path
 ) -> None:

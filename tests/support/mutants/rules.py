@@ -123,7 +123,8 @@ def _first_finished(patches: Patches) -> None:
     order: dict[str, int] = {}
 
     def note(line: list[Finished], one: Finished) -> None:
-        order.setdefault(one.group, len(order))
+        if isinstance(one, Finished):
+            order.setdefault(one.group, len(order))
         insort(line, one)
 
     patches.put(transitions, "insort", note)

@@ -30,7 +30,7 @@ class _Traced(SeedRun):
 @pytest.mark.parametrize("seed", [2, *more([0, 1, 3, 4, 5])])
 def test_paths_are_unbroken_in_a_simulated_run_with_faults(seed: int) -> None:
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
-    seed_run = _Traced(draw(seed, form="long"))
+    seed_run = _Traced(draw(seed, steps=14))
     assert seed_run.run().holds
     assert seed_run.trained >= 10
 

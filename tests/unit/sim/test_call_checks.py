@@ -15,6 +15,7 @@ from dora_pipe.core.runtime import Machine
 from dora_pipe.producers.worker.effects import AnswerCall
 from dora_pipe.schemas.rounds import Dispatch, decode_round
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.sim.agents import AgentObserver
 from dora_pipe.sim.call_checks import CallChecks, answers_of, length_of, strange_token
 from dora_pipe.sim.fault_injector import FaultInjector
 from dora_pipe.sim.faulty_parts import FaultyParts
@@ -30,7 +31,7 @@ SEED = 9
 
 
 @dataclass
-class Recorder:
+class Recorder(AgentObserver):
     """Keeps what the checks would be told of a run."""
 
     steps: list[Step] = field(default_factory=list)

@@ -27,13 +27,6 @@ def test_every_way_is_measured_at_every_length() -> None:
         assert one.bytes_per_token == one.bytes / one.tokens
 
 
-def test_bytes_are_those_of_the_same_trajectory() -> None:
-    size = {one.way: one.bytes for one in bench_codec([2048])}
-    assert size["raw arrays"] == 9 * 2048
-    assert size["trajectory record"] == len(encode_trajectory(sample_trajectory(2048))[0])
-    assert size["trajectory record"] < size["raw arrays"] < size["JSON"]
-
-
 @pytest.mark.parametrize("tokens", [1, 3, 2048])
 def test_sample_is_a_sound_trajectory_and_the_same_one_every_time(tokens: int) -> None:
     sample = sample_trajectory(tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dora_pipe.bench.step_memory import MemoryCase, bench_step_memory, memory_cases, prepared
+from dora_pipe.bench.step_memory import MemoryCase, bench_step_memory, prepared
 
 TOKENS, HEAD_VOCABULARY = 512, 100_000
 LOGITS_MB = TOKENS * HEAD_VOCABULARY * 4 / 1e6
@@ -56,15 +56,3 @@ def test_the_peak_of_a_process_holds_what_is_allocated() -> None:
     (whole,) = bench_step_memory([head(0)])
     assert whole.peak_mb > 2 * LOGITS_MB
     assert whole.process_mb > whole.peak_mb
-
-
-def test_cases_are_the_head_and_the_step_that_are_asked_for() -> None:
-    assert [one.tokens for one in memory_cases(1600, 1000, 0)] == [1600, 100, 100]
-    step = memory_cases(1600, 1000, 800)[3:]
-    assert [(one.gradient_checkpointing, one.head_chunk_tokens) for one in step] == [
-        (True, "auto"),
-        (False, "auto"),
-        (False, 0),
-    ]
-    (least,) = memory_cases(0, 1000, 800, least=True)
-    assert (least.what, least.gradient_checkpointing) == ("step", True)

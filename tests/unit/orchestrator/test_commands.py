@@ -184,24 +184,3 @@ def test_stop_after_what_is_no_step_to_come_is_rejected(args: dict[str, Any], wh
     stage.tell(records.command("stop", **args))
     assert why in stage.state.counters.rejection
     assert unchanged(before, stage.state)
-
-
-@pytest.mark.parametrize("etas", [(3, 0), (0, 3), (2, 1, 0, 3)])
-def test_bound_goes_up_and_down_while_dispatched_groups_keep_their_deadlines(
-    etas: tuple[int, ...],
-) -> None:
-    stage = running(run__steps=12, groups__per_step=1, staleness__max_staleness=1)
-    for eta in etas:
-        before = {one.spec.group: one.spec.deadline for one in stage.state.groups.values()}
-        stage.tell(records.command("set", staleness__max_staleness=eta))
-        stage.tell(records.command("set", staleness__in_flight_batches=eta + 1.0))
-        kept = {one.spec.group: one.spec.deadline for one in stage.state.groups.values()}
-        assert kept == before
-        stage.settle()
-        for _ in range(2):
-            stage.step()
-        fresh = [one.spec for one in stage.state.groups.values() if one.spec.group not in before]
-        assert all(one.deadline <= one.version + max(etas) for one in fresh)
-    for _ in range(30):
-        stage.step()
-    assert stage.state.done and stage.state.counters.fates["trained"] == 12

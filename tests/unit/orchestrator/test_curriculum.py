@@ -110,16 +110,6 @@ def test_rows_are_drawn_by_the_weights_of_a_users_function() -> None:
     assert [one.spec.data_epoch for one in found] == [place // ROWS for place in range(len(found))]
 
 
-def test_solved_rows_are_not_drawn_unless_nothing_else_has_a_weight() -> None:
-    weigh: list[float] = [1.0] * ROWS
-    stage = stage_of(lambda *_: weigh, task__drop_solved=1.0)
-    late = play(stage, even, steps=25)[-10:]
-    assert all(one.spec.index % 2 for one in late)
-    weigh[:] = [float(index % 2 == 0) for index in range(ROWS)]
-    found = play(stage, even, steps=3)[-2:]
-    assert all(one.spec.index % 2 == 0 and "is solved" in one.reason for one in found)
-
-
 def wrong(rows: Sequence[RowStats], version: int) -> list[float]:
     raise KeyError("hard")
 

@@ -105,15 +105,6 @@ def test_later_the_share_of_the_window_decides() -> None:
     assert len(failures.failed) <= WINDOW_MIN
 
 
-@pytest.mark.parametrize("share", [1.0, None])
-def test_share_of_one_and_an_older_run_without_the_key_never_halt(share: float | None) -> None:
-    rules = Groups(per_step=1, failed_share_max=share)
-    failures = Failures()
-    for at in range(1, 200):
-        failures = note(failures, rules, at=at, error="E", trajectory="t")
-        assert halt_due(failures, rules, at=at) is None
-
-
 def test_resume_lets_a_halted_run_go_on_and_counts_anew() -> None:
     stage = running()
     fail_until_halted(stage)

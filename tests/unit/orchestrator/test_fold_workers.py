@@ -30,15 +30,6 @@ def test_nowhere_to_joined_takes_the_offset_as_role_epoch() -> None:
     assert (worker.epoch, worker.target, worker.hosted, worker.room) == (epoch, -1, -1, 5)
 
 
-def test_joined_to_loading_to_ready() -> None:
-    stage = Stage().begin()
-    epoch = stage.join("w0")
-    stage.plan()
-    assert stage.state.workers["w0"].loading
-    stage.tell(records.ready("w0", epoch, 0))
-    assert not stage.state.workers["w0"].loading
-
-
 def test_remains_loading_when_it_reports_another_version_or_other_weights() -> None:
     stage = Stage().begin()
     epoch = stage.join("w0")
@@ -126,17 +117,6 @@ def test_first_record_of_the_present_attempt_binds_and_a_doubled_append_is_harml
     assert result is not None and result.taken is not None
     assert result.taken.offset == 100
     assert (stage.state.counters.logged, stage.state.counters.superseded) == (1, 1)
-
-
-def test_older_attempt_of_a_living_worker_is_superseded() -> None:
-    stage = one_group()
-    old = stage.placed[FIRST]
-    stage.tell(records.failed(old))
-    stage.settle()
-    assert stage.placed[FIRST].attempt == 2
-    stage.tell(records.logged(old))
-    assert stage.state.counters.superseded == 1
-    assert FIRST in stage.state.requests
 
 
 def test_retryable_failure_queues_again_until_attempts_are_used_up() -> None:

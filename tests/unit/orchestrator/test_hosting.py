@@ -102,37 +102,3 @@ def test_victim_is_of_the_newest_version_even_if_an_older_host_is_emptier() -> N
     assert hosting.victims(stage.state) == {"a"}
     stage.finish(stage.running("b")[0])
     assert hosting.victims(stage.state) == {"b"}
-
-
-def test_worker_that_has_just_loaded_a_newer_version_gives_way_to_an_older_orphan() -> None:
-    stage = Stage(groups__per_step=1, groups__size=2, staleness__max_staleness=3).begin()
-    stage.worker("v0", slots=4)
-    stage.finish_group("g0000000000")
-    stage.settle()
-    stage.commit()
-    stage.join("w", slots=1)
-    stage.plan()
-    assert targets(stage) == {"v0": 0, "w": 1}
-    stage.load()
-    stage.plan()
-    place = stage.placed[stage.running("w")[0]]
-    stage.tell(records.failed(place))
-    stage.lose("v0")
-    (assigned,) = [one for one in stage.plan() if isinstance(one, Assign)]
-    assert (assigned.worker, assigned.version) == ("w", 0)
-    assert 1 in stage.state.queues, "version 1 waits, oldest first"
-
-
-def test_old_version_keeps_only_as_many_workers_as_its_requests_need() -> None:
-    stage = Stage(groups__per_step=4, groups__size=1, groups__min_valid_siblings=1).begin()
-    stage.worker("a", slots=4)
-    stage.worker("b", slots=4)
-    workers = list(stage.state.workers.values())
-    assert [len(one.requests) for one in workers] == [4, 4]
-    stage.finish(stage.running("b")[0])
-    stage.finish(stage.running("b")[0])
-    stage.finish(stage.running("a")[0])
-    kept = hosting.kept(stage.state, 0)
-    assert [one.name for one in kept] == ["a", "b"], "five open requests, four slots each"
-    stage.finish(stage.running("b")[0])
-    assert [one.name for one in hosting.kept(stage.state, 0)] == ["a"]

@@ -106,16 +106,6 @@ def test_bound_that_goes_down_holds_at_once_for_an_automatic_c() -> None:
     assert stage.state.in_flight_batches == 1.0
 
 
-def test_user_may_set_a_number_and_give_it_back() -> None:
-    stage = stage_of()
-    starve(stage, 3)
-    stage.tell(records.command("set", staleness__in_flight_batches=1.5))
-    assert stage.state.in_flight_batches == 1.5
-    stage.tell(records.command("set", staleness__in_flight_batches="auto"))
-    assert stage.state.in_flight_batches >= START
-    assert not stage.state.counters.rejected
-
-
 def test_batch_with_another_c_is_refused_by_the_fold() -> None:
     stage = stage_of()
     for name in sorted(stage.running())[:4]:

@@ -48,22 +48,3 @@ def test_gap_in_listening_counts_against_nobody() -> None:
     listen(found, 1001, 1004)
     assert found.expired([A], 1004) == []
     assert found.expired([A], 1005) == [A], "what had run down before the gap stays run down"
-
-
-def test_time_in_which_the_log_was_held_back_counts_against_nobody() -> None:
-    found = leases()
-    found.turn(0)
-    found.start([A, B], 0)
-    listen(found, 1, 5)
-    found.renew(B, 5)
-    found.hold(True)
-    for now in range(6, 106):
-        found.turn(now)
-        assert found.expired([A, B], now) == []
-        assert found.due_ns() is None
-    found.hold(False)
-    listen(found, 106, 109)
-    assert found.expired([A, B], 109) == []
-    assert found.due_ns() == 110
-    assert found.expired([A, B], 110) == [A], "what had run down before stays run down"
-    assert found.expired([A, B], 115) == [A, B]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.core.runtime import CaughtUp, Now, Outputs, StopAsked
+from dora_pipe.core.runtime import CaughtUp, Now, Outputs
 from dora_pipe.orchestrator import planner
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.machine import OrchestratorMachine
@@ -18,7 +18,6 @@ from dora_pipe.schemas.metrics import Cost, OrchestratorStatus, WorkerStatus, de
 from dora_pipe.schemas.rounds import (
     Assign,
     Fence,
-    GroupExpired,
     LeaseExpired,
     PlanPeriod,
     Progressed,
@@ -162,23 +161,6 @@ def test_rounds_fold_to_the_machines_own_state() -> None:
     assert bench.rounds[-1].state_digest == state.digest()
 
 
-def test_round_time_is_the_wall_clock_at_first_and_never_goes_back() -> None:
-    bench = Bench()
-    assert bench.rounds[0].now_ns == WALL_NS + 100 * 10**9
-    bench.wait(3)
-    bench.serving()
-    times = [one.now_ns for one in bench.rounds]
-    assert times == sorted(times)
-    assert times[-1] - times[0] == 3 * 10**9
-    # A successor on a machine whose wall clock is behind goes on from the last round.
-    state = bench.machine.state
-    later = Bench(state=state, started=False)
-    later.now_s = 1.0
-    before = state.now_ns
-    later.react(later.fact(records.role_started("orchestrator", 1)), CaughtUp())
-    assert later.rounds[0].now_ns == before
-
-
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "DECISIONS_MAX", 6)
     bench = Bench(groups__per_step=8)
@@ -234,20 +216,6 @@ def test_an_outage_of_the_orchestrator_itself_fences_nobody() -> None:
     assert [type(one) for one in bench.wait(1)][:2] == [LeaseExpired, Fence]
 
 
-def test_worker_that_joins_again_before_its_lease_ends_passes_its_progress_on() -> None:
-    bench = Bench()
-    epoch = bench.serving()
-    lost = sorted(bench.machine.state.workers["w0"].requests)
-    resume = Resume(tokens=30, partition=0, offset=8)
-    bench.turn(bench.status("w0", epoch, **{lost[0].replace("-", "_"): resume}))
-    found = bench.turn(bench.fact(records.joined("w0")))
-    assert found[0] == Progressed(trajectory=lost[0], resume=resume)
-    found = bench.turn(bench.fact(records.ready("w0", bench.offset, 0)))
-    placed = {one.trajectory: one for one in placed_by(found)}
-    assert placed[lost[0]].resume == resume
-    assert placed[lost[0]].attempt == 2
-
-
 def test_status_goes_out_without_news_and_says_what_the_run_waits_for() -> None:
     bench = Bench()
     bench.published.clear()
@@ -268,28 +236,3 @@ def test_unreadable_control_goes_to_the_dead_letters_and_the_rest_goes_on() -> N
     assert letter.value == bad.value
     assert bench.machine.state.counters.unreadable == 1
     assert "w0" in bench.machine.state.workers
-
-
-def test_asked_to_stop_it_finishes_its_round_and_ends_without_stopping_the_run() -> None:
-    bench = Bench()
-    bench.react(bench.fact(records.joined("w0")), StopAsked())
-    assert bench.machine.finished
-    assert not bench.machine.state.done
-    assert [type(one) for one in bench.rounds[-1].decisions] == [Assign]
-
-
-def expired_in(bench: Bench) -> list[str]:
-    """Groups whose time a round says is over."""
-    seen = [one for round_ in bench.rounds for one in round_.observations]
-    return [one.group for one in seen if isinstance(one, GroupExpired)]
-
-
-def test_the_time_of_a_group_is_over_once_and_not_before() -> None:
-    bench = Bench(groups__seconds_max=20.0, timing__lease_s=1000.0)
-    bench.serving("w0", slots=4)
-    first = sorted(bench.machine.state.groups)
-    assert first
-    bench.wait(19.0)
-    assert expired_in(bench) == []
-    bench.wait(3.0)
-    assert sorted(expired_in(bench)) == first

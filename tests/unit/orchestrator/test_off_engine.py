@@ -123,12 +123,3 @@ def test_a_status_is_observed_when_it_says_another_number_and_once() -> None:
     assert len(bench.rounds) == rounds, "what is known already makes no round"
     assert seen(bench.turn(status(bench, epoch, 0))) == [0]
     assert seen(bench.turn(status(bench, epoch - 1, 3))) == [], "of another incarnation"
-
-
-def test_with_many_slots_a_small_difference_is_not_observed_but_the_last_one_is() -> None:
-    bench = Bench(**MANY)
-    epoch = bench.serving(slots=64)
-    assert seen(bench.turn(status(bench, epoch, 40))) == [40]
-    assert seen(bench.turn(status(bench, epoch, 43), status(bench, epoch, 37))) == []
-    assert seen(bench.turn(status(bench, epoch, 36))) == [36]
-    assert seen(bench.turn(status(bench, epoch, 10**6))) == [len(bench.machine.state.requests)]

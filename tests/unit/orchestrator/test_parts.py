@@ -10,7 +10,7 @@ from dora_pipe.config.checks import problems_of
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.schemas.control import AnyControl
-from dora_pipe.schemas.rounds import End, StopRun, TakeBatch, TakePart
+from dora_pipe.schemas.rounds import TakeBatch, TakePart
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_records import make_config
 from tests.support.orchestrator_stage import Stage
@@ -100,30 +100,6 @@ def test_part_after_a_step_that_comes_to_nothing_is_given_up(how: str) -> None:
     assert stage.state.groups[part.groups[0].group].phase == "finished"
     stage.complete()
     assert stage.state.version == 9
-
-
-@pytest.mark.parametrize("keys", [{"trainer__learning_rate": 0.5}, {"staleness__max_staleness": 2}])
-def test_change_of_settings_gives_parts_up_and_they_are_taken_anew(keys: dict[str, Any]) -> None:
-    stage = running()
-    finish(stage, 2, 5)
-    before = sum(stage.state.deadlines.values())
-    stage.tell(records.command("set", **keys))
-    assert stage.state.parts == []
-    assert sum(stage.state.deadlines.values()) == before
-    assert {one.phase for one in stage.state.groups.values()} == {"generating", "finished"}
-    anew = [one for one in stage.settle() if isinstance(one, TakePart)]
-    assert [(one.part, one.groups[0].group) for one in anew] == [(0, name(2)), (1, name(5))]
-
-
-def test_stop_that_leaves_no_step_cancels_the_groups_of_parts_too() -> None:
-    stage = running()
-    finish(stage, 2, 5)
-    stage.tell(records.command("stop", now=True))
-    decided = stage.settle()
-    ended = {one.group for one in decided if isinstance(one, End) and one.fate == "cancelled"}
-    assert {name(2), name(5)} <= ended
-    assert isinstance(decided[-1], StopRun)
-    assert stage.state.deadlines == {}
 
 
 @pytest.mark.parametrize(

@@ -194,13 +194,6 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     assert stage.state.counters.fates == {"evaluated": 4, "trained": 2}
 
 
-def test_evaluation_every_so_many_versions() -> None:
-    stage = Stage(run__steps=5, evaluation__prompts=1, evaluation__every=2).begin()
-    stage.worker("w0", slots=8)
-    stage.complete()
-    assert [one.version for one in specs(stage, "eval")] == [0, 2, 4, 5]
-
-
 def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
     stage = Stage().begin()
     stage.join("w0")

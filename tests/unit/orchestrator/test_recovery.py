@@ -132,14 +132,6 @@ def test_role_starts_the_run_once_and_takes_the_next_role_epoch_each_time() -> N
     assert (again.orchestrator_epoch, again.round_epoch) == (1, 1)
 
 
-def test_role_epoch_counts_those_that_died_before_their_first_round() -> None:
-    bus = fresh()
-    be_orchestrator(bus)
-    orphan = records.role_started("orchestrator", 7)
-    bus.writer().append([Append(topic="tiny.control", value=encode(orphan))])
-    assert be_orchestrator(bus).orchestrator_epoch == 8
-
-
 def test_role_without_a_run_says_so() -> None:
     with pytest.raises(UsageError, match="has not been started"):
         be_orchestrator(fresh(), first=False)

@@ -95,14 +95,6 @@ def test_an_attempt_that_may_be_asked_again_is_boundedly_often_and_then_the_grou
     assert G0 not in stage.state.scoring
 
 
-def test_what_the_tasks_code_raised_is_not_asked_again() -> None:
-    stage = stage_of()
-    stage.tell(records.scored(complete(stage), error="KeyError: 'answr'"))
-    stage.settle()
-    assert ended(stage).fate == "failed"
-    assert stage.state.failures.failed[-1].error == "KeyError: 'answr'"
-
-
 @pytest.mark.parametrize("orderly", [True, False])
 def test_a_worker_that_goes_is_replaced_and_only_its_loss_counts(orderly: bool) -> None:
     stage = stage_of("w0", "w1")

@@ -116,20 +116,6 @@ def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
     assert "folded from its beginning" in caplog.text
 
 
-def test_damaged_newest_leaves_the_one_before(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "dora_pipe.orchestrator")
-    world = world_of()
-    snapshot_at(world, tmp_path, 60)
-    snapshot_at(world, tmp_path, 90)
-    newest = snapshots_in(tmp_path)[0]
-    newest.write_bytes(newest.read_bytes()[:-1])
-    found = recover(world.bus, world.topics, tmp_path)
-    assert found.state.digest() == world.machine.state.digest()
-    assert "state after round 59 from a snapshot" in caplog.text
-
-
 def test_snapshot_that_says_another_round_of_the_log_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,29 +85,6 @@ def test_an_invalid_sibling_is_replaced_by_the_spare_one_and_is_kept() -> None:
     stage.plan()
     assert taken(stage) == [name(0), name(1), name(2)]
     assert ends(stage) == []
-
-
-def test_a_record_that_comes_after_the_last_that_counts_is_superseded() -> None:
-    stage = stage_of()
-    for sibling in (0, 1, 2):
-        stage.finish(name(sibling))
-    assert stage.state.counters.superseded == 1
-    assert stage.state.counters.logged == 2
-    stage.plan()
-    assert taken(stage) == [name(0), name(1)]
-    assert [one.siblings for one in ends(stage)] == [(2,)]
-
-
-@pytest.mark.parametrize("retryable", [False, True])
-def test_a_surplus_sibling_that_fails_changes_nothing(retryable: bool) -> None:
-    stage = stage_of(groups__attempts_max=1)
-    stage.finish(name(0))
-    stage.finish(name(1))
-    stage.tell(records.failed(stage.placed[name(2)], retryable=retryable))
-    assert stage.state.counters.siblings_failed == 0
-    assert stage.state.groups[G0].results[2] is None
-    stage.plan()
-    assert taken(stage) == [name(0), name(1)]
 
 
 def test_it_fails_only_when_the_spare_ones_cannot_make_up_for_it() -> None:

@@ -17,7 +17,6 @@ from dora_pipe.orchestrator.staleness import (
     lacking,
     may_admit,
     next_batch,
-    surplus,
 )
 
 DEADLINES = st.dictionaries(st.integers(0, 8), st.integers(1, 4), max_size=5)
@@ -163,13 +162,6 @@ def test_end_of_run_admits_only_what_a_step_is_left_for() -> None:
     assert admissible({}, at(version=9, training=True, eta=2, batches=3.0, steps=10)) == 0
     # Without the bound, more groups would be open than steps could ever train.
     assert admissible({}, at(version=8, eta=2, batches=3.0, per_step=2)) == 6
-
-
-def test_late_stop_leaves_a_surplus() -> None:
-    assert surplus({5: 2, 6: 3}, at(version=5, per_step=2, steps=7)) == 1
-    assert surplus({5: 2, 6: 2}, at(version=5, per_step=2, steps=7)) == 0
-    assert surplus({6: 2}, at(version=5, training=True, per_step=2, steps=6)) == 2
-    assert surplus({6: 2}, at(version=7, per_step=2, steps=6)) == 2
 
 
 # The counterexamples that are a matter of counting; `test_staleness_search` finds the others.

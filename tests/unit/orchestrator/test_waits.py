@@ -51,22 +51,6 @@ def test_only_the_groups_that_block_the_step_are_named() -> None:
     assert waits_for(stage.state) == "groups g0000000001 (version 0, 1 of 1 open)"
 
 
-def test_long_lists_are_counted_and_a_pause_is_named() -> None:
-    stage = Stage(groups__per_step=4, groups__size=1).begin()
-    stage.worker("w0", slots=8)
-    assert waits_for(stage.state).endswith("and 5 more")
-    stage.tell(records.command("pause"))
-    for name in stage.running()[:3]:
-        stage.finish(name)
-    stage.finish_all()
-    stage.commit()
-    stage.settle()
-    stage.finish_all()
-    stage.commit()
-    stage.settle()
-    assert waits_for(stage.state) == "the end of a pause"
-
-
 def test_at_the_end_the_evaluation_that_is_open_is_named() -> None:
     stage = Stage(run__steps=1, groups__per_step=1, evaluation__prompts=1).begin()
     stage.worker("w0", slots=4)

@@ -25,7 +25,7 @@ from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.orchestrator.apply_decision import apply_decision, pinned
-from dora_pipe.orchestrator.watched import Watched, begun, ended, stop_due
+from dora_pipe.orchestrator.watched import Watched, begun, ended
 from dora_pipe.schemas.rounds import EarlyStop, TakeBatch
 from dora_pipe.schemas.topics import Topics
 from tests.support.catalogue_stage import CatalogueStage
@@ -67,15 +67,6 @@ def test_best_is_the_first_of_the_highest_whatever_order_groups_end_in(
     assert found.waited == len(versions) - 1 - best
     if known:
         assert found.reward == max(known)
-
-
-@pytest.mark.parametrize(("waited", "due"), [(1, False), (2, True)])
-def test_stop_is_due_after_patience_and_once(waited: int, due: bool) -> None:
-    config = make_config(evaluation__patience=2)
-    found = stop_due(Watched(best=3, reward=0.5, waited=waited), config)
-    assert (found is not None) == due
-    assert stop_due(Watched(waited=9, stopped=True), config) is None
-    assert stop_due(Watched(waited=9), make_config(evaluation__best=True)) is None
 
 
 # In the fold.

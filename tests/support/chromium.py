@@ -6,7 +6,6 @@ a zero byte behind each message.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -117,36 +116,6 @@ class Page:
                 windowsVirtualKeyCode=code,
                 **text,
             )
-
-    def screenshot(self, path: Path, selector: str = "") -> None:
-        """What it looks like now, as PNG or WebP by the file's name; of a selector's elements."""
-        kinds: dict[str, dict[str, Any]] = {
-            ".png": {"format": "png"},
-            ".webp": {"format": "webp", "quality": 60},
-        }
-        kind = kinds[path.suffix]
-        if selector:
-            kind["clip"] = {**self._place(selector), "scale": 1}
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=True, **kind)
-        path.write_bytes(base64.b64decode(found["data"]))
-
-    def _place(self, selector: str) -> dict[str, float]:
-        """Where the elements of a selector lie on the page, and what is between them; px."""
-        found = self.run(
-            f"[...document.querySelectorAll({json.dumps(selector)})]"
-            ".map((one) => one.getBoundingClientRect())"
-            ".map((one) => [one.left + scrollX, one.top + scrollY, one.right + scrollX,"
-            " one.bottom + scrollY])"
-        )
-        left, top, right, bottom = zip(*found, strict=True)
-        x, y = min(left), min(top)
-        return {"x": x, "y": y, "width": max(right) - x, "height": max(bottom) - y}
-
-    def shot_whole(self, path: Path, width: int, height_max: int = 6000) -> None:
-        height = int(self.run("document.documentElement.scrollHeight"))
-        self.size(width, min(height, height_max))
-        self.settle()
-        self.screenshot(path)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self._browser.call(method, parameters, self._session, self._event)

@@ -10,7 +10,7 @@ import pytest
 
 from dora_pipe.core.runtime import Now, Published
 from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
-from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
+from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
     AgentCall,
     AgentEnded,
@@ -18,11 +18,13 @@ from dora_pipe.producers.worker.effects import (
     CallAsked,
     CloseSession,
     EncodeProgress,
+    EncodeTrajectory,
     EngineAdd,
     EngineCancel,
     EngineStarted,
     OpenSession,
     ProgressEncoded,
+    RefuseCall,
     RewardCall,
 )
 from dora_pipe.producers.worker.request import Phase
@@ -168,6 +170,18 @@ def test_what_ends_a_call_beside_the_run_s_is_the_engine_s_and_stands_in_its_rec
     assert isinstance(add, EngineAdd) and add.request.params.stop_ids == run.stop_ids
 
 
+def test_call_of_an_agent_that_has_returned_comes_too_late() -> None:
+    driver = called(7)
+    closed, reward = driver.give(AgentEnded(request=KEY))
+    assert closed == CloseSession(request=KEY, source="train")
+    assert isinstance(reward, RewardCall)
+    assert (list(reward.before), list(reward.answer)) == ([1, 2], [7])
+    assert driver.ask(1, [1, 2, 7]) == []
+    assert driver.requests.counts["calls too late"] == 1
+    driver.give(Rewarded(request=KEY, reward=1.0, raw=None, parts={}))
+    assert driver.phase() is Phase.ENCODING
+
+
 def test_call_that_its_agent_has_not_waited_for_is_no_part_of_the_trajectory() -> None:
     driver = called(7)
     driver.ask(1, [1, 2, 7])
@@ -176,6 +190,23 @@ def test_call_that_its_agent_has_not_waited_for_is_no_part_of_the_trajectory() -
     assert isinstance(closed, CloseSession) and isinstance(reward, RewardCall)
     assert cancel == EngineCancel(request=f"{KEY}#1")
     assert driver.requests.by_key[KEY].sequence.token_ids.tolist() == [1, 2, 7]
+
+
+def test_engine_s_error_refuses_the_call_and_ends_the_trajectory_with_what_was_answered() -> None:
+    driver = called(7)
+    driver.ask(1, [1, 2, 7])
+    key = f"{KEY}#1"
+    driver.give(EngineStarted(request=key, at_ns=7))
+    error = RequestFinished(request=key, reason="error", error="no more memory")
+    refused, closed, _, forget, encode = driver.give(error)
+    assert refused == RefuseCall(
+        request=KEY, call=1, status=500, code="engine_error", message="no more memory"
+    )
+    assert isinstance(closed, CloseSession) and isinstance(forget, Forget)
+    assert isinstance(encode, EncodeTrajectory)
+    meta = encode.trajectory.meta
+    assert (meta.finish, meta.error) == ("error", "EngineError: no more memory")
+    assert len(meta.calls) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A run in numbers while its log is followed; it decides what is counted.
 
-What became of groups, steps and workers the catalogue's account says, what roles said last its
+What became of groups, steps and workers the account of the ledger says, what roles said last its
 statuses. Nothing here knows the time: moments are those that records carry.
 """
 

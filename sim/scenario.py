@@ -259,7 +259,6 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
             "max_staleness": eta,
             "in_flight_batches": chance.choice((None, 1.0, 1.0 + eta * chance.random())),
         },
-        "planner": {"moves": chance.random() < 0.85},
         "evaluation": {
             "prompts": chance.choice((0, 0, 2, 3)),
             "every": chance.choice((0, 2, 4)),

@@ -165,6 +165,9 @@ def own_name() -> str:
     return title.removeprefix(PREFIX) if title.startswith(PREFIX) else ""
 
 
+_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
+"""Opened before any fork."""
+
 PR_SET_PDEATHSIG: Final = 1
 """Of Linux' prctl: the signal that a process gets when its parent dies."""
 
@@ -172,8 +175,8 @@ PR_SET_PDEATHSIG: Final = 1
 def die_with(parent_pid: int) -> None:
     """Be killed when the parent dies, whatever this process does then (Linux; elsewhere it has to
     see that a pipe of the parent's ends)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LIBC is not None:
+        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)  # it died before we asked
 

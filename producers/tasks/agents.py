@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.core.console import PR_SET_PDEATHSIG
+from dora_pipe.core.console import die_with
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.core.own_code import load_attribute
 from dora_pipe.producers.tasks.background import call_beside
@@ -46,8 +44,6 @@ DRAIN_S: Final = 1.0
 
 END_S: Final = 2.0
 """For an agent that is ended to be gone; one that does not go is left behind."""
-
-_LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class AgentFailed(Exception):
@@ -125,7 +121,7 @@ class CommandAgent:
                 cwd=self._directory,
                 env={**os.environ, **environment},
                 process_group=0,
-                preexec_fn=_die_with_parent,
+                preexec_fn=partial(die_with, os.getpid()),
             )
             tail = await _run_to_its_end(process)
             if process.returncode:
@@ -206,9 +202,3 @@ def _result(path: Path) -> Any:
         return msgspec.convert(found, Reward) if isinstance(found, dict) else found
     except msgspec.MsgspecError as error:
         raise NoAnswer(f"the result is no JSON of a result: {error}") from None
-
-
-def _die_with_parent() -> None:
-    """In the new process: it does not outlive the one that started it, however that ends."""
-    if _LIBC is not None:
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

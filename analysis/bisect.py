@@ -5,8 +5,7 @@ are compared by pairs; a third is compared with the middle of both:
 
     d_i = v_i - (good_i + bad_i) / 2
 
-It is good where the 95 % interval of mean(d) is above 0, bad where it is below; otherwise the draws
-are doubled, up to a bound or until it is about halfway for certain.
+It is like the good one where mean(d) is above 0, for certain where the 95 % interval is.
 
 The cause is looked for among the groups that stand out (`suspects`): steps are repeated without the
 first one where it stands out alone, else without all of them, then without halves.
@@ -14,9 +13,9 @@ first one where it stands out alone, else without all of them, then without halv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from dora_pipe.analysis.suspects import Suspect
 from dora_pipe.ledger.evaluations import Interval, interval_of
@@ -26,12 +25,6 @@ Verdict = Literal["good", "bad", "open"]
 
 Values = Sequence[float | None]
 """By draw; None where an answer has no reward."""
-
-HALFWAY: Final = 0.25
-"""Share of the difference between good and bad within which a version is halfway."""
-
-FIT: Final = 0.25
-"""Share of the versions between; a kept one this near to the middle is measured instead of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +44,8 @@ class Trial:
 Subject = int | Trial
 """A version, or what steps come to without some groups."""
 
-Measure = Callable[[Subject, int], Values]
-"""Values of draws 0 .. n-1 for a subject; fewer where the probe has no more."""
+Measure = Callable[[Subject], Values]
+"""Values of the draws of a subject; fewer where the probe has no more."""
 
 
 def words(subject: Subject) -> str:
@@ -67,9 +60,8 @@ def words(subject: Subject) -> str:
 class Limits:
     """How much is measured and repeated."""
 
-    draws: int = 256
-    """At first."""
-    draws_max: int = 2048
+    draws: int = 512
+    """Draws per version and trial."""
     before: int = 2
     """Steps before the found one whose groups are suspects too: an optimizer carries on moments."""
     after: int = 1
@@ -84,68 +76,47 @@ class Measured:
     """A subject, and what its draws say."""
 
     subject: Subject
+    better: bool
+    """Whether it is nearer to the good one than to the bad one."""
     verdict: Verdict
     value: Interval
     gain: Interval
     """Over the bad one, by pairs; above 0 is better."""
     before: float
     """The value of the bad one, for the same draws."""
-    halfway: bool
-    """Whether it is near the middle for certain."""
     draws: int
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares subjects with a good and a bad one; `direction` is 1 where more is better, else -1.
-
-    It doubles the draws until an interval decides.
-    """
+    """Compares subjects with a good and a bad one; a `direction` of -1 says that less is better."""
 
     measure: Measure
     good: Subject
     bad: Subject
-    limits: Limits
     direction: float = 1.0
     measured: list[Measured] = field(default_factory=list)
 
     def judge(self, subject: Subject) -> Measured:
         """Measure a subject, and say which of the two it is like."""
-        draws = self.limits.draws
-        while True:
-            values = self.measure(subject, draws)
-            found = self._compare(subject, values, draws)
-            over = draws >= self.limits.draws_max or len(values) < draws
-            if found.verdict != "open" or found.halfway or over:
-                self.measured.append(found)
-                return found
-            draws = min(2 * draws, self.limits.draws_max)
-
-    def _compare(self, subject: Subject, values: Values, draws: int) -> Measured:
-        good, bad = self.measure(self.good, draws), self.measure(self.bad, draws)
-        rows = paired(values, good, bad)
+        rows = paired(self.measure(subject), self.measure(self.good), self.measure(self.bad))
         middle = interval_of([self.direction * (v - (g + b) / 2) for v, g, b in rows])
-        drop = abs(sum(g - b for _, g, b in rows)) / len(rows)
-        verdict: Verdict = "good" if middle.low > 0 else "bad" if middle.high < 0 else "open"
-        return Measured(
+        found = Measured(
             subject=subject,
-            verdict=verdict,
+            better=middle.value > 0,
+            verdict="good" if middle.low > 0 else "bad" if middle.high < 0 else "open",
             value=interval_of([v for v, _, _ in rows]),
             gain=interval_of([self.direction * (v - b) for v, _, b in rows]),
             before=sum(b for _, _, b in rows) / len(rows),
-            halfway=max(-middle.low, middle.high) < HALFWAY * drop,
             draws=len(rows),
         )
+        self.measured.append(found)
+        return found
 
     def fall(self) -> Interval:
         """By how much the bad one is worse, by pairs."""
-        draws = self.limits.draws
-        while True:
-            good, bad = self.measure(self.good, draws), self.measure(self.bad, draws)
-            fell = interval_of([self.direction * (g - b) for g, b in paired(good, bad)])
-            if fell.low > 0 or draws >= self.limits.draws_max or len(good) < draws:
-                return fell
-            draws = min(2 * draws, self.limits.draws_max)
+        rows = paired(self.measure(self.good), self.measure(self.bad))
+        return interval_of([self.direction * (g - b) for g, b in rows])
 
 
 def paired(*columns: Values) -> list[tuple[float, ...]]:
@@ -160,14 +131,14 @@ def paired(*columns: Values) -> list[tuple[float, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """Where the value fell. Example: ``last_good=96, first_bad=97``: step 96 made it."""
+    """Where the value fell. Example: ``step=96``: the first bad version is 97."""
 
     fell: Interval
     """By how much from the first to the last version, by pairs; above 0 is worse."""
     measured: Sequence[Measured]
     """The two given versions, then those between in the order in which they were measured."""
-    last_good: int
-    first_bad: int
+    step: int
+    """The step that made the first bad version from the last good one."""
     direction: float
 
     @property
@@ -176,51 +147,27 @@ class Fall:
         return self.fell.low > 0
 
 
-def search(
-    measure: Measure,
-    good: int,
-    bad: int,
-    limits: Limits,
-    *,
-    kept: Collection[int] = (),
-    direction: float | None = None,
-) -> Fall:
+def search(measure: Measure, good: int, bad: int, *, direction: float | None = None) -> Fall:
     """Halve the versions between a good one and a later bad one.
 
-    `kept` versions need not be made again. Without a `direction` the good version tells whether
-    more is better. Versions between `last_good` and `first_bad` remain open.
+    Without a `direction` the good version tells whether more is better.
     """
     if direction is None:
-        pairs = paired(measure(good, limits.draws), measure(bad, limits.draws))
+        pairs = paired(measure(good), measure(bad))
         direction = 1.0 if sum(g - b for g, b in pairs) >= 0 else -1.0
-    comparison = Comparison(measure, good, bad, limits, direction)
+    comparison = Comparison(measure, good, bad, direction)
     fell = comparison.fall()
     comparison.judge(good)
     comparison.judge(bad)
-    low, high, undecided = good, bad, set[int]()
-    while fell.low > 0 and (version := _next(low, high, undecided, kept)) is not None:
-        verdict = comparison.judge(version).verdict
-        low = version if verdict == "good" else low
-        high = version if verdict == "bad" else high
-        undecided |= {version} if verdict == "open" else set()
-    return Fall(
-        fell=fell,
-        measured=tuple(comparison.measured),
-        last_good=low,
-        first_bad=high,
-        direction=direction,
-    )
-
-
-def _next(low: int, high: int, undecided: Collection[int], kept: Collection[int]) -> int | None:
-    """The version next to the middle, or a kept one near it; None where none is left."""
-    between = [version for version in range(low + 1, high) if version not in undecided]
-
-    def far(version: int) -> float:
-        return abs(version - (low + high) / 2)
-
-    near = [one for one in between if one in kept and far(one) <= FIT * (high - low)]
-    return min(near or between, key=lambda version: (far(version), version), default=None)
+    low, high = good, bad
+    while fell.low > 0 and high - low > 1:
+        version = (low + high) // 2
+        if comparison.judge(version).better:
+            low = version
+        else:
+            high = version
+    measured = tuple(comparison.measured)
+    return Fall(fell=fell, measured=measured, step=high - 1, direction=direction)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,25 +195,29 @@ class _Trials:
     over: bool = False
     tried: dict[frozenset[str], Measured] = field(default_factory=dict)
 
-    def recovers(self, without: Sequence[Suspect]) -> bool:
-        """Whether the value is good again without these."""
-        names = frozenset(one.name for one in without)
+    def without(self, suspects: Sequence[Suspect]) -> Measured | None:
+        """What steps come to without these; None where too few steps are left to try."""
+        names = frozenset(one.name for one in suspects)
         if names not in self.tried:
-            trial = Trial(first=min(one.step for one in without), last=self.last, drop=names)
+            trial = Trial(first=min(one.step for one in suspects), last=self.last, drop=names)
             if trial.steps > self.left:
                 self.over = True
-                return False
+                return None
             self.left -= trial.steps
             self.tried[names] = self.comparison.judge(trial)
-        return self.tried[names].verdict == "good"
+        return self.tried[names]
 
 
-def explain(comparison: Comparison, suspects: Sequence[Suspect], last: int) -> Explanation:
-    """Find the suspect without which steps up to `last` come to what is good."""
-    trials = _Trials(comparison, last, comparison.limits.steps)
-    if suspects and not (_stands_alone(suspects) and trials.recovers(suspects[:1])):
-        trials.recovers(suspects)
-        whole = trials.tried.get(frozenset(one.name for one in suspects))
+def explain(
+    comparison: Comparison, suspects: Sequence[Suspect], last: int, steps: int
+) -> Explanation:
+    """Find the suspect without which steps up to `last` come to what is good.
+
+    All trials repeat at most so many steps.
+    """
+    trials = _Trials(comparison, last, steps)
+    if suspects and not (_stands_alone(suspects) and _mends(trials, suspects[:1])):
+        whole = trials.without(suspects)
         if whole is not None and whole.verdict != "bad":
             _halve(trials, suspects)
     mended = [names for names, one in trials.tried.items() if one.verdict == "good"]
@@ -276,17 +227,23 @@ def explain(comparison: Comparison, suspects: Sequence[Suspect], last: int) -> E
         trials=tuple(comparison.measured),
         cause=[one for one in suspects if one.name in names] if mended else [],
         proof=trials.tried.get(names),
-        steps=comparison.limits.steps - trials.left,
+        steps=steps - trials.left,
         over=trials.over,
     )
+
+
+def _mends(trials: _Trials, suspects: Sequence[Suspect]) -> bool:
+    found = trials.without(suspects)
+    return found is not None and found.verdict == "good"
 
 
 def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
     """Try one of two halves, go on with the one that holds the cause, and try what is left."""
     while len(suspects) > 1 and not trials.over:
         part, other = halves(suspects)
-        suspects = part if trials.recovers(part) else other
-    trials.recovers(suspects)
+        found = trials.without(part)
+        suspects = part if found is not None and found.better else other
+    trials.without(suspects)
 
 
 def _stands_alone(suspects: Sequence[Suspect]) -> bool:

@@ -30,7 +30,7 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.store.safetensors_file import read_manifest
 
-TRIAL: Final = "trial.safetensors"
+TRIAL: Final = "trial.weights"
 
 Rows = list[dict[str, Any]]
 
@@ -69,9 +69,8 @@ class Repeater:
         return self._states[step]
 
     def trial(self, trial: Trial) -> Path:
-        """The weights that a trial ends with; the last trial's are kept."""
-        start = self.before(trial.first)
-        change = Change(drop=trial.drop, start=start)
+        """The weights that a trial ends with; the next trial replaces them."""
+        change = Change(drop=trial.drop, start=self.before(trial.first))
         for result in replay_steps(self.run, range(trial.first, trial.last + 1), change):
             self._look(result, unchanged=not trial.drop)
         self.run.learner.save_weights(self.folder / TRIAL)
@@ -124,53 +123,49 @@ class BisectedRun:
     probe: Probe
     limits: Limits
     report: Callable[[str], None] = lambda words: None
-    _values: dict[Subject, list[float | None]] = field(default_factory=dict)
+    _values: dict[Subject, Values] = field(default_factory=dict)
 
     def search(self, good: int, bad: int) -> Fall:
-        """The versions between which the value fell. Raises as the probe and the repeater."""
-        kept = [version for version in range(good, bad) if self.repeater.is_kept(version)]
-        direction = self.probe.direction
-        return search(self.measure, good, bad, self.limits, kept=kept, direction=direction)
+        """The step after which the value fell. Raises as the probe and the repeater."""
+        return search(self.measure, good, bad, direction=self.probe.direction)
 
     def explain(self, fall: Fall, good: int) -> Explanation:
         """Which group of the step that made the fall, or of those before it, caused it.
 
         No trial begins before version `good`.
         """
-        step = fall.first_bad - 1
-        first = max(fall.last_good - self.limits.before, good)
-        rows = {one: self.repeater.contributions(one) for one in range(first, step + 1)}
+        first = max(fall.step - self.limits.before, good)
+        rows = {one: self.repeater.contributions(one) for one in range(first, fall.step + 1)}
         suspects = suspects_of(rows, self.limits.suspects)
-        comparison, last = self._reference(fall, first, step)
-        return explain(comparison, suspects, last)
+        comparison, last = self._reference(fall, first)
+        return explain(comparison, suspects, last, self.limits.steps)
 
-    def measure(self, subject: Subject, draws: int) -> Values:
-        """Values of the first draws of a subject; known ones are not asked again."""
-        known = self._values.setdefault(subject, [])
-        if len(known) < draws and (not known or len(known) % self.limits.draws == 0):
+    def measure(self, subject: Subject) -> Values:
+        """Values of a subject; known ones are not asked again."""
+        if subject not in self._values:
             self.report(words(subject))
             repeater = self.repeater
             weights = (
                 repeater.version(subject) if isinstance(subject, int) else repeater.trial(subject)
             )
             digest = read_manifest(weights).digest
-            known += self.probe.values(weights, digest, range(len(known), draws))
-        if not known:
+            self._values[subject] = self.probe.values(weights, digest, self.limits.draws)
+        if not self._values[subject]:
             raise UsageError(f"the probe has no value for {words(subject)}")
-        return known[:draws]
+        return self._values[subject]
 
-    def _reference(self, fall: Fall, first: int, step: int) -> tuple[Comparison, int]:
+    def _reference(self, fall: Fall, first: int) -> tuple[Comparison, int]:
         """What trials are compared with, and their last step: some steps after the found one, where
         the value is still bad there."""
         committed = self.repeater.run.history.next_step
-        for last in range(min(step + self.limits.after, committed - 1), step, -1):
+        for last in range(min(fall.step + self.limits.after, committed - 1), fall.step, -1):
             comparison = self._comparison(fall, self._unchanged(first, last))
             if comparison.fall().low > 0:
                 return comparison, last
-        return self._comparison(fall, self._unchanged(first, step)), step
+        return self._comparison(fall, self._unchanged(first, fall.step)), fall.step
 
     def _comparison(self, fall: Fall, bad: Subject) -> Comparison:
-        return Comparison(self.measure, fall.last_good, bad, self.limits, fall.direction)
+        return Comparison(self.measure, fall.step, bad, fall.direction)
 
     def _unchanged(self, first: int, last: int) -> Subject:
         """What steps up to `last` come to with every group: the run's version under its bits."""

@@ -139,7 +139,11 @@ def write_rewards(file: Path, rows: Iterable[RewardLine]) -> None:
 def read_rewards(file: Path) -> dict[str, float | None]:
     """Read a rewards file. Raises UsageError."""
     found: dict[str, float | None] = {}
-    for number, line in enumerate(_text(file).splitlines(), 1):
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
         try:
             row = msgspec.json.decode(line, type=RewardLine)
         except msgspec.DecodeError as error:
@@ -149,35 +153,3 @@ def read_rewards(file: Path) -> dict[str, float | None]:
             ) from None
         found[row.trajectory] = row.reward
     return found
-
-
-def read_names(file: Path) -> frozenset[str]:
-    """Read groups and trajectories, one per line; `#` starts a comment. Raises UsageError."""
-    return frozenset(_lines(file))
-
-
-def read_weights(file: Path) -> dict[str, float]:
-    """Read trajectories with their weights, ``g0000000042-003 0.5`` per line. Raises UsageError."""
-    found: dict[str, float] = {}
-    for line in _lines(file):
-        name, _, weight = line.partition(" ")
-        try:
-            found[name] = float(weight)
-        except ValueError:
-            raise UsageError(
-                f"{file}: {line!r} is not a trajectory with a weight",
-                hint="one per line, e.g. g0000000042-003 0.5",
-            ) from None
-    return found
-
-
-def _lines(file: Path) -> list[str]:
-    lines = (line.partition("#")[0].strip() for line in _text(file).splitlines())
-    return [line for line in lines if line]
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error

@@ -8,10 +8,9 @@ row. The first record is the one that the first run logged earliest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 import msgspec
@@ -22,13 +21,12 @@ from dora_pipe.bus.logged import Damage
 from dora_pipe.config.load import leaves
 from dora_pipe.config.logged import logged_config
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.ledger.database import COUNTS, Catalogue, logged_records
+from dora_pipe.ledger.database import COUNTS, logged_records
 from dora_pipe.ledger.marks import SETTINGS
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.wire import sha256_hex
 
 Kind = Literal["group", "batch", "version", "trajectory"]
-Cause = Literal["prompt", "sampling", "numerics", "reward"]
 
 MADE_OF: Final = (
     "seed",
@@ -89,21 +87,6 @@ class Parting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """A trajectory that differs although both runs sampled it with equal weights.
-
-    Example: ``Difference(trajectory="g0000000042-003", cause="numerics", token=17,
-    words="log-probs before it differ by up to 3e-07")``
-    """
-
-    trajectory: str
-    cause: Cause
-    token: int | None
-    """First token that differs."""
-    words: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunDiff:
     """Where two runs part, and why."""
 
@@ -117,7 +100,6 @@ class RunDiff:
     """The first record of each kind that differs, in the order of the first run."""
     compared: Mapping[Kind, int]
     """Records of each kind that both runs have and that can be compared."""
-    trajectory: Difference | None
 
     def reasons(self, names: tuple[str, str]) -> list[str]:
         """Return what can explain the difference: changes in mid-run first, then settings."""
@@ -137,17 +119,11 @@ class RunDiff:
 
 def diff_runs(one: OpenRun, other: OpenRun, damage: Damage) -> RunDiff:
     """Compare two runs; both logs are read from end to end. Raises BusError, LogTruncated."""
-    first, second = _compared_run(one, damage), _compared_run(other, damage)
-    found = compare(first, second)
-    if name := next((each.name for each in found.partings if each.kind == "trajectory"), None):
-        here, there = (next(_counting(log, Damage(), name)) for log in (one, other))
-        alike = _sampling(first) == _sampling(second)
-        found = replace(found, trajectory=difference(here, there, alike=alike))
-    return found
+    return compare(_compared_run(one, damage), _compared_run(other, damage))
 
 
 def compare(one: ComparedRun, other: ComparedRun) -> RunDiff:
-    """Return the differences of two runs, without those inside of trajectories."""
+    """Return the differences of two runs."""
     partings = [
         found
         for kind in one.records
@@ -163,7 +139,6 @@ def compare(one: ComparedRun, other: ComparedRun) -> RunDiff:
             kind: len(comparable(kind, records, other.records[kind]))
             for kind, records in one.records.items()
         },
-        trajectory=None,
     )
 
 
@@ -188,34 +163,6 @@ def parting(kind: Kind, one: Records, other: Records) -> Parting | None:
     return None
 
 
-def difference(one: Trajectory, other: Trajectory, *, alike: bool) -> Difference | None:
-    """Return the first difference of two trajectories with equal weights and row, and its cause.
-
-    `alike`: seed and sampling settings are equal, so only numerics can differ.
-    """
-    name, prompt = one.trajectory, one.meta.prompt_tokens
-    ids, others = list(one.token_ids), list(other.token_ids)
-    if ids == others and prompt == other.meta.prompt_tokens:
-        if one.reward == other.reward:
-            return None
-        words = f"the same text is worth {one.reward} and {other.reward}"
-        return Difference(trajectory=name, cause="reward", token=None, words=words)
-    pairs = enumerate(zip_longest(ids, others))
-    token = next((at for at, (here, there) in pairs if here != there), len(ids))
-    if token < prompt or prompt != other.meta.prompt_tokens:
-        words = f"prompts of {prompt} and {other.meta.prompt_tokens} tokens"
-        return Difference(trajectory=name, cause="prompt", token=token, words=words)
-    gaps = [
-        abs(here - there)
-        for here, there in zip(one.logprobs[:token], other.logprobs[:token], strict=True)
-        if here is not None and there is not None
-    ]
-    gap = max(gaps, default=0.0)
-    words = f"log-probs before it differ by up to {gap:.2g}" if gap else "equal log-probs before it"
-    cause: Cause = "numerics" if alike or gap else "sampling"
-    return Difference(trajectory=name, cause=cause, token=token, words=words)
-
-
 def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
     with closing(run.tables()) as tables:
         ((config,),) = tables.query("select config from runs")
@@ -225,10 +172,13 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
             for kind, query in RECORDS.items()
         }
         changes = tables.query(SETTINGS)
-        logged = _logged_ns(tables)
+        logged_ns = dict(
+            tables.query(f"select trajectory_id, logged_ns from records where {COUNTS}")
+        )
+        counting = logged_records(tables, COUNTS)
     trajectories: Records = {
-        each.trajectory: (logged[each.trajectory], _content(each))
-        for each in _counting(run, damage)
+        each.trajectory: (logged_ns[each.trajectory], _content(each))
+        for each in trajectories_of(run, counting, damage)
     }
     return ComparedRun(
         config=leaves(logged_config(msgspec.json.decode(config))),
@@ -238,29 +188,11 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
     )
 
 
-def _logged_ns(tables: Catalogue) -> dict[str, int]:
-    return dict(tables.query(f"select trajectory_id, logged_ns from records where {COUNTS}"))
-
-
 def _content(one: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
     """Return what a trajectory was sampled from, a digest of its tokens, and its reward."""
     meta = one.meta
     tokens = np.asarray(one.token_ids, "<i8").tobytes()
     return (one.digest, meta.purpose, meta.index, meta.source), sha256_hex(tokens), one.reward
-
-
-def _counting(run: OpenRun, damage: Damage, name: str = "") -> Iterator[Trajectory]:
-    """Read the records that count, or that of one trajectory."""
-    where = f"{COUNTS} and trajectory_id = ?" if name else COUNTS
-    with closing(run.tables()) as tables:
-        left = logged_records(tables, where, [name] if name else [])
-    yield from trajectories_of(run, left, damage)
-
-
-def _sampling(run: ComparedRun) -> dict[str, Any]:
-    """Return the settings that decide which tokens equal weights give."""
-    keys = (key for key in run.config if key.split(".")[0] in ("sampling", "evaluation"))
-    return {key: run.config[key] for key in keys} | {"seed": run.made_of["seed"]}
 
 
 def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -1,19 +1,11 @@
 """Continue a recorded trajectory from its turns with new seeds and compare the rewards.
 
-The *value* of a place in a trajectory is the mean reward of continuations from the recorded tokens
-before that place, under one policy version. The places are the beginnings of the model's turns.
+The *value* of a turn is the mean reward of continuations from the recorded tokens before it, under
+one policy version. Each continuation is a request that lost its worker at that place: a worker
+resumes from the recorded prefix, gives an environment the recorded turns again, and the answers
+must be the recorded ones.
 
-`fork` writes one file, ``runs/RUN/forks/g0000000042-003-v7.json``::
-
-    {"run": "demo", "trajectory": "g0000000042-003", "version": 7, "digest": "ab12...",
-     "sampled_by": 5, "reward": 1.0, "length": 61,
-     "places": [{"token": 12, "turn": 0, "mean": 0.31, "low": 0.14, "high": 0.56,
-                 "samples": [{"reward": 1.0, "sampled": 9, "token_ids": [7, 2, ...]}, ...]}, ...],
-     "decided": {"turn": 4, "token": 40, "end": 52, "before": 0.94, "after": 0.12}}
-
-`token` is the number of tokens before the place, prompt included; `low` and `high` bound the mean
-with 95 % confidence; samples without a valid reward count in no mean. `decided` is null where no
-place stands out.
+    turn that begins at token 40, sample 3 -> request g0000000040-003
 """
 
 from __future__ import annotations
@@ -22,31 +14,33 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from dora_pipe.core.errors import UsageError
+from dora_pipe.analysis.worker_log import SampleRequest, TemporaryWorker
+from dora_pipe.core.errors import ReplayDiverged, UsageError
 from dora_pipe.ledger.evaluations import interval_of
-from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, Segment, Trajectory
-
-FOLDER: Final = "forks"
-"""Folder in a run's directory with one file per trajectory and version."""
+from dora_pipe.producers.tasks.calls import TaskFacts
+from dora_pipe.schemas.control import REPLAY_DIFFERS, RequestFailed
+from dora_pipe.schemas.identity import SIBLINGS_MAX, cut_seed, group_id
+from dora_pipe.schemas.rounds import GroupSpec
+from dora_pipe.schemas.trajectory import EpisodeProgress, Segment, Trajectory
 
 CONFIDENCE: Final = 1.96
 """Standard errors of a normal distribution that 95 % lie within."""
 
 BINARY: Final = frozenset({0.0, 1.0})
+REASON: Final = "a continuation of a recorded trajectory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A place to continue from. Example: ``Cut(token=40, turn=4)``."""
+    """The beginning of a turn. Example: ``Cut(token=40, turn=4)``."""
 
     token: int
     """Tokens before it, prompt included."""
     turn: int
-    """The model's turn that begins or continues there."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,29 +53,28 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """All tokens after the cut."""
 
 
-class ForkedPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuations from one cut; see the module."""
+class ForkedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """The continuations from one turn; those without a valid reward count in no mean."""
 
     token: int
     turn: int
     mean: float | None
     low: float | None
+    """`low` and `high` bound the mean with 95 % confidence."""
     high: float | None
     samples: Sequence[Sample]
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens [token, end) that changed the value most."""
+    """The turn that changed the value most, from its beginning to the next one."""
 
     turn: int
-    token: int
-    end: int
     before: float
     after: float
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of a trajectory's places under one version; see the module."""
+    """The values of a trajectory's turns under one version."""
 
     run: str
     trajectory: str
@@ -92,17 +85,8 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     """Recorded reward."""
     length: int
-    places: Sequence[ForkedPlace]
+    turns: Sequence[ForkedTurn]
     decided: Decided | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
-    """The request that continues a prefix, and the version that samples for it."""
-
-    trajectory: str
-    version: int
-    digest: str
 
 
 def turn_starts(trajectory: Trajectory) -> dict[int, int]:
@@ -131,78 +115,113 @@ def check_forkable(trajectory: Trajectory, scored_together: Sequence[str] = ()) 
         raise UsageError(f"{name} has no sampled tokens")
 
 
-def cuts_of(trajectory: Trajectory, turn: int | None, tokens: Sequence[int]) -> list[Cut]:
-    """Return the cuts at a turn, after so many tokens, or at every turn. Raises UsageError."""
+def cuts_of(trajectory: Trajectory, turn: int | None) -> list[Cut]:
+    """Return the beginning of a turn, or of every turn. Raises UsageError."""
     starts = turn_starts(trajectory)
-    if turn is not None and tokens:
-        raise UsageError("--turn and --at exclude each other")
-    if tokens:
-        return [_cut_at(trajectory, token) for token in sorted({*tokens})]
     if turn is None:
         return [Cut(token=token, turn=at) for at, token in starts.items()]
     if turn not in starts:
         many = f"turns {min(starts)} to {max(starts)}" if len(starts) > 1 else "turn 0 alone"
-        raise UsageError(
-            f"{trajectory.trajectory} has no turn {turn}, it has {many}",
-            hint="--at TOKEN cuts within a turn",
-        )
+        raise UsageError(f"{trajectory.trajectory} has no turn {turn}, it has {many}")
     return [Cut(token=starts[turn], turn=turn)]
 
 
-def _cut_at(trajectory: Trajectory, token: int) -> Cut:
-    """Return the cut after so many tokens; the next one was sampled. Raises UsageError."""
-    inside = next((one for one in trajectory.segments if one.start <= token < one.end), None)
-    if inside is None:
+def continuations(
+    recorded: Trajectory, cuts: Sequence[Cut], samples: int, worker: TemporaryWorker
+) -> tuple[dict[Cut, list[Trajectory]], list[RequestFailed]]:
+    """Sample so many continuations from each cut; return them, and those that were lost.
+
+    Raises ReplayDiverged for an environment that answers differently, and as the worker does.
+    """
+    wanted = {
+        cut: [_wanted(recorded, cut, sample, worker) for sample in range(samples)] for cut in cuts
+    }
+    found = worker.sample([one for some in wanted.values() for one in some])
+    lost = [one for one in found.values() if isinstance(one, RequestFailed)]
+    for one in lost:
+        if one.error == REPLAY_DIFFERS:
+            raise _diverged(recorded, one.message)
+    done: dict[Cut, list[Trajectory]] = {}
+    for cut, some in wanted.items():
+        results = (found[one.name] for one in some)
+        done[cut] = [one for one in results if isinstance(one, Trajectory)]
+        for continued in done[cut]:
+            if why := prefix_difference(recorded, continued, cut):
+                raise _diverged(recorded, why)
+    return done, lost
+
+
+def check_replayable(recorded: Trajectory, facts: Mapping[str, TaskFacts]) -> None:
+    """Raise UsageError for an environment that does not declare that it can be repeated."""
+    here = facts[recorded.meta.source]
+    if not (here.single_turn or here.replayable):
         raise UsageError(
-            f"{trajectory.trajectory} has {trajectory.length} tokens: no cut after {token}",
-            hint=f"its prompt has {trajectory.meta.prompt_tokens}",
+            f"the environment of {recorded.trajectory} does not declare `replayable`",
+            hint="docs/environments.md",
         )
-    if inside.kind != "model":
-        later = min((at for at in turn_starts(trajectory).values() if at > token), default=None)
-        raise UsageError(
-            f"token {token} of {trajectory.trajectory} was not sampled: it is part of the"
-            f" {inside.kind}",
-            hint=None if later is None else f"the next turn begins at token {later}",
-        )
-    return Cut(token=token, turn=inside.turn)
+
+
+def _diverged(recorded: Trajectory, why: str) -> ReplayDiverged:
+    return ReplayDiverged(
+        f"{recorded.trajectory} cannot return to its turns: {why}",
+        hint="the task must answer equal turns equally: no chance, no clock, no memory",
+    )
+
+
+def _wanted(recorded: Trajectory, cut: Cut, sample: int, worker: TemporaryWorker) -> SampleRequest:
+    meta = recorded.meta
+    spec = GroupSpec(
+        group=group_id(meta.purpose, cut.token),
+        ordinal=cut.token,
+        purpose=meta.purpose,
+        version=worker.version,
+        digest=worker.digest,
+        deadline=-1,
+        partition=0,
+        dataset_digest=meta.dataset_digest,
+        index=meta.index,
+        data_epoch=meta.data_epoch,
+        seed=cut_seed(meta.seed, cut.token),
+        size=SIBLINGS_MAX,
+        task=meta.task,
+        evaluation=meta.evaluation,
+    )
+    one = SampleRequest(spec=spec, sample=sample)
+    return SampleRequest(
+        spec=spec, sample=sample, prefix=prefix_of(recorded, cut, one.name, worker)
+    )
 
 
 def prefix_of(
-    recorded: Trajectory, cut: Cut, owner: Owner, *, episode: bool
-) -> Progress | EpisodeProgress | None:
+    recorded: Trajectory, cut: Cut, name: str, worker: TemporaryWorker
+) -> EpisodeProgress | None:
     """Return the tokens before a cut as the progress record that a worker resumes from.
 
-    None where the cut is at the prompt. The record names `owner.version` as the version of its
-    tokens, so that this version continues. With `episode` it ends with the model's last turn
-    before the cut: the worker asks the environment again for the answer to that turn.
+    None where the cut is at the prompt. The record names the worker's version as the version of
+    its tokens. It ends with the model's last turn before the cut: the worker asks the environment
+    again for the answer to that turn.
     """
     models = [one for one in recorded.segments if one.kind == "model" and one.start < cut.token]
     if not models:
         return None
-    end = min(models[-1].end, cut.token)
-    start = 0 if episode else recorded.meta.prompt_tokens
-    given: dict[str, Any] = {
-        "trajectory": owner.trajectory,
-        "attempt": 1,
-        "version": owner.version,
-        "digest": owner.digest,
-        "worker": models[-1].worker,
-        "epoch": models[-1].epoch,
-        "start": 0,
-        "token_ids": recorded.token_ids[start:end],
-        "logprobs": recorded.logprobs[start:end],
-        "sampler_logprobs": recorded.sampler_logprobs[start:end],
-        "prefills": tuple(one for one in recorded.meta.prefills if one < end),
-        "previous": -1,
-        "started_ns": recorded.meta.times.first_token or recorded.meta.times.placed,
-    }
-    if not episode:
-        return Progress(**given)
+    end = models[-1].end
     return EpisodeProgress(
-        **given,
+        trajectory=name,
+        attempt=1,
+        version=worker.version,
+        digest=worker.digest,
+        worker=models[-1].worker,
+        epoch=models[-1].epoch,
+        start=0,
+        token_ids=recorded.token_ids[:end],
+        logprobs=recorded.logprobs[:end],
+        sampler_logprobs=recorded.sampler_logprobs[:end],
         loss_mask=recorded.loss_mask[:end],
-        segments=list(_segments_before(recorded.segments, end, owner.version)),
-        finish="" if models[-1].turn == cut.turn else "stop",
+        segments=list(_segments_before(recorded.segments, end, worker.version)),
+        prefills=tuple(one for one in recorded.meta.prefills if one < end),
+        previous=-1,
+        started_ns=recorded.meta.times.first_token or recorded.meta.times.placed,
+        finish="stop",
     )
 
 
@@ -261,25 +280,27 @@ def mean_of(rewards: Sequence[float]) -> tuple[float, float, float] | tuple[None
 
 
 def fork_of(
-    run: str, recorded: Trajectory, samples: Mapping[Cut, Sequence[Trajectory]], owner: Owner
+    run: str,
+    recorded: Trajectory,
+    samples: Mapping[Cut, Sequence[Trajectory]],
+    worker: TemporaryWorker,
 ) -> Fork:
     """Return the values of these cuts by their continuations."""
-    cuts = sorted(samples, key=lambda cut: cut.token)
-    places = tuple(_place(cut, samples[cut]) for cut in cuts)
+    turns = tuple(_turn(cut, samples[cut]) for cut in sorted(samples, key=lambda cut: cut.token))
     return Fork(
         run=run,
         trajectory=recorded.trajectory,
-        version=owner.version,
-        digest=owner.digest,
+        version=worker.version,
+        digest=worker.digest,
         sampled_by=recorded.version,
         reward=recorded.reward,
         length=recorded.length,
-        places=places,
-        decided=decided_by(places, recorded.reward, recorded.length),
+        turns=turns,
+        decided=decided_by(turns, recorded.reward),
     )
 
 
-def _place(cut: Cut, continued: Sequence[Trajectory]) -> ForkedPlace:
+def _turn(cut: Cut, continued: Sequence[Trajectory]) -> ForkedTurn:
     mean, low, high = mean_of([one.reward for one in continued if one.reward is not None])
     samples = tuple(
         Sample(
@@ -289,27 +310,27 @@ def _place(cut: Cut, continued: Sequence[Trajectory]) -> ForkedPlace:
         )
         for one in continued
     )
-    return ForkedPlace(
+    return ForkedTurn(
         token=cut.token, turn=cut.turn, mean=mean, low=low, high=high, samples=samples
     )
 
 
-def decided_by(places: Sequence[ForkedPlace], reward: float | None, length: int) -> Decided | None:
-    """Return the stretch between two places that changed the value most, the first of equals.
+def decided_by(turns: Sequence[ForkedTurn], reward: float | None) -> Decided | None:
+    """Return the turn that changed the value most, the first of equals.
 
-    Only stretches whose two intervals do not overlap count; None where there is none.
+    The recorded reward is the value after the last turn. Only turns count whose interval does not
+    overlap the next one's; None where there is none.
     """
     values = [
-        (one.turn, one.token, one.mean, one.low, one.high)
-        for one in places
+        (one.turn, one.mean, one.low, one.high)
+        for one in turns
         if one.mean is not None and one.low is not None and one.high is not None
     ]
-    if reward is not None:
-        values.append((-1, length, reward, reward, reward))
-    best: Decided | None = None
-    for (turn, token, before, low, high), (_, end, after, low_now, high_now) in pairwise(values):
-        if low <= high_now and low_now <= high:
-            continue
-        if best is None or abs(after - before) > abs(best.after - best.before):
-            best = Decided(turn=turn, token=token, end=end, before=before, after=after)
-    return best if len(places) > 1 else None
+    values += [] if reward is None else [(-1, reward, reward, reward)]
+    changes = [
+        Decided(turn=turn, before=before, after=after)
+        for (turn, before, low, high), (_, after, low_now, high_now) in pairwise(values)
+        if low > high_now or low_now > high
+    ]
+    most = max(changes, key=lambda one: abs(one.after - one.before), default=None)
+    return most if len(turns) > 1 else None

@@ -7,78 +7,57 @@ The *draws* of an evaluation are its trajectories, row after row, then again wit
                                 sample  0  1  0  1  0  1
 
 Groups and seeds are those of the run's own evaluation (`orchestrator.evaluations`), so draw i has
-the same row and seed for all weights. A request that fails is repeated `groups.attempts_max` times
-in all. A draw without a valid reward has no value.
+the same row and seed for all weights. A draw without a valid reward has no value.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import msgspec
 
 from dora_pipe.analysis.worker_log import (
-    Joined,
-    WorkerLog,
+    Report,
+    SampleRequest,
+    TemporaryWorker,
     WorkerParts,
     alone,
     started_of,
-    work_on,
 )
-from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Bus
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import Config, Evaluation
+from dora_pipe.config.model import Config, Evaluation, Task
 from dora_pipe.config.several import SEVERAL, pool_specs, tables_of
-from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.console import say
-from dora_pipe.core.errors import InvariantBroken, TaskError, UsageError, reason
+from dora_pipe.core.errors import TaskError, UsageError, reason
 from dora_pipe.core.own_code import importable, load_function
-from dora_pipe.launch.run_dir import LOG, OpenRun
+from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
 from dora_pipe.producers.chat.tokenizer import Tokenizer
+from dora_pipe.producers.engines.port import Engine
 from dora_pipe.producers.engines.registry import open_engine
-from dora_pipe.producers.tasks.calls import TaskFacts
-from dora_pipe.producers.worker.kept_parts import KeptParts
-from dora_pipe.producers.worker.request import WorkerSetup
+from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.role import worker_config
-from dora_pipe.schemas.control import (
-    LoggedEntry,
-    RequestFailed,
-    RunStarted,
-    TrajectoriesLogged,
-    config_digest,
-    error_class,
-)
-from dora_pipe.schemas.identity import derive_seed, group_id, source_of, trajectory_id
-from dora_pipe.schemas.rounds import AnyDecision, GroupSpec, Place, PlacedSibling
-from dora_pipe.schemas.topics import Topics
+from dora_pipe.schemas.control import RequestFailed, RunStarted, config_digest, error_class
+from dora_pipe.schemas.identity import derive_seed, source_of
+from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.fallbacks import Fallbacks
 from dora_pipe.store.model_dir import write_policy_dir
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 
 EVAL: Final = "eval"
-NAME: Final = "probe"
-"""Of the log, and of its worker."""
-
 VERSION: Final = 1
-"""Of the probed weights in that log."""
-
-REASON: Final = "an evaluation by a probe"
+"""Version of the probed weights in the log of their worker."""
 
 Values = Sequence[float | None]
-Report = Callable[[str, float, float | None], None]
-Draw = tuple[int, int]
-"""The ordinal of a group and the number of a trajectory in it."""
 
 
 class Probe(Protocol):
@@ -89,8 +68,8 @@ class Probe(Protocol):
         """1 where more is better; None where the given versions tell."""
         ...
 
-    def values(self, weights: Path, digest: str, draws: range) -> Values:
-        """Values of draws; fewer where there are no more. Raises TaskError."""
+    def values(self, weights: Path, digest: str, draws: int) -> Values:
+        """Values of so many draws; fewer where there are no more. Raises TaskError."""
         ...
 
 
@@ -124,10 +103,8 @@ class FunctionProbe:
     assets: Path
     direction: float | None = None
 
-    def values(self, weights: Path, digest: str, draws: range) -> Values:
-        """See the protocol; the rows exist once. Raises TaskError."""
-        if draws.start:
-            return []
+    def values(self, weights: Path, digest: str, draws: int) -> Values:
+        """See the protocol; the function decides how many there are. Raises TaskError."""
         with tempfile.TemporaryDirectory(prefix="dora-pipe-probe-") as folder:
             model, dtype = Path(folder) / "model", read_manifest(weights).dtype
             write_policy_dir(self.store, weights, digest, dtype, self.assets, model)
@@ -143,46 +120,95 @@ class FunctionProbe:
 class EvaluationProbe:
     """Rewards of an evaluation's rows, each sampled as a worker of the run samples it."""
 
-    draws: EvaluationDraws
+    started: RunStarted
+    config: Config
+    """Of the run, with one evaluation."""
     local: Config
     """This machine's part of the worker's configuration."""
     store: PolicyStore
-    kept: KeptParts
+    engine: Engine
+    pools: Sequence[tuple[Task, TaskPool]]
     report: Report
     direction: float | None = 1.0
 
-    def values(self, weights: Path, digest: str, draws: range) -> Values:
+    def values(self, weights: Path, digest: str, draws: int) -> Values:
         """See the protocol. Raises TaskError where no draw has a valid reward."""
-        store = _OtherWeights(store=self.store, file=weights, digest=digest)
         parts = WorkerParts(
-            store=store, config=self.local, engine=self.kept.engine, pool=self.kept.pool
+            store=_OtherWeights(store=self.store, file=weights, digest=digest),
+            config=self.local,
+            engine=lambda **_: cast("Engine", _Kept(self.engine)),
+            pool=self._pool,
+            left=lambda: self.engine.drop(VERSION),
         )
-        with (
-            tempfile.TemporaryDirectory(prefix="dora-pipe-probe-") as folder,
-            closing(open_bus(f"sqlite:{Path(folder) / LOG}")) as bus,
-        ):
-            log = WorkerLog(bus=bus, topics=Topics(NAME), reason=REASON)
-            log.begin(self.draws.started, hint="")
-            work = work_on(log, NAME, parts, phase="probe", total=len(draws), report=self.report)
+        worker = TemporaryWorker(
+            started=self.started,
+            parts=parts,
+            version=VERSION,
+            digest=digest,
+            reason="an evaluation by a probe",
+            report=self.report,
+        )
+        wanted = [self._wanted(draw, digest) for draw in range(draws)]
+        found = worker.sample(wanted)
+        results = [found[one.name] for one in wanted]
+        _check(results)
+        return [one.reward if isinstance(one, Trajectory) else None for one in results]
 
-            def ask(joined: Joined) -> None:
-                work(joined)
-                self.kept.forget(VERSION)
+    def _pool(self, task: Task, *, clock: Clock) -> TaskPool:
+        pool = next(pool for own, pool in self.pools if own == task)
+        return cast("TaskPool", _Kept(pool))
 
-            asking = _Asking(bus=bus, log=log, draws=self.draws, digest=digest)
-            values, errors = asking.values(draws, ask)
-        _check(values, errors)
-        return values
+    def _wanted(self, draw: int, digest: str) -> SampleRequest:
+        """The request of a draw: rows repeat with other seeds."""
+        evaluation = self.config.evaluation
+        ordinal, sample = divmod(draw, evaluation.siblings)
+        again, row = divmod(ordinal, evaluation_rows(self.started, evaluation))
+        spec = evaluation_group(
+            self.started,
+            self.config,
+            evaluation,
+            row,
+            ordinal=ordinal,
+            version=VERSION,
+            digest=digest,
+        )
+        seed = derive_seed("draw", spec.seed, again) if again else spec.seed
+        spec = msgspec.structs.replace(spec, seed=seed, partition=0)
+        return SampleRequest(spec=spec, sample=sample)
 
 
-def _check(values: Values, errors: Mapping[str, int]) -> None:
-    """Name the draws without a value. Raises TaskError where none has one."""
-    missing, many = sum(errors.values()), len(values)
-    why = ", ".join(f"{name or 'no reason'} {count}" for name, count in errors.items())
+def _check(results: Sequence[Trajectory | RequestFailed]) -> None:
+    """Report the draws without a value. Raises TaskError where none has one."""
+    errors = Counter(
+        one.error if isinstance(one, RequestFailed) else error_class(one.meta.reward_error or "")
+        for one in results
+        if isinstance(one, RequestFailed) or one.reward is None
+    )
+    missing, many = errors.total(), len(results)
+    why = ", ".join(f"{name} {count}" for name, count in errors.items())
     if missing and missing == many:
         raise TaskError(f"no draw has a valid reward: {why}")
     if missing:
         say(f"{missing} of {many} draws have no valid reward and do not count: {why}")
+
+
+class _Kept:
+    """An engine or the processes of a task, which a worker cannot close."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __enter__(self) -> _Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,30 +236,40 @@ class _OtherWeights:
 @contextmanager
 def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationProbe]:
     first, _ = policy_after(run.bus, run.topics, 0)
-    started = started_of(first, NAME)
+    started = started_of(first, "probe")
     local = alone(run.config, run.config.workers.engine)
     started = asking_only(started, _named(worker_config(started, local), name))
     config = worker_config(started, local)
-    draws = EvaluationDraws(started=started, config=config, evaluation=config.evaluation)
-    if not draws.rows:
+    evaluation = config.evaluation
+    if not evaluation_rows(started, evaluation):
         raise UsageError(
             f"evaluation {name or EVAL} of this run has no rows",
             hint="task.eval_data or task.eval_share of the run; or --probe module:function",
         )
-    if source_of("eval", config.evaluation.name) in started.scored_together:
+    if source_of("eval", evaluation.name) in started.scored_together:
         raise UsageError(
-            f"evaluation {config.evaluation.name!r} scores its trajectories in groups",
+            f"evaluation {evaluation.name!r} scores its trajectories in groups",
             hint="--probe module:function",
         )
     report("opening the task", 0, None)
-    with closing(KeptParts(open_engine)) as kept:
-        pools = [kept.pool(one.task, clock=SystemClock()) for one in pool_specs(config)]
-        for pool in pools:
+    assets = run.policies.assets(started.assets_digest)
+    with ExitStack() as stack:
+        pools = [
+            (one.task, stack.enter_context(TaskPool(one.task, clock=SystemClock())))
+            for one in pool_specs(config)
+        ]
+        for _, pool in pools:
             pool.wait()
-        assets = run.policies.assets(started.assets_digest)
-        kept.engine(assets=assets, config=config, decode=Tokenizer(assets).full_text)
+        engine = open_engine(assets=assets, config=config, decode=Tokenizer(assets).full_text)
+        stack.callback(engine.close)
         yield EvaluationProbe(
-            draws=draws, local=local, store=run.policies, kept=kept, report=report
+            started=started,
+            config=config,
+            local=local,
+            store=run.policies,
+            engine=engine,
+            pools=pools,
+            report=report,
         )
 
 
@@ -259,141 +295,3 @@ def asking_only(started: RunStarted, evaluation: Evaluation) -> RunStarted:
             plain[section] = next(one for one in several if one.get("name", "") == name)
             del plain[SEVERAL[section][0]]
     return msgspec.structs.replace(started, config=plain, config_digest=config_digest(plain))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationDraws:
-    """The draws of an evaluation of a run; see the module."""
-
-    started: RunStarted
-    config: Config
-    evaluation: Evaluation
-
-    @property
-    def rows(self) -> int:
-        """How many rows the evaluation has."""
-        return evaluation_rows(self.started, self.evaluation)
-
-    def draw(self, number: int) -> Draw:
-        """The group and trajectory of a draw."""
-        return divmod(number, self.evaluation.siblings)
-
-    def spec(self, ordinal: int, digest: str) -> GroupSpec:
-        """The group with this ordinal, for weights with this digest."""
-        again, row = divmod(ordinal, self.rows)
-        spec = evaluation_group(
-            self.started,
-            self.config,
-            self.evaluation,
-            row,
-            ordinal=ordinal,
-            version=VERSION,
-            digest=digest,
-        )
-        seed = derive_seed("draw", spec.seed, again) if again else spec.seed
-        return msgspec.structs.replace(spec, seed=seed, partition=0)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Answers:
-    """The trajectories and failed requests of a log."""
-
-    attempts_max: int
-    entries: dict[str, LoggedEntry] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
-    """Errors of requests that are not asked again."""
-    faults: Counter[str] = field(default_factory=Counter)
-    """Failed attempts, by trajectory."""
-
-    def add(self, fact: Any) -> bool:
-        """Take the next control record; whether it is an answer."""
-        match fact:
-            case TrajectoriesLogged():
-                for one in fact.trajectories:
-                    self.entries.setdefault(one.trajectory, one)
-            case RequestFailed():
-                self.faults[fact.trajectory] += 1
-                if not fact.retryable or self.faults[fact.trajectory] >= self.attempts_max:
-                    self.lost[fact.trajectory] = f"{fact.error}: {fact.message}"
-            case _:
-                return False
-        return True
-
-    def reward(self, name: str) -> float | None:
-        """The reward of a trajectory, None without a valid one."""
-        entry = self.entries.get(name)
-        return None if entry is None else entry.reward
-
-    def error(self, name: str) -> str:
-        """The class of the error of a trajectory without a reward."""
-        entry = self.entries.get(name)
-        return error_class(self.lost.get(name, "") if entry is None else entry.error)
-
-
-def _name(draw: Draw) -> str:
-    group, sample = draw
-    return trajectory_id(group_id("eval", group), sample)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Asking:
-    """Has workers sample draws on a log, one worker after the other, until all have ended."""
-
-    bus: Bus
-    log: WorkerLog
-    draws: EvaluationDraws
-    digest: str
-
-    def values(
-        self, draws: range, ask: Callable[[Joined], None]
-    ) -> tuple[Values, Mapping[str, int]]:
-        """Values of the draws, and the errors of those without one.
-
-        Raises InvariantBroken for a worker that leaves without an answer.
-        """
-        answers = _Answers(attempts_max=self.draws.config.groups.attempts_max)
-        wanted, read = {_name(draw): draw for draw in map(self.draws.draw, draws)}, 0
-        while missing := wanted.keys() - answers.entries.keys() - answers.lost.keys():
-            left = [draw for name, draw in wanted.items() if name in missing]
-            ask(partial(self._place, answers, left))
-            answered = [answers.add(fact) for _, fact in self.log.control(read)]
-            read = self.log.end
-            if not any(answered):
-                raise InvariantBroken("the worker of the probe left without an answer")
-        values = [answers.reward(name) for name in wanted]
-        pairs = zip(wanted, values, strict=True)
-        return values, Counter(answers.error(name) for name, value in pairs if value is None)
-
-    def _place(
-        self,
-        answers: _Answers,
-        wanted: Sequence[Draw],
-        setup: WorkerSetup,
-        facts: Mapping[str, TaskFacts],
-    ) -> None:
-        """Have the worker that has joined sample as many draws as it takes."""
-        by_group: dict[int, list[int]] = {}
-        for group, sample in wanted[: setup.requests_max]:
-            by_group.setdefault(group, []).append(sample)
-        places: list[AnyDecision] = [
-            Place(
-                reason=REASON,
-                spec=self.draws.spec(group, self.digest),
-                worker=setup.worker,
-                epoch=setup.epoch,
-                siblings=tuple(
-                    PlacedSibling(sibling=one, attempt=1 + answers.faults[_name((group, one))])
-                    for one in samples
-                ),
-            )
-            for group, samples in by_group.items()
-        ]
-        with closing(self.bus.writer()) as writer:
-            self.log.decide(
-                writer,
-                setup,
-                places,
-                version=VERSION,
-                digest=self.digest,
-                now_ns=self.draws.started.at_ns,
-            )

@@ -10,15 +10,15 @@ of interest. There is no tolerance, because errors would hide in it.
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-import numpy as np
 
 from dora_pipe.analysis.change import EMPTY, Change, changed_batch
 from dora_pipe.bus.port import Bus
@@ -38,13 +38,12 @@ from dora_pipe.core.errors import InvariantBroken, PolicyError, ReplayDiverged, 
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.store.safetensors_file import mapped, read_entries
 from dora_pipe.store.store import PolicyStore
 
-LOG = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    import torch
 
-FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""How numpy calls types of tensors; bfloat16 by its bits."""
+LOG = logging.getLogger(__name__)
 
 SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.", "objective.")))
 """Keys that a change may set: the settings that a commit carries."""
@@ -354,25 +353,44 @@ def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, .
     """Every tensor of two safetensors files that differs, largest relative distance first.
 
     Tensors that only one of them has, or that have another shape, count as wholly different.
-    Raises PolicyError.
     """
-    ours = {entry.name: entry for entry in read_entries(replayed)}
-    theirs = {entry.name: entry for entry in read_entries(committed)}
-    found: list[TensorDistance] = []
-    with mapped(committed) as a, mapped(replayed) as b:
-        for name in sorted(ours.keys() | theirs.keys()):
-            one, two = theirs.get(name), ours.get(name)
-            if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
-                nothing = float("inf")
-                distance = TensorDistance(
-                    tensor=name, differing=0, elements=0, absolute_max=nothing, relative_max=nothing
-                )
-                found.append(distance)
-                continue
-            before, after = bytes(a[one.start : one.end]), bytes(b[two.start : two.end])
-            if before != after:
-                found.append(_distance(name, one.dtype, before, after))
-    return tuple(sorted(found, key=lambda one: (-one.relative_max, one.tensor)))
+    from safetensors.torch import load_file
+
+    theirs, ours = load_file(committed), load_file(replayed)
+    found = [_distance(name, theirs.get(name), ours.get(name)) for name in theirs.keys() | ours]
+    differing = [one for one in found if one is not None]
+    return tuple(sorted(differing, key=lambda one: (-one.relative_max, one.tensor)))
+
+
+def _distance(
+    name: str, committed: torch.Tensor | None, replayed: torch.Tensor | None
+) -> TensorDistance | None:
+    """The distance of two tensors; None where all bits are equal."""
+    a, b = committed, replayed
+    if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
+        return TensorDistance(
+            tensor=name, differing=0, elements=0, absolute_max=math.inf, relative_max=math.inf
+        )
+    other = (_bits(a) != _bits(b)).any(dim=1)
+    differing = int(other.count_nonzero())
+    if not differing:
+        return None
+    largest = float((a.double() - b.double()).abs().max())
+    scale = float(a.double().abs().max())
+    return TensorDistance(
+        tensor=name,
+        differing=differing,
+        elements=a.numel(),
+        absolute_max=largest,
+        relative_max=largest / scale if scale > 0 else math.inf,
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element."""
+    import torch
+
+    return tensor.flatten().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
 def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
@@ -410,26 +428,3 @@ def distances_of(run: SourceRun, step: ReplayedStep) -> tuple[TensorDistance, ..
         replayed = Path(folder) / "replayed.safetensors"
         run.learner.save_weights(replayed)
         return tensor_distances(committed, replayed)
-
-
-def _distance(name: str, dtype: str, before: bytes, after: bytes) -> TensorDistance:
-    kind = FLOATS.get(dtype)
-    if kind is None:
-        a, b = np.frombuffer(before, np.uint8), np.frombuffer(after, np.uint8)
-        bits_a, bits_b = a, b
-    else:
-        a, b = np.frombuffer(before, kind), np.frombuffer(after, kind)
-        bits = f"<u{a.itemsize}"
-        bits_a, bits_b = a.view(bits), b.view(bits)
-    if dtype == "BF16":
-        a, b = ((one.astype("<u4") << 16).view("<f4") for one in (a, b))
-    gap = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    scale = float(np.max(np.abs(a.astype(np.float64)), initial=0.0))
-    largest = float(np.max(gap, initial=0.0))
-    return TensorDistance(
-        tensor=name,
-        differing=int(np.count_nonzero(bits_a != bits_b)),
-        elements=len(a),
-        absolute_max=largest,
-        relative_max=largest / scale if scale > 0 else float("inf"),
-    )

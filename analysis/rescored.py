@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -17,21 +17,27 @@ from typing import Any, Final
 
 import msgspec
 
+from dora_pipe.analysis.rescore import ScoredTogether
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Groups
 from dora_pipe.consumers.learners.settings import advantage_rule
 from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.ledger.database import Catalogue
+from dora_pipe.schemas.identity import source_of
 
 Rewards = Sequence[float | None]
 
-GROUPS: Final = """
-    select group_id, g.version, size, fate, step, ended_ns,
-           list(trajectory_id order by sibling), list(t.reward order by sibling)
+ENDED: Final = """
+    select group_id, g.version, size, fate, step, ended_ns, purpose,
+           case purpose when 'eval' then evaluation else task end as name,
+           list(trajectory_id order by sibling) as trajectories,
+           list(t.reward order by sibling) as rewards,
+           list(group_parts order by sibling) as group_parts
     from groups g join trajectories t using (group_id)
     where own_fate is null and record_offset is not null
       and fate in ('trained', 'filtered', 'failed', 'evaluated')
     group by all order by group_id"""
+"""The groups that have ended, with the trajectories that count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +68,6 @@ class ChangedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredStep:
-    """The two rewards of a step's trained trajectories."""
-
-    step: int
-    trajectories: int
-    old: float | None
-    """Mean reward as logged."""
-    new: float | None
-    signs: int
-    """Advantages with another sign."""
-    outcomes: int
-    """Groups with another outcome."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """The differences that other rewards make."""
 
@@ -95,7 +86,6 @@ class Comparison:
     """Advantages of trained trajectories."""
     signs: Sequence[str]
     """Trajectories whose advantage has another sign: positive, zero, negative."""
-    steps: Sequence[ScoredStep]
     first: int | None
     """The first step with another outcome or advantage."""
 
@@ -107,20 +97,20 @@ class Comparison:
 def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Comparison:
     """Compare these rewards with the logged ones; groups that they do not cover are left out."""
     taken = [one for (one,) in tables.query("select taken_ns from steps order by step")]
-    rows = tables.query(GROUPS)
+    rows = tables.records(ENDED)
     groups = [
         ScoredGroup(
-            group=group,
-            version=version,
-            size=size,
-            outcome=outcome,
-            step=bisect_left(taken, ended_ns) if step is None else step,
-            trajectories=tuple(names),
-            old=tuple(old),
-            new=tuple(rewards[name] for name in names),
+            group=row["group_id"],
+            version=row["version"],
+            size=row["size"],
+            outcome=row["fate"],
+            step=bisect_left(taken, row["ended_ns"]) if row["step"] is None else row["step"],
+            trajectories=tuple(row["trajectories"]),
+            old=tuple(row["rewards"]),
+            new=tuple(rewards[name] for name in row["trajectories"]),
         )
-        for group, version, size, outcome, step, ended_ns, names, old in rows
-        if all(name in rewards for name in names)
+        for row in rows
+        if all(name in rewards for name in row["trajectories"])
     ]
     settings = {
         step: msgspec.json.decode(logged)
@@ -133,6 +123,26 @@ def rules_of(tables: Catalogue) -> Groups:
     """Return the rules of groups that the run started with."""
     ((config,),) = tables.query("select config from runs")
     return logged_config(msgspec.json.decode(config)).groups
+
+
+def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, ScoredTogether]:
+    """Return the groups that have ended and whose sources are scored together, by id."""
+    rules = rules_of(tables)
+    return {
+        row["group_id"]: ScoredTogether(
+            size=len(row["trajectories"]),
+            valid_min=1 if row["purpose"] == "eval" else min(rules.min_valid_siblings, row["size"]),
+            recorded={
+                name: (reward, msgspec.json.decode(parts, type=dict[str, float]))
+                for name, reward, parts in zip(
+                    row["trajectories"], row["rewards"], row["group_parts"], strict=True
+                )
+                if parts is not None
+            },
+        )
+        for row in tables.records(ENDED)
+        if source_of(row["purpose"], row["name"]) in sources
+    }
 
 
 def compare(
@@ -149,20 +159,16 @@ def compare(
         for one in sorted(train, key=lambda one: (one.step, one.group))
         if (new := outcome_of(one.new, one.size, rules)) != one.outcome
     ]
-    changed = Counter(one.step for one in outcomes)
     trained: defaultdict[int, list[ScoredGroup]] = defaultdict(list)
     for one in train:
         if one.outcome == "trained":
             trained[one.step].append(one)
-    steps, signs, differing, advantages = [], list[str](), [*changed], 0
-    for step, some in sorted(trained.items()):
-        pairs = _advantages(some, settings.get(step, {}))
-        other = [name for name, old, new in pairs if _sign(old) != _sign(new)]
-        if other or any(not _close(old, new) for _, old, new in pairs):
-            differing.append(step)
-        advantages += len(pairs)
-        signs += other
-        steps.append(_scored_step(step, some, signs=len(other), outcomes=changed[step]))
+    pairs = {step: _advantages(some, settings.get(step, {})) for step, some in trained.items()}
+    other = [one.step for one in outcomes]
+    other += (
+        step for step, some in pairs.items() if any(not _close(old, new) for _, old, new in some)
+    )
+    every = [pair for _, some in sorted(pairs.items()) for pair in some]
     return Comparison(
         trajectories=sum(len(one.trajectories) for one in groups),
         left_out=left_out,
@@ -170,10 +176,9 @@ def compare(
         old=_mean(reward for one in train for reward in one.old),
         new=_mean(reward for one in train for reward in one.new),
         outcomes=outcomes,
-        advantages=advantages,
-        signs=signs,
-        steps=steps,
-        first=min(differing, default=None),
+        advantages=len(every),
+        signs=[name for name, old, new in every if _sign(old) != _sign(new)],
+        first=min(other, default=None),
     )
 
 
@@ -214,19 +219,6 @@ def _distance(one: tuple[str, float | None, float | None]) -> float:
     """Return the distance of two rewards; infinite where one is missing."""
     _, old, new = one
     return math.inf if old is None or new is None else abs(new - old)
-
-
-def _scored_step(
-    step: int, groups: Sequence[ScoredGroup], *, signs: int, outcomes: int
-) -> ScoredStep:
-    return ScoredStep(
-        step=step,
-        trajectories=sum(len(one.trajectories) for one in groups),
-        old=_mean(reward for one in groups for reward in one.old),
-        new=_mean(reward for one in groups for reward in one.new),
-        signs=signs,
-        outcomes=outcomes,
-    )
 
 
 def _mean(rewards: Iterable[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""A small log with one worker that samples what an analysis needs, then leaves.
+"""A temporary log with one worker that samples what an analysis needs, then leaves.
 
 The log starts with the `run started` of the analyzed run, so the worker prepares prompts, calls
 environments, tools and agents, samples and checks data and weights as the workers of the run did.
@@ -6,159 +6,62 @@ environments, tools and agents, samples and checks data and weights as the worke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
-from dora_pipe.core.errors import UsageError
+from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.launch.local_roles import with_engine
+from dora_pipe.launch.run_dir import LOG
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.worker.engine_port import Policies
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.role import EngineFactory, OpenPool, run_worker
-from dora_pipe.schemas.control import RunStarted, WorkerJoined, config_digest, decode_control
-from dora_pipe.schemas.rounds import AnyDecision, Assign, Drain, Round
+from dora_pipe.schemas.control import (
+    RequestFailed,
+    Resume,
+    RunStarted,
+    config_digest,
+    decode_control,
+)
+from dora_pipe.schemas.identity import trajectory_id
+from dora_pipe.schemas.rounds import Assign, Drain, GroupSpec, Place, PlacedSibling, Round
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.schemas.trajectory_codec import decode_trajectory
+from dora_pipe.schemas.trajectory import EpisodeProgress, Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_any_progress
 from dora_pipe.schemas.wire import encode
-
-Joined = Callable[[WorkerSetup, Mapping[str, TaskFacts]], None]
-"""Hears that the worker has joined; writes what it is to do."""
-
-Work = Callable[[Joined], None]
-"""Runs a worker on the log until it has left."""
 
 Report = Callable[[str, float, float | None], None]
 """Receives the phase, the number of records so far and their total."""
 
 
-def started_of(started: RunStarted, name: str) -> RunStarted:
-    """`run started` of such a log: the run's, under one version that does not change. Nobody asks
-    through which experts of a mixture tokens go."""
-    plain: dict[str, Any] = dict(started.config)
-    plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
-    plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
-    return msgspec.structs.replace(
-        started, run=name, config=plain, config_digest=config_digest(plain)
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLog:
-    """Example: ``WorkerLog(bus=bus, topics=Topics("g0000000042-003-v7"))``"""
+class SampleRequest:
+    """A trajectory to sample. Example: ``SampleRequest(spec=spec, sample=3)``."""
 
-    bus: Bus
-    topics: Topics
-    reason: str
-    """Of all that is decided, in words."""
-
-    def begin(self, started: RunStarted, *, hint: str) -> None:
-        """Write the first record, or find it there. Raises UsageError where another one is."""
-        topics = self.topics
-        self.bus.create([TopicSpec(name=name) for name in topics.all()])
-        there = next(self.control(), None)
-        if there is None:
-            append = Append(topic=topics.control, value=encode(started))
-            with closing(self.bus.writer()) as writer:
-                writer.append([append])
-        elif there[1] != started:
-            raise UsageError(
-                f"{topics.run} was begun for another run of that name, or otherwise", hint=hint
-            )
-
-    def control(self, start: int = 0) -> Iterator[tuple[int, Any]]:
-        """Its facts from an offset on, each with its own."""
-        control = TopicPartition(self.topics.control, 0)
-        ends = {control: self.bus.end(control)}
-        for record in records_of(self.bus, ends, start=start) if ends[control] else ():
-            yield record.offset, decode_control(record.value)
+    spec: GroupSpec
+    sample: int
+    prefix: EpisodeProgress | None = None
+    """Tokens to continue from."""
 
     @property
-    def end(self) -> int:
-        """Behind the last fact."""
-        return self.bus.end(TopicPartition(self.topics.control, 0))
-
-    def joins(self) -> list[WorkerJoined]:
-        """The workers that have joined, the last one last."""
-        return [one for _, one in self.control() if isinstance(one, WorkerJoined)]
-
-    def trajectories(self) -> Iterator[Trajectory]:
-        """Every record, in order."""
-        for record in records_of(self.bus, ends_of(self.bus, self.topics.trajectories)):
-            yield decode_trajectory(record.value)
-
-    def decide(
-        self,
-        writer: Writer,
-        setup: WorkerSetup,
-        decisions: Sequence[AnyDecision],
-        *,
-        version: int,
-        digest: str,
-        now_ns: int,
-    ) -> None:
-        """Have the worker that has joined do this under a version, after which it leaves."""
-        worker, epoch = setup.worker, setup.epoch
-        assign = Assign(
-            reason=self.reason, worker=worker, epoch=epoch, version=version, digest=digest
-        )
-        drain = Drain(reason=self.reason, worker=worker, epoch=epoch)
-        round_ = Round(
-            ordinal=epoch,
-            role_epoch=epoch,
-            now_ns=now_ns,
-            control_next=0,
-            decisions=(assign, *decisions, drain),
-        )
-        writer.append([Append(topic=self.topics.decisions, value=encode(round_))])
+    def name(self) -> str:
+        """Its trajectory id."""
+        return trajectory_id(self.spec.group, self.sample)
 
 
-def alone(config: Config, engine: str) -> Config:
-    """Configure such a worker on this machine: no progress records, no elastic workers."""
-    config = with_engine(config, engine)
-    workers = msgspec.structs.replace(
-        config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
-    )
-    return msgspec.structs.replace(config, workers=workers)
-
-
-def work_on(
-    log: WorkerLog,
-    name: str,
-    parts: WorkerParts,
-    *,
-    phase: str,
-    total: int,
-    report: Report,
-) -> Work:
-    """What is the worker of this name on a log, and says how many records of `total` there are.
-
-    Raises what `run_worker` does.
-    """
-
-    def work(joined: Joined) -> None:
-        with closing(_HowFar(log, phase, total, report)) as how_far:
-            run_worker(
-                log.bus,
-                log.topics,
-                worker=name,
-                store=parts.store,
-                engine_factory=parts.engine,
-                open_pool=parts.pool,
-                stop=how_far,
-                config=parts.config,
-                joined=joined,
-                source=parts.source,
-            )
-
-    return work
+Sampled = dict[str, Trajectory | RequestFailed]
+"""The result of each request by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,23 +75,148 @@ class WorkerParts:
     pool: OpenPool | None = None
     """None: its own, which end with it."""
     source: str = ""
-    """Of what it samples; empty: all tasks of the configuration are started."""
+    """The only source whose task is started; empty: all tasks of the configuration."""
+    left: Callable[[], object] = lambda: None
+    """Called after a worker has left."""
 
 
-class _HowFar:
-    """Says how many records there are; the worker asks it at every turn whether to stop, which it
-    never wants."""
+def alone(config: Config, engine: str) -> Config:
+    """Configure such a worker on this machine: no progress records, no elastic workers."""
+    config = with_engine(config, engine)
+    workers = msgspec.structs.replace(
+        config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
+    )
+    return msgspec.structs.replace(config, workers=workers)
 
-    def __init__(self, log: WorkerLog, phase: str, total: int, report: Report) -> None:
-        self._phase, self._total, self._report = phase, total, report
-        self._reader = log.bus.reader({TopicPartition(log.topics.trajectories, 0): 0})
-        self._there = 0
 
-    def __call__(self) -> bool:
-        self._there += len(self._reader.poll(timeout_s=0.0))
-        self._report(self._phase, self._there, self._total)
-        return False
+def started_of(started: RunStarted, name: str) -> RunStarted:
+    """The first record of such a log: the run's, with one version that does not change and without
+    routed experts."""
+    plain: dict[str, Any] = dict(started.config)
+    plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
+    plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
+    return msgspec.structs.replace(
+        started, run=name, config=plain, config_digest=config_digest(plain)
+    )
 
-    def close(self) -> None:
-        """Read no more."""
-        self._reader.close()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemporaryWorker:
+    """Samples under one version, with one worker after the other.
+
+    Example: ``TemporaryWorker(started=started, parts=parts, version=7, ...).sample(wanted)``
+    """
+
+    started: RunStarted
+    """From `started_of`."""
+    parts: WorkerParts
+    version: int
+    digest: str
+    reason: str
+    """Reason of every decision in the log."""
+    report: Report
+    check: Callable[[Mapping[str, TaskFacts]], None] = lambda facts: None
+    """Receives the facts of the tasks, by source, before anything is sampled."""
+
+    def sample(self, wanted: Sequence[SampleRequest]) -> Sampled:
+        """Sample until every request has a record or has failed.
+
+        Raises what `run_worker` and `check` do, InvariantBroken for a worker that leaves early.
+        """
+        with (
+            tempfile.TemporaryDirectory(prefix="dora-pipe-sample-") as folder,
+            closing(open_bus(f"sqlite:{Path(folder) / LOG}")) as bus,
+        ):
+            bus.create([TopicSpec(name=name) for name in self._topics.all()])
+            with closing(bus.writer()) as writer:
+                writer.append([Append(topic=self._topics.control, value=encode(self.started))])
+            found: Sampled = {}
+            while missing := [one for one in wanted if one.name not in found]:
+                before = len(found)
+                self._work(bus, missing, len(wanted))
+                found = self._read(bus)
+                if len(found) == before:
+                    raise InvariantBroken("a worker left its log without a sample")
+        return found
+
+    @property
+    def _topics(self) -> Topics:
+        return Topics(self.started.run)
+
+    def _work(self, bus: Bus, missing: Sequence[SampleRequest], total: int) -> None:
+        """Run a worker on the log until it has left."""
+        at = TopicPartition(self._topics.trajectories, 0)
+
+        def never_stop() -> bool:
+            self.report("sampling", bus.end(at), total)
+            return False
+
+        try:
+            run_worker(
+                bus,
+                self._topics,
+                worker="analysis",
+                store=self.parts.store,
+                engine_factory=self.parts.engine,
+                open_pool=self.parts.pool,
+                stop=never_stop,
+                config=self.parts.config,
+                joined=partial(self._place, bus, missing),
+                source=self.parts.source,
+            )
+        finally:
+            self.parts.left()
+
+    def _read(self, bus: Bus) -> Sampled:
+        control = records_of(bus, ends_of(bus, self._topics.control))
+        facts = [decode_control(record.value) for record in control]
+        found: Sampled = {one.trajectory: one for one in facts if isinstance(one, RequestFailed)}
+        for record in records_of(bus, ends_of(bus, self._topics.trajectories)):
+            trajectory = decode_trajectory(record.value)
+            found[trajectory.trajectory] = trajectory
+        return found
+
+    def _place(
+        self,
+        bus: Bus,
+        missing: Sequence[SampleRequest],
+        setup: WorkerSetup,
+        facts: Mapping[str, TaskFacts],
+    ) -> None:
+        """Place what the worker that has joined can hold, after which it leaves."""
+        self.check(facts)
+        worker, epoch, reason = setup.worker, setup.epoch, self.reason
+        groups: dict[str, list[SampleRequest]] = {}
+        for one in missing[: setup.requests_max]:
+            groups.setdefault(one.spec.group, []).append(one)
+        with closing(bus.writer()) as writer:
+            places = [
+                Place(
+                    reason=reason,
+                    spec=some[0].spec,
+                    worker=worker,
+                    epoch=epoch,
+                    siblings=tuple(self._placed(writer, one) for one in some),
+                )
+                for some in groups.values()
+            ]
+            assign = Assign(
+                reason=reason, worker=worker, epoch=epoch, version=self.version, digest=self.digest
+            )
+            round_ = Round(
+                ordinal=epoch,
+                role_epoch=epoch,
+                now_ns=self.started.at_ns,
+                control_next=0,
+                decisions=(assign, *places, Drain(reason=reason, worker=worker, epoch=epoch)),
+            )
+            writer.append([Append(topic=self._topics.decisions, value=encode(round_))])
+
+    def _placed(self, writer: Writer, one: SampleRequest) -> PlacedSibling:
+        """The placement of a request, after its prefix is written."""
+        prefix, resume = one.prefix, None
+        if prefix is not None:
+            value, key = encode_any_progress(prefix), one.name.encode()
+            (offset,) = writer.append([Append(topic=self._topics.progress, key=key, value=value)])
+            resume = Resume(tokens=sum(prefix.loss_mask), partition=0, offset=offset)
+        return PlacedSibling(sibling=one.sample, attempt=1, resume=resume)

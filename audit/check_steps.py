@@ -90,8 +90,6 @@ class _Look:
             return
         # Retention keeps these whatever its settings are (docs/storage.md).
         kept = {0, fact.step, fact.step + 1, *entry.take.pins}
-        if not entry.take.pins:
-            findings.add("policies", who, "drops versions, although its batch says of no pins")
         for version in sorted(kept.intersection(fact.dropped)):
             message = f"drops version {version}, which retention keeps"
             findings.add("policies", who, message, expected="kept", found=list(fact.dropped))

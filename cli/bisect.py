@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from dora_pipe.analysis.bisect import Explanation, Fall, Limits, Measured, Trial, words
+import msgspec
+
+from dora_pipe.analysis.bisect import Explanation, Fall, Limits, Measured, Trial
 from dora_pipe.analysis.bisected_run import BisectedRun, Repeater
 from dora_pipe.analysis.probes import opened_probe
 from dora_pipe.analysis.replay import SourceRun
@@ -99,12 +100,7 @@ def fall_words(fall: Fall) -> str:
     fell = f"{fall.fell.value:.3g} ({_interval(fall.fell)})"
     if not fall.sure:
         return f"no fall: the bad version is worse by {fell}"
-    if fall.first_bad - fall.last_good > 1:
-        return (
-            f"the value fell by {fell} between versions {fall.last_good} and {fall.first_bad}; "
-            "those between are about halfway"
-        )
-    return f"the value fell by {fell}; step {fall.last_good} made the first bad version"
+    return f"the value fell by {fell}; step {fall.step} made the first bad version"
 
 
 def _print_cause(found: Explanation, changes: Sequence[str]) -> None:
@@ -175,19 +171,8 @@ def plain(fall: Fall, found: Explanation | None, changes: Sequence[str]) -> Mapp
     """Everything as JSON."""
     return {
         "settings": list(changes),
-        "fell": asdict(fall.fell),
         "sure": fall.sure,
-        "last_good": fall.last_good,
-        "first_bad": fall.first_bad,
-        "versions": [_measured(one) for one in fall.measured],
-        "cause": [] if found is None else [asdict(one) for one in found.cause],
-        "suspects": [] if found is None else [asdict(one) for one in found.suspects],
-        "trials": [] if found is None else [_measured(one) for one in found.trials],
-        "steps": 0 if found is None else found.steps,
+        "fall": msgspec.to_builtins(fall, order="sorted"),
+        "cause": msgspec.to_builtins(found, order="sorted"),
         "conclusion": fall_words(fall) if found is None else conclusion(found, changes),
     }
-
-
-def _measured(one: Measured) -> Mapping[str, Any]:
-    drop = [] if isinstance(one.subject, int) else sorted(one.subject.drop)
-    return {**asdict(one), "subject": words(one.subject), "without": drop}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dora_pipe.analysis.diff import Parting, RunDiff, diff_runs
+from dora_pipe.analysis.diff import RunDiff, diff_runs
 from dora_pipe.bus.logged import Damage
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged
 from dora_pipe.launch.run_dir import OpenRun
@@ -30,7 +30,8 @@ def _print(found: RunDiff, names: tuple[str, str]) -> None:
         emit_line(f"no difference in {counts}")
     else:
         first = found.partings[0]
-        emit_line(f"first record   {first.kind} {first.name}: {_values(found, first)}")
+        values = " | ".join(_short(value) for value in first.values)
+        emit_line(f"first record   {first.kind} {first.name}: {values}")
         emit_line(f"compared       {counts}")
     for at, reason in enumerate(found.reasons(names)):
         emit_line(f"{'' if at else 'why':14} {reason}")
@@ -43,13 +44,6 @@ def _print(found: RunDiff, names: tuple[str, str]) -> None:
             for part in found.partings
         ]
         emit_table(("first that differs", *names), rows)
-
-
-def _values(found: RunDiff, part: Parting) -> str:
-    if part.kind == "trajectory" and found.trajectory is not None:
-        where = "" if found.trajectory.token is None else f" at token {found.trajectory.token}"
-        return f"{found.trajectory.cause}{where}, {found.trajectory.words}"
-    return " | ".join(_short(value) for value in part.values)
 
 
 def _short(value: object) -> str:

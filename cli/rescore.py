@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -13,8 +12,8 @@ from typing import Final
 import msgspec
 
 from dora_pipe.analysis.change import RewardLine, write_rewards
-from dora_pipe.analysis.rescore import Rescored, ScoredTogether, rescore
-from dora_pipe.analysis.rescored import Comparison, comparison_of, rules_of
+from dora_pipe.analysis.rescore import Rescored, rescore
+from dora_pipe.analysis.rescored import Comparison, comparison_of, scored_together
 from dora_pipe.analysis.task import opened_task, say_other_code, with_rewards
 from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.bus.logged import Damage
@@ -24,10 +23,9 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.console import say
 from dora_pipe.core.errors import ReplayDiverged, ResourceError
 from dora_pipe.launch.run_dir import OpenRun
-from dora_pipe.ledger.database import COUNTS, Catalogue, LoggedRecord, logged_records
+from dora_pipe.ledger.database import COUNTS, logged_records
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.worker.role import worker_config
-from dora_pipe.schemas.identity import group_of, source_of
 
 FOLDER: Final = "rescored"
 """Folder in a run's directory with one file per reward."""
@@ -36,17 +34,8 @@ OWN: Final = "own"
 """Name of the file of the run's own reward."""
 
 NAME_CHARACTERS: Final = 60
-STEPS_SHOWN: Final = 10
 LINES_MAX: Final = 20
 """Trajectories that are listed: lost ones, those that differ from the record, largest changes."""
-
-ENDED: Final = """
-    select purpose, case purpose when 'eval' then evaluation else task end, size, group_id,
-           list(trajectory_id), list(t.reward), list(group_parts)
-    from groups join trajectories t using (group_id)
-    where own_fate is null and record_offset is not null
-      and fate in ('trained', 'filtered', 'failed', 'evaluated')
-    group by all order by group_id"""
 
 
 class RescoredLine(RewardLine, frozen=True, kw_only=True, omit_defaults=True):
@@ -61,9 +50,6 @@ def rescore_run(
     rewards: Sequence[str],
     *,
     directory: Path | None,
-    out: Path | None,
-    groups: int,
-    seed: int,
     as_json: bool,
     report: CommandProgress,
 ) -> None:
@@ -74,7 +60,7 @@ def rescore_run(
     """
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_rewards(worker_config(started, run.config), rewards, directory)
-    file = out or run.directory.path / FOLDER / f"{_name_of(rewards)}.jsonl"
+    file = run.directory.path / FOLDER / f"{_name_of(rewards)}.jsonl"
     damage, found = Damage(), list[Rescored]()
     with opened_task(run, config, other_rewards=bool(rewards)) as task:
         if not rewards:
@@ -82,9 +68,6 @@ def rescore_run(
         with closing(run.tables()) as tables:
             together = scored_together(tables, task.together)
             logged = logged_records(tables, COUNTS)
-        if groups:
-            logged = _random_groups(logged, groups, seed)
-        total = len(logged)
         results = rescore(
             task.ports,
             trajectories_of(run, logged, damage),
@@ -93,7 +76,7 @@ def rescore_run(
             together=together,
             agents=bool(rewards),
         )
-        _write(file, _noted(results, found, total, report))
+        _write(file, _noted(results, found, len(logged), report))
     with closing(run.tables()) as tables:
         scored = {one.trajectory: one.reward for one in found if not one.lost}
         comparison = comparison_of(tables, scored)
@@ -141,30 +124,6 @@ def _write(file: Path, lines: Iterable[RescoredLine]) -> None:
         raise ResourceError(f"{file}: {error.strerror or error}") from error
 
 
-def _random_groups(
-    logged: Mapping[tuple[int, int], LoggedRecord], groups: int, seed: int
-) -> dict[tuple[int, int], LoggedRecord]:
-    """Return the records of so many random groups."""
-    names = sorted({group_of(one.trajectory) for one in logged.values()})
-    chosen = set(random.Random(seed).sample(names, min(groups, len(names))))
-    return {at: one for at, one in logged.items() if group_of(one.trajectory) in chosen}
-
-
-def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, ScoredTogether]:
-    """Return the groups that have ended and whose sources are scored together, by id."""
-    rules, found = rules_of(tables), dict[str, ScoredTogether]()
-    for purpose, name, size, group, names, rewards, parts in tables.query(ENDED):
-        if source_of(purpose, name) in sources:
-            recorded = {
-                each: (reward, msgspec.json.decode(of_group, type=dict[str, float]))
-                for each, reward, of_group in zip(names, rewards, parts, strict=True)
-                if of_group is not None
-            }
-            valid_min = 1 if purpose == "eval" else min(rules.min_valid_siblings, size)
-            found[group] = ScoredTogether(size=len(names), valid_min=valid_min, recorded=recorded)
-    return found
-
-
 def _name_of(rewards: Sequence[str]) -> str:
     """Return a file name for these rewards. Example: ``_name_of(["new:score"]) == "new-score"``"""
     words = re.sub(r"[^A-Za-z0-9_.]+", "-", " ".join(rewards)).strip("-.")
@@ -193,16 +152,6 @@ def _print(found: Comparison, file: Path, scored: int) -> None:
         emit_line(f"first step with another outcome or advantage: {found.first}")
     if found.left_out:
         say(f"{found.left_out} groups are left out: not all their trajectories are scored")
-    if not found.differ:
-        return
-    emit_line()
-    most = sorted(found.steps, key=lambda one: (-one.signs - one.outcomes, one.step))[:STEPS_SHOWN]
-    emit_table(
-        ("step", "trained", "reward then", "now", "other signs", "other outcomes"),
-        [
-            (one.step, one.trajectories, one.old, one.new, one.signs, one.outcomes)
-            for one in sorted(most, key=lambda one: one.step)
-        ],
-    )
-    emit_line()
-    emit_table(("trajectory", "reward then", "now"), found.differ[:LINES_MAX])
+    if found.differ:
+        emit_line()
+        emit_table(("trajectory", "reward then", "now"), found.differ[:LINES_MAX])

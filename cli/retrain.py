@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from dora_pipe.analysis.change import Change, read_names, read_rewards, read_weights
+from dora_pipe.analysis.change import Change, read_rewards
 from dora_pipe.analysis.replay import SourceRun
 from dora_pipe.analysis.retrain import RetrainedStep, retrain
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
@@ -16,6 +16,7 @@ from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.load import plain_overrides
 from dora_pipe.consumers.learners.registry import end_ranks
 from dora_pipe.core.console import say
+from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
 
 FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
@@ -23,15 +24,26 @@ FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "rew
 
 
 def change_of(
-    settings: Sequence[str], rewards: Path | None, drop: Path | None, weights: Path | None
+    settings: Sequence[str], rewards: Path | None, drop: Sequence[str], weights: Sequence[str]
 ) -> Change:
     """The change that the options describe. Raises UsageError, ConfigError."""
     return Change(
         settings=plain_overrides(settings),
         rewards={} if rewards is None else read_rewards(rewards),
-        drop=frozenset() if drop is None else read_names(drop),
-        weights={} if weights is None else read_weights(weights),
+        drop=frozenset(drop),
+        weights=dict(map(_weight, weights)),
     )
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """Read ``g0000000042-003=0.5``. Raises UsageError."""
+    name, _, factor = text.partition("=")
+    try:
+        return name, float(factor)
+    except ValueError:
+        raise UsageError(
+            f"--weight {text}: not a trajectory with a factor", hint="g0000000042-003=0.5"
+        ) from None
 
 
 def retrain_run(

@@ -324,7 +324,7 @@ def _take_batch(state: State, decision: TakeBatch) -> None:
     same = [one.group for one in decision.groups] == batch_due(state)
     _require(same, "not the batch that may be taken (C3)")
     _require(decision.parts == tuple(map(len, state.parts)), "the batch has other parts")
-    _require(decision.pins in ((), pinned(state)), "the batch pins other versions")
+    _require(decision.pins == pinned(state), "the batch pins other versions")
     _require(decision.in_flight == in_flight_due(state), "another C follows from what was counted")
     for taken in decision.groups:
         _as_finished(state, taken)

@@ -278,7 +278,7 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
     """Logged configuration keys in force for this step, e.g. {"trainer.learning_rate": 3e-4}."""
     pins: tuple[int, ...] = ()
     """Versions that open groups carry or workers host or shall host, sorted. Of the versions below
-    `step` none is added later: dispatches carry the newest. Empty: not said, nothing is dropped."""
+    `step` none is added later: dispatches carry the newest."""
     parts: tuple[int, ...] = ()
     """How many of the groups, from the first on, each part has that was taken before, in order; the
     others are the last part. The gradient is added up part by part. Empty: the batch is one."""

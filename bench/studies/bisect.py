@@ -10,7 +10,7 @@ draws another one where nothing falls, or where the true rewards fall too under 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +48,11 @@ TRUE: Final = -1
 """The last version under the true rewards, as a subject."""
 
 BEFORE: Final = 1
-AFTER: Final = 4
+AFTER: Final = 3
 """Versions from the poisoned step to the good one and to the bad one."""
+
+DRAWS: Final = 128
+"""Draws per version."""
 
 DRAWN_MAX: Final = 8
 """Groups that a seed draws until one of them makes the run worse."""
@@ -83,7 +86,7 @@ class NamedPlant:
     harmless: int
     """Groups that were drawn before it, whose poison did no harm."""
     fell: float
-    found_step: str
+    found_step: int
     steps: int
     """Repeated in trials."""
     trials: int
@@ -110,9 +113,9 @@ def command(
     with opened(run, root) as found, scratch() as folder:
         figures = bench_bisect(
             found,
-            seeds,
+            range(1, seeds + 1),
             folder,
-            limits=Limits(draws=128),
+            limits=Limits(draws=DRAWS),
             told=say,
             learning_rate=learning_rate,
         )
@@ -164,7 +167,7 @@ def planted_run(run: OpenRun, step: int, change: Change) -> SourceRun:
 
 def bench_bisect(
     run: OpenRun,
-    seeds: int,
+    seeds: Sequence[int],
     folder: Path,
     *,
     limits: Limits,
@@ -175,7 +178,7 @@ def bench_bisect(
     settings = {**SETTINGS, "trainer.learning_rate": learning_rate}
     clock, found = SystemClock(), list[NamedPlant]()
     with opened_probe(run, "eval", None, CommandProgress()) as probe:
-        for seed in range(1, seeds + 1):
+        for seed in seeds:
             began_ns, harmless = clock.now_ns(), 0
             for plant in plants(run, seed):
                 place = folder / f"{seed}-{harmless}"
@@ -210,11 +213,11 @@ def _look(
     if not fall.sure:
         return fall, None
 
-    def measure(subject: Subject, draws: int) -> Values:
-        return true.measure(bad, draws) if subject == TRUE else poisoned.measure(subject, draws)
+    def measure(subject: Subject) -> Values:
+        return true.measure(bad) if subject == TRUE else poisoned.measure(subject)
 
     # Under the true rewards the last version must be like the good one.
-    harmed = Comparison(measure, good, bad, limits).judge(TRUE).verdict == "good"
+    harmed = Comparison(measure, good, bad).judge(TRUE).verdict == "good"
     return fall, poisoned.explain(fall, good) if harmed else None
 
 
@@ -234,14 +237,13 @@ def _named(
     seconds: float,
     harmless: int,
 ) -> NamedPlant:
-    first, last = fall.last_good, fall.first_bad - 1
     return NamedPlant(
         seed=seed,
         step=plant.step,
         group=plant.group,
         harmless=harmless,
         fell=fall.fell.value,
-        found_step=str(last) if first == last else f"{first} to {last}",
+        found_step=fall.step,
         steps=0 if why is None else why.steps,
         trials=0 if why is None else len(why.trials),
         seconds=seconds,

@@ -23,12 +23,14 @@ ProbeOption = Annotated[
     ),
 ]
 DropRowsOption = Annotated[
-    Path | None,
-    typer.Option("--drop", metavar="FILE", help="Groups and trajectories to leave out."),
+    list[str] | None,
+    typer.Option("--drop", metavar="ID", help="Group or trajectory to leave out; repeatable."),
 ]
 WeightsOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Trajectories with factors of their loss."),
+    list[str] | None,
+    typer.Option(
+        "--weight", metavar="ID=X", help="Factor of a trajectory's loss; may be repeated."
+    ),
 ]
 SettingsOption = Annotated[
     list[str] | None,
@@ -45,9 +47,7 @@ def bisect(
     bad: Annotated[int, typer.Option(min=1, metavar="VERSION", help="A later, bad version.")],
     probe: ProbeOption = EVAL,
     steps: Annotated[int, typer.Option(min=0, help="Steps to repeat at most, in all trials.")] = 20,
-    draws: Annotated[
-        int, typer.Option(min=1, help="Draws per version at first; up to 8 times as many.")
-    ] = 256,
+    draws: Annotated[int, typer.Option(min=1, help="Draws per version.")] = 512,
     directory: Annotated[
         Path | None, typer.Option(help="Folder to import the probe's module from.")
     ] = None,
@@ -62,7 +62,7 @@ def bisect(
     from dora_pipe.cli.bisect import bisect_run
     from dora_pipe.launch.run_dir import opened
 
-    limits = Limits(draws=draws, draws_max=8 * draws, steps=steps)
+    limits = Limits(draws=draws, steps=steps)
     with opened(run, root) as found, watched(found) as (open_run, report):
         bisect_run(
             open_run,
@@ -98,19 +98,10 @@ def fork(
     run: RunArgument,
     trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="As `show` names it.")],
     turn: Annotated[int | None, typer.Option(help="Continue from this turn; default all.")] = None,
-    at: Annotated[
-        list[int] | None, typer.Option("--at", metavar="TOKEN", help="Cut after so many tokens.")
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Continuations from each place.")] = 16,
+    samples: Annotated[int, typer.Option(help="Continuations from each turn.")] = 16,
     version: Annotated[
         int | None, typer.Option(help="Version that continues; default the trajectory's own.")
     ] = None,
-    replayable: Annotated[
-        bool,
-        typer.Option(
-            "--replayable", help="Repeat the turns in an environment that does not declare it."
-        ),
-    ] = False,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -127,10 +118,8 @@ def fork(
             open_run,
             trajectory,
             turn=turn,
-            tokens=at or (),
             samples=samples,
             version=version,
-            replayable=replayable,
             as_json=as_json,
             report=report,
         )
@@ -150,13 +139,6 @@ def rescore(
     directory: Annotated[
         Path | None, typer.Option(help="Folder of the module; default the run's own.")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rewards file; default in the run.")
-    ] = None,
-    random: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Score N random groups only.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of --random.")] = 0,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -165,20 +147,14 @@ def rescore(
 
     Example: dora-pipe rescore demo --reward new:score --directory .
     """
-    from dora_pipe.cli.options import may_write_file
     from dora_pipe.cli.rescore import rescore_run
     from dora_pipe.launch.run_dir import opened
 
-    if out is not None:
-        may_write_file(out)
     with opened(run, root) as found, watched(found) as (open_run, report):
         rescore_run(
             open_run,
             reward or (),
             directory=directory,
-            out=out,
-            groups=random,
-            seed=seed,
             as_json=as_json,
             report=report,
         )
@@ -204,10 +180,12 @@ def retrain(
     """Repeat training steps of a run from its log, with other settings, rewards or rows.
 
     Writes the weights as a model directory, steps.jsonl and change.json.
+
+    Example: dora-pipe retrain demo --out mended --from 40 --drop g0000000042
     """
     from dora_pipe.cli.retrain import change_of, retrain_run
     from dora_pipe.launch.run_dir import opened
 
-    change = change_of(settings or (), rewards, drop, weights)
+    change = change_of(settings or (), rewards, drop or (), weights or ())
     with opened(run, root) as found, watched(found) as (open_run, report):
         retrain_run(open_run, first, end, change, out, as_json=as_json, report=report)

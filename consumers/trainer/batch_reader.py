@@ -22,6 +22,7 @@ from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch, TrainGroup
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
+from dora_pipe.consumers.trainer.commits import smallest_offsets
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, SchemaError
 from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, retry_bus
@@ -335,7 +336,8 @@ def committed_batch(
 
 def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: Clock) -> TrainBatch:
     """The batch of a commit. Raises InvariantBroken for other bytes than trained, BusError."""
-    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
+    starts = smallest_offsets(commit)
+    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts=starts, clock=clock)
     try:
         return read_batch(reader, commit, strict=True)
     finally:

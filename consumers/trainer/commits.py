@@ -42,6 +42,8 @@ class CommitNote:
     checkpoint: Blob | None
     whole: bool = True
     """As in the commit: the version can be had without the one before it."""
+    starts: Mapping[int, int] = field(default_factory=dict)
+    """The smallest offset that it took, by partition."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,8 +61,19 @@ class CommitHistory:
     """Group to (step, deadline), as long as the deadline is not past."""
     kept: set[int] = field(default_factory=lambda: {0})
     """Versions that no commit has dropped."""
-    starts: dict[int, int] = field(default_factory=dict)
-    """Per partition the smallest offset of the last commit that took from it."""
+
+    @property
+    def starts(self) -> dict[int, int]:
+        """The smallest offset of the last commit that took from a partition, by partition."""
+        return {at: offset for note in self.notes for at, offset in note.starts.items()}
+
+    def starts_from(self, step: int) -> dict[int, int]:
+        """The smallest offset that this step or a later one took, by partition."""
+        found: dict[int, int] = {}
+        for note in self.notes[step:]:
+            for at, offset in note.starts.items():
+                found[at] = min(offset, found.get(at, offset))
+        return found
 
     @property
     def next_step(self) -> int:
@@ -147,6 +160,7 @@ class CommitHistory:
                 digest=commit.digest_after,
                 checkpoint=commit.checkpoint,
                 whole=commit.whole,
+                starts=smallest_offsets(commit),
             )
         )
         self.kept.add(commit.step + 1)
@@ -166,12 +180,14 @@ class CommitHistory:
         past = [name for name, (_, deadline) in self.trained.items() if deadline < commit.step]
         for name in past:
             del self.trained[name]
-        smallest: dict[int, int] = {}
-        for taken in (one for group in commit.groups for one in group.trajectories):
-            smallest[taken.partition] = min(
-                taken.offset, smallest.get(taken.partition, taken.offset)
-            )
-        self.starts |= smallest
+
+
+def smallest_offsets(commit: StepCommitted) -> dict[int, int]:
+    """The smallest offset that a commit took, by partition."""
+    found: dict[int, int] = {}
+    for taken in (one for group in commit.groups for one in group.trajectories):
+        found[taken.partition] = min(taken.offset, found.get(taken.partition, taken.offset))
+    return found
 
 
 RECOVERY_CHECKPOINTS: Final = 2
@@ -195,11 +211,11 @@ def retained(commits: Sequence[Blob | None], pins: Collection[int], keep_every: 
     """The versions that stay, of 0 and those that `commits` made: one per step, its checkpoint.
 
     These are 0, the newest and the one before it (the last commit may yet be rejected), every
-    pinned one, every `keep_every`-th checkpoint, and the newest checkpoints. With `keep_every` 0,
-    or nothing said about pins, everything stays.
+    pinned one, every `keep_every`-th checkpoint, and the newest checkpoints. With `keep_every` 0
+    everything stays.
     """
     newest = len(commits)
-    if keep_every == 0 or not pins:
+    if keep_every == 0:
         return set(range(newest + 1))
     checkpoints = [step + 1 for step, checkpoint in enumerate(commits) if checkpoint is not None]
     kept = checkpoints[keep_every - 1 :: keep_every] + checkpoints[-RECOVERY_CHECKPOINTS:]
@@ -211,7 +227,7 @@ def droppable(
     history: CommitHistory, checkpoint: Blob | None, pins: Collection[int], keep_every: int
 ) -> tuple[int, ...]:
     """What the commit after `history`, with this checkpoint, drops: the oldest first."""
-    if keep_every == 0 or not pins:
+    if keep_every == 0:
         return ()
     commits = [note.checkpoint for note in history.notes]
     kept = retained([*commits, checkpoint], pins, keep_every)

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from dora_pipe.bus.port import Bus
@@ -116,7 +117,11 @@ def replay_steps(
     Raises InvariantBroken for one that cannot be read at all, BusError.
     """
     files = StepFiles(store, history.digest_of)
-    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts={}, clock=clock)
+    first = next(commits := iter(commits), None)
+    if first is None:
+        return
+    commits, starts = chain([first], commits), history.starts_from(first.step)
+    reader = BatchReader(bus, topics.trajectories, run=topics.run, starts=starts, clock=clock)
     try:
         again = steps_again(reader, learner, commits, files=files, strict=False, alter=alter)
         for step in again:

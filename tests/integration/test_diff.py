@@ -46,14 +46,12 @@ def test_a_planted_trajectory_is_the_first_record(
     with Tamper(copy) as log:
         name = damage.forge_evaluation(log)
     found = diffed(call, recorded, copy)
-    assert [one["kind"] for one in found["partings"]] == ["trajectory"]
-    assert found["trajectory"]["trajectory"] == name
-    assert (found["trajectory"]["cause"], found["trajectory"]["token"]) == ("reward", None)
+    assert [(one["kind"], one["name"]) for one in found["partings"]] == [("trajectory", name)]
     code, out, _ = call("diff", recorded.directory, copy.directory)
     assert code == 0
     first, *_ = out.splitlines()
-    assert first.startswith(f"first record   trajectory {name}: reward")
-    assert "the same text is worth 0.0 and 1.0" in first
+    assert first.startswith(f"first record   trajectory {name}: tokens ")
+    assert "reward 0.0 | tokens " in first and first.endswith("reward 1.0")
     assert "no recorded setting differs" in out
 
 

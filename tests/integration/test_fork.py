@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.analysis import fork_worker
+from dora_pipe.analysis import fork
 from dora_pipe.analysis.fork import turn_starts
 from dora_pipe.audit.replay_trajectory import recorded_trajectory
 from dora_pipe.ledger.reading import read_catalogue
@@ -63,7 +63,7 @@ def with_its_own_seed(monkeypatch: pytest.MonkeyPatch, one: Trajectory) -> None:
     def seed(of_trajectory: int, token: int) -> int:
         return group_seed(RUN_SEED, "train", ordinal)
 
-    monkeypatch.setattr(fork_worker, "cut_seed", seed)
+    monkeypatch.setattr(fork, "cut_seed", seed)
 
 
 def test_with_its_own_random_stream_every_turn_continues_as_recorded(
@@ -73,27 +73,24 @@ def test_with_its_own_random_stream_every_turn_continues_as_recorded(
     install(monkeypatch, Puzzles)
     with_its_own_seed(monkeypatch, one)
     found = forked(call, episodes, one.trajectory, "--samples", one.meta.sibling + 1)
-    assert [place["turn"] for place in found["places"]] == [0, 1, 2, 3]
-    for place, token in zip(found["places"], turn_starts(one).values(), strict=True):
+    assert [place["turn"] for place in found["turns"]] == [0, 1, 2, 3]
+    for place, token in zip(found["turns"], turn_starts(one).values(), strict=True):
         again = place["samples"][one.meta.sibling]
         assert place["token"] == token
         assert again["token_ids"] == list(one.token_ids[token:])
         assert again["reward"] == one.reward
 
 
-def test_a_text_of_one_turn_is_cut_at_tokens(
+def test_a_text_of_one_turn_is_sampled_again_from_its_prompt(
     texts: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = recorded(texts)
     install(monkeypatch, single_turns)
     with_its_own_seed(monkeypatch, one)
-    tokens = [one.meta.prompt_tokens + more for more in (0, 2, 5)]
-    cuts = [word for token in tokens for word in ("--at", token)]
-    found = forked(call, texts, one.trajectory, *cuts, "--samples", one.meta.sibling + 1)
-    assert [place["token"] for place in found["places"]] == tokens
-    for place in found["places"]:
-        again = place["samples"][one.meta.sibling]["token_ids"]
-        assert again == list(one.token_ids[place["token"] :])
+    found = forked(call, texts, one.trajectory, "--samples", one.meta.sibling + 1)
+    (turn,) = found["turns"]
+    assert turn["token"] == one.meta.prompt_tokens
+    assert turn["samples"][-1]["token_ids"] == list(one.token_ids[turn["token"] :])
 
 
 def test_equal_seeds_give_equal_continuations_and_versions_differ(
@@ -104,14 +101,12 @@ def test_equal_seeds_give_equal_continuations_and_versions_differ(
     install(monkeypatch, Puzzles)
     before = run.log.read_bytes()
     found = forked(call, run, one.trajectory, "--samples", 3)
-    file = run.directory / "forks" / f"{one.trajectory}-v0.json"
-    assert (found.pop("file"), json.loads(file.read_text())) == (str(file), found)
     more = forked(call, run, one.trajectory, "--samples", 4)
-    for few, many in zip(found["places"], more["places"], strict=True):
+    for few, many in zip(found["turns"], more["turns"], strict=True):
         assert few["samples"] == many["samples"][:3]
     other = forked(call, run, one.trajectory, "--samples", 3, "--version", 1)
     assert (other["version"], other["sampled_by"]) == (1, 0)
-    assert other["places"] != found["places"]
+    assert other["turns"] != found["turns"]
     code, out, err = call("fork", run.directory, one.trajectory, "--turn", 1, "--samples", 2)
     assert code == 0, err
     assert "2 continuations" in out
@@ -131,7 +126,7 @@ def test_an_environment_that_answers_differently_is_named_with_the_turn(
     assert "cannot return to its turns: the answer to turn" in err
 
 
-def test_an_environment_that_is_not_replayable_is_refused_unless_asked_for(
+def test_an_environment_that_is_not_replayable_is_refused(
     episodes: RecordedRun, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = recorded(episodes, 4)
@@ -146,18 +141,12 @@ def test_an_environment_that_is_not_replayable_is_refused_unless_asked_for(
     code, _, err = call("fork", episodes.directory, one.trajectory, *words)
     assert code == 2
     assert "does not declare `replayable`" in err
-    assert "--replayable" in err
-    install(monkeypatch, Puzzles, replayable=True)
-    assert call("fork", episodes.directory, one.trajectory, *words, "--replayable")[0] == 0
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (("--turn", 9), "has no turn 9, it has turns 0 to 3"),
-        (("--at", 4000), "no cut after 4000"),
-        (("--at", 0), "was not sampled: it is part of the prompt"),
-        (("--turn", 1, "--at", 2), "--turn and --at exclude each other"),
         (("--samples", 0), "--samples must be 1 to 1000"),
         (("--version", 77), "version 77 was not published"),
     ],

@@ -52,7 +52,7 @@ def episodes(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 @pytest.fixture(scope="module")
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    together = {"task__kind": "mine:Task", "task__rewards": [{"use": "mine:rank", "group": True}]}
+    together = {"task__kind": "mine:Task", "task__reward": [{"use": "mine:rank", "group": True}]}
     place = tmp_path_factory.mktemp("ranked") / "run"
     return fork_stage.record(place, Ranked, **EVALUATION, **together)
 
@@ -68,10 +68,10 @@ class Asked:
         install(self._monkeypatch, tasks, **facts)
         return self._stack.enter_context(opened_probe(self.run, "eval", None, CommandProgress()))
 
-    def of(self, probe: Probe, version: int, first: int, last: int) -> Values:
+    def of(self, probe: Probe, version: int, draws: int) -> Values:
         with closing(self.run.tables()) as tables:
             ((digest,),) = tables.query("select digest from versions where version = ?", [version])
-        return probe.values(self.run.policies.weights(digest), digest, range(first, last))
+        return probe.values(self.run.policies.weights(digest), digest, draws)
 
     def logged(self, version: int) -> list[float | None]:
         """What the run's own evaluation of a version said, in the order of draws."""
@@ -98,7 +98,7 @@ def test_episodes_of_equal_weights_have_the_rewards_that_the_run_gave_them(
     asked: Asked, version: int
 ) -> None:
     probe = asked.begin(Puzzles)
-    found = asked.of(probe, version, 0, DRAWS)
+    found = asked.of(probe, version, DRAWS)
     assert found == asked.logged(version)
     assert len({*found}) == 2
 
@@ -107,9 +107,9 @@ def test_draws_after_the_last_row_have_other_seeds_and_do_not_depend_on_how_they
     asked: Asked,
 ) -> None:
     probe = asked.begin(Puzzles)
-    whole = asked.of(probe, 0, 0, 2 * DRAWS + 1)
+    whole = asked.of(probe, 0, 2 * DRAWS + 1)
     assert whole[:DRAWS] != whole[DRAWS : 2 * DRAWS]
-    assert [*asked.of(probe, 0, 0, 7), *asked.of(probe, 0, 7, 2 * DRAWS + 1)] == whole
+    assert asked.of(probe, 0, 7) == whole[:7]
 
 
 def test_an_evaluation_that_scores_groups_is_refused_by_name(
@@ -137,7 +137,7 @@ def without(*lost: int) -> type[Puzzles]:
 def test_an_episode_without_a_reward_does_not_count_and_is_said_with_why(
     asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = asked.of(asked.begin(without(0, 5)), 0, 0, DRAWS)
+    found = asked.of(asked.begin(without(0, 5)), 0, DRAWS)
     expected = asked.logged(0)
     assert sum(one is None for one in found) == 2
     both = zip(found, expected, strict=True)
@@ -149,7 +149,7 @@ def test_an_episode_without_a_reward_does_not_count_and_is_said_with_why(
 def test_where_no_draw_has_a_reward_nothing_is_decided(asked: Asked) -> None:
     probe = asked.begin(without(*range(100)))
     with pytest.raises(TaskError, match="no draw has a valid reward: Retry 12"):
-        asked.of(probe, 0, 0, DRAWS)
+        asked.of(probe, 0, DRAWS)
 
 
 def test_an_evaluation_without_rows_is_refused_by_name(

@@ -27,7 +27,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskEvent,
     TaskFacts,
 )
-from dora_pipe.producers.worker import kept_parts, role
+from dora_pipe.producers.worker import role
 from dora_pipe.sim.parts import Numbers
 from dora_pipe.sim.roles import DATASET, EVAL_DATASET
 from dora_pipe.store.store import PolicyStore
@@ -133,9 +133,6 @@ def install(
         def wait(self) -> TaskFacts:
             return self.facts
 
-        def end(self) -> None:
-            self._tasks.close()
-
         def __enter__(self) -> Pool:
             return self
 
@@ -143,7 +140,7 @@ def install(
             self._tasks.close()
 
     monkeypatch.setattr(role, "TaskPool", Pool)
-    monkeypatch.setattr(kept_parts, "KeptPool", Pool)
+    monkeypatch.setattr(probes, "TaskPool", Pool)
     monkeypatch.setattr(role, "Runtime", partial(Runtime, turn_ns=0))
     monkeypatch.setattr(role, "Tokenizer", _Words)
     monkeypatch.setattr(probes, "Tokenizer", _Words)

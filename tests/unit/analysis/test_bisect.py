@@ -12,7 +12,6 @@ import pytest
 from dora_pipe.analysis.bisect import (
     Comparison,
     Explanation,
-    Limits,
     Subject,
     Trial,
     Values,
@@ -23,7 +22,7 @@ from dora_pipe.analysis.bisect import (
 )
 from dora_pipe.analysis.suspects import Suspect, suspects_of
 
-LIMITS = Limits(draws=32, draws_max=512)
+DRAWS = 512
 
 
 @dataclass(slots=True)
@@ -31,15 +30,13 @@ class World:
     """Draw i is 1 where the i-th number is below what the subject is worth."""
 
     worth: Callable[[Subject], float]
-    most: int = 100_000
-    """Draws that there are."""
-    asked: dict[str, int] = field(default_factory=dict)
-    """The most draws of each subject."""
+    draws: int = DRAWS
+    asked: list[str] = field(default_factory=list)
 
-    def measure(self, subject: Subject, draws: int) -> Values:
-        self.asked[words(subject)] = max(draws, self.asked.get(words(subject), 0))
+    def measure(self, subject: Subject) -> Values:
+        self.asked.append(words(subject))
         numbers, worth = random.Random(7), self.worth(subject)
-        return [float(numbers.random() < worth) for _ in range(min(draws, self.most))]
+        return [float(numbers.random() < worth) for _ in range(self.draws)]
 
 
 def falls_at(version: int, good: float = 0.8, bad: float = 0.5) -> World:
@@ -47,51 +44,33 @@ def falls_at(version: int, good: float = 0.8, bad: float = 0.5) -> World:
 
 
 @pytest.mark.parametrize("version", [81, 97, 100, 119, 120])
-def test_the_first_bad_version_is_found_wherever_it_is(version: int) -> None:
-    world = falls_at(version)
-    found = search(world.measure, 80, 120, LIMITS)
-    assert (found.last_good, found.first_bad, found.sure) == (version - 1, version, True)
-    assert len(world.asked) <= 2 + 6
+@pytest.mark.parametrize("good", [0.8, 0.58], ids=["a large fall", "a small fall"])
+def test_the_first_bad_version_is_found_wherever_it_is(version: int, good: float) -> None:
+    world = falls_at(version, good=good)
+    found = search(world.measure, 80, 120)
+    assert (found.step, found.sure) == (version - 1, True)
+    assert len({*world.asked}) <= 2 + 6
 
 
 def test_without_a_fall_no_version_between_is_measured() -> None:
     world = falls_at(1000)
-    assert not search(world.measure, 80, 120, LIMITS).sure
-    assert world.asked == {"version 80": LIMITS.draws_max, "version 120": LIMITS.draws_max}
+    assert not search(world.measure, 80, 120).sure
+    assert {*world.asked} == {"version 80", "version 120"}
 
 
 def test_a_rising_value_is_no_fall_where_more_is_better() -> None:
     world = falls_at(100, good=0.4, bad=0.9)
-    found = search(world.measure, 80, 120, LIMITS, direction=1.0)
+    found = search(world.measure, 80, 120, direction=1.0)
     assert not found.sure and found.fell.high < 0
-    found = search(world.measure, 80, 120, LIMITS)
-    assert (found.first_bad, found.direction) == (100, -1.0)
-
-
-def test_a_small_fall_is_measured_with_more_draws() -> None:
-    large, small = falls_at(90), falls_at(90, good=0.8, bad=0.74)
-    for world in (large, small):
-        assert search(world.measure, 80, 100, LIMITS).first_bad == 90
-    assert max(large.asked.values()) < max(small.asked.values()) <= LIMITS.draws_max
-
-
-def test_versions_halfway_stay_open() -> None:
-    worths: dict[Any, float] = {83: 0.65, 84: 0.65, 85: 0.5, 86: 0.5, 87: 0.5, 88: 0.5}
-    found = search(World(lambda at: worths.get(at, 0.8)).measure, 80, 88, LIMITS)
-    assert (found.last_good, found.first_bad) == (82, 85)
-
-
-def test_a_kept_version_near_the_middle_is_measured_first() -> None:
-    world = falls_at(118)
-    search(world.measure, 80, 120, LIMITS, kept={96, 116})
-    assert list(world.asked)[2] == "version 96"
+    found = search(world.measure, 80, 120)
+    assert (found.step, found.direction) == (99, -1.0)
 
 
 @pytest.mark.parametrize("most", [1, 16])
 def test_a_probe_of_a_few_rows_decides_by_those(most: int) -> None:
-    world = World(lambda at: float(isinstance(at, int) and at < 100), most=most)
-    found = search(world.measure, 80, 120, LIMITS)
-    assert (found.first_bad, found.measured[0].draws) == (100, most)
+    world = World(lambda at: float(isinstance(at, int) and at < 100), draws=most)
+    found = search(world.measure, 80, 120)
+    assert (found.step, found.measured[0].draws) == (99, most)
 
 
 def test_draws_without_a_value_are_left_out_of_every_pair() -> None:
@@ -107,8 +86,7 @@ def explained(
     world = World(
         lambda at: 0.8 if at == 9 or (isinstance(at, Trial) and causes <= at.drop) else 0.5
     )
-    limits = Limits(draws=64, draws_max=512, steps=steps)
-    return world, explain(Comparison(world.measure, 9, 11, limits), suspects, 10)
+    return world, explain(Comparison(world.measure, 9, 11), suspects, 10, steps)
 
 
 FAR = {f"g{number:02}": 3.0 - number / 10 for number in range(16)}

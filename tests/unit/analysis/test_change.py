@@ -10,13 +10,11 @@ from dora_pipe.analysis.change import (
     Change,
     RewardLine,
     changed_batch,
-    read_names,
     read_rewards,
-    read_weights,
     write_rewards,
 )
+from dora_pipe.cli.retrain import change_of
 from dora_pipe.consumers.learners.port import TrainBatch
-from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.core.errors import UsageError
 from tests.support.batches import SETTINGS, make_batch
 from tests.unit.consumers.test_torch_objectives import Policy
@@ -97,14 +95,6 @@ def test_a_step_keeps_at_least_one_group() -> None:
         changed_batch(batch, Change(drop=frozenset(names_of(batch))))
 
 
-def test_a_group_with_one_sibling_left_has_nothing_to_be_compared_with(policy: Policy) -> None:
-    batch = batch_of()
-    out = [one.trajectory for one in batch.groups[0].trajectories[:2]]
-    found = changed_batch(batch, Change(drop=frozenset(out)))
-    rows = policy.trainer().train(found, SETTINGS).contributions
-    assert [one["advantage"] for one in rows[:3]] == [None, None, 0.0]
-
-
 def test_another_reward_takes_the_place_of_the_logged_one() -> None:
     batch = batch_of()
     name = batch.groups[0].trajectories[1].trajectory
@@ -130,28 +120,6 @@ def test_a_weight_is_a_factor_of_the_loss_of_its_trajectory_alone(policy: Policy
     assert [one["advantage"] for one in rows] == [one["advantage"] for one in plain]
 
 
-def test_weights_are_obeyed_part_by_part_too(policy: Policy) -> None:
-    names = [one.trajectory for one in batch_of().groups[0].trajectories]
-    change = Change(weights=dict.fromkeys(names, 3.0))
-    whole, parted = (
-        policy.trainer().train(changed_batch(batch, change), ONE_UPDATE)
-        for batch in (batch_of(), batch_of(parts=(1, 2)))
-    )
-    assert parted.figures["loss"] == pytest.approx(whole.figures["loss"], rel=1e-4)
-    assert parted.figures["grad_norm"] == pytest.approx(whole.figures["grad_norm"], rel=1e-4)
-
-
-def test_the_simulated_trainers_weights_depend_on_weights_of_rows(tmp_path: Path) -> None:
-    manifest, batch, digests = initial_weights(tmp_path / "weights"), batch_of(), []
-    name = batch.groups[0].trajectories[0].trajectory
-    for weight in (1.0, 2.0):
-        learner = SimulatedLearner()
-        learner.load(tmp_path / "weights", digest=manifest.digest, optimizer=None)
-        learner.train(changed_batch(batch, Change(weights={name: weight})), SETTINGS)
-        digests.append(learner.manifest().digest)
-    assert digests[0] != digests[1]
-
-
 @pytest.mark.parametrize("weight", [-0.1, float("inf"), float("nan")])
 def test_a_weight_that_is_none_is_refused_by_name(weight: float) -> None:
     with pytest.raises(UsageError, match="weight of g0000000001-000"):
@@ -163,8 +131,8 @@ def test_a_reward_that_is_no_number_is_refused_by_name() -> None:
         Change(rewards={"g0000000001-000": float("nan")})
 
 
-def test_files_of_a_change_are_read_as_they_are_written(tmp_path: Path) -> None:
-    rewards, rows = tmp_path / "rewards.jsonl", tmp_path / "rows.txt"
+def test_a_change_is_read_from_a_file_of_rewards_and_options(tmp_path: Path) -> None:
+    rewards = tmp_path / "rewards.jsonl"
     lines = [
         RewardLine(trajectory="g1-000", reward=0.5),
         RewardLine(trajectory="g1-001", reward=None),
@@ -172,11 +140,13 @@ def test_files_of_a_change_are_read_as_they_are_written(tmp_path: Path) -> None:
     write_rewards(rewards, lines)
     with rewards.open("a") as file:
         file.write('{"trajectory": "g1-002", "reward": 1, "error": "# none"}\n')
-    assert read_rewards(rewards) == {"g1-000": 0.5, "g1-001": None, "g1-002": 1.0}
-    rows.write_text("g1-000 0.5  # half\n\n# a comment\n")
-    assert read_weights(rows) == {"g1-000": 0.5}
-    rows.write_text("g1  # poisoned\ng2-001\n")
-    assert read_names(rows) == {"g1", "g2-001"}
+    change = change_of(["trainer.learning_rate=1e-4"], rewards, ["g2"], ["g3-000=0.5"])
+    assert change.rewards == {"g1-000": 0.5, "g1-001": None, "g1-002": 1.0}
+    assert change.drop == {"g2"}
+    assert change.weights == {"g3-000": 0.5}
+    assert change.settings == {"trainer.learning_rate": 1e-4}
+    with pytest.raises(UsageError, match="--weight g1: not a trajectory with a factor"):
+        change_of([], None, [], ["g1"])
     rewards.write_text('{"trajectory": "g1-000", "reward": 0.5}\nnonsense\n')
     with pytest.raises(UsageError, match="line 2"):
         read_rewards(rewards)

@@ -7,14 +7,12 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from dora_pipe.analysis.fork import Cut, Owner, check_forkable, fork_of, mean_of
+from dora_pipe.analysis.fork import Decided, ForkedTurn, check_forkable, decided_by, mean_of
 from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.contexts import Call
-from dora_pipe.schemas.trajectory import Trajectory
 from tests.support.batches import make_trajectory
 
 NAME = "g0000000001-000"
-OWNER = Owner(trajectory="g0000000005-002", version=7, digest="a" * 64)
 
 
 def test_rewards_of_0_and_1_have_an_interval_even_where_all_are_equal() -> None:
@@ -28,28 +26,29 @@ def test_rewards_of_0_and_1_have_an_interval_even_where_all_are_equal() -> None:
     assert mean_of([]) == (None, None, None)
 
 
-def _samples(*places: list[float | None]) -> dict[Cut, list[Trajectory]]:
-    return {
-        Cut(token=2 + at, turn=at): [make_trajectory(NAME, reward=one) for one in rewards]
-        for at, rewards in enumerate(places)
-    }
+def turns(*rewards: list[float]) -> list[ForkedTurn]:
+    found = []
+    for at, some in enumerate(rewards):
+        mean, low, high = mean_of(some)
+        found.append(ForkedTurn(token=2 + at, turn=at, mean=mean, low=low, high=high, samples=()))
+    return found
 
 
-def test_the_stretch_decided_that_changed_the_value_most() -> None:
-    one = make_trajectory(NAME, prompt=(4, 5), sampled=(7, 8, 9, 2), reward=0.0)
-    found = fork_of("r", one, _samples([1.0] * 16, [1.0, 0.0] * 8, [0.0] * 16), OWNER)
-    assert found.decided is not None
-    assert (found.decided.turn, found.decided.before, found.decided.after) == (0, 1.0, 0.5)
-    last = fork_of("r", one, _samples([0.0, 1.0], [1.0, 0.0]), OWNER)
-    assert last.decided is not None
-    assert last.decided.end == one.length, "the last turn led to the recorded reward"
-
-
-def test_no_place_decided_where_intervals_overlap_and_invalid_samples_count_in_no_mean() -> None:
-    one = make_trajectory(NAME, reward=None)
-    found = fork_of("r", one, _samples([0.0, 1.0], [1.0, 1.0], [None, 1.0, None]), OWNER)
-    assert found.decided is None
-    assert (found.places[2].mean, len(found.places[2].samples)) == (1.0, 3)
+@pytest.mark.parametrize(
+    ("rewards", "recorded", "decided"),
+    [
+        (([1.0] * 16, [1.0, 0.0] * 8, [0.0] * 16), 0.0, Decided(turn=0, before=1.0, after=0.5)),
+        (([0.0, 1.0], [1.0, 0.0]), 0.0, Decided(turn=1, before=0.5, after=0.0)),
+        (([0.0, 1.0], [1.0, 1.0], [1.0]), None, None),
+        (([1.0] * 16, [], [0.0] * 16), None, Decided(turn=0, before=1.0, after=0.0)),
+        (([1.0] * 16,), 0.0, None),
+    ],
+    ids=["the largest change", "the last turn", "overlap", "a turn without rewards", "one turn"],
+)
+def test_the_turn_decided_that_changed_the_value_most(
+    rewards: tuple[list[float], ...], recorded: float | None, decided: Decided | None
+) -> None:
+    assert decided_by(turns(*rewards), recorded) == decided
 
 
 def test_agents_and_groups_that_are_scored_together_are_refused_by_name() -> None:

@@ -18,7 +18,6 @@ from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOption
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.consumers.learners.torch.model import read_tensor
-from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.adapters import FOLDER, WEIGHTS, a_name, b_name, base_of, stands_on
@@ -121,39 +120,6 @@ def test_a_base_that_is_held_narrow_gives_the_bits_of_one_in_float32(
     assert all(torch.equal(one, wanted[matrix]) for matrix, one in found.items())
 
 
-@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
-def test_matrices_of_the_base_are_held_in_bfloat16_and_a_pass_keeps_no_copy_of_any(
-    policies: Callable[[str], Policy], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = policies(name).trainer()
-    network: Any = trainer._model.network
-    matrices = [one for one in network.parameters() if one.dim() > 1]
-    assert {one.dtype for one in matrices} == {torch.bfloat16}
-    assert not any(one.requires_grad for one in network.parameters())
-    kept: list[Any] = []
-    pack = NarrowWeights._pack
-
-    def noted(self: NarrowWeights, tensor: torch.Tensor) -> Any:
-        found = pack(self, tensor)
-        kept.append((found, tensor))
-        return found
-
-    monkeypatch.setattr(NarrowWeights, "_pack", noted)
-    steps(trainer)
-    parts = [(one, given) for one, given in kept if not isinstance(one, torch.Tensor)]
-    assert all(torch.equal(one.widened(), given) for one, given in parts)
-    assert all(one.widened().stride() == given.stride() for one, given in parts)
-    # What else is kept is of tokens, or the adapter's: the values of no matrix of the base.
-    wide = {_values(one.float()) for one in matrices}
-    assert not wide & {_values(one) for one, _ in kept if isinstance(one, torch.Tensor)}
-    assert len({id(one.held) for one, _ in parts}) > len(matrices) / 2
-
-
-def _values(tensor: torch.Tensor) -> bytes:
-    """Of a tensor as it lies in memory."""
-    return tensor.detach().contiguous().view(-1).sort().values.numpy().tobytes()
-
-
 def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its_type(
     policy: Policy, tmp_path: Path
 ) -> None:
@@ -169,16 +135,6 @@ def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its
     kinds = {one.dtype for one in read_entries(tmp_path / "weights") if "lora_" in one.name}
     assert kinds == {"BF16"}
     assert trainer.numerics()["policies"] == "bfloat16"
-
-
-def test_log_probs_are_of_the_adapter_that_was_published(policy: Policy, tmp_path: Path) -> None:
-    rows = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
-    trainer, other = policy.trainer(), policy.trainer()
-    steps(trainer, 2)
-    published = trainer.save_weights(tmp_path / "weights")
-    other.load(tmp_path / "weights", digest=published.digest, optimizer=None)
-    assert other.score(rows) == trainer.score(rows)
-    assert other.manifest() == published
 
 
 def test_what_a_small_step_does_not_show_is_in_the_masters_and_what_it_shows_is_a_patch(
@@ -197,20 +153,6 @@ def test_what_a_small_step_does_not_show_is_in_the_masters_and_what_it_shows_is_
     assert {one.dtype for one in beyond} == {"I16"}
     with mapped(tmp_path / "state") as data:
         assert any(bool(read_tensor(data, one).any()) for one in beyond)
-
-
-def test_checkpoint_is_gone_on_with_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
-    trainer, again = policy.trainer(), policy.trainer()
-    steps(trainer, settings=SMALL)
-    manifest = trainer.save_weights(tmp_path / "weights")
-    trainer.save_optimizer(tmp_path / "state")
-    again.load(tmp_path / "weights", digest=manifest.digest, optimizer=tmp_path / "state")
-    ends = []
-    for one in (trainer, again):
-        steps(one, settings=SMALL)
-        one.save_optimizer(tmp_path / "end")
-        ends.append((one.manifest(), (tmp_path / "end").read_bytes()))
-    assert ends[0] == ends[1]
 
 
 def test_updates_ahead_are_taken_back_with_their_masters(policy: Policy, tmp_path: Path) -> None:

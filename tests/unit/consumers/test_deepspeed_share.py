@@ -1,7 +1,6 @@
 """Every pass has one rank, the same batch is cut the same way, and a rank reads its own records."""
 
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,27 +79,6 @@ def test_order_of_the_passes_does_not_matter() -> None:
     assert [_who(own) for own in first] == [_who(own) for own in second]
 
 
-def test_one_rank_without_a_wish_has_the_passes_as_they_are() -> None:
-    passes = _passes(5, 3, 200)
-    (own,) = shares(passes, ranks=1)
-    assert sorted(one.padded_tokens for one in own) == sorted(one.padded_tokens for one in passes)
-    assert sorted(_who(own)) == sorted(_who(passes))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_passes_of_one_round_are_of_about_equal_size(ranks: int) -> None:
-    found = shares(_passes(7, 5, 128), ranks=ranks)
-    sizes = [one.padded_tokens for own in found for one in own]
-    for round_ in zip(*found, strict=False):
-        of_round = [one.padded_tokens for one in round_]
-        between = [size for size in sizes if min(of_round) < size < max(of_round)]
-        assert len(between) <= ranks
-
-
-def test_update_without_a_gradient_has_no_pass_on_any_rank() -> None:
-    assert shares([], ranks=2) == [[], []]
-
-
 @pytest.fixture
 def log(tmp_path: Path) -> BatchLog:
     return BatchLog(tmp_path / "log.sqlite")
@@ -120,23 +98,6 @@ def test_share_comes_in_the_order_it_was_asked_for_and_nothing_else_is_read(log:
     assert [list(one.token_ids) for one in found] == [list(one.token_ids) for _, one in share]
     assert reader.records == len(share)
     reader.close()
-
-
-def test_share_of_an_earlier_batch_can_be_read_again(log: BatchLog) -> None:
-    first = log.logged(make_batch(seed=1)).groups[0]
-    second = log.logged(make_batch(seed=2)).groups[0]
-    reader = _reader(log)
-    for group in (second, first, second):
-        found = reader.read(group.places)
-        assert [list(one.token_ids) for one in found] == [
-            list(one.token_ids) for one in group.trajectories
-        ]
-
-
-def test_other_bytes_than_the_batch_was_taken_with_are_refused(log: BatchLog) -> None:
-    place = log.logged(make_batch(seed=1)).groups[0].places[2]
-    with pytest.raises(InvariantBroken, match="other bytes"):
-        _reader(log).read([replace(place, sha256="0" * 64)])
 
 
 def test_record_of_another_place_is_no_trajectory_of_the_batch(log: BatchLog) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from tests.support.trainer_stage import TrainerStage, digests, train
+from tests.support.trainer_stage import TrainerStage, train
 
 
 class LeavingLearner(SimulatedLearner):
@@ -56,15 +56,3 @@ def test_a_trainer_that_goes_on_leaves_when_it_has_trained_again_what_was_commit
     learner = LeavingLearner(stage)
     train(stage, stage.trainer(trainer=learner, leaves_device=True), 1)
     assert learner.calls == ["train 0", "leave at 1", "train 1", "save", "leave at 1"]
-
-
-def test_without_the_key_nothing_leaves_and_the_versions_are_the_same(
-    stage: TrainerStage, tmp_path: Path
-) -> None:
-    other = TrainerStage(tmp_path / "other")
-    other.start_run()
-    learner = LeavingLearner(stage)
-    train(stage, stage.trainer(trainer=learner), 0, 1)
-    train(other, other.trainer(trainer=LeavingLearner(other), leaves_device=True), 0, 1)
-    assert not [one for one in learner.calls if one.startswith("leave")]
-    assert digests(stage) == digests(other)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.masters import Masters
-from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of, read_tensor
+from dora_pipe.consumers.learners.torch.model import read_tensor
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import PolicyDtype
@@ -102,21 +102,6 @@ class Policy:
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     return Policy(tmp_path_factory.mktemp("policy"), "bfloat16")
-
-
-def test_trainer_computes_with_what_it_publishes(policy: Policy, tmp_path: Path) -> None:
-    trainer = policy.trainer()
-    trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
-    published = trainer.save_weights(tmp_path / "weights")
-    assert published.dtype == "bfloat16"
-    assert published.bytes == policy.manifest.bytes
-    model = TorchModel(policy.assets, device="cpu")
-    model.load(tmp_path / "weights")
-    row = ([1, 7, 9, 30, 4], [0, 0, 1, 1, 1])
-    passage = passage_of([(*row, [0.0] * 5)], width=5, device="cpu")
-    with torch.no_grad():
-        expected = model.logprobs(passage).tolist()
-    assert trainer.score([row]) == [expected]
 
 
 def test_small_steps_move_few_weights_and_the_checkpoint_says_what_lies_between(

@@ -18,7 +18,7 @@ from dora_pipe.config.model import Config
 from dora_pipe.config.section import OptimizerName
 from dora_pipe.consumers.learners import registry
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
-from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
+from dora_pipe.consumers.learners.torch.model import TorchModel
 from dora_pipe.consumers.learners.torch.named_optimizers import parameters_of
 from dora_pipe.consumers.learners.torch.optimizer import Optimizer
 from dora_pipe.core.errors import ConfigError, PolicyError
@@ -146,29 +146,6 @@ def test_embeddings_head_and_vectors_are_adamws(make: object, head: bool, tmp_pa
     }
     assert all(".layers." in name and named[name].ndim == 2 for name in hidden)
     assert len(hidden) == 2 * 7
-
-
-def test_loss_of_a_tiny_task_falls(tmp_path: Path) -> None:
-    model = TorchModel(make_qwen2(tmp_path, hidden_size=32, intermediate_size=64), device="cpu")
-    rows = [([5, 9, at, 9, at, 2], [0, 0, 0, 1, 1, 1], [0.0] * 6) for at in range(10, 18)]
-    passage = passage_of(rows, width=6, device="cpu")
-    named = dict(model.parameters())
-    optimizer = Optimizer(
-        list(named.items()),
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-        other="muon",
-        others=parameters_of("muon", model.network, named),
-    )
-    losses = []
-    for _ in range(30):
-        optimizer.clear()
-        loss = -model.logprobs(passage).mean()
-        torch.autograd.backward(loss)
-        losses.append(float(loss.detach()))
-        optimizer.gradient_norm(1.0)
-        optimizer.update(1e-2)
-    assert losses[0] > 4 and losses[-1] < 0.1
 
 
 def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.consumers.learners.torch.packed_attention import (
     cuts_of,
     goes_by_sequences,
-    head_width,
     plain,
     set_attention,
 )
@@ -108,32 +107,6 @@ def joined(tensors: dict[str, Tensor]) -> Tensor:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=1, max_size=5))
-def test_sequences_of_a_pass_begin_where_its_rows_do(lines: list[list[int]]) -> None:
-    given_lines = [*lines, [2, 1]]  # One that is shared, without which there is nothing to cut.
-    cuts = passage(given_lines).cuts
-    assert cuts is not None
-    width = max(map(sum, given_lines))
-    starts, longest = [], 0
-    for number, line in enumerate(given_lines):
-        at = number * width
-        for size in line:
-            starts.append(at)
-            at += size
-    ends = [*starts[1:], len(given_lines) * width]
-    longest = max(end - start for start, end in zip(starts, ends, strict=True))
-    assert cuts.starts.dtype == torch.int32
-    assert cuts.starts.tolist() == [*starts, len(given_lines) * width]
-    assert cuts.longest == longest <= width
-
-
-def test_pass_without_shared_lines_or_of_an_older_log_has_no_cuts() -> None:
-    assert passage([[3], [2]]).cuts is None
-    assert passage([[3, 2]], masked=True).cuts is None
-    assert passage([[3, 2]], masked=True).positions is not None
-
-
-@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     groups=st.integers(1, 3),
@@ -187,21 +160,6 @@ def test_gradients_by_sequences_are_those_under_a_mask(
         if float(one.norm()):  # Those of biases of keys nearly cancel out.
             assert apart(found[name], one) < 10 * NEAR, name
     assert apart(joined(found), joined(masked)) < NEAR
-
-
-def test_heads_are_filled_up_to_what_the_kernel_takes() -> None:
-    assert head_width(64, 64) == 64
-    assert head_width(20, 10) == 24
-    assert head_width(192, 128) == 192
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device"), [("float32", "cuda"), ("bfloat16", "cpu"), ("float32", "cpu")]
-)
-def test_float32_and_cpus_go_by_a_mask(tmp_path: Path, dtype: Any, device: str) -> None:
-    network = build(make_qwen2(tmp_path / "model"))
-    assert not goes_by_sequences(network, dtype, device)
-    assert network.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -312,16 +270,3 @@ def test_packed_steps_on_a_gpu_have_equal_bits(policy: Policy) -> None:
         trainer.train(BATCH, STEP)
         digests.add(trainer.manifest().digest)
     assert len(digests) == 1
-
-
-@pytest.mark.gpu
-def test_pass_of_32_000_packed_tokens_on_a_gpu_holds_less_than_a_mask_of_it(policy: Policy) -> None:
-    trainer = policy.trainer(device="cuda", dtype="bfloat16")
-    given_pass = passage([[16_000, 8_000, 8_000]], "cuda")
-    with deterministic(1):
-        torch.autograd.backward(trainer._model.logprobs(passage([[200, 100]], "cuda")).sum())
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        torch.autograd.backward(trainer._model.logprobs(given_pass).sum())
-    held = torch.cuda.max_memory_allocated() - before
-    assert held < 32_000**2  # Bytes of the mask alone.

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.consumers.learners.layout import FILL_MIN, MicroBatch, RowSize, lines_of, pack
+from dora_pipe.consumers.learners.layout import MicroBatch, RowSize, lines_of, pack
 from dora_pipe.consumers.learners.step import minibatches
 
 lengths = st.lists(st.integers(1, 300), min_size=1, max_size=80)
@@ -36,29 +36,6 @@ def test_passes_do_not_depend_on_the_order_of_the_rows(
     assert [[given_rows[row] for row in micro.rows] for micro in one] == [
         [shuffled[row] for row in micro.rows] for micro in other
     ]
-
-
-def test_equal_lengths_keep_dispatch_order() -> None:
-    (micro,) = pack(rows([5] * 6), padded_tokens_max=1000)
-    assert micro.rows == (0, 1, 2, 3, 4, 5)
-
-
-def test_long_tail_does_not_pad_everybody() -> None:
-    tokens = [500] * 2 + [20] * 200
-    packed = pack(rows(tokens), padded_tokens_max=100_000)
-    padded = sum(len(micro.rows) * micro.width for micro in packed)
-    assert padded == sum(tokens)
-    assert [micro.width for micro in packed] == [500, 20]
-
-
-def test_few_short_rows_share_a_pass_although_they_differ() -> None:
-    assert FILL_MIN * 10 > 5
-    assert len(pack(rows([10, 5, 1]), padded_tokens_max=1000)) == 1
-
-
-def test_row_above_the_limit_gets_a_pass_of_its_own() -> None:
-    packed = pack(rows([100, 10, 10]), padded_tokens_max=30)
-    assert [micro.rows for micro in packed] == [(0,), (1, 2)]
 
 
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 10))

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
-from dora_pipe.consumers.learners.torch.lora import LoraOptions
-from dora_pipe.consumers.learners.torch.model import Passage, read_tensor
+from dora_pipe.consumers.learners.torch.learner import TorchLearner
+from dora_pipe.consumers.learners.torch.model import read_tensor
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.store.safetensors_file import mapped, read_entries
 from tests.support.batches import make_batch, with_teacher
@@ -97,49 +96,6 @@ def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
     assert digest == same
     assert result.figures == again.figures
     assert list(result.contributions) == list(again.contributions)
-
-
-def others(batch: TrainBatch, settings: Settings) -> list[tuple[TrainBatch, Settings]]:
-    first = batch.in_parts()[0]
-    warmer = {**settings, "objective.clip_high": 0.3}
-    return [
-        (replace(batch, groups=batch.groups[1:2], parts=()), settings),
-        (replace(first, step=9), settings),
-        (first, warmer),
-    ]
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_parts_that_are_not_those_of_the_batch_leave_nothing_behind(
-    policy: Policy, place: int
-) -> None:
-    settings, batch = settings_of("grpo"), batch_of(4, groups=3, parts=[1])
-    told = policy.trainer()
-    told.train_part(*others(batch, settings)[place])
-    told.train(batch, settings)
-    assert told.manifest().digest == policy.train(batch, settings)[1]
-
-
-def test_whole_batch_after_a_part_has_the_bits_of_the_whole_batch(policy: Policy) -> None:
-    settings, batch = settings_of("grpo"), batch_of(5, groups=3)
-    told = policy.trainer()
-    told.train_part(replace(batch, groups=batch.groups[:1]), settings)
-    told.train(batch, settings)
-    assert told.manifest().digest == policy.train(batch, settings)[1]
-
-
-def test_part_that_is_not_finite_is_dropped_with_those_before_it(policy: Policy) -> None:
-    settings, batch = settings_of("grpo"), batch_of(6, groups=3, parts=[1, 1])
-    first, second, _ = batch.in_parts()
-    wild = replace(second.groups[0].trajectories[0], reward=1e300)
-    worse = replace(second.groups[0].trajectories[1], reward=-1e300)
-    sick = replace(second.groups[0], trajectories=[wild, worse])
-    told = policy.trainer()
-    told.train_part(first, settings)
-    with pytest.raises(NonFinite):
-        told.train_part(replace(second, groups=[sick]), settings)
-    told.train(batch, settings)
-    assert told.manifest().digest == policy.train(batch, settings)[1]
 
 
 # As many updates as parts
@@ -232,11 +188,12 @@ AHEAD = [nothing, other_settings, other_groups, other_step, one_update, not_fini
 
 
 @pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("steps_before", [1, *more([0])])
-def test_updates_ahead_that_are_not_those_of_the_batch_are_taken_back_bit_for_bit(
-    policy: Policy, ahead: Any, steps_before: int, tmp_path: Path
+def test_what_was_computed_ahead_and_is_not_of_the_batch_is_taken_back_bit_for_bit(
+    policy: Policy, ahead: Any, updates: int, steps_before: int, tmp_path: Path
 ) -> None:
-    settings, batch = updating("decoupled-ppo", 3), batch_of(4, groups=4, parts=[1, 1])
+    settings, batch = updating("decoupled-ppo", updates), batch_of(4, groups=4, parts=[1, 1])
     states: list[tuple[str, bytes]] = []
     for trainer in (policy.trainer(), policy.trainer()):
         for step in range(steps_before):
@@ -262,117 +219,6 @@ def test_what_is_written_between_parts_is_what_the_step_begins_with(
     trainer.train_part(batch.in_parts()[0], settings)
     trainer.save_optimizer(tmp_path / "after")
     assert (tmp_path / "after").read_bytes() == (tmp_path / "before").read_bytes()
-
-
-def test_gradient_that_was_gathered_stays_when_weights_are_written(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, batch = settings_of("grpo"), batch_of(4, groups=4, parts=[1, 1])
-    trainer, computed = policy.trainer(), []
-    gather = trainer.gather
-
-    def counted(part: TrainBatch, *rest: Any, **more: Any) -> Any:
-        computed.append([group.group for group in part.groups])
-        return gather(part, *rest, **more)
-
-    monkeypatch.setattr(trainer, "gather", counted)
-    trainer.train_part(batch.in_parts()[0], settings)
-    trainer.save_weights(tmp_path / "weights")
-    trainer.save_optimizer(tmp_path / "state")
-    trainer.train(batch, settings)
-    assert len(computed) == 3
-    assert trainer.manifest().digest == policy.train(batch, settings)[1]
-
-
-def passes_counted(trainer: TorchLearner, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    found: list[Any] = []
-    of_pass = trainer._accumulate
-
-    def counted(one: Any, *rest: Any) -> None:
-        found.append(one)
-        of_pass(one, *rest)
-
-    monkeypatch.setattr(trainer, "_accumulate", counted)
-    return found
-
-
-@pytest.mark.parametrize("change", [{"objective.clip_high": 0.3}, {}])
-@pytest.mark.parametrize("updates", [1, 3])
-def test_parts_that_are_taken_anew_replace_those_that_were_given_up_and_are_used(
-    policy: Policy, change: dict[str, Any], updates: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings, batch = updating("grpo", updates), batch_of(4, groups=4, parts=[1, 1])
-    trainer, once = policy.trainer(), policy.trainer()
-    computed, whole = passes_counted(trainer, monkeypatch), passes_counted(once, monkeypatch)
-    trainer.train_part(batch.in_parts()[0], {**settings, **change})
-    given_up = len(computed)
-    trainer.train_part(batch.in_parts()[0], settings)
-    trainer.train(batch, settings)
-    once.train(batch, settings)
-    assert len(computed) == given_up + len(whole)
-    assert trainer.manifest() == once.manifest()
-
-
-def test_adapter_that_was_updated_ahead_is_none_again(policy: Policy) -> None:
-    settings, batch = updating("grpo", 2), batch_of(4, groups=4, parts=[2])
-    options = TorchOptions(lora=LoraOptions(rank=2, alpha=4.0, targets=("q_proj",)))
-    digests = []
-    for ahead in (0, 1):
-        trainer = TorchLearner(policy.assets, reference=policy.weights, options=options)
-        trainer.load(policy.weights, digest=policy.manifest.digest, optimizer=None)
-        before = trainer.manifest()
-        for part in batch.in_parts()[:ahead]:
-            trainer.train_part(part, settings)
-        assert trainer.manifest() == before
-        for part in batch.in_parts()[:ahead]:
-            trainer.train_part(part, settings)
-        trainer.train(batch, settings)
-        digests.append(trainer.manifest().digest)
-    assert len({*digests, before.digest}) == 2
-
-
-def test_trainer_that_is_started_again_between_two_updates_makes_them_again(
-    policy: Policy, tmp_path: Path
-) -> None:
-    settings, batch = updating("decoupled-ppo", 3), batch_of(4, groups=4, parts=[1, 1])
-    killed = policy.trainer()
-    killed.train(batch_of(9, groups=2), settings)
-    digest = killed.save_weights(tmp_path / "weights").digest
-    killed.save_optimizer(tmp_path / "state")
-    killed.train_part(batch.in_parts()[0], settings)
-    again = policy.trainer()
-    for trainer in (again, killed):
-        trainer.load(tmp_path / "weights", digest=digest, optimizer=tmp_path / "state")
-        for part in batch.in_parts()[: 2 if trainer is again else 0]:
-            trainer.train_part(part, settings)
-        trainer.train(batch, settings)
-    assert again.manifest() == killed.manifest()
-
-
-def test_log_probs_of_the_reference_are_computed_with_their_part_and_not_again(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer, batch = policy.trainer(), batch_of(1, groups=3, parts=[1, 1])
-    asked: list[int] = []
-    right = TorchLearner._reference_logprobs
-
-    def noted(learner: TorchLearner, passage: Passage) -> Tensor:
-        asked.append(1)
-        return right(learner, passage)
-
-    monkeypatch.setattr(TorchLearner, "_reference_logprobs", noted)
-    settings, needed = settings_of("grpo", kl=0.1), []
-    for part in batch.in_parts()[:2]:
-        trainer.train_part(part, settings)
-        needed.append(len(asked))
-    assert 0 < needed[0] < needed[1]
-    trainer.train(batch, settings)
-    apart = policy.trainer()
-    in_batch = len(asked) - needed[1]
-    asked.clear()
-    apart.train(batch, settings)
-    assert len(asked) == needed[1] + in_batch
-    assert in_batch < len(asked)
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.config.load import from_plain
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.registry import make_learner, make_scorer
@@ -127,12 +126,6 @@ def test_without_truncation_what_is_recorded_is_what_was_drawn_from(policy: Poli
     assert all(logprob < sampler for logprob, sampler in below)
 
 
-def test_greedy_tokens_have_the_log_probs_of_temperature_one() -> None:
-    greedy = from_plain({**PLAIN, "sampling": {"temperature": 0.0}}).sampling
-    assert greedy.logprob_temperature == 1.0
-    assert sampling_params(greedy, ()).logprob_temperature == 1.0
-
-
 @pytest.mark.parametrize("kl", [0.0, 0.2])
 def test_gradient_is_that_of_the_tempered_policy(policy: Policy, kl: float) -> None:
     batch = policy.sampled(params())
@@ -155,20 +148,6 @@ def test_gradient_is_that_of_the_tempered_policy(policy: Policy, kl: float) -> N
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert found["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
     assert found["kl"] == pytest.approx(0, abs=1e-6)  # trained and reference at one temperature
-
-
-def test_adapters_and_their_base_are_at_the_same_temperature(policy: Policy) -> None:
-    lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
-    batch = policy.sampled(params())
-    trainer = policy.trainer(HOT, lora)
-    figures = trainer.train(batch, {**ONE_UPDATE, "objective.kl": 0.2}).figures
-    assert figures["ratio_max"] == pytest.approx(1, abs=1e-4)
-    assert figures["kl"] == pytest.approx(0, abs=1e-6)
-
-
-def test_temperature_stands_in_the_fingerprint_where_it_is_not_one(policy: Policy) -> None:
-    assert policy.trainer(HOT).numerics()["temperature"] == "0.7"
-    assert "temperature" not in policy.trainer(1.0).numerics()
 
 
 def test_trainer_and_scorer_of_a_run_are_at_the_temperature_of_its_records(policy: Policy) -> None:

@@ -164,13 +164,6 @@ def test_cache_is_bounded_in_bytes_too(stage: TrainerStage) -> None:
     assert (reader.records, reader.bytes) == (0, 0)
 
 
-def test_record_larger_than_the_whole_cache_is_still_found(stage: TrainerStage) -> None:
-    group = stage.log_group(0)
-    reader = reader_of(stage, bytes_max=1)
-    assert readable(find(reader, group))
-    assert reader.records == 0
-
-
 def test_records_before_the_start_are_read_from_their_place(stage: TrainerStage) -> None:
     early, late = stage.log_group(0), stage.log_group(2)
     reader = reader_of(stage, starts={0: places(late)[0].offset})
@@ -207,15 +200,6 @@ def test_overdue_and_evaluation_records_are_not_kept(stage: TrainerStage) -> Non
     reader.drop_before(5)
     assert reader.records == 0
     assert reader.dead_letters() == []
-
-
-def test_dropped_records_can_be_had_again(stage: TrainerStage) -> None:
-    group = stage.log_group(0)
-    reader = reader_of(stage)
-    find(reader, group)
-    reader.drop(places(group))
-    assert reader.records == 0
-    assert readable(find(reader, group))
 
 
 def damaged(stage: TrainerStage, kind: str) -> RecordPlace:
@@ -268,31 +252,8 @@ def test_place_without_a_record_and_partition_that_does_not_exist_are_unreadable
     assert all("the log has nothing at its place" in one.why for one in found.values())
 
 
-def test_log_that_is_away_for_a_while_is_borne_with(stage: TrainerStage) -> None:
-    group = stage.log_group(0)
-    bus = memory_bus(stage, polls=range(20))
-    reader = reader_of(stage, bus=bus)
-    assert readable(find(reader, group))
-
-
 def test_log_that_stays_away_is_an_error(stage: TrainerStage) -> None:
     group = stage.log_group(0)
     bus = memory_bus(stage, polls=range(10_000))
     with pytest.raises(BusError, match="cannot be reached"):
         find(reader_of(stage, bus=bus), group)
-
-
-def test_order_of_eviction_does_not_grow_with_the_log(stage: TrainerStage) -> None:
-    kept = stage.log_group(0, deadline=10_000)
-    reader = reader_of(stage)
-    find(reader, kept)
-    for ordinal in range(1, 1200):
-        reader.drop(places(find_new(stage, reader, ordinal)))
-    assert reader.records == 2
-    assert len(reader._latest) < 1100
-
-
-def find_new(stage: TrainerStage, reader: BatchReader, ordinal: int) -> TakenGroup:
-    group = stage.log_group(ordinal, size=1)
-    find(reader, group)
-    return group

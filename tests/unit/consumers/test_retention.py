@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
@@ -184,13 +183,6 @@ class Life:
         self.trainer = history_of(self.log)
 
 
-def play(*, seed: int, acts: int) -> Life:
-    chance, life = Random(seed), Life(keep_every=1)
-    for _ in range(acts):
-        life.act(chance.choice(life.moves()), chance.choice)
-    return life
-
-
 CHECKPOINT = Blob(sha256="c" * 64, bytes=1)
 
 
@@ -198,26 +190,8 @@ def commits(steps: int, checkpoint_every: int) -> list[Blob | None]:
     return [CHECKPOINT if (step + 1) % checkpoint_every == 0 else None for step in range(steps)]
 
 
-def test_zero_newest_pinned_and_every_keep_every_th_checkpoint_stay() -> None:
-    # Checkpoints: versions 3, 6, ..., 30; every fourth of them: 12, 24; the newest two: 27, 30.
-    assert retained(commits(31, 3), {29}, 4) == {0, 12, 24, 27, 29, 30, 31}
-
-
 def test_without_keep_every_everything_stays() -> None:
     assert retained(commits(31, 3), {29}, 0) == set(range(32))
-
-
-def test_without_a_word_about_pins_everything_stays() -> None:
-    """A log of an older version says nothing about them."""
-    assert retained(commits(31, 3), (), 4) == set(range(32))
-
-
-def test_pins_of_versions_that_were_never_made_ask_for_nothing() -> None:
-    assert retained(commits(2, 1), {-1, 2, 9}, 1) == {0, 1, 2}
-
-
-def test_a_run_without_checkpoints_keeps_what_is_pinned_and_the_ends() -> None:
-    assert retained([None] * 9, {4, 9}, 1) == {0, 4, 8, 9}
 
 
 @given(
@@ -297,10 +271,6 @@ def test_no_version_that_is_carried_or_hosted_is_ever_deleted_however_slow_anybo
         life.act(choose(life.moves()), choose)
         assert life.needed() <= life.there(), life.told()
     assert life.dropped() <= set(range(life.committed))
-
-
-def test_the_play_of_that_property_does_delete() -> None:
-    assert play(seed=3, acts=400).dropped()
 
 
 # The machine and the store

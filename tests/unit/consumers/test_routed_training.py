@@ -26,7 +26,7 @@ from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support.batches import SETTINGS, make_batch, make_trajectory, routed
 from tests.support.engine_contract import request as engine_request
-from tests.support.models import MIXTURE, make_qwen2
+from tests.support.models import MIXTURE
 from tests.support.torch_engines import make
 
 PROMPT = [1, *range(20, 36)]
@@ -107,12 +107,6 @@ def test_under_equal_weights_log_probs_are_those_of_the_engine(policy: Policy) -
     assert float((elsewhere - recorded).abs().max()) > 1e-3
     assert model.routed.differing > 0
     assert float((logprobs(model, said, None) - recorded).abs().max()) < NEAR
-
-
-def test_the_probe_refuses_what_makes_no_choice(tmp_path: Path) -> None:
-    dense = TorchModel(make_qwen2(tmp_path), device="cpu")
-    with pytest.raises(PolicyError, match="does not choose experts"):
-        _ = dense.routed
 
 
 def test_experts_of_another_model_are_refused(qwen3: Policy) -> None:
@@ -214,15 +208,6 @@ def test_a_step_goes_where_the_log_says_however_it_is_laid_out(qwen3: Policy) ->
     assert all(torch.equal(again[name], one) for name, one in logged.items())
     for options in ({"packing": True}, {"micro_batch_tokens": 60}):
         assert apart(gradients(qwen3, batch, **options), logged) < 1e-5
-
-
-def test_weights_are_loaded_again_behind_a_step_through_experts_of_the_log(qwen3: Policy) -> None:
-    trainer, batch = qwen3.trainer(), routed(make_batch(seed=0), layers=2)
-    first = trainer.train(batch, SETTINGS)
-    trained = trainer.manifest()
-    trainer.load(qwen3.weights, digest=qwen3.manifest.digest, optimizer=None)
-    assert trainer.train(batch, SETTINGS).figures == first.figures
-    assert trainer.manifest() == trained
 
 
 def test_the_loss_of_routers_is_transformers_own_of_every_sequence(qwen3: Policy) -> None:

@@ -3,8 +3,6 @@
 import itertools
 import json
 import math
-import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +209,6 @@ def test_batch_without_a_token_to_learn_is_refused(model_dir: Path, tmp_path: Pa
 # Rows.
 
 
-def test_rows_come_from_a_file_too(model_dir: Path, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(msgspec.json.encode(row).decode() + "\n\n" for row in ROWS))
-    encode = RowEncoder.open(config_of(model_dir))
-    assert [encode(row) for row in data_rows(str(rows))] == [encode(row) for row in ROWS]
-
-
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -307,21 +298,6 @@ def test_every_form_of_a_conversation_is_the_same_example(
     whole = Tokenizer(chat_dir).full_text(example.token_ids)
     assert whole.startswith("<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n4")
     assert said_by(chat_dir, example) == ["4<|im_end|>"]
-
-
-def test_templates_that_name_the_day_have_that_of_a_run(
-    chat_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = shutil.copytree(chat_dir, tmp_path / "dated")
-    (folder / "chat_template.jinja").write_text("{{ strftime_now('%d %b %Y') }}" + CHATML)
-
-    def text(**task: Any) -> str:
-        ids = RowEncoder.open(config_of(folder, **task))({"messages": [USER, SAID]}).token_ids
-        return Tokenizer(folder).full_text(list(ids))
-
-    today = datetime.now(UTC)
-    assert text().startswith(f"{today:%d %b %Y}<|im_start|>user")
-    assert f"today is {today:%Y-%m-%d} for the chat template" in capsys.readouterr().err
 
 
 def test_only_what_the_assistant_says_counts_in_every_turn(chat_dir: Path) -> None:

@@ -208,15 +208,3 @@ def test_endpoint_that_does_not_say_it_ends_the_step_with_one_line(
         gone = EndpointTeacher(there.url, OPTIONS)
         with pytest.raises(ResourceError, match="does not answer"):
             said(gone.logprobs([([1, 9], [0, 1])]))
-
-
-def test_who_does_not_wait_for_the_answers_ends_at_once() -> None:
-    late = judge_endpoint(lambda number, _: (200, b"{}"), 1.0, asked=lambda body: body)
-    with late as there:
-        teacher = EndpointTeacher(there.url, OPTIONS)
-        scores = teacher.logprobs(ROWS)
-        next(scores)
-        assert teacher.waits_for.endswith(": 4 of 4 requests open")
-        scores.close()
-        assert teacher.waits_for == ""
-        assert len(there.asked) <= OPTIONS.at_once

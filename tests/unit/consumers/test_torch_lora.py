@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.port import Reference
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraModel, LoraOptions
 from dora_pipe.consumers.learners.torch.model import passage_of
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.store.adapters import a_name, b_name, base_of, read_adapter, stands_on
+from dora_pipe.store.adapters import a_name, b_name, read_adapter, stands_on
 from dora_pipe.store.model_dir import export_model, import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support.adapters import publish, random_adapter
@@ -64,13 +63,6 @@ def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
 ROWS = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
 
 
-def test_before_its_first_update_a_policy_is_its_base(policy: Policy) -> None:
-    trainer = policy.trainer()
-    assert trainer.manifest() == policy.manifest
-    whole = policy.trainer(None)
-    assert trainer.score(ROWS) == whole.score(ROWS)
-
-
 def test_step_trains_the_adapter_alone_and_names_its_base(policy: Policy) -> None:
     trainer = policy.trainer()
     result = trainer.train(make_batch(seed=1), SETTINGS)
@@ -86,30 +78,6 @@ def test_step_trains_the_adapter_alone_and_names_its_base(policy: Policy) -> Non
     plain: Any = AutoModelForCausalLM.from_pretrained(policy.directory)
     for name, tensor in plain.state_dict().items():
         assert torch.equal(network.state_dict()[name], tensor), name
-
-
-def test_two_steps_are_equal_bytes_and_a_checkpoint_goes_on_with_them(
-    policy: Policy, tmp_path: Path
-) -> None:
-    batches = [make_batch(seed=step, step=step) for step in range(3)]
-    whole = policy.trainer()
-    digests = []
-    for batch in batches:
-        whole.train(batch, SETTINGS)
-        digests.append(whole.manifest().digest)
-    again = policy.trainer()
-    again.train(batches[0], SETTINGS)
-    assert again.manifest().digest == digests[0]
-    again.save_optimizer(tmp_path / "optimizer")
-    manifest = policy.saved(again)
-    other = policy.trainer()
-    weights = policy.store.weights_path(manifest.digest)
-    other.load(weights, digest=manifest.digest, optimizer=tmp_path / "optimizer")
-    assert other.manifest() == manifest
-    for batch, digest in zip(batches[1:], digests[1:], strict=True):
-        other.train(batch, SETTINGS)
-        assert other.manifest().digest == digest
-    assert len(set(digests)) == 3
 
 
 def test_reference_is_the_network_without_its_adapter(policy: Policy) -> None:
@@ -148,16 +116,6 @@ def test_reference_on_another_base_is_refused(policy: Policy) -> None:
     model: Any = policy.trainer()._model
     with pytest.raises(PolicyError, match="stands on ffffffffffff"):
         model.refer_to(policy.store.weights_path(stray.digest))
-
-
-def test_adapter_that_is_loaded_forgets_the_one_before(policy: Policy) -> None:
-    trainer = policy.trainer()
-    before = trainer.score(ROWS)
-    trainer.train(make_batch(seed=1), SETTINGS)
-    assert trainer.score(ROWS) != before
-    trainer.load(policy.base, digest=policy.manifest.digest, optimizer=None)
-    assert trainer.score(ROWS) == before
-    assert trainer.manifest() == policy.manifest
 
 
 def test_exported_policy_says_what_the_trainer_says(policy: Policy, tmp_path: Path) -> None:
@@ -230,41 +188,3 @@ def test_adapter_of_another_base_or_of_other_layers_is_refused(
 def test_layers_that_the_model_does_not_have_are_refused(policy: Policy) -> None:
     with pytest.raises(PolicyError, match="has no layer nothing"):
         policy.trainer(LoraOptions(rank=2, alpha=2.0, targets=("nothing",)))
-
-
-def test_beginning_depends_on_base_and_layer_alone(policy: Policy) -> None:
-    first, second = policy.trainer(), policy.trainer(threads=1)
-    few = policy.trainer(LoraOptions(rank=4, alpha=8.0, targets=("v_proj",)))
-    pairs = [_matrices(one._model) for one in (first, second, few)]
-    for name, (a, b) in pairs[2].items():
-        assert torch.equal(a, pairs[0][name][0])
-        assert torch.equal(a, pairs[1][name][0])
-        assert not b.any()
-    matrices = [a for a, _ in pairs[0].values()]
-    assert len({float(a.detach()[0, 0]) for a in matrices}) == len(matrices)
-
-
-def test_numerics_name_the_adapter_only_where_there_is_one(policy: Policy) -> None:
-    assert policy.trainer().numerics()["lora"] == f"rank 4, scale 2, {' '.join(sorted(ALL))}"
-    assert "lora" not in policy.trainer(None).numerics()
-
-
-def test_configuration_makes_such_a_trainer(policy: Policy) -> None:
-    import msgspec
-
-    from dora_pipe.consumers.learners.registry import make_learner
-
-    plain = {
-        "run": {"name": "r", "steps": 1},
-        "model": {"path": "m"},
-        "task": {"kind": "arithmetic"},
-        "lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]},
-    }
-    trainer = make_learner(
-        assets=policy.store.assets_path(policy.assets),
-        reference=policy.base,
-        config=msgspec.convert(plain, Config),
-    )
-    assert trainer.numerics()["lora"] == "rank 2, scale 2, q_proj"
-    trainer.load(policy.base, digest=policy.manifest.digest, optimizer=None)
-    assert base_of(policy.base) is None

@@ -77,19 +77,6 @@ def test_step_of_every_kind_moves_the_policy_and_comes_out_the_same_again(
     assert 0 <= result.figures["masked_share"] < 1
 
 
-def test_kinds_lead_to_different_weights(policy: Policy) -> None:
-    keys: dict[str, dict[str, Any]] = {
-        kind: {"loss": "token-mean", "advantage_std": True, "clip_high": 0.28}
-        for kind in ("grpo", "dapo", "dr-grpo")
-    }
-    same = {policy.train(batch_of(), settings_for(kind, **keys[kind]))[1] for kind in keys}
-    assert len(same) == 1, "they differ by their keys alone"
-    tight: dict[str, dict[str, Any]] = {"tis": {"weight_max": 0.9}}
-    kinds = ("grpo", "dr-grpo", "decoupled-ppo", "tis", "cispo", "topr", "gspo")
-    found = [policy.train(batch_of(), settings_for(one, **tight.get(one, {}))) for one in kinds]
-    assert len({digest for _, digest in found}) == len(kinds)
-
-
 def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy) -> None:
     result, _ = policy.train(batch_of(), settings_for("decoupled-ppo", weight_max=1e6))
     first = [row for row in result.contributions if row["minibatch"] == 0 and row["ratio_mean"]]
@@ -117,26 +104,6 @@ def _weight(model: TorchModel, trajectory: Any) -> Tensor:
     first = trajectory.meta.prompt_tokens
     behaviour = torch.tensor(list(trajectory.logprobs)[first:])
     return (found[first - 1 :] - behaviour).exp()
-
-
-@pytest.mark.parametrize(("minibatches", "extra"), [(1, 0), (3, 2)])
-def test_recomputation_costs_a_pass_for_every_update_but_the_first(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, minibatches: int, extra: int
-) -> None:
-    passes: list[bool] = []
-    plain = TorchModel.logprobs
-
-    def counted(self: TorchModel, passage: Any) -> Tensor:
-        passes.append(torch.is_grad_enabled())
-        return plain(self, passage)
-
-    monkeypatch.setattr(TorchModel, "logprobs", counted)
-    trainer = policy.trainer()
-    object.__setattr__(trainer._options, "micro_batch_tokens", 100_000)
-    trainer.train(batch_of(), settings_for("tis", minibatches=minibatches))
-    one_pass_each = passes.count(True) == minibatches
-    assert one_pass_each
-    assert passes.count(False) == extra
 
 
 def test_version_baseline_is_over_the_whole_batch_and_not_over_its_minibatches(

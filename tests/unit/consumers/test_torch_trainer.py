@@ -185,21 +185,6 @@ def test_weight_decay_is_that_of_a_plain_optimizer_and_leaves_vectors_alone(
         assert torch.allclose(after[decay][name], expected, rtol=0, atol=1e-6), name
 
 
-def test_optimizer_state_goes_from_one_group_to_two_and_back(qwen2: Policy, tmp_path: Path) -> None:
-    batch = make_batch(seed=3, groups=2, siblings=2)
-    files: list[Path] = []
-    for number, decay in enumerate([0.0, 0.1, 0.0]):
-        trainer = qwen2.trainer(weight_decay=decay)
-        if files:
-            digest = qwen2.manifest.digest
-            trainer.load(qwen2.weights, digest=digest, optimizer=files[0])
-        else:
-            trainer.train(batch, SETTINGS)
-        files.append(tmp_path / str(number))
-        trainer.save_optimizer(files[-1])
-    assert len({file.read_bytes() for file in files}) == 1
-
-
 class TorchModelState:
     """Weights of a file into a network that transformers made."""
 
@@ -314,16 +299,6 @@ def test_a_minibatch_is_an_update_of_its_own(qwen2: Policy) -> None:
     assert changed == [bool(row["minibatch"]) for row in result.contributions]
 
 
-def test_reference_policy_is_loaded_only_when_the_kl_term_needs_it(qwen2: Policy) -> None:
-    batch = make_batch(seed=1, groups=2, siblings=2)
-    trainer = qwen2.trainer()
-    trainer.train(batch, SETTINGS)
-    assert trainer._reference is None
-    figures = trainer.train(batch, {**SETTINGS, "objective.kl": 0.1}).figures
-    assert trainer._reference is not None
-    assert figures["kl"] > 0
-
-
 @pytest.mark.parametrize("logprob", [-200.0, -1e30])
 def test_infinite_ratio_is_not_committed_and_names_the_way_out(
     qwen2: Policy, logprob: float
@@ -353,15 +328,6 @@ def test_rewards_that_overflow_are_not_committed_and_name_the_way_out(
     assert "fail-batch" in str(caught.value.hint)
 
 
-def test_rewards_whose_sum_overflows_are_not_committed_and_name_the_way_out(qwen2: Policy) -> None:
-    batch = make_batch(seed=2, groups=1, siblings=4)
-    siblings = [replace(one, reward=1.7e308) for one in batch.groups[0].trajectories]
-    batch = replace(batch, groups=[replace(batch.groups[0], trajectories=siblings)])
-    with pytest.raises(NonFinite, match="reward_mean") as caught:
-        qwen2.trainer().train(batch, SETTINGS)
-    assert "fail-batch" in str(caught.value.hint)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -377,12 +343,6 @@ def test_rewards_whose_sum_overflows_are_not_committed_and_name_the_way_out(qwen
 def test_settings_of_another_type_are_a_config_error(qwen2: Policy, change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         qwen2.trainer().train(make_batch(seed=1, groups=1), {**SETTINGS, **change})
-
-
-def test_missing_setting_is_named(qwen2: Policy) -> None:
-    settings = {key: value for key, value in SETTINGS.items() if key != "objective.clip_low"}
-    with pytest.raises(ConfigError, match=r"objective\.clip_low"):
-        qwen2.trainer().train(make_batch(seed=1, groups=1), settings)
 
 
 def test_tied_weights_are_written_once_and_load_with_transformers(tmp_path: Path) -> None:
@@ -414,12 +374,6 @@ def test_directory_that_is_no_model_is_a_policy_error(tmp_path: Path, qwen2: Pol
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(PolicyError, match="no causal LM can be built"):
         TorchLearner(tmp_path, reference=qwen2.weights)
-
-
-def test_training_leaves_torch_as_it_found_it(qwen2: Policy) -> None:
-    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled())
-    qwen2.trainer(threads=1).train(make_batch(seed=1, groups=1), SETTINGS)
-    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
 
 
 def test_figures_are_finite_and_describe_the_batch(qwen2: Policy) -> None:

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.trainer.effects import (
     FetchBatch,
     PartTrained,
@@ -14,25 +13,10 @@ from dora_pipe.consumers.trainer.effects import (
 )
 from dora_pipe.core.runtime import CaughtUp, StopAsked
 from dora_pipe.schemas.batch import batch_digest
-from dora_pipe.schemas.control import BatchRefused, StepCommitted
+from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import TakeBatch, TakePart
+from dora_pipe.schemas.rounds import TakePart
 from tests.support.trainer_driver import BLOB, NUMERICS, OFFENDER, Driver, batch, digest
-
-
-def test_it_begins_by_restoring_and_reads_decisions_from_behind_the_last_commit() -> None:
-    driver = Driver()
-    driver.history.decisions_next = 33
-    assert driver.machine.positions() == {TopicPartition("r.decisions", 0): 33}
-    assert driver.machine.wake_at() == 0
-    assert driver.react() == [Restore(step=0, notes=())]
-    assert driver.phase == "restoring"
-    assert not driver.machine.finished
-
-
-def test_restoring_to_idle() -> None:
-    driver = Driver().to_idle()
-    assert driver.phase == "idle"
 
 
 def test_nothing_is_begun_before_the_log_was_read_to_its_end() -> None:
@@ -47,41 +31,6 @@ def test_nothing_is_begun_before_the_log_was_read_to_its_end() -> None:
     assert effect.decision.attempt == 2
 
 
-def test_idle_to_reading_with_what_the_checks_need() -> None:
-    driver = Driver().to_idle()
-    (effect,) = driver.decide(batch(0))
-    assert driver.phase == "reading"
-    assert effect.decision == batch(0)
-    assert effect.known.next_step == 0
-    assert effect.known.digests == {0: digest(0)}
-    assert effect.known.run == "r"
-
-
-def test_batch_of_another_step_is_kept_for_later_and_not_begun() -> None:
-    driver = Driver().to_idle()
-    assert driver.decide(batch(1)) == []
-    assert driver.phase == "idle"
-    driver.step(0)
-    assert driver.phase == "reading"  # of step 1, at once
-
-
-def test_reading_to_training_with_the_settings_of_the_decision() -> None:
-    driver = Driver().to_reading()
-    (effect,) = driver.fetched()
-    assert effect == TrainStep(step=0, attempt=1, settings={"trainer.learning_rate": 0.5})
-    assert driver.phase == "training"
-
-
-def test_reading_to_refusing_names_the_offenders() -> None:
-    driver = Driver().to_reading()
-    assert driver.fetched(0, OFFENDER) == []
-    assert driver.phase == "refusing"
-    (refused,) = driver.written
-    assert refused == BatchRefused(
-        at_ns=refused.at_ns, step=0, attempt=1, role_epoch=5, offenders=(OFFENDER,)
-    )
-
-
 def test_refusing_to_idle_and_the_refused_attempt_is_not_begun_again() -> None:
     driver = Driver().to_reading()
     driver.fetched(0, OFFENDER)
@@ -89,20 +38,6 @@ def test_refusing_to_idle_and_the_refused_attempt_is_not_begun_again() -> None:
     assert driver.phase == "idle"
     (effect,) = driver.decide(batch(0, attempt=2))
     assert effect.decision.attempt == 2
-
-
-def test_training_to_publishing() -> None:
-    driver = Driver(checkpoint_every=2).to_training()
-    assert driver.trained() == [PublishPolicy(step=0, attempt=1, checkpoint=False)]
-    assert driver.phase == "publishing"
-
-
-def test_every_so_many_steps_a_checkpoint_is_kept() -> None:
-    driver = Driver(checkpoint_every=2).to_idle()
-    driver.step(0)
-    driver.decide(batch(1))
-    driver.fetched(1)
-    assert driver.trained(1) == [PublishPolicy(step=1, attempt=1, checkpoint=True)]
 
 
 def test_publishing_to_committing_writes_every_field_of_the_commit() -> None:
@@ -131,33 +66,6 @@ def test_publishing_to_committing_writes_every_field_of_the_commit() -> None:
     )
 
 
-def test_committing_to_idle_when_the_commit_is_durable() -> None:
-    driver = Driver().to_committing()
-    assert driver.history.next_step == 0
-    assert driver.acknowledged() == []
-    assert driver.phase == "idle"
-    assert driver.history.next_step == 1
-    (effect,) = driver.decide(batch(1))
-    assert effect.known.digests == {1: digest(1)}
-
-
-def test_trained_groups_are_remembered_as_long_as_a_batch_could_take_them() -> None:
-    driver = Driver().to_idle()
-    driver.step(0)
-    again = batch(1)
-    again = TakeBatch(reason="", step=1, attempt=1, groups=batch(0).groups, settings=again.settings)
-    (effect,) = driver.decide(again)
-    assert effect.known.trained == {batch(0).groups[0].group: 0}
-
-
-def test_reading_to_reading_when_a_newer_attempt_appears() -> None:
-    driver = Driver().to_reading()
-    assert driver.decide(batch(0, attempt=2)) == []
-    (effect,) = driver.fetched()
-    assert isinstance(effect, FetchBatch)
-    assert effect.decision.attempt == 2
-
-
 def test_older_attempt_than_the_one_at_work_is_ignored() -> None:
     driver = Driver().to_idle()
     driver.decide(batch(0, attempt=3))
@@ -173,13 +81,6 @@ def test_training_to_restoring_when_its_batch_was_replaced() -> None:
     assert driver.written == []
     (effect,) = driver.restored()
     assert effect.decision.attempt == 2
-
-
-def test_publishing_to_restoring_when_its_batch_was_replaced() -> None:
-    driver = Driver().to_publishing()
-    driver.decide(batch(0, attempt=2))
-    assert driver.published() == [Restore(step=0, notes=())]
-    assert driver.written == []
 
 
 def test_commit_that_was_rejected_is_taken_back() -> None:
@@ -262,13 +163,6 @@ def test_parts_that_were_given_up_are_replaced_from_their_number_on() -> None:
     assert driver.react(part_trained(0)) == []
 
 
-def test_parts_of_a_step_that_is_over_or_not_the_next_one_are_not_begun() -> None:
-    driver = Driver().to_idle()
-    assert driver.decide(part(0, step=1)) == []
-    driver.step(0)
-    assert driver.phase == "part"
-
-
 def test_first_part_of_the_next_step_is_computed_while_the_present_one_is_published() -> None:
     driver = Driver().to_publishing()
     (effect,) = driver.decide(part(0, step=1))
@@ -301,14 +195,6 @@ def test_part_ahead_of_a_commit_waits_for_weights_that_only_that_names() -> None
     assert isinstance(effect, TrainPart)
 
 
-def test_part_is_not_begun_before_its_weights_are_there() -> None:
-    driver = Driver().to_training()
-    assert driver.decide(part(0, step=1)) == []
-    publish, effect = driver.trained()
-    assert isinstance(publish, PublishPolicy)
-    assert isinstance(effect, TrainPart)
-
-
 def test_part_that_is_an_update_waits_until_the_weights_before_it_are_written() -> None:
     driver = Driver().to_publishing()
     settings = {**part(0).settings, "trainer.minibatches": 4}
@@ -331,21 +217,6 @@ def test_what_a_part_takes_beside_a_publication_is_no_time_that_was_free() -> No
     commit = driver.written[-1]
     assert isinstance(commit, StepCommitted)
     assert (commit.parts, commit.ahead_s, commit.beside_s) == ((1,), (0.0,), 2.0)
-
-
-def test_part_that_outlasts_the_publication_is_ahead_from_the_commit_on() -> None:
-    driver = Driver().to_publishing()
-    driver.decide(part(0, step=1))
-    driver.published()
-    driver.acknowledged()
-    driver.react(part_trained(0, step=1), after_ns=5 * 10**8)
-    driver.decide(msgspec.structs.replace(batch(1), parts=(1,)))
-    driver.fetched(step=1)
-    driver.trained(step=1)
-    driver.published(step=1)
-    commit = driver.written[-1]
-    assert isinstance(commit, StepCommitted)
-    assert (commit.ahead_s, commit.beside_s) == ((0.5,), 1.5)
 
 
 @pytest.mark.parametrize("ended_first", [True, False])
@@ -375,19 +246,3 @@ def test_no_part_is_begun_beside_a_publication_after_a_stop_or_for_a_batch_that_
     assert stopped.decide(part(0, step=1)) == []
     replaced.decide(batch(0, attempt=2))
     assert replaced.decide(part(0, step=1)) == []
-
-
-def test_restored_trainer_computes_the_parts_again() -> None:
-    driver = Driver()
-    driver.react()
-    driver.decide(part(0))
-    driver.restored()
-    (effect,) = driver.react(CaughtUp())
-    assert isinstance(effect, TrainPart)
-
-
-def test_stop_breaks_a_part_off() -> None:
-    driver = Driver().to_idle()
-    driver.decide(part(0))
-    driver.react(StopAsked())
-    assert driver.phase == "ended"

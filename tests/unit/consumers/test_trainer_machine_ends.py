@@ -5,13 +5,11 @@ import itertools
 import pytest
 
 from dora_pipe.bus.port import Record
-from dora_pipe.consumers.trainer.effects import Adopted, PublishPolicy, Replayed, Unreadable
-from dora_pipe.consumers.trainer.status import Gauges
+from dora_pipe.consumers.trainer.effects import Adopted, PublishPolicy, Replayed
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.runtime import CaughtUp, StopAsked
 from dora_pipe.core.wait_tracker import DEFAULT_LIMITS
 from dora_pipe.schemas.control import StepCommitted, WeightsAdopted
-from dora_pipe.schemas.dead_letter import DeadLetter
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import StopRun
 from tests.support.trainer_driver import HEARTBEAT_NS, OFFENDER, TOPICS, Driver, batch
@@ -49,13 +47,6 @@ def test_stop_before_training_ends_at_once(begin: str) -> None:
     assert driver.machine.finished
 
 
-def test_stop_while_restoring_ends_at_once() -> None:
-    driver = Driver()
-    driver.react()
-    driver.react(StopAsked())
-    assert driver.machine.finished
-
-
 @pytest.mark.parametrize("begin", ["to_training", "to_publishing", "to_committing"])
 def test_stop_finishes_the_present_step_first(begin: str) -> None:
     driver = getattr(Driver(), begin)()
@@ -74,16 +65,6 @@ def test_stop_finishes_the_present_step_first(begin: str) -> None:
 def test_end_of_the_run_ends_an_idle_trainer() -> None:
     driver = Driver().to_idle()
     driver.decide(StopRun(reason=""))
-    assert driver.machine.finished
-
-
-def test_end_of_the_run_waits_for_the_present_step() -> None:
-    driver = Driver().to_training()
-    driver.decide(StopRun(reason=""))
-    driver.trained()
-    driver.published()
-    assert not driver.machine.finished
-    driver.acknowledged()
     assert driver.machine.finished
 
 
@@ -123,15 +104,6 @@ def test_status_at_every_heartbeat_names_what_it_waits_for() -> None:
     assert (driver.statuses[0].cached_records, driver.statuses[0].cached_bytes) == (3, 4)
 
 
-def test_status_of_reading_names_the_partition_that_is_behind() -> None:
-    driver = Driver().to_reading()
-    driver.gauges = Gauges(3, 4, "partition 1 is read up to 30, not yet 40")
-    driver.react(after_ns=HEARTBEAT_NS)
-    assert driver.statuses[-1].waits_for == (
-        "batch of step 0: partition 1 is read up to 30, not yet 40"
-    )
-
-
 def test_status_of_a_replay_says_how_far_it_is() -> None:
     driver = Driver()
     driver.to_idle()
@@ -147,23 +119,6 @@ def test_status_of_a_replay_says_how_far_it_is() -> None:
     ]
 
 
-def test_unreadable_record_goes_to_dead_letters_as_it_came() -> None:
-    driver = Driver().to_idle()
-    letter = DeadLetter(
-        topic="r.trajectories",
-        partition=1,
-        offset=17,
-        why="not a zstd frame",
-        path="$",
-        at_ns=5,
-        key=b"k",
-        value=b"\xff\x00",
-        headers=(("run", b"r"),),
-    )
-    driver.react(Unreadable(dead_letter=letter))
-    assert driver.dead_letters == [letter]
-
-
 def test_round_that_cannot_be_read_ends_the_role_naming_its_offset() -> None:
     driver = Driver().to_idle()
     record = Record(
@@ -171,29 +126,6 @@ def test_round_that_cannot_be_read_ends_the_role_naming_its_offset() -> None:
     )
     with pytest.raises(SchemaError, match="decisions offset 77"):
         driver.react(record)
-
-
-def test_wait_of_the_trainer_begins_with_the_turn_that_began_it() -> None:
-    driver = Driver().to_idle()
-    began_ns = driver.now_ns
-    driver.react(after_ns=3 * HEARTBEAT_NS)
-    (wait,) = driver.statuses[-1].waits
-    assert (wait.name, wait.still, wait.overdue) == ("batch", True, False)
-    assert wait.since_ns == began_ns + 7
-    assert wait.blockers == (Blocker("role", "orchestrator"), Blocker("step", "0"))
-
-
-def test_next_step_is_another_wait_and_work_is_none() -> None:
-    driver = Driver().to_training()
-    driver.react(after_ns=2 * HEARTBEAT_NS)
-    assert not driver.statuses[-1].waits_for
-    driver.trained()
-    driver.published()
-    driver.acknowledged()
-    began_ns = driver.now_ns
-    driver.react(after_ns=2 * HEARTBEAT_NS)
-    (wait,) = driver.statuses[-1].waits
-    assert (wait.since_ns, wait.blockers[1]) == (began_ns + 7, Blocker("step", "1"))
 
 
 def test_commit_that_is_not_acknowledged_is_an_alarm_that_names_the_topic() -> None:

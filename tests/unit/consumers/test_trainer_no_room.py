@@ -183,21 +183,6 @@ def test_trainer_ends_with_one_line_when_nobody_makes_room(
     assert [one.step for one in stage.commits()] == [0, 1]
 
 
-def test_trainer_that_waits_for_room_ends_when_it_is_asked_to(stage: TrainerStage) -> None:
-    full = _on_this_disk(stage, "weights")
-    trainer = stage.trainer()
-    train(stage, trainer, 0)
-    full.full = True
-    stage.commits()
-    stage.take_new(1)
-    _waiting(stage, trainer, 3 * ROOM_PAUSE_S)
-    assert trainer.machine.phase == "publishing"
-    trainer.runtime.stop()
-    trainer.tick(100)
-    assert trainer.machine.finished
-    assert [one.step for one in stage.commits()] == [0]
-
-
 def test_restored_trainer_without_room_for_its_weights_waits_too(stage: TrainerStage) -> None:
     train(stage, stage.trainer(), 0)
     (commit,) = stage.commits()

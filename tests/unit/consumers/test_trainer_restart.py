@@ -11,7 +11,6 @@ from dora_pipe.bus.memory import AppendFault, MemoryBus, ScriptedFaults
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import Fenced, NonFinite, OutcomeUnknown
-from dora_pipe.schemas.control import RoleStarted
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from tests.support.trainer_stage import TrainerStage, digests, train, train_killed
 
@@ -21,22 +20,6 @@ def stage(tmp_path: Path) -> TrainerStage:
     made = TrainerStage(tmp_path)
     made.start_run()
     return made
-
-
-def test_restarted_trainer_replays_and_goes_on_as_if_it_had_never_stopped(
-    stage: TrainerStage, tmp_path: Path
-) -> None:
-    other = TrainerStage(tmp_path / "other")
-    other.start_run()
-    unkilled = other.trainer(checkpoint_every=3)
-    train(other, unkilled, *range(7))
-    for step in range(7):
-        trainer = stage.trainer(checkpoint_every=3)
-        train(stage, trainer, step)
-        trainer.close()
-    assert digests(stage) == digests(other)
-    epochs = [one.role_epoch for one in stage.control() if isinstance(one, RoleStarted)]
-    assert epochs == list(range(7))
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(1, 4))
@@ -72,30 +55,6 @@ def test_uncommitted_step_is_done_again_from_the_same_batch(
     commit = stage.commits()[1]
     assert commit.groups == decision.groups
     assert commit.role_epoch == 1
-
-
-def test_orphans_of_a_killed_trainer_are_left_alone(stage: TrainerStage) -> None:
-    trainer = stage.trainer(checkpoint_every=1)
-    stage.take_new(0)
-    trainer.until(lambda: trainer.machine.phase == "publishing")
-    while not trainer.port.poll():  # the files are there, the machine never hears of it
-        pass
-    trainer.close()
-    orphans = stage.store.orphans({stage.policy.digest, "assets"})
-    assert len(orphans) == 3
-    again = stage.trainer(checkpoint_every=1)
-    again.train_to(1)
-    # The same batch gives the same files: the commit adopts the orphans.
-    (commit,) = stage.commits()
-    assert commit.checkpoint is not None
-    named = {
-        stage.policy.digest,
-        "assets",
-        commit.digest_after,
-        commit.contributions.sha256,
-        commit.checkpoint.sha256,
-    }
-    assert stage.store.orphans(named) == []
 
 
 def test_damaged_checkpoint_is_passed_over(stage: TrainerStage) -> None:
@@ -223,18 +182,3 @@ def test_log_that_is_away_for_a_while_changes_nothing(stage: TrainerStage, tmp_p
     )
     train(stage, stage.trainer(), 0, 1, 2)
     assert digests(stage) == digests(other)
-
-
-def test_status_tells_phase_step_and_cache(stage: TrainerStage) -> None:
-    trainer = stage.trainer()
-    stage.log_group(40)
-    train(stage, trainer, 0)
-    trainer.tick(100)
-    last = stage.statuses()[-1]
-    assert (last.step, last.phase, last.waits_for) == (
-        1,
-        "idle",
-        "batch of step 1: no decision yet",
-    )
-    assert last.cached_records == 2  # of the group that no batch has taken
-    assert last.cached_bytes > 0

@@ -42,16 +42,6 @@ def test_step_is_committed_with_files_that_are_what_it_says(stage: TrainerStage)
     assert commit.checkpoint is None
 
 
-def test_weights_are_a_function_of_the_batch(stage: TrainerStage, tmp_path: Path) -> None:
-    other = TrainerStage(tmp_path / "other")
-    other.start_run()
-    for one in (stage, other):
-        trainer = one.trainer()
-        train(one, trainer, 0, 1, 2)
-    assert digests(stage) == digests(other)
-    assert len(set(digests(stage))) == 3
-
-
 def test_order_of_groups_in_the_decision_does_not_matter(
     stage: TrainerStage, tmp_path: Path
 ) -> None:
@@ -62,15 +52,6 @@ def test_order_of_groups_in_the_decision_does_not_matter(
         one.take(0, groups[::order])
         one.trainer().train_to(1)
     assert digests(stage) == digests(other)
-
-
-def test_checkpoints_are_named_by_the_commit_they_belong_to(stage: TrainerStage) -> None:
-    trainer = stage.trainer(checkpoint_every=2)
-    train(stage, trainer, 0, 1, 2, 3)
-    kept = [one.checkpoint for one in stage.commits()]
-    assert [one is not None for one in kept] == [False, True, False, True]
-    assert kept[1] is not None
-    stage.store.verify_blob("optimizer", kept[1].sha256)
 
 
 def test_forged_take_batch_with_an_overdue_group_is_refused(stage: TrainerStage) -> None:
@@ -139,13 +120,3 @@ def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(
 def replace_taken(like: TakenGroup, name: str, **changes: Any) -> TakenGroup:
     one = msgspec.structs.replace(like.trajectories[0], trajectory=name, **changes)
     return msgspec.structs.replace(like, group=name[:11], trajectories=(one,))
-
-
-def test_passed_garbage_goes_to_dead_letters_without_a_batch_asking_for_it(
-    stage: TrainerStage,
-) -> None:
-    trainer = stage.trainer()
-    stage.writer.append([Append(topic=stage.topics.trajectories, value=b"x")])
-    trainer.until(lambda: bool(stage.records(stage.topics.dead_letters)))
-    train(stage, trainer, 0)
-    assert len(stage.records(stage.topics.dead_letters)) == 1

@@ -16,10 +16,9 @@ from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.consumers.learners.deepspeed.commands import pass_command, shares
+from dora_pipe.consumers.learners.deepspeed.commands import shares
 from dora_pipe.consumers.learners.port import StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
-from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.learners.step import Pass, updates_of
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.objectives.registry import needs_whole, objective_kind
@@ -133,24 +132,6 @@ def test_contexts_that_do_not_fit_in_one_pass_are_trained_as_those_that_do(
     assert_same_step(policy.step(batch, **keys), policy.step(batch, SMALL, **keys))
 
 
-@pytest.mark.parametrize("kind", ["tis", "decoupled-ppo"])
-def test_later_updates_have_the_proximal_log_probs_of_all_contexts(
-    policy: Policy, kind: str
-) -> None:
-    keys = {"kind": kind, "level": "sequence", "updates": 2}
-    one, other = (policy.step(branched_batch(seed=5), size, **keys)[0] for size in (4096, SMALL))
-    assert one.figures["updates"] == 2
-    assert one.figures["loss"] == pytest.approx(other.figures["loss"], rel=1e-2)
-    assert one.figures["weight_mean"] == pytest.approx(other.figures["weight_mean"], rel=1e-2)
-
-
-def test_the_same_batch_of_contexts_gives_the_same_bits(policy: Policy) -> None:
-    for tokens in (4096, SMALL):
-        first, second = (policy.step(branched_batch(seed=5), tokens, kind="gspo") for _ in "ab")
-        assert first[0].figures == second[0].figures
-        assert all(np.array_equal(one, second[1][name]) for name, one in first[1].items())
-
-
 def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]:
     """By trajectory, what transformers says of each sampled token, context by context."""
     load: Any = AutoModelForCausalLM.from_pretrained
@@ -187,25 +168,6 @@ def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, toke
         assert row["ratio_min"] == row["ratio_max"]
         assert row["tokens"] == len(behaviour) == one.sampled
     assert result.figures["loss"] == pytest.approx(loss, rel=1e-4)
-
-
-@pytest.mark.parametrize("tokens", [4096, SMALL])
-def test_token_mean_counts_the_tokens_of_all_contexts(policy: Policy, tokens: int) -> None:
-    batch = branched_batch(seed=8, groups=1, siblings=3)
-    keys = {"kind": "grpo", "clip_low": 0.9, "clip_high": 9.0}
-    result, _ = policy.step(batch, tokens, **keys)
-    said = plain_logprobs(policy, batch)
-    trajectories = batch.groups[0].trajectories
-    rewards = np.array([one.reward for one in trajectories])
-    advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
-    total = sum(one.sampled for one in trajectories)
-    loss = 0.0
-    for one, advantage in zip(trajectories, advantages, strict=True):
-        behaviour = np.array([one.logprobs[at] for at in counted_places(one).tolist()], np.float64)
-        ratios = np.exp(said[one.trajectory].numpy() - behaviour)
-        loss -= float(ratios.sum()) * advantage / total
-    assert result.figures["loss"] == pytest.approx(loss, rel=1e-4)
-    assert result.figures["tokens"] == total
 
 
 def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:
@@ -264,14 +226,6 @@ def test_no_part_of_a_pass_is_larger_than_it_may_be(seed: int, tokens: int) -> N
             assert sum(part.rows for part in one.parts) == sum(len(of.rows) for of in one.units)
 
 
-def test_contexts_come_together_where_a_ratio_is_of_the_whole_and_apart_where_not() -> None:
-    for keys in EVERY.values():
-        _, updates = updates_of(branched_batch(seed=1), step_of(**keys))
-        units = [unit for passes in updates for one in passes for unit in one.units]
-        whole = needs_whole(step_of(**keys).objective)
-        assert {len(unit.rows) for unit in units} == ({4} if whole else {1})
-
-
 def test_an_objective_of_ones_own_gets_whole_trajectories_unless_it_says_otherwise(
     tmp_path: Path,
 ) -> None:
@@ -309,23 +263,3 @@ def test_what_a_teacher_says_goes_to_the_token_that_it_is_said_of() -> None:
                 for at in (np.flatnonzero(np.asarray(mask)[1:]) + 1).tolist()
             ]
             assert list(unit.teacher or ()) == said
-
-
-def test_a_rank_is_told_which_contexts_it_computes() -> None:
-    _, updates = updates_of(branched_batch(seed=2), step_of(SMALL, kind="gspo"))
-    one = updates[0][0]
-    command = pass_command(one, {})
-    (unit,) = command.units
-    assert sorted(unit.contexts) == [0, 1, 2, 3]
-    assert unit.length == one.units[0].counted
-    assert len(command.parts) > 1
-
-
-def test_weights_of_the_simulated_trainer_depend_on_contexts() -> None:
-    batch = in_two_turns(make_batch(seed=3))
-    digests = set()
-    for one in (batch, cut_in_two(batch)):
-        learner = SimulatedLearner()
-        learner.train(one, settings())
-        digests.add(learner.manifest().digest)
-    assert len(digests) == 2

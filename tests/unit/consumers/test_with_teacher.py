@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from dora_pipe.consumers.contributions import SCHEMA, TEACHER, read_contributions
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.consumers.learners.with_teacher import WEIGHT, add_teacher_logprobs, with_teacher
-from dora_pipe.core.errors import ConfigError, PolicyError, ReplayDiverged
+from dora_pipe.consumers.learners.with_teacher import WEIGHT, with_teacher
+from dora_pipe.core.errors import PolicyError, ReplayDiverged
 from dora_pipe.core.runtime import StopAsked
-from tests.support.batches import SETTINGS, make_batch
 from tests.support.teachers import HashTeacher
 from tests.support.trainer_stage import TrainerStage, digests, train, train_killed
 
@@ -63,14 +62,6 @@ def test_step_without_a_weight_asks_nobody_and_has_the_files_that_it_had(tmp_pat
         assert not teacher.asked
         assert [set(row) for (row, *_) in columns(stage)] == [set(SCHEMA.names)]
         assert "teacher_kl" not in stage.commits()[0].figures
-
-
-def test_trainer_by_itself_asks_too() -> None:
-    batch, settings_ = make_batch(seed=1), {**SETTINGS, **TEACHER_SETTINGS}
-    result = learner_with(HashTeacher()).train(batch, settings_)
-    assert all(row[TEACHER] for row in result.contributions)
-    with pytest.raises(ConfigError, match=r"teacher_weight: this run has no teacher"):
-        list(add_teacher_logprobs(SimulatedLearner(), batch, settings_))
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.booleans())

@@ -13,7 +13,15 @@ from kafka import errors as kafka_errors
 
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.access import our_errors
-from dora_pipe.bus.kafka.client import bounded, client_settings, discard, opened, topic_settings
+from dora_pipe.bus.kafka.bus import _retry_without_leader
+from dora_pipe.bus.kafka.client import (
+    PatientClient,
+    bounded,
+    client_settings,
+    discard,
+    opened,
+    topic_settings,
+)
 from dora_pipe.bus.kafka.security import PLAINTEXT
 from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import Fenced, OutcomeUnknown
@@ -28,6 +36,35 @@ def test_a_client_that_finds_no_cluster_leaves_no_thread(kind: Callable[..., Any
         with pytest.raises(kafka_errors.KafkaTimeoutError):
             opened(kind, {**settings, "bootstrap_timeout_ms": 50})
     assert set(threading.enumerate()) <= before
+
+
+def test_a_broker_that_is_gone_is_one_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies is still the leader of partitions, or a coordinator, until there is another."""
+    client = PatientClient(bootstrap_servers="127.0.0.1:1")
+    asked: list[bool] = []
+    monkeypatch.setattr(client.cluster, "request_update", lambda: asked.append(True))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    client.maybe_connect(3)
+    assert client.await_ready(3, timeout_ms=5) is False
+    assert len(asked) == 2 and client.throttle_s() == 0.0
+    client.close()
+
+
+def test_a_question_to_such_a_broker_is_asked_again_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [kafka_errors.UnknownBrokerIdError(3), kafka_errors.UnknownBrokerIdError(3)]
+
+    def call() -> str:
+        if answers:
+            raise answers.pop()
+        return "offset"
+
+    assert _retry_without_leader(call) == "offset"
+    answers.append(kafka_errors.UnknownBrokerIdError(3))
+    monkeypatch.setattr("dora_pipe.bus.kafka.bus.LEADER_LIMIT_S", 0.0)
+    with pytest.raises(kafka_errors.UnknownBrokerIdError):
+        _retry_without_leader(call)
 
 
 class Stuck:

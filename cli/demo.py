@@ -23,9 +23,8 @@ from dora_pipe.launch.examples import example_config, example_file, make_model
 from dora_pipe.launch.plan import plan_new
 from dora_pipe.launch.roles import share_cores
 from dora_pipe.launch.run import supervise
-from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
+from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import RunFailed, Supervisor
-from dora_pipe.ledger.statuses import role_costs
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.producers.engines.registry import need_engines
 from dora_pipe.schemas.topics import Topics
@@ -98,37 +97,12 @@ class _Killer:
 
 
 def _report(run: str, killer: _Killer) -> None:
-    """What the log says of the run: rewards, costs, an audit."""
+    """Print the rewards of the run, and audit it."""
     emit_table(
         ("version", "evaluation reward (fixed prompts and seeds, temperature 1)"),
         [(version, reward) for version, reward in sorted(killer.evaluations.items())],
     )
-    with opened(run) as open_run:
-        _costs(open_run)
     audit(run)
-
-
-def _costs(run: OpenRun) -> None:
-    """CPU seconds of every role after its imports, and the share of bus and control in all."""
-    costs = role_costs(run.bus, run.topics)
-    emit_table(
-        ("role", "incarnation", "CPU s", "bus s", "control s", "codec s", "RSS MB"),
-        [
-            (role, epoch, one.total_s, one.bus_s, one.control_s, one.codec_s, one.rss_bytes / 1e6)
-            for role, epoch, one in costs
-        ],
-        title="CPU time after imports",
-    )
-    total_s = sum(cost.total_s for _, _, cost in costs) or 1.0
-    bus_s = sum(cost.bus_s + cost.control_s for _, _, cost in costs)
-    codec_s = sum(cost.codec_s for _, _, cost in costs)
-    emit_table(
-        ("share of all roles' CPU time", ""),
-        [
-            ("bus and control, polling included", f"{bus_s / total_s:.1%}"),
-            ("codec", f"{codec_s / total_s:.1%}"),
-        ],
-    )
 
 
 def warm(start: Path, task: str = TASK) -> None:

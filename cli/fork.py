@@ -126,7 +126,7 @@ def _print(fork: Fork, recorded: Trajectory, text: Text) -> None:
         for one, end in zip(fork.turns, ends, strict=True)
     ]
     rows.append(("end", fork.length, show(fork.reward), "recorded", ""))
-    emit_table(("turn", "token", "value", "95 %", "text"), rows, drop=("text",))
+    emit_table(("turn", "token", "value", "95 %", "text"), rows)
     emit_line()
     if len(fork.turns) > 1:
         emit_line(_verdict(fork))

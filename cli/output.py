@@ -58,19 +58,18 @@ def emit_table(
     rows: Iterable[Sequence[Any]],
     *,
     title: str | None = None,
-    drop: Sequence[str] = (),
 ) -> None:
     """A table on stdout, readable without colour; its title stands above it.
 
     Cells wrap between words and nowhere else: an identifier stays whole. Where the terminal is too
-    narrow for that, the columns of `drop` go, the first first, and it is said which.
+    narrow for that, the last columns go, and it is said which.
     """
     from dora_pipe.cli import tables
 
     if title is not None:
         emit_line(title)
     table = tables.Table([*map(printable, columns)], [[show(cell) for cell in row] for row in rows])
-    left_out = table.fit(terminal_columns(), drop)
+    left_out = table.fit(terminal_columns())
     write_to(sys.stdout, "")
     table.print(sys.stdout, styled=styled(sys.stdout))
     if left_out:
@@ -112,14 +111,13 @@ def emit_rows(
     rows: Iterable[Mapping[str, Any]],
     *,
     as_json: bool,
-    drop: Sequence[str] = (),
 ) -> None:
     """Rows as a table, or as one JSON object a line."""
     if as_json:
         for row in rows:
             emit_json(dict(row))
         return
-    emit_table(columns, ([row.get(column) for column in columns] for row in rows), drop=drop)
+    emit_table(columns, ([row.get(column) for column in columns] for row in rows))
 
 
 def terminal_columns() -> int | None:

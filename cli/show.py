@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
 
-from dora_pipe.audit.describe import CALLS, CONTEXTS, DAMAGE, TRACE, Description, describe
+from dora_pipe.audit.describe import DAMAGE, TRACE, Description, describe
 from dora_pipe.audit.export import best_version
-from dora_pipe.cli import context_tree
 from dora_pipe.cli.output import (
     draws_blocks,
     emit_flow,
@@ -65,13 +64,6 @@ EVALUATIONS_SHOWN: Final = 3
 
 MARKS_SHOWN: Final = 2
 """Marks shown of each kind, the newest."""
-
-DROP: Final = (
-    *("micro_batch", "minibatch", "weight_mean", "masked_share", "kl", "loss_share", "engine"),
-    *("bytes", "logged", "sha256", "turn", "ms", "staleness", "clipped_share", "group"),
-    *("deadline", "row", "attempt", "attempts", "finish", "api", "again", "idle before ms"),
-)
-"""Columns that go where a terminal is too narrow, the first first."""
 
 
 def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
@@ -468,7 +460,6 @@ def _print_worst(worst: Sequence[Mapping[str, Any]]) -> None:
         title=f"the {len(worst)} trajectories with the worst ratios"
         if worst
         else "ratios: the contributions file of the step is not in the store",
-        drop=("clipped_share", "version", "tokens"),
     )
 
 
@@ -490,19 +481,13 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def print_description(description: Description) -> None:
-    """Every section, in order; calls stand in the tree of their contexts."""
+    """Every section, in order."""
     for section, content in description.items():
-        if section == CALLS:
-            continue
         if isinstance(content, Mapping):
             emit_pairs({name: _cut(value) for name, value in content.items()}, title=section)
         elif section == TRACE:
             rows = tree.draw(content, plain=not draws_blocks())
             emit_table(tree.COLUMNS, rows, title=section)
-        elif section == CONTEXTS:
-            calls = description.get(CALLS, ())
-            found = context_tree.context_tree(content, calls, plain=not draws_blocks())
-            emit_table(context_tree.COLUMNS, found, title=section, drop=context_tree.DROP)
         else:
             _print_rows(section, content)
         emit_line()
@@ -514,7 +499,7 @@ def _print_rows(section: str, rows: Sequence[Mapping[str, Any]]) -> None:
         emit_pairs({"none": "-"}, title=section)
         return
     cells = [[_cut(row.get(column)) for column in columns] for row in rows]
-    emit_table(columns, cells, title=section, drop=DROP)
+    emit_table(columns, cells, title=section)
 
 
 def _cut(value: Any) -> Any:

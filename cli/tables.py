@@ -44,22 +44,16 @@ class Table:
             for width, word in zip(self._widths, longest, strict=True)
         ]
 
-    def fit(self, width: int | None, drop: Sequence[str]) -> list[str]:
-        """Make it so narrow, if that can be; the columns that had to go, as they are called.
+    def fit(self, width: int | None) -> list[str]:
+        """Narrow the table to a width; return the names of the last columns that had to go.
 
-        Those of `drop` go first, then the last ones. With the first `COLUMNS_MIN` left, or without
-        a head, it is wider than asked, and every word whole.
+        With `COLUMNS_MIN` columns left, or without a head, it may stay wider: words stay whole.
         """
         gone: list[str] = []
         if width is None:
             return gone
-        named = [self._head.index(name) for name in drop if name in self._head]
-        others = reversed(range(COLUMNS_MIN, len(self._head)))
-        for at in (*named, *(at for at in others if at not in named)):
-            if self._room(self._least) <= width:
-                break
-            self._kept.remove(at)
-            gone.append(self._head[at])
+        while self._head and len(self._kept) > COLUMNS_MIN and self._room(self._least) > width:
+            gone.append(self._head[self._kept.pop()])
         while self._room(self._widths) > width:
             slack = {at: self._widths[at] - self._least[at] for at in self._kept}
             widest = max(slack, key=lambda at: (slack[at] > 0, self._widths[at]))

@@ -99,7 +99,7 @@ def _print_answer(found: WhyAnswer, asked: Asked, wait: StepWait | None = None) 
         for one in found.roles
     ]
     columns = ("role", "does or waits for", "since", "in the end", "what to do")
-    emit_table(columns, rows, drop=("in the end", "since"))
+    emit_table(columns, rows)
     for depth, line in enumerate(found.trainer_chain()):
         if not depth:
             emit_line()
@@ -123,7 +123,6 @@ def _print_summary(run: OpenRun, asked: Asked) -> None:
             ("step", "waited", "last came", "version", "from", "most of it for"),
             [_longest(one) for one in found.longest],
             title="The steps that waited longest for their batch (--step N says more)",
-            drop=("version",),
         )
 
 
@@ -137,7 +136,7 @@ def _emit_waits(found: Summary) -> None:
     if stopped_s := sum(found.stops):
         share = f"{stopped_s / (found.run_s + stopped_s):.0%} of all"
         rows.insert(0, ("stopped", duration(stopped_s), share, "the run was stopped", BLANK))
-    emit_table(("role", "waited", "share", "for", "what to do"), rows, drop=("share", "what to do"))
+    emit_table(("role", "waited", "share", "for", "what to do"), rows)
     if more := len(found.roles) - len(found.shown):
         emit_line(f"and {more} more workers, which waited less")
 

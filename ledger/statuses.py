@@ -17,7 +17,6 @@ from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.metrics import (
     AnyMetrics,
-    Cost,
     OrchestratorStatus,
     TrainerStatus,
     WorkerStatus,
@@ -167,12 +166,6 @@ def read_statuses(
         if found or tail is None or starts == begins:
             return found
         tail *= 4
-
-
-def role_costs(bus: Bus, topics: Topics) -> list[tuple[str, int, Cost]]:
-    """(role, incarnation, where its CPU time went as it was heard last), sorted."""
-    found = {(role_of(one), epoch_of(one)): one.cost for one in read_statuses(bus, topics)}
-    return [(*key, cost) for key, cost in sorted(found.items(), key=lambda item: item[0])]
 
 
 def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:

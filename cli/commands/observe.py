@@ -52,8 +52,8 @@ def show(
     if not run:
         from dora_pipe.cli.records import run_rows
 
-        columns = ("run", "steps", "of", "task", "log", "state")
-        emit_rows(columns, run_rows(root), as_json=as_json, drop=("log", "task"))
+        columns = ("run", "state", "steps", "of", "task", "log")
+        emit_rows(columns, run_rows(root), as_json=as_json)
         return
     from dora_pipe.audit.effective_config import config_drift
     from dora_pipe.cli.show import show_id, show_run

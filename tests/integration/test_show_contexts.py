@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import pytest
 
@@ -73,28 +72,6 @@ def test_a_run_says_how_often_its_agents_call(
     assert "1 trajectories, 5.0 calls and 4.0 contexts each" in out
     found = json.loads(call("show", run.directory, "--json")[1])
     assert found["agents"] == {"trajectories": 1, "calls": 5.0, "contexts": 4.0}
-
-
-def test_people_see_each_context_below_the_one_it_begins_as_with_its_calls(
-    call: Call, branched: tuple[RecordedRun, str]
-) -> None:
-    run, name = branched
-    code, out, err = call("show", run.directory, name)
-    assert code == 0, err
-    tree = out.partition("\ncontexts\n")[2].partition("\n\n")[0].splitlines()[1:]
-    assert [re.split(r"(?<=\w)  ", line)[0] for line in tree] == [
-        "context 0",
-        "├─ call 0 by planner",
-        "├─ call 3 by planner",
-        "└─ context 2",
-        "   ├─ call 1 by planner",
-        "   └─ context 3",
-        "      └─ call 4",
-        "context 1",
-        "└─ call 2 by searcher",
-    ]
-    assert tree[3].rstrip().endswith("10 tokens, the first 6 of context 0")
-    assert "\ncalls\n" not in out
 
 
 def test_a_trajectory_of_one_context_says_nothing_of_contexts(

@@ -23,7 +23,7 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.status_schedule import WHOLE_EVERY
 from dora_pipe.launch import run_dir as rundir
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.ledger.statuses import read_statuses, role_costs
+from dora_pipe.ledger.statuses import read_statuses
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.waits import summarise
 from dora_pipe.orchestrator.recovery import recover
@@ -150,8 +150,6 @@ def test_those_who_follow_statuses_begin_at_what_is_left(
     assert len(read_statuses(bus, recorded.topics)) == len(left)
     assert bool(read_statuses(bus, recorded.topics, tail=10)) == bool(left)
     assert read_statuses(bus, recorded.topics, tail=10, until_ns=0) == []
-    costs = role_costs(bus, recorded.topics)
-    assert bool(costs) == bool(left)
     alarms = Alarms(bus, recorded.topics, lease_s=10.0, clock=SystemClock())
     assert alarms.lines() == []
 

@@ -364,7 +364,7 @@ class World:
                 records.command("drain", worker=self.chance.choice(sorted(self.workers))),
                 records.command("set", staleness__max_staleness=eta),
                 records.command("set", staleness__in_flight_batches=1.0 + self.chance.random()),
-                records.command("set", planner__moves=self.chance.random() < 0.7),
+                records.command("set", trainer__grad_norm_max=0.5 + self.chance.random()),
                 records.command("dance"),
             ]
         )

@@ -80,12 +80,6 @@ def test_nothing_moves_when_the_workers_cannot_let_go() -> None:
     assert moves_of(two_half_empty(moves=False, slots=5).plan()) == []
 
 
-def test_nothing_moves_when_a_user_has_forbidden_it() -> None:
-    stage = two_half_empty(slots=5)
-    stage.tell(records.command("set", planner__moves=False))
-    assert moves_of(stage.plan()) == []
-
-
 def test_nothing_moves_that_would_soon_be_over() -> None:
     """Nobody ran for longer than a stall: what is left is expected to be about as little."""
     assert moves_of(two_half_empty(slots=5, age_s=0.1).plan()) == []

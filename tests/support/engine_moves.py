@@ -202,7 +202,8 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
         found = taken_out(engine, one, after=4)
         assert found.sampled is not None and found.kv is not None
         sequence = [*one.token_ids, *found.sampled.token_ids]
-        exported.append(replace(one, token_ids=sequence, sampled=4, kv=found.kv))
+        done = len(found.sampled.token_ids)  # a busy server may give fewer than one in each step
+        exported.append(replace(one, token_ids=sequence, sampled=done, kv=found.kv))
     other, good = exported
     kv = good.kv
     assert kv is not None
@@ -222,7 +223,7 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
             engine.add(refused)
         assert engine.active == 0
     assert engine.kv_error(good) is None and engine.kv_error(one) is None
-    assert run(engine, [good])["r"] == run(subject.open(slots=1), [one])["r"].after(4)
+    assert run(engine, [good])["r"] == run(subject.open(slots=1), [one])["r"].after(good.sampled)
 
 
 @check(INTERRUPTIBLE)
@@ -251,7 +252,7 @@ def check_weights_change_under_running_requests(subject: Subject) -> None:
         if result.reason is None:
             cut = cuts[one.request] = len(result.tokens)
             rests.append(replace(one, token_ids=[*one.token_ids, *result.tokens], sampled=cut))
-    assert rests and {cuts[one.request] for one in rests} == {6}
+    assert rests and (subject.ahead or {cuts[one.request] for one in rests} == {6})
     engine.add(request("late", [9, 8, 7], max_tokens=20))
     results["late"] = Result()
     finish(engine, results)

@@ -3,16 +3,18 @@
 The records of a group's trajectories are read when the group has ended. Memory is bounded by what
 is open in the run, and by what one piece of the log ends.
 
-A share of the groups is drawn by their ids, as OpenTelemetry's own sampler does it; groups of which
-something failed or changed its worker are always traced. This follows from the log alone: another
-reader of it traces the same groups.
+A share of the groups is drawn by their ids, as OpenTelemetry's own sampler does it. Slow groups,
+and groups of which something failed or changed its worker, are always traced. This follows from the
+log alone: another reader of it traces the same groups.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Final, Literal
 
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
@@ -37,11 +39,35 @@ GAP: Final = 64
 
 Ended = GroupEnded | StepEnded
 
-Why = Literal["", "all", "ratio", "failed", "moved"]
+Why = Literal["", "all", "ratio", "slow", "failed", "moved"]
 """Why a group is traced; empty: it is not."""
 
+SLOW: Final = 2.0
+"""Times the median of the last groups of the same purpose, from which a group is slow."""
 
-def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float) -> Why:
+RECENT: Final = 64
+"""Groups that the median is taken of, ..."""
+
+RECENT_MIN: Final = 8
+"""... and the least number of them."""
+
+
+class SlowGroups:
+    """Compare how long each group took with the groups that ended before it."""
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[int]] = {}
+
+    def is_slow(self, ended: GroupEnded) -> bool:
+        """Whether this group is slow; it counts for those that end after it."""
+        lasted_ns = ended.ended_ns - ended.group.dispatched_ns
+        recent = self._recent.setdefault(ended.group.spec.purpose, deque(maxlen=RECENT))
+        slow = len(recent) >= RECENT_MIN and lasted_ns > SLOW * median_high(recent)
+        recent.append(lasted_ns)
+        return slow
+
+
+def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float, *, slow: bool) -> Why:
     """Say why a group is traced, where `ratio` of all are; empty if it is not."""
     if ratio >= 1:
         return "all"
@@ -51,6 +77,8 @@ def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float) -> Why:
         return "failed"
     if any(request.moved for request in requests):
         return "moved"
+    if slow:
+        return "slow"
     trace = int(group_trace(run.key, ended.group.spec.group), 16)
     drawn = TraceIdRatioBased(ratio).should_sample(None, trace, "group").decision
     return "" if drawn is Decision.DROP else "ratio"
@@ -92,6 +120,7 @@ class Tracer:
         self._account = RunAccount()
         self._follower = LogFollower(bus, topics, self)
         self._readers: dict[TopicPartition, Reader] = {}
+        self._slow = SlowGroups()
         self._events: list[Event] = []
         """Of facts whose round was not told yet."""
         self._rounds: list[tuple[int, list[Event]]] = []
@@ -158,7 +187,8 @@ class Tracer:
             if isinstance(event, StepEnded):
                 yield event, "all"
             elif isinstance(event, GroupEnded):
-                why = sampled_because(run, event, self._ratio)
+                slow = self._slow.is_slow(event)
+                why = sampled_because(run, event, self._ratio, slow=slow)
                 self.sampled += bool(why)
                 self.left_out += not why
                 if why:

@@ -17,9 +17,10 @@ from dora_pipe.core.errors import BusError
 from dora_pipe.ledger.account import GroupEnded
 from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.span import Span
-from dora_pipe.observe.traces.tracer import Tracer, sampled_because
-from dora_pipe.schemas.rounds import decode_round
-from tests.support.account_stage import whole
+from dora_pipe.observe.traces.tracer import RECENT_MIN, SlowGroups, Tracer, sampled_because
+from dora_pipe.schemas.identity import group_id
+from dora_pipe.schemas.rounds import Dispatch, End, Fate, decode_round
+from tests.support.account_stage import W0, began, place, spec, whole
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.traces import check_whole, traces_of
 
@@ -137,4 +138,32 @@ def test_group_that_moved_is_traced_whatever_the_share_is() -> None:
     told = whole()
     (moved, _) = told.ended
     assert isinstance(moved, GroupEnded)
-    assert [sampled_because(told.run, moved, ratio) for ratio in (0.0, 1.0)] == ["moved", "all"]
+    because = [sampled_because(told.run, moved, ratio, slow=True) for ratio in (0.0, 1.0)]
+    assert because == ["moved", "all"]
+
+
+def _ended(ordinal: int, *, lasted_ms: float = 100.0, fate: Fate = "filtered") -> GroupEnded:
+    own = spec(group_id("train", ordinal))
+    told = began().decide(100, Dispatch(reason="room", spec=own), place("w0", W0, 0, 1, of=own))
+    (ended,) = told.decide(100 + lasted_ms, End(reason="", group=own.group, fate=fate)).ended
+    assert isinstance(ended, GroupEnded)
+    return ended
+
+
+@pytest.mark.parametrize(("fate", "why"), [("filtered", ""), ("failed", "failed")])
+def test_group_that_failed_is_traced_whatever_the_share_is(fate: Fate, why: str) -> None:
+    assert sampled_because(began().run, _ended(0, fate=fate), 0.0, slow=False) == why
+
+
+@pytest.mark.parametrize(
+    ("before", "lasted_ms", "slow"),
+    [(RECENT_MIN, 199.0, False), (RECENT_MIN, 201.0, True), (RECENT_MIN - 1, 1000.0, False)],
+)
+def test_group_that_took_twice_as_long_as_others_is_slow(
+    before: int, lasted_ms: float, slow: bool
+) -> None:
+    groups = SlowGroups()
+    assert not any([groups.is_slow(_ended(ordinal)) for ordinal in range(before)])
+    ended = _ended(99, lasted_ms=lasted_ms)
+    assert groups.is_slow(ended) == slow
+    assert sampled_because(began().run, ended, 0.0, slow=slow) == ("slow" if slow else "")

@@ -28,6 +28,6 @@ def test_part_of_the_next_step_begins_while_a_policy_is_published() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WorkingPort, "start", starts)
-        result = SeedRun(draw(3)).run()
+        result = SeedRun(draw(39)).run()
     assert result.holds, result.line
     assert begun and min(begun) > 0

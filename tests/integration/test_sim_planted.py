@@ -12,7 +12,7 @@ from tests.support.mutants.rules import BUGS, mutated
 from tests.support.mutants.seeds import seeds_of
 from tests.support.tiers import more
 
-SEEDS_MAX = 500
+SEEDS_MAX = 1_000
 RARE = frozenset({"attempts-for-ever", "lease-in-outage", "leaving-counts", "open-call-lost"})
 """Found after many seeds."""
 QUICK = sorted(BUGS.keys() - RARE)[::4]

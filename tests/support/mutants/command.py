@@ -11,7 +11,7 @@ from dora_pipe.sim.seed_runner import run_seed
 from tests.support.mutants.rules import BUGS, mutated
 from tests.support.mutants.seeds import seeds_of
 
-BUG_SEEDS: Final = 500
+BUG_SEEDS: Final = 1_000
 """A planted bug is looked for in so many seeds."""
 
 

@@ -13,46 +13,45 @@ from dora_pipe.schemas.topics import PATTERN
 
 
 class Transfers(Section, frozen=True, kw_only=True):
-    """How KV caches and weights go from process to process beside the log (docs/storage.md). All
-    processes of a run have the same token, in DORA_PIPE_TRANSFERS_TOKEN."""
+    """Transfer of KV caches and weights between processes (docs/storage.md). All processes of a run
+    share the token in DORA_PIPE_TRANSFERS_TOKEN."""
 
     kind: Literal["files", "flight", "none"] = "files"
-    """`files` between processes of one machine, `flight` between machines too, `none`: every
-    request that moves is prefilled."""
+    """`files`: between processes of one machine; `flight`: also between machines; `none`: a request
+    that moves is prefilled again."""
     host: str = ""
-    """What others reach this machine by, and where it listens; empty: 127.0.0.1, which only its own
-    processes reach."""
+    """Address of this machine for the others, and for listening; empty: 127.0.0.1."""
     port: Port = 0
-    """Where it listens; 0: any port that is free. Processes of one machine cannot share one."""
+    """Port; 0: any free port. Processes of one machine need different ports."""
     cert_file: str = ""
-    """PEM certificate of this machine and its key, for TLS; it must name `host`."""
+    """PEM certificate of this machine with its key, for TLS; it must name `host`."""
     ca_file: str = ""
-    """PEM certificates that peers are checked against, with TLS; empty: those of gRPC."""
+    """PEM certificates to verify peers with, for TLS; empty: gRPC's."""
 
 
 class Telemetry(Section, frozen=True, kw_only=True):
-    """What a run tells the outside of itself, beside its log (docs/reference/traces.md)."""
+    """Telemetry of a run (docs/reference/traces.md)."""
 
     traces: str = "off"
-    """`off`, or the address of an endpoint that takes OTLP over HTTP, such as
-    http://127.0.0.1:4318: `run` then starts a process that follows the log and sends traces."""
+    """`off`, or an OTLP/HTTP endpoint such as http://127.0.0.1:4318. `run` then starts a process
+    that follows the log and sends traces."""
 
 
 class Teacher(Section, frozen=True, kw_only=True):
-    """Another model, whose log-probs of the sampled tokens are learnt from (docs/training.md)."""
+    """A model whose log-probs of the sampled tokens are trained on (docs/training.md)."""
 
     path: str = ""
-    """A Hugging Face causal LM directory with the policy's tokenizer: the trainer computes them, in
-    `trainer.dtype`."""
+    """Hugging Face causal LM directory with the policy's tokenizer. The trainer computes the
+    log-probs, in `trainer.dtype`."""
     url: str = ""
-    """In place of a directory: an endpoint of OpenAI's completions that gives log-probs of a prompt
-    of token ids, as vLLM's does; what `/completions` is put behind."""
+    """OpenAI completions endpoint that returns log-probs of a prompt of token ids, such as vLLM's;
+    `/completions` is appended."""
     model: str = ""
-    """What the endpoint calls the model."""
+    """Model name at the endpoint."""
     key_env: str = ""
-    """The environment variable with the endpoint's key. A key stands in no configuration."""
+    """Environment variable with the endpoint's key."""
     digest: str = ""
-    """Of the directory's weights. It is found when the run starts; other weights are refused."""
+    """Digest of the directory's weights. The run sets it at its start and refuses other weights."""
 
     @property
     def given(self) -> bool:
@@ -67,17 +66,17 @@ class Teacher(Section, frozen=True, kw_only=True):
 
 
 class McpServer(Section, frozen=True, kw_only=True):
-    """One of `task.mcp`: a server whose tools the model may call."""
+    """An MCP server of `task.mcp`, whose tools the model may call."""
 
     command: tuple[str, ...] = ()
-    """It is started by this command, in `task.directory`; or it has a `url`."""
+    """Command that starts the server in `task.directory`; or set `url`."""
     url: str = ""
-    """It is spoken to there, by streamable HTTP."""
+    """Address of a server with streamable HTTP."""
     key_env: str = ""
-    """Name of the environment variable that has the key for `url`."""
+    """Environment variable with the key for `url`."""
     name: Annotated[str, Meta(pattern=f"^$|{PATTERN}")] = ""
-    """Its tools are called NAME_TOOL; empty: as the server calls them."""
+    """Prefix of tool names, NAME_TOOL; empty: none."""
     tools: tuple[str, ...] = ()
-    """Of its tools these alone, by the server's names; empty: all."""
+    """Tools to use, by the server's names; empty: all."""
     sessions: Literal["shared", "episode"] = "shared"
-    """One session for all episodes of a task process, or one for each, with a state of its own."""
+    """One session per task process, or one per episode with its own state."""

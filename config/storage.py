@@ -33,34 +33,32 @@ checkpoint, with the `trainer.checkpoint_every` that is the default."""
 
 
 class Policies(Section, frozen=True, kw_only=True):
-    """What the versions of the policy are (docs/training.md), and how they are stored."""
+    """Storage format of policy versions (docs/training.md)."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the weights, or the adapter, that are published, sampled with and digested; `auto`:
-    bfloat16 where the model's config says so and the trainer can. What the optimizer updates is
-    float32."""
+    """Type of published weights or adapters, which workers sample with and digests cover. `auto`:
+    bfloat16 if the model's config has it and the trainer supports it. The optimizer updates float32
+    weights."""
     whole_every: WholeEvery | Literal["auto"] = "auto"
-    """Every so many versions one is stored whole, and so is one with a checkpoint; of the others
-    only what has changed is, as a patch (docs/storage.md). 1: all are whole, without patches; auto:
-    8 where all weights are published in bfloat16, and 1 where patches would save nothing, as of
-    float32 and of adapters."""
+    """Every N-th version, and every version with a checkpoint, is stored in full; the others as
+    patches (docs/storage.md). 1: no patches; auto: 8 for published bfloat16 weights, otherwise
+    1."""
 
 
 class Store(Section, frozen=True, kw_only=True):
     """Policies and checkpoints."""
 
     path: str = ""
-    """Policies and checkpoints; empty is `policies` in the run directory."""
+    """Directory; empty: `policies` in the run directory."""
     url: str = ""
-    """Where they lie instead: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or
-    another file system of pyarrow. `path` then holds copies. See docs/storage.md."""
+    """Remote store: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or another
+    file system of pyarrow. `path` then holds copies. See docs/storage.md."""
     cache_gb: PositiveFloat = 100.0
-    """Copies in `path` of a store with a `url`, or of versions that patches made, take so much
-    room."""
+    """Size limit of the copies in `path`, with a `url` or patches."""
     keep_every: NonNegative | Literal["auto"] = "auto"
-    """Keep every so many checkpoints for ever, beside what is pinned, and delete other versions;
-    replay makes them again. 0 keeps everything; auto: what the run began with, which is 10 where
-    versions and checkpoints add a GiB or more per step, and 0 below that."""
+    """Keep every N-th checkpoint and pinned versions, and delete others; replay rebuilds them. 0
+    keeps everything; auto: 10 if versions and checkpoints add a GiB or more per step, otherwise 0.
+    Fixed at the start of a run."""
 
 
 def whole_every(config: Config, dtype: PolicyDtype) -> int:

@@ -14,27 +14,26 @@ if TYPE_CHECKING:
 
 
 class Vllm(Section, frozen=True, kw_only=True):
-    """Settings of the vLLM engine; see docs/vllm.md."""
+    """The vLLM engine (docs/vllm.md)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and computation in the engine; the trainer's log-probs are those of float32."""
+    """Type of weights and computation in the engine."""
     eager: bool = True
-    """Without compiled graphs: they cost a start of minutes, and pay on a GPU."""
+    """Disable compiled graphs and CUDA graphs: a faster start, slower generation on a GPU."""
     kv_gb: NonNegativeFloat = 0.0
-    """GiB for the KV cache of one worker; 0 is what all slots need for whole contexts."""
+    """GiB of KV cache per worker; 0: enough for full contexts in all slots."""
     tensor_parallel: Positive = 1
-    """GPUs of one worker, each of which has a part of every layer. It must divide the model's
-    attention heads."""
+    """GPUs of one worker that share every layer; must divide the model's attention heads."""
     pipeline_parallel: Positive = 1
-    """So many times as many GPUs, each group of which has some of the layers. For models that the
-    GPUs of one machine side by side do not hold; KV caches do not move."""
+    """Pipeline stages of one worker, each with `tensor_parallel` GPUs. KV caches cannot move with
+    more than one."""
     addresses: tuple[str, ...] = ()
-    """http://HOST:PORT of servers that run already, for w0, w1, ...; a worker without
-    one starts its own. The key is in the environment (VLLM_API_KEY), never here."""
+    """http://HOST:PORT of running servers for w0, w1, ...; a worker without one starts its own.
+    VLLM_API_KEY holds the key."""
 
     args: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Other options of vLLM by name, such as `max_num_batched_tokens = 8192`; they are part of the
-    engine version that a worker reports. docs/vllm.md lists those that are refused."""
+    """Other vLLM options, such as `max_num_batched_tokens = 8192`; part of the engine version that
+    a worker reports. docs/vllm.md lists refused options."""
 
     @property
     def gpus(self) -> int:
@@ -46,34 +45,33 @@ class Workers(Section, frozen=True, kw_only=True):
     """Rollout workers."""
 
     count: NonNegative = 2
-    """Started by `run`; others may join."""
+    """Workers that `run` starts; others may join."""
     engine: str = "torch"
-    """Which engine generates: torch, vllm, or `module:attribute` of your own
-    (docs/extending.md)."""
+    """torch, vllm, or `module:attribute` (docs/extending.md)."""
     gpus: tuple[NonNegative, ...] = ()
-    """GPUs of w0, w1, ... in turn, `vllm.tensor_parallel` each, counted from 0 among those that
-    are visible; empty: all take the first. For the vLLM engine."""
+    """GPUs of w0, w1, ..., `vllm.tensor_parallel` each, counted from 0 among the visible ones;
+    empty: all workers use the first. For the vLLM engine."""
     vllm: Vllm = Vllm()
     slots: Positive = 64
-    """Requests that one worker generates at the same time."""
+    """Requests that one worker generates concurrently."""
     context_tokens: Positive = 1024
-    """Longest sequence a slot holds."""
+    """Longest sequence of a slot."""
     kv_keep: NonNegativeFloat = 1.0
-    """Keys and values of prompts and of sequences between two calls are kept for so many times the
-    tokens of all slots, beside these, in the torch engine; 0 keeps none. What was not used for
-    longest goes first. vLLM keeps its own."""
+    """Prefix cache of the torch engine for prompts and for sequences between calls, as a multiple
+    of all slots' tokens; 0 disables it. Least recently used entries are evicted. vLLM has its
+    own."""
     checkpoint_tokens: Positive = 128
-    """A progress record every so many sampled tokens."""
+    """Sampled tokens between progress records."""
     threads: Positive = 1
-    """Of each worker's process."""
+    """CPU threads per worker; changing this changes results bitwise."""
     endpoint: str = "127.0.0.1:0"
-    """HOST:PORT at which a worker serves the model to agents; port 0: any that is free. There is no
-    TLS: see docs/agents.md before this is another host."""
+    """HOST:PORT of the endpoint for agents; port 0: any free port. There is no TLS: read
+    docs/agents.md before you use another host."""
     elastic: NonNegative = 0
-    """The last so many of the `count` workers share their GPUs with the trainer in time: they sleep
-    while a step is computed (docs/scheduling.md)."""
+    """The last workers of `count` that share their GPUs with the trainer: they sleep during a step
+    (docs/scheduling.md)."""
     versions_resident: Positive = 4
-    """Versions that one worker hosts at the same time, where they are adapters (`lora.rank`)."""
+    """Versions that one worker serves concurrently, if they are adapters (`lora.rank`)."""
 
     @property
     def prefetch(self) -> int:

@@ -39,7 +39,7 @@ def test_key_tells_type_default_kind_and_meaning() -> None:
         "8",
         "frozen",
     )
-    assert size.doc == "Siblings per group."
+    assert size.doc == "Trajectories per group."
     assert keys_of(Run, "run")[0].default is None
     assert {key.name: key.default for key in keys_of(Staleness, "staleness")} == {
         "max_staleness": "2",
@@ -67,7 +67,7 @@ def test_shown_configuration_has_every_key_under_its_meaning() -> None:
     assert table["groups"]["size"] == 8
     assert "in_flight_batches" not in table["staleness"]
     assert "# in_flight_batches =\n" in shown
-    assert "# Siblings per group. (frozen)\nsize = 8\n" in shown
+    assert "# Trajectories per group. (frozen)\nsize = 8\n" in shown
     names = {line.split(" =")[0].lstrip("# ") for line in shown.splitlines() if " =" in line}
     assert {key.rpartition(".")[2] for key in leaves(SMALL)} - {
         "options",

@@ -1,1 +1,1 @@
-"""What starts and watches the roles of a run on this machine, and the directory a run lies in."""
+"""Start and supervise the roles of a run on this machine, and manage its directory."""

@@ -1,4 +1,4 @@
-"""The log that a run is copied to: a SQLite file, or topics on Kafka."""
+"""Open the log that a run is copied to: a SQLite file or Kafka topics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dora_pipe.launch.run_dir import IN_FILE, LOG_SUFFIX, ON_KAFKA, OpenRun, at_
 
 @contextmanager
 def copy_target(run: OpenRun, address: str, runs: Path = RUNS) -> Iterator[CopyTarget]:
-    """Open the log at an address for a copy of a run, with the topics that it needs.
+    """Open the log at an address as the target of a copy, with the topics of the run.
 
     Raises UsageError, BusError.
     """
@@ -58,6 +58,5 @@ def _refuse_itself(same: bool) -> None:
 
 
 def _create_topics(run: OpenRun, bus: Bus) -> None:
-    """Create the run's topics with as many partitions as they have in the source."""
     specs = topic_specs(run.config)
     bus.create([replace(one, partitions=run.bus.partitions(one.name)) for one in specs])

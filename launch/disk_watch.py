@@ -1,7 +1,4 @@
-"""Whether a disk under a run is full, of this machine or of its brokers: roles cannot say so where
-they cannot write. Brokers are asked beside the console, since a cluster that is away makes whoever
-asks it wait.
-"""
+"""Watch for full disks on this machine and its Kafka brokers; a thread queries the brokers."""
 
 from __future__ import annotations
 
@@ -19,14 +16,13 @@ from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
 from dora_pipe.schemas.topics import Topics
 
 FULL_BYTES: Final = 1 << 20
-"""With less room than this a log takes the next records of a run no more, or not those after."""
+"""Free space below which an append may fail."""
 
 LOOK_S: Final = 1.0
-"""Between two looks."""
 
 
 def free_bytes(path: Path) -> int:
-    """Room that this user has on the file system of a place, or of the nearest that exists."""
+    """Return the free bytes for this user at a path, or at its nearest existing parent."""
     while not path.exists():
         path = path.parent
     found = os.statvfs(path)
@@ -35,7 +31,7 @@ def free_bytes(path: Path) -> int:
 
 
 def full_disk(*places: Path) -> str:
-    """Which of these places has no room, in words; empty where all have."""
+    """Describe the full disks among these paths; empty if none is full."""
     for place in places:
         free = free_bytes(place)
         if free < FULL_BYTES:
@@ -44,11 +40,7 @@ def full_disk(*places: Path) -> str:
 
 
 class DiskWatch:
-    """Tells when a disk becomes full and when there is room again. Call `turn` often.
-
-    Roles try again meanwhile (`core.retry`): what they have is appended when there is room, and
-    without a round of the orchestrator nothing is dispatched.
-    """
+    """Report when a disk fills up and has room again; roles retry meanwhile. Call `turn` often."""
 
     def __init__(
         self,
@@ -59,8 +51,7 @@ class DiskWatch:
         elsewhere: Callable[[], str] = str,
         low: Callable[[], str] = str,
     ) -> None:
-        """`elsewhere` says what is full that this machine cannot look at itself, if anything, and
-        `low` what soon will be."""
+        """`elsewhere` describes full disks of other machines, `low` almost full disks."""
         self._places = places
         self._elsewhere = elsewhere
         self._low = low
@@ -72,11 +63,11 @@ class DiskWatch:
 
     @property
     def full(self) -> bool:
-        """Whether there was no room when it was looked at last."""
+        """Return the result of the last check."""
         return self._since_ns is not None
 
     def turn(self) -> None:
-        """Raises ResourceError when a disk has been full for `DELIVERY_TIMEOUT_S`."""
+        """Check the disks. Raises ResourceError when one has been full for `DELIVERY_TIMEOUT_S`."""
         now_ns = self._clock.now_ns()
         if now_ns < self._look_ns:
             return
@@ -106,15 +97,14 @@ class DiskWatch:
 
 
 BROKERS_LOOK_S: Final = 2.0
-"""Between two looks."""
 
 CLOSE_S: Final = 1.0
-"""A look that takes longer ends with the process."""
 
 
 def broker_trouble(config: Config, bus: Bus, topics: Topics) -> tuple[str, str]:
-    """Why a cluster takes no appends, and why it soon may not; empty for other logs and sound
-    clusters. Raises BusError.
+    """Return why a Kafka cluster rejects appends, and why it soon may.
+
+    Both are empty for other logs and healthy clusters. Raises BusError.
     """
     if not is_watched(config):
         return "", ""
@@ -126,13 +116,16 @@ def broker_trouble(config: Config, bus: Bus, topics: Topics) -> tuple[str, str]:
 
 
 def broker_words(config: Config, bus: Bus, topics: Topics) -> str:
-    """The same in one sentence, for who looks once. Raises BusError."""
+    """Return both messages of `broker_trouble` as one sentence. Raises BusError."""
     stops, low = broker_trouble(config, bus, topics)
     return f"{stops}; the run waits, and dispatches nothing" if stops else low
 
 
 class BrokerWatch:
-    """Example: ``with BrokerWatch(config, directory.open_bus) as watch: watch.stops()``"""
+    """Run `broker_trouble` in a thread.
+
+    Example: ``with BrokerWatch(config, directory.open_bus) as watch: watch.stops()``
+    """
 
     def __init__(self, config: Config, open_bus: Callable[[Config], Bus]) -> None:
         self._config = config
@@ -144,7 +137,7 @@ class BrokerWatch:
         self._thread = threading.Thread(target=self._run, name="broker-watch", daemon=True)
 
     def stops(self) -> str:
-        """Why the log takes no appends; where nobody answers, the last answer, if it says why."""
+        """Return why the log rejects appends; the last known reason while brokers do not answer."""
         stops, low = self._seen
         if not self._away:
             return stops
@@ -152,7 +145,7 @@ class BrokerWatch:
         return f"the log is away, and when it answered last: {seen}" if seen else ""
 
     def low(self) -> str:
-        """Why it may soon take none."""
+        """Return why the log may soon reject appends."""
         return "" if self._away else self._seen[1]
 
     def __enter__(self) -> BrokerWatch:
@@ -182,5 +175,5 @@ class BrokerWatch:
 
 
 def is_watched(config: Config) -> bool:
-    """Whether the run's log lies on brokers."""
+    """Return whether the log of the run is on Kafka."""
     return config.bus.url.startswith("kafka:")

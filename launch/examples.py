@@ -1,6 +1,4 @@
-"""What `init` and the demo start from: a configuration and a small random model for each built-in
-task.
-"""
+"""Example configuration and small random model of each built-in task, for `init` and the demo."""
 
 from __future__ import annotations
 
@@ -12,19 +10,19 @@ from typing import Any, Final
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL: tuple[str, ...] = (PAD, BOS, EOS, UNK)
-"""Special tokens; their ids are their places, words follow in the order given."""
+"""Special tokens; the index is the token id. Words follow in the given order."""
 
 HIDDEN = 192
 LAYERS = 2
 HEADS = 6
-"""Of 32 each: of the sizes that vLLM's kernels for CPUs have, the smallest."""
+"""Heads of size 32, the smallest that the CPU kernels of vLLM support."""
 
 
 CONTEXT_TOKENS: Final = 256
 
 
 def example_config(task: str, engine: str = "torch") -> str:
-    """The text of an example's configuration file."""
+    """Return an example's configuration file as text."""
     text = example_file(task).read_text()
     section = "[workers]\n"
     assert section in text, f"the example of {task} has no {section}"
@@ -32,17 +30,15 @@ def example_config(task: str, engine: str = "torch") -> str:
 
 
 def example_file(task: str) -> Path:
-    """Where it lies in the package."""
     return Path(__file__).parent / "templates" / f"{task}.toml"
 
 
 def make_model(
     directory: Path, task: str, *, context_tokens: int = CONTEXT_TOKENS, seed: int = 0
 ) -> int:
-    """Write a random Llama of about 1 200 000 parameters with the words of a built-in task; returns
-    their number.
+    """Write a random Llama with about 1.2M parameters and the words of a task; return its size.
 
-    hidden 192, 2 layers, 6 heads, intermediate 768: it learns the built-in tasks on one core.
+    Hidden 192, 2 layers, 6 heads, intermediate 768: it learns the built-in tasks on one core.
     """
     from transformers.utils import logging
 
@@ -66,12 +62,12 @@ def make_model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a small Llama of two layers."""
+    """Sizes of a small Llama with two layers."""
 
     hidden: int
     heads: int
     kv_heads: int = 0
-    """0: as many as heads."""
+    """0: equal to the number of heads."""
     context_tokens: int
 
 
@@ -84,8 +80,10 @@ def write_word_model(
     shape: Shape,
     seed: int = 0,
 ) -> int:
-    """Write a random Llama with a tokenizer of words and a chat template; returns the number of its
-    parameters. Raises ValueError as `write_word_tokenizer`."""
+    """Write a random Llama, word tokenizer and chat template; return the number of parameters.
+
+    Raises ValueError as `write_word_tokenizer`.
+    """
     special = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
     parameters = write_llama(
         directory,
@@ -108,8 +106,10 @@ def write_llama(
     special: Mapping[str, int | None],
     seed: int = 0,
 ) -> int:
-    """Write config.json and float32 weights; returns the number of parameters. `special` are the
-    ids that LlamaConfig takes, by its names."""
+    """Write config.json and float32 weights; return the number of parameters.
+
+    `special` maps argument names of LlamaConfig to token ids.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -146,8 +146,10 @@ CHATML: Final = """\
 def write_chat_model(
     directory: Path, texts: Sequence[str], *, shape: Shape, vocabulary: int
 ) -> tuple[int, int]:
-    """Write a random Llama with a byte-level BPE tokenizer, learnt from texts, and a ChatML
-    template; returns the numbers of its parameters and of its tokens (at most `vocabulary`)."""
+    """Write a random Llama, a byte-level BPE tokenizer trained on texts, and a ChatML template.
+
+    Returns the numbers of parameters and of tokens (at most `vocabulary`).
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -171,19 +173,18 @@ def write_chat_model(
 
 
 def vocabulary_size(words: Sequence[str], roles: Sequence[str] = ()) -> int:
-    """Tokens of a vocabulary over `words`, special ones included."""
+    """Return the vocabulary size for `words`, including special tokens."""
     return len(SPECIAL) + len(roles) + len(dict.fromkeys(words))
 
 
 def write_word_tokenizer(
     directory: Path, words: Sequence[str], roles: Sequence[str] = (), *, context_tokens: int = 1024
 ) -> None:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json into `directory`.
+    """Write the tokenizer files that AutoTokenizer loads into `directory`.
 
-    transformers' AutoTokenizer loads them. Words are split at white space, unknown ones become
-    `<unk>`, `<bos>` is put in front; decoding joins with single spaces. `roles` are special tokens
-    of a chat template. Raises ValueError for a word with white space in it or one that is a special
-    token.
+    Splits at white space; prepends `<bos>`; decoding joins with single spaces. `roles` are special
+    tokens of a chat template. Raises ValueError for a word that contains white space or equals a
+    special token.
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 
@@ -197,7 +198,7 @@ def write_word_tokenizer(
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, ids[BOS])]
     )
-    # Stripping white space around them keeps "a <eos> b" at three tokens.
+    # Stripping adjacent white space keeps "a <eos> b" at three tokens.
     tokenizer.add_special_tokens(
         [AddedToken(word, lstrip=True, rstrip=True, special=True) for word in special]
     )

@@ -1,7 +1,6 @@
-"""The version that a new run starts from: of another run, or of a directory that `retrain` wrote.
+"""Start a run from a version of another run, or from a directory that `retrain` wrote.
 
-It brings the weights and, on request, the optimizer's state. It trains nothing: what is not kept
-any more is refused by name.
+Copies the weights and, on request, the optimizer state; a deleted version is an error.
 """
 
 from __future__ import annotations
@@ -31,37 +30,31 @@ from dora_pipe.store.safetensors_file import refuse_non_finite_file
 from dora_pipe.store.store import PolicyStore
 
 OF_STATE: Final = ("trainer.kind", "trainer.optimizer", "trainer.dtype", "lora.rank")
-"""Keys by which a state of the one run is one of the other."""
+"""Keys that two runs must share for one to use the optimizer state of the other."""
 
 CHANGE: Final = "change.json"
 OPTIMIZER: Final = "optimizer.safetensors"
-"""In a directory that `retrain` wrote, beside the files of a model."""
 
 
 class RetrainedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the weights of a directory come from: its `change.json`."""
+    """Source of the weights in a retrained directory: its `change.json`."""
 
     run: str
-    """Name of the source."""
     started_ns: int
-    """`at_ns` of its `run started`, which tells runs of that name apart."""
+    """`at_ns` of its `run started`; distinguishes runs of the same name."""
     log_chain: str
-    """The chain of its rounds up to the batch of the last step; names the log."""
+    """Chain digest of its rounds up to the batch of the last step; identifies the log."""
     first: int
     last: int
-    """The steps that were repeated."""
     change: dict[str, Any]
     change_digest: str
-    """sha256 of the change (canonical JSON)."""
+    """sha256 of the canonical JSON of the change."""
     weights: str
-    """Digest of the weights after the last step."""
     trainer: dict[str, Any]
-    """Values of `OF_STATE`."""
     package: str
 
 
 def state_keys(config: Config) -> dict[str, Any]:
-    """The values by which an optimizer's state fits a run."""
     sections = {"trainer": config.trainer, "lora": config.lora}
     keys = (key.split(".") for key in OF_STATE)
     return {f"{one}.{field}": getattr(sections[one], field) for one, field in keys}
@@ -70,11 +63,9 @@ def state_keys(config: Config) -> dict[str, Any]:
 def inherit(
     parent: str, root: Path, target: PolicyStore, config: Config, *, with_optimizer: bool = False
 ) -> tuple[Lineage, tuple[Manifest, str]]:
-    """Bring the policy of RUN@STEP, or of a retrained directory, into the new run's store, in the
-    type that this publishes.
+    """Copy the policy of RUN@STEP or of a retrained directory into a new run's store and dtype.
 
-    Raises UsageError, ConfigError, PolicyError for what is not there, is another run's, or is no
-    state of this run's optimizer; BusError.
+    Raises UsageError or ConfigError for a missing or incompatible source, PolicyError, BusError.
     """
     if (Path(parent) / CHANGE).is_file():
         return _inherit_directory(Path(parent), target, config, with_optimizer=with_optimizer)
@@ -88,7 +79,7 @@ def inherit(
         first, _ = policy_after(old.bus, old.topics, 0)
         _, manifest = policy_after(old.bus, old.topics, int(step))
         source = old.policies
-        if not source.has_weights(manifest.digest):  # Training is not for the process that forks.
+        if not source.has_weights(manifest.digest):  # rebuilding needs training
             raise PolicyError(
                 f"version {step} of {name} is not in its store any more",
                 hint="make it again first: "
@@ -118,8 +109,6 @@ def inherit(
 def _inherit_directory(
     directory: Path, target: PolicyStore, config: Config, *, with_optimizer: bool
 ) -> tuple[Lineage, tuple[Manifest, str]]:
-    """The same for a directory that `retrain` wrote. Raises UsageError, ConfigError, PolicyError,
-    ResourceError."""
     try:
         model = msgspec.json.decode((directory / CHANGE).read_bytes(), type=RetrainedModel)
     except (OSError, msgspec.DecodeError) as error:
@@ -144,7 +133,6 @@ def _copy(source: Path, target: Path) -> None:
 def _check_state_fits(
     theirs: Mapping[str, Any], config: Config, name: str, *, same_dtype: bool
 ) -> None:
-    """Raises ConfigError where a state of that run is none of this one's optimizer."""
     hint, own = "without --with-optimizer it begins afresh", state_keys(config)
     if theirs["lora.rank"] or own["lora.rank"]:
         raise ConfigError(
@@ -167,7 +155,6 @@ def _check_state_fits(
 
 
 def _state(old: OpenRun, first: RunStarted, step: int, root: Path, target: PolicyStore) -> Blob:
-    """The optimizer's state of a version, in the new run's store."""
     kept = read_history(old.bus, old.topics, SystemClock()).checkpoint(step)
     if kept is None or not old.policies.has_blob("optimizer", kept.sha256):
         again = typed("retrain", first.run, "--out", "DIR", "--to", str(step), runs=root)
@@ -181,13 +168,13 @@ def _state(old: OpenRun, first: RunStarted, step: int, root: Path, target: Polic
 
 
 def copy_state(source: PolicyStore, target: PolicyStore, sha256: str) -> Blob:
-    """An optimizer's state of one store in another one. Raises PolicyError, ResourceError."""
+    """Copy an optimizer state between stores. Raises PolicyError, ResourceError."""
     path = source.verify_blob("optimizer", sha256)
     return target.publish_blob("optimizer", lambda final: _copy(path, final))
 
 
 def copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
-    """Writes weights as a file has them; see `PolicyStore.publish_weights`."""
+    """Return a writer that copies the weights of a file; see `PolicyStore.publish_weights`."""
 
     def write(target: Path) -> Manifest:
         shutil.copyfile(source, target)
@@ -197,7 +184,7 @@ def copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
 
 
 def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest]:
-    """Writes the weights of a policy; those of an adapter merged into what it stands on."""
+    """Return a writer of a policy's weights; an adapter is merged into its base model."""
     weights = source.weights(manifest.digest)
     base = base_of(weights)
     if base is None:

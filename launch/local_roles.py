@@ -1,4 +1,4 @@
-"""The roles that `run` starts: their names, and the engine, server and GPUs that each gets."""
+"""Names, engines, servers and GPUs of the roles that `run` starts."""
 
 from __future__ import annotations
 
@@ -19,51 +19,53 @@ from dora_pipe.producers.engines.registry import engine_kind
 ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
 TRACES: Final = "traces"
-"""Sends traces of the run, which goes on without it."""
+"""Optional role that exports traces."""
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 LOOK_LIMIT_S: Final = 60.0
-"""Limit for torch to report whether there is a GPU; it takes seconds."""
+"""Limit for the subprocess that imports torch, which takes seconds."""
 
 ORDER: Final = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-"""Numbers are those of nvidia-smi; CUDA by itself counts the fastest first."""
+"""Number GPUs as nvidia-smi does; by default CUDA lists the fastest first."""
 
 
 def worker_names(config: Config) -> tuple[str, ...]:
-    """The workers that `run` starts: w0, w1, ..."""
+    """Return the names of the workers that `run` starts: w0, w1, ..."""
     return tuple(f"w{number}" for number in range(config.workers.count))
 
 
 def own_engines(config: Config) -> tuple[str, ...]:
-    """The engines of the workers that `run` starts; none where it starts no worker."""
+    """Return the engines of the workers that `run` starts."""
     return (config.workers.engine,) if config.workers.count else ()
 
 
 def worker_address(config: Config, name: str) -> str:
-    """Where the server of a worker that `run` starts runs already; empty where it does not."""
+    """Return the address of a worker's external server; empty if it has none."""
     pairs = zip(worker_names(config), config.workers.vllm.addresses, strict=False)
     return dict(pairs).get(name, "")
 
 
 def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
-    """The configuration of a worker with this engine, and this server's address if it has one."""
+    """Return the configuration of a worker with this engine and server address."""
     vllm = msgspec.structs.replace(config.workers.vllm, addresses=(address,) if address else ())
     workers = msgspec.structs.replace(config.workers, engine=engine, vllm=vllm)
     return msgspec.structs.replace(config, workers=workers)
 
 
 def keeping_nothing(config: Config) -> Config:
-    """The same, but what is generated again is prefilled, whatever else was: a proof of what was
-    sampled behind kept prefixes does not stand on some."""
+    """Return the configuration with prefix caching disabled.
+
+    Verification must prefill everything: reused prefixes would verify nothing.
+    """
     return msgspec.structs.replace(
         config, workers=msgspec.structs.replace(config.workers, kv_keep=0.0)
     )
 
 
 def show_gpus(config: Config, name: str) -> None:
-    """Let this process, which is to be a role, see its GPUs alone; all, where it is given none.
+    """Limit the GPUs that this process sees to those of its role; all, if the role has none.
 
-    Raises ConfigError for a GPU that is not among those that this process sees.
+    Raises ConfigError for a GPU that this process does not see.
     """
     key, numbers = gpus_of(config, name)
     if not numbers:
@@ -73,8 +75,7 @@ def show_gpus(config: Config, name: str) -> None:
 
 
 def need_gpus(config: Config) -> None:
-    """Raise ConfigError, before anything starts, for a GPU that is not among those seen here, and
-    for GPUs of workers all of whose engines have none."""
+    """Raise ConfigError for an invisible GPU, and for GPUs of workers whose engines use none."""
     workers = config.workers
     some = engine_kind(workers.engine, config.task.directory).gpus
     if workers.count and not some and (workers.gpus or workers.vllm.gpus > 1):
@@ -92,9 +93,9 @@ def need_gpus(config: Config) -> None:
 
 @functools.cache
 def _torch_finds_gpu(seen: str) -> bool:
-    """Whether torch finds a GPU among those that a role is given; empty: among all.
+    """Return whether torch finds a GPU among these; empty: among all.
 
-    A process of its own looks: CUDA reads the variable once, and holds memory of a GPU.
+    Runs in a subprocess: CUDA reads the variable only once, and holds GPU memory.
     """
     words = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.is_available())"]
     given = dict([ORDER, (VISIBLE, seen)]) if seen else {}
@@ -108,12 +109,12 @@ def _torch_finds_gpu(seen: str) -> bool:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return True  # the trainer will say
+        return True  # the trainer reports the error
     return looked.stdout.strip() != "False"
 
 
 def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
-    """The key that gives a role its GPUs, and their numbers; none: it takes the first it sees.
+    """Return the key that assigns GPUs to a role, and their numbers; empty if none are assigned.
 
     Example: with ``workers.gpus = [1, 2]``, w0 and w2 have 1, w1 and w3 have 2; with
     ``workers.vllm.tensor_parallel = 2`` all have both.
@@ -131,7 +132,7 @@ def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def visible(key: str, numbers: Iterable[int], seen: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for these numbers, counted among what it says now (None: nothing).
+    """Return CUDA_VISIBLE_DEVICES for indices into its current value (None: unset).
 
     Raises ConfigError.
     """

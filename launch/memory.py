@@ -1,4 +1,4 @@
-"""GPU memory and disk of a run: simple formulas, and the keys that make a run fit.
+"""Estimate the GPU memory and disk of a run, and find keys with which it fits.
 
 Formulas, measurements and tolerance: docs/large-models.md.
 """
@@ -24,28 +24,28 @@ from dora_pipe.producers.engines.registry import engine_kind
 from dora_pipe.producers.engines.vllm.core import STEP_TOKENS_MAX
 
 USABLE: Final = 0.9
-"""Share of a GPU that a plan may fill; CUDA contexts, kernels and fragmentation take the rest."""
+"""Share of a GPU that a plan may fill; CUDA contexts, kernels and fragmentation use the rest."""
 
 GIGABYTE: Final = 10**9
 WIDTHS: Final = {"float32": 4, "bfloat16": 2}
 
 MOMENTS: Final = {"adamw": 8.0, "muon": 4.0, "adamw8bit": 2.03}
-"""Bytes of the optimizer per parameter of a hidden layer; the embedding and the head take 8."""
+"""Optimizer bytes per parameter of a hidden layer; embedding and head take 8."""
 
 HEAD_ELEMENTS: Final = 2**24
-"""Logits of one chunk of the head; four float32 copies of them exist at once."""
+"""Logits per chunk of the head; four float32 copies exist at the same time."""
 
 MLP_ELEMENTS: Final = 2**26
-"""A pass with more numbers than this in a dense block computes it in chunks of half as many."""
+"""Elements of a dense block above which a pass computes it in chunks of half this size."""
 
 GATHERED: Final = 10**9
 """Weights that ZeRO 3 keeps gathered (`stage3_max_live_parameters` of DeepSpeed)."""
 
 BUCKETS: Final = 400_000_000
-"""Bytes of the buffers in which DeepSpeed reduces and gathers."""
+"""Bytes of DeepSpeed's reduce and gather buffers."""
 
 SLOTS_LEAST: Final = 8
-"""Slots below which a worker gets several GPUs."""
+"""Below this many slots, a worker gets more GPUs."""
 
 MACHINE_GPUS: Final = 8
 """Most GPUs of one worker."""
@@ -53,24 +53,23 @@ MACHINE_GPUS: Final = 8
 _GPUS: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,4}(?:\.\d{1,3})?)")
 
 Parts = dict[str, int]
-"""Bytes by what needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """A number of equal GPUs."""
+    """Equal GPUs."""
 
     count: int
     size_bytes: int
 
     @property
     def usable(self) -> int:
-        """Bytes of one GPU that a plan may fill."""
+        """Return the bytes of one GPU that a plan may fill."""
         return int(self.size_bytes * USABLE)
 
 
 def parse_gpus(text: str) -> Gpus:
-    """Read `8x80`: eight GPUs of 80 GB (10^9 bytes). Raises UsageError."""
+    """Parse `8x80`: eight GPUs of 80 GB (10^9 bytes). Raises UsageError."""
     match = _GPUS.fullmatch(text)
     if match is None:
         raise UsageError(
@@ -82,22 +81,19 @@ def parse_gpus(text: str) -> Gpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The division of GPUs between workers and trainer."""
+    """Division of GPUs between workers and trainer."""
 
     workers: int
-    """Workers with an engine that computes on a GPU."""
     worker_gpus: int
     per_gpu: int
-    """Workers on one GPU, at most."""
     trainer_gpus: int
     shared: bool
-    """Whether trainer and workers use the same GPU."""
 
 
 def placement_of(config: Config, count: int) -> Placement:
     """Divide GPUs: those of `workers.gpus`, or one per worker with one left for the trainer.
 
-    Raises UsageError where the keys name a GPU beyond `count`.
+    Raises UsageError if a key names a GPU beyond `count`.
     """
     on_gpus = engine_kind(config.workers.engine, config.task.directory).gpus
     names = worker_names(config) if on_gpus else ()
@@ -122,7 +118,7 @@ def placement_of(config: Config, count: int) -> Placement:
 
 
 def worker_parts(shape: ModelShape, config: Config) -> Parts:
-    """Memory of one vLLM worker on each of its GPUs."""
+    """Return the memory of one vLLM worker on each of its GPUs."""
     workers, vllm = config.workers, config.workers.vllm
     width, slots = WIDTHS[vllm.dtype], workers.slots
     cache = int(vllm.kv_gb * 2**30) or slots * workers.context_tokens * shape.kv_values * width
@@ -139,7 +135,7 @@ def worker_parts(shape: ModelShape, config: Config) -> Parts:
 
 
 def slots_that_fit(shape: ModelShape, config: Config, room: int) -> int:
-    """Return how many slots with whole contexts one worker has room for; 0 where none fits."""
+    """Return how many slots of full context length fit into `room` bytes."""
 
     def used(slots: int) -> int:
         keys = {"workers.vllm.kv_gb": 0.0, "workers.slots": slots}
@@ -150,7 +146,7 @@ def slots_that_fit(shape: ModelShape, config: Config, room: int) -> int:
 
 
 def state_parts(shape: ModelShape, config: Config) -> Parts:
-    """Memory of a trainer on one GPU between two passes (ZeRO: arXiv 1910.02054, section 5)."""
+    """Return a trainer's memory on one GPU between passes (ZeRO: arXiv 1910.02054, section 5)."""
     trainer, lora = config.trainer, bool(config.lora.rank)
     zero = trainer.kind == "deepspeed"
     stage = trainer.zero_stage if zero else 0
@@ -158,7 +154,7 @@ def state_parts(shape: ModelShape, config: Config) -> Parts:
     base_width = 2 if narrow else held
 
     def spread(width: float, least: int) -> int:
-        """Bytes of `width` per trained parameter, shared by the ranks from this stage on."""
+        """Return the bytes of `width` per trained parameter, sharded from ZeRO stage `least`."""
         if stage >= least and least:
             return math.ceil(width * trained(shape, config) / trainer.ranks)
         return int(width * _on_a_rank(shape, config))
@@ -185,17 +181,16 @@ def state_parts(shape: ModelShape, config: Config) -> Parts:
 
 
 def trained(shape: ModelShape, config: Config) -> int:
-    """Number of trained parameters: the adapter's, or all."""
+    """Return the trained parameters: the adapter's, or all."""
     return _adapter(shape, config) if config.lora.rank else shape.parameters
 
 
 def ranks_of(config: Config) -> int:
-    """Number of trainer processes."""
     return config.trainer.ranks if config.trainer.kind == "deepspeed" else 1
 
 
 def pass_parts(shape: ModelShape, config: Config) -> Parts:
-    """Memory of one forward and backward pass on one GPU, beside the state."""
+    """Return the memory of one forward and backward pass on one GPU, without the state."""
     trainer, tokens = config.trainer, config.trainer.micro_batch_tokens
     width, held = WIDTHS[trainer.dtype], _held(config)
     again, chunked = trainer.gradient_checkpointing, is_chunked(shape, config)
@@ -216,7 +211,7 @@ def pass_parts(shape: ModelShape, config: Config) -> Parts:
 
 
 def update_bytes(shape: ModelShape, config: Config) -> int:
-    """Copies of an update: two of the largest tensor in torch, all of a rank in DeepSpeed."""
+    """Return the copied bytes of an update: 2x the largest tensor (torch), a rank (DeepSpeed)."""
     if config.trainer.offload != "none":
         return 0
     if config.trainer.kind == "deepspeed":
@@ -225,13 +220,13 @@ def update_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def trainer_bytes(shape: ModelShape, config: Config) -> int:
-    """Peak of a trainer on one GPU."""
+    """Return the peak memory of a trainer on one GPU."""
     peak = max(sum(pass_parts(shape, config).values()), update_bytes(shape, config))
     return sum(state_parts(shape, config).values()) + peak
 
 
 def is_chunked(shape: ModelShape, config: Config) -> bool:
-    """Whether passes compute dense blocks in chunks of tokens."""
+    """Return whether passes compute dense blocks in chunks of tokens."""
     if shape.mixture or config.trainer.chunks_refused:
         return False
     return config.trainer.micro_batch_tokens * max(shape.width, shape.hidden) > MLP_ELEMENTS
@@ -242,24 +237,24 @@ def _adapter(shape: ModelShape, config: Config) -> int:
 
 
 def _on_a_rank(shape: ModelShape, config: Config) -> int:
-    """Trained parameters of one rank before ZeRO shares any: not the experts of other ranks."""
+    """Exclude experts of other ranks."""
     dealt = config.trainer.expert_parallel
     elsewhere = 0 if config.lora.rank else shape.experts * (dealt - 1) // dealt
     return trained(shape, config) - elsewhere
 
 
 def _is_narrow(shape: ModelShape, config: Config) -> bool:
-    """Whether versions are bfloat16, so that the trainer also has the halves that they lack."""
+    """Return whether versions are bfloat16; the trainer then also holds the low halves."""
     return published_dtype(config, shape.dtype) == "bfloat16"
 
 
 def _held(config: Config) -> int:
-    """Bytes of a weight and of a residual sum: float32 under torch's autocast."""
+    """float32 under torch autocast."""
     return WIDTHS[config.trainer.dtype] if config.trainer.kind == "deepspeed" else 4
 
 
 def _score_bytes(shape: ModelShape, config: Config) -> int:
-    """Attention scores: torch keeps them only in float32 where heads share keys and values."""
+    """Return the bytes of scores: torch keeps them only in float32 with grouped heads."""
     trainer = config.trainer
     if trainer.device == "cpu" or trainer.dtype == "bfloat16" or not shape.grouped:
         return 0
@@ -269,7 +264,7 @@ def _score_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def _cast_bytes(shape: ModelShape, config: Config) -> int:
-    """Copies in bfloat16 of float32 weights, which torch's autocast keeps during a pass."""
+    """Return the bytes of the bfloat16 weight copies that torch autocast keeps."""
     if config.trainer.kind == "deepspeed" or config.trainer.dtype == "float32":
         narrow_base = config.lora.rank and _is_narrow(shape, config)
         return 4 * shape.largest if narrow_base and config.trainer.dtype == "float32" else 0
@@ -279,7 +274,7 @@ def _cast_bytes(shape: ModelShape, config: Config) -> int:
 
 
 def disk_parts(shape: ModelShape, config: Config) -> Parts:
-    """Bytes of files in the store."""
+    """Return the bytes of files in the store."""
     dtype = published_dtype(config, shape.dtype)
     count = trained(shape, config)
     whole = WIDTHS[dtype] * count
@@ -294,7 +289,6 @@ def disk_parts(shape: ModelShape, config: Config) -> Parts:
 
 
 def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
-    """Replace values of keys, such as ``{"trainer.zero_stage": 3}``."""
     for key, value in keys.items():
         *sections, name = key.split(".")
         holders = [config]
@@ -310,7 +304,7 @@ def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
 def worker_keys(
     shape: ModelShape, config: Config, gpus: Gpus, per_gpu: int
 ) -> dict[str, Any] | None:
-    """Find keys with which a worker fits: bfloat16, fewer slots, several GPUs; None: none does."""
+    """Find keys with which a worker fits: bfloat16, fewer slots, several GPUs; None if none do."""
     wanted = config.workers.slots
     if sum(worker_parts(shape, config).values()) <= gpus.usable // per_gpu:
         return {}
@@ -329,7 +323,6 @@ def worker_keys(
 
 
 def _worker_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
-    """Ways to generate: in bfloat16, then on 2, 4 and 8 GPUs of a machine."""
     narrow = {"workers.vllm.dtype": "bfloat16", "workers.vllm.kv_gb": 0.0}
     yield narrow
     vllm = config.workers.vllm
@@ -346,8 +339,7 @@ def _worker_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
 
 
 def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> dict[str, Any] | None:
-    """Find keys with which a trainer on `count` GPUs fits `room` bytes of each, smallest change
-    first; None where none does."""
+    """Find the smallest change with which a trainer on `count` GPUs fits; None if none does."""
     short = min(config.trainer.micro_batch_tokens, config.workers.context_tokens)
     again = "trainer.gradient_checkpointing"
     saving: tuple[dict[str, Any], ...] = (
@@ -366,7 +358,6 @@ def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> di
 
 
 def _trainer_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
-    """Ways to train: as configured, in bfloat16, then DeepSpeed's stages on all GPUs, offload."""
     zero, dtype = config.trainer.kind == "deepspeed", config.trainer.dtype
     yield {"trainer.ranks": min(count, config.trainer.ranks)} if zero else {}
     if not zero:
@@ -382,8 +373,6 @@ def _trainer_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
 
 
 def _changed(config: Config, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out keys that have these values already."""
-
     def value_of(key: str) -> Any:
         value: Any = config
         for name in key.split("."):

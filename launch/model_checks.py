@@ -1,4 +1,4 @@
-"""Refuses a model that a run cannot use, before anything of the run is written or started."""
+"""Reject a model that a run cannot use, before any file of the run is written."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from dora_pipe.store.model_dir import embedding_rows, read_config
 from dora_pipe.store.vocabulary import unassigned_ids
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""One of these is in every model directory that has a tokenizer."""
 
 
 def check_model(config: Config, engines: Iterable[str], directory: Path) -> None:
-    """A model directory that these engines take, with a tokenizer. Raises PolicyError, and
-    ConfigError for a key that asks for what it has not."""
+    """Check that the engines support a model directory and that it has a tokenizer.
+
+    Raises PolicyError, and ConfigError for a key that the model does not support.
+    """
     check_engine_model(config, engines, directory)
     _need_experts(config, directory)
     longest = read_config(directory).get("max_position_embeddings")
@@ -44,7 +45,7 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
 
 
 def unassigned_note(directory: Path) -> str:
-    """Note about embedding rows that have no token; empty: there are none."""
+    """Return a note about embedding rows without a token; empty if there are none."""
     ids = unassigned_ids(directory) if _has_tokenizers() else ()
     if not ids:
         return ""
@@ -55,8 +56,7 @@ def unassigned_note(directory: Path) -> str:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raise PolicyError for a model directory without a tokenizer, or with one whose ids have no
-    row in the model's embedding."""
+    """Raise PolicyError if the tokenizer is missing or has ids beyond the model's embedding."""
     rows = embedding_rows(read_config(directory))
     if not has_tokenizer(directory):
         raise PolicyError(
@@ -64,7 +64,7 @@ def check_tokenizer(directory: Path) -> None:
             hint="save it with `save_pretrained` of a fast tokenizer, which writes tokenizer.json",
         )
     if not (directory / TOKENIZER_FILES[0]).is_file() or not _has_tokenizers():
-        return  # transformers would have to convert it, which takes seconds
+        return  # transformers would convert it, which takes seconds
     size = Tokenizer(directory).size
     if rows is not None and size > rows:
         raise PolicyError(
@@ -76,15 +76,15 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a model directory has one; it may be unusable."""
     return any((directory / name).is_file() for name in TOKENIZER_FILES)
 
 
 def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Chat] | None:
-    """Return the chats of a task's sources; None where there are no tokenizers here.
+    """Return the chats of a task's sources; None if there is no tokenizer.
 
-    Raises ConfigError or PolicyError where prompts are messages and the model's chat template
-    does not do for them; says where it does not read the tool calls of an agent."""
+    Raises ConfigError or PolicyError if the chat template cannot render the prompts. Reports a
+    template that cannot parse an agent's tool calls.
+    """
     if not _has_tokenizers():
         return None
     opened, tokenizer = [(spec, pool)], Tokenizer(directory)
@@ -100,7 +100,7 @@ def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Cha
 
 @contextmanager
 def templated(config: Config, model: Path) -> Iterator[Path]:
-    """The model's directory with the template of `model.chat_template`, where that is set."""
+    """Yield the model's directory with the template of `model.chat_template`, if that is set."""
     if not config.model.chat_template:
         yield model
         return
@@ -118,7 +118,6 @@ def _has_tokenizers() -> bool:
 
 
 def _need_experts(config: Config, directory: Path) -> None:
-    """Raise ConfigError for keys of mixtures that the model has no experts for, or too few."""
     of_model = read_config(directory)
     experts = next((int(of_model[one]) for one in EXPERTS if of_model.get(one)), 0)
     dealt = config.trainer.expert_parallel

@@ -20,42 +20,39 @@ class ModelShape:
 
     family: str
     dtype: str
-    """Type of the weights by the config; empty if it has none."""
+    """Dtype of the weights in config.json; empty if missing."""
     quantized: bool
     parameters: int
     experts: int
-    """Parameters of the routed experts."""
+    """Parameters of routed experts."""
     embedding: int
-    """Parameters of the token embedding."""
     tied: bool
     largest: int
-    """Parameters of the largest tensor."""
     layers: int
     hidden: int
     vocabulary: int
     heads: int
     grouped: bool
-    """Whether attention heads share keys and values."""
+    """Attention heads share keys and values."""
     attention: int
-    """Numbers of queries, keys, values and their result, per token and layer."""
+    """Elements of queries, keys, values and their result, per token and layer."""
     width: int
-    """Intermediate size of the blocks that a token passes in one layer."""
+    """Intermediate size per token and layer."""
     mixture: bool
     linears: Mapping[str, int]
-    """Rows plus columns of all linear layers of a name, for adapters."""
+    """Rows plus columns of all linear layers by name, for adapters."""
     kv_values: int
-    """Numbers in the KV cache per token."""
+    """Elements in the KV cache per token."""
 
     @property
     def ends(self) -> int:
-        """Parameters of the embedding and the head."""
         return self.embedding * (1 if self.tied else 2)
 
 
 def model_shape(folder: Path) -> ModelShape:
-    """Return the sizes of a model directory, of which only config.json is read.
+    """Return the sizes of a model directory; reads only config.json.
 
-    Raises PolicyError for a config without a network in transformers.
+    Raises PolicyError for an architecture that transformers does not have.
     """
     network = _network(folder)
     config = network.config.to_dict()

@@ -1,9 +1,7 @@
-"""A trainer of several nodes, on one of them: starts its ranks, and ends with what they end with.
+"""Start and supervise the trainer ranks of one node.
 
-It decides when a node has lost its trainer: with the first rank that fails. The others notice that
-by themselves, since no collective goes on without one; who does not is killed. Nothing is started
-again here: systemd, Slurm's job or Kubernetes does that, told by the exit code, and the ranks of
-all nodes meet anew (`learners.deepspeed.meeting`).
+When a rank fails, the others end or are killed. systemd, Slurm or Kubernetes restarts all nodes by
+the exit code (see `learners.deepspeed.meeting`).
 """
 
 from __future__ import annotations
@@ -23,20 +21,19 @@ from dora_pipe.core.console import die_with, say
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 
 RANK: Final = "RANK"
-"""Of a rank, in its environment: torchrun's name."""
 
 NOTICE_S: Final = 15.0
-"""When one rank of a node has failed, the others have so long to notice it."""
+"""Time for the other ranks of a node to notice a failed rank."""
 
 STOP_GRACE_S: Final = 10.0
-"""Ranks that were told to stop have so long beyond `timing.stop_timeout_s`."""
+"""Extra time for stopped ranks, in addition to `timing.stop_timeout_s`."""
 
 LOOK_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Which of the trainer's nodes this is, and where all their ranks meet."""
+    """Index of a trainer node, and the rendezvous of all ranks."""
 
     nodes: int
     node: int
@@ -56,7 +53,7 @@ class Node:
 
 
 def ranks_per_node(config: Config, node: Node) -> int:
-    """How many a node starts. Raises ConfigError where they are no equal shares."""
+    """Return the ranks per node. Raises ConfigError if they do not divide evenly."""
     trainer = config.trainer
     if trainer.kind != "deepspeed":
         raise ConfigError(
@@ -72,7 +69,7 @@ def ranks_per_node(config: Config, node: Node) -> int:
 
 
 def environments(node: Node, ranks: int) -> list[dict[str, str]]:
-    """What each of this node's ranks finds in its environment, as under torchrun."""
+    """Return the environment variables of each rank of this node, as under torchrun."""
     host, _, port = node.rendezvous.rpartition(":")
     return [
         {
@@ -94,14 +91,17 @@ def run_node(
     stop_s: float,
     notice_s: float = NOTICE_S,
 ) -> int:
-    """Start the ranks of a node and wait for them: the exit code of the first that failed, 0 when
-    all have ended well or were told to stop (SIGTERM, SIGINT), which they have `stop_s` for."""
-    with_all = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ}  # what breaks is said in one line
+    """Start the ranks of a node and wait for them.
+
+    Returns the exit code of the first failed rank; 0 if all ended well or were stopped (SIGTERM,
+    SIGINT), within `stop_s`.
+    """
+    with_all = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ}  # errors are reported in one line
     ranks = [
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C is for this process, which tells them
+            start_new_session=True,  # only this process receives Ctrl-C; it stops the ranks
             preexec_fn=partial(die_with, os.getpid()),
             env={**with_all, **one},
         )
@@ -128,7 +128,6 @@ def run_node(
 
 
 def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]) -> int | None:
-    """Which rank ended with another code than 0; None when all have ended, or were told to."""
     while not told:
         codes = [one.poll() for one in ranks]
         failed = [local for local, code in enumerate(codes) if code]
@@ -141,7 +140,7 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]], told: Sequence[int]
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], stop_s: float) -> None:
-    """Rank 0 ends its step and tells the others; on another node they end when it does."""
+    """Stop rank 0, which ends its step and stops the others."""
     for one in ranks:
         one.send_signal(signal.SIGTERM)
     _wait(ranks, stop_s)
@@ -160,5 +159,4 @@ def _how(code: int) -> str:
 
 
 def command_of(words: Sequence[str]) -> list[str]:
-    """`dora-pipe WORDS` in a process of its own."""
     return [sys.executable, "-c", "from dora_pipe.cli.main import main; main()", *words]

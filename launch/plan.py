@@ -1,9 +1,4 @@
-"""What a run needs before its roles start: a new one, one that goes on, one of another machine.
-
-Everything is opened once and digested; what cannot be is refused before anything is written: a
-model that this run's engines cannot take, data that are not those of the run, a run that is over,
-and a log that knows less than the files beside it.
-"""
+"""Checks before the roles of a new, resumed or remote run start; all precede the first write."""
 
 from __future__ import annotations
 
@@ -75,21 +70,21 @@ from dora_pipe.store.model_dir import asset_files, config_dtype, import_model
 from dora_pipe.store.store import PolicyStore, as_store
 
 NAMING: Final = (b'"run-started"', b'"step-committed"', b'"role-started"')
-"""Kinds of control records that say which files of the store belong to the run."""
+"""Kinds of control records that name the run's files in the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run that may start: everything was opened once and digested."""
+    """Run that passed all checks."""
 
     directory: RunDir
     config: Config
     first: RunStarted
     adopt: bool = False
     resumed: bool = False
-    """A user said `--resume`: a run that was halted goes on."""
+    """The user passed `--resume`: a halted run continues."""
     over: str = ""
-    """How to go on from a run whose last decision is in its log: there is nothing to start."""
+    """Hint for a finished run, which has nothing to start."""
 
 
 def plan_new(
@@ -100,15 +95,15 @@ def plan_new(
     with_optimizer: bool = False,
     here: bool = False,
 ) -> Plan:
-    """Everything a new run needs; its directory and topics exist afterwards, or nothing new does.
+    """Check a new run, then create its directory and topics; on an error nothing new remains.
 
-    `parent` is `RUN@STEP`, from whose version it starts, `with_optimizer` with that state too.
-    `here`: all its workers will be on this machine, so that what they cannot take is refused now.
+    `parent` (`RUN@STEP`) is the version to start from, `with_optimizer` includes its state. `here`:
+    all workers will be on this machine, so check their engines now.
     """
     directory = run_dir(config, root)
     if directory.exists():
         if not sampled_nothing(directory, config):
-            create(config, root)  # raises: what is there is never overwritten
+            create(config, root)  # raises if it exists
         say(f"run {config.run.name!r} ended before its first trajectory: it starts again")
         directory.forget()
     if here and not parent:
@@ -130,7 +125,7 @@ def plan_new(
 
 
 def _remove_empty(root: Path) -> None:
-    with suppress(OSError):  # a run of somebody else lies there by now
+    with suppress(OSError):  # another process has created the run meanwhile
         root.rmdir()
 
 
@@ -141,7 +136,7 @@ def _remove_unmade(directory: RunDir) -> None:
 
 def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool, here: bool) -> Plan:
     directory = run_dir(config, root)
-    with closing(directory.open_bus(config)) as bus:  # refused there, nothing is made here
+    with closing(directory.open_bus(config)) as bus:  # raises before any write
         store = directory.policies(config)
         lineage, policy = None, None
         if parent:
@@ -166,16 +161,15 @@ def _plan_new(config: Config, root: Path, parent: str, with_optimizer: bool, her
 
 
 def _write_whole(path: Path, first: msgspec.Struct) -> None:
-    """Write the first record as a file of its own, all or nothing."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(first)) + b"\n")
     partial.replace(path)
 
 
 def sampled_nothing(directory: RunDir, config: Config) -> bool:
-    """Whether a start failed before the run's first trajectory, on a log of its own that is sound.
+    """Return whether a start failed before the first trajectory, on an intact log of its own.
 
-    Raises UsageError where somebody runs it.
+    Raises UsageError if the run is running.
     """
     if config.bus.url or not (directory.path / BEGINS_WITH).is_file() or not directory.was_started:
         return False
@@ -192,7 +186,7 @@ def sampled_nothing(directory: RunDir, config: Config) -> bool:
 
 
 def _make_topics(bus: Bus, config: Config) -> None:
-    """The topics of a new run, in a log that holds no such run. Raises ConfigError, BusError."""
+    """Raises ConfigError if the log already has this run, BusError."""
     topics = create_topics(bus, config)
     _settle(bus, topics)
     if started(bus, topics) is not None:
@@ -203,16 +197,16 @@ def _make_topics(bus: Bus, config: Config) -> None:
 
 
 def _settle(bus: Bus, topics: Topics) -> None:
-    """What is refused here depends on all that the log says, also behind a role that died."""
+    """Wait until records of a role that died are readable; the checks depend on all records."""
     there = set(bus.topics())
     named = [name for name in (topics.control, topics.decisions) if name in there]
     await_stable_offset(bus, [TopicPartition(name, 0) for name in named], SystemClock())
 
 
 def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
-    """A run that exists, with the logged keys that were changed written into its log.
+    """Check an existing run, and append changes of logged keys to its log.
 
-    `here`: all its roles will be on this machine, which has the data.
+    `here`: all roles will be on this machine, which has the data.
     """
     directory = find_directory(wanted.run.name, root)
     wanted = _with_teacher_of(directory.config(), wanted)
@@ -240,8 +234,8 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
 
 
 def _plan_unbegun(directory: RunDir, wanted: Config, bus: Bus) -> Plan:
-    """A run whose start was killed before its first record: it begins as it was made."""
-    resume_commands(directory.config(), wanted)  # raises: frozen are its keys all the same
+    """Plan a run whose start was killed before its first record; it begins as planned."""
+    resume_commands(directory.config(), wanted)  # raises for changed frozen keys
     create_topics(bus, wanted)
     store, made = directory.policies(wanted), planned(directory)
     if made is None:
@@ -254,9 +248,9 @@ def _plan_unbegun(directory: RunDir, wanted: Config, bus: Bus) -> Plan:
 
 
 def planned(directory: RunDir) -> RunStarted | None:
-    """The first record as the start of a run has planned it; None where that says nothing of it.
+    """Return the planned first record of a run; None if the file does not describe it.
 
-    Raises SchemaError for what is no such record.
+    Raises SchemaError for an invalid record.
     """
     note = directory.path / BEGINS_WITH
     fact = decode_control(note.read_bytes()) if note.is_file() else None
@@ -264,9 +258,9 @@ def planned(directory: RunDir) -> RunStarted | None:
 
 
 def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
-    """A run that another machine started, as its log has it; None where the log has none."""
+    """Plan a run that another machine started, from its log; None if the log has no such run."""
     if not wanted.bus.url:
-        return None  # The log would be in the run's directory, and there is none.
+        return None  # such a log would be in the run's directory, which does not exist
     with closing(run_dir(wanted, root).open_bus(wanted)) as bus:
         topics = Topics(wanted.run.name)
         _settle(bus, topics)
@@ -283,14 +277,12 @@ def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
 
 
 def _send(bus: Bus, topics: Topics, commands: Sequence[Command]) -> None:
-    """Append commands to control. Raises ConfigError for a change that the run would refuse."""
     for command in commands:
         check_change(bus, topics, command)
         bus.writer().append([Append(topic=topics.control, value=encode(command))])
 
 
 def topic_specs(config: Config) -> list[TopicSpec]:
-    """The topics of a run, as it needs them."""
     topics = Topics(config.run.name)
     many = {topics.trajectories, topics.progress}
     return [
@@ -304,15 +296,14 @@ def topic_specs(config: Config) -> list[TopicSpec]:
 
 
 def create_topics(bus: Bus, config: Config) -> Topics:
-    """Create the run's topics where they are missing."""
     bus.create(topic_specs(config))
     return Topics(config.run.name)
 
 
 def check_topics(bus: Bus, config: Config) -> None:
-    """Refuse to go on with a run whose topics are not what it needs. Raises BusError."""
+    """Check the existing topics of a run. Raises BusError for a mismatch."""
     missing = sorted(set(Topics(config.run.name).all()) - set(bus.topics()))
-    if missing:  # made anew, it would be empty, and nobody would see what is lost
+    if missing:  # recreating a lost topic would hide the loss
         raise TopicMissing(
             f"the run has lost its topic {missing[0]}",
             hint="was it deleted, or may this user not see it (Describe)?",
@@ -321,7 +312,7 @@ def check_topics(bus: Bus, config: Config) -> None:
 
 
 def started(bus: Bus, topics: Topics) -> RunStarted | None:
-    """The run's first record, if the run exists. Raises InvariantBroken for a changed one."""
+    """Return the run's first record, if any. Raises InvariantBroken for a changed one."""
     at = TopicPartition(topics.control, 0)
     if topics.control not in bus.topics():
         return None
@@ -342,10 +333,10 @@ def run_started(
     lineage: Lineage | None = None,
     facts: Mapping[str, TaskFacts] | None = None,
 ) -> RunStarted:
-    """Import the model, open the task, digest the data. Raises ConfigError, PolicyError, TaskError.
+    """Return the first record of a run: import the model, open the task, digest the data.
 
-    `policy` (manifest, assets digest) is given where version 0 lies in the store already, `facts`
-    where the task was opened before.
+    `policy` (manifest, assets digest) is a version 0 already in the store, `facts` those of an open
+    task. Raises ConfigError, PolicyError, TaskError.
     """
     store = as_store(store)
     if policy is None:
@@ -383,8 +374,11 @@ def run_started(
 
 
 def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
-    """Facts of every source (`GroupSpec.source`). With `model`, its chat template must do
-    for the tasks, and the first prompts are checked. Raises ConfigError, TaskError, PolicyError."""
+    """Return the facts of every source (`GroupSpec.source`).
+
+    With `model`, also checks its chat template and the first prompts. Raises ConfigError,
+    TaskError, PolicyError.
+    """
     found: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):
         with TaskPool(msgspec.structs.replace(pool.task, processes=1)) as processes:
@@ -406,7 +400,6 @@ def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
 
 
 def _check_share(config: Config, task: Task, facts: TaskFacts) -> None:
-    """Raise ConfigError where evaluations need rows and `eval_share` holds out none."""
     if task.eval_share and config.evaluation.every and not facts.eval_rows:
         raise ConfigError(
             f"task.eval_share: {task.eval_share:g} of {facts.train_rows} rows holds out no row to"
@@ -416,7 +409,6 @@ def _check_share(config: Config, task: Task, facts: TaskFacts) -> None:
 
 
 def _with_template(store: PolicyStore, assets: str, template: Path) -> str:
-    """The digest of these assets with this chat template in place of theirs. Raises PolicyError."""
     Template(read_template(template), values={}, now_ns=0)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(shutil.copyfile(template, Path(folder, FILE)))
@@ -425,7 +417,7 @@ def _with_template(store: PolicyStore, assets: str, template: Path) -> str:
 
 
 def resume_commands(stored: Config, wanted: Config) -> list[Command]:
-    """`set` commands for logged keys that changed. Raises ConfigError for a changed frozen key."""
+    """Return `set` commands for changed logged keys. Raises ConfigError for frozen ones."""
     frozen, logged, _ = changed_keys(stored, wanted)
     if frozen:
         raise ConfigError(
@@ -445,18 +437,15 @@ def resume_commands(stored: Config, wanted: Config) -> list[Command]:
 
 
 def _with_teacher_of(stored: Config, wanted: Config) -> Config:
-    """A file does not say which weights a teacher has; the trainer asks for those of the run."""
+    """Return the configuration with the teacher weights of the run, which no file names."""
     if not wanted.teacher.path or wanted.teacher.digest:
         return wanted
     teacher = msgspec.structs.replace(wanted.teacher, digest=stored.teacher.digest)
     return msgspec.structs.replace(wanted, teacher=teacher)
 
 
-# What is refused.
-
-
 def check_data(config: Config, first: RunStarted) -> None:
-    """The data are those that the run began with. Raises ConfigError, TaskError."""
+    """Check that the data equal those of the run's start. Raises ConfigError, TaskError."""
     for source, facts in facts_of(config).items():
         found = facts.data(source)
         if facts.scores_groups != (source in first.scored_together):
@@ -480,20 +469,20 @@ _DATA: Final = {"train": ("training", "task.data"), "eval": ("evaluation", "task
 
 
 def is_over(bus: Bus, topics: Topics) -> bool:
-    """Whether the run's last decision is in the log. Raises BusError."""
+    """Return whether the run's last decision is in the log. Raises BusError."""
     end = bus.end(TopicPartition(topics.decisions, 0))
     return run_is_over(bus, topics, end, SystemClock())
 
 
 def over_hint(bus: Bus, topics: Topics, directory: RunDir, root: Path) -> str:
-    """How one goes on from a run that is over, as a command. Raises BusError."""
+    """Return the command that continues from a finished run. Raises BusError."""
     newest = f"{topics.run}@{newest_version(bus, topics)}"
     words = ("run", directory.path, "--from", newest, "-o", "run.name=NEW")
     return f"start a new one from it: {typed(*words, runs=root)}"
 
 
 def refuse_over(bus: Bus, topics: Topics, directory: RunDir, root: Path) -> None:
-    """A run that is over does not change any more. Raises UsageError."""
+    """Raise UsageError if the run is finished. Raises BusError."""
     if is_over(bus, topics):
         raise UsageError(
             f"run {topics.run!r} is over: nothing of it can be changed",
@@ -502,20 +491,20 @@ def refuse_over(bus: Bus, topics: Topics, directory: RunDir, root: Path) -> None
 
 
 def check_log(directory: RunDir, config: Config, bus: Bus) -> None:
-    """The log knows what lies beside it. Raises LogTruncated where it must have lost its end.
+    """Raise LogTruncated if the store or the snapshots are ahead of the log.
 
-    A trainer names what it has published before it publishes more, so each that was started leaves
-    at most one version that no commit names. A snapshot is taken of a round that is in the log.
+    A trainer commits a version before it publishes the next, so each trainer start leaves at most
+    one version without a commit. A snapshot is taken only of rounds in the log.
     """
     topics = Topics(config.run.name)
     beyond = _snapshots_beyond(directory, bus, topics)
     if beyond:
         raise _lost(directory, f"a snapshot was taken of a round at offset {beyond} of decisions")
     if config.store.path or config.store.url:
-        return  # other runs may have their policies there
+        return  # other runs may share it
     digests, trainers = _named(bus, topics)
     unknown = _versions(directory) - digests
-    # Before the run's first record there is version 0, which a start may have left.
+    # Before the first record a start may have left version 0.
     if len(unknown) > max(1, trainers):
         raise _lost(directory, f"{len(unknown)} versions lie in the store that it does not name")
 
@@ -529,7 +518,6 @@ def _lost(directory: RunDir, why: str) -> LogTruncated:
 
 
 def _named(bus: Bus, topics: Topics) -> tuple[set[str], int]:
-    """Digests of all versions that control names, and how many trainers were started."""
     digests: set[str] = set()
     trainers = 0
     for value in _naming(bus, topics):
@@ -561,7 +549,6 @@ def _versions(directory: RunDir) -> set[str]:
 
 
 def _snapshots_beyond(directory: RunDir, bus: Bus, topics: Topics) -> int:
-    """The offset of a snapshot that lies behind the end of decisions; 0 where none does."""
     there = topics.decisions in bus.topics()
     end = bus.end(TopicPartition(topics.decisions, 0)) if there else 0
     offsets = (one.offset for one in candidates(directory.snapshots, topics.run))

@@ -1,9 +1,7 @@
-"""Processes of a run: how one is started, and what the process of a role does first.
+"""Start the processes of a run.
 
-    python -m dora_pipe.launch.processes      started by `run`, of no use by hand
-
-A role is executed, never forked: libraries that hold descriptors, threads or locks of their own
-(those of object stores, Arrow, CUDA) do not survive in a forked child.
+Roles are executed, never forked: libraries with descriptors, threads or locks (object stores,
+Arrow, CUDA) do not survive a fork.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ LOG = logging.getLogger(__name__)
 
 
 class RoleStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message to the process of a role: JSON on its standard input."""
+    """First message to a role's process: JSON on its standard input."""
 
     name: str
     directory: str
@@ -46,15 +44,14 @@ def start_role(start: RoleStart) -> subprocess.Popen[bytes]:
 
 
 def start_process(module: str, message: bytes, log: Path) -> subprocess.Popen[bytes]:
-    """As `start_module`, with the output in `log`. Raises ResourceError."""
+    """Start a module as a process, with its output in `log`. Raises ResourceError."""
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as out:
         return start_module(module, message, stdout=out, stderr=out)
 
 
 def end_process(work: Callable[[], int]) -> NoReturn:
-    """Do the work of this process and end it with the exit code, without waiting for the threads
-    and exit handlers of libraries."""
+    """Run `work` and exit with its code, skipping threads and exit handlers of libraries."""
     code = 1
     try:
         code = work()

@@ -1,8 +1,6 @@
-"""Prompts of a run's rows before it starts: their lengths, and the rows that make none.
+"""Check the prompts of a run before it starts: lengths, and rows without a prompt.
 
-They are asked of the task's own process and become tokens as in a worker, by the model's tokenizer
-or chat template. Prompts of an environment or an agent are not asked for: that would begin its
-episodes.
+Skips environments and agents, whose prompts would start an episode.
 """
 
 from __future__ import annotations
@@ -32,16 +30,13 @@ from dora_pipe.producers.worker.ports import prompt_of
 from dora_pipe.schemas.control import INFRASTRUCTURE
 
 FIRST_ROWS: Final = 256
-"""Prompts of each source that are looked at before a run starts, spread evenly over its rows."""
+"""Prompts per source to check before a run starts, spread evenly over its rows."""
 
 FIRST_S: Final = 10.0
-"""Seconds for them; then the run starts."""
 
 ASKED_MAX: Final = 64
-"""Prompts that a task's process is asked for at a time."""
 
 ANSWERS_S: Final = 60.0
-"""Seconds that `doctor` looks at the rows of a source."""
 
 POLL_S: Final = 0.05
 
@@ -50,37 +45,33 @@ _NS: Final = 1_000_000_000
 
 @dataclass(slots=True, kw_only=True)
 class PromptsSeen:
-    """Prompts of a source (`GroupSpec.source`)."""
+    """Checked prompts of one source."""
 
     source: str
     rows: int
-    """Rows of the source."""
     lengths: array[int] = field(default_factory=partial(array, "i"))
-    """Tokens of each prompt."""
     failed: list[tuple[int, str, str]] = field(default_factory=list)
-    """Rows that make no prompt, with the error and its hint."""
+    """(row, error, hint) of rows without a prompt."""
     spelled: list[tuple[int, str]] = field(default_factory=list)
-    """Rows in which the name of a control token becomes letters, with the token."""
+    """(row, token) of rows that contain a control token as text."""
     outside: int = 0
-    """Failures of something outside the task's code."""
+    """Failures outside the task's code."""
 
     @property
     def looked_at(self) -> int:
-        """Rows that were asked for their prompt."""
         return len(self.lengths) + len(self.failed)
 
     def beyond(self, tokens: int) -> int:
-        """Prompts that are longer than this."""
         return sum(length > tokens for length in self.lengths)
 
     @property
     def hopeless(self) -> bool:
-        """Whether no row makes a prompt, for a reason that stays; False where time ran out."""
+        """Return whether no row makes a prompt, for a permanent reason; False after a timeout."""
         enough = len(self.failed) >= min(self.rows, FIRST_ROWS)
         return enough and not self.lengths and not self.outside
 
     def notes(self) -> Iterator[str]:
-        """Sentences about rows that make no prompt, or another one than was meant."""
+        """Yield notes about rows without a prompt, or with an unintended one."""
         if self.failed:
             row, error, hint = min(self.failed)
             yield (
@@ -96,22 +87,24 @@ class PromptsSeen:
 
 
 def spread(rows: int, count: int) -> list[int]:
-    """All row numbers, or `count` of them from the first to the last."""
+    """Return all row numbers, or `count` of them, evenly spaced."""
     if rows <= count:
         return list(range(rows))
     return [number * (rows - 1) // (count - 1) for number in range(count)]
 
 
 def ordered(rows: int) -> Iterator[int]:
-    """All row numbers: first `FIRST_ROWS` spread over them, then the others."""
+    """Yield all row numbers: first `FIRST_ROWS` spread evenly, then the rest."""
     first = spread(rows, FIRST_ROWS)
     yield from first
     yield from filterfalse(set(first).__contains__, range(rows))
 
 
 def seen_by_doctor(config: Config, model: Path) -> Iterator[PromptsSeen]:
-    """The prompts of every source, for `ANSWERS_S` each. Raises ConfigError, PolicyError,
-    TaskError."""
+    """Check the prompts of every source, for `ANSWERS_S` each.
+
+    Raises ConfigError, PolicyError, TaskError.
+    """
     for spec in pool_specs(config):
         with TaskPool(msgspec.structs.replace(spec.task, processes=1)) as pool:
             pool.wait()
@@ -123,9 +116,10 @@ def seen_by_doctor(config: Config, model: Path) -> Iterator[PromptsSeen]:
 def check_first(
     spec: PoolSpec, pool: TaskPool, model: Path, chats: Mapping[str, Chat] | None
 ) -> Iterator[str]:
-    """Yield what a run says of its prompts before it starts; nothing where `chats` are not known.
+    """Yield notes about prompts before a run starts; nothing if `chats` is None.
 
-    Raises ConfigError where a source has no prompt, PolicyError, TaskError."""
+    Raises ConfigError for a source without prompts, PolicyError, TaskError.
+    """
     if chats is None:
         return
     for seen in look(spec, pool, model, chats, rows_max=FIRST_ROWS, seconds=FIRST_S):
@@ -148,8 +142,10 @@ def look(
     seconds: float,
     clock: Clock | None = None,
 ) -> Iterator[PromptsSeen]:
-    """The prompts of a task that is open: of all rows or `rows_max` of each source, as far as
-    `seconds` go. Raises PolicyError, TaskError."""
+    """Check all prompts of an open task, or `rows_max` of each source, for at most `seconds`.
+
+    Raises PolicyError, TaskError.
+    """
     clock, facts = clock or SystemClock(), pool.facts
     if facts is None or not _asks_nothing(spec.task, single_turn=facts.single_turn):
         return
@@ -167,7 +163,7 @@ def look(
 
 
 def _asks_nothing(task: Task, *, single_turn: bool) -> bool:
-    """Whether asking for a prompt begins no episode of the user's code."""
+    """Return whether a prompt starts no episode of user code."""
     tools_alone = task.kind == "dataset" and not task.mcp
     return not task.has_agent and (single_turn or tools_alone)
 
@@ -178,7 +174,6 @@ def answers(
     rows: Iterable[int],
     is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, TaskEvent]]:
-    """Each row's answer, as they come, until the time is over."""
     split: Split = "train" if source.startswith("train") else "eval"
     left, asked = iter(rows), dict[str, int]()
     while True:
@@ -203,7 +198,6 @@ def _is_past(clock: Clock, until_ns: int) -> bool:
 def read(
     seen: PromptsSeen, row: int, event: TaskEvent, tokenizer: Tokenizer, chat: Chat | None
 ) -> None:
-    """Note what a row's answer is as a prompt."""
     if not isinstance(event, PromptReady):
         named = f"{event.error}: " if isinstance(event, TaskFailed) else ""
         seen.outside += not isinstance(event, TaskFailed) or event.error in INFRASTRUCTURE

@@ -1,6 +1,6 @@
-"""Looks at the rows that a run's start has left, in a thread; names those that make no prompt.
+"""Check the remaining prompts of a run in a thread.
 
-Only rows of files are looked at: their prompts need no code of the user's.
+Only rows of files are checked: their prompts need no user code.
 """
 
 from __future__ import annotations
@@ -25,20 +25,16 @@ from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.schemas.control import RunStarted
 
 CHUNK_ROWS: Final = 64
-"""Rows between two pauses, each as long as the rows took: half a core at most."""
+"""Rows between pauses; a pause lasts as long as its rows took, so half a core is the maximum."""
 
 CLOSE_S: Final = 5.0
-"""Seconds that the end of a run waits for the thread."""
 
 
 class PromptWatch:
-    """The rows of a run's files beyond the first.
-
-    Example: ``with PromptWatch(config, first, lambda: assets) as prompts: prompts.lines()``.
-    """
+    """Example: ``with PromptWatch(config, first, lambda: assets) as prompts: prompts.lines()``."""
 
     def __init__(self, config: Config, first: RunStarted, model: Callable[[], Path]) -> None:
-        """`model`: gives the directory of the tokenizer, in the thread."""
+        """`model` returns the tokenizer's directory; it is called in the thread."""
         self._specs = [spec for spec in pool_specs(config) if _left(spec, first)]
         self._model = model
         self._lines: SimpleQueue[str] = SimpleQueue()
@@ -56,7 +52,7 @@ class PromptWatch:
             self._thread.join(CLOSE_S)
 
     def lines(self) -> list[str]:
-        """Sentences for the console since the last call."""
+        """Return new messages for the console."""
         return [self._lines.get() for _ in range(self._lines.qsize())]
 
     def _look(self) -> None:
@@ -97,7 +93,6 @@ class PromptWatch:
 
 
 def _left(spec: PoolSpec, first: RunStarted) -> bool:
-    """Whether a task's rows are of files, and more than a run's start looks at."""
     task: Task = spec.task
     of_files = task.kind == "dataset" and not (task.mcp or task.url or task.has_agent)
     sizes = [data.rows for data in map(first.data, spec.sources) if data is not None]

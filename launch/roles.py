@@ -1,4 +1,4 @@
-"""Makes a process one role of a run; the only place that joins all parts."""
+"""Run a process as one role of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.open import Opened, open_transfers
 
 STATUS_HOURS: Final = 168
-"""The orchestrator deletes older statuses."""
 
 NS_PER_HOUR: Final = 3600 * 10**9
 
@@ -53,20 +52,18 @@ TRAINER_PRELOAD = (
     "dora_pipe.consumers.trainer.role",
     "dora_pipe.consumers.learners.torch.learner",
 )
-"""Modules that the trainer's process imports before its loop, so that the CPU seconds of its
-statuses are those of training."""
+"""Imported before the loop, so that the trainer's CPU seconds cover training only."""
 
 
 TRACES_NICE: Final = 5
-"""The follower of a run has time; workers and trainer go first."""
 
 COLLECT_AFTER: Final = (50_000, 20, 100)
-"""Thresholds of Python's collector of cycles. By default it looks for them after every 700 new
-objects, among all that torch has made: 3 % of a worker's CPU time, for next to no cycles."""
+"""Thresholds of Python's cycle collector. The default, 700 new objects, costs a worker 3 % of its
+CPU time and finds almost no cycles."""
 
 
 class StopFlag:
-    """Set by SIGTERM or SIGINT; a role looks at it between two turns of its loop."""
+    """Flag set by SIGTERM or SIGINT; roles check it between iterations."""
 
     def __init__(self) -> None:
         self._set = False
@@ -81,7 +78,7 @@ class StopFlag:
 
 
 def settle(name: str, run: str) -> StopFlag:
-    """What the process of a role does first; the flag tells it when to stop."""
+    """Set up the process of a role; return the flag that stops it."""
     role = (name,) if name in (ORCHESTRATOR, TRAINER, TRACES) else ("worker", name)
     name_process(*role, run)
     gc.set_threshold(*COLLECT_AFTER)
@@ -99,7 +96,7 @@ def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
         start()
     except LogTruncated as error:
         complain(error)
-        return InvariantBroken.exit_code  # a role that starts again might not even notice it
+        return InvariantBroken.exit_code  # a restarted role might not notice it
     except DoraError as error:
         complain(error)
         return error.exit_code + (WAITED_OUT if error.waited_out else 0)
@@ -107,7 +104,7 @@ def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
 
 
 def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool = False) -> int:
-    """Be the trainer or a worker in this process, its talk in a file; gives the exit code."""
+    """Run the trainer or a worker in this process; log to a file; return the exit code."""
 
     def start() -> None:
         if name == TRAINER:
@@ -122,23 +119,22 @@ def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool =
 
 
 def share_cores() -> None:
-    """Bound how long idle threads of torch spin, before it is imported.
+    """Bound how long idle torch threads spin; call before the import of torch.
 
-    By default they spin for longer than a pass takes: beside other work two threads are ten times
-    slower than one. Threads that sleep at once make two no faster than one.
+    By default they spin for longer than a pass takes: next to other work, two threads are ten times
+    slower than one. Without spinning, two threads are no faster than one.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def talk(name: str) -> None:
-    """What a role says goes to stderr, with the time and the role's name before it."""
     log_to_stderr(logging.INFO, f"%(asctime)s {name} %(levelname)s %(message)s")
 
 
 def orchestrator(
     directory: RunDir, config: Config, first: RunStarted, *, resumed_by: str = ""
 ) -> None:
-    """Be the orchestrator until the run ends. `first` starts a run that has no record yet."""
+    """Run the orchestrator until the run ends. `first` is the record of a new run."""
     from dora_pipe.orchestrator.curriculum import Samplers
     from dora_pipe.orchestrator.role import Instance, Trimmed, run_orchestrator, settle_memory
 
@@ -170,7 +166,7 @@ def orchestrator(
 
 
 def worker(directory: RunDir, config: Config, name: str) -> None:
-    """Be a rollout worker until the run ends or it is drained."""
+    """Run a rollout worker until the run ends or it is drained."""
     from dora_pipe.producers.worker.kv_handover import KvHandover
     from dora_pipe.producers.worker.role import run_worker
 
@@ -194,7 +190,7 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
 
 @contextmanager
 def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, PolicyStore]]:
-    """How this process hands bytes to others, and the policy store behind its peers."""
+    """Open the byte transfer of this process, and the policy store that uses its peers."""
     root = directory.store(config)
     opened = open_transfers(
         config.transfers,
@@ -210,7 +206,7 @@ def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, Po
 
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
-    """Be the trainer until the run ends; of several nodes, ranks above 0 obey rank 0 instead."""
+    """Run the trainer until the run ends; with several nodes, ranks above 0 follow rank 0."""
     from dora_pipe.consumers.learners.registry import end_ranks, follows, make_learner, need_learner
     from dora_pipe.consumers.trainer.role import run_trainer
 
@@ -237,7 +233,7 @@ def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
 
 
 def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = None) -> None:
-    """Be the follower of a run; what it has not sent when it ends is said."""
+    """Export traces until the run ends; report unsent ones."""
     stop = stop or settle(TRACES, config.run.name)
     os.nice(TRACES_NICE)
     sink = HttpSink(config.telemetry.traces)

@@ -1,4 +1,4 @@
-"""What `run` does: it starts every role on this machine and watches over them."""
+"""Start every role of a run on this machine and supervise them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from dora_pipe.store.transfers.open import need_transfers
 RESUMABLE_CODES: Final = frozenset(
     one.exit_code for one in (BusError, ResourceError, TaskError, RunHalted)
 )
-"""A run that ended so goes on when somebody has mended what was outside of it."""
+"""Exit codes of runs that can resume after an external cause is fixed."""
 
 
 Watch = Callable[[RunProgress, Supervisor], None]
@@ -60,9 +60,9 @@ def supervise(
     report: Callable[[str], None] = say,
     verbose: bool = False,
 ) -> bool:
-    """Start every role, `report` of it until all have ended; False when the user stopped it.
+    """Start every role and report until all have ended; return False if the user stopped it.
 
-    `verbose` shows the figures of each step. Raises UsageError where the run is running already.
+    `verbose` shows the metrics of each step. Raises UsageError if the run is already running.
     """
     with locked(plan.directory), outlasting(plan.directory.logs / "run.log"):
         return _supervise(plan, watch, report, verbose=verbose)
@@ -119,7 +119,6 @@ def _assets(plan: Plan) -> Path:
 
 
 def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunProgress:
-    """Progress of a run by its log, with lines and alarms from now on."""
     topics = Topics(config.run.name)
     past = bus.end(TopicPartition(topics.control, 0))
     alarms = Alarms(bus, topics, lease_s=config.timing.lease_s, clock=SystemClock())
@@ -129,13 +128,11 @@ def progress_of(bus: Bus, config: Config, logs: Path, *, verbose: bool) -> RunPr
 def disk_watch(
     directory: RunDir, config: Config, brokers: BrokerWatch, report: Callable[[str], None]
 ) -> DiskWatch:
-    """Looks at the disks below a run: this machine's, and those of its brokers."""
     places = (directory.path, directory.store(config))
     return DiskWatch(places, report, SystemClock(), elsewhere=brokers.stops, low=brokers.low)
 
 
 def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
-    """The workers that `run` starts, and what the log says of them and of others."""
     return Workers(
         names=names,
         elsewhere=lambda: progress.elsewhere(names),
@@ -144,7 +141,7 @@ def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
 
 
 def need_parts(config: Config) -> None:
-    """Raise, before anything starts, for what the roles need and this machine lacks."""
+    """Raise an error if this machine lacks a requirement of the roles."""
     need_temporary_folder()
     engines = local_roles.own_engines(config)
     need_engines(["torch", *engines], config.task.directory)
@@ -157,7 +154,7 @@ def need_parts(config: Config) -> None:
 
 
 def need_endpoint(config: Config) -> None:
-    """Raise ConfigError where agents call the model and what serves them is not installed."""
+    """Raise ConfigError if agents call the model and the endpoint's package is not installed."""
     if not any(task.has_agent for task in config.tasks):
         return
     for package in ("starlette", "uvicorn", "httptools"):
@@ -169,7 +166,7 @@ def need_endpoint(config: Config) -> None:
 
 
 def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Whom to ask first to stop: see `supervisor`. Who follows the run goes last."""
+    """Return the roles in stop order (see `supervisor`); followers of the log stop last."""
     order = (workers, (local_roles.TRAINER,), (local_roles.ORCHESTRATOR,), (local_roles.TRACES,))
     return tuple(names for names in order if all(name in started for name in names))
 
@@ -188,7 +185,6 @@ def _start(plan: Plan, name: str) -> subprocess.Popen[bytes]:
 
 
 def load_wanted(config: Path, overrides: Sequence[str]) -> Config:
-    """The configuration that a file, or a run's directory, holds."""
     inside = config / "config.toml"
     if inside.is_file():
         return load_config(inside, overrides)
@@ -196,16 +192,16 @@ def load_wanted(config: Path, overrides: Sequence[str]) -> Config:
 
 
 def load_again(config: Path, overrides: Sequence[str], root: Path) -> Config:
-    """The same for a run that exists.
+    """Return the configuration of an existing run.
 
-    Raises ConfigError for the copy of a run's directory under another name.
+    Raises ConfigError for a copy of a run's directory under another name.
     """
     _refuse_copy(RunDir(config), root)
     return load_wanted(config, overrides)
 
 
 def _refuse_copy(directory: RunDir, root: Path) -> None:
-    """A run goes on where its name leads: that is the original, though the copy was meant."""
+    """Raise ConfigError for a copied directory: its name still refers to the original run."""
     if not directory.was_started:
         return
     run, called = directory.config().run.name, directory.path.resolve().name
@@ -218,7 +214,7 @@ def _refuse_copy(directory: RunDir, root: Path) -> None:
 
 
 class RunConsole:
-    """Tells what the log says of a run. An outage is told once: roles have their own patience."""
+    """Print the progress of a run. Reports an outage once, because roles retry by themselves."""
 
     def __init__(self, progress: RunProgress, report: Callable[[str], None]) -> None:
         self._progress = progress
@@ -226,7 +222,7 @@ class RunConsole:
         self._away = False
 
     def turn(self) -> None:
-        """What is new. Raises InvariantBroken when the log was cut."""
+        """Print new lines. Raises InvariantBroken if the log was truncated."""
         try:
             lines = self._progress.lines()
         except LogTruncated as error:

@@ -1,19 +1,17 @@
-"""A run's directory: what lies where, and how a run is found by its name or path.
+"""Layout of a run's directory, and lookup of runs by name, path or log.
 
 runs/NAME/
-  config.toml     the resolved configuration
-  log.sqlite      the log, unless the bus is elsewhere
-  policies/       policies and checkpoints under their digests; claims/: values too large for
-                  the log
-  snapshots/      the orchestrator's state now and then: a cache that a restart begins at
-  handover/       KV caches on their way from worker to worker
-  logs/           what each role said
-  lock            held by who runs it (`locked`)
-  begins-with     the first record as the start has planned it
+  config.toml     resolved configuration
+  log.sqlite      log, unless the bus is elsewhere
+  policies/       policies and checkpoints by digest; claims/: values too large for the log
+  snapshots/      cache of the orchestrator's state, for restarts
+  handover/       KV caches in transfer between workers
+  logs/           log file of each role
+  lock            held by the running process
+  begins-with     planned first record
 
-A run may also be called by its log: `kafka://HOST:PORT[,HOST:PORT]/NAME`, or a `.sqlite` file that
-`log copy` has written. Then its configuration is in its first record. A file `runs/NAME.sqlite` is
-found by NAME where there is no directory of that name.
+The address of a log also names a run: `kafka://HOST:PORT[,HOST:PORT]/NAME`, or a `.sqlite` file
+written by `log copy`. NAME finds `runs/NAME.sqlite` if no directory has that name.
 """
 
 from __future__ import annotations
@@ -51,84 +49,73 @@ from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 
 LOG = "log.sqlite"
-"""File in a run's directory: the log, unless the bus is elsewhere."""
 
 LOCK = "lock"
-"""File in a run's directory; it says which process holds it alone (`locked`)."""
+"""File that contains the pid of the lock's holder."""
 
 BEGINS_WITH = "begins-with"
-"""File in a run's directory: what its first record is made of, if a start was killed before it."""
+"""File with the planned first record, if a start was killed before writing it."""
 
 ON_KAFKA = "kafka://"
-"""How an address of a run begins that is no name and no path."""
 
 IN_FILE = "sqlite:"
-"""How the address of a log in a file begins."""
 
 LOG_SUFFIX = ".sqlite"
-"""Of the file of a log."""
 
 NAMES_MAX = 8
-"""Of runs, in one hint."""
 
 PID_BYTES_MAX = 32
 
 FREE_BYTES_MIN = 200 * 1024 * 1024
-"""A run does not start on a disk with less room than this."""
+"""A run needs this much free disk to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The directory of one run."""
-
     path: Path
 
     @property
     def config_file(self) -> Path:
-        """The resolved configuration."""
         return self.path / "config.toml"
 
     @property
     def logs(self) -> Path:
-        """One file of talk per role."""
         return self.path / "logs"
 
     @property
     def handover(self) -> Path:
-        """Where workers of this machine hand KV caches to each other."""
+        """Folder in which local workers exchange KV caches."""
         return self.path / "handover"
 
     def config(self) -> Config:
-        """The run's configuration as it was stored."""
         return load_config(self.config_file, ())
 
     @property
     def words(self) -> str:
-        """How another process, or a command line, is told which run this is."""
-        # A bare name would be looked for where runs lie.
+        """Return the run's name or path for a command line."""
+        # A bare name would be searched in the runs folder.
         return str(self.path) if self.path.name != str(self.path) else f"./{self.path}"
 
     def bus_url(self, config: Config) -> str:
         return config.bus.url or f"sqlite:{self.path / LOG}"
 
     def open_bus(self, config: Config) -> Bus:
-        """The log as the configuration says: user, certificates, and where large values lie.
+        """Open the run's log with its credentials, certificates and blob store.
 
-        The only way from a configuration to its log. Raises BusError, ConfigError.
+        Every log is opened here. Raises BusError, ConfigError.
         """
         return self.log_location(config).open()
 
     def claims(self, config: Config) -> ClaimStore:
-        """Where values too large for the log lie: with the policies, so that all machines see them.
+        """Return the store of values too large for the log; it is shared by all machines.
 
-        Raises ConfigError for a `store.url` that cannot be used.
+        Raises ConfigError for an unusable `store.url`.
         """
         found = self.log_location(config).claim_store()
         assert found is not None
         return found
 
     def log_location(self, config: Config) -> LogLocation:
-        """The log as another process can be told where it is."""
         return LogLocation(
             run=config.run.name,
             url=self.bus_url(config),
@@ -138,7 +125,7 @@ class RunDir:
         )
 
     def store(self, config: Config) -> Path:
-        """Where policies lie, or copies of those that lie elsewhere (`store.url`)."""
+        """Folder of policies, or of local copies if `store.url` is set."""
         if config.store.path:
             return Path(config.store.path)
         return self.path / "policies"
@@ -146,7 +133,7 @@ class RunDir:
     def policies(
         self, config: Config, peers: Callable[[str, Path], bool] | None = None
     ) -> PolicyStore:
-        """The policy store, wherever it is; `peers` are asked first. Raises ConfigError."""
+        """Return the policy store; it asks `peers` first. Raises ConfigError."""
         every = config.policies.whole_every
         return open_store(
             self.store(config),
@@ -158,15 +145,12 @@ class RunDir:
 
     @property
     def snapshots(self) -> Path:
-        """The orchestrator's snapshots of its state; may be removed at any time."""
+        """Folder of the orchestrator's snapshots, which may be deleted at any time."""
         return self.path / "snapshots"
 
     @property
     def catalogue(self) -> Path | None:
-        """Where the tables of a finished run are kept; they may be removed at any time.
-
-        None where there is no directory.
-        """
+        """Folder of a finished run's cached tables, which may be deleted at any time, if any."""
         return self.path / CATALOGUE if self.path.is_dir() else None
 
     def exists(self) -> bool:
@@ -174,12 +158,11 @@ class RunDir:
 
     @property
     def was_started(self) -> bool:
-        """Whether roles have run here: the folder that a run is configured in has a config.toml of
-        that run too."""
+        """Return whether roles have run here; a config.toml alone does not show it."""
         return self.exists() and any((self.path / one).is_file() for one in (LOG, LOCK))
 
     def forget(self) -> None:
-        """Remove the record of a run that has made nothing; logs of its roles stay."""
+        """Remove the records of a run without results; keep the logs of its roles."""
         for file in (self.path / BEGINS_WITH, *self.path.glob(f"{LOG}*"), self.config_file):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.snapshots, ignore_errors=True)
@@ -187,22 +170,20 @@ class RunDir:
 
 @dataclass(frozen=True, slots=True)
 class RunByLog(RunDir):
-    """A run that is known by its log alone; its directory, where files may go, need not exist."""
+    """Run known only by its log; its directory need not exist."""
 
     url: str
-    """Of the log."""
 
     @property
     def words(self) -> str:
-        """See the base."""
         if self.url.startswith(IN_FILE):
             return self.url.removeprefix(IN_FILE)
         return f"{self.url}/{self.path.name}"
 
     def config(self) -> Config:
-        """As the run's first record has it, at this address of its log.
+        """Return the configuration in the run's first record, at this log address.
 
-        Raises UsageError where there is no such run, BusError, ConfigError.
+        Raises UsageError if there is no such run, BusError, ConfigError.
         """
         topics = Topics(self.path.name)
         with closing(open_bus(self.url)) as bus:
@@ -222,12 +203,12 @@ class RunByLog(RunDir):
             raise ConfigError(f"the configuration of run {topics.run!r}: {error}") from None
 
     def exists(self) -> bool:
-        """See the base; who asks for the configuration finds out more."""
+        """Return True; `config` reports a missing run."""
         return True
 
 
 def at_url(config: Config, url: str) -> Config:
-    """The configuration of a run whose log is at another address."""
+    """Return the configuration of a run whose log is at another address."""
     return replace(config, bus=replace(config.bus, url=url))
 
 
@@ -238,44 +219,41 @@ def _runs_among(topics: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRun:
-    """A run whose log is open."""
+    """Run with an open log."""
 
     directory: RunDir
     config: Config
     topics: Topics
     bus: Bus
     log: LogLocation
-    """How another process opens the same."""
 
     @property
     def store(self) -> Path:
-        """Where its policies lie on this machine."""
         return self.directory.store(self.config)
 
     @property
     def policies(self) -> PolicyStore:
-        """The policy store, wherever it is."""
         return self.directory.policies(self.config)
 
     def tables(self, told: Callable[[float], None] = lambda share: None) -> Catalogue:
-        """The catalogue of its log, to be closed; `told` hears of the share that was read.
+        """Open the tables of the log, to be closed; `told` receives the fraction read.
 
         Raises BusError, LogTruncated.
         """
         return read_catalogue(self.bus, self.topics, self.directory.catalogue, on_share=told)
 
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
-        """What each trajectory of a step did to it; no rows where nothing can be read."""
+        """Return the contribution of each trajectory to a step; empty if the file is unreadable."""
         return stored_contributions(self.policies, sha256)
 
 
 def run_dir(config: Config, runs: Path = RUNS) -> RunDir:
-    """The directory that a configuration's run has."""
+    """Return the directory of a configuration's run."""
     return RunDir(runs / config.run.name)
 
 
 def find_run(name: str, runs: Path = RUNS) -> RunDir:
-    """A run by path, by name, or by its log. Raises UsageError: where it looked, what is there."""
+    """Find a run by path, name or log. Raises UsageError with the places searched."""
     if name.startswith(ON_KAFKA):
         return run_on_kafka(name, runs)
     if name.endswith(LOG_SUFFIX):
@@ -287,8 +265,8 @@ def find_run(name: str, runs: Path = RUNS) -> RunDir:
 
 
 def find_directory(name: str, runs: Path = RUNS) -> RunDir:
-    """The directory of a run by path or name. Raises UsageError."""
-    # A plain name is a run's first: the folder that a run was configured in may have the same.
+    """Find the directory of a run by path or name. Raises UsageError."""
+    # Prefer the run: the folder of its configuration may have the same name.
     places = (runs / name, Path(name)) if name == Path(name).name else (Path(name),)
     for candidate in map(RunDir, places):
         if candidate.exists():
@@ -298,7 +276,7 @@ def find_directory(name: str, runs: Path = RUNS) -> RunDir:
 
 
 def run_on_kafka(address: str, runs: Path = RUNS) -> RunByLog:
-    """The run at `kafka://HOST:PORT[,HOST:PORT]/RUN`. Raises UsageError, ConfigError."""
+    """Return the run at `kafka://HOST:PORT[,HOST:PORT]/RUN`. Raises UsageError, ConfigError."""
     url, _, run = address.rpartition("/")
     if not url.startswith(ON_KAFKA) or not run:
         raise UsageError(f"{address} names no run", hint="kafka://HOST:PORT[,HOST:PORT]/RUN")
@@ -306,7 +284,7 @@ def run_on_kafka(address: str, runs: Path = RUNS) -> RunByLog:
 
 
 def _run_in_file(file: Path, runs: Path) -> RunByLog:
-    """The run whose log a file is. Raises UsageError, BusError."""
+    """Raises UsageError, BusError."""
     if not file.is_file():
         raise UsageError(f"there is no file {file}")
     with closing(open_bus(f"{IN_FILE}{file}")) as bus:
@@ -317,7 +295,6 @@ def _run_in_file(file: Path, runs: Path) -> RunByLog:
 
 
 def _near(name: str, runs: Path) -> str:
-    """Which runs somebody may have meant, the nearest names first."""
     there = sorted(path.parent.name for path in runs.glob("*/config.toml"))
     if not there:
         return f"no run lies there; --runs DIR or {RUNS_VARIABLE} says where runs lie"
@@ -329,7 +306,7 @@ def _near(name: str, runs: Path) -> str:
 
 @contextmanager
 def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
-    """A run with its log open for as long as the block lasts."""
+    """Open a run and its log for the duration of the block."""
     directory = find_run(name, runs)
     config = directory.config()
     if not config.bus.url and not (directory.path / LOG).exists():
@@ -347,7 +324,7 @@ def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
 
 
 def create(config: Config, runs: Path = RUNS) -> RunDir:
-    """Make the directory of a new run; one that is there already is never overwritten."""
+    """Create the directory of a new run; never overwrite an existing one."""
     directory = run_dir(config, runs)
     if directory.exists():
         raise ConfigError(
@@ -362,14 +339,14 @@ def create(config: Config, runs: Path = RUNS) -> RunDir:
 
 
 def store_config(directory: RunDir, config: Config) -> None:
-    """Write the resolved configuration into the run's directory, all or nothing."""
+    """Write the resolved configuration into the run's directory atomically."""
     partial = directory.config_file.with_suffix(".partial")
     partial.write_text(dump_toml(config), encoding="utf-8")
     partial.replace(directory.config_file)
 
 
 def check_room(path: Path) -> None:
-    """Refuse to start on a full disk. Raises ResourceError."""
+    """Raise ResourceError if the disk is full."""
     free = shutil.disk_usage(path).free
     if free < FREE_BYTES_MIN:
         raise ResourceError(
@@ -379,15 +356,11 @@ def check_room(path: Path) -> None:
 
 @contextmanager
 def locked(directory: RunDir, *, shared: bool = False) -> Iterator[None]:
-    """Hold a run for as long as the block lasts; nothing where its directory is not here.
+    """Lock a run for the duration of the block; do nothing if its directory is missing.
 
-    `run` holds it alone. An orchestrator or trainer that was started by itself holds it with
-    others: a second one takes over from the first, as it would on another machine; beside a `run`,
-    which starts its own again, the two would fence each other for ever. A worker may join whoever
-    runs. The kernel takes the lock back in the end.
-
-    A process that is started meanwhile does not inherit the descriptor. Raises UsageError where
-    somebody else runs it.
+    `run` locks it exclusively: a second orchestrator or trainer next to roles that restart would
+    fence endlessly. Roles started alone share the lock, so that one can take over. Workers take
+    none. Raises UsageError if the lock is held.
     """
     if not directory.path.is_dir():
         yield
@@ -401,7 +374,7 @@ def locked(directory: RunDir, *, shared: bool = False) -> Iterator[None]:
 
 
 def refuse_running(directory: RunDir) -> None:
-    """Raise UsageError where somebody runs this run on this machine."""
+    """Raise UsageError if the run is running on this machine."""
     with locked(directory):
         return
 
@@ -418,7 +391,7 @@ def _lock(descriptor: int, directory: RunDir, *, shared: bool) -> None:
             hint="stop that one first: Ctrl-C where it was started, or SIGTERM",
         ) from None
     except OSError:
-        return  # a file system without locks: as it was before there were any
+        return  # the file system has no locks
     os.ftruncate(descriptor, 0)
     if not shared:
         os.write(descriptor, b"%d\n" % os.getpid())
@@ -432,16 +405,16 @@ def open_store(
     patched: bool | None = False,
     peers: Callable[[str, Path], bool] | None = None,
 ) -> PolicyStore:
-    """The store of a run. `root` is its directory, or where copies of it lie if it is elsewhere.
+    """Open the policy store of a run without connecting yet.
 
-    `peers` are asked before a store that lies elsewhere; see `PolicyStore`, also for `patched`.
-    Under an address every run has a folder of its own, so that none deletes files of another.
-    Raises ConfigError for an address that cannot be used. Nothing is connected yet.
+    `root` is the run's directory, or that of local copies. For `patched` and `peers` see
+    `PolicyStore`. Under an address every run has its own folder. Raises ConfigError for an unusable
+    address.
     """
     bytes_max = int(section.cache_gb * 1e9)
     if not section.url:
         return PolicyStore(root, cache_bytes_max=bytes_max)
-    from dora_pipe.store.arrow_files import open_files  # pyarrow's file systems are slow to import
+    from dora_pipe.store.arrow_files import open_files  # slow to import
 
     remote = open_files(section.url, folder=run)
     return PolicyStore(root, remote, cache_bytes_max=bytes_max, peers=peers, patched=patched)

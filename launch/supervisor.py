@@ -1,8 +1,7 @@
-"""Starts a run's roles on this machine, restarts what dies, and ends them in order.
+"""Start a run's roles on this machine, restart those that die, and stop them in order.
 
-Order of a stop (Ctrl-C, SIGTERM): workers first, so that they publish how far each request has
-come; then the trainer, which ends its step; the orchestrator last, so that it has folded what the
-others said. Nothing is cancelled: `--resume` goes on exactly there. A second Ctrl-C kills.
+Workers stop first and publish their progress; then the trainer ends its step; the orchestrator
+stops last and folds their records. A second Ctrl-C kills.
 """
 
 from __future__ import annotations
@@ -24,28 +23,25 @@ TICK_S: Final = 0.1
 BACKOFF_FIRST_S: Final = 0.2
 BACKOFF_MAX_S: Final = 5.0
 RESTART_WINDOW_S: Final = 60.0
-"""Period over which restarts of a role are counted."""
 LOG_TAIL_BYTES: Final = 4000
 
 FATAL_CODES: Final = frozenset({3, 5, 6, 8, 9, 10, 11, 12})
-"""Exit codes that starting again cannot mend: configuration, a broken promise (or a log that was
-cut), a diverged replay, a decision that cannot be read, an unusable policy or task, a step that is
-not finite."""
+"""Exit codes that a restart cannot fix: configuration, a broken invariant (or truncated log), a
+diverged replay, an unreadable decision, an unusable policy or task, a non-finite step."""
 
 
 WAITED_OUT: Final = 64
-"""Is added to the exit code of a role that has waited for the log, or for room, as long as roles do
-(`core.retry`): starting it again would begin the same wait, and so on without end."""
+"""Added to the exit code of a role that timed out waiting for the log or for disk space
+(`core.retry`); a restart would only repeat the wait."""
 
 PATIENT_CODES: Final = frozenset({4, 7})
-"""Exit codes of what is waited for."""
 
 BROKEN_CODES: Final = frozenset({5, 6, 8})
-"""Those of them that are of the log, and not of the role that found it."""
+"""Fatal exit codes caused by the log rather than the role."""
 
 
 class RunFailed(DoraError):
-    """A role ended for good and took the run with it; carries that role's exit code."""
+    """Fatal end of a role and so of the run; carries the role's exit code."""
 
     def __init__(self, message: str, *, code: int, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -62,25 +58,23 @@ def _never(name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
-    """Roles any one of which the run may lose, while another one is left.
+    """Worker roles; the run continues until the last one ends.
 
     Example: ``Workers(names=("w0", "w1"), elsewhere=lambda: progress.elsewhere(names))``
     """
 
     names: Collection[str] = ()
     elsewhere: Callable[[], int] = _none
-    """How many more the run has, which somebody else started."""
     hosted: Callable[[str], int] = _never
-    """How often a worker has loaded a version so far."""
+    """Return how often a worker has loaded a version."""
 
 
 Start = Callable[[str], subprocess.Popen[bytes]]
-"""Starts the process of a role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A role's process ended with an exit code, or negative: by that signal."""
+    """Exit code of a role's process; negative: killed by that signal."""
 
     name: str
     code: int
@@ -93,18 +87,17 @@ class _Role:
     done: bool = False
     starts_s: deque[float] = field(default_factory=deque)
     due_s: float = 0.0
-    """When to start it (again)."""
     hosted: int = 0
     fruitless: int = 0
-    """Starts of a worker in a row that hosted nothing, and how often it had hosted before."""
+    """Consecutive starts of a worker without a loaded version, and its loads before them."""
 
 
 class Supervisor:
-    """Keeps roles alive until they end by themselves.
+    """Keep roles running until they end by themselves.
 
-    `stop_order` lists names in the order in which they are asked to stop, those of one entry
-    together. A role of `spare` that ends for good takes the run not with it, nor does one of
-    `workers` before the last. Starts do not count while the run is `held_up` from outside.
+    `stop_order` lists groups of names that stop together. The run survives the end of a `spare`
+    role, and of all but the last of `workers`. Starts do not count while the run is `held_up` by an
+    external cause.
     """
 
     def __init__(
@@ -132,7 +125,7 @@ class Supervisor:
         self._interrupts = 0
 
     def run(self) -> bool:
-        """Until every role has ended in order; False when the user stopped it. Raises RunFailed.
+        """Run until every role has ended; return False if the user stopped it. Raises RunFailed.
 
         No role outlives this call.
         """
@@ -157,11 +150,10 @@ class Supervisor:
 
     @property
     def stopping(self) -> bool:
-        """The user, or a role that broke, ends the run: roles are asked to end, or will be."""
+        """Return whether the user or a failed role is ending the run."""
         return self._interrupts > 0
 
     def pid(self, name: str) -> int | None:
-        """The process id of a running role."""
         process = self._roles[name].process
         return None if process is None else process.pid
 
@@ -180,7 +172,7 @@ class Supervisor:
         self._watch()
 
     def _ends(self) -> list[Ended]:
-        """Roles whose process has ended since the last call: all, before one ends the run."""
+        """Check all roles before one ends the run."""
         ended = []
         for name, role in self._roles.items():
             if role.process is not None and (code := role.process.poll()) is not None:
@@ -221,8 +213,7 @@ class Supervisor:
         say(f"{message}; starting it again in {pause_s:.1f} s")
 
     def _fruitless(self, name: str) -> int:
-        """Starts in a row after which a worker hosted nothing: loading may take longer than any
-        window."""
+        """Return consecutive starts without a loaded version; loading may outlast the window."""
         role = self._roles[name]
         if name in self._workers.names:
             hosted = self._workers.hosted(name)
@@ -231,7 +222,6 @@ class Supervisor:
         return role.fruitless
 
     def _give_up(self, report: Ended) -> None:
-        """Go on without this role, if the run can."""
         name, workers = report.name, self._workers.names
         left = any(not self._roles[one].done for one in workers if one != name)
         if name in workers and not left and not self._workers.elsewhere():
@@ -243,7 +233,7 @@ class Supervisor:
             self._fail(report)
 
     def _ended(self, report: Ended) -> tuple[str, str]:
-        """How a role ended and what it said, and its hint."""
+        """Return the description of an ended role, and its hint."""
         said, hint = self._last_error(report.name) if report.code > 0 else ("", "")
         return f"{report.name} {how(report.code)}" + (f": {said}" if said else ""), hint
 
@@ -256,7 +246,6 @@ class Supervisor:
         raise RunFailed(why + message, code=code, hint=f"{hint}; {see}" if hint else see)
 
     def _last_error(self, name: str) -> tuple[str, str]:
-        """What a role said last, and its hint."""
         path = self._logs / f"{name}.log"
         if not path.is_file():
             return "", ""
@@ -277,7 +266,6 @@ class Supervisor:
         say("stopped")
 
     def _end(self, roles: list[_Role]) -> None:
-        """Ask these roles to end, wait for them, and kill what takes too long."""
         until_s = time.monotonic() + self._timing.stop_timeout_s
         while any(role.process is not None for role in roles):
             _signal([role for role in roles if not role.asked_to_end], signal.SIGTERM)
@@ -292,7 +280,7 @@ class Supervisor:
 
 
 def how(code: int) -> str:
-    """An exit code in words. Example: ``how(-9) == "was killed (SIGKILL)"``."""
+    """Describe an exit code. Example: ``how(-9) == "was killed (SIGKILL)"``."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed ({signal.Signals(-code).name})"

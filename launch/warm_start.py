@@ -1,7 +1,4 @@
-"""What `sft` trains on, as token ids: demonstrations of a task, or rows of data.
-
-It decides which forms a row may have; `consumers.learners.sft` trains on what comes of them.
-"""
+"""Training data of `sft` as token ids: demonstrations of a task, or rows of data."""
 
 from __future__ import annotations
 
@@ -33,10 +30,8 @@ if TYPE_CHECKING:
     from dora_pipe.producers.chat.tokenizer import Tokenizer
 
 NOTED_ROWS: Final = 256
-"""Rows whose columns are looked at before the first step."""
 
 TALK_EVERY: Final = 40
-"""Steps between two lines of talk."""
 
 DAY_NS: Final = 24 * 60 * 60 * 1_000_000_000
 
@@ -48,8 +43,10 @@ Row = Mapping[str, Any]
 
 
 def sft_options(config: Config, *, packing: bool = False, **given: Any) -> SftOptions:
-    """`SftOptions` of these keys, with the configuration's adapter and optimizer, what decays, and
-    what bounds memory. Raises ConfigError where the optimizer's library is missing."""
+    """Return `SftOptions` with the configuration's adapter, optimizer, decay and memory settings.
+
+    Raises ConfigError if the optimizer's library is missing.
+    """
     from dora_pipe.consumers.learners.registry import adapter_options, need_optimizer
     from dora_pipe.consumers.learners.sft import SftOptions
     from dora_pipe.consumers.learners.torch.memory import memory_options
@@ -64,9 +61,9 @@ def sft_options(config: Config, *, packing: bool = False, **given: Any) -> SftOp
 
 
 def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions) -> None:
-    """Train the model of a configuration and say how it goes.
+    """Train the model of a configuration and report progress.
 
-    Raises PolicyError, TaskError for rows that cannot be used, NonFinite.
+    Raises PolicyError, TaskError for unusable rows, NonFinite.
     """
     from dora_pipe.consumers.learners.sft import train_sft
 
@@ -88,13 +85,13 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
 
 
 class RowEncoder:
-    """Rows as the rollout workers of a run would have them in tokens.
+    """Encode rows as rollout workers tokenize them.
 
     Example: ``RowEncoder.open(config)({"prompt": "1+1=", "answer": "2"})``.
     """
 
     def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
-        """Raises PolicyError for a tokenizer that has nothing to end a turn with."""
+        """Raises PolicyError for a tokenizer without an end-of-turn token."""
         self._config = config
         self._tokenizer = tokenizer
         self._end = _end_id(Path(config.model.path), tokenizer.stop_ids)
@@ -102,14 +99,14 @@ class RowEncoder:
 
     @classmethod
     def open(cls, config: Config) -> RowEncoder:
-        """With the tokenizer of the configuration's model. Raises PolicyError."""
+        """Open the encoder with the tokenizer of the configuration's model. Raises PolicyError."""
         from dora_pipe.producers.chat.tokenizer import Tokenizer
 
         model, parses = Path(config.model.path), config.task.special_tokens
         return cls(config, Tokenizer(model, special_tokens=parses))
 
     def __call__(self, row: Row) -> Example:
-        """What the model says counts, and the end of each of its turns. Raises TaskError."""
+        """Encode a row; the loss covers assistant turns with their end tokens. Raises TaskError."""
         from dora_pipe.consumers.learners.sft import Example
 
         messages = self._messages(row)
@@ -127,7 +124,7 @@ class RowEncoder:
         return Example(token_ids=[*before, *after], mask=[0] * len(before) + [1] * len(after))
 
     def notes(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Sentences about what these rows have and the model is not shown. Raises TaskError."""
+        """Yield notes about parts of these rows that the model does not see. Raises TaskError."""
         chat = bool(rows) and self._messages(rows[0]) is not None
         yield from unshown_columns(rows, (), tools=chat)
         for at, row in enumerate(rows):
@@ -138,7 +135,7 @@ class RowEncoder:
                     return
 
     def _messages(self, row: Row) -> list[dict[str, Any]] | None:
-        """The whole conversation; None where prompt and answer are text for the tokenizer."""
+        """Return the conversation; None if prompt and answer are plain text."""
         task, column = self._config.task, self._column(row)
         if not isinstance(row.get(column), str | list):
             return None
@@ -166,7 +163,7 @@ class RowEncoder:
 
         if self._chat is None:
             model = Path(self._config.model.path)
-            # Midnight in UTC: whatever is trained on one day has the same tokens.
+            # Midnight in UTC: all trainings of one day have the same tokens.
             options = chat_options(self._config.task, started_ns=time.time_ns() // DAY_NS * DAY_NS)
             self._chat = Chat.open(model, self._tokenizer, options)
             _say_day(model, options.now_ns)
@@ -180,7 +177,7 @@ class RowEncoder:
 
 
 def _say_day(model: Path, now_ns: int) -> None:
-    """Where a template names the day, say which: its tokens are learnt with all others."""
+    """Report the day if the chat template contains it, because its tokens are trained on."""
     from dora_pipe.producers.chat.template import find_templates
 
     found = find_templates(model)
@@ -190,7 +187,7 @@ def _say_day(model: Path, now_ns: int) -> None:
 
 
 def _end_id(model: Path, stop_ids: Sequence[int]) -> int:
-    """The token that ends an answer: the config's own if it is one that ends a turn."""
+    """Prefer the config's own token if it ends a turn."""
     if not stop_ids:
         raise PolicyError(f"the tokenizer in {model} has no end-of-sequence token")
     configured = read_config(model).get("eos_token_id")
@@ -200,8 +197,7 @@ def _end_id(model: Path, stop_ids: Sequence[int]) -> int:
 
 
 def demonstrations(config: Config, *, seed: int, count: int) -> list[Row]:
-    """Those that the configuration's tasks make, in their ratios. Raises TaskError if one makes
-    none."""
+    """Return demonstrations of the tasks, in their ratios. Raises TaskError if one has none."""
     shares = whole_shares(tuple(one.ratio for one in config.tasks))
     order, wanted = [], [0] * len(shares)
     for _ in range(count):
@@ -229,6 +225,6 @@ def _demonstrations(task: Task, seed: int, count: int) -> list[Row]:
 
 
 def data_rows(source: str) -> Sequence[Row]:
-    """Rows of a file, a glob or `hf:NAME`, read when their turn comes. Raises TaskError."""
+    """Return the rows of a file, a glob or `hf:NAME`, read lazily. Raises TaskError."""
     with reporting(say):
         return open_rows(DataSpec(sources=(source,)))

@@ -1,1 +1,1 @@
-"""What a run tells the outside of itself, made from its log; it decides nothing of the run."""
+"""Metrics, traces, trackers and pages of a run, derived from its log."""

@@ -1,7 +1,7 @@
-"""Follows a run's statuses and says each alarm once: a wait beyond its limit, a role gone silent.
+"""Report each alarm of a run once: waits beyond their limit, silent roles.
 
-It decides when silence is one: after a lease, on the clock of who looks. The first status that it
-reads of a role starts that role's clock, so that an old log raises nothing.
+Silence counts on the reader's clock from the first status of a role, so that old logs raise no
+alarm.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
 HEARTBEAT_S: Final = 0.5
-"""Between two statuses of a role, where the configuration does not say."""
+"""Status interval, unless configured."""
 
 SILENT_HEARTBEATS: Final = 12
-"""A role that was not heard for so many heartbeats is silent, as who looks at it says."""
+"""Heartbeats without a status until a role counts as silent."""
 
 SILENT_MIN_S: Final = 2.0
-"""And never sooner: a loaded machine is late."""
+"""Minimum, because a loaded machine is late."""
 
 POLL_RECORDS_MAX = 2000
-"""Statuses that one look takes in."""
+"""Statuses per poll."""
 
 SAID_MAX = 1000
-"""Alarms that are remembered as said."""
+"""Alarms remembered as reported."""
 
 UNFED: Final = frozenset({"requests", "version", "batch"})
-"""Waits of workers and the trainer that last as long as a pause of the run."""
+"""Waits of workers and the trainer that last as long as a pause."""
 
 FED_AGAIN: Final = UNFED | {"groups", "admission"}
 """Waits that count from the end of a pause if they began before it."""
@@ -50,19 +50,18 @@ S = TypeVar("S", bound=AnyMetrics)
 
 
 class Pauses:
-    """The pauses that users asked for; waits that they cause raise no alarm while they last."""
+    """Pauses by users; waits that they cause raise no alarm."""
 
     def __init__(self, commands: Iterable[tuple[int, str]] = ()) -> None:
         """`commands`: (wall clock ns, verb), ascending."""
         self._commands = [one for one in commands if one[1] in ("pause", "resume")]
 
     def fact(self, fact: AnyControl) -> None:
-        """Note a command of a user."""
         if isinstance(fact, Command) and fact.verb in ("pause", "resume"):
             self._commands.append((fact.at_ns, fact.verb))
 
     def excused(self, status: S) -> S:
-        """Return the status with overdue waits only where they are so without the last pause."""
+        """Return the status; waits are overdue only if they are without the last pause."""
         count = bisect_right(self._commands, status.at_ns, key=lambda one: one[0])
         if not count or not any(wait.overdue for wait in status.waits):
             return status
@@ -78,12 +77,12 @@ class Pauses:
 
 
 def silent_after_s(heartbeat_s: float | None) -> float:
-    """How long a role says nothing until it is called silent; an alarm is only after a lease."""
+    """Return the seconds of silence before a role is shown as silent; an alarm takes a lease."""
     return max(SILENT_MIN_S, SILENT_HEARTBEATS * (heartbeat_s or HEARTBEAT_S))
 
 
 def silence_line(role: str, silent_s: float, last: str) -> str:
-    """One line for people; `last` is what the role waited for when it was heard last."""
+    """Return a line about a silent role; `last` is its last known wait."""
     last = f"; it waited for {last}" if last else ""
     return f"ALARM {role}: nothing heard for {duration(silent_s)}{last}"
 
@@ -91,12 +90,12 @@ def silence_line(role: str, silent_s: float, last: str) -> str:
 @dataclass(slots=True, kw_only=True)
 class _Watched:
     heard_ns: int
-    """Monotonic."""
+    """Monotonic clock."""
     silent: bool = False
 
 
 class Alarms:
-    """The alarms of a run from now on.
+    """Alarms of a run from now on.
 
     Example: ``Alarms(bus, topics, lease_s=10.0, clock=SystemClock())``; call `lines` often.
     """
@@ -114,37 +113,35 @@ class Alarms:
         self._said: dict[tuple[str, int, str, int], None] = {}
 
     def lines(self, *, silence: bool = True) -> list[str]:
-        """New alarms since the last call, for people; those of `silence` only where roles are to
-        be heard."""
+        """Return new alarms since the last call; with `silence`, also those of silent roles."""
         out: list[str] = []
         for record in self._reader.poll(timeout_s=0.0, records_max=POLL_RECORDS_MAX):
             try:
                 status = decode_metrics(record.value)
             except SchemaError:
-                continue  # lossy by design
+                continue  # the topic is lossy
             if not isinstance(status, Unknown):
                 out += self._heard(self.pauses.excused(status))
         return out + (self._silences() if silence else [])
 
     def forget(self, worker: str, epoch: int) -> None:
-        """This incarnation has left in order: it need not be heard any more."""
+        """Stop expecting statuses of an incarnation that left in order."""
         self._left[worker] = epoch
         known = self._statuses.heard.get(worker)
         if known is not None and known.epoch <= epoch:
             self._roles.pop(worker, None)
 
     def heard(self) -> set[str]:
-        """Roles that are not silent."""
+        """Return the roles that are not silent."""
         return {name for name, role in self._roles.items() if not role.silent}
 
     def close(self) -> None:
-        """Let go of the reader."""
         self._reader.close()
 
     def _heard(self, status: AnyMetrics) -> list[str]:
         name, epoch = role_of(status), epoch_of(status)
         if epoch <= self._left.get(name, -1) or self._statuses.receive(status) is None:
-            return []  # of an incarnation that is over
+            return []  # of an ended incarnation
         self._roles[name] = _Watched(heard_ns=self._clock.now_ns())
         out = []
         for wait in status.waits:

@@ -1,4 +1,4 @@
-"""Groups and trajectories that taught nothing: their share, and an example of why."""
+"""Failed and filtered groups and trajectories: their share, and an example."""
 
 from __future__ import annotations
 
@@ -12,35 +12,33 @@ from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.schemas.control import error_class
 
 WINDOW_GROUPS: Final = 64
-"""Groups that ended last, of which a share is shown."""
+"""Newest ended groups over which a share is shown."""
 
 SINCE_STEP_GROUPS: Final = 4096
-"""Groups since the last step, of which a share is shown: a run may never make one."""
+"""Most groups since the last step over which a share is shown."""
 
 VALUES_MAX: Final = 3
-"""Rewards that a line shows."""
 
 SHARE_MIN: Final = 0.03
-"""Share of failed trajectories from which `top` and `why` name them."""
+"""Failed share from which `top` and `why` report it."""
 
 BATCHES: Final = 4
-"""Batches' worth of groups without a step after which a line says so."""
+"""Batches' worth of groups without a step before a line reports it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedShare:
-    """How many of some trajectories failed, and with what."""
+    """Number of failed trajectories, with an error."""
 
     trajectories: int = 0
     failed: int = 0
     error: str = ""
-    """The newest of the commonest class."""
+    """Newest error of the most common class."""
     example: str = ""
-    """A trajectory that had it."""
+    """Trajectory with this error."""
 
     @property
     def share(self) -> float:
-        """0 to 1."""
         return self.failed / self.trajectories if self.trajectories else 0.0
 
     @property
@@ -60,7 +58,7 @@ class FailedShare:
 
 
 class FailedTrajectories:
-    """Counts trajectories of training groups that ended, of the newest `groups` of them.
+    """Count ended training trajectories of the newest `groups` groups.
 
     Example: ``for event in account.round(round_, offset): failed.happened(event)``
     """
@@ -69,7 +67,6 @@ class FailedTrajectories:
         self._groups: deque[tuple[int, list[tuple[str, str]]]] = deque(maxlen=groups)
 
     def happened(self, event: Event) -> None:
-        """Count a group that has ended."""
         match event:
             case GroupEnded(fate="trained" | "filtered" | "failed") if (
                 event.group.spec.purpose == "train"
@@ -81,7 +78,7 @@ class FailedTrajectories:
                 pass
 
     def share(self) -> FailedShare:
-        """Return how many of the counted trajectories failed, with the commonest error."""
+        """Return the share of failed trajectories, with the most common error."""
         count = sum(count for count, _ in self._groups)
         errors = [one for _, failed in self._groups for one in failed]
         if not errors:
@@ -91,12 +88,11 @@ class FailedTrajectories:
         return FailedShare(trajectories=count, failed=len(errors), error=error, example=example)
 
     def clear(self) -> None:
-        """Begin again."""
         self._groups.clear()
 
 
 def _errors(group: GroupHistory) -> Iterator[tuple[str, str]]:
-    """(trajectory, error) of those without a valid reward, and of those that were never sampled."""
+    """Yield (trajectory, error) of those without a valid reward or never sampled."""
     for name, request in group.requests.items():
         last = request.attempts[-1]
         if request.logged is not None:
@@ -107,7 +103,7 @@ def _errors(group: GroupHistory) -> Iterator[tuple[str, str]]:
 
 
 def no_gradient(ended: StepEnded, count: int, steps: int) -> str:
-    """Explain why a step, one of `count` such among the `steps` so far, updated nothing."""
+    """Explain why a step, one of `count` such among `steps`, did not update the weights."""
     rewards = [group.rewards for group in ended.groups if group.rewards]
     if all(len(set(own)) == 1 for own in rewards):
         values = sorted({own[0] for own in rewards})
@@ -120,7 +116,7 @@ def no_gradient(ended: StepEnded, count: int, steps: int) -> str:
 
 
 class GroupsSinceStep:
-    """Counts groups that made no step: filtered or failed; those that a stop cancels say nothing.
+    """Count groups without a step, filtered or failed; excludes those that a stop cancels.
 
     Example: ``for event in account.round(round_, offset): since.happened(event)``
     """
@@ -128,17 +124,16 @@ class GroupsSinceStep:
     def __init__(self) -> None:
         self._fates: Counter[str] = Counter()
         self._why: dict[str, str] = {}
-        """Reason of the newest group of every fate."""
+        """Newest reason by outcome."""
         self._rewards: Counter[float] = Counter()
-        """Rewards of filtered groups whose trajectories all have the same."""
+        """Rewards of filtered groups with equal rewards."""
 
     @property
     def count(self) -> int:
-        """Since the last step, or since the start."""
+        """Return the groups since the last step, or since the start."""
         return self._fates.total()
 
     def happened(self, event: Event) -> None:
-        """Count an event of the account."""
         match event:
             case StepEnded():
                 self._fates.clear()
@@ -152,7 +147,7 @@ class GroupsSinceStep:
                 pass
 
     def words(self, per_step: int | None) -> str:
-        """Most of them, and why; empty while there are few."""
+        """Describe the most common outcome; empty while there are few groups."""
         if per_step is None or self.count < BATCHES * per_step:
             return ""
         ((fate, times),) = self._fates.most_common(1)

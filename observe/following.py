@@ -1,4 +1,4 @@
-"""Follow the log of a run: wait while it cannot be read, and remember what was sent."""
+"""Follow the log of a run through outages, and persist a position."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, LogTruncated
 
 TURN_S: Final = 1.0
-"""Time between two looks at a log that was read to its end."""
+"""Interval between reads after the end of the log."""
 
 RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 10.0
-"""Time between two tries while the log cannot be read; it doubles with each."""
+"""Maximum retry interval while the log is unreadable; it doubles with each attempt."""
 
 
 class Checkpoint:
-    """A file that remembers how far something was sent; without a path, nothing does."""
+    """File that stores a position; does nothing without a path."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
 
     def read(self) -> Any:
-        """The value that was written last; None where there is none."""
+        """Return the last written value, if any."""
         if self.path is None:
             return None
         with suppress(OSError, ValueError):
@@ -34,7 +34,7 @@ class Checkpoint:
         return None
 
     def write(self, value: Any) -> None:
-        """Remember, all or nothing. A full disk costs a row sent twice, no more."""
+        """Write atomically. A full disk is not an error: rows may be sent twice."""
         if self.path is not None:
             unfinished = self.path.with_name(f"{self.path.name}.tmp")
             with suppress(OSError):
@@ -44,11 +44,7 @@ class Checkpoint:
 
 
 class LogReading(Protocol):
-    """An open log."""
-
-    def close(self) -> None:
-        """Release the readers."""
-        ...
+    def close(self) -> None: ...
 
 
 T = TypeVar("T", bound=LogReading)
@@ -61,14 +57,14 @@ def follow_log(
     clock: Clock,
     away: Callable[[BusError], bool],
 ) -> None:
-    """Call `turn` once a second until it returns True; open the log again after an error.
+    """Call `turn` once a second until it returns True; reopen the log after an error.
 
     Args:
-        turn: Reads the log to its present end; True ends the following.
-        away: Called for every error of the log; True ends the following.
+        turn: Reads the log to its present end; True stops.
+        away: Called for every error of the log; True stops.
 
     Raises:
-        LogTruncated: The log has lost records that were not read.
+        LogTruncated: The log has lost unread records.
     """
     retry_s = RETRY_FIRST_S
     while True:

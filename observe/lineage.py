@@ -1,4 +1,4 @@
-"""Which policy a run had after a step, and the run's first record."""
+"""Look up the policy after a step, and the run's first record."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from dora_pipe.schemas.topics import Topics
 
 
 class _Policies:
-    """The manifest of every version that a step made, and that counts."""
-
     def __init__(self, bus: Bus, topics: Topics) -> None:
         self.by_version: dict[int, Manifest] = {}
         self._account = RunAccount()
@@ -31,17 +29,16 @@ class _Policies:
                 self.by_version[event.fact.step + 1] = event.fact.policy
 
     def round(self, round_: Round, offset: int) -> None:
-        """A round, after the facts that it folds."""
         self._account.round(round_, offset)
 
 
 def newest_version(bus: Bus, topics: Topics) -> int:
-    """Of a log that is read to its end; 0 before the first step. Raises BusError, LogTruncated."""
+    """Return the newest version; 0 before the first step. Raises BusError, LogTruncated."""
     return max(_Policies(bus, topics).by_version, default=0)
 
 
 def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Manifest]:
-    """The run's first record and the manifest of a version. Raises UsageError if there is none."""
+    """Return the first record and the manifest of a version. Raises UsageError if there is none."""
     first = _run_started(bus, topics)
     if first is not None and version == 0:
         return first, first.policy
@@ -55,7 +52,6 @@ def policy_after(bus: Bus, topics: Topics, version: int) -> tuple[RunStarted, Ma
 
 
 def _run_started(bus: Bus, topics: Topics) -> RunStarted | None:
-    """The first one: it begins the log, or is close to it."""
     at = TopicPartition(topics.control, 0)
     with closing(bus.reader({at: 0})) as reader:
         for record in records_until(reader, {at: bus.end(at)}):

@@ -1,4 +1,4 @@
-"""What the console says of a run: a line per step and evaluation, who comes and goes, alarms."""
+"""Console lines of a run: steps, evaluations, joining and leaving roles, alarms."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from dora_pipe.schemas.rounds import NO_VERSION, EarlyStop, Round
 from dora_pipe.schemas.topics import Topics
 
 PIECES_MAX: Final = 8
-"""Of the log in one look: whoever looks has other things to do."""
+"""Log pieces per call, so that the caller is not blocked."""
 
 ERRORS_SHOWN_MAX: Final = 8
-"""Classes of errors of which the first is a line."""
+"""Error classes of which the first error is shown."""
 
 
 class RunProgress(RunStats):
-    """Follows a run; `lines` are what happened since the last call, with alarms where there are."""
+    """Follow a run; `lines` returns what happened since the last call, with alarms if given."""
 
     def __init__(
         self,
@@ -53,33 +53,32 @@ class RunProgress(RunStats):
         past: int = 0,
         verbose: bool = False,
     ) -> None:
-        """`logs`: folder of the logs of the roles of this machine; `past`: end of control when the
-        run was resumed, as nothing before it is a line; `verbose`: a second line for each step,
-        with its figures."""
+        """`logs`: folder of the roles' log files here; `past`: end of control at the resume, before
+        which nothing is shown; `verbose`: a line of metrics per step."""
         super().__init__(topics.run)
         self._verbose = verbose
         self._logs = logs
         self._past = past
         self._errors_shown: set[str] = set()
         self.evaluations: dict[int, float] = {}
-        """Version to mean reward of the evaluation without a name."""
+        """Mean reward by version, of the unnamed evaluation."""
         self.hosted: Counter[str] = Counter()
-        """How often each worker has loaded a version."""
+        """Loaded versions per worker."""
         self.stopping = False
-        """The roles were asked to end: none need be heard any more."""
+        """Roles were asked to stop, so their silence is no alarm."""
         self._alarms = alarms
         if alarms:
             alarms.pauses = self.pauses
         self._say_at = 0
-        """Groups without a step that are said next."""
+        """Number of groups without a step at which the next line is due."""
         self._follower = LogFollower(bus, topics, self)
         self._unreadable = 0
         self._device = ""
-        """The trainer's, in the newest commit."""
+        """Device of the trainer in the newest commit."""
         self._lines: list[str] = []
 
     def lines(self) -> list[str]:
-        """New lines for people. Raises BusError, LogTruncated."""
+        """Return new lines. Raises BusError, LogTruncated."""
         for _ in range(PIECES_MAX):
             if not self._follower.advance():
                 break
@@ -94,19 +93,17 @@ class RunProgress(RunStats):
         return lines + (self._alarms.lines(silence=not ending) if self._alarms else [])
 
     def elsewhere(self, names: Collection[str]) -> int:
-        """Workers that are heard of, beside these."""
+        """Return the number of active workers that are not in `names`."""
         there = {one.name for one in self.account.present()}
         heard = self._alarms.heard() if self._alarms else there
         return len((there & heard) - set(names))
 
     def close(self) -> None:
-        """Let go of the readers."""
         self._follower.close()
         if self._alarms:
             self._alarms.close()
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """See the base."""
         if self._past and offset >= self._past:
             self._past = 0
             show = typed("show", self._logs.parent if self._logs else self.run)
@@ -137,7 +134,6 @@ class RunProgress(RunStats):
                 pass
 
     def round(self, round_: Round, offset: int) -> None:
-        """See the base."""
         super().round(round_, offset)
         for one in round_.decisions:
             if isinstance(one, EarlyStop):
@@ -150,7 +146,8 @@ class RunProgress(RunStats):
             self._lines.append(line)
 
     def _mark(self, mark: Mark) -> None:
-        """See the base. `run --resume -o` changes settings before its roles begin: in the past."""
+        """Marks before the resume are not shown: `run --resume -o` changes settings before roles
+        start."""
         super()._mark(mark)
         if mark.kind != "resumed":
             self._lines.append(mark.line)
@@ -163,7 +160,7 @@ class RunProgress(RunStats):
             self._failure(f"a tool of {fact.trajectory}", fact.tool_error, fact.worker)
 
     def _failure(self, subject: str, error: str, worker: str) -> None:
-        """Show the first error of each class; the shares behind the steps count the others."""
+        """Show the first error of each class; step lines count the rest."""
         name = error_class(error)
         shown = len(self._errors_shown)
         if self._past or name in self._errors_shown or shown == ERRORS_SHOWN_MAX:

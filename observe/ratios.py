@@ -1,4 +1,4 @@
-"""How far the ratios of a step's trajectories are from 1, from its contributions file."""
+"""Importance ratios of a step's trajectories, from its contributions file."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from typing import Any
 
 Contributions = Callable[[str], Iterable[Mapping[str, Any]]]
-"""The rows of a contributions file by its sha256; none where it cannot be read."""
+"""Reader of a contributions file by sha256; empty if unreadable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contributed:
-    """What the contributions file of a step says of its ratios; see docs/reference/metrics.md."""
+    """Ratio metrics of a step; see docs/reference/metrics.md."""
 
     step: int
     effective: float | None
-    """Effective sample size over the number of trajectories, 0 to 1."""
+    """Effective sample size divided by the number of trajectories, 0 to 1."""
     mismatch: tuple[tuple[int, float], ...]
     """(staleness, mean of |ln(mean ratio)| over its trajectories)."""
 
 
 def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
-    """From the rows of a contributions file; trajectories without a gradient have no ratio.
+    """Return the metrics of these rows; trajectories without a gradient have no ratio.
 
-    The weight of a trajectory is its mean ratio, trained policy to sampler, over its tokens.
+    The weight of a trajectory is its mean token ratio, trained policy to sampler.
     """
     known = with_ratio(rows)
     weights = [row["ratio_mean"] for row in known]
@@ -37,17 +37,17 @@ def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
 
 
 def with_ratio(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those of trajectories that have a ratio."""
+    """Return the rows that have a ratio."""
     return [row for row in rows if row["ratio_mean"] is not None and row["ratio_mean"] > 0]
 
 
 def distance(row: Mapping[str, Any]) -> float:
-    """|ln(mean ratio)| of a trajectory."""
+    """Return |ln(mean ratio)| of a trajectory."""
     return abs(math.log(row["ratio_mean"]))
 
 
 def by_staleness(rows: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """Rows by the staleness of their trajectories, ascending."""
+    """Group rows by staleness, ascending."""
     found: dict[int, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["staleness"], []).append(row)

@@ -1,7 +1,6 @@
-"""A run in numbers while its log is followed; it decides what is counted.
+"""Statistics of a run while its log is followed.
 
-What became of groups, steps and workers the account of the ledger says, what roles said last its
-statuses. Nothing here knows the time: moments are those that records carry.
+All times come from records; nothing reads a clock.
 """
 
 from __future__ import annotations
@@ -75,27 +74,25 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.topics import Topics
 
 SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
-"""Bounds for what lasts as long as work does, s."""
+"""Histogram bounds for work, s."""
 
 DELAYS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Bounds for what the log adds, s."""
+"""Histogram bounds for log latency, s."""
 
 LENGTHS: Final = tuple(float(2**power) for power in range(4, 18))
-"""Bounds for sampled tokens of a trajectory."""
+"""Histogram bounds for sampled tokens of a trajectory."""
 
 LOADS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
-"""Bounds for loading weights, s."""
+"""Histogram bounds for loading weights, s."""
 
 STALENESS: Final = tuple(float(value) for value in range(9))
 
 STEPS_KEPT: Final = 400
-"""Steps that are remembered one by one."""
 
 MARKS_KEPT: Final = 400
-"""Changes of settings, stops and lost roles that are remembered one by one."""
+"""Kept changes of settings, stops and lost roles."""
 
 ROUNDS_KEPT: Final = 64
-"""Rounds that are remembered one by one."""
 
 LEARNING: Final[Mapping[str, str]] = {
     "loss": "Loss of the step, by its objective.",
@@ -106,7 +103,7 @@ LEARNING: Final[Mapping[str, str]] = {
     "clipped_share": "Share of trained tokens whose gradient the clip took away.",
     "learning_rate": "Learning rate of the step, by its schedule.",
 }
-"""Names, and what each says. docs/observe.md defines them."""
+"""Learning metrics and their descriptions; docs/observe.md defines them."""
 
 RATE: Final = "trainer.learning_rate"
 
@@ -124,12 +121,12 @@ STATES: Final[tuple[WorkerState, ...]] = (
     "left",
     "fenced",
 )
-"""`joined`: it has no version yet. `loading`: it shall host another version than it does. `asleep`:
-an elastic one that shall host none."""
+"""`joined`: has no version yet. `loading`: changes to another version. `asleep`: a colocated worker
+that hosts none."""
 
 
 def learning_of(figures: Mapping[str, float], settings: Mapping[str, Any]) -> dict[str, float]:
-    """Return those figures that a commit has; `settings` are those of its batch."""
+    """Return the metrics in a commit; `settings` are those of its batch."""
     rate = settings.get(RATE)
     known = {**figures, **({"learning_rate": rate} if isinstance(rate, float) else {})}
     return {name: known[name] for name in LEARNING if name in known}
@@ -137,23 +134,21 @@ def learning_of(figures: Mapping[str, float], settings: Mapping[str, Any]) -> di
 
 @dataclass(slots=True)
 class Histogram:
-    """Observations counted by upper bounds, the last of which is infinity.
+    """Histogram of observations; the last bound is infinity.
 
     Example: ``Histogram((1.0, 2.0)).add(1.5)``
     """
 
     bounds: Sequence[float]
-    """Ascending, each the largest value that its bucket takes."""
+    """Inclusive upper bounds, ascending."""
     counts: list[int] = field(default_factory=list)
-    """Per bucket, not added up; the last one is of what is above every bound."""
+    """Per bucket, not cumulative; the last bucket is above every bound."""
     total: float = 0.0
-    """Sum of all observations."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def add(self, value: float, times: int = 1) -> None:
-        """Observe a value, so many times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -162,7 +157,7 @@ class Histogram:
         return sum(self.counts)
 
     def cumulative(self) -> Iterator[tuple[float, int]]:
-        """(bound, observations up to it), ascending; the last bound is infinity."""
+        """Yield (bound, cumulative count), ascending; the last bound is infinity."""
         below = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             below += count
@@ -171,15 +166,15 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """The newest incarnation of a worker, and what was heard of it."""
+    """Newest incarnation of a worker."""
 
     history: WorkerHistory
     heard: LastStatus | None
-    """What any incarnation said last; None before it was heard."""
+    """Last status of any incarnation, if any."""
 
     @property
     def status(self) -> WorkerStatus | None:
-        """The newest of this incarnation, while it is there."""
+        """Newest status of this incarnation, while present."""
         if self.heard is None or self.heard.epoch != self.history.epoch:
             return None
         status = self.heard.status
@@ -191,22 +186,22 @@ class WorkerView:
 
     @property
     def gone(self) -> Literal["", "left", "fenced"]:
-        """How its newest incarnation ended; empty while it is there."""
+        """How the newest incarnation ended; empty while present."""
         return "" if self.history.gone is None else self.history.gone.how
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled by all its incarnations."""
+        """Tokens sampled by all incarnations."""
         return self.counts.sampled
 
     @property
     def counts(self) -> WorkerCounts:
-        """Of all its incarnations."""
+        """Counts of all incarnations."""
         return NOTHING_COUNTED if self.heard is None else self.heard.counts
 
     @property
     def state(self) -> WorkerState:
-        """What it does, by what was decided and what it said last."""
+        """State by decisions and the last status."""
         if self.gone:
             return self.gone
         if self.history.draining:
@@ -221,7 +216,7 @@ class WorkerView:
 
     @property
     def tokens_per_s(self) -> float:
-        """As of its last statuses; 0 of one that is gone."""
+        """Rate in the last statuses; 0 if gone."""
         if self.heard is None or self.status is None or self.gone:
             return 0.0
         return self.heard.tokens_per_s
@@ -229,42 +224,40 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """A committed step in numbers."""
+    """Statistics of a committed step."""
 
     step: int
     committed_ns: int
     seconds: float | None
-    """Since the commit before, or since the trainer began; None where that is not known."""
+    """Time since the previous commit, or the trainer's start; None if unknown."""
     waited_s: float
-    """The trainer was free and had neither a batch nor a part of it."""
+    """Time the idle trainer had neither a batch nor a part of one."""
     worker: str
-    """Who logged the trajectory that came last; empty where nobody was waited for."""
+    """Worker of the last trajectory to arrive; empty if the trainer did not wait."""
     version: int
-    """Of that trajectory's group; -1 where nobody was waited for."""
+    """Version of that trajectory's group; -1 if the trainer did not wait."""
     ahead_s: float
-    """It computed parts of the batch before that was taken."""
+    """Time spent on parts before the batch was taken."""
     training_s: float
-    """The rest, from when the batch was there and the trainer free."""
+    """Remaining time, from when the batch was complete and the trainer free."""
     reward: float | None
-    """Mean of the batch's valid rewards."""
+    """Mean of valid rewards."""
     task_rewards: tuple[tuple[str, float], ...]
-    """The same of each task with a name, by name."""
+    """Mean reward of each named task, by name."""
     parts: Mapping[str, Mapping[str, float]]
-    """The mean of every part of these rewards, by the task's name."""
+    """Mean of each reward component, by task name."""
     errors: Mapping[str, int]
-    """Classes of the errors of the batch's trajectories without a valid reward."""
+    """Error classes of trajectories without a valid reward."""
     failed: FailedShare
-    """Share in groups that ended since the commit before, also those outside the batch."""
+    """Share over all groups that ended since the previous commit."""
     gradient: bool
-    """Whether the weights were updated."""
+    """The weights were updated."""
     tokens: int
-    """Sampled tokens of the batch."""
     staleness: tuple[tuple[int, int], ...]
-    """(staleness, groups)."""
 
     @property
     def line(self) -> str:
-        """The step as the console and `top` in a pipe show it."""
+        """Return the step as a console line."""
         reward = "  -  " if self.reward is None else f"{self.reward:5.3f}"
         staleness = " ".join(f"{value}:{count}" for value, count in self.staleness)
         seconds = self.seconds or 0.0
@@ -281,60 +274,61 @@ class StepStats:
 
 
 class RunStats:
-    """A run in numbers. Example: ``stats.fact(offset, fact)``, ``stats.round(round_, offset)``,
-    ``stats.status(status)``; then read its fields."""
+    """Statistics of a run.
+
+    Example: ``stats.fact(offset, fact)``, ``stats.round(round_, offset)``,
+    ``stats.status(status)``.
+    """
 
     def __init__(self, run: str) -> None:
         self.run = run
         self.account = RunAccount()
         self.statuses, self.pauses = Statuses(), Pauses()
         self.log_up = True
-        """False while the log cannot be read."""
+        """False while the log is unreadable."""
         self.halted = ""
-        """Why the run was halted: groups fail, and no user has resumed it; else empty."""
+        """Reason of a halt that no user has resumed; else empty."""
         self.last_ns = 0
-        """The newest moment that any record carries: wall clock."""
+        """Newest wall clock in any record."""
         self.rounds = 0
         self.bound: int | None = None
-        """`max_staleness` as it stood at the newest dispatch; before the first, as configured."""
+        """`max_staleness` at the newest dispatch; before the first, as configured."""
         self.steps_planned: int | None = None
         self.per_step: int | None = None
-        """Groups of a step."""
         self.heartbeat_s: float | None = None
-        """Between two statuses of a role."""
+        """Status interval."""
         self.steps: deque[StepStats] = deque(maxlen=STEPS_KEPT)
         self.commit: StepCommitted | None = None
-        """The newest that counts."""
+        """Newest effective commit."""
         self.contributed: Contributed | None = None
         self.marks: deque[Mark] = deque(maxlen=MARKS_KEPT)
         self.recent_rounds: deque[Round] = deque(maxlen=ROUNDS_KEPT)
         self.evaluated: dict[str, EvaluationEnded] = {}
-        """The newest one of each name that is complete and has a valid reward."""
+        """Newest complete evaluation with a valid reward, by name."""
         self.meter = LogMeter()
-        """Of who tells these numbers."""
         self.control_folded = 0
         """`control_next` of the newest round."""
         self.dispatched: Counter[str] = Counter()
         self.fates: Counter[str] = Counter()
         self.left_over: Counter[SiblingFate] = Counter({"surplus": 0, "expired": 0})
-        """Siblings that their groups did not wait for."""
+        """Redundant and expired trajectories."""
         self.decisions: Counter[str] = Counter()
         self.trajectories: Counter[tuple[str, str]] = Counter()
-        """(finish, valid) of every trajectory that was logged, counting or not."""
+        """(finish, valid) of every logged trajectory."""
         self.errors: Counter[str] = Counter()
-        """Classes of the errors of those that are not valid."""
+        """Error classes of invalid trajectories."""
         self.failed = FailedTrajectories()
         self.since_step = GroupsSinceStep()
         self._failed_now = FailedTrajectories(groups=SINCE_STEP_GROUPS)
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
-        """Incarnations of workers that ended, by how."""
+        """Ended incarnations of workers."""
         self.faults, self.outcomes = Counter[str](), Counter[str]()
-        """How attempts of requests on workers ended, of groups that have ended."""
+        """Outcomes of worker attempts, of ended groups."""
         self.moves = Counter({"decided": 0, "released": 0})
         self.refused = self.without_gradient = self.late = 0
-        """Batches; steps; and groups that were trained behind their deadline: C3 is broken."""
+        """Batches; steps; groups trained after their deadline, which violates C3."""
         self.waited_by: Counter[str] = Counter()
-        """ms that the trainer waited, by the worker that it waited for."""
+        """Milliseconds that the trainer waited, by worker."""
         self.compute_ms = self.ahead_ms = 0
         self.load_s = Histogram(LOADS)
         self.step_s, self.training_s, self.wait_s = (Histogram(SECONDS) for _ in range(3))
@@ -346,12 +340,10 @@ class RunStats:
 
     @property
     def started(self) -> RunStarted | None:
-        """The run's first record, once it was read."""
         return self.account.started
 
     @property
     def workers(self) -> dict[str, WorkerView]:
-        """The newest incarnation of every worker."""
         heard = self.statuses.heard
         return {
             name: WorkerView(history=one, heard=heard.get(name))
@@ -359,16 +351,16 @@ class RunStats:
         }
 
     def present(self) -> list[WorkerView]:
-        """Workers that are not gone, by name."""
+        """Return present workers by name."""
         return [one for one in self.workers.values() if not one.gone]
 
     def worker_states(self) -> Counter[tuple[int, WorkerState]]:
-        """Workers by hosted version and state."""
+        """Count workers by (hosted version, state)."""
         return Counter((one.history.hosted, one.state) for one in self.workers.values())
 
     @property
     def heard(self) -> dict[str, AnyMetrics]:
-        """What every role said last that is there; a worker is once it has joined."""
+        """Return the last status of every present role."""
         roles = {
             name: one.status
             for name, one in self.statuses.heard.items()
@@ -379,42 +371,41 @@ class RunStats:
 
     @property
     def version(self) -> int:
-        """The newest policy version."""
         return 0 if self.commit is None else self.commit.step + 1
 
     @property
     def over(self) -> bool:
-        """The round that stops the run was read."""
+        """Return whether the final round was read."""
         return self.account.over
 
     @property
     def state(self) -> str:
-        """Whether the run is finished, open or halted, in words."""
+        """Return finished, open or halted."""
         if self.over:
             return "finished"
         return "halted: most groups fail, see `why`" if self.halted else "open"
 
     def follow(self, bus: Bus, topics: Topics, *, statuses: bool = True) -> LogFollower:
-        """Return a reader that tells these numbers all of a log."""
+        """Return a follower that feeds a log into these statistics."""
         heard = self.status if statuses else None
         return LogFollower(bus, topics, self, statuses=heard, meter=self.meter)
 
     def read(self, bus: Bus, topics: Topics, *, statuses: bool = True) -> None:
-        """Read a log up to its present end. Raises BusError, LogTruncated."""
+        """Read a log to its present end. Raises BusError, LogTruncated."""
         with closing(self.follow(bus, topics, statuses=statuses)) as follower:
             while follower.advance():
                 pass
 
     def status(self, status: AnyMetrics) -> None:
-        """A record of the metrics topic; what an incarnation says that is out is history."""
+        """Add a status; those of ended incarnations are ignored."""
         self.last_ns = max(self.last_ns, status.at_ns)
         worker, epoch = self.account.named.get(role_of(status)), epoch_of(status)
         if worker is None or epoch > worker.epoch or (epoch == worker.epoch and not worker.gone):
             self.statuses.receive(self.pauses.excused(status))
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """A control record, which a round folds."""
-        if not isinstance(fact, Command | VersionsDropped):  # of users, also when the run is over
+        """Add a control record; its round follows."""
+        if not isinstance(fact, Command | VersionsDropped):  # users may send these after the run
             self.last_ns = max(self.last_ns, fact.at_ns)
         self._unfolded.append((offset, fact.at_ns))
         self.pauses.fact(fact)
@@ -437,7 +428,7 @@ class RunStats:
                 pass
 
     def round(self, round_: Round, offset: int) -> None:
-        """A round, after the facts that it folds."""
+        """Add a round, after the facts that it folds."""
         self.rounds += 1
         self.last_ns = max(self.last_ns, round_.now_ns)
         self.control_folded = round_.control_next
@@ -462,7 +453,7 @@ class RunStats:
         self._happened(self.account.round(round_, offset))
 
     def _begin(self, fact: RunStarted) -> None:
-        """Its configuration may be of another version."""
+        """The configuration may be of another version."""
 
         def configured(section: str, key: str) -> Any:
             return fact.config.get(section, {}).get(key)
@@ -475,7 +466,7 @@ class RunStats:
     def _happened(self, events: Iterable[Event]) -> None:
         for event in events:
             match event:
-                case RecordLogged():  # the most frequent first
+                case RecordLogged():  # most frequent first
                     self._record(event.fact)
                 case GroupEnded():
                     self._group(event)
@@ -491,7 +482,6 @@ class RunStats:
                     pass
 
     def _mark(self, mark: Mark) -> None:
-        """A setting changed, the run was resumed, a role was lost or came back."""
         self.marks.append(mark)
 
     def _record(self, fact: TrajectoryLogged) -> None:
@@ -555,7 +545,7 @@ class RunStats:
 
 
 def evaluation_words(ended: EvaluationEnded) -> str:
-    """On one line. Example: ``evaluation hard of version 4: reward 0.512, pass@4 0.750``"""
+    """Return one line. Example: ``evaluation hard of version 4: reward 0.512, pass@4 0.750``"""
     name = f" {ended.evaluation}" if ended.evaluation else ""
     passed = [(figure, value) for figure, value in ended.figures.items() if figure != "pass@1"]
     more = [

@@ -1,4 +1,4 @@
-"""Figures as text for people: sparklines, short numbers, durations; it decides nothing."""
+"""Format numbers for people: sparklines, short numbers, durations."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Final
 
 TICKS: Final = "▁▂▃▄▅▆▇█"
 PLAIN_TICKS: Final = "_.-=+*#@"
-"""For terminals that have ASCII alone."""
+"""For ASCII terminals."""
 
 
 def sparkline(values: Sequence[float | None], *, plain: bool = False) -> str:
-    """One character per value, from the lowest to the highest; a blank where there is none.
+    """Return one character per value, scaled from lowest to highest; blank for None.
 
     Example: ``sparkline([0.0, 0.5, 1.0]) == "▁▅█"``
     """
@@ -25,7 +25,7 @@ def sparkline(values: Sequence[float | None], *, plain: bool = False) -> str:
 
 
 def short(value: float) -> str:
-    """A number in five characters at most. Example: ``short(12345) == "12.3k"``."""
+    """Return at most five characters. Example: ``short(12345) == "12.3k"``."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             scale = limit if unit != "k" else 1e3
@@ -34,7 +34,7 @@ def short(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people. Example: ``duration(0.34) == "0.3 s"``, ``duration(190) == "3 min 10 s"``."""
+    """Example: ``duration(0.34) == "0.3 s"``, ``duration(190) == "3 min 10 s"``."""
     if seconds < 120:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -50,5 +50,5 @@ def counted(count: int, what: str) -> str:
 
 
 def ahead_share(ahead_s: float, training_s: float) -> float:
-    """Of all training what was done in parts before their batch was whole; 0 of none."""
+    """Return the share of training done before batches were complete; 0 without training."""
     return ahead_s / (ahead_s + training_s) if ahead_s else 0.0

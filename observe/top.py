@@ -1,5 +1,4 @@
-"""What `top` shows of a run, as lines in panels; it decides what is worth a line, and what is left
-out where there is no room."""
+"""Content of `top` as lines in panels."""
 
 from __future__ import annotations
 
@@ -25,13 +24,13 @@ from dora_pipe.schemas.rounds import NO_VERSION, Round
 Style = Literal["", "dim", "good", "busy", "alarm"]
 
 RECENT: Final = 10
-"""Steps that the estimate, the staleness and the tokens per second are made of."""
+"""Steps over which rates, staleness and the estimate are computed."""
 
 STOPPED_NS: Final = 60_000_000_000
-"""A log that says nothing for so long is shown as of its last moment."""
+"""A log silent for this long is shown as of its last record."""
 
 SPARKS: Final = 20
-"""Steps in the sparkline of the reward."""
+"""Steps in the reward sparkline."""
 
 STATE_STYLES: Final[Mapping[WorkerState, Style]] = {
     "generating": "good",
@@ -43,7 +42,7 @@ STATE_STYLES: Final[Mapping[WorkerState, Style]] = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of text, and how it is meant; nothing is said by the style alone."""
+    """Line of text with a style; the text alone carries the meaning."""
 
     text: str
     style: Style = ""
@@ -51,13 +50,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """Lines under a title, the most important first."""
+    """Titled lines, the most important first."""
 
     title: str
     lines: tuple[Line, ...]
 
     def fit(self, rows: int) -> tuple[Line, ...]:
-        """At most so many; the last one says how many are left out."""
+        """Return at most `rows` lines; the last gives the number omitted."""
         if len(self.lines) <= rows:
             return self.lines
         if rows <= 1:
@@ -68,11 +67,9 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screen:
-    """A run at a moment."""
-
     head: str
     done: float
-    """Share of the steps, 0 to 1."""
+    """Completed share of the steps, 0 to 1."""
     workers: Panel
     numbers: Panel
     waits: Panel
@@ -81,11 +78,10 @@ class Screen:
 
     @property
     def panels(self) -> tuple[Panel, ...]:
-        """All of them, in order."""
         return self.workers, self.numbers, self.waits, self.decisions
 
     def lines(self) -> Iterator[str]:
-        """As plain lines, for a pipe."""
+        """Yield plain lines, for a pipe."""
         yield self.head
         for panel in self.panels:
             yield ""
@@ -94,13 +90,13 @@ class Screen:
 
 
 def moment_of(stats: RunStats, now_ns: int) -> int:
-    """The moment that is shown: now, or the last of a log that goes on no more."""
+    """Return the time to show: now, or the last record of a silent log."""
     stopped = stats.over or now_ns - stats.last_ns > STOPPED_NS
     return stats.last_ns if stopped else max(now_ns, stats.last_ns)
 
 
 def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Screen:
-    """The run as its log tells it; `now_ns` is the wall clock. `plain`: ASCII alone."""
+    """Return the screen; `now_ns` is the wall clock, `plain` means ASCII."""
     at_ns = moment_of(stats, now_ns)
     planned = stats.steps_planned or 0
     return Screen(
@@ -132,7 +128,7 @@ def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
 
 
 def _left_s(stats: RunStats, at_ns: int) -> float | None:
-    """An estimate: steps to go, each as long as the median of the last ones."""
+    """Estimate the remaining time from the median of recent steps."""
     lasted = [one.seconds for one in list(stats.steps)[-RECENT:] if one.seconds is not None]
     if not lasted or stats.steps_planned is None:
         return None
@@ -142,7 +138,6 @@ def _left_s(stats: RunStats, at_ns: int) -> float | None:
 
 
 def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
-    """How many there are of each version and state, then each."""
     workers = sorted(stats.workers.values(), key=_rank)
     states = stats.worker_states()
     for (version, state), count in sorted(states.items(), key=lambda item: (-item[0][0], item[0])):
@@ -156,7 +151,7 @@ def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
 
 
 def _rank(worker: WorkerView) -> tuple[bool, int, str]:
-    """Those that are there first, of the newest version first."""
+    """Order by presence, then newest version."""
     return bool(worker.gone), -worker.history.hosted, worker.name
 
 
@@ -198,14 +193,14 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
 
 
 def _silent_s(stats: RunStats, status: AnyMetrics, at_ns: int) -> float | None:
-    """How long a role has said nothing, if that is too long."""
+    """Return the silence of a role if it is too long."""
     age_s = (at_ns - status.at_ns) / 1e9
     silent = age_s > silent_after_s(stats.heartbeat_s)
     return age_s if silent and not (stats.over or stats.halted) else None
 
 
 def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
-    """What fits into the smallest terminal comes first."""
+    """The smallest terminal shows only the first lines."""
     recent = list(stats.steps)[-RECENT:]
     found: Counter[int] = Counter()
     for step in recent:
@@ -230,7 +225,6 @@ def _or(value: object) -> str:
 
 
 def _step_now(stats: RunStats, at_ns: int) -> str:
-    """How far the next step is."""
     if stats.over:
         return "no step is under way"
     batch = stats.account.batch
@@ -276,7 +270,7 @@ def _fates(stats: RunStats) -> str:
 
 
 def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
-    """Trainer and orchestrator first; workers that work are left to the other panel."""
+    """Trainer and orchestrator first; excludes working workers."""
     if stats.over:
         yield Line("the run is over", "dim")
         return
@@ -290,16 +284,16 @@ def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionSummary:
-    """Decisions of a round that are alike. Example: ``place 8 version 29 on w0``."""
+    """Equal decisions of a round. Example: ``place 8 version 29 on w0``."""
 
     at_ns: int
     words: str
     reason: str
-    """Of the last of them."""
+    """Reason of the last decision."""
 
 
 def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
-    """The decisions of a round by kind, version, worker, step and fate, in order."""
+    """Group the decisions of a round by kind, version, worker, step and outcome, in order."""
     count: Counter[tuple[str, str]] = Counter()
     reasons: dict[tuple[str, str], str] = {}
     for decision in round_.decisions:
@@ -320,7 +314,7 @@ def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
 
 
 def _recent_decisions(stats: RunStats) -> Iterator[Line]:
-    """Newest first, with their time after the start."""
+    """Newest first, with the time since the start."""
     began_ns = stats.started.at_ns if stats.started else 0
     summaries = [one for round_ in stats.recent_rounds for one in summaries_of(round_)]
     for one in reversed(summaries):

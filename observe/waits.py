@@ -1,16 +1,14 @@
-"""Add up who waited how long for what, over a whole run.
+"""Sum the waits of each role over a whole run.
 
-The view `waits` of the catalogue cuts the wait for a batch where the trajectory that came last of
-it changed hands, and gives each piece to the one that had it then:
+The catalogue's view `waits` divides the wait for a batch by the state of its last trajectory:
 
     commit before ... dispatched   `admission`: no group could be admitted, or no slot was free
     dispatched ...... placed       `queue`: no slot was free on a worker of its version
-    placed .......... logged       `sampling`, or `lost` for an attempt that ended without a result
+    placed .......... logged       `sampling`, or `lost` for an attempt without a result
     logged .......... taken        `decision`
 
-Time in which the run was stopped is a cause by itself, and no wait of a role. Waits of orchestrator
-and workers come from their statuses: exact where a wait was there at a status, to half a heartbeat
-where it ended between two.
+Stops of the run are separate and no wait of a role. Waits of orchestrator and workers come from
+statuses: exact if a status reports the wait, else to half a heartbeat.
 """
 
 from __future__ import annotations
@@ -32,19 +30,18 @@ from dora_pipe.schemas.metrics import AnyMetrics, Wait
 from dora_pipe.schemas.topics import Topics
 
 TOP_MAX: Final = 3
-"""Waits of a role that are named one by one."""
 
 STEPS_MAX: Final = 4
-"""Steps, those that waited longest."""
+"""Steps with the longest waits that are shown."""
 
 ROLES_MAX: Final = 10
-"""Roles that a table shows: trainer, orchestrator, and the workers that waited longest."""
+"""Roles in a table: trainer, orchestrator, and the workers that waited longest."""
 
 FALLBACKS_MAX: Final = 3
-"""Newest fallbacks that are lines of a summary; the others are counted."""
+"""Newest fallbacks that are shown; the rest are counted."""
 
 ADVICE_SHARE_MIN: Final = 0.05
-"""Of a role's time: a shorter wait is worth no change."""
+"""Share of a role's time below which a wait gets no advice."""
 
 RUN: Final = """
     select started_ns, last_ns, stopped, cast(config->>'$.timing.heartbeat_s' as double)
@@ -85,7 +82,7 @@ FALLBACKS: Final = """
     from fallbacks order by at_ns desc limit ?"""
 
 SILENT_INTERVALS: Final = 6.0
-"""Statuses that are so many times further apart than usual have a silence between them."""
+"""Multiple of the usual status interval that counts as silence."""
 
 Kind = Literal["admission", "queue", "lost", "sampling", "decision"]
 
@@ -112,7 +109,7 @@ WAITS: Final = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A part of a wait, and who had the trajectory that it waited for."""
+    """Part of a wait for a trajectory, and the worker that had it."""
 
     kind: Kind
     seconds: float
@@ -120,12 +117,12 @@ class Piece:
     worker: str = ""
 
     def words(self) -> str:
-        """As it stands in a sentence after "waited 3 s for"."""
+        """Return the text after "waited 3 s for"."""
         return piece_words(self.kind, self.worker, (self.version,))
 
 
 def piece_words(kind: Kind, worker: str, versions: Collection[int]) -> str:
-    """Pieces of one kind and worker in words, whichever versions they are of."""
+    """Describe pieces of one kind and worker, of any versions."""
     first, last = min(versions), max(versions)
     of = f"of version {first}" if first == last else f"of versions {first} to {last}"
     match kind:
@@ -143,28 +140,28 @@ def piece_words(kind: Kind, worker: str, versions: Collection[int]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWait:
-    """What lay between two steps. Times are wall clock ns."""
+    """Time between two steps, wall clock ns."""
 
     step: int
     free_ns: int
-    """The trainer was free: the commit before, or its own start."""
+    """Previous commit, or the trainer's start."""
     taken_ns: int
     committed_ns: int | None = None
-    """None while it is trained, or when it never was."""
+    """None without a commit."""
     last: str = ""
-    """The trajectory that came last of the batch."""
+    """Last trajectory of the batch to arrive."""
     version: int = -1
     worker: str = ""
-    """Who logged it."""
+    """Worker that logged it."""
     logged_ns: int = 0
     ahead_s: float = 0.0
-    """What the trainer computed of the batch before it was there."""
+    """Time spent on parts before the batch was complete."""
     waited_s: float
-    """The trainer was free, and had neither the batch nor a part of it."""
+    """Time the idle trainer had neither the batch nor a part of it."""
     stopped_s: float = 0.0
-    """Before the batch was taken, the run was stopped."""
+    """Time the run was stopped before the batch was taken."""
     known_s: float = 0.0
-    """From when the trainer was free to its commit, or to the batch, without stops."""
+    """Time from `free_ns` to the commit, or to the batch, without stops."""
     pieces: tuple[Piece, ...] = ()
 
     def text(self) -> str:
@@ -183,7 +180,7 @@ class StepWait:
 
 
 def waits_of(catalogue: Catalogue) -> list[StepWait]:
-    """What lay before every step whose batch was taken."""
+    """Return the wait before every step whose batch was taken."""
     return [
         StepWait(**row | {"pieces": tuple(Piece(**one) for one in row["pieces"] or ())})
         for row in catalogue.records(WAITS)
@@ -192,23 +189,23 @@ def waits_of(catalogue: Catalogue) -> list[StepWait]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleWaits:
-    """What one role waited for, all its incarnations together. Seconds."""
+    """Waits of one role over all incarnations, in seconds."""
 
     role: str
     there_s: float
     waited_s: float
     silent_s: float
     waits: tuple[tuple[str, float], ...]
-    """(what for, how long), longest first."""
+    """(cause, duration), longest first."""
     names: tuple[str, ...] = ()
-    """Of these waits: as docs/why.md lists them, or the kind of a piece of the trainer's."""
+    """Wait names as in docs/why.md, or kinds of the trainer's pieces."""
 
     def share(self, seconds: float) -> float:
-        """Of the time that it was there."""
+        """Return a share of the role's time."""
         return seconds / self.there_s if self.there_s else 0.0
 
     def rows(self) -> Iterator[tuple[str, float, float, str, str]]:
-        """(role, seconds, share, what for, what to do), the whole first, then the longest."""
+        """Yield (role, seconds, share, cause, advice): the total first, then the longest waits."""
         silent = f"it was silent for {duration(self.silent_s)}" if self.silent_s else ""
         whole_s = self.waited_s
         yield self.role, whole_s, self.share(whole_s), silent, SILENT if silent else ""
@@ -225,36 +222,33 @@ class RoleWaits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """A run's waits."""
-
     run: str
     run_s: float
-    """From its start to its last record, without the time in which it was stopped."""
+    """Time from start to last record, without stops."""
     over: bool
     steps: int
     untold_s: float
-    """At the run's beginning: statuses of that time are deleted, and no role's waits counted."""
+    """Time at the start without statuses, which were deleted; its waits are not counted."""
     roles: tuple[RoleWaits, ...]
     longest: tuple[StepWait, ...]
-    """The steps with the longest waits for their batch."""
     alarms: tuple[str, ...]
     failed: FailedShare
     fallbacks: tuple[str, ...] = ()
-    """Lines on files of versions that were lost or damaged on their way to a worker."""
+    """Files of versions that were lost or damaged in transfer, as lines."""
     stops: tuple[float, ...] = ()
-    """Seconds of each time in which the run was stopped."""
+    """Duration of each stop."""
     ahead_s: float = 0.0
-    """Training of parts, begun before their batch was whole."""
+    """Training of parts before their batch was complete."""
     beside_s: float = 0.0
-    """Training of parts while the version before was published."""
+    """Training of parts while the previous version was published."""
     saved_s: float = 0.0
-    """Of that, the trainer would have waited for the batch."""
+    """Part of `ahead_s` in which the trainer would have waited."""
     training_s: float = 0.0
-    """All other training."""
+    """Other training."""
 
     @property
     def shown(self) -> tuple[RoleWaits, ...]:
-        """All roles, or of many the workers that waited longest."""
+        """Return all roles, or only the workers that waited longest."""
         if len(self.roles) <= ROLES_MAX:
             return self.roles
         workers = sorted(self.roles[2:], key=lambda one: -one.waited_s)
@@ -262,7 +256,7 @@ class Summary:
 
     @property
     def ahead(self) -> str:
-        """What parts have saved; empty where there were none."""
+        """Return the time that parts saved; empty without parts."""
         if not self.ahead_s and not self.beside_s:
             return ""
         beside = f"; {duration(self.beside_s)} more, while a version was published"
@@ -275,7 +269,6 @@ class Summary:
 
     @property
     def head(self) -> str:
-        """How far the run is."""
         state = "is over" if self.over else "is not over"
         head = f"{self.run} {state}: {counted(self.steps, 'step')} in {duration(self.run_s)}"
         if self.stops:
@@ -287,7 +280,7 @@ class Summary:
 
 
 def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
-    """A run's waits: the trainer's for its batches from the catalogue, all others from statuses.
+    """Sum the waits of a run: those for batches from the catalogue, others from statuses.
 
     Raises BusError, LogTruncated.
     """
@@ -322,7 +315,6 @@ def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
 
 
 def _fallbacks(catalogue: Catalogue) -> tuple[str, ...]:
-    """Lines on the newest fallbacks, the oldest of them first, and how many there were before."""
     rows = list(catalogue.records(FALLBACKS, (FALLBACKS_MAX,)))
     lines = []
     for row in reversed(rows):
@@ -343,7 +335,7 @@ def _failed(catalogue: Catalogue) -> FailedShare:
 
 
 def _kept_ns(bus: Bus, topics: Topics, found: Sequence[AnyMetrics], ended_ns: int) -> int:
-    """From when on there are statuses, wall clock; 0 where none was deleted."""
+    """Return the wall clock of the first kept status; 0 if none was deleted."""
     partitions = range(bus.partitions(topics.metrics))
     if not any(bus.begin(TopicPartition(topics.metrics, one)) for one in partitions):
         return 0
@@ -358,7 +350,7 @@ def _by_role(found: Sequence[AnyMetrics]) -> dict[str, list[AnyMetrics]]:
 
 
 def for_batches(waits: Sequence[StepWait]) -> dict[tuple[str, str], float]:
-    """Return the seconds that the trainer waited for batches, by (kind, what for)."""
+    """Return the seconds that the trainer waited for batches, by (kind, cause)."""
     pieces: dict[tuple[Kind, str], list[Piece]] = defaultdict(list)
     for wait in waits:
         for piece in wait.pieces:
@@ -380,10 +372,11 @@ def role_waits(
     known_s: float = 0.0,
     skip: str = "",
 ) -> RoleWaits:
-    """What statuses say; `told`, by (name, what for), is known better, and is what waits called
-    `skip` were for. The role was there for `known_s` at least, `told` included.
+    """Return waits from statuses; `told`, by (name, cause), is exact and replaces waits named
+    `skip`.
 
-    Waits that only statuses know are cut to the time that is left: statuses begin late and round.
+    The role was present for at least `known_s`. Waits from statuses are cut to the remaining time,
+    because statuses start late and are rounded.
     """
     lasted: dict[tuple[str, str], float] = defaultdict(float)
     there_s = silent_s = 0.0
@@ -415,7 +408,7 @@ def role_waits(
 
 
 def _intervals(found: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMetrics]]:
-    """Statuses of one incarnation that follow each other."""
+    """Yield consecutive statuses of one incarnation."""
     last: dict[int, AnyMetrics] = {}
     for status in found:
         before = last.get(epoch_of(status))
@@ -425,16 +418,15 @@ def _intervals(found: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMet
 
 
 def _usual_ns(found: Sequence[AnyMetrics]) -> float:
-    """How far apart statuses usually are: progress brings some forward, a silence is rare."""
+    """Return the median status interval: progress sends some early, silence is rare."""
     lengths = sorted(now.at_ns - before.at_ns for before, now in _intervals(found))
     return lengths[len(lengths) * 9 // 10] if lengths else 0.0
 
 
 def _waited(before: AnyMetrics, now: AnyMetrics, heartbeat_ns: int) -> Iterator[tuple[Wait, float]]:
-    """How long the role stood still between two statuses.
+    """Yield the waits between two statuses.
 
-    A role that says nothing has no news: what had ended at the second status lasted until a
-    heartbeat before it at least.
+    Without a new status, the old state lasted until at least one heartbeat before `now`.
     """
     length_ns, covered_ns = now.at_ns - before.at_ns, 0
     last, present = _still(before), _still(now)
@@ -452,7 +444,7 @@ def _still(status: AnyMetrics) -> Wait | None:
 
 
 def _alarms(found: Iterable[AnyMetrics]) -> list[str]:
-    """Every wait that became an alarm, with how long it had lasted when it was said last."""
+    """Return every wait that became an alarm, with its last known duration."""
     last: dict[tuple[str, int, str, int], str] = {}
     for status in found:
         for wait in status.waits:

@@ -1,7 +1,6 @@
-"""Explain who waits for whom in a run at a moment; one answer for `why`, `top` and the pages.
+"""Explain who waits for whom in a run at a moment, for `why`, `top` and the pages.
 
-What a role waits for is what its last status says. Groups, requests and workers on the way from a
-waiting role to the one that blocks it come from the account of the log.
+Waits come from each role's last status, the chain to the blocking role from the log.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from dora_pipe.schemas.rounds import Round, TakeBatch
 from dora_pipe.schemas.topics import Topics
 
 TAIL_RECORDS: Final = 20_000
-"""Statuses at the end of each partition of the metrics topic that an answer reads."""
+"""Last statuses of each metrics partition that an answer reads."""
 
 LEASE_S: Final = 10.0
-"""Lease of a role in a run whose configuration is not known."""
+"""Lease if the configuration is unknown."""
 
 CALLS_MAX: Final = 3
-"""Open calls of a session that a sentence names."""
+"""Open calls that a sentence lists."""
 
 OF_TASKS: Final = frozenset({"prompt", "environment", "reward", "agent"})
 """Waits of a worker for its tasks."""
@@ -48,10 +47,10 @@ FED: Final = frozenset({"requests", "version"})
 
 
 SILENT: Final = "see its log; start it again"
-"""About a role that is not heard."""
+"""Advice for a silent role."""
 
 ADVICE: Final[Mapping[str, str]] = {
-    # The trainer's, cut by who had the trajectory that came last of the batch.
+    # Trainer, by cause of the last trajectory of the batch.
     "admission": "admit more: staleness.max_staleness, staleness.in_flight_batches, more slots",
     "queue": "more slots: workers.slots, workers.count",
     "lost": "see that worker's log: it died, or was fenced",
@@ -63,7 +62,7 @@ ADVICE: Final[Mapping[str, str]] = {
     "refusal": "the log is slow to acknowledge: the broker's disk, the network",
     "replay": "passes; shorter after a restart with trainer.checkpoint_every",
     "decisions": "passes: it reads the log once, at its start",
-    # The orchestrator's.
+    # Orchestrator.
     "trainer": "training is the bottleneck: a faster trainer, or fewer workers",
     "groups": "generation is the bottleneck: more workers or slots",
     "worker": "start a worker: dora-pipe worker; see its log if it does not join",
@@ -72,7 +71,7 @@ ADVICE: Final[Mapping[str, str]] = {
     "pause": "dora-pipe tell RUN resume",
     "halted": "mend what the groups failed with, then run --resume",
     "start": "start the other roles",
-    # A worker's.
+    # Worker.
     "requests": "nothing may be admitted: a larger bound, a faster trainer, or fewer workers",
     "version": "none is assigned: it just joined, or sleeps while a step is computed",
     "weights": "the policy store is slow: transfers.kind",
@@ -90,7 +89,7 @@ ADVICE: Final[Mapping[str, str]] = {
     "kv": "the other worker does not hand over: see its log",
     "silent": SILENT,
 }
-"""What to look at or to change. What `passes` needs nothing."""
+"""Advice by wait; `passes` needs none."""
 
 WORDS: Final[Mapping[str, str]] = {
     "trainer": "the trainer",
@@ -120,38 +119,38 @@ WORDS: Final[Mapping[str, str]] = {
     "commit": "the acknowledgement of a commit",
     "refusal": "the acknowledgement of a refusal",
 }
-"""What a wait is for, whatever its step or version."""
+"""Description by wait, without step or version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleAnswer:
-    """What one role does, or what it waits for."""
+    """Activity or wait of one role."""
 
     role: str
     text: str
     since_s: float | None = None
-    """How long the wait, the silence or the absence lasts."""
+    """Duration of the wait, silence or absence."""
     wait: str = ""
-    """Name of the wait that stops the role; `silent` for one that is not heard; else empty."""
+    """Name of the wait; `silent` for a silent role; empty for a working one."""
     alarms: tuple[str, ...] = ()
     failing: tuple[str, ...] = ()
-    """Places of tasks of a worker that do not answer."""
+    """Unresponsive task locations of a worker."""
     chain: tuple[str, ...] = ()
-    """Sentences from the one it waits for to the one that blocks all of them."""
+    """Sentences from the first blocker to the root cause."""
 
     @property
     def end(self) -> str:
-        """The end of the chain."""
+        """Return the last sentence of the chain."""
         return self.chain[-1] if self.chain else ""
 
     @property
     def advice(self) -> str:
-        """What to do about the wait."""
+        """Return the advice for the wait."""
         return ADVICE.get(self.wait, "")
 
     @property
     def line(self) -> str:
-        """The role, its text and how long that lasts."""
+        """Return role, text and duration as one line."""
         lasts = "" if self.since_s is None else f" ({duration(self.since_s)})"
         return f"{self.role}: {self.text}{lasts}"
 
@@ -164,7 +163,7 @@ def roles_of(stats: RunStats, at_ns: int) -> tuple[RoleAnswer, ...]:
 
 
 def batch_words(stats: RunStats) -> str:
-    """Say how much of the next batch is there."""
+    """Describe how complete the next batch is."""
     trained = [one for one in stats.account.open.values() if one.spec.purpose == "train"]
     finished = sum(one.whole for one in trained)
     per_step = "?" if stats.per_step is None else stats.per_step
@@ -175,7 +174,7 @@ def batch_words(stats: RunStats) -> str:
 
 
 class _Present:
-    """Answers for the roles of a run at one moment."""
+    """Answers at one moment."""
 
     def __init__(self, stats: RunStats, at_ns: int) -> None:
         self._stats, self._at_ns = stats, at_ns
@@ -185,7 +184,7 @@ class _Present:
         self._lease_s = float(timing.get("lease_s", LEASE_S))
 
     def role(self, name: str, path: tuple[str, ...] = ()) -> RoleAnswer:
-        """Return the answer of a role; `path` has the roles that wait for it."""
+        """Return the answer of a role; `path` lists the roles that wait for it."""
         worker, status = self._stats.account.named.get(name), self._heard.get(name)
         if self._stats.over:
             return RoleAnswer(role=name, text="the run is over")
@@ -231,7 +230,7 @@ class _Present:
         )
 
     def _admission_limit(self) -> str:
-        """The setting that keeps more groups out, as the orchestrator said last."""
+        """Return the setting that limits admission, by the orchestrator's last status."""
         status = self._heard.get(ORCHESTRATOR)
         return status.closed_by if isinstance(status, OrchestratorStatus) else ""
 
@@ -248,7 +247,7 @@ class _Present:
         return RoleAnswer(role=name, text=text, since_s=age_s, wait="silent", alarms=alarms)
 
     def _work(self, name: str, status: AnyMetrics) -> str:
-        """Say what a role does that does not wait."""
+        """Describe the work of a role that does not wait."""
         if isinstance(status, TrainerStatus):
             return f"works: {status.phase}, step {status.step}"
         if not isinstance(status, WorkerStatus):
@@ -272,7 +271,7 @@ class _Present:
         return ", ".join(parts + ([f"{rate:,.0f} tok/s"] if rate else []))
 
     def _failing(self, status: AnyMetrics) -> Iterator[str]:
-        """Name the places where a worker's tasks run and do not answer."""
+        """Yield the unresponsive task locations of a worker."""
         for one in status.failing if isinstance(status, WorkerStatus) else ():
             how = "left alone" if one.left_alone else "tried with one process"
             yield (
@@ -281,10 +280,10 @@ class _Present:
                 f"{duration(self._ago_s(one.since_ns))}: {one.why}"
             )
 
-    # From a wait to the one that blocks it
+    # Chain from a wait to its root cause
 
     def _blocked(self, blocker: Blocker, path: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the sentences behind a blocker; none where it explains nothing."""
+        """Return the sentences after a blocker; empty if it explains nothing."""
         match blocker.kind:
             case "role" | "worker" if blocker.id not in path:
                 answer = self.role(blocker.id, path)
@@ -326,7 +325,7 @@ class _Present:
         return (line, *self._blocked(Blocker("worker", attempt.worker), path))
 
     def _progress(self, name: str, status: AnyMetrics | None) -> str:
-        """Say how far a request is, and what the open calls of a session wait for."""
+        """Describe the progress of a request, and what open calls wait for."""
         if not isinstance(status, WorkerStatus):
             return ""
         known = status.progress.get(name)
@@ -351,33 +350,33 @@ def _is_logged(group: GroupHistory, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhyAnswer:
-    """What a run waits for at one moment."""
+    """Waits of a run at one moment."""
 
     run: str
     at_ns: int
-    """The moment, wall clock."""
+    """Wall clock."""
     run_s: float | None
-    """The moment, from the start of the run."""
+    """Seconds since the start of the run."""
     step: int | None
-    """The next step to be taken; None before the start."""
+    """Next step to be taken; None before the start."""
     training: int | None
-    """The step whose batch is taken and not committed."""
+    """Step whose batch is taken but not committed."""
     steps: int | None
     over: bool
     heard_s: float | None
-    """How long before the moment any role was heard last; None: never."""
+    """Time since the last status of any role; None without one."""
     halted: str
-    """Why the run was stopped; empty while it goes on."""
+    """Reason of a halt, if any."""
     failed: str
-    """Share of the newest trajectories that failed, with the error; empty while few did."""
+    """Failed share of recent trajectories, with the error; empty if few."""
     no_step: str
-    """Groups that ended since the last step; empty while they are few, or a step trains."""
+    """Groups that ended since the last step; empty if few, or while a step trains."""
     alarms: tuple[str, ...]
     roles: tuple[RoleAnswer, ...]
 
     @property
     def head(self) -> str:
-        """How far the run is, and when this was."""
+        """Return progress and time."""
         if self.step is None:
             return f"{self.run}: has not started"
         if self.over:
@@ -388,7 +387,7 @@ class WhyAnswer:
         return f"{self.run}: step {self.step} of {self.steps} is next{when}"
 
     def lines(self) -> Iterator[str]:
-        """Everything above the table of roles, the most important first."""
+        """Yield the lines above the table of roles, the most important first."""
         yield self.head
         if self.halted:
             yield f"STOPPED: {self.halted}; mend that, then go on with `run --resume`"
@@ -397,13 +396,13 @@ class WhyAnswer:
         yield from (f"{one.role}: {line}" for one in self.roles for line in one.failing)
 
     def trainer_chain(self) -> Sequence[str]:
-        """The wait of the trainer, from the trainer to the one that blocks it."""
+        """Return the chain from the trainer's wait to its root cause."""
         trainer = self.roles[0]
         return (trainer.line, *trainer.chain) if len(trainer.chain) > 1 else ()
 
 
 def answer_of(stats: RunStats, at_ns: int) -> WhyAnswer:
-    """Answer from a run's numbers; `at_ns` is the wall clock."""
+    """Answer from statistics; `at_ns` is the wall clock."""
     roles = roles_of(stats, at_ns)
     batch = stats.account.batch
     heard = [one.at_ns for one in stats.heard.values()]
@@ -429,33 +428,31 @@ def answer_of(stats: RunStats, at_ns: int) -> WhyAnswer:
 
 
 class _Past(RunStats):
-    """A run as its log stood at a moment, or when a certain round came."""
+    """Run as of a moment, or before a certain round."""
 
     def __init__(
         self, run: str, ends: Callable[[Round], bool] = lambda _: False, until_ns: int | None = None
     ) -> None:
-        """The round that `ends` names is left out, with all that follows."""
+        """`ends` matches the first round to exclude."""
         super().__init__(run)
         self.ended_ns: int | None = None
-        """The moment of that round."""
+        """Time of that round."""
         self.until_ns = until_ns
         self._ends = ends
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """See the base."""
         later = self.until_ns is not None and fact.at_ns > self.until_ns
         if self.ended_ns is None and not later:
             super().fact(offset, fact)
 
     def round(self, round_: Round, offset: int) -> None:
-        """See the base."""
         if self.ended_ns is None and self._ends(round_):
             self.ended_ns = round_.now_ns
         elif self.ended_ns is None:
             super().round(round_, offset)
 
     def read_until(self, bus: Bus, topics: Topics) -> None:
-        """Read a log, then the statuses up to the same moment. Raises BusError, LogTruncated."""
+        """Read a log and its statuses up to the same moment. Raises BusError, LogTruncated."""
         with closing(self.follow(bus, topics, statuses=False)) as follower:
             while self.ended_ns is None and follower.advance():
                 pass
@@ -465,23 +462,23 @@ class _Past(RunStats):
 
 
 def why_now(bus: Bus, topics: Topics, *, now_ns: int) -> WhyAnswer:
-    """Say what the run waits for; `now_ns` is the wall clock. Raises BusError, LogTruncated."""
+    """Return what the run waits for; `now_ns` is the wall clock. Raises BusError, LogTruncated."""
     present = _Past(topics.run)
     present.read_until(bus, topics)
     return answer_of(present, now_ns)
 
 
 def why_at(bus: Bus, topics: Topics, *, at_ns: int) -> WhyAnswer:
-    """Say what the run waited for at a moment of the past. Raises what `why_now` raises."""
+    """Return what the run waited for at a past moment. Raises as `why_now`."""
     past = _Past(topics.run, lambda round_: round_.now_ns > at_ns, at_ns)
     past.read_until(bus, topics)
     return answer_of(past, at_ns)
 
 
 def why_step(bus: Bus, topics: Topics, *, step: int) -> WhyAnswer:
-    """Say what the run waited for last before the batch of a step was taken.
+    """Return what the run last waited for before a step's batch was taken.
 
-    Raises UsageError for a step that was not taken yet, and what `why_now` raises.
+    Raises UsageError if it was not taken yet, and as `why_now`.
     """
 
     def takes(round_: Round) -> bool:

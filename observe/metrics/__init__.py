@@ -1,1 +1,1 @@
-"""Metrics of a run for Prometheus, made from its log; they decide nothing of the run."""
+"""Prometheus metrics of a run, derived from its log."""

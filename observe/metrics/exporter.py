@@ -1,9 +1,8 @@
 """Follow a log and serve its metrics to Prometheus.
 
-One process per run makes the metrics of all its roles from the log that they write anyway. Before
-the log was read to its end for the first time the answer is 503, so that no counter is seen
-climbing to its value. While the log cannot be read the last values stay, and `log_up` is 0. A run
-that has not begun is answered with zeros. Counters in the roles would be lost with a killed role.
+One process serves all roles of a run, so that a killed role loses no counters. It answers 503 until
+the log was read to its end once, so that no scrape sees counters climb. While the log is
+unreadable, the last values remain and `log_up` is 0.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 IDLE_S: Final = 10.0
-"""A connection that sends nothing for this time is closed."""
+"""Idle connections are closed after this time."""
 
 REQUESTS_MAX: Final = 8
-"""At once; more are refused."""
+"""Maximum concurrent requests."""
 
 
 class Exporter(Collector):
-    """The metrics of one run. Example: ``Exporter("demo", rows).follow(bus, topics, clock)``."""
+    """Metrics of one run. Example: ``Exporter("demo", rows).follow(bus, topics, clock)``."""
 
     def __init__(self, run: str, rows: Contributions) -> None:
         self.families: list[Family] | None = None
-        """The newest values; None before the log was read once."""
+        """Newest values; None before the log was read once."""
         self._stats = RunStats(run)
         self._rows = rows
         self._was_read = False
@@ -53,13 +52,13 @@ class Exporter(Collector):
         self._reading = self._stats
 
     def collect(self) -> Iterator[Family]:
-        """The newest values, for a registry of prometheus_client."""
+        """Return the newest values to a prometheus_client registry."""
         yield from self.families or ()
 
     def follow(
         self, bus: Bus, topics: Topics, clock: Clock, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Read until `stop` says so. Raises LogTruncated for a log that has lost records."""
+        """Read until `stop` returns True. Raises LogTruncated."""
 
         def opened() -> LogFollower:
             self._reading = RunStats(topics.run)
@@ -78,7 +77,7 @@ class Exporter(Collector):
     def read(
         self, follower: LogFollower, stats: RunStats, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Read to the present end of the log, and renew the values. Raises BusError."""
+        """Read to the end of the log and update the values. Raises BusError."""
         while follower.advance():
             if stop():
                 return
@@ -90,7 +89,6 @@ class Exporter(Collector):
         self.families = families(METRICS, stats)
 
     def _away(self, error: BusError) -> None:
-        """Say once what is waited for; change `log_up` where there are values."""
         early = isinstance(error, TopicMissing) and not self._was_read
         why = f"run {self._stats.run} to begin" if early else f"the log: {error.message}"
         if why != self._said:
@@ -102,7 +100,7 @@ class Exporter(Collector):
 
 
 class MetricsServer(LocalServer):
-    """``/metrics`` of an exporter. Example: ``MetricsServer(exporter, port=0).start()``."""
+    """Serve ``/metrics`` of an exporter. Example: ``MetricsServer(exporter, port=0).start()``."""
 
     def __init__(self, exporter: Exporter, *, port: int, host: str = LOOPBACK) -> None:
         self.exporter = exporter
@@ -112,12 +110,11 @@ class MetricsServer(LocalServer):
 
     @property
     def address(self) -> str:
-        """The address for Prometheus to scrape."""
+        """Return the URL to scrape."""
         return f"http://{self.server_address[0]!s}:{self.port}/metrics"
 
     @property
     def port(self) -> int:
-        """The port that is listened on."""
         return self.server_port
 
     def __enter__(self) -> Self:
@@ -134,7 +131,6 @@ class _Handler(LocalHandler):
     timeout = IDLE_S
 
     def answer(self) -> None:
-        """See the base."""
         if urlsplit(self.path).path != "/metrics":
             self.say(HTTPStatus.NOT_FOUND, "there is only /metrics")
         elif self.server.exporter.families is None:
@@ -144,6 +140,5 @@ class _Handler(LocalHandler):
             self.send_whole(HTTPStatus.OK, headers, generate_latest(self.server.registry))
 
     def say(self, status: HTTPStatus, text: str) -> None:
-        """See the base."""
         headers = {"Content-Type": "text/plain; charset=utf-8"}
         self.send_whole(status, headers, f"{text}\n".encode())

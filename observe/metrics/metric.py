@@ -1,4 +1,4 @@
-"""Describe a metric of a run, and read it as a family of prometheus_client."""
+"""Definition of a metric, and its conversion to a prometheus_client family."""
 
 from __future__ import annotations
 
@@ -23,38 +23,35 @@ PREFIX: Final = "dora_pipe_"
 Kind = Literal["gauge", "counter", "histogram"]
 Value = float | Histogram
 Samples = Value | Mapping[Any, Value] | None
-"""The sample of a metric without labels, or one per value of its label, a tuple for several
-labels; None where nothing is known."""
+"""One value, or a value per label (a tuple for several labels); None if unknown."""
 Read = Callable[[RunStats], Samples]
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric of one run. Every sample has the label `run` beside those named here."""
+    """Metric of one run. Every sample also has the label `run`."""
 
     kind: Kind
     spec: str
-    """`name{label,label}` without `PREFIX`: the unit ends the name, and `_total` a counter's."""
+    """`name{label,label}` without `PREFIX`; the name ends with its unit, counters with `_total`."""
     meaning: str
     read: Read
 
     @property
     def name(self) -> str:
-        """The name without `PREFIX`."""
         return self.spec.partition("{")[0]
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels beside `run`."""
         return tuple(filter(None, self.spec.partition("{")[2].rstrip("}").split(",")))
 
     @property
     def full(self) -> str:
-        """The name as Prometheus has it."""
+        """Return the name including `PREFIX`."""
         return PREFIX + self.name
 
     def family(self, stats: RunStats) -> Family:
-        """The samples of a run, in the order of their labels' values."""
+        """Return the samples of a run, ordered by label values."""
         labels = ("run", *self.labels)
         if self.kind == "histogram":
             histograms = HistogramMetricFamily(self.full, self.meaning, labels=labels)
@@ -84,20 +81,20 @@ def _bound(top: float) -> str:
 
 
 def gauge(spec: str, meaning: str, read: Read) -> Metric:
-    """What is so at a moment."""
+    """Define a gauge."""
     return Metric("gauge", spec, meaning, read)
 
 
 def counter(spec: str, meaning: str, read: Read) -> Metric:
-    """What only grows."""
+    """Define a counter."""
     return Metric("counter", spec, meaning, read)
 
 
 def histogram(spec: str, meaning: str, read: Read) -> Metric:
-    """What was observed many times."""
+    """Define a histogram."""
     return Metric("histogram", spec, meaning, read)
 
 
 def families(metrics: Sequence[Metric], stats: RunStats) -> list[Family]:
-    """Every metric that has a sample, in the order of the table."""
+    """Return every metric that has a sample, in table order."""
     return [family for metric in metrics if (family := metric.family(stats)).samples]

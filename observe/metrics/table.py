@@ -1,8 +1,7 @@
-"""The metrics of a run, one table: what each is called and means.
+"""Table of the metrics of a run.
 
-docs/reference/metrics.md also has the records that say each; a test compares the two. It decides
-which names of things become labels: those there are few of. A blocker that is a group or a
-trajectory is only called so; which one it is, `dora-pipe top` and `why` say.
+A test compares it with docs/reference/metrics.md. Only kinds of names with few values become
+labels: blockers that are groups or trajectories appear by kind.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from dora_pipe.schemas.metrics import (
 )
 
 FEW: Final = frozenset({"worker", "role", "topic", "user"})
-"""Kinds of blockers that are named: a run has few of them."""
+"""Kinds of blockers that appear by name."""
 
 
 def _lag(stats: RunStats) -> float:
-    """What is said behind the last round of a run is for nobody."""
+    """0 after the run's last round."""
     control = stats.meter.positions.get(("control", 0))
     return 0 if stats.over or control is None else max(0, control.end - stats.control_folded)
 
 
 def _roles(read: Callable[[AnyMetrics], Value]) -> Read:
-    """Of what roles said last that are there; nobody is, once the run is over."""
+    """Read the last statuses of present roles; none after the run."""
     return lambda t: {} if t.over else {role: read(status) for role, status in t.heard.items()}
 
 
 def _trainer(read: Callable[[TrainerStatus], Samples]) -> Read:
-    """Of what the trainer said last, while the run goes on."""
+    """Read the last trainer status; none after the run."""
 
     def samples(stats: RunStats) -> Samples:
         status = None if stats.over else stats.heard.get(TRAINER)
@@ -61,7 +60,7 @@ def _queued(stats: RunStats) -> float | None:
 
 
 def _waits(stats: RunStats) -> Samples:
-    """What stops the work of each role; 0 for one that works."""
+    """Return the wait of each role; 0 for a role that works."""
     found: dict[tuple[str, str, str], float] = {}
     for role, status in {} if stats.over else stats.heard.items():
         wait = next((one for one in status.waits if one.still), None)
@@ -95,18 +94,17 @@ def _open_groups(stats: RunStats) -> Samples:
 
 
 HERE: Final = "here"
-"""The place of a task's processes on their worker's machine."""
+"""Location label of task processes on their worker's machine."""
 
 
 def _workers(stats: RunStats) -> Samples:
-    """Every state of every hosted version, so that a state that nobody is in any more says 0."""
+    """Include every state of every hosted version, so that empty states report 0."""
     counted = stats.worker_states()
     versions = {version for version, _ in counted}
     return {(version, state): counted[version, state] for version in versions for state in STATES}
 
 
 def _heard(stats: RunStats) -> Iterator[tuple[str, WorkerStatus]]:
-    """What workers said last that are there."""
     return ((one.name, one.status) for one in stats.present() if one.status is not None)
 
 
@@ -127,7 +125,6 @@ def _episodes(stats: RunStats) -> Samples:
 
 
 def _of_places(value: Callable[[FailingPlace], float]) -> Callable[[RunStats], Samples]:
-    """A figure of each place of a task that fails, as its worker said last."""
     return lambda stats: {
         (name, one.task, one.url or HERE): value(one)
         for name, status in _heard(stats)

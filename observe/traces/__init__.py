@@ -1,1 +1,1 @@
-"""Traces of groups and steps, made from the log; they decide nothing of the run."""
+"""Traces of groups and steps, derived from the log."""

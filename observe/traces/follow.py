@@ -1,9 +1,8 @@
-"""Send the traces of a run, while it lives or when it is over.
+"""Export the traces of a live or finished run.
 
-The log is the truth: nothing is buffered and nothing is dropped. While the endpoint is away the
-follower stays where it is in the log. It remembers how far it has sent, so that a run that is
-resumed sends nothing twice. When the run is over it stops at the first request that fails; later
-`dora-pipe export traces` sends the rest, under the same ids.
+Nothing is buffered or dropped: while the endpoint is unreachable, the reader keeps its position in
+the log. A stored position prevents duplicates after a resume. After the run, the first failed
+request ends the export; `dora-pipe export traces` sends the rest with the same ids.
 """
 
 from __future__ import annotations
@@ -28,30 +27,28 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 FLUSH_SPANS: Final = 4 * SPANS_MAX
-"""Spans that are sent together while a run is followed; the bound of what is in memory."""
+"""Spans sent together while following; bounds the memory."""
 
 RETRY_S: Final = 5.0
-"""Time between two tries while the endpoint is away."""
+"""Retry interval while the endpoint is unreachable."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Sent:
-    """Counts of what was sent."""
-
     groups: int = 0
     left_out: int = 0
-    """Groups that were not drawn."""
+    """Groups that were not sampled."""
     spans: int = 0
     open: int = 0
-    """Groups that have not ended."""
+    """Unfinished groups."""
     whole: bool = False
-    """Everything was sent that will be in the log."""
+    """All spans of the run were sent."""
     damage: Damage = field(default_factory=Damage)
-    """Trajectories whose records are not what was logged: their traces have no times of theirs."""
+    """Trajectories with damaged records; their traces lack times."""
 
 
 class TraceSender:
-    """Sends the traces of one run to a sink; `ratio` is the share of its groups.
+    """Export the traces of one run; `ratio` is the sampled share of groups.
 
     Example: ``TraceSender(bus, topics, sink, clock=SystemClock()).whole()``
     """
@@ -70,16 +67,16 @@ class TraceSender:
         self._clock, self._checkpoint = clock, checkpoint or Checkpoint(None)
         before = self._checkpoint.read()
         self._after: int = -1 if before is None else before
-        """Offset of the last round whose traces were sent."""
+        """Offset of the last exported round."""
         self._traced: Iterator[Traced] = iter(())
         self._spans: list[Span] = []
-        """Spans that are not sent yet, up to the round at `_offset`."""
+        """Unsent spans up to the round at `_offset`."""
         self._offset = self._after
         self._sent = Sent()
         self._said = ""
 
     def whole(self) -> Sent:
-        """Send everything that has ended in the log. Raises ResourceError, the log's errors."""
+        """Export all ended traces. Raises ResourceError, errors of the log."""
         with closing(self._opened()) as tracer:
             while not tracer.caught_up:
                 self._traced = tracer.turn()
@@ -88,9 +85,9 @@ class TraceSender:
         return self._sent
 
     def follow(self, stop: Callable[[], bool] = lambda: False) -> Sent:
-        """Send until the run is over or `stop` says so, and wait for what is away.
+        """Export until the run ends or `stop` returns True, retrying while unreachable.
 
-        Raises LogTruncated, SchemaError for a log that cannot be followed.
+        Raises LogTruncated, SchemaError.
         """
 
         def turn(tracer: Tracer) -> bool:
@@ -129,7 +126,7 @@ class TraceSender:
         return True
 
     def _send(self, tracer: Tracer, *, flush: int) -> None:
-        """Send what was traced, `flush` spans at a time; after an error, the rest of it."""
+        """Send spans in chunks of `flush`; after an error, continue with the unsent ones."""
         damaged = len(tracer.damage.lines)
         for traced in self._traced:
             self._spans += traced.spans
@@ -162,7 +159,7 @@ class TraceSender:
             self._said = why
 
     def _is_over(self) -> bool:
-        """Whether the run is over, however far the follower has read."""
+        """Return whether the run has ended, regardless of the reader's position."""
         at = TopicPartition(self._topics.decisions, 0)
         try:
             return run_is_over(self._bus, self._topics, self._bus.end(at), self._clock)

@@ -1,8 +1,7 @@
-"""The words of traces: names of spans' attributes, and the kinds of spans that are not internal.
+"""Attribute names and span kinds of traces.
 
-Attributes that OpenTelemetry's semantic conventions name have their names; the others begin with
-`dora.`. docs/reference/traces.md has their types and meanings, and the stages with the attributes
-of each; tests hold spans against that page.
+OpenTelemetry's semantic conventions where they exist, else `dora.`. Tests compare
+docs/reference/traces.md.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ KINDS: Final[dict[str, Kind]] = {
     "trained": "consumer",
     "step": "consumer",
 }
-"""Kinds by stage; every other stage is internal."""
+"""Kinds by stage; others are internal."""
 
 SERVICE: Final = "service.name"
 PACKAGE: Final = "service.version"

@@ -1,4 +1,4 @@
-"""Send spans through the SDK's exporter over HTTP, or write them as lines of OTLP's JSON."""
+"""Send spans through the OpenTelemetry SDK, or write them as OTLP JSON lines."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ SERVICE: Final = "dora-pipe"
 SCOPE: Final = "dora_pipe.telemetry"
 
 SPANS_MAX: Final = 512
-"""Spans of one request or line; about half a megabyte."""
+"""Spans per request or line; about 0.5 MB."""
 
 LINKS_MAX: Final = 8192
-"""Links of one request or line: a step links every trajectory of its batch."""
+"""Links per request or line: a step links every trajectory of its batch."""
 
 TIMEOUT_S: Final = 30.0
-"""Time for one request, with the exporter's tries while the endpoint is busy."""
+"""Timeout of a request, including the exporter's retries."""
 
 TRACES_PATH: Final = "/v1/traces"
-"""Path of OTLP over HTTP for traces."""
 
 _IDS: Final = frozenset({"traceId", "spanId", "parentSpanId"})
 
 
 class NotTaken(ResourceError):
-    """An endpoint did not take all spans of a call, only the first `taken`."""
+    """Only the first `taken` spans were accepted."""
 
     def __init__(self, message: str, *, hint: str, taken: int) -> None:
         super().__init__(message, hint=hint)
@@ -52,20 +51,18 @@ class NotTaken(ResourceError):
 
 
 class Sink(Protocol):
-    """Takes spans of one run."""
-
     def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
-        """Send all. Raises ResourceError when they could not be sent; NotTaken says how many."""
+        """Raises ResourceError; NotTaken gives the number of sent spans."""
         ...
 
 
 def is_address(target: str) -> bool:
-    """Whether this is an address, not a file."""
+    """Return whether the target is a URL."""
     return target.startswith(("http://", "https://"))
 
 
 def address_of(target: str) -> str:
-    """The address of an endpoint: one without a path gets OTLP's. Raises UsageError.
+    """Return the endpoint's URL, with OTLP's default path if it has none. Raises UsageError.
 
     Example: ``address_of("http://127.0.0.1:4318") == "http://127.0.0.1:4318/v1/traces"``.
     """
@@ -78,23 +75,22 @@ def address_of(target: str) -> str:
 
 
 class HttpSink:
-    """An endpoint that takes OTLP over HTTP as protobuf, such as a collector or Jaeger.
+    """OTLP endpoint over HTTP with protobuf, such as a collector or Jaeger.
 
-    The exporter tries a busy endpoint again. Headers (a token, say) are in the environment:
-    OTEL_EXPORTER_OTLP_HEADERS.
+    OTEL_EXPORTER_OTLP_HEADERS sets headers such as a token.
     """
 
     def __init__(self, target: str) -> None:
         self.address = address_of(target)
         self.rejected = 0
-        """Spans that were sent and dropped, as the answers say (partial success)."""
+        """Spans rejected by the endpoint (partial success)."""
         self.reason = ""
-        """Reason in the newest of these answers."""
-        # It brings an HTTP client with it: half a second that only an export of traces pays.
+        """Reason of the newest rejection."""
+        # The import takes 0.5 s.
         import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
-        # What it logs is told in one line, by whoever sends.
+        # The caller reports errors in one line.
         logging.getLogger(OTLPSpanExporter.__module__).setLevel(logging.CRITICAL)
         session = requests.Session()
         session.hooks["response"].append(self._answered)
@@ -102,7 +98,7 @@ class HttpSink:
         self._exporter = OTLPSpanExporter(endpoint=self.address, timeout=TIMEOUT_S, session=session)
 
     def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
-        """Send all, one request after the other. Raises NotTaken at the first that failed."""
+        """Raises NotTaken at the first failed request."""
         taken = 0
         for few in pieces(spans):
             self._answer = None
@@ -112,14 +108,13 @@ class HttpSink:
             self._note_rejected()
 
     def close(self) -> None:
-        """Release the connection."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _answered(self, response: Any, *_: Any, **__: Any) -> None:
         self._answer = response
 
     def _note_rejected(self) -> None:
-        """Count what the answer says was rejected; OTLP forbids sending it again."""
+        """Count rejected spans; OTLP forbids resending them."""
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
             ExportTraceServiceResponse,
@@ -151,9 +146,9 @@ class HttpSink:
 
 
 class FileSink:
-    """A file of OTLP's JSON, a request a line, which a collector's file receiver reads.
+    """File of OTLP JSON, one request per line, for a collector's file receiver.
 
-    It gets its name, in place of an earlier file, when the block ends well.
+    Replaces an earlier file when the block ends without an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -171,7 +166,6 @@ class FileSink:
         self._unfinished.unlink(missing_ok=True)
 
     def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
-        """Write a line for each piece of the spans."""
         from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
         for few in pieces(spans):
@@ -184,7 +178,7 @@ class FileSink:
 
 
 def sdk_spans(run: RunFacts, spans: Sequence[Span]) -> list[ReadableSpan]:
-    """Spans as the SDK's exporters take them."""
+    """Convert spans for the SDK's exporters."""
     resource = Resource(
         {names.SERVICE: SERVICE, names.PACKAGE: run.package, names.RUN: run.key.run}
     )
@@ -212,7 +206,7 @@ def sdk_spans(run: RunFacts, spans: Sequence[Span]) -> list[ReadableSpan]:
 
 
 def pieces(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Spans in requests of a bounded size."""
+    """Split spans into requests of bounded size."""
     few: list[Span] = []
     links = 0
     for one in spans:
@@ -230,7 +224,7 @@ def _context(trace: str, span: str, *, remote: bool = False) -> SpanContext:
 
 
 def _make_ids_hex(spans: list[dict[str, Any]]) -> None:
-    """OTLP's JSON has ids in hex, where protobuf's own JSON has base64."""
+    """OTLP JSON uses hex ids, protobuf JSON base64."""
     for span in spans:
         for own in (span, *span.get("links", ())):
             for key in _IDS & own.keys():

@@ -1,8 +1,7 @@
-"""Spans as values, before any protocol, and the builder of those of one trace.
+"""Protocol-independent spans, and a builder for the spans of a trace.
 
-The builder decides what happens to what is unknown and to clocks that disagree: an attribute that
-is not known is left out; a stage that would end before it began ends at once, and none ends after
-the orchestrator has known of its end.
+Unknown attributes are omitted. To tolerate clock skew, a stage that would end before its start has
+zero length, and none ends after the orchestrator observed its end.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ Value = str | bool | int | float | tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened within a span."""
-
     name: str
     at_ns: int
     attributes: Mapping[str, Value] = field(default_factory=dict)
@@ -28,8 +25,6 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Another span that this one has to do with; in another trace, mostly."""
-
     trace_id: str
     span_id: str
     attributes: Mapping[str, Value] = field(default_factory=dict)
@@ -37,7 +32,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One span. Times are wall clock ns; ids are hex, `parent_id` is empty for a root.
+    """Span with wall clock ns and hex ids; `parent_id` is empty for a root.
 
     Example: ``Span(stage="queued", trace_id="4b..", span_id="00..", parent_id="a2..", start_ns=1,
     end_ns=2, attributes={"dora.version": 3})``.
@@ -53,34 +48,32 @@ class Span:
     events: Sequence[Event] = ()
     links: Sequence[Link] = ()
     error: str = ""
-    """What went wrong, in words; empty where nothing did."""
 
     @property
     def kind(self) -> Kind:
-        """What OpenTelemetry calls its kind."""
+        """Return the OpenTelemetry span kind."""
         return KINDS.get(self.stage, "internal")
 
     @property
     def lasted_s(self) -> float:
-        """Seconds."""
         return (self.end_ns - self.start_ns) / 1e9
 
 
 Attributes = dict[str, Value | None]
-"""Attributes; None and the empty text are left out."""
+"""Attributes; None and empty text are omitted."""
 
 
 def step_span(run: RunFacts, step: int) -> tuple[str, str]:
-    """Trace and span id of a training step."""
+    """Return the (trace, span) ids of a training step."""
     trace = step_trace(run.key, step)
     return trace, span_id(trace, "step")
 
 
 class Cursor:
-    """The time up to which something is told: it only goes forward, and not beyond `limit_ns`.
+    """Monotonic end of the emitted stages, at most `limit_ns`.
 
-    The limit is the next moment of the orchestrator, whose clock never goes back: what a worker
-    said was before that, whatever the worker's clock says.
+    The limit is the orchestrator's next moment; its clock is monotonic, so worker events precede it
+    whatever the worker's clock.
     """
 
     __slots__ = ("at_ns", "limit_ns", "skew_ns")
@@ -89,10 +82,10 @@ class Cursor:
         self.at_ns = at_ns
         self.limit_ns = limit_ns
         self.skew_ns = 0
-        """Clocks disagreed by so much."""
+        """Largest clock disagreement."""
 
     def to(self, at_ns: int | None) -> tuple[int, int]:
-        """Start and end of a stage that ends then; None: at once."""
+        """Return start and end of a stage that ends at `at_ns`; None: zero length."""
         start_ns = self.at_ns
         if at_ns is not None:
             known_ns = at_ns if self.limit_ns is None else min(at_ns, self.limit_ns)
@@ -103,8 +96,6 @@ class Cursor:
 
 @dataclass(slots=True)
 class SpanBuilder:
-    """Makes spans of one trace."""
-
     run: RunFacts
     trace: str
     spans: list[Span] = field(default_factory=list)
@@ -121,7 +112,7 @@ class SpanBuilder:
         error: str = "",
         error_type: str = "",
     ) -> str:
-        """Its id. Attributes that are None or empty are left out."""
+        """Add a span and return its id. None and empty attributes are omitted."""
         name = span_id(self.trace, stage, *about)
         given = attributes.items()
         known = {key: value for key, value in given if value is not None and value != ""}
@@ -144,7 +135,7 @@ class SpanBuilder:
         return name
 
     def message(self, do: str, kind: str, topic: str) -> Attributes:
-        """What every span about records of a topic says."""
+        """Return the attributes of spans about records of a topic."""
         return {
             names.SYSTEM: self.run.system,
             names.DO: do,
@@ -154,5 +145,5 @@ class SpanBuilder:
 
 
 def within(at_ns: int, times: tuple[int, int]) -> int:
-    """The moment, or the nearest one of a span."""
+    """Clamp a moment to a span."""
     return min(max(at_ns, times[0]), times[1])

@@ -1,10 +1,8 @@
-"""Makes the spans of a group and of a step; it decides where one stage ends and the next begins,
-and which segments of a trajectory each attempt has made.
+"""Spans of a group and of a step.
 
-The spans of a group tile its time: each sibling's are `queued`, `generated` (again after a move or
-the loss of a worker), `reward` and `published`, without a gap; then the group is `selected` and
-`trained`. Clocks of different machines may disagree: what would end before it began ends at once,
-and the group says by how much (`dora.clock_skew_ms`).
+The spans of a group tile its time: each trajectory has `queued`, `generated` (again after a
+migration or a lost worker), `reward` and `published`; then the group is `selected` and `trained`.
+Clock skew gives zero-length spans and is reported as `dora.clock_skew_ms`.
 """
 
 from __future__ import annotations
@@ -44,8 +42,6 @@ PROVIDER: Final = "dora-pipe"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a trajectory's record says of its making."""
-
     segments: tuple[Segment, ...]
     times: Times
     prompt_tokens: int
@@ -53,15 +49,15 @@ class Content:
     reward_error: str
     error: str
     starts: tuple[int, ...] = ()
-    """Where each context behind the first begins."""
+    """Start of each context after the first."""
     calls: tuple[CallRow, ...] = ()
-    """Of an agent."""
+    """Calls of an agent."""
     called: tuple[int, ...] = ()
-    """Where what was sampled for each of them begins."""
+    """Start of the sampled tokens of each call."""
 
 
 def content_of(trajectory: Described) -> Content:
-    """What traces need of a record."""
+    """Return the fields of a record that traces use."""
     meta = trajectory.meta
     return Content(
         segments=tuple(trajectory.segments),
@@ -77,7 +73,7 @@ def content_of(trajectory: Described) -> Content:
 
 
 class _Sibling:
-    """Makes the spans of one request of a group that has ended."""
+    """Spans of one request of an ended group."""
 
     def __init__(self, group: _Group, request: RequestHistory) -> None:
         self._builder, self._run = group.builder, group.builder.run
@@ -91,10 +87,10 @@ class _Sibling:
         self._known_ns = (
             self._ended.ended_ns if batch is None else batch.taken_ns_of(self._spec.group)
         )
-        """When the orchestrator knew that the siblings had ended."""
+        """Times at which the orchestrator observed the ends of trajectories."""
 
     def spans(self, parent: str) -> Cursor:
-        """Add all of them, the trajectory's own first; how far they go."""
+        """Add all spans, the trajectory's own first; return the end."""
         request, cursor, began_ns = self._request, self._cursor, self._cursor.at_ns
         place = len(self._builder.spans)
         for attempt, following in zip_longest(request.attempts, request.attempts[1:]):
@@ -128,11 +124,10 @@ class _Sibling:
 
     @property
     def _left(self) -> SiblingFate | None:
-        """What became of it, where its group did not wait for it."""
+        """Return the outcome of a trajectory that its group did not wait for."""
         return self._ended.group.left.get(parse_trajectory_id(self._request.trajectory)[2])
 
     def _why(self) -> str:
-        """What went wrong with it, if anything did."""
         if self._left is not None:
             return ""
         if self._request.logged is None:
@@ -142,7 +137,7 @@ class _Sibling:
 
     @property
     def _unfinished(self) -> str:
-        """What became of an attempt of which nothing was said."""
+        """Return the outcome of an attempt without a report."""
         return "running" if self._ended.fate == "open" else "cancelled"
 
     def _queued(self, attempt: Attempt) -> None:
@@ -183,7 +178,7 @@ class _Sibling:
         self._turns(segments, name, times, about, attempt)
 
     def _request_attributes(self, attempt: Attempt) -> Attributes:
-        """The request, as the conventions for generative AI and this house name it."""
+        """Return request attributes, by the generative AI conventions."""
         spec, run = self._spec, self._run
         sampling = run.sampling if spec.purpose == "train" else run.eval_sampling
         worker = None if attempt.host is None else attempt.host.joined
@@ -229,7 +224,6 @@ class _Sibling:
         about: tuple[str, int],
         attempt: Attempt,
     ) -> None:
-        """What an attempt consists of, each within it."""
         began = next((one.start_ns for one in segments if one.kind == "model"), None)
         if began is not None:
             at_ns = within(began, times)
@@ -240,7 +234,7 @@ class _Sibling:
             self._builder.add("slot", parent, (times[0], at_ns), attrs, *about)
         self._called(segments, parent, times, about)
         for place, one in enumerate(segments):
-            # Tokens of a lost attempt are known by a progress record: it has their beginning alone.
+            # A progress record of a lost attempt has only the start of its tokens.
             ends_ns = one.end_ns if one.end_ns > one.start_ns else times[1]
             span = within(one.start_ns, times), within(ends_ns, times)
             attrs = {names.TURN: one.turn, names.TOKENS: one.end - one.start}
@@ -258,7 +252,6 @@ class _Sibling:
     def _called(
         self, segments: list[Segment], parent: str, times: tuple[int, int], about: tuple[str, int]
     ) -> None:
-        """The calls of an agent that an attempt has answered."""
         content = self._content
         if content is None or not content.calls:
             return
@@ -307,18 +300,19 @@ class _Sibling:
 
 
 class _Segments:
-    """The segments of a record, given to the attempts that made them."""
+    """Assign the segments of a record to the attempts that made them."""
 
     def __init__(self, content: Content | None) -> None:
         self.content = content
         self._left = [] if content is None else [s for s in content.segments if s.kind != "prompt"]
         if content is not None and content.starts:
-            # They stand by context: who made which is told by when.
+            # They are ordered by context, but attempts are told apart by time.
             self._left.sort(key=lambda one: one.start_ns)
         self._first_ns = None if content is None else content.times.first_token
 
     def take(self, attempt: Attempt, until_ns: int) -> list[Segment]:
-        """Those of an attempt, in order: up to its worker's last; of the last one all the rest."""
+        """Return the segments of an attempt in order, up to its worker's last; the last attempt
+        takes the rest."""
         if attempt.outcome == "logged":
             found, self._left = self._left, []
             return found
@@ -332,12 +326,11 @@ class _Segments:
         return found
 
     def context_of(self, segment: Segment) -> int | None:
-        """Number of the context that it stands in; None where there is one."""
         starts = () if self.content is None else self.content.starts
         return bisect_right(starts, segment.start) if starts else None
 
     def first_token(self, until_ns: int) -> int | None:
-        """When the first token was sampled, if that was before this moment; told once."""
+        """Return the time of the first token if before `until_ns`; only once."""
         if self._first_ns is None or self._first_ns > until_ns:
             return None
         found, self._first_ns = self._first_ns, None
@@ -365,9 +358,9 @@ def group_spans(
     *,
     sampled: str = "all",
 ) -> list[Span]:
-    """The trace of a group that has ended, parents first.
+    """Return the trace of an ended group, parents first.
 
-    `contents` by trajectory: one that is not there (its record is gone) is told by facts alone.
+    A trajectory missing from `contents` (its record is gone) has only times of facts.
     """
     trace = group_trace(run.key, ended.group.spec.group)
     return _Group(ended, contents, SpanBuilder(run, trace)).spans(sampled)
@@ -436,7 +429,7 @@ class _Group:
         self.builder.add("dispatched", self.root, at, attrs)
 
     def _siblings(self) -> tuple[dict[str, int], int]:
-        """All of them. When each was published, by its id; by how much clocks disagreed."""
+        """Return the publication time by trajectory, and the clock skew."""
         came: dict[str, int] = {}
         skew_ns = 0
         for name, request in sorted(self.ended.group.requests.items()):
@@ -452,7 +445,6 @@ class _Group:
         return came, skew_ns
 
     def _consumed(self, cursor: Cursor) -> None:
-        """What the trainer did with the group."""
         ended, batch = self.ended, self.ended.batch
         assert batch is not None
         shared: Attributes = {
@@ -483,7 +475,7 @@ class _Group:
 
 
 def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
-    """The trace of a committed step: its wait, its work, and a link to every trajectory of it."""
+    """Return the trace of a committed step, with a link to each of its trajectories."""
     fact, batch = ended.fact, ended.batch
     trace, root = step_span(run, fact.step)
     builder = SpanBuilder(run, trace)
@@ -520,7 +512,6 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
 
 
 def _parts(builder: SpanBuilder, root: str, cursor: Cursor, ended: StepEnded) -> None:
-    """The wait for each part, where there was one, and the work on those that went ahead."""
     results = {group.spec.group: group.results for group in ended.groups}
     for one in ended.parts:
         taken = one.taken
@@ -542,5 +533,4 @@ def _parts(builder: SpanBuilder, root: str, cursor: Cursor, ended: StepEnded) ->
 
 
 def _on(logged: TrajectoryLogged | None) -> str | None:
-    """A record and who made it."""
     return None if logged is None else f"{logged.trajectory} on {logged.worker}"

@@ -1,11 +1,8 @@
-"""Follow a log and make the traces of what ends in it, while the run lives or years later.
+"""Follow a log and build the traces of ended groups and steps.
 
-The records of a group's trajectories are read when the group has ended. Memory is bounded by what
-is open in the run, and by what one piece of the log ends.
-
-A share of the groups is drawn by their ids, as OpenTelemetry's own sampler does it. Slow groups,
-and groups of which something failed or changed its worker, are always traced. This follows from the
-log alone: another reader of it traces the same groups.
+Memory is bounded by open groups and one piece of the log. Groups are sampled by id, as in
+OpenTelemetry's sampler; slow, failed and migrated groups are always traced. The choice depends only
+on the log, so all readers trace the same groups.
 """
 
 from __future__ import annotations
@@ -35,31 +32,31 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 GAP: Final = 64
-"""Records that are read together though so many lie between them."""
+"""Largest gap between records that are read together."""
 
 Ended = GroupEnded | StepEnded
 
 Why = Literal["", "all", "ratio", "slow", "failed", "moved"]
-"""Why a group is traced; empty: it is not."""
+"""Reason for tracing a group; empty: not traced."""
 
 SLOW: Final = 2.0
-"""Times the median of the last groups of the same purpose, from which a group is slow."""
+"""Multiple of the median duration (same purpose) from which a group is slow."""
 
 RECENT: Final = 64
-"""Groups that the median is taken of, ..."""
+"""Groups in the median."""
 
 RECENT_MIN: Final = 8
-"""... and the least number of them."""
+"""Minimum groups in the median."""
 
 
 class SlowGroups:
-    """Compare how long each group took with the groups that ended before it."""
+    """Compare the duration of a group with earlier groups."""
 
     def __init__(self) -> None:
         self._recent: dict[str, deque[int]] = {}
 
     def is_slow(self, ended: GroupEnded) -> bool:
-        """Whether this group is slow; it counts for those that end after it."""
+        """Return whether a group is slow, then include it in the median."""
         lasted_ns = ended.ended_ns - ended.group.dispatched_ns
         recent = self._recent.setdefault(ended.group.spec.purpose, deque(maxlen=RECENT))
         slow = len(recent) >= RECENT_MIN and lasted_ns > SLOW * median_high(recent)
@@ -68,7 +65,7 @@ class SlowGroups:
 
 
 def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float, *, slow: bool) -> Why:
-    """Say why a group is traced, where `ratio` of all are; empty if it is not."""
+    """Return why a group is traced when sampling at `ratio`; empty if it is not."""
     if ratio >= 1:
         return "all"
     requests = ended.group.requests.values()
@@ -86,16 +83,17 @@ def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float, *, slow: boo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """What one round ended."""
+    """Spans that ended in one round."""
 
     spans: list[Span]
     offset: int
-    """Of the round in decisions: whoever has sent the spans need not see it again."""
+    """Offset of the round in decisions; resume after it."""
 
 
 class Tracer:
-    """The traces of a run, from a log. `ratio`: share of its groups; `after`: rounds up to this
-    offset were sent before.
+    """Traces of a run from its log.
+
+    `ratio` is the sampled share of groups, `after` the offset of the last exported round.
 
     Example::
 
@@ -114,7 +112,7 @@ class Tracer:
         damage: Damage | None = None,
     ) -> None:
         self.damage = damage or Damage()
-        """Records of traced groups that are not what was logged: they are told by facts alone."""
+        """Damaged records of traced groups; their spans use facts only."""
         self._after = after
         self._bus, self._topics, self._ratio = bus, topics, ratio
         self._account = RunAccount()
@@ -122,30 +120,29 @@ class Tracer:
         self._readers: dict[TopicPartition, Reader] = {}
         self._slow = SlowGroups()
         self._events: list[Event] = []
-        """Of facts whose round was not told yet."""
+        """Events of facts whose round was not read yet."""
         self._rounds: list[tuple[int, list[Event]]] = []
-        """What rounds have ended of which nothing was made yet, by their offset."""
+        """Ended events by round offset, without spans yet."""
         self.caught_up = False
-        """The last turn found nothing more."""
+        """The last turn reached the end of the log."""
         self.run: RunFacts | None = None
-        """What `run started` says; None before it."""
+        """None before `run started`."""
         self.sampled = 0
-        """Groups that were traced."""
         self.left_out = 0
-        """Groups that were not drawn."""
+        """Groups that were not sampled."""
 
     @property
     def over(self) -> bool:
-        """Whether the round that stops the run was read."""
+        """Return whether the final round was read."""
         return self._account.over
 
     @property
     def open(self) -> int:
-        """Groups that have not ended."""
+        """Return the number of unfinished groups."""
         return len(self._account.open)
 
     def turn(self) -> Iterator[Traced]:
-        """What the next piece of the log ends, round by round. Raises BusError, LogTruncated."""
+        """Yield what the next piece of the log ends, by round. Raises BusError, LogTruncated."""
         self.caught_up = not self._follower.advance()
         rounds, self._rounds = self._rounds, []
         run = self.run
@@ -165,7 +162,6 @@ class Tracer:
                 yield Traced(spans=spans, offset=offset)
 
     def close(self) -> None:
-        """Let go of the readers."""
         self._follower.close()
         for reader in self._readers.values():
             reader.close()
@@ -176,13 +172,11 @@ class Tracer:
             self.run = run_facts(self._account.started)
 
     def round(self, round_: Round, offset: int) -> None:
-        """A round, after the facts that it folds."""
         events, self._events = self._events + self._account.round(round_, offset), []
         if events:
             self._rounds.append((offset, events))
 
     def _chosen(self, run: RunFacts, events: Iterable[Event]) -> Iterator[tuple[Ended, Why]]:
-        """What is traced of these events, and why."""
         for event in events:
             if isinstance(event, StepEnded):
                 yield event, "all"
@@ -202,8 +196,7 @@ class Tracer:
         return group_spans(run, event, contents, sampled=why)
 
     def _contents(self, events: Iterable[Event]) -> dict[str, Content]:
-        """What the records of these groups say, by trajectory; those that are gone, changed or
-        another one's are left out, and told in `damage`."""
+        """Return the contents of readable records by trajectory; record others in `damage`."""
         named = {
             (logged.partition, logged.offset): logged
             for event in events
@@ -214,7 +207,7 @@ class Tracer:
         for record in self._records(RecordPlace(*at) for at in named):
             logged = named.pop((record.partition, record.offset), None)
             if logged is not None and self.damage.is_sound(record, logged):
-                with suppress(SchemaError):  # audit says what is wrong with it
+                with suppress(SchemaError):  # reported by audit
                     value = view_trajectory(record.value)
                     known = fingerprint_of(record, value_of=value.trajectory)
                     if value.trajectory == logged.trajectory or self.damage.is_sound(known, logged):
@@ -223,7 +216,7 @@ class Tracer:
         return found
 
     def _records(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
-        """The records at these places that are there, and those between."""
+        """Yield the existing records at these places and between them."""
         for stretch in stretches(places, GAP):
             (partition, first), (_, last) = stretch[0], stretch[-1]
             at = TopicPartition(self._topics.trajectories, partition)

@@ -1,8 +1,4 @@
-"""Spans as rows for people: a tree, when each began, how long it lasted, who waited for whom.
-
-It decides the words, and nothing else. A row is a mapping of plain values, so that it can be
-printed as JSON; `draw` makes the tree of them.
-"""
+"""Format the spans of a trace as a tree of rows; rows are JSON values."""
 
 from __future__ import annotations
 
@@ -16,13 +12,12 @@ from dora_pipe.observe.traces.span import Span, Value
 Row = dict[str, Any]
 
 COLUMNS: Final = ("span", "after s", "lasted s", "")
-"""Of the drawn tree."""
 
 
 def rows(spans: Sequence[Span], *, origin_ns: int | None = None) -> list[Row]:
-    """The spans of one trace, children under their parents in the order of time.
+    """Return the spans of a trace, children below parents in time order.
 
-    `after_s` counts from `origin_ns`, the root's beginning if None.
+    `after_s` counts from `origin_ns` (default: the root's start).
     """
     children: dict[str, list[Span]] = {}
     for one in spans:
@@ -37,7 +32,7 @@ def rows(spans: Sequence[Span], *, origin_ns: int | None = None) -> list[Row]:
 
 
 def branch(spans: Sequence[Span], trajectory: str) -> list[Span]:
-    """The spans of a group's trace without those of other siblings than this one."""
+    """Return a group's spans without those of its other trajectories."""
     others = {
         one.span_id
         for one in spans
@@ -70,7 +65,7 @@ def row(span: Span, level: int, origin_ns: int) -> Row:
 def draw(
     found: Sequence[Mapping[str, Any]], *, plain: bool = False
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Rows as `COLUMNS`, the first with the lines of a tree; `plain`: of ASCII alone."""
+    """Yield rows as `COLUMNS` with tree lines; `plain` means ASCII."""
     lines = stems([one["level"] for one in found], plain=plain)
     for stem, one in zip(lines, found, strict=True):
         text = f"{stem}{one['stage']}"
@@ -78,8 +73,7 @@ def draw(
 
 
 def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
-    """The lines of a tree in front of each of its rows, which stand under their parents; a row of
-    level 0 has none.
+    """Yield the tree lines of each row; a row of level 0 has none.
 
     Example: ``list(stems([0, 1, 1])) == ["", "├─ ", "└─ "]``.
     """
@@ -91,7 +85,7 @@ def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
 
 
 def _goes_on(levels: Sequence[int], at: int, level: int) -> bool:
-    """Whether another row of this level has the same parent, after the row at this place."""
+    """Return whether a later row of this level has the same parent."""
     return next((one for one in levels[at + 1 :] if one <= level), -1) == level
 
 
@@ -99,7 +93,7 @@ def _below(
     span: Span, level: int, children: Mapping[str, list[Span]], origin_ns: int
 ) -> Iterator[Row]:
     yield row(span, level, origin_ns)
-    # A stable sort: what begins at one moment stays in the order of the stages.
+    # The sort is stable: equal times keep the order of stages.
     for one in sorted(children.get(span.span_id, []), key=lambda one: one.start_ns):
         yield from _below(one, level + 1, children, origin_ns)
 
@@ -181,8 +175,7 @@ _WORDS: Final[Mapping[str, tuple[str | Callable[[Attributes], Iterator[str]], ..
     "part": (PART, _size, f"%({names.OUTPUT})d tokens"),
     "computed": (f"%({names.COMPUTE}).3f s of it computing",),
 }
-"""By stage: what is said of its attributes; a text that needs one which is not there is left out.
-"""
+"""Text by stage; parts whose attribute is missing are omitted."""
 
 
 def _words(span: Span) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""A run's figures for experiment trackers, from its log: see docs/observe.md."""
+"""Metrics of a run for experiment trackers; see docs/observe.md."""

@@ -1,8 +1,7 @@
-"""The figures of every step and evaluation, made from the log; docs/observe.md says what they mean.
+"""Metrics of every step and evaluation, for trackers; docs/observe.md defines them.
 
-A row is a function of what stands in the log before it, in the order of the fold, so that whoever
-reads the log again gets the same rows. Statuses are therefore no source of it: they are lossy, and
-a reader of a finished run meets them out of order.
+A row depends only on earlier records, so that every reader gets the same rows. Statuses are lossy
+and therefore not used.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sums:
-    """What only grows, as it stood at a commit."""
+    """Cumulative values at a commit."""
 
     sampled: float
     moves: Counter[str]
@@ -57,10 +56,10 @@ def track(
     clock: Clock | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Give a tracker the rows that are in the log now; with a clock, until the run is over or
-    `stop` says so. Return whether it is over.
+    """Give a tracker the rows in the log; return whether the run has ended.
 
-    Raises BusError, LogTruncated, and what the tracker raises.
+    With a clock, follows until the run ends or `stop` returns True. Raises BusError, LogTruncated,
+    errors of the tracker.
     """
     stats = FigureStats(topics.run, contributions, tracker)
     if clock is None:
@@ -86,8 +85,7 @@ def track(
 
 
 class FigureStats(RunStats):
-    """Numbers of a run; a tracker gets a row of figures for every step and evaluation, but those
-    that it has."""
+    """Statistics that give a tracker each row it lacks."""
 
     def __init__(self, run: str, contributions: Contributions, tracker: Tracker) -> None:
         super().__init__(run)
@@ -134,7 +132,7 @@ class FigureStats(RunStats):
         )
 
     def _give(self, step: int, at_ns: int, figures: Callable[[], dict[str, float]]) -> None:
-        """Give a row, if it is not there; those before it were given or were there."""
+        """Give a row unless the tracker has it."""
         if self._skip:
             self._skip -= 1
         else:
@@ -152,7 +150,7 @@ class FigureStats(RunStats):
         return contributed(ended.fact.step, self._contributions(ended.fact.contributions.sha256))
 
     def _worker_figures(self) -> dict[str, float]:
-        """By facts and decisions alone."""
+        """Use only facts and decisions."""
         present = self.account.present()
         return {
             "workers/present": float(len(present)),
@@ -182,7 +180,7 @@ def _rewards(step: StepStats, ended: StepEnded) -> dict[str, float]:
 
 
 def _invalid(new: Counter[str], ever: Counter[str]) -> dict[str, float]:
-    """By fault, and by class of those that have been there."""
+    """Return counts by fault and by error class seen so far."""
     found: dict[str, float] = {
         f"invalid/{fault}": float(sum(of.values())) for fault, of in by_fault(new).items()
     }
@@ -230,7 +228,7 @@ def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, float
 
 
 def _rate(fact: StepCommitted) -> dict[str, float]:
-    """The step's learning rate; a user's own trainer may have none."""
+    """Return the learning rate; custom trainers may have none."""
     rate = fact.settings.get("trainer.learning_rate")
     return {"train/learning_rate": rate} if isinstance(rate, float) else {}
 

@@ -1,13 +1,12 @@
-"""Write rows of figures to TensorBoard's event files or to Weights & Biases.
+"""Write metric rows to TensorBoard or Weights & Biases.
 
-Rules that one contract suite checks:
+Contract, checked by one test suite:
 
-1. `begin` comes first, once, and returns the number of rows of this run that an earlier export
+1. `begin` is called first, once, and returns the number of rows that an earlier export of this run
    wrote; they are not given again.
-2. A row is there whole or not at all, and has left this process when `step` returns.
-3. The step of a row may be smaller than that of the row before: an evaluation is known later than
-   the steps after it.
-4. Nothing is fetched or sent unless the user's environment says so.
+2. A row is written completely or not at all, and has left this process when `step` returns.
+3. Steps may decrease: an evaluation ends after later steps.
+4. Network access requires the user's environment to allow it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from dora_pipe.observe.following import Checkpoint
 ID_HEX: Final = 16
 
 RUN_ID: Final = "dora-pipe.run"
-"""The file beside event files that names their run."""
+"""File next to event files that names their run."""
 
 EVENTS: Final = "*tfevents*"
 
@@ -43,7 +42,7 @@ OFFLINE_MODES: Final = frozenset({"offline", "dryrun"})
 """`dryrun` is W&B's earlier name."""
 
 STEP: Final = "step"
-"""The figure that is the axis of all others in W&B."""
+"""Metric that is the x-axis in W&B."""
 
 QUIET: Final = {
     "WANDB_SILENT": "true",
@@ -53,43 +52,41 @@ QUIET: Final = {
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_X_DISABLE_STATS": "true",
 }
-"""Defaults: this process is not the run, so its output, code and cost say nothing of the run; and
-W&B's errors are not sent to W&B."""
+"""Defaults: this process is not the run, so do not record its output, code or cost; send no errors
+to W&B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """The run that is tracked."""
-
     name: str
     started_ns: int
-    """Of `run started`, wall clock: a name may be used again on another day."""
+    """Wall clock of `run started`; distinguishes runs of the same name."""
     config: Mapping[str, Any]
-    """The resolved configuration as plain values; no key of it holds a secret."""
+    """Resolved configuration; contains no secret."""
 
     @property
     def id(self) -> str:
-        """A function of the run, to tell it from others of its name."""
+        """Return an id that distinguishes runs of the same name."""
         text = f"{self.name}\x1f{self.started_ns}"
         return hashlib.sha256(text.encode()).hexdigest()[:ID_HEX]
 
 
 class Tracker(ABC):
-    """Takes the rows of one run, in the order of its log."""
+    """Accept the rows of one run, in log order."""
 
     before = 0
-    """Rows that an earlier export wrote."""
+    """Rows of an earlier export."""
     rows = -1
-    """Rows that are there; -1 before `begin`."""
+    """Rows so far; -1 before `begin`."""
 
     def begin(self, run: TrackedRun) -> int:
-        """Open it for a run, once, and count its rows. Raises UsageError, ResourceError."""
+        """Open for a run and count its rows. Raises UsageError, ResourceError."""
         if self.rows < 0:
             self.before = self.rows = self._open(run)
         return self.rows
 
     def step(self, step: int, figures: Mapping[str, float], *, at_ns: int) -> None:
-        """Add a row, of a moment by wall clock. Raises ResourceError where it cannot be kept."""
+        """Add a row; `at_ns` is wall clock. Raises ResourceError."""
         self._write(step, figures, at_ns)
         self.rows += 1
 
@@ -105,10 +102,10 @@ class Tracker(ABC):
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in `FOLDER/RUN`. Example: ``TensorBoardTracker(Path("tb"))`` for
-    `tensorboard --logdir tb`. Raises UsageError where the package tensorboardX is missing.
+    """Event files in `FOLDER/RUN`, replaced by each export.
 
-    An export replaces the file of the export before it: every row is a function of the log.
+    Example: ``TensorBoardTracker(Path("tb"))`` for `tensorboard --logdir tb`. Raises UsageError if
+    tensorboardX is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -148,11 +145,9 @@ class TensorBoardTracker(Tracker):
         self._add(wall_time=at_ns / 1e9, step=step, summary=summary)
 
     def close(self) -> None:
-        """Close the file and release the folder."""
         self._open_files.close()
 
     def _add(self, **event: Any) -> None:
-        """Write one record."""
         try:
             self._writer.write_event(self._proto.Event(**event))
             self._writer.flush()
@@ -164,11 +159,11 @@ class TensorBoardTracker(Tracker):
 
 
 class WandbTracker(Tracker):
-    """A project of W&B, offline unless WANDB_MODE says otherwise.
+    """W&B project, offline unless WANDB_MODE says otherwise.
 
-    A row's number is W&B's step, since that may never fall; the training step is the axis of all
-    charts. W&B's server counts the rows of a run that is online, a file beside W&B's own those of
-    one that is not. Raises UsageError where the package is missing.
+    W&B's step is the row number, because it must not decrease; charts use the training step.
+    Existing rows are counted by the server (online) or a local file. Raises UsageError if the
+    package is missing.
     """
 
     def __init__(self, project: str, environment: MutableMapping[str, str] | None = None) -> None:
@@ -217,14 +212,13 @@ class WandbTracker(Tracker):
         self._checkpoint.write(self.rows + 1)
 
     def close(self) -> None:
-        """End W&B's run."""
         if self._run is not None:
             self._run.finish()
             self._run = None
 
 
 def _package(name: str, hint: str) -> Any:
-    """The user's own installation. Raises UsageError."""
+    """Raises UsageError."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -232,7 +226,7 @@ def _package(name: str, hint: str) -> Any:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor that holds the folder until it is closed. Raises UsageError."""
+    """Return a descriptor that locks the folder. Raises UsageError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,1 +1,1 @@
-"""A local web application on one or two logs; it reads them and decides nothing."""
+"""Local web application for one or two logs."""

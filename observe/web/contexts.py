@@ -1,4 +1,4 @@
-"""The tree of a trajectory's contexts and its agent's calls; it decides how calls are told."""
+"""Context tree of a trajectory and calls of its agent."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CALL_COLUMNS: Final = (
 
 
 def tree_of(found: Trajectory, said: Callable[[str | None], str | None]) -> dict[str, Any] | None:
-    """Contexts and calls of a record; None where it has one context and nobody called.
+    """Return contexts and calls of a record; None for one context without calls.
 
-    `contexts`: [parent or null, shared tokens, start, end] of each; `shared`: of each the stretches
-    of the record that it begins with. Times of calls are ms after the trajectory was placed.
-    `said` gives what an agent said, if it may be shown.
+    `contexts`: [parent or null, shared tokens, start, end] each; `shared`: stretches of the record
+    that each begins with. Calls are in ms after placement. `said` returns a text if it may be
+    shown.
     """
     meta = found.meta
     if not meta.contexts and not meta.calls:

@@ -1,9 +1,8 @@
-"""The pages as one file that needs nobody: the same scripts, with a sample of the answers inside.
+"""Write the pages as one self-contained file, with sampled answers.
 
-It decides what is in the sample. Sums, charts, steps and decisions are of everything, as far as
-they are short; of groups and trajectories those are taken that hang together: the groups of evenly
-spaced steps, some that were not trained, and of these groups' siblings some with their tokens. The
-file has a limit, and every part of it too.
+Sums, charts, steps and decisions cover the whole run. Groups come from evenly spaced steps, with
+some that were not trained and the tokens of some trajectories. The file and its parts have size
+limits.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ SHARES: Final = {
     "version": 0.06,
     "trajectory": 0.3,
 }
-"""Of the file, for pages of one kind."""
+"""Share of the file by kind of page."""
 
 STEPS_MAX: Final = 120
-"""Steps whose groups are in the file."""
+"""Steps whose groups are included."""
 GROUPS_MAX: Final = 8
-"""Of such a step."""
+"""Groups per step."""
 OTHERS_MAX: Final = 200
 """Groups that were not trained."""
 SIBLINGS_MAX: Final = 2
-"""Of a group in the file, with their tokens."""
+"""Trajectories with tokens per group."""
 ROWS_MAX: Final = 6000
-"""Of groups, and of trajectories, in the lists."""
+"""Rows of groups and of trajectories in lists."""
 DECISIONS_MAX: Final = 4000
 VERSIONS_MAX: Final = 400
 
@@ -59,7 +58,7 @@ MODULES: Final = (
     "overview.js",
     "app.js",
 )
-"""In an order in which none needs a later one."""
+"""In dependency order."""
 
 _IMPORT: Final = re.compile(r"^import \{[^}]*\} from \"[^\"]+\";\n", re.MULTILINE)
 _EXPORT: Final = re.compile(r"^export (?=async function|function|const|let|class)", re.MULTILINE)
@@ -67,25 +66,23 @@ _EXPORT: Final = re.compile(r"^export (?=async function|function|const|let|class
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedFile:
-    """What was written."""
-
     bytes: int
     pages: int
 
 
 @dataclass(slots=True)
 class _Room:
-    """What may still go into the file."""
+    """Remaining size of the file."""
 
     left: dict[str, int]
     pages: dict[str, msgspec.Raw] = field(default_factory=dict)
 
     def put(self, path: str, value: Any) -> None:
-        """A page that must be there."""
+        """Add a required page."""
         self.pages[path] = msgspec.Raw(msgspec.json.encode(value))
 
     def offer(self, kind: str, path: str, value: Any) -> bool:
-        """A page that may be there; whether there was room for it."""
+        """Add an optional page; return whether it fits."""
         page = msgspec.json.encode(value)
         if self.left[kind] < len(page):
             return False
@@ -95,7 +92,7 @@ class _Room:
 
 
 def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
-    """Write the pages of a run that was read, all or nothing. Raises ResourceError."""
+    """Write the pages of a run atomically. Raises ResourceError."""
     room = _Room({kind: int(share * FILE_BYTES_MAX) for kind, share in SHARES.items()})
     for name in ("run", "overview", "mismatch", "times"):
         room.put(name, worker.ask(Query(path=(name,), fields={})))
@@ -121,7 +118,7 @@ def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
 
 @contextmanager
 def _narrowed(worker: QueryWorker, groups: list[str]) -> Iterator[None]:
-    """Pages of single groups and trajectories are made from the tables of these alone."""
+    """Limit the tables to these groups, for pages of single groups and trajectories."""
     block = ExitStack()
     worker.work(lambda view: block.enter_context(view.catalogue.narrowed(groups)))
     try:
@@ -131,7 +128,7 @@ def _narrowed(worker: QueryWorker, groups: list[str]) -> Iterator[None]:
 
 
 def _offer(worker: QueryWorker, kind: str, names: list[str], room: _Room) -> None:
-    """As many evenly spaced pages of a kind as there is room for, by the size of the first few."""
+    """Add evenly spaced pages of a kind; the first few predict the size."""
 
     def ask(name: str) -> dict[str, Any]:
         return worker.ask(Query(path=(kind, name), fields={}))
@@ -146,8 +143,8 @@ def _offer(worker: QueryWorker, kind: str, names: list[str], room: _Room) -> Non
 
 
 def _chosen(view: RunView) -> tuple[list[str], list[str]]:
-    """Groups that hang together, newest first: of evenly spaced steps, and some that were not
-    trained. And their longest siblings."""
+    """Return groups of evenly spaced steps and some that were not trained, newest first; and their
+    longest trajectories."""
     others = _names(view, "groups where fate <> 'trained' order by dispatched_ns, group_id")
     groups = _names(
         view,
@@ -173,12 +170,11 @@ def _chosen(view: RunView) -> tuple[list[str], list[str]]:
 
 
 def _names(view: RunView, source: str, *values: Any) -> list[str]:
-    """Ids of groups."""
     return [name for (name,) in view.rows(f"select group_id from {source}", *values)]
 
 
 def _lists(view: RunView, chosen: list[str]) -> dict[str, Any]:
-    """The lists with all rows that are in the file; `of` says how many there are."""
+    """Return the lists with the included rows; `of` is their number in the run."""
     siblings = view.rows(
         "select trajectory_id from trajectories where group_id in (select unnest(?::varchar[]))",
         chosen,
@@ -197,7 +193,7 @@ def _lists(view: RunView, chosen: list[str]) -> dict[str, Any]:
 
 
 def _sampled(view: RunView, listing: tables.Listing, key: str, chosen: list[str]) -> dict[str, Any]:
-    """Evenly spaced rows of a list, and those that are chosen."""
+    """Return evenly spaced rows and the chosen ones."""
     found = view.rows(f"select {key} from {listing.source} order by {listing.order}")
     names = {*spaced([name for (name,) in found], ROWS_MAX), *chosen}
     rows = listing.rows(view, [(f"{key} in (select unnest(?::varchar[]))", list(names))])
@@ -217,7 +213,7 @@ def _listed(view: RunView, listing: tables.Listing, rows: list[tables.Row]) -> d
 
 
 def file_of(data: bytes) -> bytes:
-    """The page with its script, its style and these answers inside; nothing else is allowed."""
+    """Inline script, style and answers; the policy forbids anything else."""
     static = static_files()
     script, style = joined(static), static["style.css"].decode()
     policy = "; ".join(
@@ -249,7 +245,7 @@ def file_of(data: bytes) -> bytes:
 
 
 def joined(static: dict[str, bytes]) -> str:
-    """All modules as one script. Example: `export function h` becomes `function h`."""
+    """Join all modules into one script; `export function h` becomes `function h`."""
     return "\n".join(_EXPORT.sub("", _IMPORT.sub("", static[name].decode())) for name in MODULES)
 
 

@@ -1,4 +1,4 @@
-"""The first page's figures, from the tables alone; it decides how a long run becomes a chart."""
+"""Data of the first page."""
 
 from __future__ import annotations
 
@@ -24,29 +24,26 @@ from dora_pipe.schemas.control import FAULTS, by_fault, fault_of
 Points = dict[str, list[Any]]
 
 POINTS_MAX: Final = 400
-"""Points of a series on a chart; neighbouring steps are taken together beyond."""
+"""Most points of a series; longer runs average neighboring steps."""
 
 WAITS_MAX: Final = 8
-"""Causes of the trainer's waits on the first page."""
 
 NEWEST: Final = 12
-"""Decisions on the first page."""
 
 ROUTINE: Final = ("end", "plan-period")
-"""Decisions that the first page leaves out: there is one for every group that was not trained."""
+"""Decisions hidden on the first page: every group that was not trained has one."""
 
 PHASES: Final = ("queued", "worker", "siblings", "batch", "training")
-"""Where the time of a trained trajectory went, from its dispatch to its commit: until it was placed
-first; until it was logged; until its group's last sibling was; until a batch took the group; until
-that step was committed."""
+"""Phases from dispatch to commit, ending at: first placement; logged; last trajectory of the group
+logged; batch taken; step committed."""
 
 _POINTS: Final = f"""(
     select *, (row_number() over (order by step) - 1) * {POINTS_MAX}
               // greatest(count(*) over (), {POINTS_MAX}) as point from steps)"""
-"""Steps with the point of a chart that they are part of."""
+"""Steps with their chart point."""
 
 _WHOLE_S: Final = "greatest(0, coalesce(seconds, (committed_ns - taken_ns) / 1e9))"
-"""Seconds of a step, with its wait."""
+"""Seconds of a step, including its wait."""
 
 _POINT: Final = {
     "step": "min(step)",
@@ -70,11 +67,11 @@ _POINT: Final = {
     "ahead": "avg(ahead_s)",
     "other": f"greatest(0, avg({_WHOLE_S}) - avg(waited_s) - avg(compute_s))",
 }
-"""Columns of the charts by step, over the steps of a point."""
+"""Columns per point of the step charts."""
 
 
 def overview(view: RunView) -> dict[str, Any]:
-    """Everything on the first page; `static/overview.js` says which columns a chart has."""
+    """Return the first page; `static/overview.js` lists the columns of each chart."""
     points = _points(view)
     times, fates = _by_length(view)
     return {
@@ -105,7 +102,7 @@ def overview(view: RunView) -> dict[str, Any]:
 
 
 def run_of(view: RunView) -> dict[str, Any]:
-    """What a run is, and how far it is."""
+    """Return identity and progress of a run."""
     found = view.catalogue.one("select config, seed, planner, package from runs")
     text, seed, planner, package = found or ("{}", None, None, None)
     config = msgspec.json.decode(text)
@@ -157,7 +154,7 @@ def _totals(view: RunView) -> dict[str, Any]:
 
 
 def _points(view: RunView) -> Points:
-    """Columns over the points of the charts, each a step or the mean of several."""
+    """Return columns over the chart points, each a step or a mean of several."""
     columns = ", ".join(f"{sql} as {name}" for name, sql in _POINT.items())
     found = view.rows(f"select {columns} from {_POINTS} group by point order by point")
     return {
@@ -167,13 +164,13 @@ def _points(view: RunView) -> Points:
 
 
 def _places(points: Points) -> dict[int, int]:
-    """The point of every step."""
+    """Map steps to points."""
     bounds = zip(points["step"], points["last"], strict=True)
     return {step: at for at, (first, last) in enumerate(bounds) for step in range(first, last + 1)}
 
 
 def _means(points: Points, told: Iterable[tuple[int, str, float]]) -> dict[str, list[float | None]]:
-    """Return a column per name from (step, name, value): per point, the mean of its values."""
+    """Return a column of means per name from (step, name, value)."""
     places = _places(points)
     found: dict[str, list[list[float]]] = {}
     for step, name, value in told:
@@ -185,7 +182,7 @@ def _means(points: Points, told: Iterable[tuple[int, str, float]]) -> dict[str, 
 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
-    """A series per name: versions, mean rewards, valid ones, and their figures."""
+    """Return a series per name: versions, mean rewards, numbers of valid rewards, metrics."""
     found: dict[str, dict[str, Any]] = {}
     for (version, name, _, size), prompts in samples_by_prompt(view.catalogue).items():
         rewards = [one.reward for own in prompts for one in own]
@@ -208,7 +205,7 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
 
 
 def _parts(view: RunView) -> Iterator[tuple[int, str, float]]:
-    """(step, task and part, mean) of every part of the rewards."""
+    """Yield (step, task and component, mean) of every reward component."""
     sql = "select step, reward_parts from steps where reward_parts is not null"
     for step, text in view.rows(sql):
         for task, parts in msgspec.json.decode(text).items():
@@ -217,7 +214,7 @@ def _parts(view: RunView) -> Iterator[tuple[int, str, float]]:
 
 
 def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
-    """The figures that show whether the policy learns, each with what it says."""
+    """Return the learning metrics with their descriptions."""
     found = _means(
         points,
         (
@@ -234,8 +231,8 @@ def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
 
 
 def _invalid(view: RunView, points: Points) -> dict[str, Any]:
-    """Trajectories without a valid reward by fault: per point those of batches; and how many there
-    are in all by class of error, of groups without a step, too."""
+    """Return invalid trajectories by fault: per point those of batches; in total by error class,
+    including groups without a step."""
     places = _places(points)
     series: dict[str, list[int]] = {fault: [0] * len(points["step"]) for fault in FAULTS}
     errors: Counter[str] = Counter()
@@ -251,7 +248,7 @@ def _invalid(view: RunView, points: Points) -> dict[str, Any]:
 
 
 def _waits(view: RunView) -> dict[str, Any]:
-    """The longest waits of the trainer for its batches, by cause, as `why` has them."""
+    """Return the trainer's longest waits for batches, by cause as in `why`."""
     causes = for_batches(waits_of(view.catalogue))
     whole_s = sum(causes.values())
     longest = sorted(causes.items(), key=lambda item: -item[1])[:WAITS_MAX]
@@ -266,8 +263,8 @@ def _waits(view: RunView) -> dict[str, Any]:
 
 
 def _by_length(view: RunView) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Training trajectories whose groups have ended, by length bucket: mean seconds of every phase
-    of those that were trained, and how many had which fate."""
+    """Return, by length bucket, mean seconds per phase of trained trajectories, and counts by
+    outcome."""
     marks = (
         "g.dispatched_ns",
         "t.placed_ns",

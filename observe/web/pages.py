@@ -1,7 +1,6 @@
-"""The pages of one step, group, version and trajectory; it decides what `--redact` hides.
+"""Pages of one step, group, version and trajectory.
 
-Hidden are token ids and texts, and everything that a task may have said: errors of rewards, of
-environments and of attempts, and what it left in `extra`.
+`--redact` hides token ids, texts, errors of rewards, environments and attempts, and `extra`.
 """
 
 from __future__ import annotations
@@ -28,42 +27,42 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.store import PolicyStore
 
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text."""
+"""Decode token ids."""
 
 TOKENS_MAX: Final = 2048
-"""Tokens on one page of a trajectory."""
+"""Tokens per trajectory page."""
 
 _GROUP: Final = (
     *("group_id", "purpose", "row", "reason", "dispatched_ns", "taken_ns", "ended_ns", "version"),
     *("step", "fate", "why"),
 )
-"""Columns of `groups` that a page tells beside the list's."""
+"""Additional columns of a group's page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSource:
-    """Where a run's records lie; one thread uses it."""
+    """Access to a run's records; used by one thread."""
 
     bus: Bus
     topics: Topics
     policies: PolicyStore
     decode: Decode | None
-    """None where there is no tokenizer."""
+    """None without a tokenizer."""
     redact: bool = False
     catalogue: Path | None = None
-    """Where the tables of a finished run are kept; None where nothing may be written."""
+    """Folder of a finished run's cached tables; None if read-only."""
 
     def said(self, text: str | None) -> str | None:
-        """What a task said, if it may be shown."""
+        """Return a task's text unless it is hidden."""
         return HIDDEN if text and self.redact else text
 
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
-        """Rows of a step; none where the file is gone or cannot be read."""
+        """Return the rows of a step; empty if the file is missing or unreadable."""
         return stored_contributions(self.policies, sha256)
 
 
 def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
-    """A step: what it was made of, and what it made. Raises UsageError."""
+    """Raises UsageError."""
     number = _number(asked.path[-1])
     listed = tables.STEPS.one(view, "step", number)
     if listed is None:
@@ -107,7 +106,7 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
 
 
 def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
-    """Its parts and which groups they have; nothing where its batch was taken as one."""
+    """Return the parts and their groups; empty if the batch was taken whole."""
     found = view.records("select * from parts where step = ? order by part", step)
     if not found:
         return {}
@@ -127,7 +126,7 @@ def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
 
 
 def group_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
-    """A group: its dispatch, its siblings, its fate. Raises UsageError."""
+    """Raises UsageError."""
     name = asked.path[-1]
     listed = tables.GROUPS.one(view, "g.group_id", name)
     if listed is None:
@@ -161,7 +160,7 @@ def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lineage(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
-    """Back: the step that made its version. Forward: the version that its step made."""
+    """Return the steps that made the group's version and that trained the group."""
     version = group["version"]
     step = group["step"] if group["fate"] == "trained" else None
     return {
@@ -174,7 +173,7 @@ def _lineage(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
 
 
 def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
-    """A version: who made it, who hosted it, what was sampled from it. Raises UsageError."""
+    """Raises UsageError."""
     number = _number(asked.path[-1])
     if not 0 <= number <= view.version:
         raise UsageError(f"no version {number}", hint=f"the newest is {view.version}")
@@ -206,7 +205,7 @@ def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, An
 
 
 def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
-    """A trajectory, with at most `TOKENS_MAX` tokens from `from` on. Raises UsageError."""
+    """Return at most `TOKENS_MAX` tokens, starting at `from`. Raises UsageError."""
     name = asked.path[-1]
     listed = tables.TRAJECTORIES.one(view, "t.trajectory_id", name)
     if listed is None:
@@ -243,7 +242,7 @@ def _contribution(
 
 
 def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str, Any]:
-    """What the record says; why it says nothing, where it does not."""
+    """Return the record's content, or why it is unavailable."""
     named = counting_record(view.catalogue, name)
     if named is None:
         return {"missing": "no record of it counts yet"}
@@ -275,7 +274,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
 
 
 def _group_parts(view: RunView, name: str) -> dict[str, float]:
-    """Scores beside those of its record, where its siblings were scored together."""
+    """Return scores outside the record, of rewards computed over the group."""
     rows = view.catalogue.keyed(
         "group_parts", "trajectories", "trajectory_id", name, order="trajectory_id"
     )
@@ -284,7 +283,7 @@ def _group_parts(view: RunView, name: str) -> dict[str, float]:
 
 
 def _times(found: Trajectory) -> list[list[Any]]:
-    """[what, ms after it was placed] for everything that happened to it."""
+    """Return [event, ms after placement]."""
     times = found.meta.times
     names = ("started", "first_token", "finished", "rewarded")
     marks = [(name, getattr(times, name)) for name in names]
@@ -309,10 +308,10 @@ def _segments(source: RunSource, found: Trajectory) -> dict[str, Any]:
 
 
 def _tokens(source: RunSource, found: Trajectory, start: int) -> dict[str, Any]:
-    """Arrays over tokens [start, start + TOKENS_MAX): text, log-probs, mask.
+    """Return arrays over tokens [start, start + TOKENS_MAX): text, log-probs, mask.
 
-    `text` is null where there is no tokenizer, ids and text are null where they are hidden. A token
-    that is part of a character shows as the replacement character.
+    `text` is null without a tokenizer; ids and text are null when hidden. A token that is part of a
+    character appears as the replacement character.
     """
     end = min(len(found.token_ids), start + TOKENS_MAX)
     ids = list(found.token_ids[start:end])
@@ -329,10 +328,9 @@ def _tokens(source: RunSource, found: Trajectory, start: int) -> dict[str, Any]:
 
 
 def token_texts(decode: Decode, token_ids: Sequence[int], start: int, end: int) -> list[str]:
-    """What each token in [start, end) adds to the text before it: a tokenizer of words puts a blank
-    between two of them that neither has alone.
+    """Return the text that each token in [start, end) adds.
 
-    Example: of the words ``[5, 6, 7]``, from the first on, ``["a", " b", " c"]``.
+    Word tokenizers add a blank between tokens: for ``[5, 6, 7]`` ``["a", " b", " c"]``.
     """
     texts = []
     for at in range(start, end):

@@ -1,9 +1,7 @@
-"""Answers what pages ask of one run, in one thread that owns its log; it decides when to read on.
+"""Answer queries about one run in the thread that owns its log, without locks.
 
-A log is opened, read and asked in that thread alone, so nothing here is locked. Of a run that is
-over the tables that were kept beside it are taken, and kept there if they were not. While a log is
-read for the first time, queries are answered between two pieces of it, with what is known so far;
-later a query first looks whether the log has grown.
+The tables of a finished run are cached next to it. During the first read, queries are answered
+between pieces with the data so far; later, a query first reads new records.
 """
 
 from __future__ import annotations
@@ -25,20 +23,19 @@ from dora_pipe.observe.web.timeline import timeline
 from dora_pipe.observe.web.view import Query, RunView, view_of
 
 ANSWER_S: Final = 60.0
-"""Of one query."""
+"""Timeout of a query."""
 
 LOOK_S: Final = 0.25
-"""A log is looked at for news at most so often."""
+"""Minimum interval between checks for new records."""
 
 PIECES_MAX: Final = 4
-"""Of a log that has grown, before a query about it is answered with what is known."""
+"""Pieces to read before a query is answered from a grown log."""
 
 Opener = Callable[[], AbstractContextManager[RunSource]]
 
 
 class _Tables:
-    """The tables of a run: those that were kept, or those of a log that is read. The latter are
-    kept when it turns out that the run is over."""
+    """Tables of a run, cached or read from the log; cached when the run has ended."""
 
     def __init__(self, source: RunSource, stack: ExitStack) -> None:
         self._source = source
@@ -58,7 +55,7 @@ class _Tables:
             stack.callback(self._living.close)
 
     def advance(self) -> bool:
-        """Read one piece of the log; whether there is more. Raises BusError, LogTruncated."""
+        """Read one piece; return whether there is more. Raises BusError, LogTruncated."""
         if self._living is None:
             return False
         before = self._living.follower.places
@@ -90,7 +87,7 @@ class _Tables:
 
 
 class QueryWorker:
-    """One run. Example: ``worker.ask(parse_query("/overview"))``; close it."""
+    """Query worker of one run; close it. Example: ``worker.ask(parse_query("/overview"))``."""
 
     def __init__(self, opener: Opener) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ui-query")
@@ -107,31 +104,30 @@ class QueryWorker:
         opening.result()
 
     def ask(self, asked: Query) -> dict[str, Any]:
-        """The answer to a query, path without the run. Raises UsageError, the log's errors."""
+        """Return the answer; the path excludes the run. Raises UsageError, errors of the log."""
         found: dict[str, Any] = self._run(lambda: self._answer(asked))
         return found
 
     def read_all(self) -> None:
-        """Wait until the log was read up to its present end. Raises the log's errors."""
+        """Wait until the log was read to its present end. Raises errors of the log."""
         self.start()
         while not self._run(lambda: self._whole):
-            pass  # behind every piece
+            pass  # queued after every piece
         if self._failed is not None:
             raise self._failed
 
     def start(self) -> None:
-        """Read the log, piece by piece, while queries are answered."""
+        """Start reading the log while answering queries."""
         if not self._closing:
             self._thread.submit(self._tables.advance).add_done_callback(self._read_on)
 
     def close(self) -> None:
-        """Stop reading and let go of the log."""
         self._closing = True
         self._run(self._stack.close)
         self._thread.shutdown()
 
     def work(self, job: Callable[[RunView], Any]) -> Any:
-        """Do something with the tables in the thread that owns them."""
+        """Run a job on the tables in the thread that owns them."""
         return self._run(lambda: job(self._tables.view()))
 
     def _run(self, job: Callable[[], Any]) -> Any:
@@ -143,7 +139,7 @@ class QueryWorker:
         self._tables = _Tables(self._source, self._stack)
 
     def _read_on(self, piece: Future[bool]) -> None:
-        """Another piece; queries that came meanwhile are answered before it."""
+        """Read a piece; pending queries come first."""
         self._failed = piece.exception()
         if self._failed is None and piece.result():
             self.start()
@@ -166,7 +162,7 @@ class QueryWorker:
         return self._whole_run(view, name, asked)
 
     def _read_news(self) -> None:
-        """Look whether the log has grown, if nobody has looked just now."""
+        """Check for new records unless just checked."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return
@@ -190,7 +186,7 @@ class QueryWorker:
                 return self._kept(name, view.version, lambda: sampled_times(view, self._source))
 
     def _kept(self, name: str, revision: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """An answer that costs something: made again only when there is something new."""
+        """Cache an expensive answer until its revision changes."""
         known = self._answers.get(name)
         if known is None or known[0] != revision:
             known = self._answers[name] = revision, make()
@@ -204,7 +200,7 @@ ONE: Final = {
     "version": pages.version_page,
     "trajectory": pages.trajectory_page,
 }
-"""Pages of one thing, by the word in their address."""
+"""Detail pages by path."""
 
 LISTS: Final = {
     "steps": tables.steps,
@@ -214,4 +210,4 @@ LISTS: Final = {
 }
 
 WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "times"})
-"""Figures of a whole run."""
+"""Metrics of a whole run."""

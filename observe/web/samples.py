@@ -1,8 +1,4 @@
-"""Figures of a whole run that its tables do not have; it decides which steps and records it opens.
-
-How far ratios were from 1, from the steps' contributions; and where the time of trajectories on
-their workers went, from records.
-"""
+"""Metrics of a whole run from sampled files: ratios from contributions, times from records."""
 
 from __future__ import annotations
 
@@ -24,23 +20,23 @@ from dora_pipe.schemas.trajectory import Described, Times
 from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 STEPS_MAX: Final = 40
-"""Steps that are looked at, evenly spaced."""
+"""Sampled steps, evenly spaced."""
 
 RECORDS_MAX: Final = 240
-"""Records that are opened, evenly spaced over the run."""
+"""Opened records, evenly spaced."""
 
 PARTS: Final = ("slot", "first token", "sampling", "reward")
-"""From placed to started, to the first token, to the last (environments included), to the reward.
-A trajectory that was placed again counts from its last placement on."""
+"""Placed to started, to first token, to last token (with environments), to reward; from the last
+placement."""
 
 _OF_TRAINING: Final = f"{COUNTS} and starts_with(trajectory_id, 'g')"
-"""Records of training groups that count."""
+"""Effective records of training groups."""
 
 
 def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
-    """Per staleness: trajectories, and quantiles of |ln(mean ratio)| and of the clipped share.
+    """Return per staleness: trajectories, quantiles of |ln(mean ratio)| and of the clipped share.
 
-    Trajectories without a gradient have no ratio and are left out.
+    Excludes trajectories without a gradient, which have no ratio.
     """
     chosen = spaced(view.steps(), STEPS_MAX)
     files = [source.contributions(digest) for _, digest in chosen]
@@ -64,7 +60,7 @@ def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
 
 
 def sampled_times(view: RunView, source: RunSource) -> dict[str, Any]:
-    """Mean seconds of every part, by length bucket."""
+    """Return mean seconds per part, by length bucket."""
     of = int(view.value(f"select count(*) from records where {_OF_TRAINING}"))
     chosen = logged_records(
         view.catalogue,
@@ -101,14 +97,14 @@ def sampled_times(view: RunView, source: RunSource) -> dict[str, Any]:
 
 
 def _sound(source: RunSource, rows: Iterable[LoggedRecord], damage: Damage) -> Iterator[Described]:
-    """What the records of these rows say, partition by partition; of the others, the damage."""
+    """Yield the readable records, partition by partition; count others in `damage`."""
     for record, _ in named_records(source, rows, damage):
-        with suppress(SchemaError):  # it is among the dead letters
+        with suppress(SchemaError):  # it is a dead letter
             yield view_trajectory(record.value)
 
 
 def _parts(times: Times) -> list[float] | None:
-    """Seconds of every part; None where the record does not say all."""
+    """Return seconds per part; None if the record lacks any."""
     marks = (times.placed, times.started, times.first_token, times.finished)
     known = [one for one in marks if one is not None]
     if len(known) < len(marks):

@@ -1,12 +1,8 @@
-"""Serves the pages on this machine alone; it decides which requests are answered at all.
+"""Serve the pages on this machine only.
 
-Rules:
-
-1. It listens on 127.0.0.1, and answers only who calls it by a name of this machine: a page of
-   elsewhere whose name was rebound to this address still sends its own name.
-2. GET and HEAD. Nothing changes anything.
-3. Nothing is loaded from elsewhere: the content security policy forbids it, and there are no
-   scripts or styles inside of pages.
+1. Listens on 127.0.0.1 and requires a Host of this machine, which stops DNS rebinding.
+2. Accepts only GET and HEAD; nothing changes state.
+3. The content security policy forbids external resources and inline scripts and styles.
 """
 
 from __future__ import annotations
@@ -26,10 +22,10 @@ from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.view import parse_query
 
 REQUESTS_MAX: Final = 32
-"""At once; more are refused."""
+"""Maximum concurrent requests."""
 
 IDLE_S: Final = 30.0
-"""A connection that sends nothing is closed."""
+"""Idle connections are closed after this time."""
 
 POLICY: Final = "; ".join(
     (
@@ -63,14 +59,13 @@ TYPES: Final = {
 
 
 def static_files() -> dict[str, bytes]:
-    """The files of the pages by name."""
     folder = files("dora_pipe.observe.web") / "static"
     found = [one for one in folder.iterdir() if one.name[one.name.rfind(".") :] in TYPES]
     return {one.name: one.read_bytes() for one in sorted(found, key=lambda one: one.name)}
 
 
 class PageServer(LocalServer):
-    """The pages of a run. Example: ``PageServer(worker, port=0).serve_forever()``."""
+    """Server of a run's pages. Example: ``PageServer(worker, port=0).serve_forever()``."""
 
     def __init__(self, worker: QueryWorker, *, port: int) -> None:
         self.worker = worker
@@ -78,7 +73,7 @@ class PageServer(LocalServer):
         super().__init__(_Handler, host=LOOPBACK, port=port, requests_max=REQUESTS_MAX)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away before its answer is no news; anything else is a mistake."""
+        """Ignore browsers that disconnect; raise other errors."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -92,7 +87,6 @@ class _Handler(LocalHandler):
     timeout = IDLE_S
 
     def answer(self) -> None:
-        """See the base."""
         path = urlsplit(self.path).path
         if path.startswith("/api/"):
             self._api()
@@ -120,14 +114,13 @@ class _Handler(LocalHandler):
         self._send(status, "application/json", msgspec.json.encode(value))
 
     def say(self, status: HTTPStatus, text: str) -> None:
-        """See the base."""
         self._send(status, "text/plain; charset=utf-8", f"{text}\n".encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_whole(status, {**HEADERS, "Content-Type": kind}, body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the library refuses by itself: other methods, what is no HTTP."""
+        """Answer requests that the library rejects: other methods, invalid HTTP."""
         method = code == HTTPStatus.NOT_IMPLEMENTED
         status = HTTPStatus.METHOD_NOT_ALLOWED if method else HTTPStatus(code)
         self.close_connection = True

@@ -1,11 +1,8 @@
-"""Lists of steps, groups, trajectories and decisions, filtered and in pages; it decides the order.
+"""Filtered, paged lists of steps, groups, trajectories and decisions.
 
-A list is ``{"total", "offset", "columns", "numbers", "rows"}``: rows are arrays, so that many of
-them are short; `numbers` are the columns that can be bounded. What is asked for is bound to a
-query, never written into it.
-
-A trajectory's columns are those of the catalogue's table: a new one is listed, filtered and sorted
-without a line here.
+A list is ``{"total", "offset", "columns", "numbers", "rows"}``: rows are arrays, `numbers` the
+columns with bounds. Values are bound to queries, never written into SQL. New columns of the
+trajectories table appear automatically.
 """
 
 from __future__ import annotations
@@ -21,13 +18,13 @@ from dora_pipe.ledger.tables import Row as TableRow
 from dora_pipe.observe.web.view import Query, RunView, short
 
 ROWS: Final = 50
-"""Of a page that does not say how many."""
+"""Default rows per page."""
 ROWS_MAX: Final = 500
 
 Row = list[Any]
 
 Condition = tuple[str, Any]
-"""SQL with one mark, and the value that is bound to it."""
+"""SQL with one placeholder, and its value."""
 
 _ROWS: Final[dict[str, type[TableRow]]] = {
     "s": StepRow,
@@ -39,38 +36,38 @@ _ROWS: Final[dict[str, type[TableRow]]] = {
 _TYPES: Final = {
     f"{alias}.{one.name}": one.sql for alias, row in _ROWS.items() for one in columns_of(row)
 }
-"""Of what stands in columns, as the catalogue declares it; anything else is text."""
+"""Column types that are not text, as the catalogue declares them."""
 
 _BOUNDS: Final = {"": "=", "_min": ">=", "_max": "<="}
-"""What is behind a column's name in a field that filters by it."""
+"""Operators by suffix of a filter field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What stands in the columns of a list: SQL by name. Moments (`..._ns`) are seconds of the run
-    on a page."""
+    """Columns of a list as SQL by name. Moments (`..._ns`) become seconds of the run."""
 
     columns: Mapping[str, str]
     source: str
     order: str
     short: frozenset[str] = frozenset()
-    """Columns of which a few digits are enough."""
+    """Columns rounded to a few digits."""
 
     @property
     def names(self) -> list[str]:
-        """Of the columns, in order."""
         return list(self.columns)
 
     @property
     def numbers(self) -> list[str]:
-        """Names of the columns that have numbers or moments."""
+        """Return the columns with numbers or moments."""
         return [
             name for name, sql in self.columns.items() if _TYPES.get(sql, "VARCHAR") != "VARCHAR"
         ]
 
     def conditions(self, view: RunView, asked: Query) -> list[Condition]:
-        """`NAME`, `NAME_min` and `NAME_max` for every column; a bound is for those that have a
-        value. Raises UsageError for what is no number."""
+        """Return conditions for `NAME`, `NAME_min` and `NAME_max`; bounds exclude missing values.
+
+        Raises UsageError for an invalid number.
+        """
         return [
             (f"{sql} {sign} ?", self._bound(view, asked, name, name + suffix))
             for name, sql in self.columns.items()
@@ -91,7 +88,7 @@ class Listing:
                 return asked.whole(key)
 
     def count(self, view: RunView, conditions: Sequence[Condition] = ()) -> int:
-        """How many rows fit."""
+        """Count matching rows."""
         where, values = _where(conditions)
         return int(view.value(f"select count(*) from {self.source} {where}", *values))
 
@@ -104,8 +101,11 @@ class Listing:
         limit: int | None = None,
         offset: int = 0,
     ) -> list[Row]:
-        """Those that fit, in this order; `order` is a column, `-` before it is descending, and
-        what has no value there comes last. Raises UsageError for one that is not there."""
+        """Return matching rows sorted by `order` (a column; `-` for descending), missing values
+        last.
+
+        Raises UsageError for an unknown column.
+        """
         where, values = _where(conditions)
         by = f"{self._order(order)}, {self.order}" if order else self.order
         found = view.rows(
@@ -136,7 +136,7 @@ class Listing:
         return [self._shown(view, row) for row in found]
 
     def one(self, view: RunView, key: str, value: Any) -> dict[str, Any] | None:
-        """The row in which a key has a value, by the names of the columns; None without one."""
+        """Return the row with this key as a mapping, if any."""
         found = self.of(view, key, value)
         return dict(zip(self.columns, found[0], strict=True)) if found else None
 
@@ -170,7 +170,7 @@ STEPS: Final = Listing(
     order="s.step desc",
     short=frozenset({"reward", "staleness", "waited_s", "compute_s", "loss"}),
 )
-"""Newest first, as the other lists."""
+"""Newest first, as in other lists."""
 
 GROUPS: Final = Listing(
     columns={
@@ -190,7 +190,7 @@ ELSEWHERE: Final = frozenset(
     {"trajectory_id", "group_id", "sibling", "placed_ns", "incarnation", "attempt"}
     | {"partition", "record_offset", "error", "reward_answer", "reward_parts", "group_parts"}
 )
-"""Columns of a trajectory that its own page has."""
+"""Columns shown only on a trajectory's page."""
 
 TRAJECTORIES: Final = Listing(
     columns={
@@ -206,7 +206,7 @@ TRAJECTORIES: Final = Listing(
     source="trajectories t join groups g using (group_id)",
     order=f"{GROUPS.order}, t.sibling",
 )
-"""What people look for first, then whatever else the table of trajectories has."""
+"""Preferred columns, then all others of the trajectories table."""
 
 DECISIONS: Final = Listing(
     columns={
@@ -223,7 +223,7 @@ def steps(view: RunView, asked: Query) -> dict[str, Any]:
 
 
 def groups(view: RunView, asked: Query) -> dict[str, Any]:
-    """Groups that fit the columns asked for, `q` and `purpose`."""
+    """Return groups that match the column filters, `q` and `purpose`."""
     wanted: list[Condition] = [
         ("contains(g.group_id, ?)", asked.text("q").partition("-")[0]),
         ("g.purpose = ?", asked.text("purpose")),
@@ -232,7 +232,7 @@ def groups(view: RunView, asked: Query) -> dict[str, Any]:
 
 
 def trajectories(view: RunView, asked: Query) -> dict[str, Any]:
-    """Trajectories that fit the columns asked for, `q`, `purpose` and `valid` (yes or no)."""
+    """Return trajectories that match the column filters, `q`, `purpose` and `valid` (yes or no)."""
     valid = asked.text("valid")
     wanted: list[Condition] = [
         ("contains(t.trajectory_id, ?)", asked.text("q")),
@@ -243,7 +243,7 @@ def trajectories(view: RunView, asked: Query) -> dict[str, Any]:
 
 
 def decisions(view: RunView, asked: Query) -> dict[str, Any]:
-    """Decisions that fit the columns asked for, and `q` (in subject or reason)."""
+    """Return decisions that match the column filters and `q` (subject or reason)."""
     sought = "contains(lower(concat_ws(chr(10), subject, reason)), ?)"
     wanted = DECISIONS.conditions(view, asked) + _given([(sought, asked.text("q").lower())])
     listed = DECISIONS.page(view, asked, wanted)
@@ -251,7 +251,7 @@ def decisions(view: RunView, asked: Query) -> dict[str, Any]:
 
 
 def decision_counts(view: RunView) -> dict[str, int]:
-    """Decisions, observations and facts by kind: groups as `dispatch`, attempts as `place`."""
+    """Count decisions and facts by kind: groups as `dispatch`, attempts as `place`."""
     found = view.rows(
         """select kind, count(*) from events group by kind
            union all select 'dispatch', count(*) from groups
@@ -261,7 +261,6 @@ def decision_counts(view: RunView) -> dict[str, int]:
 
 
 def _given(conditions: Sequence[Condition]) -> list[Condition]:
-    """Those that somebody asked for."""
     return [one for one in conditions if one[1] not in (None, "")]
 
 

@@ -1,4 +1,4 @@
-"""Workers over time: which version each hosted, and how full it was; it decides how fine."""
+"""Hosted versions and utilization of workers over time."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from typing import Any, Final
 from dora_pipe.observe.web.view import RunView, short
 
 PIECES_MAX: Final = 4000
-"""Hostings on one time line, of all workers together."""
+"""Hostings of all workers on one timeline."""
 
 TRAINER_PIECES_MAX: Final = 1000
-"""Parts and steps on the trainer's line."""
+"""Parts and steps of the trainer on one timeline."""
 
 COMMITS_MAX: Final = 200
-"""Commits that are marked below a time line, evenly spaced."""
+"""Marked commits, evenly spaced."""
 
 SLICES_MAX: Final = 256
-"""Slices of a run in which slots in use are averaged."""
+"""Slices over which utilization is averaged."""
 
 SLICE_NS: Final = 50_000_000
-"""Width of a slice of a short run; it doubles until they are few enough."""
+"""Slice width of a short run; doubles until `SLICES_MAX` is met."""
 
 
 STOPPED: Final = """(select min(since_ns) from marks where kind = 'resumed'
     and since_ns >= joined_ns)"""
-"""When the run was stopped after a worker had joined: no worker outlasts that."""
+"""Stop of the run after a worker joined, which ends its hostings."""
 
 
 def timeline(view: RunView, from_s: float | None = None, until_s: float | None = None) -> Any:
-    """A row per worker's name, with its hostings in the window: [from, ready, until, version].
+    """Return a row per worker name with the hostings in the window: [from, ready, until, version].
 
-    Seconds of the run. Where there are too many, those that are shorter than what can be seen are
-    taken together as one with version -1.
+    Times are seconds of the run. Too many short hostings are merged, with version -1.
     """
     last_s = (view.last_ns - view.first_ns) / 1e9
     low, high = from_s or 0.0, last_s if until_s is None else until_s
@@ -67,11 +66,11 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
 
 
 def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
-    """What the trainer computed in the window, where batches are taken in parts:
-    [from, waited s, until, part, step, groups, tokens].
+    """Return the trainer's pieces in the window: [from, waited s, until, part, step, groups,
+    tokens].
 
-    What was not computed ahead of a batch is one piece, with the number of its last part; a batch
-    that came at once has no number. Of too many, as `merged` says.
+    Work after the batch is one piece, numbered as its last part; a batch taken whole has no number.
+    Too many are merged as in `merged`.
     """
     found = view.rows(
         """with ahead as (
@@ -97,9 +96,9 @@ def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
 
 
 def merged(pieces: list[list[Any]], most: int, narrow_s: float) -> list[list[Any]]:
-    """The same pieces; of too many, neighbours narrower together than a width become version -1.
+    """Merge neighbors that are narrower together than `narrow_s` into version -1, if too many.
 
-    At most twice `most`, where the width is the window's share of one of them.
+    Returns at most twice `most` pieces, if that width is the window divided by `most`.
     """
     if len(pieces) <= most:
         return pieces
@@ -113,12 +112,12 @@ def merged(pieces: list[list[Any]], most: int, narrow_s: float) -> list[list[Any
 
 
 def _window(view: RunView, low: float, high: float) -> tuple[float, float]:
-    """Seconds of the run as ns since 1970."""
+    """Convert seconds of the run to ns since 1970."""
     return view.first_ns + low * 1e9, view.first_ns + high * 1e9
 
 
 def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[float]]]:
-    """[from, ready, until, version] of every hosting that reaches into the window, by worker."""
+    """Return [from, ready, until, version] of every hosting that overlaps the window, by worker."""
     found = view.rows(
         f"""with loads as (
                select incarnation, h.worker, version, ready_ns,
@@ -177,15 +176,13 @@ UTILISATION: Final = f"""
                             then coalesce(any_value(tokens), 0) * 1e9 / $3 end
     from slices left join shares using (slice) left join told using (slice)
     group by slice order by slice"""
-"""How full workers were in every slice of a run. What was logged before it is another run's."""
+"""Utilization per slice of a run; excludes earlier records of other runs."""
 
 
 def utilisation(view: RunView) -> dict[str, Any]:
-    """Per slice of the run: share of slots in use of all workers, of the least and the most used
-    one, and sampled tokens per second.
+    """Return per slice: used share of slots (all workers, least and most used), tokens per second.
 
-    In use is a slot from the placement of a request until its worker lets go of it; requests that
-    a worker holds ahead of its slots count for none.
+    A slot is used from placement until release; requests that wait on a worker do not count.
     """
     width_ns = _width_ns(view)
     newest_ns = view.value("select max(logged_ns) from trajectories") or 0

@@ -1,7 +1,4 @@
-"""What a page asks for, as it stands in an address, and a run's tables at one moment.
-
-It decides which addresses are too long or no number, and what of a long series is looked at.
-"""
+"""Parsed queries, and the tables of a run at one moment."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ from dora_pipe.ledger.database import Catalogue
 T = TypeVar("T")
 
 TEXT_MAX: Final = 200
-"""Characters of one value."""
+"""Maximum characters of a value."""
 
 FIELDS_MAX: Final = 32
 
 HIDDEN: Final = "(hidden)"
-"""In place of a text that is not to be shown."""
+"""Replacement of hidden text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +29,14 @@ class Query:
     fields: Mapping[str, str]
 
     def text(self, name: str) -> str:
-        """A value; empty without one. Raises UsageError for one that is too long."""
+        """Return a value, or "". Raises UsageError if it is too long."""
         value = self.fields.get(name, "").strip()
         if len(value) > TEXT_MAX:
             raise UsageError(f"{name} has {len(value)} characters, at most {TEXT_MAX} are read")
         return value
 
     def whole(self, name: str, default: int = 0) -> int:
-        """A whole number. Raises UsageError."""
+        """Return an integer. Raises UsageError."""
         found = self.text(name)
         if not found:
             return default
@@ -49,7 +46,7 @@ class Query:
             raise UsageError(f"{name}={found} is no whole number") from None
 
     def number(self, name: str) -> float | None:
-        """A number; None without one. Raises UsageError."""
+        """Return a number, or None. Raises UsageError."""
         found = self.text(name)
         try:
             return float(found) if found else None
@@ -58,7 +55,7 @@ class Query:
 
 
 def parse_query(address: str) -> Query:
-    """A path with its fields. Raises UsageError for one that has too many."""
+    """Parse a path with its fields. Raises UsageError for too many fields."""
     parts = urlsplit(address)
     path = tuple(unquote(one) for one in parts.path.split("/") if one)
     try:
@@ -75,57 +72,57 @@ class RunView:
     catalogue: Catalogue
     run: str
     first_ns: int
-    """The first moment that a record names; 0 before there is one."""
+    """First moment in any record; 0 without records."""
     last_ns: int
     finished: bool
     read: float
-    """The share of the log that the tables have, 0 to 1."""
+    """Share of the log that the tables contain, 0 to 1."""
     revision: int
-    """Changes whenever the tables do."""
+    """Changes with the tables."""
     _sampled: dict[int, int] = field(default_factory=dict, compare=False)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """The rows of a query; `values` are bound to its marks."""
+        """Return the rows of a query; `values` fill its placeholders."""
         return self.catalogue.query(sql, values)
 
     def records(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """The rows of a query by the names of their columns."""
+        """Return the rows of a query as mappings."""
         return self.catalogue.records(sql, values)
 
     def value(self, sql: str, *values: Any) -> Any:
-        """The one value of a query; None where it has no row."""
+        """Return the single value of a query; None without rows."""
         found = self.catalogue.one(sql, values)
         return None if found is None else found[0]
 
     def seconds(self, at_ns: int | None) -> float | None:
-        """A moment in seconds of the run."""
+        """Convert a moment to seconds of the run."""
         return seconds(at_ns, self.first_ns)
 
     @property
     def version(self) -> int:
-        """The newest version; -1 before there is one."""
+        """Return the newest version; -1 without one."""
         newest = self.value("select max(version) from versions")
         return -1 if newest is None else int(newest)
 
     def sampled_from(self, version: int) -> int:
-        """Training groups that a version sampled; counted once, for all versions."""
+        """Return the training groups of a version; counts all versions once."""
         if not self._sampled:
             sql = "select version, count(*) from groups where purpose = 'train' group by version"
             self._sampled.update(self.rows(sql))
         return self._sampled.get(version, 0)
 
     def steps(self) -> Sequence[tuple[int, str]]:
-        """Committed steps in order, with the sha256 of their contributions."""
+        """Return committed steps in order, with the sha256 of their contributions."""
         found = self.rows("select step, contributions from steps order by step")
         return [(int(step), str(digest)) for step, digest in found]
 
 
 MARKS_MAX: Final = 200
-"""Changes and stops on a page, the newest."""
+"""Newest changes and stops on a page."""
 
 
 def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:
-    """Changed settings, stops and lost roles, as every chart by step or time draws them."""
+    """Return changed settings, stops and lost roles, for charts."""
     found = catalogue.query(
         "select step, at_ns, words from marks order by rowid desc limit ?", [MARKS_MAX]
     )
@@ -136,7 +133,7 @@ def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:
 
 
 def view_of(catalogue: Catalogue, run: str, *, read: float = 1.0, revision: int = 0) -> RunView:
-    """What the tables say of the whole run."""
+    """Return the view of a whole run."""
     found = catalogue.one("select first_ns, last_ns, stopped from runs")
     first_ns, last_ns, stopped = found or (0, 0, False)
     return RunView(
@@ -151,7 +148,7 @@ def view_of(catalogue: Catalogue, run: str, *, read: float = 1.0, revision: int 
 
 
 def quantile(ordered: Sequence[float], share: float) -> float | None:
-    """The value below which this share lies, by nearest rank; None of nothing.
+    """Return the quantile by nearest rank; None without values.
 
     Example: ``quantile([1, 2, 3, 4], .5) == 2``
     """
@@ -161,7 +158,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
 
 
 def spaced(values: Sequence[T], most: int) -> list[T]:
-    """At most so many of these, evenly spaced, the first and the last among them.
+    """Return at most `most` values, evenly spaced, including first and last.
 
     Example: ``spaced([1, 2, 3, 4, 5], 3) == [1, 3, 5]``
     """
@@ -174,11 +171,10 @@ def spaced(values: Sequence[T], most: int) -> list[T]:
 
 
 def short(value: float | None, digits: int = 4) -> float | None:
-    """A number with so many digits that count, for JSON; None stays None."""
+    """Round to significant digits for JSON."""
     return None if value is None else float(f"{value:.{digits}g}")
 
 
 def seconds(at_ns: int | None, first_ns: int) -> float | None:
-    """A moment in seconds of the run, to the millisecond; None for one that never was, or was
-    before: of another run's groups."""
+    """Convert a moment to seconds of the run (ms precision); None if missing or before the run."""
     return round((at_ns - first_ns) / 1e9, 3) if at_ns and at_ns >= first_ns else None

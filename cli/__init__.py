@@ -1,1 +1,1 @@
-"""The command line: it parses, calls and prints, and decides nothing."""
+"""Command line of dora-pipe."""

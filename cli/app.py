@@ -1,4 +1,4 @@
-"""The commands of `dora-pipe`: where each is defined, its summary and an example."""
+"""Commands of `dora-pipe`, with summaries and examples."""
 
 from __future__ import annotations
 

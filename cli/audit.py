@@ -1,4 +1,4 @@
-"""`audit`: proves a run from its log, once or while it goes on."""
+"""`audit`: verify a run from its log, once or continuously."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.reading import saved_catalogue
 
 FOLLOW_S: Final = 1.0
-"""How often a run that goes on is looked at."""
+"""Poll interval of a live run."""
 
 LINE_S: Final = 10.0
-"""How often a line says how far this is."""
+"""Interval of progress lines."""
 
 COLLECT_AFTER: Final = 50_000
-"""Objects after which Python looks for cycles: ledgers have few, and many objects."""
+"""Threshold of Python's cycle collector: ledgers have many objects and few cycles."""
 
 _SQLITE: Final = "sqlite:"
 
@@ -36,7 +36,7 @@ def log_file(run: OpenRun) -> Path | None:
 
 
 def file_identity(run: OpenRun) -> str:
-    """What tells the log's file from a copy of it; empty where the log is no file."""
+    """Return an identity that changes when the log's file is copied; empty if it is no file."""
     path = log_file(run)
     if path is None:
         return ""
@@ -45,7 +45,7 @@ def file_identity(run: OpenRun) -> str:
 
 
 class AuditSession:
-    """One audit of an open run."""
+    """Audit of an open run."""
 
     def __init__(self, run: OpenRun, *, store: bool, quick: bool) -> None:
         self._run = run
@@ -59,15 +59,15 @@ class AuditSession:
         self._said_s = time.monotonic()
         self._violations = 0
         self._report: CommandProgress | None = None
-        """Of an audit up to now; who follows is told lines."""
+        """Progress of a single audit; following prints lines instead."""
 
     @property
     def chain(self) -> str:
-        """Of the last round that was read (hex)."""
+        """Return the chain digest of the last round read (hex)."""
         return self._auditor.books.cursor.chain
 
     def once(self) -> AuditReport:
-        """Up to where the log ends now."""
+        """Audit to the present end of the log."""
         try:
             with progress("reading the log") as self._report:
                 self._auditor.advance()
@@ -76,7 +76,7 @@ class AuditSession:
             self._auditor.close()
 
     def follow(self) -> AuditReport:
-        """Until the run is over, or the user has seen enough."""
+        """Audit until the run ends or the user interrupts."""
         try:
             try:
                 while True:
@@ -94,7 +94,7 @@ class AuditSession:
 
     def _finish(self) -> AuditReport:
         path = log_file(self._run)
-        # What lies in the file and in no topic; Kafka cannot hold such a thing.
+        # Records in the file that belong to no topic; impossible on Kafka.
         for line in [] if path is None else unreadable_records(path):
             self._auditor.books.findings.add("records", "log", line)
         seen, mark = self._run.directory.path / FILE_NAME, file_identity(self._run)
@@ -108,7 +108,7 @@ class AuditSession:
         return report
 
     def _hold_catalogue(self) -> None:
-        """The tables that people ask, where there are some of this very log."""
+        """Check the kept tables of this log, if any."""
         path = self._run.directory.catalogue
         found = None if path is None else saved_catalogue(self._run.bus, self._run.topics, path)
         if found is not None:
@@ -117,7 +117,7 @@ class AuditSession:
                 check_catalogue(found, books.ledger, books.findings)
 
     def _talk(self, *, only_progress: bool = False) -> None:
-        """New violations at once, progress now and then."""
+        """Print new violations immediately, progress at intervals."""
         violations = self._auditor.books.findings.violations
         if not only_progress:
             for one in violations[self._violations :]:

@@ -1,4 +1,4 @@
-"""How an audit's report looks on a terminal; it decides only what is left to `--json`."""
+"""Terminal output of an audit report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VIOLATIONS_SHOWN_MAX: Final = 200
 
 
 def print_report(report: AuditReport) -> None:
-    """Every table, the verdict last."""
+    """Print every table, the verdict last."""
     _head(report)
     _mixed(report)
     _fates(report)
@@ -50,7 +50,6 @@ def _head(report: AuditReport) -> None:
 
 
 def _mixed(report: AuditReport) -> None:
-    """How many versions sampled a trajectory, where that may be several."""
     if not report.interruptible:
         return
     total = sum(report.versions_each.values())
@@ -154,7 +153,7 @@ def _violations(report: AuditReport) -> None:
 
 
 def verdict(report: AuditReport) -> str:
-    """Whether everything holds. Example: ``holds: 0 violations in 1,280 records``"""
+    """Return the verdict. Example: ``holds: 0 violations in 1,280 records``"""
     word = "holds" if report.holds else "violated"
     violations = counted(report.violations_total, "violation")
     return f"{word}: {violations} in {report.records:,} records"

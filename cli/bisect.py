@@ -1,4 +1,4 @@
-"""`bisect`: between which versions a run went bad, and which group caused it, as tables."""
+"""`bisect`: find the versions between which a run degraded, and the responsible group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dora_pipe.observe.text import counted
 
 SUSPECTS_SHOWN: Final = 8
 NAMES_SHOWN: Final = 3
-"""Groups of a trial in its table; `--json` has every one."""
+"""Groups of a trial in its table; `--json` contains all."""
 
 
 def bisect_run(
@@ -76,7 +76,7 @@ def _changed_settings(run: OpenRun, good: int, bad: int) -> list[str]:
 
 
 def settings_words(changes: Sequence[str], good: int, bad: int) -> str:
-    """The settings that changed between two versions."""
+    """Describe the settings that changed between two versions."""
     between = f"between version {good} and version {bad}"
     if not changes:
         return f"no setting changed {between}"
@@ -96,7 +96,7 @@ def _print_fall(fall: Fall) -> None:
 
 
 def fall_words(fall: Fall) -> str:
-    """Where the value fell, or that it did not."""
+    """Describe where the value fell, or that it did not."""
     fell = f"{fall.fell.value:.3g} ({_interval(fall.fell)})"
     if not fall.sure:
         return f"no fall: the bad version is worse by {fell}"
@@ -133,7 +133,7 @@ def _trial_row(one: Measured) -> Sequence[Any]:
 
 
 def conclusion(found: Explanation, changes: Sequence[str] = ()) -> str:
-    """The cause in words.
+    """Describe the cause.
 
     Example: ``without g0000003871 (reward -1e+03): 0.71 -> 0.83``
     """
@@ -168,7 +168,7 @@ def _interval(one: Interval) -> str:
 
 
 def plain(fall: Fall, found: Explanation | None, changes: Sequence[str]) -> Mapping[str, Any]:
-    """Everything as JSON."""
+    """Return the result as JSON."""
     return {
         "settings": list(changes),
         "sure": fall.sure,

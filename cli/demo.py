@@ -1,4 +1,4 @@
-"""`demo`: a policy that learns on a laptop, a worker that is killed, and the proof afterwards."""
+"""`demo`: train a policy on a laptop, kill a worker, and verify the run."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ TASK: Final = "arithmetic"
 KILL_AT_STEP: Final = 12
 REPLAYED_STEPS: Final = 2
 OWN_KEYS: Final = ("run.name", "model.path")
-"""What it sets itself: a free name, and its warm start."""
+"""Keys that the demo sets."""
 
 WARM_THREADS: Final = 2
-"""Of the warm start: nothing else runs meanwhile."""
+"""Threads of the warm start, which runs alone."""
 
 
 def run_demo(root: Path, engine: str, override: Sequence[str]) -> None:
-    """The demo from its warm start to its replay. Raises RunFailed where it does not learn."""
+    """Run the demo from warm start to replay. Raises RunFailed if the policy does not learn."""
     began_s = time.monotonic()
     for word in override:
         if (key := word.partition("=")[0].strip()) in OWN_KEYS:
@@ -75,7 +75,7 @@ def run_demo(root: Path, engine: str, override: Sequence[str]) -> None:
 
 
 class _Killer:
-    """Kills the second worker with SIGKILL once, in the middle of its work."""
+    """Kill the second worker with SIGKILL once, while it works."""
 
     def __init__(self) -> None:
         self.killed_pid: int | None = None
@@ -83,7 +83,7 @@ class _Killer:
 
     @property
     def rewards(self) -> list[float]:
-        """Evaluation rewards by version."""
+        """Return evaluation rewards by version."""
         return [self.evaluations[version] for version in sorted(self.evaluations)]
 
     def __call__(self, progress: RunProgress, supervisor: Supervisor) -> None:
@@ -97,7 +97,6 @@ class _Killer:
 
 
 def _report(run: str, killer: _Killer) -> None:
-    """Print the rewards of the run, and audit it."""
     emit_table(
         ("version", "evaluation reward (fixed prompts and seeds, temperature 1)"),
         [(version, reward) for version, reward in sorted(killer.evaluations.items())],
@@ -106,8 +105,7 @@ def _report(run: str, killer: _Killer) -> None:
 
 
 def warm(start: Path, task: str = TASK) -> None:
-    """The model of an example's task under `start`, random and warmed up; `demo.toml` lies there.
-    Needs torch."""
+    """Make the warmed-up model of an example's task and `demo.toml` under `start`. Needs torch."""
     share_cores()
     make_model(start / "random", task)
     sft(
@@ -120,7 +118,7 @@ def warm(start: Path, task: str = TASK) -> None:
 
 
 def _in_log(root: Path, override: Sequence[str]) -> frozenset[str]:
-    """The topics of a log that holds other runs too; it must be there before anything is made."""
+    """Return the topics of a shared log; raises if it is unreachable, before any write."""
     config = load_config(example_file(TASK), override)
     if not config.bus.url.startswith("kafka:"):
         return frozenset()
@@ -129,7 +127,7 @@ def _in_log(root: Path, override: Sequence[str]) -> frozenset[str]:
 
 
 def _free_name(root: Path, topics: frozenset[str]) -> str:
-    """The first of demo, demo-2, ... that nobody has."""
+    """Return the first unused name of demo, demo-2, ..."""
     number = 1
     while (root / _name(number)).exists() or Topics(_name(number)).control in topics:
         number += 1

@@ -1,4 +1,4 @@
-"""`diff`: print the first record where two runs part, and why."""
+"""`diff`: print the first record where two runs differ, and why."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_dama
 from dora_pipe.launch.run_dir import OpenRun
 
 CELL: Final = 40
-"""Characters of a value in the table."""
+"""Maximum characters of a value in the table."""
 
 
 def print_diff(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:
-    """Compare two runs and print it. Raises InvariantBroken, last, for damaged records."""
+    """Compare two runs and print the result. Raises InvariantBroken, last, for damaged records."""
     damage = Damage()
     found = diff_runs(one, other, damage)
     if as_json:

@@ -1,4 +1,4 @@
-"""`doctor`: whether this machine, and a log, have what a run needs, and what each lack means."""
+"""`doctor`: check this machine and a log for what a run needs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ State = Literal["ok", "note", "fail"]
 
 
 class CheckResult(NamedTuple):
-    """One thing looked at. `note` is no fault: something optional is not there."""
+    """Result of one check; `note` marks an optional item that is missing."""
 
     state: State
     what: str
@@ -58,19 +58,19 @@ class CheckResult(NamedTuple):
 
 
 def _failed(what: str, error: DoraError) -> CheckResult:
-    """An error as a row, its hint included."""
+    """Return an error as a row, with its hint."""
     detail = f"{error.message}; {error.hint}" if error.hint else error.message
     return CheckResult("fail", what, detail)
 
 
 def machine_findings() -> list[CheckResult]:
-    """What needs no log."""
+    """Return the checks that need no log."""
     versions = f"Python {platform.python_version()}, {os.cpu_count()} cores"
     return [CheckResult("ok", "machine", versions), *_extras(), _disk(), _gpus()]
 
 
 def config_file_of(path: Path) -> Path:
-    """A run's directory means the configuration in it."""
+    """Return the configuration file of a run's directory, or the path itself."""
     inside = path / "config.toml"
     return inside if inside.is_file() else path
 
@@ -86,7 +86,7 @@ def _extras() -> list[CheckResult]:
 
 
 def _version(module: str) -> str:
-    """Of the distribution that brings a module: that of vLLM for CPUs is called otherwise."""
+    """Return the version of the module's distribution; vLLM for CPUs has another name."""
     for name in (module, f"{module}-cpu"):
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
@@ -100,7 +100,7 @@ def _disk() -> CheckResult:
 
 
 def _gpus() -> CheckResult:
-    """By their numbers, which `workers.gpus` and `trainer.gpus` name."""
+    """Number GPUs as `workers.gpus` and `trainer.gpus` do."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return CheckResult("note", "gpus", "none: there is no nvidia-smi")
@@ -124,7 +124,7 @@ def _gpus() -> CheckResult:
 
 
 def log_findings(url: str, config: Config | None) -> Iterator[CheckResult]:
-    """Rows about the log at an address, and about the topics of a configuration's run."""
+    """Yield checks of a log, and of the topics of a configuration's run."""
     security = KafkaSecurity.of(config.bus) if config else KafkaSecurity()
     try:
         with closing(open_bus(url, security)) as bus:
@@ -144,12 +144,12 @@ def log_findings(url: str, config: Config | None) -> Iterator[CheckResult]:
 
 
 def config_findings(directory: RunDir) -> Iterator[CheckResult]:
-    """Whether a run directory's configuration is the one in its log: free keys may differ."""
+    """Compare a directory's configuration with its log; free keys may differ."""
     try:
         with opened(str(directory.path)) as run:
             drift = config_drift(run.bus, run.topics, run.config)
     except UsageError:
-        return  # There is no log yet to compare with.
+        return  # no log to compare with yet
     except DoraError as error:
         if not isinstance(error, TopicMissing) or directory.was_started:  # a new run makes topics
             yield _failed("config.toml", error)
@@ -159,8 +159,8 @@ def config_findings(directory: RunDir) -> Iterator[CheckResult]:
 
 
 def context_findings(config: Config) -> Iterator[CheckResult]:
-    """Whether contexts of `workers.context_tokens` have room in model and engines, and prompts in
-    contexts; where there is no model here, nothing."""
+    """Check that `workers.context_tokens` fits model and engines, and prompts fit contexts; nothing
+    without a local model."""
     model, context = Path(config.model.path), config.workers.context_tokens
     if not model.is_dir() or importlib.util.find_spec("tokenizers") is None:
         yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
@@ -183,16 +183,16 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
         with templated(config, model) as directory:
             for seen in seen_by_doctor(config, directory):
                 yield _prompts(seen, context, samplings[seen.source].max_tokens)
-    except (ConfigError, PolicyError) as error:  # the run is refused, too
+    except (ConfigError, PolicyError) as error:  # the run raises it, too
         yield _failed("prompts", error)
     except DoraError as error:
         yield CheckResult("note", "prompts", f"not looked at: {_failed('', error).detail}")
 
 
 def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
-    """Report the lengths of a source's prompts, and the rows that make none.
+    """Report prompt lengths of a source, and rows without a prompt.
 
-    A prompt needs room for one more token. If it leaves less than `max_tokens`, the context ends
+    A prompt must leave room for one token. If it leaves less than `max_tokens`, the context ends
     the answer.
     """
     longest = max(found.lengths, default=0)
@@ -223,7 +223,7 @@ def _topics(run: str, there: int, wanted: int) -> CheckResult:
 
 
 def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Iterator[CheckResult]:
-    """Rows about the brokers, and about the settings of a run's topics that are there."""
+    """Yield checks of the brokers, and of existing topics of a run."""
     count = len(bus.ask(brokers_of))
     enough = count >= WANTED_REPLICAS
     means = "any one of their machines may die" if enough else "what they hold dies with a disk"
@@ -238,14 +238,14 @@ def _settings(bus: KafkaBus, config: Config, topics: Sequence[str]) -> Iterator[
     wanted = {spec.name: spec for spec in topic_specs(config)}
     try:
         refuse_topics(*misfits([(wanted[topic.name], topic.spec) for topic in facts]))
-    except BusError as error:  # What the run itself would refuse.
+    except BusError as error:  # the run would raise it, too
         yield _failed("settings", error)
     for one in (each for topic in facts for each in problems_of(topic)):
         yield CheckResult("fail" if one.fatal else "note", "settings", f"{one.text}; {one.hint}")
     with suppress(AccessRefused):
         fetched = bus.ask(replica_fetch_bytes)
         if fetched is None:
-            return  # the cluster tells an administrator only
+            return  # only administrators may read it
         small = next(filter(None, (fetch_problem(topic, fetched) for topic in facts)), None)
         if small is not None:
             yield CheckResult("note", "brokers", f"{small.text}; {small.hint}")

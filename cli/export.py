@@ -1,4 +1,4 @@
-"""`export`: a run's trajectories, a policy, its traces or its figures, for other tools."""
+"""`export`: write trajectories, a policy, traces or metrics of a run for other tools."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from dora_pipe.orchestrator.watched import watched_evaluation
 
 CHECKPOINTS: Final = "traces-sent"
 CHECKPOINT_DIGITS: Final = 16
-"""Where it is remembered what was sent, a file for each address and share of the groups."""
+"""Hex digits of the name of a position file, one per address and sampling ratio."""
 
 
 def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force: bool) -> None:
-    """Write the trajectories of a run. Raises InvariantBroken where some are damaged."""
+    """Write the trajectories of a run. Raises InvariantBroken if some are damaged."""
     may_write_file(parquet, force=force)
     texts = texts_of(run)
     with closing(run.tables()) as tables:
@@ -51,7 +51,7 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
 def export_policy_dir(
     run: OpenRun, policy: str, directory: Path, *, force: bool, statement: bool = False
 ) -> None:
-    """Write a version, a number or `best`, as a model directory, with its statement if wanted."""
+    """Write a version (a number or `best`) as a model directory, optionally with its statement."""
     may_write_folder(directory, force=force)
     version = version_of(run, policy)
     digest = write_policy(run, version, directory)
@@ -63,7 +63,7 @@ def export_policy_dir(
 
 
 def write_policy(run: OpenRun, version: int, directory: Path) -> str:
-    """Write a version with what lies beside it; its weights digest."""
+    """Write a version and its other files; return its weights digest."""
     with closing(run.tables()) as tables:
         rebuilder(run).weights(version)
         digest = export_policy(tables, run.policies, version, directory)
@@ -75,8 +75,8 @@ def write_policy(run: OpenRun, version: int, directory: Path) -> str:
 
 
 def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
-    """The tokens that ended turns: the tokenizer's, and where prompts were messages those that the
-    chat template ends a turn with. None where they are not known here."""
+    """Return the tokens that ended turns: the tokenizer's, and for messages those of the chat
+    template; empty if unknown."""
     try:
         from dora_pipe.producers.chat.chat import Chat
         from dora_pipe.producers.chat.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
 
 
 def version_of(run: OpenRun, policy: str) -> int:
-    """Return a version's number, or that of `best`, which it names. Raises UsageError."""
+    """Return a version's number, or the number of `best`. Raises UsageError."""
     if policy.isdecimal():
         return int(policy)
     if policy != "best":
@@ -119,12 +119,12 @@ def version_of(run: OpenRun, policy: str) -> int:
 
 
 def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:
-    """Write event files of a run below a folder; `follow` waits for more."""
+    """Write event files of a run to a folder; `follow` waits for new records."""
     _export_figures(run, TensorBoardTracker(folder), str(folder / run.topics.run), follow=follow)
 
 
 def export_wandb(run: OpenRun, project: str, *, follow: bool) -> None:
-    """Give a run to a project of W&B, offline unless the environment says otherwise."""
+    """Write a run to a W&B project, offline unless the environment says otherwise."""
     _export_figures(run, WandbTracker(project), f"W&B project {project}", follow=follow)
 
 
@@ -146,10 +146,7 @@ def export_traces(
     force: bool,
     report: Callable[[str], None],
 ) -> None:
-    """Send the traces of a log to a file or an address; `follow` waits for more.
-
-    `report` hears what it does at present.
-    """
+    """Write traces to a file or an address; `follow` waits for new records."""
 
     def sender(sink: Sink, checkpoint: Checkpoint | None = None) -> TraceSender:
         clock = SystemClock()
@@ -189,10 +186,9 @@ def export_traces(
 
 
 def _checkpoint_of(run: OpenRun, address: str, ratio: float) -> Path | None:
-    """The file that says how far these groups of this run were sent to this address.
+    """Return the position file for this run, address and ratio; None if the log has no run yet.
 
-    Beside the run; for one whose directory is not here or not to be changed, in the user's cache.
-    None for a log that holds no run yet.
+    It is in the run's directory, or in the user's cache if that is missing or read-only.
     """
     first = started(run.bus, run.topics)
     if first is None:

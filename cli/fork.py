@@ -36,10 +36,10 @@ from dora_pipe.schemas.identity import SIBLINGS_MAX
 from dora_pipe.schemas.trajectory import Trajectory
 
 TEXT_CHARACTERS: Final = 60
-"""Characters of a text in a table."""
+"""Maximum characters of a text in a table."""
 
 Text = Callable[[Sequence[int]], str]
-"""Decodes token ids to one line."""
+"""Decode token ids to one line."""
 
 
 def fork_trajectory(
@@ -55,7 +55,7 @@ def fork_trajectory(
     """Sample continuations and print their values.
 
     Raises UsageError, ConfigError, TaskError, PolicyError, InvariantBroken for a damaged record,
-    ReplayDiverged for an environment that answers differently.
+    ReplayDiverged if the environment answers differently.
     """
     if not 1 <= samples <= SIBLINGS_MAX:
         raise UsageError(f"--samples must be 1 to {SIBLINGS_MAX}, got {samples}")

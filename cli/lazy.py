@@ -1,5 +1,4 @@
-"""Groups of commands that are imported when they are called: `--help` and a mistyped word need
-none of them, and the parts that they join take a second to import."""
+"""Command groups that import a command only when it is called, because imports take a second."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from typer.main import get_command
 from dora_pipe.core.console import say, write_to
 
 Panels = Mapping[str, Mapping[str, tuple[str, str] | tuple[str, str, str]]]
-"""By panel and command: where in the package it is defined, ``module:name``, its summary, and an
-example without the program's name; a group has the examples of its commands."""
+"""By panel and command: location ``module:name``, summary, and an example without the program's
+name."""
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -30,7 +29,7 @@ SETTINGS: Final[Mapping[str, Any]] = {
 
 
 class _Commands(MutableMapping[str, Any]):
-    """Commands by name, each made when somebody asks for it."""
+    """Commands by name, created on access."""
 
     def __init__(self, panels: Panels) -> None:
         self._places = {
@@ -72,12 +71,12 @@ def _command(name: str, place: str, example: str = "") -> Any:
 
 
 def _examples(examples: Sequence[str]) -> str:
-    """The end of a help page, which click does not wrap."""
+    """Return the end of a help page, which click does not wrap."""
     return "\b\nExample:\n" + "\n".join(f"  dora-pipe {example}" for example in examples)
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version, the commit of a checkout, and versions of Python and torch; then exit."""
+    """Print the version, the checkout's commit, and versions of Python and torch; then exit."""
     if not wanted:
         return
     from importlib.metadata import PackageNotFoundError, version
@@ -98,7 +97,7 @@ def print_version(wanted: bool) -> None:
 
 
 def checkout_commit() -> str:
-    """The short commit of the checkout that this package is imported from; else empty."""
+    """Return the short commit of this package's checkout, or ""."""
     import subprocess
 
     root = Path(__file__).parents[1]
@@ -122,7 +121,7 @@ VersionOption = Annotated[
 
 @contextmanager
 def _ctrl_c_is_a_line() -> Iterator[None]:
-    """Typer alone would end without a word."""
+    """Typer alone would exit silently."""
     try:
         yield
     except KeyboardInterrupt:
@@ -138,9 +137,9 @@ def lazy_app(
     callback: Callable[..., None] | None = None,
     version: bool = False,
 ) -> typer.Typer:
-    """Return an application, or a group of one, with these commands.
+    """Return an application or command group.
 
-    A group with a callback is a command itself; `version` adds the option `--version`.
+    A group with a callback is itself a command; `version` adds `--version`.
     """
 
     class Group(TyperGroup):
@@ -149,17 +148,15 @@ def lazy_app(
             self.commands = _Commands(panels)
 
         def make_context(self, *args: Any, **extra: Any) -> Any:
-            """The words are parsed, for which typer imports pydantic where it is installed."""
+            """Parse the words; typer then imports pydantic if installed."""
             with _ctrl_c_is_a_line():
                 return super().make_context(*args, **extra)
 
         def invoke(self, ctx: Any) -> Any:
-            """The command is imported and called."""
             with _ctrl_c_is_a_line():
                 return super().invoke(ctx)
 
         def format_commands(self, ctx: Any, formatter: Any) -> None:
-            """What each does, from `panels`."""
             width = max(len(command) for commands in panels.values() for command in commands)
             for panel, commands in panels.items():
                 with formatter.section(panel):

@@ -1,6 +1,6 @@
-"""The `dora-pipe` command: the one place where errors become a line and an exit code.
+"""Entry point of `dora-pipe`; turns errors into a line and an exit code.
 
-Nothing is imported before Ctrl-C is a line too: the commands and what they need take a while.
+Installs the Ctrl-C handler before slow imports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def run_command(module: str) -> None:
-    """Run the `app` of a module; the process ends with one of the named exit codes."""
+    """Run the `app` of a module and exit with a documented exit code."""
     try:
         _run(module)
     except KeyboardInterrupt:
@@ -44,7 +44,7 @@ def _run(module: str) -> None:
         except FileNotFoundError:
             from dora_pipe.core.durable import need_temporary_folder
 
-            need_temporary_folder()  # raises if that is what is missing
+            need_temporary_folder()  # raises if the temporary folder is missing
             raise
     except DoraError as error:
         complain(error)
@@ -52,12 +52,12 @@ def _run(module: str) -> None:
     except (BrokenPipeError, SystemExit) as end:
         if not _reader_left(end):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for buffered output
         sys.exit(0)
 
 
 def _reader_left(end: BaseException) -> bool:
-    """Whether a command ended because nobody reads its output any more: `dora-pipe show | head`."""
+    """Return whether the reader of stdout has closed it: `dora-pipe show | head`."""
     cause: BaseException | None = end
     while cause is not None and not isinstance(cause, BrokenPipeError):
         cause = cause.__context__

@@ -1,4 +1,4 @@
-"""`memory`: GPU memory and disk of a run on GPUs of any machine, and keys that make it fit."""
+"""`memory`: estimate GPU memory and disk of a run, and find keys that make it fit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUANTIZED: Final = (
 
 
 class EstimateRow(NamedTuple):
-    """Bytes of one thing in all places together, and on one GPU at most."""
+    """Bytes of one item in total, and on one GPU at most."""
 
     what: str
     bytes: int
@@ -30,7 +30,7 @@ class EstimateRow(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Sizes, notes, the keys that make a run fit, and what no key makes fit."""
+    """Sizes, notes, keys that make a run fit, and items that no key makes fit."""
 
     rows: list[EstimateRow]
     notes: list[str]
@@ -39,7 +39,7 @@ class Estimate(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether it fits as it is configured."""
+        """Return whether the configuration fits unchanged."""
         return not self.misfits and all(row.fits is not False for row in self.rows)
 
 
@@ -70,7 +70,7 @@ def print_estimate(model: Path, gpus: str, overrides: Sequence[str], *, as_json:
 
 
 def _config_of(model: Path, overrides: Sequence[str]) -> Config:
-    """Read a TOML file or a run directory; of a model directory: vLLM, a GPU and all defaults."""
+    """Read a TOML file or a run directory; a model directory gets vLLM, a GPU and defaults."""
     inside = model / "config.toml"
     if model.is_file() or inside.is_file():
         return load_config(model if model.is_file() else inside, overrides)
@@ -85,7 +85,7 @@ def _config_of(model: Path, overrides: Sequence[str]) -> Config:
 
 
 def estimate(shape: ModelShape, config: Config, gpus: Gpus | None) -> Estimate:
-    """Estimate a configuration on these GPUs. Raises UsageError where it names others."""
+    """Estimate a configuration on these GPUs. Raises UsageError if it names others."""
     count = max([*config.workers.gpus, *config.trainer.gpus, -1]) + 1
     count = gpus.count if gpus else max(count, config.workers.count + config.trainer.ranks)
     place = memory.placement_of(config, count)
@@ -143,7 +143,6 @@ def _notes(shape: ModelShape, config: Config, place: Placement, gpus: Gpus | Non
 def _advise(
     found: Estimate, shape: ModelShape, config: Config, place: Placement, gpus: Gpus
 ) -> None:
-    """Add the keys that make it fit, and what none does."""
     keys, misfits = found.keys, found.misfits
     if place.workers:
         worker = memory.worker_keys(shape, config, gpus, place.per_gpu)
@@ -165,7 +164,6 @@ def _advise(
 
 
 def _size(bytes_: int | None) -> str:
-    """Three digits and a unit."""
     if bytes_ is None:
         return ""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB")):

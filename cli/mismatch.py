@@ -1,4 +1,4 @@
-"""`dora-pipe mismatch`: where the ratios of a trained batch come from."""
+"""`mismatch`: break down the ratios of a trained batch by cause."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEANINGS = {
 
 
 def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mismatch:
-    """Where the ratios of a step's batch come from; of the last committed one for None."""
+    """Measure a step's batch; None: the last committed step."""
     from dora_pipe.producers.chat.tokenizer import Tokenizer
 
     clock = SystemClock()

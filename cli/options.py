@@ -1,6 +1,6 @@
-"""What several commands take and show: arguments, options, defaults, and where they may write.
+"""Arguments, options and defaults that commands share, and checks of output paths.
 
-It imports nothing of the parts: what does the work says the same words, and a test compares them.
+Imports no other part, for speed; a test compares the values with the parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dora_pipe.core.console import RUNS_VARIABLE
 from dora_pipe.core.errors import UsageError
 
 TORCH: Final = "torch"
-"""The engine that needs nothing of a model but its family."""
+"""Engine that supports any model of a known family."""
 
 SFT_STEPS: Final = 240
 SFT_BATCH: Final = 64
@@ -23,15 +23,15 @@ SFT_SEED: Final = 3
 SFT_WARMUP: Final = 20
 SCHEDULES: Final = ("constant", "linear", "cosine")
 SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 200}
-"""Steps after which a policy gets a part of the task right, and has something left to learn."""
+"""Steps after which a policy solves part of the task and can still improve."""
 
 EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
 REWARD_MIN: Final = 0.85
-"""The demo has failed when the last policy's evaluation reward is below."""
+"""Minimum final evaluation reward of the demo."""
 
 CLAIM_HOURS: Final = 1.0
-"""Values that no record claims are older before `prune` names them: `audit.prune`."""
+"""Default age from which `prune` lists unreferenced blobs, as in `audit.prune`."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 RunsOption = Annotated[
@@ -51,10 +51,10 @@ RedactOption = Annotated[
 
 
 def may_write(target: Path, *, force: bool = False) -> None:
-    """Raise UsageError where a file, or a folder with anything in it, is there already.
+    """Raise UsageError if a file or a nonempty folder exists.
 
-    With `force` a file is replaced when the new one is whole, and files of a folder that have the
-    same names; others stay. A file is never replaced by a folder, nor the other way round.
+    `force` replaces a file atomically, and files of the same name in a folder. A file never
+    replaces a folder, or vice versa.
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -64,14 +64,14 @@ def may_write(target: Path, *, force: bool = False) -> None:
 
 
 def may_write_file(target: Path, *, force: bool = False) -> None:
-    """The same for what will be a file."""
+    """Check the path of a file, as `may_write`."""
     if target.is_dir():
         raise UsageError(f"{target} is a folder", hint="name a file")
     may_write(target, force=force)
 
 
 def may_write_folder(target: Path, *, force: bool = False) -> None:
-    """The same for what will be a folder."""
+    """Check the path of a folder, as `may_write`."""
     if target.exists() and not target.is_dir():
         raise UsageError(f"{target} is a file", hint="name a folder")
     may_write(target, force=force)

@@ -1,7 +1,7 @@
-"""Data on stdout: lines, JSON, tables, names with values.
+"""Print data on stdout: lines, JSON, tables, pairs.
 
-Nothing that is printed can steer a terminal: what a model sampled, a task said or a file holds may
-be an escape sequence, and is written as text.
+Escape sequences from models, tasks and files are printed as text, so that output cannot control a
+terminal.
 """
 
 from __future__ import annotations
@@ -21,30 +21,28 @@ if TYPE_CHECKING:
     from dora_pipe.bus.logged import Damage
 
 PIPE_COLUMNS: Final = 120
-"""What flows goes into lines of this width in a pipe; tables are as wide as they are there."""
+"""Line width of flowed text in a pipe; tables are not limited."""
 
 _UNPRINTABLE: Final = re.compile(r"[^ -~\u00a1-\u00ac\u00ae-\u0377]")
-"""What may be unprintable; `str.isprintable` decides."""
+"""Fast test for unprintable characters; `str.isprintable` confirms."""
 
 
 def emit_line(line: str = "") -> None:
-    """One line of data, to stdout."""
     write_to(sys.stdout, f"{printable(line)}\n")
 
 
 def emit_text(text: str) -> None:
-    """Lines of data that were made elsewhere, to stdout."""
     write_to(sys.stdout, "\n".join(map(printable, text.split("\n"))))
 
 
 def emit_json(value: Any) -> None:
-    """One JSON value on a line of stdout; what a terminal would obey as an escape of JSON's."""
+    """Print one line of JSON; control characters become JSON escapes."""
     text = json.dumps(value, ensure_ascii=not takes_unicode(), default=str)
     write_to(sys.stdout, f"{_UNPRINTABLE.sub(_escaped, text)}\n")
 
 
 def takes_unicode() -> bool:
-    """Whether stdout has bytes for every character."""
+    """Return whether stdout can encode every character."""
     return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
@@ -59,10 +57,10 @@ def emit_table(
     *,
     title: str | None = None,
 ) -> None:
-    """A table on stdout, readable without colour; its title stands above it.
+    """Print a table with an optional title.
 
-    Cells wrap between words and nowhere else: an identifier stays whole. Where the terminal is too
-    narrow for that, the last columns go, and it is said which.
+    Cells wrap only between words, so identifiers stay whole. On a narrow terminal the last columns
+    are dropped and named.
     """
     from dora_pipe.cli import tables
 
@@ -77,12 +75,12 @@ def emit_table(
 
 
 def emit_pairs(pairs: Mapping[str, Any], *, title: str | None = None) -> None:
-    """Names and values, one a line, on stdout."""
+    """Print names and values, one per line."""
     emit_table((), list(pairs.items()), title=title)
 
 
 def flow(cells: Sequence[str]) -> list[Sequence[str]]:
-    """Short cells by lines, in as many columns as fit, whole."""
+    """Arrange short cells in as many columns as fit."""
     width = max(map(len, cells), default=0) + len("  ")
     across = max(1, (terminal_columns() or PIPE_COLUMNS) // width)
     padded = [cell.ljust(width) for cell in cells]
@@ -90,13 +88,13 @@ def flow(cells: Sequence[str]) -> list[Sequence[str]]:
 
 
 def emit_flow(lines: Iterable[Sequence[str]]) -> None:
-    """What `flow` made of cells."""
+    """Print the result of `flow`."""
     for cells in lines:
         emit_line("".join(cells).rstrip())
 
 
 def show(cell: Any) -> str:
-    """A cell as text: numbers short, nothing as a dash."""
+    """Format a cell: numbers short, missing values as a dash."""
     if cell is None or cell == "":
         return "-"
     if isinstance(cell, bool):
@@ -112,7 +110,7 @@ def emit_rows(
     *,
     as_json: bool,
 ) -> None:
-    """Rows as a table, or as one JSON object a line."""
+    """Print rows as a table, or as one JSON object per line."""
     if as_json:
         for row in rows:
             emit_json(dict(row))
@@ -121,26 +119,25 @@ def emit_rows(
 
 
 def terminal_columns() -> int | None:
-    """Width of the terminal, or as COLUMNS says; None for a pipe: nobody there counts columns."""
+    """Return the terminal's width or COLUMNS; None for a pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return None
 
 
 def styled(stream: TextIO) -> bool:
-    """Whether bold and colours are wanted there."""
+    """Return whether a stream gets bold text and colors."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 def draws_blocks() -> bool:
-    """Whether stdout can be trusted with more than ASCII."""
+    """Return whether stdout can show more than ASCII."""
     encoding = os.environ.get("PYTHONIOENCODING") or sys.stdout.encoding or "ascii"
     return encoding.lower().startswith("utf")
 
 
 def raise_if_damaged(damage: Damage, consequence: str) -> None:
-    """Name damaged trajectories behind the sound ones, on stderr; raises InvariantBroken where
-    there are any. `consequence`: what came of it."""
+    """Print damaged trajectories and the consequence on stderr; raise InvariantBroken if any."""
     for line in damage.lines:
         say(line)
     damage.raise_if_any(consequence)

@@ -1,4 +1,4 @@
-"""Open runs for the web pages: served by `ui`, written by `export html`."""
+"""Open runs for the web pages of `ui` and `export html`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def export_html(run: str, file: Path, root: Path, *, redact: bool, force: bool) 
 
 
 def page_worker(run: str, root: Path, *, redact: bool) -> closing[QueryWorker]:
-    """Open a worker that answers the queries of a run's pages."""
+    """Open a worker that answers queries about a run."""
     find_run(run, root)
     return closing(QueryWorker(source_opener(run, root, redact=redact)))
 

@@ -1,8 +1,4 @@
-"""How far a long command is, on stderr: a bar on a terminal, a line now and then elsewhere.
-
-What a command prints is on stdout and is never mixed with this. Of what is done within `QUIET_S`
-nothing is said.
-"""
+"""Progress of a long command on stderr: a bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,17 +18,17 @@ if TYPE_CHECKING:
     from dora_pipe.launch.run_dir import OpenRun
 
 QUIET_S: Final = 2.0
-"""A command that is done within this says nothing of how far it is."""
+"""No progress is shown before this time."""
 
 LINE_S: Final = 10.0
-"""Between two lines where stderr is no terminal."""
+"""Interval of lines if stderr is no terminal."""
 
 DRAW_S: Final = 0.2
-"""Between two drawings on a terminal."""
+"""Interval of drawings on a terminal."""
 
 
 class CommandProgress:
-    """How far one command is. Example: ``report("reading control", 300, 1000)``."""
+    """Progress of one command. Example: ``report("reading control", 300, 1000)``."""
 
     def __init__(self) -> None:
         self._now: tuple[str, float, float | None] = ("", 0, None)
@@ -40,17 +36,15 @@ class CommandProgress:
         self._bars: Bars | None = None
 
     def __call__(self, phase: str, done: float = 0, total: float | None = None) -> None:
-        """So far this phase is; without a total nobody knows how long it takes."""
+        """Report progress of a phase; without a total it is indeterminate."""
         self._now = (phase, done, total)
 
     def line(self, seconds: float) -> str:
-        """As one line, after so long."""
         phase, done, total = self._now
         far = f", {min(1.0, done / total):.0%}" if total else ""
         return f"{phase}{far} ({seconds:.0f} s)"
 
     def draw(self) -> None:
-        """Draw the bar, or what it is now."""
         from rich.console import Console
         from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -74,7 +68,7 @@ class CommandProgress:
             )
 
     def clear(self) -> None:
-        """Take the bar away; the next drawing brings it back."""
+        """Remove the bar until the next drawing."""
         with self._lock:
             if self._bars is not None:
                 self._bars.stop()
@@ -83,7 +77,7 @@ class CommandProgress:
 
 @contextmanager
 def watched(run: OpenRun) -> Iterator[tuple[OpenRun, CommandProgress]]:
-    """A run whose log tells how far it is read, and where to tell the rest."""
+    """Open a run so that reading its log reports progress."""
     from dora_pipe.bus.base import WatchedBus
 
     with progress("opening the log") as report:
@@ -92,8 +86,7 @@ def watched(run: OpenRun) -> Iterator[tuple[OpenRun, CommandProgress]]:
 
 @contextmanager
 def progress(phase: str, report: CommandProgress | None = None) -> Iterator[CommandProgress]:
-    """Says how far the block is, from another thread: it may compute for long without a word.
-    `report` is of somebody who was given one before."""
+    """Report progress of the block from another thread, since the block may compute for long."""
     report, over = report or CommandProgress(), threading.Event()
     report(phase)
     thread = threading.Thread(target=_show, args=(report, over), name="progress", daemon=True)

@@ -1,4 +1,4 @@
-"""Rows of `show`, `log topics` and `log cat`: one per run, partition and record."""
+"""Rows of `show`, `log topics` and `log cat`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress,
 POLL_S: Final = 1.0
 
 MORE: Final = len("  +99")
-"""Room for how many fields a line of `log cat` leaves out."""
+"""Width reserved for the number of omitted fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Which records `log cat` prints: empty, 0 and -1 leave it open."""
+    """Filter of `log cat`; empty, 0 and -1 match all."""
 
     topic: str
     kind: str = ""
@@ -46,7 +46,7 @@ class Wanted:
 
 
 def run_rows(root: Path) -> list[dict[str, Any]]:
-    """One per run; one that cannot be read says why."""
+    """Return a row per run; unreadable runs give the reason."""
     rows = []
     for path in sorted(root.glob("*/config.toml")):
         try:
@@ -71,7 +71,6 @@ def _run_row(run: OpenRun) -> dict[str, Any]:
 
 
 def topic_rows(run: OpenRun) -> list[dict[str, Any]]:
-    """One per partition."""
     return [
         _topic_row(run, TopicPartition(topic, partition))
         for topic in run.topics.all()
@@ -80,7 +79,7 @@ def topic_rows(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
-    """`begin` is 0 until retention deletes; what lies before it is not counted."""
+    """`begin` is 0 until retention deletes; deleted records are not counted."""
     begin = run.bus.begin(tp)
     sizes = [len(record.value) for record in _from(run, tp.topic, begin, tp.partition)]
     return {
@@ -94,8 +93,10 @@ def _topic_row(run: OpenRun, tp: TopicPartition) -> dict[str, Any]:
 
 
 def print_records(run: OpenRun, wanted: Wanted, *, as_json: bool) -> None:
-    """A line each. Raises UsageError for a topic that there is not, and InvariantBroken behind the
-    last line where trajectories are not those that control names.
+    """Print one line per record.
+
+    Raises UsageError for an unknown topic, and InvariantBroken, last, for trajectories that differ
+    from control.
     """
     name = f"{run.config.run.name}.{wanted.topic}"
     if name not in run.topics.all():
@@ -124,9 +125,9 @@ def print_records(run: OpenRun, wanted: Wanted, *, as_json: bool) -> None:
 
 
 class _Held:
-    """Holds the trajectories that `log cat` prints against control; other topics' records pass.
+    """Check printed trajectories against control.
 
-    With `--follow` nothing is held: control does not name yet what comes next.
+    Does nothing with `--follow`, because control names trajectories later.
     """
 
     def __init__(self, run: OpenRun, wanted: Wanted) -> None:
@@ -142,18 +143,17 @@ class _Held:
             }
 
     def hold(self, record: Record) -> None:
-        """A record that is about to be printed."""
+        """Check a record."""
         named = self._left.pop((record.partition, record.offset), None)
         if named is not None:
             self.damage.is_sound(record, named)
 
     def all_was_read(self) -> None:
-        """What has not come is gone."""
+        """Count missing trajectories as lost."""
         self.damage.look_for_the_rest(self._left)
 
 
 def _named(run: OpenRun) -> Iterator[LoggedEntry]:
-    """Every trajectory that control names."""
     for record in _from(run, run.topics.control, 0, None):
         with suppress(SchemaError):
             fact = decode_control(record.value)
@@ -166,13 +166,12 @@ def _place(record: Record) -> dict[str, int]:
 
 
 def _text(key: bytes) -> str:
-    """A key may be anybody's; what is no text in it is written as escapes."""
+    """Decode a key; escape invalid text."""
     return key.decode(errors="backslashreplace")
 
 
 def record_line(record: Record, content: Mapping[str, Any], width: int | None) -> str:
-    """A record on one line that fits: where it lies, its kind and key, then as much of what it says
-    as there is room for, every value whole. What is left out is counted.
+    """Return a record on one line: position, kind, key, and whole fields that fit; count the rest.
 
     Example: ``0:7  step-committed  trainer  step=3 attempt=1 +12``
     """
@@ -191,7 +190,7 @@ def record_line(record: Record, content: Mapping[str, Any], width: int | None) -
 
 
 def _brief(value: Any) -> str:
-    """A value that is large in itself as what it is made of."""
+    """Summarize a large value."""
     if isinstance(value, Mapping):
         return f"{{{len(value)}}}" if value else "{}"
     if isinstance(value, str):
@@ -204,7 +203,7 @@ def _brief(value: Any) -> str:
 
 
 def readable(topic: str, record: Record) -> dict[str, Any]:
-    """A record's content as plain values; one that cannot be read says why."""
+    """Return a record's content as plain values, or why it is unreadable."""
     if lost := lost_claim(record):
         return {"kind": "unreadable", "why": lost, "bytes": claimed_bytes(record)}
     try:
@@ -250,7 +249,6 @@ def _summary(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _progress(progress: AnyProgress) -> dict[str, Any]:
-    """What all kinds of progress records begin with."""
     return {
         "trajectory": progress.trajectory,
         "attempt": progress.attempt,
@@ -289,7 +287,7 @@ def _call(progress: TurnProgress) -> dict[str, Any]:
 def _from(
     run: OpenRun, topic: str, offset: int, partition: int | None, *, follow: bool = False
 ) -> Iterator[Record]:
-    """Records of a topic from an offset to the present end, or for ever."""
+    """Yield records of a topic from an offset to the present end, or endlessly."""
     wanted = range(run.bus.partitions(topic)) if partition is None else [partition]
     partitions = [TopicPartition(topic, one) for one in wanted]
     ends = {tp: run.bus.end(tp) for tp in partitions}

@@ -1,4 +1,4 @@
-"""`replay`: trains steps or generates trajectories again; a line for each."""
+"""`replay`: repeat training steps or trajectories; print one line each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def replay_run(
 
 
 def rebuilder(run: OpenRun) -> SourceRun:
-    """Makes versions again that the run's store lacks; says so, a line each."""
+    """Return a source that rebuilds missing versions and reports each."""
     source = SourceRun.of(run)
     source.on_rebuilt = lambda rebuilt: say(rebuilt.line)
     return source
@@ -66,7 +66,7 @@ def rebuilder(run: OpenRun) -> SourceRun:
 def replay_trajectories(
     run: OpenRun, wanted: Sequence[str], random: int, seed: int, *, as_json: bool
 ) -> None:
-    """Generate trajectories again. Raises ReplayDiverged, naming the first that differs."""
+    """Repeat trajectories. Raises ReplayDiverged with the first that differs."""
     from dora_pipe.producers.worker.role import params_by_source
 
     started, _ = policy_after(run.bus, run.topics, 0)
@@ -103,7 +103,7 @@ def replay_trajectories(
 
 
 def chosen(tables: Catalogue, wanted: Sequence[str], random: int, seed: int) -> list[str]:
-    """The trajectories that were named, and so many random ones; sorted. Raises UsageError."""
+    """Return named and random trajectories, sorted. Raises UsageError."""
     for name in wanted:
         counted_record(tables, name)
     return sorted({*wanted, *(pick(tables, random, seed) if random else ())})

@@ -1,4 +1,4 @@
-"""`rescore`: score a run's trajectories with other rewards, or with its own again, and compare."""
+"""`rescore`: score a run's trajectories with other or its own rewards, and compare."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.worker.role import worker_config
 
 FOLDER: Final = "rescored"
-"""Folder in a run's directory with one file per reward."""
+"""Folder in a run's directory, with one file per reward."""
 
 OWN: Final = "own"
-"""Name of the file of the run's own reward."""
+"""File name of the run's own reward."""
 
 NAME_CHARACTERS: Final = 60
 LINES_MAX: Final = 20
-"""Trajectories that are listed: lost ones, those that differ from the record, largest changes."""
+"""Trajectories listed per table: lost, different from the record, largest changes."""
 
 
 class RescoredLine(RewardLine, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of the file, with the parts of the reward, or the reason for its absence."""
+    """Line of the file, with reward components or the reason for a missing reward."""
 
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     error: str = ""
@@ -56,7 +56,7 @@ def rescore_run(
     """Score the trajectories, write the rewards and print the comparison.
 
     Raises UsageError, ConfigError, TaskError; InvariantBroken, late, for damaged records;
-    ReplayDiverged, last, where the run's own reward gives other results.
+    ReplayDiverged, last, if the run's own reward differs.
     """
     started, _ = policy_after(run.bus, run.topics, 0)
     config = with_rewards(worker_config(started, run.config), rewards, directory)
@@ -103,7 +103,7 @@ def rescore_run(
 def _noted(
     results: Iterable[Rescored], found: list[Rescored], total: int, report: CommandProgress
 ) -> Iterator[RescoredLine]:
-    """Append the results to `found` and return the lines of those that were not lost."""
+    """Append results to `found`; yield the lines of those that were not lost."""
     for one in results:
         found.append(one)
         report("scoring", len(found), total)

@@ -1,4 +1,4 @@
-"""`retrain`: repeat steps of a run with a change, as a table of steps."""
+"""`retrain`: repeat steps of a run with a change; print a table of steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
 
 FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
-"""Columns of the table; `steps.jsonl` has every figure."""
+"""Columns of the table; `steps.jsonl` has every metric."""
 
 
 def change_of(
     settings: Sequence[str], rewards: Path | None, drop: Sequence[str], weights: Sequence[str]
 ) -> Change:
-    """The change that the options describe. Raises UsageError, ConfigError."""
+    """Return the change that the options describe. Raises UsageError, ConfigError."""
     return Change(
         settings=plain_overrides(settings),
         rewards={} if rewards is None else read_rewards(rewards),
@@ -36,7 +36,7 @@ def change_of(
 
 
 def _weight(text: str) -> tuple[str, float]:
-    """Read ``g0000000042-003=0.5``. Raises UsageError."""
+    """Parse ``g0000000042-003=0.5``. Raises UsageError."""
     name, _, factor = text.partition("=")
     try:
         return name, float(factor)
@@ -56,7 +56,7 @@ def retrain_run(
     as_json: bool,
     report: CommandProgress,
 ) -> None:
-    """Repeat the steps, write the directory and print them. Raises as `retrain` does."""
+    """Repeat the steps, write the directory and print them. Raises as `retrain`."""
     source = SourceRun.of(run)
     steps = source.steps(first, end)
 

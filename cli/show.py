@@ -1,4 +1,4 @@
-"""`show`: a run, or a step of it, on one screen; a group or a trajectory whole."""
+"""`show`: a run or step on one screen; a group or trajectory in full."""
 
 from __future__ import annotations
 
@@ -38,36 +38,36 @@ from dora_pipe.observe.waits import RoleWaits, Summary, summarise
 from dora_pipe.schemas.control import by_fault
 
 CURVE_MAX: Final = 60
-"""Characters of the reward's curve; steps next to each other share one where there are more."""
+"""Width of the reward curve; longer runs average neighboring steps."""
 
 LABEL: Final = 40
-"""Columns that the curve's line needs beside the curve."""
+"""Width next to the curve."""
 
 WORST: Final = 3
-"""Trajectories with the largest ratios that are listed."""
+"""Listed trajectories with the largest ratios."""
 
 GROUP_LINES: Final = 3
-"""Lines of groups of a step; `--all` has every group."""
+"""Lines of a step's groups; `--all` shows every group."""
 
 FIGURES: Final = (
     *("reward_mean", "loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "clipped_share"),
     *("entropy", "truncated", "kl", "teacher_kl", "tokens", "updates", "staleness_mean"),
     "without_gradient",
 )
-"""Those that are shown; --all has every one."""
+"""Default metrics; `--all` shows every metric."""
 
 CELL_CHARACTERS_MAX: Final = 600
-"""Longer texts are cut in tables; `--json` gives them whole."""
+"""Longer texts are cut in tables, not in `--json`."""
 
 EVALUATIONS_SHOWN: Final = 3
-"""Versions of each evaluation: its first and the newest ones, beside the best."""
+"""Versions per evaluation: the first and newest ones, and the best."""
 
 MARKS_SHOWN: Final = 2
-"""Marks shown of each kind, the newest."""
+"""Newest marks per kind."""
 
 
 def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
-    """Print how a run goes or went."""
+    """Print the progress of a run."""
     found = overview(run)
     if as_json:
         emit_json(found.plain())
@@ -76,7 +76,7 @@ def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
 
 
 def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> None:
-    """Print where a step, group or trajectory came from and went."""
+    """Print the lineage of a step, group or trajectory."""
     description = describe(run.bus, run.topics, run.policies, wanted, decoder=decoder_in)
     if as_json:
         emit_json(description)
@@ -101,11 +101,11 @@ class Overview:
     log: str
     state: str
     best: tuple[int, float] | None
-    """Version and figure, where an evaluation decides that."""
+    """Version and its reward, if an evaluation determines it."""
     agents: tuple[int, float, float] | None
-    """Trajectories whose agents called the model, and the calls and contexts of one, on average."""
+    """Trajectories with agent calls, and their mean calls and contexts."""
     selection: Sequence[Mapping[str, Any]]
-    """Rows of the view `selection`: siblings by fate, if some were not waited for."""
+    """Rows of the view `selection`: trajectories by outcome, if some were not waited for."""
 
     def plain(self) -> dict[str, Any]:
         stats, evaluated = self.stats, self.stats.evaluated.values()
@@ -167,7 +167,7 @@ def overview(run: OpenRun) -> Overview:
 
 
 def staleness(stats: RunStats) -> list[tuple[int, int]]:
-    """(staleness, groups) of the steps that are remembered."""
+    """Return (staleness, groups) of the kept steps."""
     found: Counter[int] = Counter()
     for one in stats.steps:
         found.update(dict(one.staleness))
@@ -175,7 +175,7 @@ def staleness(stats: RunStats) -> list[tuple[int, int]]:
 
 
 def print_overview(found: Overview, *, everything: bool = False) -> None:
-    """The run for people; `everything`: every evaluation and mark."""
+    """Print a run; `everything` includes every evaluation and mark."""
     stats = found.stats
     emit_line(f"{stats.run}: {found.state}")
     emit_line()
@@ -210,7 +210,6 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
 
 
 def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Siblings that were not waited for next to those that were trained; nothing without any."""
     if all(row["fate"] == "trained" for row in rows):
         return
 
@@ -233,11 +232,11 @@ def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 MARKS: Final = {"setting": "changed", "resumed": "stopped"}
-"""Names of rows, by kind of mark; of roles that restarted or were lost: `roles`."""
+"""Row names by kind of mark."""
 
 
 def _marks(marks: Iterable[Mark], *, everything: bool) -> dict[str, str]:
-    """Rows of the newest marks, one for each kind."""
+    """Return the newest marks by kind."""
     rows: dict[str, list[str]] = {}
     for mark in marks:
         short = f"step {mark.step}: {mark.subject} {mark.kind}"
@@ -255,7 +254,7 @@ def _earlier(count: int) -> str:
 
 
 def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
-    """The first of each evaluation, its best and its newest ones, in the order of the run."""
+    """Return the first, best and newest versions of each evaluation, in run order."""
     places: dict[str, list[int]] = {}
     for place, one in enumerate(evaluations):
         places.setdefault(one.evaluation, []).append(place)
@@ -270,8 +269,7 @@ def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
-    """Return the version with the best mean reward over all prompts, by evaluation; the first of
-    equal ones."""
+    """Return the version with the best mean reward by evaluation; the first of equals."""
     best: dict[str, tuple[int, float, int]] = {}
     for one in evaluations:
         mean = next((v.value for k, v in one.figures.items() if k.startswith("mean@")), None)
@@ -281,8 +279,7 @@ def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
 
 
 def print_evaluations(evaluations: Sequence[Evaluated], *, everything: bool) -> None:
-    """The first, the best and the newest, each figure with its interval; a part that is all of a
-    reward says nothing new."""
+    """Print evaluations with confidence intervals; omit a component that is the whole reward."""
     if not evaluations:
         return
     shown = list(evaluations) if everything else shown_evaluations(evaluations)
@@ -342,7 +339,7 @@ def _reward(steps: list[StepStats]) -> str:
 
 
 def _errors(errors: Mapping[str, int]) -> str:
-    """What is the fault of the task's code or data, apart from what is not."""
+    """Separate errors of the task's code or data from others."""
     return "; ".join(
         f"{fault}: {', '.join(f'{count} {name}' for name, count in Counter(of).most_common())}"
         for fault, of in by_fault(errors).items()
@@ -351,7 +348,7 @@ def _errors(errors: Mapping[str, int]) -> str:
 
 
 def _parts(step: StepStats) -> str:
-    """Means of the newest step, each task's own."""
+    """Format reward components of the newest step, by task."""
     said = (
         (f"{task}: " if task else "")
         + ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
@@ -361,7 +358,7 @@ def _parts(step: StepStats) -> str:
 
 
 def _shared(values: list[float], most: int) -> list[float]:
-    """At most so many values, each the mean of its neighbours."""
+    """Average neighbors to get at most `most` values."""
     if len(values) <= most:
         return values
     edges = [len(values) * place // most for place in range(most + 1)]
@@ -392,7 +389,7 @@ def _steps(steps: list[StepStats]) -> str:
 
 
 def print_step(description: Description, run: str) -> None:
-    """Print the step on one screen; `--all` is the whole description."""
+    """Print a step on one screen."""
     step, groups, rows = description["step"], description["groups"], description["trajectories"]
     figures = description["figures"]
     count = f"{figures.get('trajectories', len(rows)):.0f}"
@@ -440,7 +437,6 @@ def _print_versions(rows: Sequence[tuple[Any, ...]]) -> None:
 
 
 def _print_groups(lines: Sequence[Sequence[str]], count: int) -> None:
-    """Names with their mean rewards, as many as the screen has room for."""
     shown = sum(map(len, lines))
     which = "" if shown == count else f" ({shown} of {count}; --all has every one)"
     emit_line(f"groups and their mean rewards{which}")
@@ -448,7 +444,7 @@ def _print_groups(lines: Sequence[Sequence[str]], count: int) -> None:
 
 
 def _worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Trajectories whose probability of a token changed most since they were sampled."""
+    """Return the trajectories with the largest change of a token's probability."""
     return sorted((one for one in rows if _size(one)), key=_size, reverse=True)[:WORST]
 
 
@@ -464,7 +460,7 @@ def _print_worst(worst: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _size(row: Mapping[str, Any]) -> float:
-    """How far the farthest ratio is from 1, in nats."""
+    """Return the largest |ln ratio|."""
     ratios = [row.get("ratio_min"), row.get("ratio_max")]
     return max((abs(math.log(one)) for one in ratios if one), default=0.0)
 

@@ -1,4 +1,4 @@
-"""Fits a table to a terminal: which columns stay, how wide each is; rich draws it."""
+"""Fit a table to a terminal: choose columns and widths; rich draws it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rich.text import Text
 from dora_pipe.core.console import write_to
 
 GAP: Final = 2
-"""Blanks between two columns."""
+"""Blanks between columns."""
 
 WORDS_MIN: Final = 16
-"""A column of words is not made narrower, as long as there are columns that may go."""
+"""Minimum width of a text column while other columns can be dropped."""
 
 COLUMNS_MIN: Final = 2
-"""So many columns are always shown: what a row is about, and the first thing said of it."""
+"""Columns that are always shown."""
 
 
 class Table:
-    """Cells as text, under their columns; without columns it has no head.
+    """Text cells under columns; no head without columns.
 
     Example: ``table = Table(("id", "why"), [["g0000000001", "it was too late"]])``
     """
@@ -38,16 +38,16 @@ class Table:
         self._widths = [max(map(cell_len, of), default=0) for of in cells]
         words = [[word for cell in of for word in cell.split(" ")] for of in cells]
         longest = [max(map(cell_len, of), default=0) for of in words]
-        # What is one word in every cell cannot be narrower; sentences can, down to their words.
+        # Minimum widths: single words stay whole, sentences may wrap.
         self._least = [
             min(width, max(word, WORDS_MIN))
             for width, word in zip(self._widths, longest, strict=True)
         ]
 
     def fit(self, width: int | None) -> list[str]:
-        """Narrow the table to a width; return the names of the last columns that had to go.
+        """Narrow the table to a width; return the dropped columns.
 
-        With `COLUMNS_MIN` columns left, or without a head, it may stay wider: words stay whole.
+        With `COLUMNS_MIN` columns left, or without a head, it may stay wider.
         """
         gone: list[str] = []
         if width is None:
@@ -82,11 +82,11 @@ class Table:
         console = Console(file=stream, highlight=False, width=width, color_system=color)
         with console.capture() as captured:
             console.print(drawn)
-        write_to(stream, captured.get())  # rich ends the process when a reader has left
+        write_to(stream, captured.get())  # rich exits if the reader has closed the pipe
 
 
 def distinct(names: Sequence[str]) -> list[str]:
-    """Number names that repeat: ``distinct(["run", "run"]) == ["run", "run (2)"]``."""
+    """Number repeated names: ``distinct(["run", "run"]) == ["run", "run (2)"]``."""
     found: list[str] = []
     for name in names:
         number, unique = 1, name

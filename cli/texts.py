@@ -1,6 +1,6 @@
-"""A run's texts: its tokenizer where that can be used, and its data where they still are.
+"""Texts of a run, by its tokenizer and data.
 
-What cannot be had is left out, and one line says so: no command fails for it.
+Missing texts are omitted with one message; no command fails.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AS_IDS: Final = "texts are shown as token ids"
 
 
 def decoder_of(run: OpenRun) -> Decode | None:
-    """Token ids of a run to text; None where it cannot be had."""
+    """Return a decoder of the run's token ids, or None."""
 
     def assets() -> Path:
         started, _ = policy_after(run.bus, run.topics, 0)
@@ -39,20 +39,20 @@ def decoder_of(run: OpenRun) -> Decode | None:
 
 
 def decoder_in(assets: Path) -> Decode | None:
-    """The same by a model directory."""
+    """Return a decoder from a model directory, or None."""
     found = _tokenizer(lambda: assets, AS_IDS)
     return None if found is None else found.full_text
 
 
 def texts_of(run: OpenRun) -> TextColumns:
-    """What an export writes texts with."""
+    """Return the text columns of an export."""
     started, _ = policy_after(run.bus, run.topics, 0)
     words = _tokenizer(lambda: run.policies.assets(started.assets_digest), "note: texts are empty")
     return TextColumns(words, _data(run, started))
 
 
 def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None:
-    """Of a model directory; None, with a line on what comes of it, where it cannot be used."""
+    """Return the tokenizer of a model directory; None with a message if unusable."""
     try:
         if importlib.util.find_spec("tokenizers") is None:
             raise PolicyError(f"`tokenizers` is not installed: {install_hint('torch')}")
@@ -60,15 +60,15 @@ def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None
         if not has_tokenizer(directory):
             raise PolicyError("the model directory has no tokenizer")
         return Tokenizer(directory)
-    except BusError:  # Not of the tokenizer: the log cannot be read, which is the command's to say.
+    except BusError:  # log errors are left to the command
         raise
-    except (DoraError, OSError, ImportError) as error:  # Old forms are read by transformers.
+    except (DoraError, OSError, ImportError) as error:  # transformers reads old formats
         say(f"{consequence}: {error}")
         return None
 
 
 def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
-    """Rows by the digest that trajectories name; those that are others now are left out."""
+    """Return rows by their recorded digest; omit changed data."""
     wanted = {started.dataset_digest, started.eval_digest} - {""}
     wanted |= {one.digest for one in started.datasets.values()}
     found: dict[str, Rows] = {}
@@ -81,7 +81,7 @@ def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
                     digest, _ = rows_digest(rows, split)
                     if digest in wanted:
                         found[digest] = rows
-    except Exception as error:  # A task is anybody's code.
+    except Exception as error:  # task code may raise anything
         _without(f"{type(error).__name__}: {error}")
         return {}
     if found.keys() != wanted:

@@ -1,4 +1,4 @@
-"""`top`: a run in a terminal while it goes on; it decides what goes where on the screen."""
+"""`top`: show a live run in a terminal."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.top import Line, Panel, Screen, Style, frame
 
 ASK_S: Final = 5.0
-"""Between two questions to brokers about their disks."""
+"""Interval of queries to brokers about their disks."""
 
 WIDE: Final = 140
-"""From so many columns on there are two panels beside each other below, too."""
+"""Width from which the lower panels are side by side."""
 
 HEAD_ROWS: Final = 2
 _INTERRUPT: Final = (signal.SIGINT,)
 
 PROMPT_ROWS: Final = 1
-"""Left for the shell behind a frame that stays."""
+"""Rows left for the shell below the last frame."""
 
 EDGES: Final = 2
-"""Rows of a panel that are its frame."""
+"""Rows of a panel's frame."""
 
 STYLES: Final[dict[Style, str]] = {
     "": "",
@@ -50,7 +50,7 @@ STYLES: Final[dict[Style, str]] = {
 
 
 def watch(run: OpenRun, every_s: float, *, once: bool) -> None:
-    """Show a run until it is over, or `once`: on a screen, or in lines for a pipe."""
+    """Show a run until it ends, or `once`: on a screen, or as lines in a pipe."""
     console = Console(highlight=False)
     screen = console.is_terminal and not console.is_dumb_terminal
     stats = RunStats(run.topics.run)
@@ -72,11 +72,11 @@ def _catch_up(follower: LogFollower) -> None:
 
 
 Full = Callable[[], str]
-"""Which disk is full, this machine's or a broker's, in words; empty where none is."""
+"""Describe a full disk of this machine or a broker; empty if none."""
 
 
 def _looking(run: OpenRun) -> Full:
-    """Looks at this machine's disks every time, and asks brokers now and then."""
+    """Check local disks on every call, brokers at intervals."""
     asked_s, said = 0.0, ""
 
     def full() -> str:
@@ -89,7 +89,7 @@ def _looking(run: OpenRun) -> Full:
 
 
 def _frame(stats: RunStats, full: Full, *, plain: bool) -> Screen:
-    """The run as its log tells it, and what nobody can write into the log."""
+    """Return the run's screen with disk warnings, which the log cannot contain."""
     shown = frame(stats, time.time_ns(), plain=plain)
     found = "" if stats.over else full()
     return replace(shown, head=f"{found}; {shown.head}") if found else shown
@@ -115,7 +115,7 @@ def _follow(
     *,
     plain: bool,
 ) -> None:
-    """A screen of its own, until the run is over; what it showed last stays."""
+    """Draw on the alternate screen until the run ends, then print the last frame."""
     with Live(console=console, screen=True, auto_refresh=False) as live, _interrupts_wait():
         while not stats.over:
             _catch_up(follower)
@@ -128,8 +128,7 @@ def _follow(
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Ctrl-C waits until a frame is drawn: raised in the middle of one, it can be lost, in whatever
-    was being cleaned up, and half a frame stays."""
+    """Delay Ctrl-C until a frame is drawn: in mid-frame it can be lost and leave half a frame."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPT)
     try:
         yield
@@ -138,7 +137,7 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _print_steps(follower: LogFollower, stats: RunStats, every_s: float) -> None:
-    """Lines for a pipe: each step, and at the end how it ended."""
+    """Print each step, and how the run ended."""
     last = -1
     while True:
         for step in stats.steps:
@@ -154,7 +153,7 @@ def _print_steps(follower: LogFollower, stats: RunStats, every_s: float) -> None
 
 
 def layout(shown: Screen, width: int, height: int) -> Layout:
-    """A frame on a screen of this size."""
+    """Arrange a frame for a screen of this size."""
     whole = Layout()
     rows = height - HEAD_ROWS
     upper = max(4, min(rows * 2 // 5 + 1, EDGES + _longest(shown.workers, shown.numbers)))

@@ -22,15 +22,15 @@ from dora_pipe.observe.waits import StepWait, Summary, summarise, waits_of
 from dora_pipe.observe.why import WhyAnswer, why_at, why_now, why_step
 
 STOPPED_AFTER_S: Final = 60.0
-"""A run whose every role is silent for so long is shown as it was when it was heard last."""
+"""A run whose roles are all silent for this long is shown as of its last status."""
 
 BLANK: Final = " "
-"""An empty cell; an empty string is shown as a dash."""
+"""Empty cell; "" would appear as a dash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One question: a moment, a step, the whole, or the present."""
+    """Question about a moment, a step, the whole run, or the present."""
 
     at: str = ""
     step: int | None = None
@@ -39,7 +39,7 @@ class Asked:
 
 
 def answer(run: OpenRun, asked: Asked) -> None:
-    """Print it. Raises UsageError for what cannot be asked."""
+    """Print the answer. Raises UsageError for an invalid question."""
     if asked.summary:
         _print_summary(run, asked)
     elif asked.at:
@@ -127,7 +127,6 @@ def _print_summary(run: OpenRun, asked: Asked) -> None:
 
 
 def _emit_waits(found: Summary) -> None:
-    """Who waited how long for what, and what to do about it."""
     rows = [
         (role or BLANK, duration(seconds), f"{share:.0%}", what or BLANK, advice or BLANK)
         for one in found.shown
@@ -148,7 +147,7 @@ def _longest(wait: StepWait) -> tuple[object, ...]:
 
 
 def _moment_ns(run: OpenRun, text: str) -> int:
-    """A moment as wall clock ns. Raises UsageError."""
+    """Parse a moment as wall clock ns. Raises UsageError."""
     try:
         seconds = float(text.removesuffix("s"))
     except ValueError:

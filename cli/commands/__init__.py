@@ -1,5 +1,5 @@
-"""What every command takes, and the beginning of what it does.
+"""Command definitions of the CLI.
 
-Only the standard library, typer and what talks to the user are imported before a command does its
-work: `--help` and errors of usage wait for nothing else (tests/unit/test_help_is_quick.py).
+Imports only the standard library, typer and console code until a command runs, so that `--help` and
+usage errors are fast (tests/unit/test_help_is_quick.py).
 """

@@ -12,7 +12,7 @@ from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS
 
 EVAL = "eval"
-"""The probe where none is named."""
+"""Default probe."""
 
 ProbeOption = Annotated[
     str,
@@ -54,7 +54,7 @@ def bisect(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Find the step that made a run bad, and the group whose removal mends it.
+    """Find the step that made a run bad, and the group whose removal fixes it.
 
     First names the settings that changed.
     """

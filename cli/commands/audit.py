@@ -1,4 +1,4 @@
-"""Commands that prove a run, make it again, or hand it on."""
+"""Commands that audit, replay, compare and prune a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def audit(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Prove a run from its log: C1, C2, C3 and everything they stand on. Exit code 5 if broken."""
+    """Verify a run from its log: C1, C2, C3 and all that they depend on. Exit code 5 if broken."""
     if follow and as_json:
         raise UsageError("--follow talks line by line: it gives no JSON")
     from dora_pipe.audit.auditor import raise_if_broken
@@ -105,7 +105,7 @@ def mismatch(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Say how much of a batch's ratios comes from staleness, numerics, sampling, tokenisation."""
+    """Show how much of a batch's ratios comes from staleness, numerics, sampling, tokenization."""
     from dora_pipe.cli.mismatch import measure_step, print_mismatch
     from dora_pipe.launch.run_dir import opened
 
@@ -134,9 +134,9 @@ def prune(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Name files that nobody needs: orphans, and in a finished run what retention drops.
+    """List unused files: orphans, and in a finished run those beyond its retention.
 
-    Nothing is deleted without --delete. A version that is needed again is made again by replay.
+    Deletes nothing without --delete. Replay can rebuild a deleted version.
     """
     from dora_pipe.audit import prune as history
     from dora_pipe.audit.export import best_version

@@ -70,7 +70,7 @@ def cat(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Print the records of a topic, a line each; `--json` has them whole."""
+    """Print the records of a topic, one per line; `--json` prints them whole."""
     from dora_pipe.cli.records import Wanted, print_records
     from dora_pipe.launch.run_dir import opened
 
@@ -102,8 +102,8 @@ def copy(
 ) -> None:
     """Copy a run's log into a SQLite file or onto Kafka, and compare both.
 
-    Offsets and large values are kept. Run it again to continue a copy that was interrupted, or one
-    of a run that has gone on. Other commands take the file as a run.
+    Keeps offsets and large values. Run it again to continue an interrupted copy, or to copy newer
+    records. Other commands accept the file as a run.
     """
     from dora_pipe.bus.copy import copy_topics
     from dora_pipe.cli.progress import progress

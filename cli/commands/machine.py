@@ -1,4 +1,4 @@
-"""Commands about this machine: what it lacks, a configuration."""
+"""Commands about this machine and configurations."""
 
 from __future__ import annotations
 

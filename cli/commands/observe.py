@@ -1,4 +1,4 @@
-"""Commands that look at runs."""
+"""Commands that show runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FRAMES_EVERY_MIN_S: Final = 0.1
 UI_PORT: Final = 8765
 
 METRICS_PORT: Final = 9464
-"""What OpenTelemetry's exporters for Prometheus use."""
+"""Default port of OpenTelemetry's Prometheus exporters."""
 
 
 def show(
@@ -104,7 +104,7 @@ def top(
     ] = FRAMES_EVERY_S,
     root: RunsOption = RUNS,
 ) -> None:
-    """Show a run while it goes on: workers, queue, staleness, step, reward, decisions, waits.
+    """Show a live run: workers, queue, staleness, step, reward, decisions, waits.
 
     In a pipe: plain lines, one per step. It ends with the run, or with Ctrl-C.
     """
@@ -123,7 +123,7 @@ def ui(
     port: Annotated[int, typer.Option(help="Of localhost; 0 takes a free one.")] = UI_PORT,
     root: RunsOption = RUNS,
 ) -> None:
-    """Look at a run in a browser, while it goes on or afterwards: http://127.0.0.1:8765."""
+    """Show a live or finished run in a browser: http://127.0.0.1:8765."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port must be 0 to 65535, got {port}")
     from dora_pipe.cli.pages import page_worker
@@ -173,9 +173,9 @@ def sql(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Ask the tables of a run's log in SQL: reference/catalogue.md has them, and questions.
+    """Query the tables of a run's log in SQL; docs/reference/catalogue.md lists them.
 
-    Of a run that is over the tables are kept beside it, in catalogue.duckdb, for notebooks too.
+    The tables of a finished run are kept in its directory, in catalogue.duckdb.
     """
     from dora_pipe.bus.logged import Damage
     from dora_pipe.launch.run_dir import opened

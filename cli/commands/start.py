@@ -1,4 +1,4 @@
-"""Commands that start roles, make what they start from, and ask a run for something."""
+"""Commands that start roles, create their inputs, and control a run."""
 
 from __future__ import annotations
 
@@ -128,9 +128,9 @@ def sft(
     force: ForceOption = False,
     override: OverrideOption = None,
 ) -> None:
-    """Supervised warm start: train the model of a configuration on what an assistant said.
+    """Train the model of a configuration on assistant messages (supervised warm start).
 
-    With `lora.rank` only an adapter is trained: the folder has merged weights, and the adapter.
+    With `lora.rank`, trains only an adapter: the folder has merged weights, and the adapter.
     """
     from dora_pipe.config.load import load_config
     from dora_pipe.launch.model_checks import check_tokenizer
@@ -179,7 +179,7 @@ def run(
     ] = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Start orchestrator, workers and trainer on this machine and watch over them."""
+    """Start orchestrator, workers and trainer on this machine and supervise them."""
     if resume and from_:
         raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
     if with_optimizer and not from_:
@@ -238,7 +238,7 @@ def worker(
     override: OverrideOption = None,
     root: RunsOption = RUNS,
 ) -> None:
-    """Start one rollout worker of a run; its engine may be another than that of the others."""
+    """Start one rollout worker of a run; its engine may differ from that of other workers."""
     from dora_pipe.launch import local_roles, roles
     from dora_pipe.launch.local_roles import show_gpus
     from dora_pipe.launch.run import load_wanted
@@ -270,8 +270,8 @@ def trainer(
     ] = "",
     root: RunsOption = RUNS,
 ) -> None:
-    """Start the trainer of a run; a second one of the same run fences the first. Of one on several
-    machines each gets the same command with another --node."""
+    """Start the trainer of a run; a second one fences the first. On several machines, run the same
+    command with different --node values."""
     from dora_pipe.launch import local_roles, roles
     from dora_pipe.launch.local_roles import show_gpus
     from dora_pipe.launch.run import load_wanted
@@ -289,7 +289,7 @@ def trainer(
 
 
 def _trainer_node(wanted: Config, words: list[str], nodes: int, node: int, rendezvous: str) -> int:
-    """Be a node of a trainer of several; its exit code."""
+    """Run one node of a multi-node trainer; return its exit code."""
     from dora_pipe.launch import nodes as launch
 
     this = launch.Node(nodes=nodes, node=node, rendezvous=rendezvous)
@@ -305,8 +305,8 @@ def serve_task(
     processes: Annotated[int, typer.Option(min=1, help="Of all workers together.")] = 8,
     override: OverrideOption = None,
 ) -> None:
-    """Serve the task of a configuration to the workers whose task.url names this address. Each of
-    their connections gets a process. There is no TLS: see docs/tasks.md."""
+    """Serve the task of a configuration to the workers whose task.url names this address. Each
+    connection gets a process. There is no TLS: see docs/tasks.md."""
     from dora_pipe.producers.tasks.serving import serve_task
 
     serve_task(config, override or (), listen=listen, name=task, processes=processes)
@@ -320,7 +320,7 @@ def tell(
     ] = None,
     root: RunsOption = RUNS,
 ) -> None:
-    """Ask something of a run, living or stopped; it is obeyed where it stands in the log."""
+    """Send a command to a live or stopped run; it takes effect at its offset in the log."""
     from dora_pipe.orchestrator.apply_command import ARGS
 
     if verb not in ARGS:
@@ -350,7 +350,7 @@ def tell(
 
 
 def _toml_value(text: str) -> Any:
-    """A bare word is text."""
+    """Parse a TOML value; a bare word is text."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -18,10 +18,8 @@ from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.reading import saved_catalogue
 
 FOLLOW_S: Final = 1.0
-"""Poll interval of a live run."""
 
 LINE_S: Final = 10.0
-"""Interval of progress lines."""
 
 COLLECT_AFTER: Final = 50_000
 """Threshold of Python's cycle collector: ledgers have many objects and few cycles."""
@@ -108,7 +106,6 @@ class AuditSession:
         return report
 
     def _hold_catalogue(self) -> None:
-        """Check the kept tables of this log, if any."""
         path = self._run.directory.catalogue
         found = None if path is None else saved_catalogue(self._run.bus, self._run.topics, path)
         if found is not None:
@@ -117,7 +114,6 @@ class AuditSession:
                 check_catalogue(found, books.ledger, books.findings)
 
     def _talk(self, *, only_progress: bool = False) -> None:
-        """Print new violations immediately, progress at intervals."""
         violations = self._auditor.books.findings.violations
         if not only_progress:
             for one in violations[self._violations :]:

@@ -25,7 +25,6 @@ from dora_pipe.observe.text import counted
 
 SUSPECTS_SHOWN: Final = 8
 NAMES_SHOWN: Final = 3
-"""Groups of a trial in its table; `--json` contains all."""
 
 
 def bisect_run(

@@ -33,10 +33,8 @@ TASK: Final = "arithmetic"
 KILL_AT_STEP: Final = 12
 REPLAYED_STEPS: Final = 2
 OWN_KEYS: Final = ("run.name", "model.path")
-"""Keys that the demo sets."""
 
 WARM_THREADS: Final = 2
-"""Threads of the warm start, which runs alone."""
 
 
 def run_demo(root: Path, engine: str, override: Sequence[str]) -> None:
@@ -118,7 +116,6 @@ def warm(start: Path, task: str = TASK) -> None:
 
 
 def _in_log(root: Path, override: Sequence[str]) -> frozenset[str]:
-    """Return the topics of a shared log; raises if it is unreachable, before any write."""
     config = load_config(example_file(TASK), override)
     if not config.bus.url.startswith("kafka:"):
         return frozenset()

@@ -10,7 +10,6 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_dama
 from dora_pipe.launch.run_dir import OpenRun
 
 CELL: Final = 40
-"""Maximum characters of a value in the table."""
 
 
 def print_diff(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:

@@ -58,7 +58,6 @@ class CheckResult(NamedTuple):
 
 
 def _failed(what: str, error: DoraError) -> CheckResult:
-    """Return an error as a row, with its hint."""
     detail = f"{error.message}; {error.hint}" if error.hint else error.message
     return CheckResult("fail", what, detail)
 
@@ -100,7 +99,6 @@ def _disk() -> CheckResult:
 
 
 def _gpus() -> CheckResult:
-    """Number GPUs as `workers.gpus` and `trainer.gpus` do."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return CheckResult("note", "gpus", "none: there is no nvidia-smi")
@@ -223,7 +221,6 @@ def _topics(run: str, there: int, wanted: int) -> CheckResult:
 
 
 def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Iterator[CheckResult]:
-    """Yield checks of the brokers, and of existing topics of a run."""
     count = len(bus.ask(brokers_of))
     enough = count >= WANTED_REPLICAS
     means = "any one of their machines may die" if enough else "what they hold dies with a disk"

@@ -32,7 +32,6 @@ from dora_pipe.orchestrator.watched import watched_evaluation
 
 CHECKPOINTS: Final = "traces-sent"
 CHECKPOINT_DIGITS: Final = 16
-"""Hex digits of the name of a position file, one per address and sampling ratio."""
 
 
 def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force: bool) -> None:

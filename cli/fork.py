@@ -36,10 +36,8 @@ from dora_pipe.schemas.identity import SIBLINGS_MAX
 from dora_pipe.schemas.trajectory import Trajectory
 
 TEXT_CHARACTERS: Final = 60
-"""Maximum characters of a text in a table."""
 
 Text = Callable[[Sequence[int]], str]
-"""Decode token ids to one line."""
 
 
 def fork_trajectory(

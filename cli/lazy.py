@@ -71,7 +71,6 @@ def _command(name: str, place: str, example: str = "") -> Any:
 
 
 def _examples(examples: Sequence[str]) -> str:
-    """Return the end of a help page, which click does not wrap."""
     return "\b\nExample:\n" + "\n".join(f"  dora-pipe {example}" for example in examples)
 
 

@@ -14,7 +14,6 @@ from dora_pipe.core.console import RUNS_VARIABLE
 from dora_pipe.core.errors import UsageError
 
 TORCH: Final = "torch"
-"""Engine that supports any model of a known family."""
 
 SFT_STEPS: Final = 240
 SFT_BATCH: Final = 64
@@ -23,15 +22,14 @@ SFT_SEED: Final = 3
 SFT_WARMUP: Final = 20
 SCHEDULES: Final = ("constant", "linear", "cosine")
 SFT_STEPS_OF: Final = {"arithmetic": SFT_STEPS, "calculator": 200}
-"""Steps after which a policy solves part of the task and can still improve."""
+"""The policy then solves part of the task and can still improve."""
 
 EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
 REWARD_MIN: Final = 0.85
-"""Minimum final evaluation reward of the demo."""
 
 CLAIM_HOURS: Final = 1.0
-"""Default age from which `prune` lists unreferenced blobs, as in `audit.prune`."""
+"""Same as in `audit.prune`."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
 RunsOption = Annotated[

@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from dora_pipe.launch.run_dir import OpenRun
 
 QUIET_S: Final = 2.0
-"""No progress is shown before this time."""
 
 LINE_S: Final = 10.0
-"""Interval of lines if stderr is no terminal."""
 
 DRAW_S: Final = 0.2
-"""Interval of drawings on a terminal."""
 
 
 class CommandProgress:

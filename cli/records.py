@@ -29,7 +29,6 @@ from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress,
 POLL_S: Final = 1.0
 
 MORE: Final = len("  +99")
-"""Width reserved for the number of omitted fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +165,6 @@ def _place(record: Record) -> dict[str, int]:
 
 
 def _text(key: bytes) -> str:
-    """Decode a key; escape invalid text."""
     return key.decode(errors="backslashreplace")
 
 
@@ -190,7 +188,6 @@ def record_line(record: Record, content: Mapping[str, Any], width: int | None) -
 
 
 def _brief(value: Any) -> str:
-    """Summarize a large value."""
     if isinstance(value, Mapping):
         return f"{{{len(value)}}}" if value else "{}"
     if isinstance(value, str):
@@ -287,7 +284,6 @@ def _call(progress: TurnProgress) -> dict[str, Any]:
 def _from(
     run: OpenRun, topic: str, offset: int, partition: int | None, *, follow: bool = False
 ) -> Iterator[Record]:
-    """Yield records of a topic from an offset to the present end, or endlessly."""
     wanted = range(run.bus.partitions(topic)) if partition is None else [partition]
     partitions = [TopicPartition(topic, one) for one in wanted]
     ends = {tp: run.bus.end(tp) for tp in partitions}

@@ -28,14 +28,11 @@ from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.worker.role import worker_config
 
 FOLDER: Final = "rescored"
-"""Folder in a run's directory, with one file per reward."""
 
 OWN: Final = "own"
-"""File name of the run's own reward."""
 
 NAME_CHARACTERS: Final = 60
 LINES_MAX: Final = 20
-"""Trajectories listed per table: lost, different from the record, largest changes."""
 
 
 class RescoredLine(RewardLine, frozen=True, kw_only=True, omit_defaults=True):
@@ -103,7 +100,6 @@ def rescore_run(
 def _noted(
     results: Iterable[Rescored], found: list[Rescored], total: int, report: CommandProgress
 ) -> Iterator[RescoredLine]:
-    """Append results to `found`; yield the lines of those that were not lost."""
     for one in results:
         found.append(one)
         report("scoring", len(found), total)

@@ -20,7 +20,6 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
 
 FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
-"""Columns of the table; `steps.jsonl` has every metric."""
 
 
 def change_of(

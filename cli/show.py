@@ -41,29 +41,24 @@ CURVE_MAX: Final = 60
 """Width of the reward curve; longer runs average neighboring steps."""
 
 LABEL: Final = 40
-"""Width next to the curve."""
 
 WORST: Final = 3
-"""Listed trajectories with the largest ratios."""
 
 GROUP_LINES: Final = 3
-"""Lines of a step's groups; `--all` shows every group."""
 
 FIGURES: Final = (
     *("reward_mean", "loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "clipped_share"),
     *("entropy", "truncated", "kl", "teacher_kl", "tokens", "updates", "staleness_mean"),
     "without_gradient",
 )
-"""Default metrics; `--all` shows every metric."""
+"""Shown without `--all`."""
 
 CELL_CHARACTERS_MAX: Final = 600
-"""Longer texts are cut in tables, not in `--json`."""
 
 EVALUATIONS_SHOWN: Final = 3
-"""Versions per evaluation: the first and newest ones, and the best."""
+"""First and newest versions, besides the best."""
 
 MARKS_SHOWN: Final = 2
-"""Newest marks per kind."""
 
 
 def show_run(run: OpenRun, *, as_json: bool, everything: bool = False) -> None:
@@ -236,7 +231,6 @@ MARKS: Final = {"setting": "changed", "resumed": "stopped"}
 
 
 def _marks(marks: Iterable[Mark], *, everything: bool) -> dict[str, str]:
-    """Return the newest marks by kind."""
     rows: dict[str, list[str]] = {}
     for mark in marks:
         short = f"step {mark.step}: {mark.subject} {mark.kind}"
@@ -269,7 +263,7 @@ def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
 
 
 def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
-    """Return the version with the best mean reward by evaluation; the first of equals."""
+    """Best mean reward by evaluation; the first of equals."""
     best: dict[str, tuple[int, float, int]] = {}
     for one in evaluations:
         mean = next((v.value for k, v in one.figures.items() if k.startswith("mean@")), None)
@@ -339,7 +333,6 @@ def _reward(steps: list[StepStats]) -> str:
 
 
 def _errors(errors: Mapping[str, int]) -> str:
-    """Separate errors of the task's code or data from others."""
     return "; ".join(
         f"{fault}: {', '.join(f'{count} {name}' for name, count in Counter(of).most_common())}"
         for fault, of in by_fault(errors).items()
@@ -348,7 +341,6 @@ def _errors(errors: Mapping[str, int]) -> str:
 
 
 def _parts(step: StepStats) -> str:
-    """Format reward components of the newest step, by task."""
     said = (
         (f"{task}: " if task else "")
         + ", ".join(f"{name} {value:.3f}" for name, value in parts.items())
@@ -444,7 +436,6 @@ def _print_groups(lines: Sequence[Sequence[str]], count: int) -> None:
 
 
 def _worst(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the trajectories with the largest change of a token's probability."""
     return sorted((one for one in rows if _size(one)), key=_size, reverse=True)[:WORST]
 
 

@@ -13,10 +13,9 @@ from rich.text import Text
 from dora_pipe.core.console import write_to
 
 GAP: Final = 2
-"""Blanks between columns."""
 
 WORDS_MIN: Final = 16
-"""Minimum width of a text column while other columns can be dropped."""
+"""Minimum width of text while other columns can be dropped."""
 
 COLUMNS_MIN: Final = 2
 """Columns that are always shown."""

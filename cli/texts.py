@@ -52,7 +52,6 @@ def texts_of(run: OpenRun) -> TextColumns:
 
 
 def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None:
-    """Return the tokenizer of a model directory; None with a message if unusable."""
     try:
         if importlib.util.find_spec("tokenizers") is None:
             raise PolicyError(f"`tokenizers` is not installed: {install_hint('torch')}")
@@ -68,7 +67,6 @@ def _tokenizer(assets: Callable[[], Path], consequence: str) -> Tokenizer | None
 
 
 def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
-    """Return rows by their recorded digest; omit changed data."""
     wanted = {started.dataset_digest, started.eval_digest} - {""}
     wanted |= {one.digest for one in started.datasets.values()}
     found: dict[str, Rows] = {}

@@ -26,19 +26,15 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.top import Line, Panel, Screen, Style, frame
 
 ASK_S: Final = 5.0
-"""Interval of queries to brokers about their disks."""
 
 WIDE: Final = 140
-"""Width from which the lower panels are side by side."""
 
 HEAD_ROWS: Final = 2
 _INTERRUPT: Final = (signal.SIGINT,)
 
 PROMPT_ROWS: Final = 1
-"""Rows left for the shell below the last frame."""
 
 EDGES: Final = 2
-"""Rows of a panel's frame."""
 
 STYLES: Final[dict[Style, str]] = {
     "": "",
@@ -72,11 +68,9 @@ def _catch_up(follower: LogFollower) -> None:
 
 
 Full = Callable[[], str]
-"""Describe a full disk of this machine or a broker; empty if none."""
 
 
 def _looking(run: OpenRun) -> Full:
-    """Check local disks on every call, brokers at intervals."""
     asked_s, said = 0.0, ""
 
     def full() -> str:
@@ -137,7 +131,6 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def _print_steps(follower: LogFollower, stats: RunStats, every_s: float) -> None:
-    """Print each step, and how the run ended."""
     last = -1
     while True:
         for step in stats.steps:

@@ -43,12 +43,10 @@ class RetrainedModel(msgspec.Struct, frozen=True, kw_only=True):
     started_ns: int
     """`at_ns` of its `run started`; distinguishes runs of the same name."""
     log_chain: str
-    """Chain digest of its rounds up to the batch of the last step; identifies the log."""
     first: int
     last: int
     change: dict[str, Any]
     change_digest: str
-    """sha256 of the canonical JSON of the change."""
     weights: str
     trainer: dict[str, Any]
     package: str

@@ -19,7 +19,6 @@ from dora_pipe.producers.engines.registry import engine_kind
 ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
 TRACES: Final = "traces"
-"""Optional role that exports traces."""
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 LOOK_LIMIT_S: Final = 60.0

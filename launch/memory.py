@@ -42,13 +42,11 @@ GATHERED: Final = 10**9
 """Weights that ZeRO 3 keeps gathered (`stage3_max_live_parameters` of DeepSpeed)."""
 
 BUCKETS: Final = 400_000_000
-"""Bytes of DeepSpeed's reduce and gather buffers."""
 
 SLOTS_LEAST: Final = 8
 """Below this many slots, a worker gets more GPUs."""
 
 MACHINE_GPUS: Final = 8
-"""Most GPUs of one worker."""
 
 _GPUS: Final = re.compile(r"([1-9]\d{0,5})x([1-9]\d{0,4}(?:\.\d{1,3})?)")
 

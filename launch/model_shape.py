@@ -24,7 +24,6 @@ class ModelShape:
     quantized: bool
     parameters: int
     experts: int
-    """Parameters of routed experts."""
     embedding: int
     tied: bool
     largest: int

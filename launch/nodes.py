@@ -23,10 +23,9 @@ from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
 RANK: Final = "RANK"
 
 NOTICE_S: Final = 15.0
-"""Time for the other ranks of a node to notice a failed rank."""
 
 STOP_GRACE_S: Final = 10.0
-"""Extra time for stopped ranks, in addition to `timing.stop_timeout_s`."""
+"""In addition to `timing.stop_timeout_s`."""
 
 LOOK_S: Final = 0.1
 
@@ -41,7 +40,6 @@ class Node:
     """HOST:PORT of node 0."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
         if not 0 <= self.node < self.nodes:
             raise UsageError(f"--node {self.node}: {self.nodes} nodes are 0 to {self.nodes - 1}")
         host, _, port = self.rendezvous.rpartition(":")

@@ -30,7 +30,7 @@ from dora_pipe.producers.worker.ports import prompt_of
 from dora_pipe.schemas.control import INFRASTRUCTURE
 
 FIRST_ROWS: Final = 256
-"""Prompts per source to check before a run starts, spread evenly over its rows."""
+"""Checked prompts per source, spread evenly over its rows."""
 
 FIRST_S: Final = 10.0
 
@@ -55,7 +55,6 @@ class PromptsSeen:
     spelled: list[tuple[int, str]] = field(default_factory=list)
     """(row, token) of rows that contain a control token as text."""
     outside: int = 0
-    """Failures outside the task's code."""
 
     @property
     def looked_at(self) -> int:

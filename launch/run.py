@@ -47,7 +47,6 @@ from dora_pipe.store.transfers.open import need_transfers
 RESUMABLE_CODES: Final = frozenset(
     one.exit_code for one in (BusError, ResourceError, TaskError, RunHalted)
 )
-"""Exit codes of runs that can resume after an external cause is fixed."""
 
 
 Watch = Callable[[RunProgress, Supervisor], None]

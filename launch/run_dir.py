@@ -51,7 +51,6 @@ from dora_pipe.store.store import PolicyStore
 LOG = "log.sqlite"
 
 LOCK = "lock"
-"""File that contains the pid of the lock's holder."""
 
 BEGINS_WITH = "begins-with"
 """File with the planned first record, if a start was killed before writing it."""
@@ -67,7 +66,6 @@ NAMES_MAX = 8
 PID_BYTES_MAX = 32
 
 FREE_BYTES_MIN = 200 * 1024 * 1024
-"""A run needs this much free disk to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +282,6 @@ def run_on_kafka(address: str, runs: Path = RUNS) -> RunByLog:
 
 
 def _run_in_file(file: Path, runs: Path) -> RunByLog:
-    """Raises UsageError, BusError."""
     if not file.is_file():
         raise UsageError(f"there is no file {file}")
     with closing(open_bus(f"{IN_FILE}{file}")) as bus:

@@ -31,8 +31,7 @@ diverged replay, an unreadable decision, an unusable policy or task, a non-finit
 
 
 WAITED_OUT: Final = 64
-"""Added to the exit code of a role that timed out waiting for the log or for disk space
-(`core.retry`); a restart would only repeat the wait."""
+"""Added to the exit code after a timeout of `core.retry`; a restart would only repeat the wait."""
 
 PATIENT_CODES: Final = frozenset({4, 7})
 
@@ -66,7 +65,6 @@ class Workers:
     names: Collection[str] = ()
     elsewhere: Callable[[], int] = _none
     hosted: Callable[[str], int] = _never
-    """Return how often a worker has loaded a version."""
 
 
 Start = Callable[[str], subprocess.Popen[bytes]]
@@ -172,7 +170,6 @@ class Supervisor:
         self._watch()
 
     def _ends(self) -> list[Ended]:
-        """Check all roles before one ends the run."""
         ended = []
         for name, role in self._roles.items():
             if role.process is not None and (code := role.process.poll()) is not None:
@@ -233,7 +230,6 @@ class Supervisor:
             self._fail(report)
 
     def _ended(self, report: Ended) -> tuple[str, str]:
-        """Return the description of an ended role, and its hint."""
         said, hint = self._last_error(report.name) if report.code > 0 else ("", "")
         return f"{report.name} {how(report.code)}" + (f": {said}" if said else ""), hint
 

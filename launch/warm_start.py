@@ -135,7 +135,6 @@ class RowEncoder:
                     return
 
     def _messages(self, row: Row) -> list[dict[str, Any]] | None:
-        """Return the conversation; None if prompt and answer are plain text."""
         task, column = self._config.task, self._column(row)
         if not isinstance(row.get(column), str | list):
             return None

@@ -26,19 +26,15 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
 HEARTBEAT_S: Final = 0.5
-"""Status interval, unless configured."""
 
 SILENT_HEARTBEATS: Final = 12
-"""Heartbeats without a status until a role counts as silent."""
 
 SILENT_MIN_S: Final = 2.0
 """Minimum, because a loaded machine is late."""
 
 POLL_RECORDS_MAX = 2000
-"""Statuses per poll."""
 
 SAID_MAX = 1000
-"""Alarms remembered as reported."""
 
 UNFED: Final = frozenset({"requests", "version", "batch"})
 """Waits of workers and the trainer that last as long as a pause."""
@@ -53,7 +49,6 @@ class Pauses:
     """Pauses by users; waits that they cause raise no alarm."""
 
     def __init__(self, commands: Iterable[tuple[int, str]] = ()) -> None:
-        """`commands`: (wall clock ns, verb), ascending."""
         self._commands = [one for one in commands if one[1] in ("pause", "resume")]
 
     def fact(self, fact: AnyControl) -> None:

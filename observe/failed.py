@@ -12,10 +12,8 @@ from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.schemas.control import error_class
 
 WINDOW_GROUPS: Final = 64
-"""Newest ended groups over which a share is shown."""
 
 SINCE_STEP_GROUPS: Final = 4096
-"""Most groups since the last step over which a share is shown."""
 
 VALUES_MAX: Final = 3
 
@@ -33,9 +31,7 @@ class FailedShare:
     trajectories: int = 0
     failed: int = 0
     error: str = ""
-    """Newest error of the most common class."""
     example: str = ""
-    """Trajectory with this error."""
 
     @property
     def share(self) -> float:
@@ -126,7 +122,6 @@ class GroupsSinceStep:
         self._why: dict[str, str] = {}
         """Newest reason by outcome."""
         self._rewards: Counter[float] = Counter()
-        """Rewards of filtered groups with equal rewards."""
 
     @property
     def count(self) -> int:

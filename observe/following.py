@@ -12,11 +12,10 @@ from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, LogTruncated
 
 TURN_S: Final = 1.0
-"""Interval between reads after the end of the log."""
 
 RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 10.0
-"""Maximum retry interval while the log is unreadable; it doubles with each attempt."""
+"""Doubles with each attempt."""
 
 
 class Checkpoint:

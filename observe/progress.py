@@ -37,7 +37,6 @@ PIECES_MAX: Final = 8
 """Log pieces per call, so that the caller is not blocked."""
 
 ERRORS_SHOWN_MAX: Final = 8
-"""Error classes of which the first error is shown."""
 
 
 class RunProgress(RunStats):
@@ -63,7 +62,6 @@ class RunProgress(RunStats):
         self.evaluations: dict[int, float] = {}
         """Mean reward by version, of the unnamed evaluation."""
         self.hosted: Counter[str] = Counter()
-        """Loaded versions per worker."""
         self.stopping = False
         """Roles were asked to stop, so their silence is no alarm."""
         self._alarms = alarms
@@ -74,7 +72,6 @@ class RunProgress(RunStats):
         self._follower = LogFollower(bus, topics, self)
         self._unreadable = 0
         self._device = ""
-        """Device of the trainer in the newest commit."""
         self._lines: list[str] = []
 
     def lines(self) -> list[str]:
@@ -160,7 +157,6 @@ class RunProgress(RunStats):
             self._failure(f"a tool of {fact.trajectory}", fact.tool_error, fact.worker)
 
     def _failure(self, subject: str, error: str, worker: str) -> None:
-        """Show the first error of each class; step lines count the rest."""
         name = error_class(error)
         shown = len(self._errors_shown)
         if self._past or name in self._errors_shown or shown == ERRORS_SHOWN_MAX:

@@ -74,23 +74,21 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.topics import Topics
 
 SECONDS: Final = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
-"""Histogram bounds for work, s."""
+"""Bounds in s."""
 
 DELAYS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Histogram bounds for log latency, s."""
+"""Bounds in s."""
 
 LENGTHS: Final = tuple(float(2**power) for power in range(4, 18))
-"""Histogram bounds for sampled tokens of a trajectory."""
+"""Tokens."""
 
 LOADS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
-"""Histogram bounds for loading weights, s."""
 
 STALENESS: Final = tuple(float(value) for value in range(9))
 
 STEPS_KEPT: Final = 400
 
 MARKS_KEPT: Final = 400
-"""Kept changes of settings, stops and lost roles."""
 
 ROUNDS_KEPT: Final = 64
 
@@ -296,7 +294,6 @@ class RunStats:
         self.steps_planned: int | None = None
         self.per_step: int | None = None
         self.heartbeat_s: float | None = None
-        """Status interval."""
         self.steps: deque[StepStats] = deque(maxlen=STEPS_KEPT)
         self.commit: StepCommitted | None = None
         """Newest effective commit."""
@@ -307,26 +304,22 @@ class RunStats:
         """Newest complete evaluation with a valid reward, by name."""
         self.meter = LogMeter()
         self.control_folded = 0
-        """`control_next` of the newest round."""
         self.dispatched: Counter[str] = Counter()
         self.fates: Counter[str] = Counter()
         self.left_over: Counter[SiblingFate] = Counter({"surplus": 0, "expired": 0})
-        """Redundant and expired trajectories."""
         self.decisions: Counter[str] = Counter()
         self.trajectories: Counter[tuple[str, str]] = Counter()
         """(finish, valid) of every logged trajectory."""
         self.errors: Counter[str] = Counter()
-        """Error classes of invalid trajectories."""
         self.failed = FailedTrajectories()
         self.since_step = GroupsSinceStep()
         self._failed_now = FailedTrajectories(groups=SINCE_STEP_GROUPS)
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
-        """Ended incarnations of workers."""
         self.faults, self.outcomes = Counter[str](), Counter[str]()
-        """Outcomes of worker attempts, of ended groups."""
         self.moves = Counter({"decided": 0, "released": 0})
         self.refused = self.without_gradient = self.late = 0
-        """Batches; steps; groups trained after their deadline, which violates C3."""
+        """Rejected batches; steps without an update; groups trained after their deadline (violates
+        C3)."""
         self.waited_by: Counter[str] = Counter()
         """Milliseconds that the trainer waited, by worker."""
         self.compute_ms = self.ahead_ms = 0

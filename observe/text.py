@@ -7,7 +7,6 @@ from typing import Final
 
 TICKS: Final = "▁▂▃▄▅▆▇█"
 PLAIN_TICKS: Final = "_.-=+*#@"
-"""For ASCII terminals."""
 
 
 def sparkline(values: Sequence[float | None], *, plain: bool = False) -> str:

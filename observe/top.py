@@ -24,13 +24,12 @@ from dora_pipe.schemas.rounds import NO_VERSION, Round
 Style = Literal["", "dim", "good", "busy", "alarm"]
 
 RECENT: Final = 10
-"""Steps over which rates, staleness and the estimate are computed."""
+"""Steps that rates, staleness and the estimate cover."""
 
 STOPPED_NS: Final = 60_000_000_000
 """A log silent for this long is shown as of its last record."""
 
 SPARKS: Final = 20
-"""Steps in the reward sparkline."""
 
 STATE_STYLES: Final[Mapping[WorkerState, Style]] = {
     "generating": "good",
@@ -69,7 +68,6 @@ class Panel:
 class Screen:
     head: str
     done: float
-    """Completed share of the steps, 0 to 1."""
     workers: Panel
     numbers: Panel
     waits: Panel
@@ -128,7 +126,6 @@ def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
 
 
 def _left_s(stats: RunStats, at_ns: int) -> float | None:
-    """Estimate the remaining time from the median of recent steps."""
     lasted = [one.seconds for one in list(stats.steps)[-RECENT:] if one.seconds is not None]
     if not lasted or stats.steps_planned is None:
         return None
@@ -151,7 +148,6 @@ def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
 
 
 def _rank(worker: WorkerView) -> tuple[bool, int, str]:
-    """Order by presence, then newest version."""
     return bool(worker.gone), -worker.history.hosted, worker.name
 
 
@@ -193,7 +189,6 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
 
 
 def _silent_s(stats: RunStats, status: AnyMetrics, at_ns: int) -> float | None:
-    """Return the silence of a role if it is too long."""
     age_s = (at_ns - status.at_ns) / 1e9
     silent = age_s > silent_after_s(stats.heartbeat_s)
     return age_s if silent and not (stats.over or stats.halted) else None
@@ -289,7 +284,6 @@ class DecisionSummary:
     at_ns: int
     words: str
     reason: str
-    """Reason of the last decision."""
 
 
 def summaries_of(round_: Round) -> Iterator[DecisionSummary]:

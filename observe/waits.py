@@ -32,16 +32,13 @@ from dora_pipe.schemas.topics import Topics
 TOP_MAX: Final = 3
 
 STEPS_MAX: Final = 4
-"""Steps with the longest waits that are shown."""
 
 ROLES_MAX: Final = 10
-"""Roles in a table: trainer, orchestrator, and the workers that waited longest."""
 
 FALLBACKS_MAX: Final = 3
-"""Newest fallbacks that are shown; the rest are counted."""
 
 ADVICE_SHARE_MIN: Final = 0.05
-"""Share of a role's time below which a wait gets no advice."""
+"""Share of a role's time."""
 
 RUN: Final = """
     select started_ns, last_ns, stopped, cast(config->>'$.timing.heartbeat_s' as double)
@@ -82,7 +79,7 @@ FALLBACKS: Final = """
     from fallbacks order by at_ns desc limit ?"""
 
 SILENT_INTERVALS: Final = 6.0
-"""Multiple of the usual status interval that counts as silence."""
+"""Gap between statuses, in usual intervals."""
 
 Kind = Literal["admission", "queue", "lost", "sampling", "decision"]
 
@@ -152,7 +149,6 @@ class StepWait:
     """Last trajectory of the batch to arrive."""
     version: int = -1
     worker: str = ""
-    """Worker that logged it."""
     logged_ns: int = 0
     ahead_s: float = 0.0
     """Time spent on parts before the batch was complete."""
@@ -236,7 +232,6 @@ class Summary:
     fallbacks: tuple[str, ...] = ()
     """Files of versions that were lost or damaged in transfer, as lines."""
     stops: tuple[float, ...] = ()
-    """Duration of each stop."""
     ahead_s: float = 0.0
     """Training of parts before their batch was complete."""
     beside_s: float = 0.0
@@ -244,7 +239,6 @@ class Summary:
     saved_s: float = 0.0
     """Part of `ahead_s` in which the trainer would have waited."""
     training_s: float = 0.0
-    """Other training."""
 
     @property
     def shown(self) -> tuple[RoleWaits, ...]:
@@ -408,7 +402,6 @@ def role_waits(
 
 
 def _intervals(found: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMetrics]]:
-    """Yield consecutive statuses of one incarnation."""
     last: dict[int, AnyMetrics] = {}
     for status in found:
         before = last.get(epoch_of(status))
@@ -418,7 +411,7 @@ def _intervals(found: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMet
 
 
 def _usual_ns(found: Sequence[AnyMetrics]) -> float:
-    """Return the median status interval: progress sends some early, silence is rare."""
+    """Return the median interval: progress sends some early, silence is rare."""
     lengths = sorted(now.at_ns - before.at_ns for before, now in _intervals(found))
     return lengths[len(lengths) * 9 // 10] if lengths else 0.0
 
@@ -444,7 +437,6 @@ def _still(status: AnyMetrics) -> Wait | None:
 
 
 def _alarms(found: Iterable[AnyMetrics]) -> list[str]:
-    """Return every wait that became an alarm, with its last known duration."""
     last: dict[tuple[str, int, str, int], str] = {}
     for status in found:
         for wait in status.waits:

@@ -37,17 +37,13 @@ LEASE_S: Final = 10.0
 """Lease if the configuration is unknown."""
 
 CALLS_MAX: Final = 3
-"""Open calls that a sentence lists."""
 
 OF_TASKS: Final = frozenset({"prompt", "environment", "reward", "agent"})
-"""Waits of a worker for its tasks."""
 
 FED: Final = frozenset({"requests", "version"})
-"""Waits of a worker for the orchestrator."""
 
 
 SILENT: Final = "see its log; start it again"
-"""Advice for a silent role."""
 
 ADVICE: Final[Mapping[str, str]] = {
     # Trainer, by cause of the last trajectory of the batch.
@@ -119,7 +115,6 @@ WORDS: Final[Mapping[str, str]] = {
     "commit": "the acknowledgement of a commit",
     "refusal": "the acknowledgement of a refusal",
 }
-"""Description by wait, without step or version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +129,6 @@ class RoleAnswer:
     """Name of the wait; `silent` for a silent role; empty for a working one."""
     alarms: tuple[str, ...] = ()
     failing: tuple[str, ...] = ()
-    """Unresponsive task locations of a worker."""
     chain: tuple[str, ...] = ()
     """Sentences from the first blocker to the root cause."""
 
@@ -247,7 +241,6 @@ class _Present:
         return RoleAnswer(role=name, text=text, since_s=age_s, wait="silent", alarms=alarms)
 
     def _work(self, name: str, status: AnyMetrics) -> str:
-        """Describe the work of a role that does not wait."""
         if isinstance(status, TrainerStatus):
             return f"works: {status.phase}, step {status.step}"
         if not isinstance(status, WorkerStatus):
@@ -271,7 +264,6 @@ class _Present:
         return ", ".join(parts + ([f"{rate:,.0f} tok/s"] if rate else []))
 
     def _failing(self, status: AnyMetrics) -> Iterator[str]:
-        """Yield the unresponsive task locations of a worker."""
         for one in status.failing if isinstance(status, WorkerStatus) else ():
             how = "left alone" if one.left_alone else "tried with one process"
             yield (
@@ -354,9 +346,7 @@ class WhyAnswer:
 
     run: str
     at_ns: int
-    """Wall clock."""
     run_s: float | None
-    """Seconds since the start of the run."""
     step: int | None
     """Next step to be taken; None before the start."""
     training: int | None
@@ -364,9 +354,7 @@ class WhyAnswer:
     steps: int | None
     over: bool
     heard_s: float | None
-    """Time since the last status of any role; None without one."""
     halted: str
-    """Reason of a halt, if any."""
     failed: str
     """Failed share of recent trajectories, with the error; empty if few."""
     no_step: str
@@ -436,7 +424,6 @@ class _Past(RunStats):
         """`ends` matches the first round to exclude."""
         super().__init__(run)
         self.ended_ns: int | None = None
-        """Time of that round."""
         self.until_ns = until_ns
         self._ends = ends
 

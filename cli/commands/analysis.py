@@ -12,7 +12,6 @@ from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS
 
 EVAL = "eval"
-"""Default probe."""
 
 ProbeOption = Annotated[
     str,

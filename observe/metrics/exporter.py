@@ -33,10 +33,8 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 IDLE_S: Final = 10.0
-"""Idle connections are closed after this time."""
 
 REQUESTS_MAX: Final = 8
-"""Maximum concurrent requests."""
 
 
 class Exporter(Collector):

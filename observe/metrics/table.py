@@ -30,7 +30,6 @@ from dora_pipe.schemas.metrics import (
 )
 
 FEW: Final = frozenset({"worker", "role", "topic", "user"})
-"""Kinds of blockers that appear by name."""
 
 
 def _lag(stats: RunStats) -> float:
@@ -40,13 +39,10 @@ def _lag(stats: RunStats) -> float:
 
 
 def _roles(read: Callable[[AnyMetrics], Value]) -> Read:
-    """Read the last statuses of present roles; none after the run."""
     return lambda t: {} if t.over else {role: read(status) for role, status in t.heard.items()}
 
 
 def _trainer(read: Callable[[TrainerStatus], Samples]) -> Read:
-    """Read the last trainer status; none after the run."""
-
     def samples(stats: RunStats) -> Samples:
         status = None if stats.over else stats.heard.get(TRAINER)
         return read(status) if isinstance(status, TrainerStatus) else None
@@ -94,7 +90,7 @@ def _open_groups(stats: RunStats) -> Samples:
 
 
 HERE: Final = "here"
-"""Location label of task processes on their worker's machine."""
+"""Tasks that run on their worker's machine."""
 
 
 def _workers(stats: RunStats) -> Samples:

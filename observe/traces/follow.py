@@ -30,7 +30,6 @@ FLUSH_SPANS: Final = 4 * SPANS_MAX
 """Spans sent together while following; bounds the memory."""
 
 RETRY_S: Final = 5.0
-"""Retry interval while the endpoint is unreachable."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +39,6 @@ class Sent:
     """Groups that were not sampled."""
     spans: int = 0
     open: int = 0
-    """Unfinished groups."""
     whole: bool = False
     """All spans of the run were sent."""
     damage: Damage = field(default_factory=Damage)
@@ -67,7 +65,6 @@ class TraceSender:
         self._clock, self._checkpoint = clock, checkpoint or Checkpoint(None)
         before = self._checkpoint.read()
         self._after: int = -1 if before is None else before
-        """Offset of the last exported round."""
         self._traced: Iterator[Traced] = iter(())
         self._spans: list[Span] = []
         """Unsent spans up to the round at `_offset`."""
@@ -126,7 +123,6 @@ class TraceSender:
         return True
 
     def _send(self, tracer: Tracer, *, flush: int) -> None:
-        """Send spans in chunks of `flush`; after an error, continue with the unsent ones."""
         damaged = len(tracer.damage.lines)
         for traced in self._traced:
             self._spans += traced.spans
@@ -159,7 +155,6 @@ class TraceSender:
             self._said = why
 
     def _is_over(self) -> bool:
-        """Return whether the run has ended, regardless of the reader's position."""
         at = TopicPartition(self._topics.decisions, 0)
         try:
             return run_is_over(self._bus, self._topics, self._bus.end(at), self._clock)

@@ -15,7 +15,6 @@ from dora_pipe.schemas.control import RunStarted
 TRACE_HEX: Final = 32
 SPAN_HEX: Final = 16
 _KEPT: Final = 4096
-"""Cached ids: every span of a group needs its trace id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,6 @@ class RunFacts:
     model: str
     """Folder name of version 0."""
     system: str
-    """`kafka` or `sqlite`."""
     sampling: dict[str, Any]
     eval_sampling: dict[str, Any]
 

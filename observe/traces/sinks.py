@@ -85,7 +85,6 @@ class HttpSink:
         self.rejected = 0
         """Spans rejected by the endpoint (partial success)."""
         self.reason = ""
-        """Reason of the newest rejection."""
         # The import takes 0.5 s.
         import requests
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -114,7 +113,7 @@ class HttpSink:
         self._answer = response
 
     def _note_rejected(self) -> None:
-        """Count rejected spans; OTLP forbids resending them."""
+        """OTLP forbids resending rejected spans."""
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
             ExportTraceServiceResponse,

@@ -82,7 +82,6 @@ class Cursor:
         self.at_ns = at_ns
         self.limit_ns = limit_ns
         self.skew_ns = 0
-        """Largest clock disagreement."""
 
     def to(self, at_ns: int | None) -> tuple[int, int]:
         """Return start and end of a stage that ends at `at_ns`; None: zero length."""

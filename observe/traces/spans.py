@@ -51,7 +51,6 @@ class Content:
     starts: tuple[int, ...] = ()
     """Start of each context after the first."""
     calls: tuple[CallRow, ...] = ()
-    """Calls of an agent."""
     called: tuple[int, ...] = ()
     """Start of the sampled tokens of each call."""
 
@@ -87,7 +86,7 @@ class _Sibling:
         self._known_ns = (
             self._ended.ended_ns if batch is None else batch.taken_ns_of(self._spec.group)
         )
-        """Times at which the orchestrator observed the ends of trajectories."""
+        """Time at which the orchestrator knew of the end."""
 
     def spans(self, parent: str) -> Cursor:
         """Add all spans, the trajectory's own first; return the end."""
@@ -137,7 +136,6 @@ class _Sibling:
 
     @property
     def _unfinished(self) -> str:
-        """Return the outcome of an attempt without a report."""
         return "running" if self._ended.fate == "open" else "cancelled"
 
     def _queued(self, attempt: Attempt) -> None:
@@ -178,7 +176,6 @@ class _Sibling:
         self._turns(segments, name, times, about, attempt)
 
     def _request_attributes(self, attempt: Attempt) -> Attributes:
-        """Return request attributes, by the generative AI conventions."""
         spec, run = self._spec, self._run
         sampling = run.sampling if spec.purpose == "train" else run.eval_sampling
         worker = None if attempt.host is None else attempt.host.joined

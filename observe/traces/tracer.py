@@ -40,13 +40,11 @@ Why = Literal["", "all", "ratio", "slow", "failed", "moved"]
 """Reason for tracing a group; empty: not traced."""
 
 SLOW: Final = 2.0
-"""Multiple of the median duration (same purpose) from which a group is slow."""
+"""Multiple of the median duration for the same purpose."""
 
 RECENT: Final = 64
-"""Groups in the median."""
 
 RECENT_MIN: Final = 8
-"""Minimum groups in the median."""
 
 
 class SlowGroups:
@@ -120,16 +118,13 @@ class Tracer:
         self._readers: dict[TopicPartition, Reader] = {}
         self._slow = SlowGroups()
         self._events: list[Event] = []
-        """Events of facts whose round was not read yet."""
         self._rounds: list[tuple[int, list[Event]]] = []
         """Ended events by round offset, without spans yet."""
         self.caught_up = False
         """The last turn reached the end of the log."""
         self.run: RunFacts | None = None
-        """None before `run started`."""
         self.sampled = 0
         self.left_out = 0
-        """Groups that were not sampled."""
 
     @property
     def over(self) -> bool:
@@ -216,7 +211,6 @@ class Tracer:
         return found
 
     def _records(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
-        """Yield the existing records at these places and between them."""
         for stretch in stretches(places, GAP):
             (partition, first), (_, last) = stretch[0], stretch[-1]
             at = TopicPartition(self._topics.trajectories, partition)

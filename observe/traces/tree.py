@@ -85,7 +85,6 @@ def stems(levels: Sequence[int], *, plain: bool = False) -> Iterator[str]:
 
 
 def _goes_on(levels: Sequence[int], at: int, level: int) -> bool:
-    """Return whether a later row of this level has the same parent."""
     return next((one for one in levels[at + 1 :] if one <= level), -1) == level
 
 

@@ -132,7 +132,6 @@ class FigureStats(RunStats):
         )
 
     def _give(self, step: int, at_ns: int, figures: Callable[[], dict[str, float]]) -> None:
-        """Give a row unless the tracker has it."""
         if self._skip:
             self._skip -= 1
         else:
@@ -228,7 +227,6 @@ def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, float
 
 
 def _rate(fact: StepCommitted) -> dict[str, float]:
-    """Return the learning rate; custom trainers may have none."""
     rate = fact.settings.get("trainer.learning_rate")
     return {"train/learning_rate": rate} if isinstance(rate, float) else {}
 

@@ -34,7 +34,6 @@ RUN_ID: Final = "dora-pipe.run"
 EVENTS: Final = "*tfevents*"
 
 CONFIG: Final = "run/config"
-"""Tag of the text with the configuration."""
 
 MODE: Final = "WANDB_MODE"
 
@@ -75,7 +74,6 @@ class Tracker(ABC):
     """Accept the rows of one run, in log order."""
 
     before = 0
-    """Rows of an earlier export."""
     rows = -1
     """Rows so far; -1 before `begin`."""
 
@@ -218,7 +216,6 @@ class WandbTracker(Tracker):
 
 
 def _package(name: str, hint: str) -> Any:
-    """Raises UsageError."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -35,15 +35,10 @@ SHARES: Final = {
 """Share of the file by kind of page."""
 
 STEPS_MAX: Final = 120
-"""Steps whose groups are included."""
 GROUPS_MAX: Final = 8
-"""Groups per step."""
 OTHERS_MAX: Final = 200
-"""Groups that were not trained."""
 SIBLINGS_MAX: Final = 2
-"""Trajectories with tokens per group."""
 ROWS_MAX: Final = 6000
-"""Rows of groups and of trajectories in lists."""
 DECISIONS_MAX: Final = 4000
 VERSIONS_MAX: Final = 400
 
@@ -118,7 +113,6 @@ def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
 
 @contextmanager
 def _narrowed(worker: QueryWorker, groups: list[str]) -> Iterator[None]:
-    """Limit the tables to these groups, for pages of single groups and trajectories."""
     block = ExitStack()
     worker.work(lambda view: block.enter_context(view.catalogue.narrowed(groups)))
     try:
@@ -193,7 +187,6 @@ def _lists(view: RunView, chosen: list[str]) -> dict[str, Any]:
 
 
 def _sampled(view: RunView, listing: tables.Listing, key: str, chosen: list[str]) -> dict[str, Any]:
-    """Return evenly spaced rows and the chosen ones."""
     found = view.rows(f"select {key} from {listing.source} order by {listing.order}")
     names = {*spaced([name for (name,) in found], ROWS_MAX), *chosen}
     rows = listing.rows(view, [(f"{key} in (select unnest(?::varchar[]))", list(names))])

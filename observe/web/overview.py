@@ -40,7 +40,6 @@ logged; batch taken; step committed."""
 _POINTS: Final = f"""(
     select *, (row_number() over (order by step) - 1) * {POINTS_MAX}
               // greatest(count(*) over (), {POINTS_MAX}) as point from steps)"""
-"""Steps with their chart point."""
 
 _WHOLE_S: Final = "greatest(0, coalesce(seconds, (committed_ns - taken_ns) / 1e9))"
 """Seconds of a step, including its wait."""
@@ -67,7 +66,6 @@ _POINT: Final = {
     "ahead": "avg(ahead_s)",
     "other": f"greatest(0, avg({_WHOLE_S}) - avg(waited_s) - avg(compute_s))",
 }
-"""Columns per point of the step charts."""
 
 
 def overview(view: RunView) -> dict[str, Any]:
@@ -154,7 +152,7 @@ def _totals(view: RunView) -> dict[str, Any]:
 
 
 def _points(view: RunView) -> Points:
-    """Return columns over the chart points, each a step or a mean of several."""
+    """Return columns over chart points; a point is one or several steps."""
     columns = ", ".join(f"{sql} as {name}" for name, sql in _POINT.items())
     found = view.rows(f"select {columns} from {_POINTS} group by point order by point")
     return {
@@ -164,7 +162,6 @@ def _points(view: RunView) -> Points:
 
 
 def _places(points: Points) -> dict[int, int]:
-    """Map steps to points."""
     bounds = zip(points["step"], points["last"], strict=True)
     return {step: at for at, (first, last) in enumerate(bounds) for step in range(first, last + 1)}
 
@@ -214,7 +211,6 @@ def _parts(view: RunView) -> Iterator[tuple[int, str, float]]:
 
 
 def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
-    """Return the learning metrics with their descriptions."""
     found = _means(
         points,
         (
@@ -248,7 +244,6 @@ def _invalid(view: RunView, points: Points) -> dict[str, Any]:
 
 
 def _waits(view: RunView) -> dict[str, Any]:
-    """Return the trainer's longest waits for batches, by cause as in `why`."""
     causes = for_batches(waits_of(view.catalogue))
     whole_s = sum(causes.values())
     longest = sorted(causes.items(), key=lambda item: -item[1])[:WAITS_MAX]

@@ -27,16 +27,13 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.store import PolicyStore
 
 Decode = Callable[[Sequence[int]], str]
-"""Decode token ids."""
 
 TOKENS_MAX: Final = 2048
-"""Tokens per trajectory page."""
 
 _GROUP: Final = (
     *("group_id", "purpose", "row", "reason", "dispatched_ns", "taken_ns", "ended_ns", "version"),
     *("step", "fate", "why"),
 )
-"""Additional columns of a group's page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +103,6 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
 
 
 def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts and their groups; empty if the batch was taken whole."""
     found = view.records("select * from parts where step = ? order by part", step)
     if not found:
         return {}
@@ -242,7 +238,6 @@ def _contribution(
 
 
 def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str, Any]:
-    """Return the record's content, or why it is unavailable."""
     named = counting_record(view.catalogue, name)
     if named is None:
         return {"missing": "no record of it counts yet"}

@@ -23,7 +23,6 @@ from dora_pipe.observe.web.timeline import timeline
 from dora_pipe.observe.web.view import Query, RunView, view_of
 
 ANSWER_S: Final = 60.0
-"""Timeout of a query."""
 
 LOOK_S: Final = 0.25
 """Minimum interval between checks for new records."""
@@ -139,7 +138,6 @@ class QueryWorker:
         self._tables = _Tables(self._source, self._stack)
 
     def _read_on(self, piece: Future[bool]) -> None:
-        """Read a piece; pending queries come first."""
         self._failed = piece.exception()
         if self._failed is None and piece.result():
             self.start()
@@ -162,7 +160,6 @@ class QueryWorker:
         return self._whole_run(view, name, asked)
 
     def _read_news(self) -> None:
-        """Check for new records unless just checked."""
         now_s = time.monotonic()
         if now_s - self._looked_s < LOOK_S:
             return
@@ -200,7 +197,6 @@ ONE: Final = {
     "version": pages.version_page,
     "trajectory": pages.trajectory_page,
 }
-"""Detail pages by path."""
 
 LISTS: Final = {
     "steps": tables.steps,
@@ -210,4 +206,3 @@ LISTS: Final = {
 }
 
 WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "times"})
-"""Metrics of a whole run."""

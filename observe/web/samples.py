@@ -20,17 +20,14 @@ from dora_pipe.schemas.trajectory import Described, Times
 from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 STEPS_MAX: Final = 40
-"""Sampled steps, evenly spaced."""
 
 RECORDS_MAX: Final = 240
-"""Opened records, evenly spaced."""
 
 PARTS: Final = ("slot", "first token", "sampling", "reward")
 """Placed to started, to first token, to last token (with environments), to reward; from the last
 placement."""
 
 _OF_TRAINING: Final = f"{COUNTS} and starts_with(trajectory_id, 'g')"
-"""Effective records of training groups."""
 
 
 def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:

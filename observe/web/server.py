@@ -22,10 +22,8 @@ from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.view import parse_query
 
 REQUESTS_MAX: Final = 32
-"""Maximum concurrent requests."""
 
 IDLE_S: Final = 30.0
-"""Idle connections are closed after this time."""
 
 POLICY: Final = "; ".join(
     (

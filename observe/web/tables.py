@@ -18,7 +18,6 @@ from dora_pipe.ledger.tables import Row as TableRow
 from dora_pipe.observe.web.view import Query, RunView, short
 
 ROWS: Final = 50
-"""Default rows per page."""
 ROWS_MAX: Final = 500
 
 Row = list[Any]
@@ -39,7 +38,6 @@ _TYPES: Final = {
 """Column types that are not text, as the catalogue declares them."""
 
 _BOUNDS: Final = {"": "=", "_min": ">=", "_max": "<="}
-"""Operators by suffix of a filter field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +48,6 @@ class Listing:
     source: str
     order: str
     short: frozenset[str] = frozenset()
-    """Columns rounded to a few digits."""
 
     @property
     def names(self) -> list[str]:
@@ -170,7 +167,6 @@ STEPS: Final = Listing(
     order="s.step desc",
     short=frozenset({"reward", "staleness", "waited_s", "compute_s", "loss"}),
 )
-"""Newest first, as in other lists."""
 
 GROUPS: Final = Listing(
     columns={
@@ -190,7 +186,6 @@ ELSEWHERE: Final = frozenset(
     {"trajectory_id", "group_id", "sibling", "placed_ns", "incarnation", "attempt"}
     | {"partition", "record_offset", "error", "reward_answer", "reward_parts", "group_parts"}
 )
-"""Columns shown only on a trajectory's page."""
 
 TRAJECTORIES: Final = Listing(
     columns={

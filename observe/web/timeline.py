@@ -7,16 +7,12 @@ from typing import Any, Final
 from dora_pipe.observe.web.view import RunView, short
 
 PIECES_MAX: Final = 4000
-"""Hostings of all workers on one timeline."""
 
 TRAINER_PIECES_MAX: Final = 1000
-"""Parts and steps of the trainer on one timeline."""
 
 COMMITS_MAX: Final = 200
-"""Marked commits, evenly spaced."""
 
 SLICES_MAX: Final = 256
-"""Slices over which utilization is averaged."""
 
 SLICE_NS: Final = 50_000_000
 """Slice width of a short run; doubles until `SLICES_MAX` is met."""
@@ -112,7 +108,6 @@ def merged(pieces: list[list[Any]], most: int, narrow_s: float) -> list[list[Any
 
 
 def _window(view: RunView, low: float, high: float) -> tuple[float, float]:
-    """Convert seconds of the run to ns since 1970."""
     return view.first_ns + low * 1e9, view.first_ns + high * 1e9
 
 
@@ -176,7 +171,7 @@ UTILISATION: Final = f"""
                             then coalesce(any_value(tokens), 0) * 1e9 / $3 end
     from slices left join shares using (slice) left join told using (slice)
     group by slice order by slice"""
-"""Utilization per slice of a run; excludes earlier records of other runs."""
+"""Excludes earlier records of other runs."""
 
 
 def utilisation(view: RunView) -> dict[str, Any]:

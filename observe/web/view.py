@@ -13,12 +13,10 @@ from dora_pipe.ledger.database import Catalogue
 T = TypeVar("T")
 
 TEXT_MAX: Final = 200
-"""Maximum characters of a value."""
 
 FIELDS_MAX: Final = 32
 
 HIDDEN: Final = "(hidden)"
-"""Replacement of hidden text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +70,12 @@ class RunView:
     catalogue: Catalogue
     run: str
     first_ns: int
-    """First moment in any record; 0 without records."""
+    """0 without records."""
     last_ns: int
     finished: bool
     read: float
     """Share of the log that the tables contain, 0 to 1."""
     revision: int
-    """Changes with the tables."""
     _sampled: dict[int, int] = field(default_factory=dict, compare=False)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
@@ -105,7 +102,7 @@ class RunView:
         return -1 if newest is None else int(newest)
 
     def sampled_from(self, version: int) -> int:
-        """Return the training groups of a version; counts all versions once."""
+        """Return the number of training groups of a version."""
         if not self._sampled:
             sql = "select version, count(*) from groups where purpose = 'train' group by version"
             self._sampled.update(self.rows(sql))
@@ -118,7 +115,6 @@ class RunView:
 
 
 MARKS_MAX: Final = 200
-"""Newest changes and stops on a page."""
 
 
 def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:

@@ -237,7 +237,7 @@ class Summary:
     beside_s: float = 0.0
     """Training of parts while the previous version was published."""
     saved_s: float = 0.0
-    """Part of `ahead_s` in which the trainer would have waited."""
+    """Waiting for batches that parts avoided."""
     training_s: float = 0.0
 
     @property

@@ -34,7 +34,7 @@ def log_file(run: OpenRun) -> Path | None:
 
 
 def file_identity(run: OpenRun) -> str:
-    """Return an identity that changes when the log's file is copied; empty if it is no file."""
+    """Return device and inode of the log's file, or ""."""
     path = log_file(run)
     if path is None:
         return ""
@@ -61,7 +61,6 @@ class AuditSession:
 
     @property
     def chain(self) -> str:
-        """Return the chain digest of the last round read (hex)."""
         return self._auditor.books.cursor.chain
 
     def once(self) -> AuditReport:

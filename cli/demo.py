@@ -81,7 +81,6 @@ class _Killer:
 
     @property
     def rewards(self) -> list[float]:
-        """Return evaluation rewards by version."""
         return [self.evaluations[version] for version in sorted(self.evaluations)]
 
     def __call__(self, progress: RunProgress, supervisor: Supervisor) -> None:
@@ -103,7 +102,7 @@ def _report(run: str, killer: _Killer) -> None:
 
 
 def warm(start: Path, task: str = TASK) -> None:
-    """Make the warmed-up model of an example's task and `demo.toml` under `start`. Needs torch."""
+    """Make the warmed-up model of a task and `demo.toml` under `start`. Needs torch."""
     share_cores()
     make_model(start / "random", task)
     sft(

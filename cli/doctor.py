@@ -157,8 +157,7 @@ def config_findings(directory: RunDir) -> Iterator[CheckResult]:
 
 
 def context_findings(config: Config) -> Iterator[CheckResult]:
-    """Check that `workers.context_tokens` fits model and engines, and prompts fit contexts; nothing
-    without a local model."""
+    """Check that `workers.context_tokens` fits model, engines and prompts; needs a local model."""
     model, context = Path(config.model.path), config.workers.context_tokens
     if not model.is_dir() or importlib.util.find_spec("tokenizers") is None:
         yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
@@ -190,8 +189,8 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
 def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
     """Report prompt lengths of a source, and rows without a prompt.
 
-    A prompt must leave room for one token. If it leaves less than `max_tokens`, the context ends
-    the answer.
+    A prompt must leave room for one token. With less than `max_tokens`, the context ends the
+    answer.
     """
     longest = max(found.lengths, default=0)
     what, looked, notes = f"prompts, {found.source}", found.looked_at, list(found.notes())

@@ -50,7 +50,7 @@ def export_parquet_file(run: OpenRun, parquet: Path, *, everything: bool, force:
 def export_policy_dir(
     run: OpenRun, policy: str, directory: Path, *, force: bool, statement: bool = False
 ) -> None:
-    """Write a version (a number or `best`) as a model directory, optionally with its statement."""
+    """Write a version (a number or `best`) as a model directory."""
     may_write_folder(directory, force=force)
     version = version_of(run, policy)
     digest = write_policy(run, version, directory)
@@ -74,8 +74,7 @@ def write_policy(run: OpenRun, version: int, directory: Path) -> str:
 
 
 def _stop_ids(model: Path, tables: Catalogue, task: Task) -> tuple[int, ...]:
-    """Return the tokens that ended turns: the tokenizer's, and for messages those of the chat
-    template; empty if unknown."""
+    """Return the tokens that ended turns, by tokenizer and chat template; empty if unknown."""
     try:
         from dora_pipe.producers.chat.chat import Chat
         from dora_pipe.producers.chat.tokenizer import Tokenizer
@@ -118,7 +117,7 @@ def version_of(run: OpenRun, policy: str) -> int:
 
 
 def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:
-    """Write event files of a run to a folder; `follow` waits for new records."""
+    """Write event files of a run; `follow` waits for new records."""
     _export_figures(run, TensorBoardTracker(folder), str(folder / run.topics.run), follow=follow)
 
 
@@ -185,7 +184,7 @@ def export_traces(
 
 
 def _checkpoint_of(run: OpenRun, address: str, ratio: float) -> Path | None:
-    """Return the position file for this run, address and ratio; None if the log has no run yet.
+    """Return the position file for this run, address and ratio; None before the run's start.
 
     It is in the run's directory, or in the user's cache if that is missing or read-only.
     """

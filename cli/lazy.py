@@ -1,4 +1,4 @@
-"""Command groups that import a command only when it is called, because imports take a second."""
+"""Command groups that import a command only when it is called."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typer.main import get_command
 from dora_pipe.core.console import say, write_to
 
 Panels = Mapping[str, Mapping[str, tuple[str, str] | tuple[str, str, str]]]
-"""By panel and command: location ``module:name``, summary, and an example without the program's
-name."""
+"""By panel and command: location ``module:name``, summary, example without the program's name."""
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -75,7 +74,7 @@ def _examples(examples: Sequence[str]) -> str:
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version, the checkout's commit, and versions of Python and torch; then exit."""
+    """Print the versions of dora-pipe, its checkout, Python and torch; then exit."""
     if not wanted:
         return
     from importlib.metadata import PackageNotFoundError, version
@@ -147,7 +146,6 @@ def lazy_app(
             self.commands = _Commands(panels)
 
         def make_context(self, *args: Any, **extra: Any) -> Any:
-            """Parse the words; typer then imports pydantic if installed."""
             with _ctrl_c_is_a_line():
                 return super().make_context(*args, **extra)
 

@@ -1,6 +1,6 @@
 """Entry point of `dora-pipe`; turns errors into a line and an exit code.
 
-Installs the Ctrl-C handler before slow imports.
+Handles Ctrl-C before slow imports.
 """
 
 from __future__ import annotations

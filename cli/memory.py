@@ -30,7 +30,7 @@ class EstimateRow(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Sizes, notes, keys that make a run fit, and items that no key makes fit."""
+    """Sizes, notes, keys that make a run fit, and items that do not fit."""
 
     rows: list[EstimateRow]
     notes: list[str]
@@ -39,7 +39,6 @@ class Estimate(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Return whether the configuration fits unchanged."""
         return not self.misfits and all(row.fits is not False for row in self.rows)
 
 

@@ -1,4 +1,4 @@
-"""Arguments, options and defaults that commands share, and checks of output paths.
+"""Arguments, options and defaults that commands share.
 
 Imports no other part, for speed; a test compares the values with the parts.
 """
@@ -51,8 +51,7 @@ RedactOption = Annotated[
 def may_write(target: Path, *, force: bool = False) -> None:
     """Raise UsageError if a file or a nonempty folder exists.
 
-    `force` replaces a file atomically, and files of the same name in a folder. A file never
-    replaces a folder, or vice versa.
+    `force` allows replacing files, but never a file by a folder or vice versa.
     """
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return

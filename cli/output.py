@@ -1,7 +1,6 @@
 """Print data on stdout: lines, JSON, tables, pairs.
 
-Escape sequences from models, tasks and files are printed as text, so that output cannot control a
-terminal.
+Escapes control sequences in data, so that output cannot control a terminal.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ def emit_table(
 ) -> None:
     """Print a table with an optional title.
 
-    Cells wrap only between words, so identifiers stay whole. On a narrow terminal the last columns
-    are dropped and named.
+    Cells wrap only between words. On a narrow terminal the last columns are dropped and named.
     """
     from dora_pipe.cli import tables
 

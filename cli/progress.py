@@ -1,4 +1,4 @@
-"""Progress of a long command on stderr: a bar on a terminal, occasional lines elsewhere."""
+"""Progress of a long command on stderr: a bar, or occasional lines without a terminal."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def watched(run: OpenRun) -> Iterator[tuple[OpenRun, CommandProgress]]:
 
 @contextmanager
 def progress(phase: str, report: CommandProgress | None = None) -> Iterator[CommandProgress]:
-    """Report progress of the block from another thread, since the block may compute for long."""
+    """Report progress of the block from another thread."""
     report, over = report or CommandProgress(), threading.Event()
     report(phase)
     thread = threading.Thread(target=_show, args=(report, over), name="progress", daemon=True)

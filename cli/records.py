@@ -124,10 +124,7 @@ def print_records(run: OpenRun, wanted: Wanted, *, as_json: bool) -> None:
 
 
 class _Held:
-    """Check printed trajectories against control.
-
-    Does nothing with `--follow`, because control names trajectories later.
-    """
+    """Check printed trajectories against control, except with `--follow`."""
 
     def __init__(self, run: OpenRun, wanted: Wanted) -> None:
         self.damage = Damage()
@@ -142,7 +139,6 @@ class _Held:
             }
 
     def hold(self, record: Record) -> None:
-        """Check a record."""
         named = self._left.pop((record.partition, record.offset), None)
         if named is not None:
             self.damage.is_sound(record, named)
@@ -169,7 +165,7 @@ def _text(key: bytes) -> str:
 
 
 def record_line(record: Record, content: Mapping[str, Any], width: int | None) -> str:
-    """Return a record on one line: position, kind, key, and whole fields that fit; count the rest.
+    """Return a record on one line: position, kind, key, whole fields that fit, count of the rest.
 
     Example: ``0:7  step-committed  trainer  step=3 attempt=1 +12``
     """

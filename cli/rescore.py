@@ -36,7 +36,7 @@ LINES_MAX: Final = 20
 
 
 class RescoredLine(RewardLine, frozen=True, kw_only=True, omit_defaults=True):
-    """Line of the file, with reward components or the reason for a missing reward."""
+    """Line of the file; contains components or the reason for a missing reward."""
 
     parts: dict[str, float] = msgspec.field(default_factory=dict)
     error: str = ""

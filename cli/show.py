@@ -100,7 +100,7 @@ class Overview:
     agents: tuple[int, float, float] | None
     """Trajectories with agent calls, and their mean calls and contexts."""
     selection: Sequence[Mapping[str, Any]]
-    """Rows of the view `selection`: trajectories by outcome, if some were not waited for."""
+    """Rows of the view `selection`, if some trajectories were not waited for."""
 
     def plain(self) -> dict[str, Any]:
         stats, evaluated = self.stats, self.stats.evaluated.values()

@@ -46,7 +46,7 @@ class Table:
     def fit(self, width: int | None) -> list[str]:
         """Narrow the table to a width; return the dropped columns.
 
-        With `COLUMNS_MIN` columns left, or without a head, it may stay wider.
+        With `COLUMNS_MIN` columns left, or without a head, it may be wider.
         """
         gone: list[str] = []
         if width is None:

@@ -109,7 +109,6 @@ def _follow(
     *,
     plain: bool,
 ) -> None:
-    """Draw on the alternate screen until the run ends, then print the last frame."""
     with Live(console=console, screen=True, auto_refresh=False) as live, _interrupts_wait():
         while not stats.over:
             _catch_up(follower)
@@ -122,7 +121,7 @@ def _follow(
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Delay Ctrl-C until a frame is drawn: in mid-frame it can be lost and leave half a frame."""
+    """Delay Ctrl-C until a frame is drawn: in mid-frame it can be lost."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPT)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Open the log that a run is copied to: a SQLite file or Kafka topics."""
+"""Open the target log of a copy: a SQLite file or Kafka topics."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from dora_pipe.launch.run_dir import IN_FILE, LOG_SUFFIX, ON_KAFKA, OpenRun, at_
 
 @contextmanager
 def copy_target(run: OpenRun, address: str, runs: Path = RUNS) -> Iterator[CopyTarget]:
-    """Open the log at an address as the target of a copy, with the topics of the run.
-
-    Raises UsageError, BusError.
-    """
+    """Open a log as the target of a copy, with the run's topics. Raises UsageError, BusError."""
     if address.startswith(ON_KAFKA):
         with closing(_on_kafka(run, address, runs)) as bus:
             _create_topics(run, bus)

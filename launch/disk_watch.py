@@ -22,7 +22,7 @@ LOOK_S: Final = 1.0
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes for this user at a path, or at its nearest existing parent."""
+    """Return the free bytes of a path or its nearest existing parent."""
     while not path.exists():
         path = path.parent
     found = os.statvfs(path)
@@ -63,7 +63,6 @@ class DiskWatch:
 
     @property
     def full(self) -> bool:
-        """Return the result of the last check."""
         return self._since_ns is not None
 
     def turn(self) -> None:
@@ -102,9 +101,9 @@ CLOSE_S: Final = 1.0
 
 
 def broker_trouble(config: Config, bus: Bus, topics: Topics) -> tuple[str, str]:
-    """Return why a Kafka cluster rejects appends, and why it soon may.
+    """Return why a Kafka cluster rejects appends, and why it soon may; empty if healthy.
 
-    Both are empty for other logs and healthy clusters. Raises BusError.
+    Raises BusError.
     """
     if not is_watched(config):
         return "", ""
@@ -137,7 +136,7 @@ class BrokerWatch:
         self._thread = threading.Thread(target=self._run, name="broker-watch", daemon=True)
 
     def stops(self) -> str:
-        """Return why the log rejects appends; the last known reason while brokers do not answer."""
+        """Return why the log rejects appends, as the brokers last reported."""
         stops, low = self._seen
         if not self._away:
             return stops
@@ -145,7 +144,6 @@ class BrokerWatch:
         return f"the log is away, and when it answered last: {seen}" if seen else ""
 
     def low(self) -> str:
-        """Return why the log may soon reject appends."""
         return "" if self._away else self._seen[1]
 
     def __enter__(self) -> BrokerWatch:

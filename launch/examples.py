@@ -1,4 +1,4 @@
-"""Example configuration and small random model of each built-in task, for `init` and the demo."""
+"""Example configuration and small random model of each built-in task."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def example_file(task: str) -> Path:
 def make_model(
     directory: Path, task: str, *, context_tokens: int = CONTEXT_TOKENS, seed: int = 0
 ) -> int:
-    """Write a random Llama with about 1.2M parameters and the words of a task; return its size.
+    """Write a random Llama with about 1.2M parameters for a task; return their number.
 
     Hidden 192, 2 layers, 6 heads, intermediate 768: it learns the built-in tasks on one core.
     """
@@ -148,7 +148,7 @@ def write_chat_model(
 ) -> tuple[int, int]:
     """Write a random Llama, a byte-level BPE tokenizer trained on texts, and a ChatML template.
 
-    Returns the numbers of parameters and of tokens (at most `vocabulary`).
+    Returns the numbers of parameters and tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -182,9 +182,8 @@ def write_word_tokenizer(
 ) -> None:
     """Write the tokenizer files that AutoTokenizer loads into `directory`.
 
-    Splits at white space; prepends `<bos>`; decoding joins with single spaces. `roles` are special
-    tokens of a chat template. Raises ValueError for a word that contains white space or equals a
-    special token.
+    Splits at white space, prepends `<bos>`, decodes with single spaces. `roles` are special tokens
+    of a chat template. Raises ValueError for a word with white space or equal to a special token.
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 

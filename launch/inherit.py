@@ -1,7 +1,4 @@
-"""Start a run from a version of another run, or from a directory that `retrain` wrote.
-
-Copies the weights and, on request, the optimizer state; a deleted version is an error.
-"""
+"""Start a run from a version of another run, or from a directory that `retrain` wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from dora_pipe.store.safetensors_file import refuse_non_finite_file
 from dora_pipe.store.store import PolicyStore
 
 OF_STATE: Final = ("trainer.kind", "trainer.optimizer", "trainer.dtype", "lora.rank")
-"""Keys that two runs must share for one to use the optimizer state of the other."""
+"""Keys that must match to reuse an optimizer state."""
 
 CHANGE: Final = "change.json"
 OPTIMIZER: Final = "optimizer.safetensors"
@@ -63,7 +60,7 @@ def inherit(
 ) -> tuple[Lineage, tuple[Manifest, str]]:
     """Copy the policy of RUN@STEP or of a retrained directory into a new run's store and dtype.
 
-    Raises UsageError or ConfigError for a missing or incompatible source, PolicyError, BusError.
+    Raises UsageError or ConfigError for an incompatible source, PolicyError, BusError.
     """
     if (Path(parent) / CHANGE).is_file():
         return _inherit_directory(Path(parent), target, config, with_optimizer=with_optimizer)
@@ -182,7 +179,6 @@ def copying(source: Path, manifest: Manifest) -> Callable[[Path], Manifest]:
 
 
 def _whole(source: PolicyStore, manifest: Manifest) -> Callable[[Path], Manifest]:
-    """Return a writer of a policy's weights; an adapter is merged into its base model."""
     weights = source.weights(manifest.digest)
     base = base_of(weights)
     if base is None:

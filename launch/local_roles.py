@@ -52,19 +52,16 @@ def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
 
 
 def keeping_nothing(config: Config) -> Config:
-    """Return the configuration with prefix caching disabled.
-
-    Verification must prefill everything: reused prefixes would verify nothing.
-    """
+    """Disable prefix caching: verification must prefill everything."""
     return msgspec.structs.replace(
         config, workers=msgspec.structs.replace(config.workers, kv_keep=0.0)
     )
 
 
 def show_gpus(config: Config, name: str) -> None:
-    """Limit the GPUs that this process sees to those of its role; all, if the role has none.
+    """Limit the visible GPUs to those of a role; all, if it has none.
 
-    Raises ConfigError for a GPU that this process does not see.
+    Raises ConfigError for an invisible GPU.
     """
     key, numbers = gpus_of(config, name)
     if not numbers:
@@ -74,7 +71,7 @@ def show_gpus(config: Config, name: str) -> None:
 
 
 def need_gpus(config: Config) -> None:
-    """Raise ConfigError for an invisible GPU, and for GPUs of workers whose engines use none."""
+    """Raise ConfigError for invisible GPUs, and for GPUs of workers whose engines use none."""
     workers = config.workers
     some = engine_kind(workers.engine, config.task.directory).gpus
     if workers.count and not some and (workers.gpus or workers.vllm.gpus > 1):
@@ -92,7 +89,7 @@ def need_gpus(config: Config) -> None:
 
 @functools.cache
 def _torch_finds_gpu(seen: str) -> bool:
-    """Return whether torch finds a GPU among these; empty: among all.
+    """Return whether torch finds a GPU among these (empty: all).
 
     Runs in a subprocess: CUDA reads the variable only once, and holds GPU memory.
     """
@@ -113,7 +110,7 @@ def _torch_finds_gpu(seen: str) -> bool:
 
 
 def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the key that assigns GPUs to a role, and their numbers; empty if none are assigned.
+    """Return the key that assigns GPUs to a role, and their numbers.
 
     Example: with ``workers.gpus = [1, 2]``, w0 and w2 have 1, w1 and w3 have 2; with
     ``workers.vllm.tensor_parallel = 2`` all have both.

@@ -1,7 +1,4 @@
-"""Estimate the GPU memory and disk of a run, and find keys with which it fits.
-
-Formulas, measurements and tolerance: docs/large-models.md.
-"""
+"""Estimate the GPU memory and disk of a run, and find keys that fit (docs/large-models.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from dora_pipe.producers.engines.registry import engine_kind
 from dora_pipe.producers.engines.vllm.core import STEP_TOKENS_MAX
 
 USABLE: Final = 0.9
-"""Share of a GPU that a plan may fill; CUDA contexts, kernels and fragmentation use the rest."""
+"""Share of a GPU that a plan may fill; the rest is for contexts, kernels and fragmentation."""
 
 GIGABYTE: Final = 10**9
 WIDTHS: Final = {"float32": 4, "bfloat16": 2}
@@ -36,7 +33,7 @@ HEAD_ELEMENTS: Final = 2**24
 """Logits per chunk of the head; four float32 copies exist at the same time."""
 
 MLP_ELEMENTS: Final = 2**26
-"""Elements of a dense block above which a pass computes it in chunks of half this size."""
+"""Elements of a dense block; above them a pass computes it in chunks of half this size."""
 
 GATHERED: Final = 10**9
 """Weights that ZeRO 3 keeps gathered (`stage3_max_live_parameters` of DeepSpeed)."""
@@ -91,7 +88,7 @@ class Placement:
 def placement_of(config: Config, count: int) -> Placement:
     """Divide GPUs: those of `workers.gpus`, or one per worker with one left for the trainer.
 
-    Raises UsageError if a key names a GPU beyond `count`.
+    Raises UsageError if a key names a missing GPU.
     """
     on_gpus = engine_kind(config.workers.engine, config.task.directory).gpus
     names = worker_names(config) if on_gpus else ()
@@ -188,7 +185,7 @@ def ranks_of(config: Config) -> int:
 
 
 def pass_parts(shape: ModelShape, config: Config) -> Parts:
-    """Return the memory of one forward and backward pass on one GPU, without the state."""
+    """Return the memory of one forward and backward pass on one GPU, without state."""
     trainer, tokens = config.trainer, config.trainer.micro_batch_tokens
     width, held = WIDTHS[trainer.dtype], _held(config)
     again, chunked = trainer.gradient_checkpointing, is_chunked(shape, config)
@@ -302,7 +299,7 @@ def with_keys(config: Config, keys: Mapping[str, Any]) -> Config:
 def worker_keys(
     shape: ModelShape, config: Config, gpus: Gpus, per_gpu: int
 ) -> dict[str, Any] | None:
-    """Find keys with which a worker fits: bfloat16, fewer slots, several GPUs; None if none do."""
+    """Find keys with which a worker fits, if any: bfloat16, fewer slots, several GPUs."""
     wanted = config.workers.slots
     if sum(worker_parts(shape, config).values()) <= gpus.usable // per_gpu:
         return {}
@@ -337,7 +334,7 @@ def _worker_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
 
 
 def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> dict[str, Any] | None:
-    """Find the smallest change with which a trainer on `count` GPUs fits; None if none does."""
+    """Find the smallest change with which a trainer on `count` GPUs fits, if any."""
     short = min(config.trainer.micro_batch_tokens, config.workers.context_tokens)
     again = "trainer.gradient_checkpointing"
     saving: tuple[dict[str, Any], ...] = (

@@ -1,4 +1,4 @@
-"""Reject a model that a run cannot use, before any file of the run is written."""
+"""Reject a model that a run cannot use, before any write."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vo
 
 
 def check_model(config: Config, engines: Iterable[str], directory: Path) -> None:
-    """Check that the engines support a model directory and that it has a tokenizer.
+    """Check that a model directory has a tokenizer and suits these engines.
 
-    Raises PolicyError, and ConfigError for a key that the model does not support.
+    Raises PolicyError, and ConfigError for an unsupported key.
     """
     check_engine_model(config, engines, directory)
     _need_experts(config, directory)
@@ -45,7 +45,7 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
 
 
 def unassigned_note(directory: Path) -> str:
-    """Return a note about embedding rows without a token; empty if there are none."""
+    """Return a note about embedding rows without a token; empty without any."""
     ids = unassigned_ids(directory) if _has_tokenizers() else ()
     if not ids:
         return ""
@@ -56,7 +56,7 @@ def unassigned_note(directory: Path) -> str:
 
 
 def check_tokenizer(directory: Path) -> None:
-    """Raise PolicyError if the tokenizer is missing or has ids beyond the model's embedding."""
+    """Raise PolicyError if the tokenizer is missing or has ids beyond the embedding."""
     rows = embedding_rows(read_config(directory))
     if not has_tokenizer(directory):
         raise PolicyError(
@@ -80,7 +80,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Chat] | None:
-    """Return the chats of a task's sources; None if there is no tokenizer.
+    """Return the chats of a task's sources; None without a tokenizer.
 
     Raises ConfigError or PolicyError if the chat template cannot render the prompts. Reports a
     template that cannot parse an agent's tool calls.

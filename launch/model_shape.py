@@ -49,9 +49,9 @@ class ModelShape:
 
 
 def model_shape(folder: Path) -> ModelShape:
-    """Return the sizes of a model directory; reads only config.json.
+    """Return the sizes of a model directory from config.json.
 
-    Raises PolicyError for an architecture that transformers does not have.
+    Raises PolicyError for an architecture that transformers lacks.
     """
     network = _network(folder)
     config = network.config.to_dict()

@@ -1,7 +1,6 @@
 """Start and supervise the trainer ranks of one node.
 
-When a rank fails, the others end or are killed. systemd, Slurm or Kubernetes restarts all nodes by
-the exit code (see `learners.deepspeed.meeting`).
+When a rank fails, the others end or are killed. systemd, Slurm or Kubernetes restarts all nodes.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ def run_node(
 ) -> int:
     """Start the ranks of a node and wait for them.
 
-    Returns the exit code of the first failed rank; 0 if all ended well or were stopped (SIGTERM,
-    SIGINT), within `stop_s`.
+    Returns the exit code of the first failed rank, or 0; stopped ranks (SIGTERM, SIGINT) have
+    `stop_s`.
     """
     with_all = {"TORCH_CPP_LOG_LEVEL": "FATAL", **os.environ}  # errors are reported in one line
     ranks = [

@@ -95,10 +95,10 @@ def plan_new(
     with_optimizer: bool = False,
     here: bool = False,
 ) -> Plan:
-    """Check a new run, then create its directory and topics; on an error nothing new remains.
+    """Check a new run, then create its directory and topics; an error leaves nothing new.
 
-    `parent` (`RUN@STEP`) is the version to start from, `with_optimizer` includes its state. `here`:
-    all workers will be on this machine, so check their engines now.
+    Starts from version `parent` (`RUN@STEP`), `with_optimizer` including its state. `here`: all
+    workers are on this machine, so check their engines now.
     """
     directory = run_dir(config, root)
     if directory.exists():
@@ -169,7 +169,7 @@ def _write_whole(path: Path, first: msgspec.Struct) -> None:
 def sampled_nothing(directory: RunDir, config: Config) -> bool:
     """Return whether a start failed before the first trajectory, on an intact log of its own.
 
-    Raises UsageError if the run is running.
+    Raises UsageError for a running run.
     """
     if config.bus.url or not (directory.path / BEGINS_WITH).is_file() or not directory.was_started:
         return False
@@ -197,7 +197,7 @@ def _make_topics(bus: Bus, config: Config) -> None:
 
 
 def _settle(bus: Bus, topics: Topics) -> None:
-    """Wait until records of a role that died are readable; the checks depend on all records."""
+    """Wait until records of a dead role are readable; the checks depend on all records."""
     there = set(bus.topics())
     named = [name for name in (topics.control, topics.decisions) if name in there]
     await_stable_offset(bus, [TopicPartition(name, 0) for name in named], SystemClock())
@@ -206,7 +206,7 @@ def _settle(bus: Bus, topics: Topics) -> None:
 def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
     """Check an existing run, and append changes of logged keys to its log.
 
-    `here`: all roles will be on this machine, which has the data.
+    `here`: all roles are on this machine, which has the data.
     """
     directory = find_directory(wanted.run.name, root)
     wanted = _with_teacher_of(directory.config(), wanted)
@@ -234,7 +234,7 @@ def plan_resume(wanted: Config, root: Path, *, here: bool = False) -> Plan:
 
 
 def _plan_unbegun(directory: RunDir, wanted: Config, bus: Bus) -> Plan:
-    """Plan a run whose start was killed before its first record; it begins as planned."""
+    """Plan a run whose start was killed before its first record."""
     resume_commands(directory.config(), wanted)  # raises for changed frozen keys
     create_topics(bus, wanted)
     store, made = directory.policies(wanted), planned(directory)
@@ -248,19 +248,16 @@ def _plan_unbegun(directory: RunDir, wanted: Config, bus: Bus) -> Plan:
 
 
 def planned(directory: RunDir) -> RunStarted | None:
-    """Return the planned first record of a run; None if the file does not describe it.
-
-    Raises SchemaError for an invalid record.
-    """
+    """Return the planned first record of a run, if its file has one. Raises SchemaError."""
     note = directory.path / BEGINS_WITH
     fact = decode_control(note.read_bytes()) if note.is_file() else None
     return fact if isinstance(fact, RunStarted) else None
 
 
 def plan_elsewhere(wanted: Config, root: Path) -> Plan | None:
-    """Plan a run that another machine started, from its log; None if the log has no such run."""
+    """Plan a run that another machine started, if its log has it."""
     if not wanted.bus.url:
-        return None  # such a log would be in the run's directory, which does not exist
+        return None  # its log would be in the missing directory
     with closing(run_dir(wanted, root).open_bus(wanted)) as bus:
         topics = Topics(wanted.run.name)
         _settle(bus, topics)
@@ -335,8 +332,8 @@ def run_started(
 ) -> RunStarted:
     """Return the first record of a run: import the model, open the task, digest the data.
 
-    `policy` (manifest, assets digest) is a version 0 already in the store, `facts` those of an open
-    task. Raises ConfigError, PolicyError, TaskError.
+    `policy` (manifest, assets digest) and `facts` are given if already known. Raises ConfigError,
+    PolicyError, TaskError.
     """
     store = as_store(store)
     if policy is None:
@@ -376,8 +373,8 @@ def run_started(
 def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
     """Return the facts of every source (`GroupSpec.source`).
 
-    With `model`, also checks its chat template and the first prompts. Raises ConfigError,
-    TaskError, PolicyError.
+    With `model`, also checks its chat template and first prompts. Raises ConfigError, TaskError,
+    PolicyError.
     """
     found: dict[str, TaskFacts] = {}
     for pool in pool_specs(config):
@@ -437,7 +434,7 @@ def resume_commands(stored: Config, wanted: Config) -> list[Command]:
 
 
 def _with_teacher_of(stored: Config, wanted: Config) -> Config:
-    """Return the configuration with the teacher weights of the run, which no file names."""
+    """Add the run's teacher digest, which no file contains."""
     if not wanted.teacher.path or wanted.teacher.digest:
         return wanted
     teacher = msgspec.structs.replace(wanted.teacher, digest=stored.teacher.digest)
@@ -493,8 +490,8 @@ def refuse_over(bus: Bus, topics: Topics, directory: RunDir, root: Path) -> None
 def check_log(directory: RunDir, config: Config, bus: Bus) -> None:
     """Raise LogTruncated if the store or the snapshots are ahead of the log.
 
-    A trainer commits a version before it publishes the next, so each trainer start leaves at most
-    one version without a commit. A snapshot is taken only of rounds in the log.
+    Each trainer start leaves at most one version without a commit. Snapshots are taken only of
+    logged rounds.
     """
     topics = Topics(config.run.name)
     beyond = _snapshots_beyond(directory, bus, topics)

@@ -1,7 +1,7 @@
 """Start the processes of a run.
 
-Roles are executed, never forked: libraries with descriptors, threads or locks (object stores,
-Arrow, CUDA) do not survive a fork.
+Roles are executed, never forked: libraries with threads or locks (object stores, Arrow, CUDA) do
+not survive a fork.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Check the prompts of a run before it starts: lengths, and rows without a prompt.
+"""Check the prompts of a run before it starts.
 
 Skips environments and agents, whose prompts would start an episode.
 """
@@ -65,12 +65,11 @@ class PromptsSeen:
 
     @property
     def hopeless(self) -> bool:
-        """Return whether no row makes a prompt, for a permanent reason; False after a timeout."""
+        """Return whether no row can make a prompt; False after a timeout."""
         enough = len(self.failed) >= min(self.rows, FIRST_ROWS)
         return enough and not self.lengths and not self.outside
 
     def notes(self) -> Iterator[str]:
-        """Yield notes about rows without a prompt, or with an unintended one."""
         if self.failed:
             row, error, hint = min(self.failed)
             yield (
@@ -141,7 +140,7 @@ def look(
     seconds: float,
     clock: Clock | None = None,
 ) -> Iterator[PromptsSeen]:
-    """Check all prompts of an open task, or `rows_max` of each source, for at most `seconds`.
+    """Check all prompts of an open task, or `rows_max` per source, for at most `seconds`.
 
     Raises PolicyError, TaskError.
     """

@@ -1,7 +1,4 @@
-"""Check the remaining prompts of a run in a thread.
-
-Only rows of files are checked: their prompts need no user code.
-"""
+"""Check the remaining prompts of a run in a thread; only files, which need no user code."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.schemas.control import RunStarted
 
 CHUNK_ROWS: Final = 64
-"""Rows between pauses; a pause lasts as long as its rows took, so half a core is the maximum."""
+"""Rows between pauses; a pause lasts as long as its rows, to use half a core."""
 
 CLOSE_S: Final = 5.0
 
@@ -52,7 +49,6 @@ class PromptWatch:
             self._thread.join(CLOSE_S)
 
     def lines(self) -> list[str]:
-        """Return new messages for the console."""
         return [self._lines.get() for _ in range(self._lines.qsize())]
 
     def _look(self) -> None:

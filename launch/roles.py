@@ -58,8 +58,8 @@ TRAINER_PRELOAD = (
 TRACES_NICE: Final = 5
 
 COLLECT_AFTER: Final = (50_000, 20, 100)
-"""Thresholds of Python's cycle collector. The default, 700 new objects, costs a worker 3 % of its
-CPU time and finds almost no cycles."""
+"""Cycle collector thresholds. The default costs 3 % of a worker's CPU time and finds almost
+nothing."""
 
 
 class StopFlag:
@@ -86,7 +86,7 @@ def settle(name: str, run: str) -> StopFlag:
 
 
 def be_role(name: str, directory: RunDir, start: Callable[[], None]) -> int:
-    """Run a role with its output in a log file; return its exit code."""
+    """Run a role and log to a file; return its exit code."""
     directory.logs.mkdir(exist_ok=True)
     log = os.open(directory.logs / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, sys.stdout.fileno())
@@ -119,10 +119,10 @@ def be_torch_role(directory: RunDir, config: Config, name: str, *, adopt: bool =
 
 
 def share_cores() -> None:
-    """Bound how long idle torch threads spin; call before the import of torch.
+    """Bound how long idle torch threads spin; call before importing torch.
 
-    By default they spin for longer than a pass takes: next to other work, two threads are ten times
-    slower than one. Without spinning, two threads are no faster than one.
+    By default they spin for longer than a pass: next to other work, two threads are ten times
+    slower than one. Without spinning, two are no faster than one.
     """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -190,7 +190,7 @@ def worker(directory: RunDir, config: Config, name: str) -> None:
 
 @contextmanager
 def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, PolicyStore]]:
-    """Open the byte transfer of this process, and the policy store that uses its peers."""
+    """Open this process's byte transfer, and the policy store that uses it."""
     root = directory.store(config)
     opened = open_transfers(
         config.transfers,
@@ -206,7 +206,7 @@ def transferring(directory: RunDir, config: Config) -> Iterator[tuple[Opened, Po
 
 
 def trainer(directory: RunDir, config: Config, *, adopt: bool = False) -> None:
-    """Run the trainer until the run ends; with several nodes, ranks above 0 follow rank 0."""
+    """Run the trainer until the run ends; ranks above 0 follow rank 0."""
     from dora_pipe.consumers.learners.registry import end_ranks, follows, make_learner, need_learner
     from dora_pipe.consumers.trainer.role import run_trainer
 

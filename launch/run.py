@@ -61,7 +61,7 @@ def supervise(
 ) -> bool:
     """Start every role and report until all have ended; return False if the user stopped it.
 
-    `verbose` shows the metrics of each step. Raises UsageError if the run is already running.
+    `verbose` shows step metrics. Raises UsageError if the run is already running.
     """
     with locked(plan.directory), outlasting(plan.directory.logs / "run.log"):
         return _supervise(plan, watch, report, verbose=verbose)
@@ -153,7 +153,7 @@ def need_parts(config: Config) -> None:
 
 
 def need_endpoint(config: Config) -> None:
-    """Raise ConfigError if agents call the model and the endpoint's package is not installed."""
+    """Raise ConfigError if agents need an endpoint package that is not installed."""
     if not any(task.has_agent for task in config.tasks):
         return
     for package in ("starlette", "uvicorn", "httptools"):
@@ -165,7 +165,7 @@ def need_endpoint(config: Config) -> None:
 
 
 def stop_order(workers: tuple[str, ...], started: Collection[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the roles in stop order (see `supervisor`); followers of the log stop last."""
+    """Return the roles in stop order (see `supervisor`)."""
     order = (workers, (local_roles.TRAINER,), (local_roles.ORCHESTRATOR,), (local_roles.TRACES,))
     return tuple(names for names in order if all(name in started for name in names))
 
@@ -191,16 +191,13 @@ def load_wanted(config: Path, overrides: Sequence[str]) -> Config:
 
 
 def load_again(config: Path, overrides: Sequence[str], root: Path) -> Config:
-    """Return the configuration of an existing run.
-
-    Raises ConfigError for a copy of a run's directory under another name.
-    """
+    """Return the configuration of an existing run. Raises ConfigError for a copied directory."""
     _refuse_copy(RunDir(config), root)
     return load_wanted(config, overrides)
 
 
 def _refuse_copy(directory: RunDir, root: Path) -> None:
-    """Raise ConfigError for a copied directory: its name still refers to the original run."""
+    """Raise ConfigError for a copied directory, whose name refers to the original run."""
     if not directory.was_started:
         return
     run, called = directory.config().run.name, directory.path.resolve().name
@@ -213,7 +210,7 @@ def _refuse_copy(directory: RunDir, root: Path) -> None:
 
 
 class RunConsole:
-    """Print the progress of a run. Reports an outage once, because roles retry by themselves."""
+    """Print the progress of a run, and each outage once."""
 
     def __init__(self, progress: RunProgress, report: Callable[[str], None]) -> None:
         self._progress = progress

@@ -53,7 +53,7 @@ LOG = "log.sqlite"
 LOCK = "lock"
 
 BEGINS_WITH = "begins-with"
-"""File with the planned first record, if a start was killed before writing it."""
+"""Planned first record, while a start has not written it."""
 
 ON_KAFKA = "kafka://"
 
@@ -98,14 +98,14 @@ class RunDir:
         return config.bus.url or f"sqlite:{self.path / LOG}"
 
     def open_bus(self, config: Config) -> Bus:
-        """Open the run's log with its credentials, certificates and blob store.
+        """Open the run's log with credentials, certificates and blob store.
 
         Every log is opened here. Raises BusError, ConfigError.
         """
         return self.log_location(config).open()
 
     def claims(self, config: Config) -> ClaimStore:
-        """Return the store of values too large for the log; it is shared by all machines.
+        """Return the store of values too large for the log, shared by all machines.
 
         Raises ConfigError for an unusable `store.url`.
         """
@@ -143,12 +143,12 @@ class RunDir:
 
     @property
     def snapshots(self) -> Path:
-        """Folder of the orchestrator's snapshots, which may be deleted at any time."""
+        """Folder of the orchestrator's snapshots; may be deleted at any time."""
         return self.path / "snapshots"
 
     @property
     def catalogue(self) -> Path | None:
-        """Folder of a finished run's cached tables, which may be deleted at any time, if any."""
+        """Folder of a finished run's cached tables, if any; may be deleted at any time."""
         return self.path / CATALOGUE if self.path.is_dir() else None
 
     def exists(self) -> bool:
@@ -160,7 +160,7 @@ class RunDir:
         return self.exists() and any((self.path / one).is_file() for one in (LOG, LOCK))
 
     def forget(self) -> None:
-        """Remove the records of a run without results; keep the logs of its roles."""
+        """Remove a run without results, except the logs of its roles."""
         for file in (self.path / BEGINS_WITH, *self.path.glob(f"{LOG}*"), self.config_file):
             file.unlink(missing_ok=True)
         shutil.rmtree(self.snapshots, ignore_errors=True)
@@ -179,10 +179,8 @@ class RunByLog(RunDir):
         return f"{self.url}/{self.path.name}"
 
     def config(self) -> Config:
-        """Return the configuration in the run's first record, at this log address.
-
-        Raises UsageError if there is no such run, BusError, ConfigError.
-        """
+        """Return the configuration in the run's first record. Raises UsageError, BusError,
+        ConfigError."""
         topics = Topics(self.path.name)
         with closing(open_bus(self.url)) as bus:
             there = bus.topics()
@@ -234,14 +232,12 @@ class OpenRun:
         return self.directory.policies(self.config)
 
     def tables(self, told: Callable[[float], None] = lambda share: None) -> Catalogue:
-        """Open the tables of the log, to be closed; `told` receives the fraction read.
-
-        Raises BusError, LogTruncated.
-        """
+        """Open the tables of the log; `told` receives the fraction read. Raises BusError,
+        LogTruncated."""
         return read_catalogue(self.bus, self.topics, self.directory.catalogue, on_share=told)
 
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
-        """Return the contribution of each trajectory to a step; empty if the file is unreadable."""
+        """Return the contributions of a step's trajectories; empty if unreadable."""
         return stored_contributions(self.policies, sha256)
 
 
@@ -355,9 +351,9 @@ def check_room(path: Path) -> None:
 def locked(directory: RunDir, *, shared: bool = False) -> Iterator[None]:
     """Lock a run for the duration of the block; do nothing if its directory is missing.
 
-    `run` locks it exclusively: a second orchestrator or trainer next to roles that restart would
-    fence endlessly. Roles started alone share the lock, so that one can take over. Workers take
-    none. Raises UsageError if the lock is held.
+    `run` locks it exclusively, because a second orchestrator and restarting roles would fence
+    endlessly. Roles started alone share the lock, so that one can take over. Workers take none.
+    Raises UsageError.
     """
     if not directory.path.is_dir():
         yield
@@ -405,8 +401,7 @@ def open_store(
     """Open the policy store of a run without connecting yet.
 
     `root` is the run's directory, or that of local copies. For `patched` and `peers` see
-    `PolicyStore`. Under an address every run has its own folder. Raises ConfigError for an unusable
-    address.
+    `PolicyStore`. Runs under one address have separate folders. Raises ConfigError.
     """
     bytes_max = int(section.cache_gb * 1e9)
     if not section.url:

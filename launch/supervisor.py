@@ -1,7 +1,7 @@
 """Start a run's roles on this machine, restart those that die, and stop them in order.
 
-Workers stop first and publish their progress; then the trainer ends its step; the orchestrator
-stops last and folds their records. A second Ctrl-C kills.
+Workers publish their progress first; then the trainer ends its step; the orchestrator stops last
+and folds their records. A second Ctrl-C kills.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ RESTART_WINDOW_S: Final = 60.0
 LOG_TAIL_BYTES: Final = 4000
 
 FATAL_CODES: Final = frozenset({3, 5, 6, 8, 9, 10, 11, 12})
-"""Exit codes that a restart cannot fix: configuration, a broken invariant (or truncated log), a
-diverged replay, an unreadable decision, an unusable policy or task, a non-finite step."""
+"""Errors that a restart cannot fix: configuration, broken invariant (or truncated log), diverged
+replay, unreadable decision, unusable policy or task, non-finite step."""
 
 
 WAITED_OUT: Final = 64
@@ -87,15 +87,14 @@ class _Role:
     due_s: float = 0.0
     hosted: int = 0
     fruitless: int = 0
-    """Consecutive starts of a worker without a loaded version, and its loads before them."""
+    """Consecutive starts of a worker without a loaded version, and its earlier loads."""
 
 
 class Supervisor:
     """Keep roles running until they end by themselves.
 
-    `stop_order` lists groups of names that stop together. The run survives the end of a `spare`
-    role, and of all but the last of `workers`. Starts do not count while the run is `held_up` by an
-    external cause.
+    `stop_order` lists names that stop together. The run survives the end of a `spare` role, and of
+    all but one of `workers`. Starts do not count while an external cause holds the run up.
     """
 
     def __init__(
@@ -123,10 +122,7 @@ class Supervisor:
         self._interrupts = 0
 
     def run(self) -> bool:
-        """Run until every role has ended; return False if the user stopped it. Raises RunFailed.
-
-        No role outlives this call.
-        """
+        """Run until every role has ended; return False if the user stopped it. Raises RunFailed."""
         previous = {
             number: signal.signal(number, self._interrupt)
             for number in (signal.SIGINT, signal.SIGTERM)

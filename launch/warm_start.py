@@ -1,4 +1,4 @@
-"""Training data of `sft` as token ids: demonstrations of a task, or rows of data."""
+"""Training data of `sft` as token ids."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Row = Mapping[str, Any]
 
 
 def sft_options(config: Config, *, packing: bool = False, **given: Any) -> SftOptions:
-    """Return `SftOptions` with the configuration's adapter, optimizer, decay and memory settings.
+    """Return `SftOptions` from the configuration.
 
     Raises ConfigError if the optimizer's library is missing.
     """
@@ -61,10 +61,8 @@ def sft_options(config: Config, *, packing: bool = False, **given: Any) -> SftOp
 
 
 def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions) -> None:
-    """Train the model of a configuration and report progress.
-
-    Raises PolicyError, TaskError for unusable rows, NonFinite.
-    """
+    """Train the model of a configuration and report progress. Raises PolicyError, TaskError,
+    NonFinite."""
     from dora_pipe.consumers.learners.sft import train_sft
 
     def progress(step: int, loss: float) -> None:
@@ -99,7 +97,7 @@ class RowEncoder:
 
     @classmethod
     def open(cls, config: Config) -> RowEncoder:
-        """Open the encoder with the tokenizer of the configuration's model. Raises PolicyError."""
+        """Open with the tokenizer of the configuration's model. Raises PolicyError."""
         from dora_pipe.producers.chat.tokenizer import Tokenizer
 
         model, parses = Path(config.model.path), config.task.special_tokens
@@ -124,7 +122,7 @@ class RowEncoder:
         return Example(token_ids=[*before, *after], mask=[0] * len(before) + [1] * len(after))
 
     def notes(self, rows: Sequence[Row]) -> Iterator[str]:
-        """Yield notes about parts of these rows that the model does not see. Raises TaskError."""
+        """Yield notes about data that the model does not see. Raises TaskError."""
         chat = bool(rows) and self._messages(rows[0]) is not None
         yield from unshown_columns(rows, (), tools=chat)
         for at, row in enumerate(rows):
@@ -176,7 +174,7 @@ class RowEncoder:
 
 
 def _say_day(model: Path, now_ns: int) -> None:
-    """Report the day if the chat template contains it, because its tokens are trained on."""
+    """Report the day if the chat template contains it, because it is trained on."""
     from dora_pipe.producers.chat.template import find_templates
 
     found = find_templates(model)

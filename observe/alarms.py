@@ -1,7 +1,6 @@
 """Report each alarm of a run once: waits beyond their limit, silent roles.
 
-Silence counts on the reader's clock from the first status of a role, so that old logs raise no
-alarm.
+Silence counts from the first status read, so that old logs raise no alarm.
 """
 
 from __future__ import annotations
@@ -90,10 +89,7 @@ class _Watched:
 
 
 class Alarms:
-    """Alarms of a run from now on.
-
-    Example: ``Alarms(bus, topics, lease_s=10.0, clock=SystemClock())``; call `lines` often.
-    """
+    """Example: ``Alarms(bus, topics, lease_s=10.0, clock=SystemClock())``; call `lines` often."""
 
     def __init__(self, bus: Bus, topics: Topics, *, lease_s: float, clock: Clock) -> None:
         self.pauses = Pauses()
@@ -127,7 +123,6 @@ class Alarms:
             self._roles.pop(worker, None)
 
     def heard(self) -> set[str]:
-        """Return the roles that are not silent."""
         return {name for name, role in self._roles.items() if not role.silent}
 
     def close(self) -> None:

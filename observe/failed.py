@@ -74,7 +74,6 @@ class FailedTrajectories:
                 pass
 
     def share(self) -> FailedShare:
-        """Return the share of failed trajectories, with the most common error."""
         count = sum(count for count, _ in self._groups)
         errors = [one for _, failed in self._groups for one in failed]
         if not errors:
@@ -112,7 +111,7 @@ def no_gradient(ended: StepEnded, count: int, steps: int) -> str:
 
 
 class GroupsSinceStep:
-    """Count groups without a step, filtered or failed; excludes those that a stop cancels.
+    """Count groups without a step, except those that a stop cancels.
 
     Example: ``for event in account.round(round_, offset): since.happened(event)``
     """

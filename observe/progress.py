@@ -40,7 +40,7 @@ ERRORS_SHOWN_MAX: Final = 8
 
 
 class RunProgress(RunStats):
-    """Follow a run; `lines` returns what happened since the last call, with alarms if given."""
+    """Follow a run; `lines` returns what happened since the last call."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class RunProgress(RunStats):
         past: int = 0,
         verbose: bool = False,
     ) -> None:
-        """`logs`: folder of the roles' log files here; `past`: end of control at the resume, before
-        which nothing is shown; `verbose`: a line of metrics per step."""
+        """`logs`: folder of the roles' log files; `past`: end of control at the resume; `verbose`:
+        show step metrics."""
         super().__init__(topics.run)
         self._verbose = verbose
         self._logs = logs
@@ -75,7 +75,6 @@ class RunProgress(RunStats):
         self._lines: list[str] = []
 
     def lines(self) -> list[str]:
-        """Return new lines. Raises BusError, LogTruncated."""
         for _ in range(PIECES_MAX):
             if not self._follower.advance():
                 break
@@ -90,7 +89,7 @@ class RunProgress(RunStats):
         return lines + (self._alarms.lines(silence=not ending) if self._alarms else [])
 
     def elsewhere(self, names: Collection[str]) -> int:
-        """Return the number of active workers that are not in `names`."""
+        """Count active workers that are not in `names`."""
         there = {one.name for one in self.account.present()}
         heard = self._alarms.heard() if self._alarms else there
         return len((there & heard) - set(names))
@@ -143,8 +142,7 @@ class RunProgress(RunStats):
             self._lines.append(line)
 
     def _mark(self, mark: Mark) -> None:
-        """Marks before the resume are not shown: `run --resume -o` changes settings before roles
-        start."""
+        """Skip marks before the resume: `run --resume -o` changes settings before roles start."""
         super()._mark(mark)
         if mark.kind != "resumed":
             self._lines.append(mark.line)

@@ -23,7 +23,7 @@ class Contributed:
 
 
 def contributed(step: int, rows: Iterable[Mapping[str, Any]]) -> Contributed:
-    """Return the metrics of these rows; trajectories without a gradient have no ratio.
+    """Return the metrics of these rows.
 
     The weight of a trajectory is its mean token ratio, trained policy to sampler.
     """

@@ -1,7 +1,4 @@
-"""Statistics of a run while its log is followed.
-
-All times come from records; nothing reads a clock.
-"""
+"""Statistics of a run while its log is followed; all times come from records."""
 
 from __future__ import annotations
 
@@ -189,17 +186,14 @@ class WorkerView:
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled by all incarnations."""
         return self.counts.sampled
 
     @property
     def counts(self) -> WorkerCounts:
-        """Counts of all incarnations."""
         return NOTHING_COUNTED if self.heard is None else self.heard.counts
 
     @property
     def state(self) -> WorkerState:
-        """State by decisions and the last status."""
         if self.gone:
             return self.gone
         if self.history.draining:
@@ -255,7 +249,6 @@ class StepStats:
 
     @property
     def line(self) -> str:
-        """Return the step as a console line."""
         reward = "  -  " if self.reward is None else f"{self.reward:5.3f}"
         staleness = " ".join(f"{value}:{count}" for value, count in self.staleness)
         seconds = self.seconds or 0.0
@@ -344,7 +337,6 @@ class RunStats:
         }
 
     def present(self) -> list[WorkerView]:
-        """Return present workers by name."""
         return [one for one in self.workers.values() if not one.gone]
 
     def worker_states(self) -> Counter[tuple[int, WorkerState]]:
@@ -353,7 +345,6 @@ class RunStats:
 
     @property
     def heard(self) -> dict[str, AnyMetrics]:
-        """Return the last status of every present role."""
         roles = {
             name: one.status
             for name, one in self.statuses.heard.items()
@@ -368,7 +359,6 @@ class RunStats:
 
     @property
     def over(self) -> bool:
-        """Return whether the final round was read."""
         return self.account.over
 
     @property
@@ -390,14 +380,13 @@ class RunStats:
                 pass
 
     def status(self, status: AnyMetrics) -> None:
-        """Add a status; those of ended incarnations are ignored."""
+        """Add a status, unless its incarnation has ended."""
         self.last_ns = max(self.last_ns, status.at_ns)
         worker, epoch = self.account.named.get(role_of(status)), epoch_of(status)
         if worker is None or epoch > worker.epoch or (epoch == worker.epoch and not worker.gone):
             self.statuses.receive(self.pauses.excused(status))
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """Add a control record; its round follows."""
         if not isinstance(fact, Command | VersionsDropped):  # users may send these after the run
             self.last_ns = max(self.last_ns, fact.at_ns)
         self._unfolded.append((offset, fact.at_ns))

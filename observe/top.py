@@ -79,7 +79,6 @@ class Screen:
         return self.workers, self.numbers, self.waits, self.decisions
 
     def lines(self) -> Iterator[str]:
-        """Yield plain lines, for a pipe."""
         yield self.head
         for panel in self.panels:
             yield ""

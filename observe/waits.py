@@ -197,7 +197,6 @@ class RoleWaits:
     """Wait names as in docs/why.md, or kinds of the trainer's pieces."""
 
     def share(self, seconds: float) -> float:
-        """Return a share of the role's time."""
         return seconds / self.there_s if self.there_s else 0.0
 
     def rows(self) -> Iterator[tuple[str, float, float, str, str]]:
@@ -224,7 +223,7 @@ class Summary:
     over: bool
     steps: int
     untold_s: float
-    """Time at the start without statuses, which were deleted; its waits are not counted."""
+    """Time at the start whose statuses were deleted; its waits are not counted."""
     roles: tuple[RoleWaits, ...]
     longest: tuple[StepWait, ...]
     alarms: tuple[str, ...]
@@ -242,7 +241,7 @@ class Summary:
 
     @property
     def shown(self) -> tuple[RoleWaits, ...]:
-        """Return all roles, or only the workers that waited longest."""
+        """Return at most `ROLES_MAX` roles."""
         if len(self.roles) <= ROLES_MAX:
             return self.roles
         workers = sorted(self.roles[2:], key=lambda one: -one.waited_s)
@@ -369,8 +368,8 @@ def role_waits(
     """Return waits from statuses; `told`, by (name, cause), is exact and replaces waits named
     `skip`.
 
-    The role was present for at least `known_s`. Waits from statuses are cut to the remaining time,
-    because statuses start late and are rounded.
+    The role was present for at least `known_s`. Other waits are cut to the remaining time, because
+    statuses are rounded.
     """
     lasted: dict[tuple[str, str], float] = defaultdict(float)
     there_s = silent_s = 0.0
@@ -419,7 +418,7 @@ def _usual_ns(found: Sequence[AnyMetrics]) -> float:
 def _waited(before: AnyMetrics, now: AnyMetrics, heartbeat_ns: int) -> Iterator[tuple[Wait, float]]:
     """Yield the waits between two statuses.
 
-    Without a new status, the old state lasted until at least one heartbeat before `now`.
+    The old state lasted until at least a heartbeat before `now`.
     """
     length_ns, covered_ns = now.at_ns - before.at_ns, 0
     last, present = _still(before), _still(now)

@@ -1,7 +1,4 @@
-"""Explain who waits for whom in a run at a moment, for `why`, `top` and the pages.
-
-Waits come from each role's last status, the chain to the blocking role from the log.
-"""
+"""Explain who waits for whom in a run, for `why`, `top` and the pages."""
 
 from __future__ import annotations
 
@@ -139,12 +136,10 @@ class RoleAnswer:
 
     @property
     def advice(self) -> str:
-        """Return the advice for the wait."""
         return ADVICE.get(self.wait, "")
 
     @property
     def line(self) -> str:
-        """Return role, text and duration as one line."""
         lasts = "" if self.since_s is None else f" ({duration(self.since_s)})"
         return f"{self.role}: {self.text}{lasts}"
 
@@ -364,7 +359,6 @@ class WhyAnswer:
 
     @property
     def head(self) -> str:
-        """Return progress and time."""
         if self.step is None:
             return f"{self.run}: has not started"
         if self.over:
@@ -449,21 +443,21 @@ class _Past(RunStats):
 
 
 def why_now(bus: Bus, topics: Topics, *, now_ns: int) -> WhyAnswer:
-    """Return what the run waits for; `now_ns` is the wall clock. Raises BusError, LogTruncated."""
+    """Return the present waits; `now_ns` is the wall clock. Raises BusError, LogTruncated."""
     present = _Past(topics.run)
     present.read_until(bus, topics)
     return answer_of(present, now_ns)
 
 
 def why_at(bus: Bus, topics: Topics, *, at_ns: int) -> WhyAnswer:
-    """Return what the run waited for at a past moment. Raises as `why_now`."""
+    """Return the waits at a past moment. Raises as `why_now`."""
     past = _Past(topics.run, lambda round_: round_.now_ns > at_ns, at_ns)
     past.read_until(bus, topics)
     return answer_of(past, at_ns)
 
 
 def why_step(bus: Bus, topics: Topics, *, step: int) -> WhyAnswer:
-    """Return what the run last waited for before a step's batch was taken.
+    """Return the last waits before a step's batch was taken.
 
     Raises UsageError if it was not taken yet, and as `why_now`.
     """

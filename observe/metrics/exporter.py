@@ -1,8 +1,8 @@
 """Follow a log and serve its metrics to Prometheus.
 
-One process serves all roles of a run, so that a killed role loses no counters. It answers 503 until
-the log was read to its end once, so that no scrape sees counters climb. While the log is
-unreadable, the last values remain and `log_up` is 0.
+One process serves all roles, so that a killed role loses no counters. It answers 503 until the log
+was read to its end once, so that no scrape sees counters climb. While the log is unreadable, the
+last values remain and `log_up` is 0.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Exporter(Collector):
         self._reading = self._stats
 
     def collect(self) -> Iterator[Family]:
-        """Return the newest values to a prometheus_client registry."""
+        """Return the newest values."""
         yield from self.families or ()
 
     def follow(
         self, bus: Bus, topics: Topics, clock: Clock, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Read until `stop` returns True. Raises LogTruncated."""
+        """Read until `stop`. Raises LogTruncated."""
 
         def opened() -> LogFollower:
             self._reading = RunStats(topics.run)
@@ -75,7 +75,7 @@ class Exporter(Collector):
     def read(
         self, follower: LogFollower, stats: RunStats, stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Read to the end of the log and update the values. Raises BusError."""
+        """Read to the end of the log. Raises BusError."""
         while follower.advance():
             if stop():
                 return
@@ -108,7 +108,6 @@ class MetricsServer(LocalServer):
 
     @property
     def address(self) -> str:
-        """Return the URL to scrape."""
         return f"http://{self.server_address[0]!s}:{self.port}/metrics"
 
     @property

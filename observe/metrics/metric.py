@@ -47,11 +47,9 @@ class Metric:
 
     @property
     def full(self) -> str:
-        """Return the name including `PREFIX`."""
         return PREFIX + self.name
 
     def family(self, stats: RunStats) -> Family:
-        """Return the samples of a run, ordered by label values."""
         labels = ("run", *self.labels)
         if self.kind == "histogram":
             histograms = HistogramMetricFamily(self.full, self.meaning, labels=labels)

@@ -1,7 +1,6 @@
-"""Table of the metrics of a run.
+"""Table of the metrics of a run; a test compares it with docs/reference/metrics.md.
 
-A test compares it with docs/reference/metrics.md. Only kinds of names with few values become
-labels: blockers that are groups or trajectories appear by kind.
+Blockers that are groups or trajectories are labeled by kind, to bound cardinality.
 """
 
 from __future__ import annotations

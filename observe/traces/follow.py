@@ -1,8 +1,8 @@
 """Export the traces of a live or finished run.
 
-Nothing is buffered or dropped: while the endpoint is unreachable, the reader keeps its position in
-the log. A stored position prevents duplicates after a resume. After the run, the first failed
-request ends the export; `dora-pipe export traces` sends the rest with the same ids.
+Nothing is buffered or dropped: while the endpoint is unreachable, the reader keeps its position. A
+stored position prevents duplicates after a resume. After the run, the first failed request ends the
+export.
 """
 
 from __future__ import annotations

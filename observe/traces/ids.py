@@ -1,6 +1,6 @@
 """Trace and span ids, computed from the run and the subject of a span.
 
-Live and rebuilt traces have equal ids, and records need no trace context: see docs/decisions/0017.
+Live and rebuilt traces have equal ids: see docs/decisions/0017.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEPT: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """Identity of a run; start times tell runs with equal names apart.
+    """Identity of a run; start times distinguish equal names.
 
     Example: ``RunKey("demo", 1_750_000_000_000_000_000)``; the time is that of `run started`.
     """

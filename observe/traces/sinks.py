@@ -75,10 +75,7 @@ def address_of(target: str) -> str:
 
 
 class HttpSink:
-    """OTLP endpoint over HTTP with protobuf, such as a collector or Jaeger.
-
-    OTEL_EXPORTER_OTLP_HEADERS sets headers such as a token.
-    """
+    """OTLP endpoint over HTTP with protobuf; OTEL_EXPORTER_OTLP_HEADERS sets headers."""
 
     def __init__(self, target: str) -> None:
         self.address = address_of(target)
@@ -145,10 +142,7 @@ class HttpSink:
 
 
 class FileSink:
-    """File of OTLP JSON, one request per line, for a collector's file receiver.
-
-    Replaces an earlier file when the block ends without an error.
-    """
+    """File of OTLP JSON, one request per line; replaces an earlier file on success."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,7 +1,7 @@
-"""Protocol-independent spans, and a builder for the spans of a trace.
+"""Spans independent of protocols, and a builder for the spans of a trace.
 
-Unknown attributes are omitted. To tolerate clock skew, a stage that would end before its start has
-zero length, and none ends after the orchestrator observed its end.
+To tolerate clock skew, a stage that would end before its start has zero length, and none ends after
+the orchestrator knew of its end.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Span:
 
     @property
     def kind(self) -> Kind:
-        """Return the OpenTelemetry span kind."""
         return KINDS.get(self.stage, "internal")
 
     @property
@@ -72,8 +71,7 @@ def step_span(run: RunFacts, step: int) -> tuple[str, str]:
 class Cursor:
     """Monotonic end of the emitted stages, at most `limit_ns`.
 
-    The limit is the orchestrator's next moment; its clock is monotonic, so worker events precede it
-    whatever the worker's clock.
+    The limit is the next moment of the orchestrator, whose clock is monotonic.
     """
 
     __slots__ = ("at_ns", "limit_ns", "skew_ns")
@@ -134,7 +132,6 @@ class SpanBuilder:
         return name
 
     def message(self, do: str, kind: str, topic: str) -> Attributes:
-        """Return the attributes of spans about records of a topic."""
         return {
             names.SYSTEM: self.run.system,
             names.DO: do,

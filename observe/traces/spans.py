@@ -2,7 +2,6 @@
 
 The spans of a group tile its time: each trajectory has `queued`, `generated` (again after a
 migration or a lost worker), `reward` and `published`; then the group is `selected` and `trained`.
-Clock skew gives zero-length spans and is reported as `dora.clock_skew_ms`.
 """
 
 from __future__ import annotations
@@ -308,8 +307,8 @@ class _Segments:
         self._first_ns = None if content is None else content.times.first_token
 
     def take(self, attempt: Attempt, until_ns: int) -> list[Segment]:
-        """Return the segments of an attempt in order, up to its worker's last; the last attempt
-        takes the rest."""
+        """Return the segments of an attempt, up to its worker's last; the last attempt takes the
+        rest."""
         if attempt.outcome == "logged":
             found, self._left = self._left, []
             return found
@@ -357,7 +356,7 @@ def group_spans(
 ) -> list[Span]:
     """Return the trace of an ended group, parents first.
 
-    A trajectory missing from `contents` (its record is gone) has only times of facts.
+    Trajectories without a record in `contents` have only times of facts.
     """
     trace = group_trace(run.key, ended.group.spec.group)
     return _Group(ended, contents, SpanBuilder(run, trace)).spans(sampled)
@@ -472,7 +471,7 @@ class _Group:
 
 
 def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
-    """Return the trace of a committed step, with a link to each of its trajectories."""
+    """Return the trace of a committed step, with links to its trajectories."""
     fact, batch = ended.fact, ended.batch
     trace, root = step_span(run, fact.step)
     builder = SpanBuilder(run, trace)

@@ -1,8 +1,8 @@
 """Follow a log and build the traces of ended groups and steps.
 
 Memory is bounded by open groups and one piece of the log. Groups are sampled by id, as in
-OpenTelemetry's sampler; slow, failed and migrated groups are always traced. The choice depends only
-on the log, so all readers trace the same groups.
+OpenTelemetry; slow, failed and migrated groups are always traced. All readers of a log trace the
+same groups.
 """
 
 from __future__ import annotations
@@ -128,12 +128,10 @@ class Tracer:
 
     @property
     def over(self) -> bool:
-        """Return whether the final round was read."""
         return self._account.over
 
     @property
     def open(self) -> int:
-        """Return the number of unfinished groups."""
         return len(self._account.open)
 
     def turn(self) -> Iterator[Traced]:

@@ -1,7 +1,7 @@
-"""Metrics of every step and evaluation, for trackers; docs/observe.md defines them.
+"""Metrics of every step and evaluation, for trackers (docs/observe.md).
 
-A row depends only on earlier records, so that every reader gets the same rows. Statuses are lossy
-and therefore not used.
+A row depends only on earlier records, so that every reader gets the same rows; statuses are lossy
+and not used.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def track(
 ) -> bool:
     """Give a tracker the rows in the log; return whether the run has ended.
 
-    With a clock, follows until the run ends or `stop` returns True. Raises BusError, LogTruncated,
-    errors of the tracker.
+    With a clock, follows until the run ends or `stop`. Raises BusError, LogTruncated, errors of the
+    tracker.
     """
     stats = FigureStats(topics.run, contributions, tracker)
     if clock is None:

@@ -51,8 +51,7 @@ QUIET: Final = {
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_X_DISABLE_STATS": "true",
 }
-"""Defaults: this process is not the run, so do not record its output, code or cost; send no errors
-to W&B."""
+"""Defaults: do not record this process's output, code or cost; send no errors to W&B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +158,9 @@ class TensorBoardTracker(Tracker):
 class WandbTracker(Tracker):
     """W&B project, offline unless WANDB_MODE says otherwise.
 
-    W&B's step is the row number, because it must not decrease; charts use the training step.
-    Existing rows are counted by the server (online) or a local file. Raises UsageError if the
-    package is missing.
+    W&B's step is the row number, because it must not decrease; charts use the training step. The
+    server (online) or a local file counts existing rows. Raises UsageError if the package is
+    missing.
     """
 
     def __init__(self, project: str, environment: MutableMapping[str, str] | None = None) -> None:

@@ -21,9 +21,8 @@ CALL_COLUMNS: Final = (
 def tree_of(found: Trajectory, said: Callable[[str | None], str | None]) -> dict[str, Any] | None:
     """Return contexts and calls of a record; None for one context without calls.
 
-    `contexts`: [parent or null, shared tokens, start, end] each; `shared`: stretches of the record
-    that each begins with. Calls are in ms after placement. `said` returns a text if it may be
-    shown.
+    `contexts`: [parent or null, shared tokens, start, end]; `shared`: stretches of the record that
+    each begins with. Calls are in ms after placement. `said` returns texts that may be shown.
     """
     meta = found.meta
     if not meta.contexts and not meta.calls:

@@ -1,8 +1,6 @@
-"""Write the pages as one self-contained file, with sampled answers.
+"""Write the pages as one self-contained file of limited size.
 
-Sums, charts, steps and decisions cover the whole run. Groups come from evenly spaced steps, with
-some that were not trained and the tokens of some trajectories. The file and its parts have size
-limits.
+Sums, charts, steps and decisions cover the whole run; groups and trajectories are sampled.
 """
 
 from __future__ import annotations
@@ -73,7 +71,6 @@ class _Room:
     pages: dict[str, msgspec.Raw] = field(default_factory=dict)
 
     def put(self, path: str, value: Any) -> None:
-        """Add a required page."""
         self.pages[path] = msgspec.Raw(msgspec.json.encode(value))
 
     def offer(self, kind: str, path: str, value: Any) -> bool:
@@ -137,8 +134,8 @@ def _offer(worker: QueryWorker, kind: str, names: list[str], room: _Room) -> Non
 
 
 def _chosen(view: RunView) -> tuple[list[str], list[str]]:
-    """Return groups of evenly spaced steps and some that were not trained, newest first; and their
-    longest trajectories."""
+    """Return groups of evenly spaced steps and some untrained ones, newest first; and their longest
+    trajectories."""
     others = _names(view, "groups where fate <> 'trained' order by dispatched_ns, group_id")
     groups = _names(
         view,
@@ -168,7 +165,7 @@ def _names(view: RunView, source: str, *values: Any) -> list[str]:
 
 
 def _lists(view: RunView, chosen: list[str]) -> dict[str, Any]:
-    """Return the lists with the included rows; `of` is their number in the run."""
+    """Return the included rows; `of` is their number in the run."""
     siblings = view.rows(
         "select trajectory_id from trajectories where group_id in (select unnest(?::varchar[]))",
         chosen,

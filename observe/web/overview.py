@@ -34,8 +34,8 @@ ROUTINE: Final = ("end", "plan-period")
 """Decisions hidden on the first page: every group that was not trained has one."""
 
 PHASES: Final = ("queued", "worker", "siblings", "batch", "training")
-"""Phases from dispatch to commit, ending at: first placement; logged; last trajectory of the group
-logged; batch taken; step committed."""
+"""Phases end at: first placement; logged; last trajectory of the group logged; batch taken; step
+committed."""
 
 _POINTS: Final = f"""(
     select *, (row_number() over (order by step) - 1) * {POINTS_MAX}
@@ -227,8 +227,8 @@ def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
 
 
 def _invalid(view: RunView, points: Points) -> dict[str, Any]:
-    """Return invalid trajectories by fault: per point those of batches; in total by error class,
-    including groups without a step."""
+    """Return invalid trajectories by fault (per point those of batches), and in total by error
+    class."""
     places = _places(points)
     series: dict[str, list[int]] = {fault: [0] * len(points["step"]) for fault in FAULTS}
     errors: Counter[str] = Counter()
@@ -258,8 +258,7 @@ def _waits(view: RunView) -> dict[str, Any]:
 
 
 def _by_length(view: RunView) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return, by length bucket, mean seconds per phase of trained trajectories, and counts by
-    outcome."""
+    """Return, by length bucket, mean seconds per phase, and counts by outcome."""
     marks = (
         "g.dispatched_ns",
         "t.placed_ns",

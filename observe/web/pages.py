@@ -1,6 +1,6 @@
 """Pages of one step, group, version and trajectory.
 
-`--redact` hides token ids, texts, errors of rewards, environments and attempts, and `extra`.
+`--redact` hides token ids, texts, errors and `extra`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunSource:
         return HIDDEN if text and self.redact else text
 
     def contributions(self, sha256: str) -> list[dict[str, Any]]:
-        """Return the rows of a step; empty if the file is missing or unreadable."""
+        """Return the rows of a step; empty if unreadable."""
         return stored_contributions(self.policies, sha256)
 
 
@@ -305,8 +305,8 @@ def _segments(source: RunSource, found: Trajectory) -> dict[str, Any]:
 def _tokens(source: RunSource, found: Trajectory, start: int) -> dict[str, Any]:
     """Return arrays over tokens [start, start + TOKENS_MAX): text, log-probs, mask.
 
-    `text` is null without a tokenizer; ids and text are null when hidden. A token that is part of a
-    character appears as the replacement character.
+    `text` is null without a tokenizer; ids and text are null when hidden. A partial character
+    appears as the replacement character.
     """
     end = min(len(found.token_ids), start + TOKENS_MAX)
     ids = list(found.token_ids[start:end])

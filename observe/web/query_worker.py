@@ -1,7 +1,7 @@
 """Answer queries about one run in the thread that owns its log, without locks.
 
-The tables of a finished run are cached next to it. During the first read, queries are answered
-between pieces with the data so far; later, a query first reads new records.
+The tables of a finished run are cached next to it. During the first read, queries are answered from
+the data so far; later, new records are read first.
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ class QueryWorker:
             raise self._failed
 
     def start(self) -> None:
-        """Start reading the log while answering queries."""
         if not self._closing:
             self._thread.submit(self._tables.advance).add_done_callback(self._read_on)
 

@@ -71,7 +71,7 @@ class PageServer(LocalServer):
         super().__init__(_Handler, host=LOOPBACK, port=port, requests_max=REQUESTS_MAX)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore browsers that disconnect; raise other errors."""
+        """Ignore browsers that disconnect."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -1,8 +1,7 @@
 """Filtered, paged lists of steps, groups, trajectories and decisions.
 
 A list is ``{"total", "offset", "columns", "numbers", "rows"}``: rows are arrays, `numbers` the
-columns with bounds. Values are bound to queries, never written into SQL. New columns of the
-trajectories table appear automatically.
+columns with bounds. Values are bound to queries, never written into SQL.
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ class Listing:
 
     @property
     def numbers(self) -> list[str]:
-        """Return the columns with numbers or moments."""
         return [
             name for name, sql in self.columns.items() if _TYPES.get(sql, "VARCHAR") != "VARCHAR"
         ]
@@ -85,7 +83,6 @@ class Listing:
                 return asked.whole(key)
 
     def count(self, view: RunView, conditions: Sequence[Condition] = ()) -> int:
-        """Count matching rows."""
         where, values = _where(conditions)
         return int(view.value(f"select count(*) from {self.source} {where}", *values))
 

@@ -24,9 +24,9 @@ STOPPED: Final = """(select min(since_ns) from marks where kind = 'resumed'
 
 
 def timeline(view: RunView, from_s: float | None = None, until_s: float | None = None) -> Any:
-    """Return a row per worker name with the hostings in the window: [from, ready, until, version].
+    """Return a row per worker with its hostings in the window: [from, ready, until, version].
 
-    Times are seconds of the run. Too many short hostings are merged, with version -1.
+    Times are seconds of the run. Too many hostings are merged, with version -1.
     """
     last_s = (view.last_ns - view.first_ns) / 1e9
     low, high = from_s or 0.0, last_s if until_s is None else until_s
@@ -65,8 +65,7 @@ def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
     """Return the trainer's pieces in the window: [from, waited s, until, part, step, groups,
     tokens].
 
-    Work after the batch is one piece, numbered as its last part; a batch taken whole has no number.
-    Too many are merged as in `merged`.
+    A batch taken whole has no part number. Too many are merged as in `merged`.
     """
     found = view.rows(
         """with ahead as (
@@ -92,10 +91,7 @@ def _trainer(view: RunView, low: float, high: float) -> list[list[Any]]:
 
 
 def merged(pieces: list[list[Any]], most: int, narrow_s: float) -> list[list[Any]]:
-    """Merge neighbors that are narrower together than `narrow_s` into version -1, if too many.
-
-    Returns at most twice `most` pieces, if that width is the window divided by `most`.
-    """
+    """Merge neighbors narrower than `narrow_s` into version -1, if there are more than `most`."""
     if len(pieces) <= most:
         return pieces
     out: list[list[Any]] = []
@@ -175,9 +171,9 @@ UTILISATION: Final = f"""
 
 
 def utilisation(view: RunView) -> dict[str, Any]:
-    """Return per slice: used share of slots (all workers, least and most used), tokens per second.
+    """Return per slice: used share of slots (mean, least, most), tokens per second.
 
-    A slot is used from placement until release; requests that wait on a worker do not count.
+    A slot is used from placement until release; waiting requests do not count.
     """
     width_ns = _width_ns(view)
     newest_ns = view.value("select max(logged_ns) from trajectories") or 0

@@ -79,15 +79,12 @@ class RunView:
     _sampled: dict[int, int] = field(default_factory=dict, compare=False)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return the rows of a query; `values` fill its placeholders."""
         return self.catalogue.query(sql, values)
 
     def records(self, sql: str, *values: Any) -> list[dict[str, Any]]:
-        """Return the rows of a query as mappings."""
         return self.catalogue.records(sql, values)
 
     def value(self, sql: str, *values: Any) -> Any:
-        """Return the single value of a query; None without rows."""
         found = self.catalogue.one(sql, values)
         return None if found is None else found[0]
 
@@ -102,7 +99,7 @@ class RunView:
         return -1 if newest is None else int(newest)
 
     def sampled_from(self, version: int) -> int:
-        """Return the number of training groups of a version."""
+        """Count the training groups of a version."""
         if not self._sampled:
             sql = "select version, count(*) from groups where purpose = 'train' group by version"
             self._sampled.update(self.rows(sql))

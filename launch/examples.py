@@ -36,7 +36,7 @@ def example_file(task: str) -> Path:
 def make_model(
     directory: Path, task: str, *, context_tokens: int = CONTEXT_TOKENS, seed: int = 0
 ) -> int:
-    """Write a random Llama with about 1.2M parameters for a task; return their number.
+    """Write a random Llama with about 1.2M parameters for a task; return the exact number.
 
     Hidden 192, 2 layers, 6 heads, intermediate 768: it learns the built-in tasks on one core.
     """

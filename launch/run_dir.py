@@ -351,9 +351,9 @@ def check_room(path: Path) -> None:
 def locked(directory: RunDir, *, shared: bool = False) -> Iterator[None]:
     """Lock a run for the duration of the block; do nothing if its directory is missing.
 
-    `run` locks it exclusively, because a second orchestrator and restarting roles would fence
-    endlessly. Roles started alone share the lock, so that one can take over. Workers take none.
-    Raises UsageError.
+    `run` locks it exclusively, because its restarting roles and a second orchestrator would fence
+    each other endlessly. Roles started alone share the lock, so that one can take over. Workers
+    take none. Raises UsageError.
     """
     if not directory.path.is_dir():
         yield

@@ -77,7 +77,7 @@ DELAYS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 
 """Bounds in s."""
 
 LENGTHS: Final = tuple(float(2**power) for power in range(4, 18))
-"""Tokens."""
+"""Bounds in tokens."""
 
 LOADS: Final = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 

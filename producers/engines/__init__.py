@@ -1,1 +1,1 @@
-"""The inference engines, each imported only where it is used."""
+"""The inference engines, imported on demand."""

@@ -1,9 +1,6 @@
-"""What engines do alike: which models, requests, versions and KV caches they take, how a request
-leaves and how weights change. What a row of theirs is, and where its tokens come from, is each
-engine's own.
+"""Base classes that the engines share.
 
-An engine has one version at a time, or adapters on one base, several of them resident; then a
-request runs under the one of its version.
+An engine has one policy version, or several resident adapters on one base.
 """
 
 from __future__ import annotations
@@ -31,14 +28,13 @@ from dora_pipe.store.model_dir import CONFIG, positions_of, read_config
 
 
 def check_sizes(slots: int, context_tokens: int, threads: int) -> None:
-    """Raise ConfigError for sizes that no engine can have."""
+    """Raise ConfigError for sizes below 1."""
     if min(slots, context_tokens, threads) < 1:
         raise ConfigError("an engine needs at least one slot, one token and one thread")
 
 
 def need_positions(model_dir: Path, context_tokens: int) -> None:
-    """Raise PolicyError for a model whose positions end before a context does: one line, before an
-    engine is opened, and the same from every one."""
+    """Raise PolicyError if the model has fewer positions than a context."""
     longest = positions_of(read_config(model_dir))
     if longest is not None and longest < context_tokens:
         raise PolicyError(
@@ -50,7 +46,7 @@ def need_positions(model_dir: Path, context_tokens: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """A version that an engine has."""
+    """A resident version."""
 
     digest: str
 
@@ -60,32 +56,28 @@ R = TypeVar("R")
 
 
 class ResidentVersions(Generic[V]):
-    """Which policy versions an engine has: one, or with `adapters` several on one base.
-
-    Example: ``versions.add(path, version=7, digest=digest)`` after `settle`.
-    """
+    """Policy versions of an engine: one, or with `adapters` several on one base."""
 
     def __init__(self, kind: type[V], *, most: int, adapters: bool, base: str = "") -> None:
         self.most = most
         self.adapters = adapters
-        """Whether versions are adapters."""
         self.base = base
-        """Weights digest of the base, or of the one version; empty before there is one."""
+        """Weights digest of the base, or of the one version; empty without weights."""
         self._kind = kind
         self._latest = -1
         self._versions: dict[int, V] = {}
 
     def is_whole(self, weights: Path, digest: str) -> bool:
-        """Whether a file replaces the weights; else it is one more version on them."""
+        """Return whether a file replaces all weights; else it adds a version."""
         return not self.adapters or (base_of(weights) is None and digest != self.base)
 
     def replaces(self, version: int, digest: str) -> bool:
-        """Whether a load takes a version away that rows may run under."""
+        """Return whether rows may use a version that a load removes."""
         held = self._versions.get(version)
         return self.most == 1 or (held is not None and held.digest != digest)
 
     def settle(self, path: Path, *, version: int, digest: str) -> None:
-        """The engine has these weights now, as a version; whatever stood on others is gone."""
+        """Register new weights as the only version."""
         for held in list(self._versions):
             self.drop(held)
         self.base = digest
@@ -93,10 +85,8 @@ class ResidentVersions(Generic[V]):
             self.add(path, version=version, digest=digest)
 
     def add(self, path: Path, *, version: int, digest: str) -> None:
-        """Make an adapter resident, or the base itself as a version.
-
-        Raises PolicyError for one that does not belong here, ValueError when there is no room.
-        """
+        """Make an adapter or the base resident. Raises PolicyError for another base or model,
+        ValueError if full."""
         held = self._versions.get(version)
         if held is None and len(self._versions) >= self.most > 1:
             raise ValueError(f"{self.most} versions are resident; drop one first")
@@ -108,51 +98,45 @@ class ResidentVersions(Generic[V]):
         self._latest = version
 
     def forget(self) -> None:
-        """The engine has no weights any more."""
         for held in list(self._versions):
             self.drop(held)
         self.base = ""
 
     @property
     def digests(self) -> set[str]:
-        """Weights digests of what requests can run under."""
         return {one.digest for one in self._versions.values()} if self.adapters else {self.base}
 
     def drop(self, version: int) -> None:
-        """Forget a version; the base stays."""
         self._versions.pop(version, None)
 
     def knows(self, request: EngineRequest) -> bool:
-        """Whether what a request shall run under is here."""
         return not self.adapters or self.number_of(request) in self._versions
 
     def of(self, request: EngineRequest) -> V:
-        """What a request runs under. Raises ValueError for a version that is not resident."""
+        """Return the request's version. Raises ValueError if not resident."""
         number = self.number_of(request)
         if not self.knows(request):
             raise ValueError(f"{request.request}: version {number} is not resident")
         return self._versions[number] if self.adapters else self._kind(digest=self.base)
 
     def number_of(self, request: EngineRequest) -> int:
-        """The version that a request shall run under; -1 where there is but one."""
+        """Return a version number; -1 without adapters."""
         if not self.adapters:
             return -1
         return self._latest if request.version < 0 else request.version
 
     def _made(self, path: Path, version: int, digest: str) -> V:
-        """A version out of a file, or out of the base where the digest is the base's."""
         raise NotImplementedError
 
 
 class EngineBase(Generic[R]):
-    """The part of the port that engines share; a row of type R has a slot."""
+    """Shared parts of the engines; R is the type of a row."""
 
     name = ""
     declares: frozenset[str]
     _layout = ""
-    """Names how KV caches are arranged; empty where none leaves or arrives."""
+    """Layout of KV caches; empty without export."""
     _vocabulary: int | None = None
-    """Token ids are below it."""
     _versions: ResidentVersions[Any]
 
     def __init__(
@@ -170,26 +154,22 @@ class EngineBase(Generic[R]):
         self._decode = decode
         self._clock = clock or SystemClock()
         self._rows: dict[str, R] = {}
-        """By request, in the order in which they were added."""
+        """Rows by request, in order of arrival."""
         self._computed = self._reused = 0
 
     @property
     def prompt_tokens(self) -> PromptTokens:
-        """See the port."""
         return PromptTokens(computed=self._computed, reused=self._reused)
 
     @property
     def kv_tokens(self) -> int:
-        """See the port."""
         return self.slots * self.context_tokens
 
     @property
     def active(self) -> int:
-        """See the port."""
         return len(self._rows)
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
-        """See the port."""
         whole = self._versions.is_whole(weights, digest)
         if self._rows and (whole or self._versions.replaces(version, digest)):
             raise ValueError(f"{self.active} rows are active; weights change between requests")
@@ -201,7 +181,6 @@ class EngineBase(Generic[R]):
         return self._loaded(version, digest, started_ns)
 
     def sleep(self) -> WeightsLoaded:
-        """See the port."""
         if self._rows:
             raise ValueError(f"{self.active} rows are active; an engine sleeps between requests")
         started_ns = self._clock.now_ns()
@@ -210,12 +189,10 @@ class EngineBase(Generic[R]):
         return self._loaded(NO_VERSION, "", started_ns)
 
     def drop(self, version: int) -> None:
-        """See the port."""
         self._versions.drop(version)
         self._versions_changed()
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
-        """See the port; the next steps prefill all rows again."""
         if self._versions.adapters:
             raise ValueError("versions of a LoRA policy live beside each other")
         started_ns = self._clock.now_ns()
@@ -229,7 +206,6 @@ class EngineBase(Generic[R]):
         return [*(one for one in pending if one is not None), loaded]
 
     def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port; nor is one taken of tokens whose experts nobody would know."""
         kv = request.kv
         if kv is None or not self._versions.knows(request):
             return None
@@ -247,7 +223,6 @@ class EngineBase(Generic[R]):
         )
 
     def export(self, request: str) -> Exported | None:
-        """See the port."""
         row = self._rows.get(request)
         if row is None:
             return None
@@ -256,18 +231,15 @@ class EngineBase(Generic[R]):
         return exported
 
     def cancel(self, request: str) -> None:
-        """See the port."""
         row = self._rows.get(request)
         if row is not None:
             self._let_go(row)
 
     def close(self) -> None:
-        """Drop all requests."""
         for request in list(self._rows):
             self.cancel(request)
 
     def _check(self, request: EngineRequest) -> None:
-        """Raise ValueError, in one line, for a request that cannot be taken."""
         check_request(
             request, running=self._rows, slots=self.slots, context_tokens=self.context_tokens
         )
@@ -297,49 +269,45 @@ class EngineBase(Generic[R]):
         load_ms = (self._clock.now_ns() - started_ns) / 1e6
         return WeightsLoaded(version=version, digest=digest, load_ms=load_ms)
 
-    # What each engine does in its own way
+    # Hooks of the engines
 
     def step(self) -> list[EngineEvent]:
-        """See the port."""
         raise NotImplementedError
 
     def _has_weights(self) -> bool:
         return True
 
     def _read(self, weights: Path, version: int, digest: str) -> Any:
-        """What `_replace` takes. Raises PolicyError for another digest or model; nothing has
-        changed then."""
+        """Return the argument of `_replace`. Raises PolicyError for another digest or model."""
         raise NotImplementedError
 
     def _replace(self, held: Any, version: int, digest: str) -> None:
-        """Have these weights in place of those there are."""
         raise NotImplementedError
 
     def _release_memory(self) -> None:
-        """Let go of weights and KV caches; no row is active, and `_replace` comes next."""
+        """Release weights and KV caches; no row is active."""
         raise ValueError(f"engine {self.name} cannot sleep")
 
     def _versions_changed(self) -> None:
-        """Versions came, went or were replaced."""
+        """Handle changed versions."""
 
     def _interrupt(self, row: R) -> None:
-        """Weights will change under a row, which keeps its slot."""
+        """Prepare a row for a weight change."""
 
     def _go_on(self, row: R) -> None:
-        """Weights have changed under a row."""
+        """Resume a row after a weight change."""
 
     def _emit(self, row: R) -> TokensSampled | None:
-        """What is held back of a row, if anything is."""
+        """Return the row's pending tokens."""
         raise NotImplementedError
 
     def _let_go(self, row: R) -> None:
-        """Free the slot of a row, wherever it stands."""
+        """Free the row's slot, in any state."""
         raise NotImplementedError
 
     def _kv_of(self, row: R) -> Kv | None:
-        """A copy of a row's KV cache; None from an engine that cannot have it."""
         return None
 
     def _kv_array(self, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-        """Name, type and shape of the one array of a KV cache."""
+        """Return name, type and shape of the array."""
         raise NotImplementedError

@@ -1,10 +1,7 @@
-"""Keeps the keys and values of sequences that have left their slot; decides which are forgotten.
+"""Prefix cache of keys and values, over finished sequences and prompts; without torch.
 
-A tree per version: an edge is a stretch of token ids with what was computed of it, and sequences
-that begin alike share its first edges. What a key is depends on the tokens before it and on the
-weights alone, so whoever begins with the same ids under the same weights may go on from it. Sizes
-are bounded in tokens; what was not used for longest goes first, ends before beginnings. (The radix
-tree of SGLang, Zheng et al. 2023, here over copies instead of pages.) Without torch.
+A radix tree per weights digest, as in SGLang (Zheng et al. 2023) but over copies: an edge holds
+token ids and their data. Bounded in tokens; evicts least recently used edges, leaves first.
 """
 
 from __future__ import annotations
@@ -22,18 +19,18 @@ from dora_pipe.producers.engines.slots import Integers
 Ids = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 Copied = Callable[[int, int], Array]
-"""(start, end) -> a copy of what was computed of these positions: [..., tokens, head_dim]."""
+"""(start, end) -> copied data of these positions: [..., tokens, head_dim]."""
 
 
 @dataclass(slots=True, eq=False)
 class _Edge:
-    """A stretch of tokens behind its `parent`; a root has none of either."""
+    """Tokens after those of `parent`."""
 
     ids: Integers
     data: Array
     parent: _Edge | None
     children: dict[int, _Edge] = field(default_factory=dict)
-    """By the first token of each."""
+    """Children by first token."""
 
 
 def _root() -> _Edge:
@@ -41,34 +38,33 @@ def _root() -> _Edge:
 
 
 class KeptPrefixes:
-    """See the module.
+    """Cached prefixes by weights digest.
 
-    Example: ``kept.keep("ab12", ids, copied)``, then ``kept.longest("ab12", longer_ids)`` is what
-    was computed of the common beginning.
+    Example: ``kept.keep("ab12", ids, copied)``, then ``kept.longest("ab12", longer_ids)`` returns
+    the data of the common prefix.
     """
 
     def __init__(self, *, tokens_max: int) -> None:
         self.tokens_max = tokens_max
         self.tokens = 0
-        """Held now; at most `tokens_max`."""
         self._roots: dict[str, _Edge] = {}
-        """By weights digest."""
+        """Roots by weights digest."""
         self._edges: OrderedDict[_Edge, None] = OrderedDict()
-        """The least recently used first; an edge always stands behind those that follow on it."""
+        """Least recently used first; a parent is always after its children."""
 
     def known(self, weights: str, ids: Integers) -> int:
-        """How many of the first tokens are held."""
+        """Return the number of cached first tokens."""
         return sum(used for _, used in self._path(weights, ids))
 
     def longest(self, weights: str, ids: Integers) -> Array | None:
-        """What is held of the longest beginning, which counts as used; None without any."""
+        """Return the data of the longest cached prefix and mark it used; None if empty."""
         path = self._path(weights, ids)
         self._use([edge for edge, _ in path])
         found = [edge.data[..., :used, :] for edge, used in path]
         return np.concatenate(found, axis=-2) if found else None
 
     def keep(self, weights: str, ids: Integers, copied: Copied) -> None:
-        """Hold a sequence, unless it is too long; only what is not held yet is copied."""
+        """Cache a sequence unless it is too long; copies only what is new."""
         if len(ids) > self.tokens_max:
             return
         path = self._path(weights, ids)
@@ -82,7 +78,7 @@ class KeptPrefixes:
         self._shrink()
 
     def retain(self, weights: Collection[str]) -> None:
-        """Forget what was computed under other weights than these."""
+        """Forget prefixes of other weights."""
         for gone in set(self._roots) - set(weights):
             left = list(self._roots.pop(gone).children.values())
             while left:
@@ -91,7 +87,7 @@ class KeptPrefixes:
                 self._forget(edge)
 
     def _path(self, weights: str, ids: Integers) -> list[tuple[_Edge, int]]:
-        """The edges that a sequence begins with, and how many tokens of each."""
+        """Return the edges of the cached prefix, and the tokens used of each."""
         edge, at, found = self._roots.get(weights), 0, []
         while edge is not None and at < len(ids):
             edge = edge.children.get(int(ids[at]))
@@ -105,7 +101,6 @@ class KeptPrefixes:
         return found
 
     def _use(self, path: list[_Edge]) -> None:
-        """These edges, from a root on, were used now."""
         for edge in reversed(path):
             self._edges.move_to_end(edge)
 
@@ -116,7 +111,7 @@ class KeptPrefixes:
         return edge
 
     def _split(self, edge: _Edge, used: int) -> _Edge:
-        """Cut an edge in two; the first half, which is new. Copies, so that each can be freed."""
+        """Split an edge and return the first half; copies let each half be freed."""
         first = _Edge(edge.ids[:used].copy(), edge.data[..., :used, :].copy(), edge.parent)
         assert edge.parent is not None
         edge.parent.children[int(first.ids[0])] = first
@@ -139,7 +134,7 @@ class KeptPrefixes:
 
 
 def common_prefix(one: Ids, other: Ids) -> int:
-    """How many first tokens are equal."""
+    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     differing = np.flatnonzero(one[:size] != other[:size])
     return int(differing[0]) if len(differing) else size

@@ -1,8 +1,5 @@
-"""The engines that a worker may have: a row for each, and `module:attribute` for a user's own; and
-whether one can what a run asks for.
-
-Nothing of an engine is imported here: `open` does that, in the worker's process.
-"""
+"""The engines that a worker can use, and checks of their support for a run. Only `open` imports an
+engine."""
 
 from __future__ import annotations
 
@@ -34,42 +31,34 @@ from dora_pipe.producers.engines.vllm.options import check_args
 from dora_pipe.store.vocabulary import unassigned_ids
 
 MOVES: Final = "moves"
-"""What a worker declares that lets go of running requests; see `Requests.move`."""
+"""Capability to migrate running requests; see `Requests.move`."""
 
 VLLM: Final = "vllm"
 
 VLLM_RANK_MAX: Final = 512
-"""Of an adapter that vLLM hosts."""
 
 VLLM_HINT: Final = f"make vllm (CPU), make gpu or {install_hint('vllm')}; see docs/vllm.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What a run has to know of an engine before one is opened."""
+    """Properties of an engine before it is opened."""
 
     open: Callable[[Path, Config, Decode], Engine]
-    """With the model's directory and the worker's keys. Raises ConfigError, PolicyError."""
+    """Opens a model directory. Raises ConfigError, PolicyError."""
     packages: tuple[str, ...] = ()
-    """Modules that it needs."""
     hint: str = ""
-    """What to do where one is missing."""
+    """Hint if a package is missing."""
     check_model: Callable[[Path, Config], None] | None = None
-    """Raises PolicyError for a model directory that it does not take, ConfigError for keys that do
-    not go with it, before anything starts."""
+    """Raises PolicyError for an unsupported model, ConfigError for conflicting keys."""
     gpus: bool = True
-    """Whether it computes on a GPU that `workers.gpus` gives it."""
     lora_rank_max: int | None = None
-    """Of an adapter that it hosts; None: as large as one likes."""
+    """Maximum adapter rank; None: unlimited."""
     routes: bool = False
-    """Whether it can say through which experts of a mixture tokens went (`sampling.routes`)."""
 
 
 def engine_kind(name: str, directory: str = "") -> EngineKind:
-    """The row of an engine; `directory` is where a user's module lies, unless it is imported.
-
-    Raises ConfigError for an unknown one, and for a module of a user's that cannot be used.
-    """
+    """Return an engine; `directory` contains a user's module. Raises ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
@@ -88,7 +77,7 @@ def engine_kind(name: str, directory: str = "") -> EngineKind:
 
 
 def need_engines(names: Iterable[str], directory: str = "") -> None:
-    """Raise ConfigError, before anything starts, where these engines cannot run."""
+    """Raise ConfigError if a required package is missing."""
     for name in sorted(set(names)):
         kind = engine_kind(name, directory)
         for package in kind.packages:
@@ -100,7 +89,7 @@ def need_engines(names: Iterable[str], directory: str = "") -> None:
 
 
 def check_engines(config: Config, names: Iterable[str]) -> None:
-    """Raise ConfigError where one of these engines and the run's keys do not go together."""
+    """Raise ConfigError if an engine does not support the config."""
     rank = config.lora.rank
     for name in sorted(set(names)):
         kind = engine_kind(name, config.task.directory)
@@ -123,8 +112,7 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
 
 
 def check_model(config: Config, names: Iterable[str], directory: Path) -> None:
-    """Raise PolicyError for a model directory that one of these engines does not take, ConfigError
-    where it has no room for the run's contexts."""
+    """Raise PolicyError for an unsupported model, ConfigError if contexts do not fit."""
     for name in sorted(set(names)):
         check = engine_kind(name, config.task.directory).check_model
         if check is not None:
@@ -132,8 +120,8 @@ def check_model(config: Config, names: Iterable[str], directory: Path) -> None:
 
 
 def capabilities(engine: Engine, *, moves: bool) -> tuple[str, ...]:
-    """What a worker says it can. Requests stay where they are unless they (`moves`) and the engine
-    go on elsewhere: with their cache, or after a prefill with the same random stream."""
+    """Return the worker's capabilities. Migration requires `moves`, and resuming by cache or exact
+    prefill with the same random stream."""
     goes_on = {KV_EXPORT, PREFILL_EXACT, COUNTER_SAMPLING} & engine.declares
     return tuple(sorted(engine.declares | ({MOVES} if goes_on and moves else set())))
 
@@ -141,8 +129,8 @@ def capabilities(engine: Engine, *, moves: bool) -> tuple[str, ...]:
 def check_capabilities(
     engine: Engine, config: Config, assets: Path | None = None, *, elastic: bool = False
 ) -> None:
-    """Raises ConfigError for an engine that cannot do what the run asks for, or what is asked of an
-    elastic worker, or what the model of these `assets` needs."""
+    """Raise ConfigError for a capability that the run, a colocated worker (`elastic`) or the model
+    needs and the engine lacks."""
     if assets is not None and unassigned_ids(assets) and UNASSIGNED_LEFT_OUT not in engine.declares:
         raise ConfigError(
             f"the model has embedding rows without a token, and engine {engine.name} may sample"
@@ -173,7 +161,7 @@ def check_capabilities(
 
 
 def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
-    """The engine that a worker's configuration means. Raises ConfigError where it cannot run."""
+    """Open the configured engine. Raises ConfigError."""
     name, modules = config.workers.engine, config.task.directory
     need_engines([name], modules)
     with importable(modules):
@@ -181,7 +169,6 @@ def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
 
 
 def _sizes(config: Config, decode: Decode) -> dict[str, Any]:
-    """What every built-in engine is opened with."""
     return {
         "slots": config.workers.slots,
         "context_tokens": config.workers.context_tokens,
@@ -217,7 +204,7 @@ def _check_vllm_model(directory: Path, config: Config) -> None:
 
     context_tokens = config.workers.context_tokens
     need_positions(directory, context_tokens)
-    if not config.workers.vllm.addresses:  # A server that runs already was told by others.
+    if not config.workers.vllm.addresses:  # The sizes of a running server are set elsewhere.
         need_kv_room(directory, _vllm_settings(config)["settings"], context_tokens)
 
 
@@ -230,13 +217,12 @@ def _vllm_settings(config: Config) -> dict[str, Any]:
 
 
 def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
-    """Raises ConfigError for a server's address without a key, and as `_check_vllm_model` does."""
     from dora_pipe.producers.engines.vllm.http import Address
     from dora_pipe.producers.engines.vllm.serve import KEY_VARIABLE
     from dora_pipe.producers.engines.vllm.server import VllmEngine
 
     if not config.workers.vllm.addresses:
-        _check_vllm_model(assets, config)  # else it would be told when the server has come
+        _check_vllm_model(assets, config)  # fail before the server starts
     addresses, key = config.workers.vllm.addresses, os.environ.get(KEY_VARIABLE, "")
     if addresses and not key:
         raise ConfigError(

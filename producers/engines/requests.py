@@ -1,11 +1,7 @@
-"""What engines say alike of a request: whether it can be taken, when its text ends it, what is held
-back of it. Without torch.
+"""Checks, stop strings and pending tokens of requests; without torch.
 
-Stop strings are looked for in a short window of tokens: decoding everything after every token would
-be quadratic, and decoding a token alone would be wrong, as a character may be spread over several
-tokens, and some tokenizers treat the first token of a text differently. What the window shows
-beyond the text that was known before is new (the method of text-generation servers, which call it
-incremental detokenization).
+Stop strings are matched in a short window of tokens: decoding all text is quadratic, and a token
+may hold part of a character (incremental detokenization of text-generation servers).
 """
 
 from __future__ import annotations
@@ -28,25 +24,25 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.schemas.routes import Routes
 
 Decode = Callable[[Sequence[int]], str]
-"""Text of tokens; an incomplete character decodes to U+FFFD."""
+"""Incomplete characters decode to U+FFFD."""
 
 WINDOW_TOKENS: Final = 6
-"""Tokens of known text that give the new ones their context."""
+"""Known tokens, as context of new ones."""
 
 WINDOW_TOKENS_MAX: Final = 32
-"""A window whose last character is still incomplete after so many tokens is taken as it is."""
+"""Limit while the last character is incomplete."""
 
 _INCOMPLETE: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class Running(Container[str], Sized, Protocol):
-    """The names of the requests in the engine's slots."""
+    """Names of running requests."""
 
 
 def check_request(
     request: EngineRequest, *, running: Running, slots: int, context_tokens: int
 ) -> None:
-    """Raise ValueError, in one line, for a request that cannot be taken into a free slot."""
+    """Raise ValueError for a request that cannot be added."""
     name, tokens = request.request, len(request.token_ids)
     if name in running:
         raise ValueError(f"{name}: is running already")
@@ -75,8 +71,7 @@ def kv_mismatch(
     dtype: str,
     shape: tuple[int, ...],
 ) -> str | None:
-    """Why a KV cache, which shall be one array of this name, does not belong under this request
-    here; None if it does."""
+    """Return why a KV cache does not match, or None."""
     if kv.weights != weights:
         return "other weights"
     if kv.layout != layout:
@@ -92,7 +87,7 @@ def kv_mismatch(
 
 
 def stop_text(request: EngineRequest, decode: Decode | None) -> StopText | None:
-    """What watches for the request's stop strings; None without any. Raises ValueError."""
+    """Return a matcher, or None. Raises ValueError without `decode`."""
     if not request.params.stop:
         return None
     if decode is None:
@@ -119,22 +114,22 @@ def _check_params(name: str, params: SamplingParams) -> None:
 
 
 class StopText:
-    """The end of a request's text, as far as its stop strings need it.
+    """Matcher of a request's stop strings.
 
-    Example: ``StopText(decode, ("</s>",), sampled=[5, 9]).feed(11)`` is True as soon as the text
-    of all tokens contains ``</s>`` and a part of it is new.
+    Example: ``StopText(decode, ("</s>",), sampled=[5, 9]).feed(11)`` is True once the text contains
+    ``</s>`` and a part of it is new.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str], sampled: Sequence[int]) -> None:
         self._decode = decode
         self._stops = tuple(stops)
         self._keep = max(map(len, self._stops)) - 1
-        """Characters of known text that a stop string may begin with."""
+        """Known characters in which a stop string may begin."""
         self._tail = self._end_of(decode(sampled)) if sampled else ""
         self._restart_window(list(sampled))
 
     def feed(self, token: int) -> bool:
-        """Take the next token; whether a stop string ends in what it adds."""
+        """Add a token; return whether a stop string ends in the new text."""
         self._window.append(token)
         text = self._decode(self._window)
         new = text[len(self._known) :]
@@ -146,7 +141,7 @@ class StopText:
         return False
 
     def _ends_in(self, new: str) -> bool:
-        # A match within the known text was found when it was new, or belongs to an earlier turn.
+        # Matches in known text were reported, or belong to an earlier turn.
         text, known = self._tail + new, len(self._tail)
         return any(text.find(stop, max(0, known - len(stop) + 1)) >= 0 for stop in self._stops)
 
@@ -161,7 +156,7 @@ class StopText:
 
 @dataclass(slots=True, kw_only=True)
 class RunningRequest:
-    """A request in its slot, and what was sampled for it there."""
+    """A request in its slot, with its samples."""
 
     request: EngineRequest
     stops: StopText | None
@@ -169,26 +164,23 @@ class RunningRequest:
     logprobs: list[float] = field(default_factory=list)
     sampler_logprobs: list[float] = field(default_factory=list)
     sent: int = 0
-    """Tokens that went out in events."""
+    """Emitted tokens."""
     first_ns: int = 0
-    """Wall clock of the first token."""
 
     @property
     def sequence(self) -> list[int]:
-        """What it came with, and what was sampled."""
         return [*self.request.token_ids, *self.tokens]
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
         return len(self.request.token_ids) + len(self.tokens)
 
     def extend(
         self, tokens: list[int], logprobs: list[float], sampler_logprobs: list[float]
     ) -> StopReason | None:
-        """New tokens; why the request ends by them, as far as that is decided here.
+        """Append tokens; return why the request ends.
 
-        What follows a stop string, or a log-prob that is not finite with its token, is dropped.
+        Drops tokens after a stop string, and from the first log-prob that is not finite.
         """
         for token, logprob, sampler_logprob in zip(tokens, logprobs, sampler_logprobs, strict=True):
             if not math.isfinite(logprob):
@@ -201,7 +193,6 @@ class RunningRequest:
         return None
 
     def emit(self) -> TokensSampled | None:
-        """What is held back, if anything is."""
         start, self.sent = self.sent, len(self.tokens)
         if start == self.sent:
             return None
@@ -215,16 +206,15 @@ class RunningRequest:
         )
 
     def routes_of(self, start: int, end: int) -> Routes | None:
-        """Of the tokens that were sampled as numbers [start, end), where the engine knows them."""
+        """Return the experts of sampled tokens [start, end), if known."""
         return None
 
     def emits(self, reason: StopReason | None) -> bool:
-        """Whether anything goes out after a step: enough is held back, or there is a `reason`."""
+        """Return whether a step emits."""
         return reason is not None or 0 < self.request.emit_every <= len(self.tokens) - self.sent
 
     def events(self, reason: StopReason | None, said: str = "") -> list[EngineEvent]:
-        """What goes out after a step: tokens if enough are held back, all and its end where there
-        is a `reason`; `said` is what is known of an error."""
+        """Return the events of a step; `said` describes an error."""
         if not self.emits(reason):
             return []
         sampled = self.emit()

@@ -1,9 +1,7 @@
-"""An engine without a model: tokens and lengths are hashes, a step takes no real time.
+"""An engine without a model, torch or device, for tests and the simulator.
 
-It keeps every promise it declares, so that the roles and the simulator can be tested with it, and
-it needs neither torch nor a device. Its KV cache is what its next token depends on, so that the
-cache of another request or another policy is noticed. The tokens are a function of (weights digest,
-seed, position): a trajectory that was mixed from two policy versions does not equal one of either.
+Tokens are hashes of (weights digest, seed, position), so tests detect mixed versions and wrong KV
+caches.
 """
 
 from __future__ import annotations
@@ -36,26 +34,25 @@ from dora_pipe.producers.engines.port import (
 from dora_pipe.producers.engines.requests import Decode, RunningRequest, stop_text
 
 VOCABULARY = 96
-"""Token ids are in range(VOCABULARY), like those of the arithmetic demo."""
 END_TOKEN = 2
-"""Ends a turn; the hash never draws it."""
+"""End of a turn; the hash never draws it."""
 LENGTH_MU = 1.2
 LENGTH_SIGMA = 1.3
 LENGTH_UNITS_MAX = 60
-"""Turn lengths in tokens are 2 n + 3, n log-normal(mu, sigma) within 1..60: the demo's."""
+"""Turns have 2 n + 3 tokens, n log-normal(mu, sigma) in 1..60, as in the demo."""
 
 KV_ARRAY = "state"
-"""The one array of an exported cache: uint64 [2], seed and position."""
+"""Array of an exported cache: uint64 [2], seed and position."""
 
 _MASK = (1 << 64) - 1
 _GREEDY_SEED = 0
 
 Lengths = Callable[[int, int], int]
-"""(seed, turn) -> sampled tokens of that turn, its end token included; at least 1."""
+"""(seed, turn) -> tokens with the end token; at least 1."""
 
 
 def mix64(value: int) -> int:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64-bit integers."""
+    """Return splitmix64's finalizer (Steele, Lea and Flood 2014), a bijection of 64-bit words."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -63,7 +60,7 @@ def mix64(value: int) -> int:
 
 
 def long_tailed_length(seed: int, turn: int) -> int:
-    """Tokens of a turn: 5 to 123, median 11, a tail as in the demo; a function of (seed, turn)."""
+    """Return a turn's tokens: 5 to 123, median 11."""
     first, second = mix64(mix64(seed) ^ turn), mix64(mix64(seed ^ _MASK) ^ turn)
     radius = math.sqrt(-2 * math.log((first + 1) / 2**64))
     normal = radius * math.cos(2 * math.pi * second / 2**64)
@@ -73,24 +70,20 @@ def long_tailed_length(seed: int, turn: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Row(RunningRequest):
-    """A request in its slot."""
-
     seed: int
     turn_ends: int
-    """The count of sampled tokens at which the end token comes."""
+    """Sampled tokens when the turn ends."""
     under: Version
     computed: bool = False
-    """Its cache is complete: it came with one, or a step has prefilled it."""
+    """The cache is imported or prefilled."""
 
     @property
     def sampled(self) -> int:
-        """Tokens that count against `max_tokens`."""
         return self.request.sampled + len(self.tokens)
 
 
 @lru_cache(maxsize=1024)
 def _key(digest: str) -> int:
-    """What a policy's tokens depend on; 0 before there is one."""
     return int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big") if digest else 0
 
 
@@ -99,7 +92,7 @@ def _seed(request: EngineRequest) -> int:
 
 
 class _Versions(ResidentVersions[Version]):
-    """With one resident every load replaces it, with several none does: there is no base."""
+    """Versions without a base."""
 
     def is_whole(self, weights: Path, digest: str) -> bool:
         return not self.adapters
@@ -118,7 +111,7 @@ def _policy(version: int, digest: str) -> Version:
 
 
 class SimulatedEngine(EngineBase[_Row]):
-    """See the module. `decode` is needed for stop strings only. `load` reads no file.
+    """Simulated engine; only stop strings require `decode`, and `load` reads no file.
 
     Example: ``SimulatedEngine(slots=8, context_tokens=256)``
     """
@@ -154,13 +147,11 @@ class SimulatedEngine(EngineBase[_Row]):
         self._asleep = False
 
     def drop(self, version: int) -> None:
-        """See the port."""
         gone = self._versions.of_number(version)
         assert all(row.under is not gone for row in self._rows.values()), "rows run under it"
         super().drop(version)
 
     def add(self, request: EngineRequest) -> None:
-        """See the port."""
         self._check(request)
         seed = _seed(request)
         self._rows[request.request] = _Row(
@@ -173,7 +164,6 @@ class SimulatedEngine(EngineBase[_Row]):
         )
 
     def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port."""
         misfit = super().kv_error(request)
         if misfit is not None or request.kv is None:
             return misfit
@@ -181,7 +171,6 @@ class SimulatedEngine(EngineBase[_Row]):
         return None if request.kv.arrays[KV_ARRAY].tolist() == wanted else "another request"
 
     def step(self) -> list[EngineEvent]:
-        """See the port; events come in the order in which the requests were added."""
         events: list[EngineEvent] = []
         for row in list(self._rows.values()):
             reason = self._advance(row)
@@ -192,14 +181,12 @@ class SimulatedEngine(EngineBase[_Row]):
 
     @property
     def kv_used_tokens(self) -> int:
-        """See the port: what a real engine would hold."""
         return sum(row.length for row in self._rows.values())
 
     def _read(self, weights: Path, version: int, digest: str) -> None:
         _policy(version, digest)
 
     def _replace(self, held: None, version: int, digest: str) -> None:
-        """The tokens of rows depend on the version that they are under."""
         self._asleep = False
 
     def _release_memory(self) -> None:
@@ -231,7 +218,6 @@ class SimulatedEngine(EngineBase[_Row]):
         )
 
     def _turn_end(self, seed: int, sampled: int) -> int:
-        """The end of the turn that the token after `sampled` ones belongs to."""
         end, turn = 0, 0
         while end <= sampled:
             end += max(1, self._lengths(seed, turn))
@@ -239,7 +225,6 @@ class SimulatedEngine(EngineBase[_Row]):
         return end
 
     def _advance(self, row: _Row) -> StopReason | None:
-        """Sample one token; why the request ends with it, or None."""
         params = row.request.params
         if not row.tokens:
             row.first_ns = self._clock.wall_ns()
@@ -254,7 +239,6 @@ class SimulatedEngine(EngineBase[_Row]):
         return reason or ("length" if full else None)
 
     def _sample(self, row: _Row) -> tuple[int, float]:
-        """Token and log-prob, functions of (digest, seed, position)."""
         drawn = mix64(mix64(_key(row.under.digest) ^ row.seed) ^ row.length)
         token = drawn % (VOCABULARY - 1)
         token += token >= END_TOKEN

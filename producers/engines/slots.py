@@ -1,8 +1,4 @@
-"""What an engine knows of the request in each slot; decides when one emits and when it ends.
-
-One array per property, indexed by slot, so that a step costs a few array operations whatever the
-number of rows. Only rows that emit or end are looked at one by one.
-"""
+"""State of the requests in an engine's slots, as one array per property."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The tokens of a batch and their log-probs: the policy's, and the sampler's (0 if greedy)."""
+    """Sampled tokens of a batch, with log-probs of policy and sampler (0 if greedy)."""
 
     tokens: Integers
     logprobs: Floats
@@ -39,13 +35,12 @@ class Drawn:
 
 
 class SlotRoutes:
-    """Through which experts the tokens in the slots went, `layers` times `per_token` numbers each.
+    """Routed experts of the tokens in the slots.
 
-    What was computed of position p is the entry of token p + 1, which came from it
-    (`schemas.routes`).
+    Experts computed at position p belong to token p + 1 (`schemas.routes`).
 
     Example: ``routes.enter(slot, request)``, ``routes.note(slots, positions, choices)`` after each
-    pass, ``routes.since(slot, start, end)`` for what goes out.
+    pass, ``routes.since(slot, start, end)`` for an event.
     """
 
     def __init__(
@@ -62,23 +57,23 @@ class SlotRoutes:
         self._routed[slot], self._wanted[slot] = request.routed, request.params.routes
 
     def note(self, slots: Integers, positions: Integers, choices: Choices) -> None:
-        """What a pass has chosen at positions of slots: `choices` [rows, layers, per_token]."""
+        """Store `choices` [rows, layers, per_token] of a pass."""
         self._entries[slots, positions + 1] = choices
 
     def since(self, slot: int, start: int, end: int, *, first: bool) -> Routes | None:
-        """Of tokens [start, end), and in the `first` event of a stay of those before them that are
-        not known; None where nobody asked."""
+        """Return the experts of tokens [start, end), in the `first` event also of earlier unknown
+        tokens; None if not requested."""
         if not self._wanted[slot]:
             return None
         begin = min(start, int(self._routed[slot])) if first else start
         return Routes.of(self._entries[slot, begin:end], self._experts)
 
     def adopt(self, slot: int, choices: Choices) -> None:
-        """What was computed of the first positions, as `copied` gave it."""
+        """Store the experts of the first positions, as from `copied`."""
         self._entries[slot, 1 : choices.shape[1] + 1] = choices.transpose(1, 0, 2)
 
     def copied(self, slot: int, start: int, end: int) -> Choices:
-        """A copy of what was computed of positions: [layers, end - start, per_token]."""
+        """Copy the experts of positions: [layers, end - start, per_token]."""
         return self._entries[slot, start + 1 : end + 1].transpose(1, 0, 2).copy()
 
 
@@ -89,22 +84,19 @@ class SlotTable:
         self, *, slots: int, context_tokens: int, routes: SlotRoutes | None = None
     ) -> None:
         self.routes = routes
-        """Through which experts tokens went, where that is kept."""
         self.length = np.zeros(slots, np.int64)
-        """Tokens of the sequence, the last one not yet in the cache."""
+        """Sequence lengths; the last token is not in the cache."""
         self.cached = np.zeros(slots, np.int64)
-        """Positions whose keys and values are in the cache."""
         self.last = np.zeros(slots, np.int64)
-        """The last token of the sequence: the input of the next step."""
+        """Last token: the input of the next step."""
         self.prompts: list[Integers] = [self.last[:0]] * slots
-        """The tokens a request came with."""
         self._context_tokens = context_tokens
         self._names = [""] * slots
-        self._given = np.zeros(slots, np.int64)  # tokens a request came with
+        self._given = np.zeros(slots, np.int64)  # tokens that the request came with
         self._arrivals = np.zeros(slots, np.int64)
         self._arrived = 0
-        self._count = np.zeros(slots, np.int64)  # tokens sampled in this stay
-        self._sent = np.zeros(slots, np.int64)  # of which in events
+        self._count = np.zeros(slots, np.int64)  # tokens sampled in this attempt
+        self._sent = np.zeros(slots, np.int64)  # those already emitted
         self._limit = np.zeros(slots, np.int64)
         self._emit_at = np.zeros(slots, np.int64)
         self._emit_every = np.zeros(slots, np.int64)
@@ -118,7 +110,7 @@ class SlotTable:
     def enter(
         self, slot: int, request: EngineRequest, stops: StopText | None, *, cached: int = 0
     ) -> None:
-        """Take over a checked request, with the first `cached` positions in the cache."""
+        """Add a checked request with `cached` positions in the cache."""
         params, tokens = request.params, np.array(request.token_ids, np.int64)
         self.prompts[slot] = tokens
         self.length[slot] = self._given[slot] = len(tokens)
@@ -139,14 +131,13 @@ class SlotTable:
             self.routes.enter(slot, request)
 
     def leave(self, slot: int) -> str:
-        """Forget the request of a slot; its name."""
+        """Remove the request of a slot; return its name."""
         self.prompts[slot] = self.last[:0]
         self._stop_texts.pop(slot, None)
         self.cached[slot] = 0
         return self._names[slot]
 
     def emit(self, slot: int) -> TokensSampled | None:
-        """What was sampled and not yet emitted, if anything was."""
         start, end = int(self._sent[slot]), int(self._count[slot])
         if start == end:
             return None
@@ -163,19 +154,18 @@ class SlotTable:
         )
 
     def _routes_of(self, slot: int, start: int, end: int) -> Routes | None:
-        """Of the tokens that were sampled as numbers [start, end)."""
         if self.routes is None:
             return None
         given = int(self._given[slot])
         return self.routes.since(slot, given + start, given + end, first=not start)
 
     def prefill_again(self, slot: int) -> None:
-        """Make the whole sequence of a slot its prompt, with nothing of it in the cache."""
+        """Make the whole sequence the prompt, nothing cached."""
         self.prompts[slot] = self.sequence(slot)
         self.cached[slot] = 0
 
     def sequence(self, slot: int) -> Integers:
-        """All tokens of a slot that has not ended with an error."""
+        """Return all tokens; invalid after an error."""
         count = int(self._count[slot])
         given = self.prompts[slot][: self.length[slot] - count]
         return np.concatenate([given, self._tokens[slot, :count]])
@@ -183,9 +173,9 @@ class SlotTable:
     def record(
         self, order: Integers, drawn: Drawn, wall_ns: Callable[[], int]
     ) -> list[EngineEvent]:
-        """Give the slots of `order` their drawn tokens: events by arrival.
+        """Store drawn tokens of the slots of `order`; return events by arrival.
 
-        A request whose log-prob is not finite ends with an error, without that token.
+        A log-prob that is not finite ends its request without that token.
         """
         at = self._count[order]
         if not at.all():
@@ -216,7 +206,6 @@ class SlotTable:
         return self._events_of(reasons)
 
     def _events_of(self, reasons: dict[int, StopReason | None]) -> list[EngineEvent]:
-        """Events of the slots that emit or end."""
         events: list[EngineEvent] = []
         for slot in sorted(reasons, key=lambda slot: int(self._arrivals[slot])):
             reason, error = reasons[slot], None
@@ -232,7 +221,6 @@ class SlotTable:
         return events
 
     def _text_stops(self, order: Integers, tokens: Integers) -> Flags:
-        """Whether the text of each row now contains a stop string."""
         watched = np.isin(order, list(self._stop_texts))
         stops = np.zeros(len(order), np.bool_)
         for row in np.flatnonzero(watched):

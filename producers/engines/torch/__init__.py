@@ -1,2 +1,1 @@
-"""The own engine: Hugging Face causal models in float32 on a CPU, with bits that do not depend on
-the batch."""
+"""The built-in engine: batch-invariant Hugging Face causal models, float32, CPU."""

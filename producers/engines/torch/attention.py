@@ -1,10 +1,8 @@
-"""The attention of one step: decides which products read which keys, never what they compute.
+"""The attention of one step.
 
-Every token row attends by the same two products for each key-value head, [group, head_dim] x
-[head_dim, keys] and [group, keys] x [keys, head_dim]; `keys` is a function of its position. With
-latents the keys are the values, too (see `latent`). Only where the keys come from differs: the rows
-of a pool as they lie (decode), a gathered copy for the prompts' tokens at low positions, and for
-the others the one row in place, for all its tokens.
+A row has two products per key-value head, [group, head_dim] x [head_dim, keys] and [group, keys] x
+[keys, head_dim]; `keys` depends only on its position. Decode reads a pool in place; prompt tokens
+read a gathered copy at low positions, else one row in place.
 """
 
 from __future__ import annotations
@@ -20,14 +18,13 @@ from dora_pipe.producers.engines.slots import Integers
 from dora_pipe.producers.engines.torch.kv import KvCache, Pool
 
 GATHER_KEYS_MAX = 128
-"""A gathered copy is read once: worth it for few keys, where it saves calls, not for many."""
+"""A gathered copy saves calls but is read once."""
 GATHER_TOKENS_MAX = 24
-"""Longer runs of one prompt read their keys in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Prompt tokens to prefill: positions [start, end) of the sequence in a slot."""
+    """Positions [start, end) of a slot to prefill."""
 
     slot: int
     start: int
@@ -36,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The part of a piece whose positions read the same number of keys."""
+    """Positions of a piece with equal `keys`."""
 
     slot: int
     start: int
@@ -47,12 +44,11 @@ class Run:
 
     @property
     def gathered(self) -> bool:
-        """Whether its tokens read a copy, together with those of other runs."""
         return self.keys <= GATHER_KEYS_MAX and self.end - self.start <= GATHER_TOKENS_MAX
 
 
 def split_pieces(kv: KvCache, pieces: Sequence[Piece]) -> list[Run]:
-    """Runs in the order of their token rows: those that are gathered together side by side."""
+    """Return the runs in the order of their token rows."""
     runs = [run for piece in pieces for run in _runs(kv, piece)]
     return sorted(runs, key=lambda run: (not run.gathered, run.pool, run.keys))
 
@@ -69,7 +65,7 @@ def _runs(kv: KvCache, piece: Piece) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
-    """Token rows [start, end) that attend in one batch; `mask` is [batch, 1, keys]."""
+    """Token rows [start, end); `mask` is [batch, 1, keys]."""
 
     start: int
     end: int
@@ -77,12 +73,12 @@ class _Batch:
     pool: Pool
     mask: torch.Tensor
     rows: torch.Tensor | None = None
-    """Pool rows to gather; None: the first rows of the pool as they lie."""
+    """Rows to gather; None: the first rows in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _InPlace:
-    """Token rows [start, end) of one prompt, in the given row of the pool."""
+    """Token rows [start, end) of one prompt."""
 
     start: int
     end: int
@@ -93,9 +89,9 @@ class _InPlace:
 
 
 class StepAttention:
-    """Attention for the dense rows of the cache at `positions`, and for the runs behind them.
+    """Attention of the dense rows, followed by `runs`.
 
-    After `KvCache.settle`: token row i is `kv.order[i]`, then come the tokens of `runs`.
+    Create after `KvCache.settle`: token row i is `kv.order[i]`.
     """
 
     def __init__(self, kv: KvCache, positions: Integers, runs: Sequence[Run]) -> None:
@@ -109,7 +105,6 @@ class StepAttention:
         self._plan_runs(kv, len(positions), runs)
 
     def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """Write keys and values of the step, then attend; see `model.Attention`."""
         model = self._model
         heads, group, width = model.kv_heads, model.group, model.head_dim
         rows = len(self._lines) // (model.kept * heads)
@@ -133,7 +128,7 @@ class StepAttention:
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        if len(q) == 1:  # One product alone may be computed by another kernel than several are.
+        if len(q) == 1:  # A single product may use another kernel than a batch.
             q, k, v, mask = (one.expand(2, -1, -1) for one in (q, k, v, mask))
             return self._attend(q, k, v, mask)[:1]
         scores = torch.baddbmm(mask, q, k.transpose(1, 2), alpha=self._scale)
@@ -148,8 +143,7 @@ class StepAttention:
         return self._parted(both.flatten(1, 2))
 
     def _parted(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of what is kept, [kept, batch, keys, head_dim]; of a latent the first
-        numbers are the values."""
+        """Split [kept, batch, keys, head_dim]; a latent's first numbers are the values."""
         return kept[0], kept[-1][..., : self._model.value_dim]
 
     def _plan_dense(self, kv: KvCache, positions: Integers) -> None:
@@ -199,7 +193,6 @@ class StepAttention:
 
 
 def _lines(kv: KvCache, positions: Integers, runs: Sequence[Run]) -> Integers:
-    """Storage lines that the step's keys and values are written to, token row by token row."""
     written = kv.first_lines + positions[:, None]
     if runs:
         first = kv.lines(np.array([run.pool for run in runs]), np.array([run.row for run in runs]))
@@ -210,11 +203,10 @@ def _lines(kv: KvCache, positions: Integers, runs: Sequence[Run]) -> Integers:
 
 
 def _positions(runs: Sequence[Run]) -> Integers:
-    """The positions of the tokens of runs, one run after the other."""
     return np.concatenate([np.arange(run.start, run.end) for run in runs])
 
 
 def _mask(positions: Integers, keys: int, heads: int) -> torch.Tensor:
-    """0 for keys up to each position, -inf behind: float32 [positions * heads, 1, keys]."""
+    """Return 0 for keys up to each position, else -inf: float32 [positions * heads, 1, keys]."""
     seen = np.arange(keys) <= np.repeat(positions, heads)[:, None]
     return torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))[:, None]

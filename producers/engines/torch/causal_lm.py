@@ -1,9 +1,6 @@
-"""Decides which Hugging Face causal language models the torch engine takes, from config.json alone.
+"""Parse config.json into models for the torch engine.
 
-Taken are decoders with full attention, of heads or over latents, rotary positions, RMS norms before
-each block and gated SiLU blocks, or mixtures of such: the families in `FAMILIES`. Whatever a config
-says beyond that is refused in one line, because a model that runs but computes something else would
-be worse than none.
+Unsupported settings raise PolicyError, so that no model runs with wrong results.
 """
 
 from __future__ import annotations
@@ -29,13 +26,11 @@ from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.model_dir import read_config
 
 LATENT: Final = ("deepseek_v2", "deepseek_v3")
-"""Families whose keys and values of all heads are made of one latent vector."""
 MIXTURES: Final = ("qwen3_moe", "glm4_moe", *LATENT)
 SIGMOIDS: Final = ("glm4_moe", "deepseek_v3")
-"""Mixtures whose routers score each expert by itself."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Keys that say how many experts a layer has, by family and time."""
+"""Config keys of the number of experts."""
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "glm4_moe": {"num_nextn_predict_layers": 1, "n_shared_experts": 1, "norm_topk_prob": True},
     "deepseek_v2": {"n_shared_experts": 2, "topk_method": "greedy"},
@@ -49,42 +44,40 @@ _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
         "topk_group": 4,
     },
 }
-"""What configs without a key mean, by family."""
+"""Defaults of missing keys."""
 MISTRAL_WINDOW_TOKENS = 4096
-"""What a mistral config without the key means."""
 QWEN3_HEAD_DIM = 128
-"""What a qwen3 config without the key means."""
 
 CHOICE_BIAS: Final = "mlp.gate.e_score_correction_bias"
-"""What is added to an expert's score when experts are chosen, and not when they are weighed."""
+"""Bias of expert scores, for the choice only."""
 
 _HINT = "the torch engine takes full-attention models of the families " + ", ".join(FAMILIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """Attention over latents (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     queries: int
-    """Width of the latent that queries are made of; 0: they are made as elsewhere."""
+    """q_lora_rank, or 0."""
     rank: int
-    """Width of the latent that keys and values of all heads are made of."""
+    """kv_lora_rank."""
     plain: int
-    """Of each head's query and key, the numbers that no position turns: the first ones."""
+    """Dimensions per head without rotary position, first."""
     turned: int
-    """The others; those of keys are the same for all heads."""
+    """Rotary dimensions; all heads share this key."""
     value: int
-    """Numbers of each head's value."""
+    """Dimensions per value head."""
     paired: bool
-    """Whether numbers that are turned together lie beside each other in files."""
+    """Rotary pairs are adjacent in files, not halves apart."""
     sharpened: float = 1.0
-    """What products of queries and keys are multiplied with for yarn's sake."""
+    """yarn's factor on attention scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnedRows:
-    """Which rows of a tensor rotary positions turn: of every `width`, `count` from `start` on; in
-    files, number i of them together with number `count` / 2 + i."""
+    """Rotary rows of a tensor: `count` from `start` on in every `width`. In files, row i pairs with
+    row `count` / 2 + i."""
 
     width: int
     start: int
@@ -93,31 +86,30 @@ class TurnedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Blocks of which each token passes a few, by a router's choice."""
+    """Mixture of experts."""
 
     count: int
     per_token: int
     width: int
-    """Of one of them."""
+    """Intermediate size of one expert."""
     scores: Literal["softmax", "sigmoid"]
-    """Of the router's logits; sigmoids are chosen among with a bias added to each."""
+    """Function of the router's logits; with sigmoid, a bias is added for the choice."""
     normed: bool
-    """Whether the chosen ones' scores are divided by their sum."""
+    """Chosen scores are divided by their sum."""
     layers: tuple[int, ...]
-    """Those that have experts; the others are dense."""
+    """Sparse layers."""
     shared_width: int = 0
-    """Of the block beside them that every token passes; 0: none."""
+    """Intermediate size of shared experts; 0 without any."""
     scale: float = 1.0
-    """What experts give counts so many times."""
     groups: int = 1
-    """Of experts that lie beside each other, all of one size."""
+    """Equal groups of consecutive experts."""
     groups_chosen: int = 1
-    """By their highest scores; a token's experts are from these alone."""
+    """Highest-scoring groups that a token chooses from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalLM:
-    """The sizes and switches of a model that the torch engine can run."""
+    """Sizes and switches of a model that the torch engine can run."""
 
     family: str
     vocabulary: int
@@ -126,14 +118,13 @@ class CausalLM:
     layers: int
     heads: int
     kv_heads: int
-    """With latents 1, which is kept for all heads."""
+    """Key-value heads; 1 with latent attention."""
     head_dim: int
-    """Of a query, and of the key that is kept; with latents of those that meet in the latent: its
-    rank, and what is turned."""
+    """Dimensions of a cached key; with latent attention `rank + turned`."""
     norm_eps: float
     rope: Rope
     tied: bool
-    """The output matrix is the embedding; weights files hold it once."""
+    """Input and output embedding are one matrix, once in files."""
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -141,18 +132,16 @@ class CausalLM:
     experts: Experts | None = None
     latent: Latent | None = None
     further: range = range(0)
-    """Layers behind the last, which files have and nothing here computes."""
+    """Next-token prediction layers in files, ignored."""
 
     @property
     def turned(self) -> int:
-        """Numbers of each head that rotary positions turn: with latents the last, else the first
-        ones."""
+        """Return the rotary dimensions per head: last with latent attention, else first."""
         return self.latent.turned if self.latent else int(self.head_dim * self.rope.share)
 
     @property
     def turned_rows(self) -> dict[str, TurnedRows]:
-        """By the name within a layer, linear layers and norms whose rows are turned and do not lie
-        in pairs."""
+        """Return layers and norms to interleave, by name in a decoder layer."""
         latent = self.latent
         if latent is None:
             rows = TurnedRows(width=self.head_dim, start=0, count=self.turned)
@@ -169,22 +158,19 @@ class CausalLM:
 
     @property
     def value_dim(self) -> int:
-        """Of a kept value: a latent is both, key and value."""
         return self.latent.rank if self.latent else self.head_dim
 
     @property
     def kept(self) -> int:
-        """Vectors of `head_dim` that are kept of a token for each key-value head."""
+        """Return cached vectors per token and key-value head."""
         return 1 if self.latent else 2
 
     @property
     def attended(self) -> int:
-        """Numbers that go into the projection behind attention."""
         return self.heads * (self.latent.value if self.latent else self.head_dim)
 
     @property
     def score_scale(self) -> float:
-        """What products of queries and keys are multiplied with."""
         if self.latent is None:
             return 1.0 / math.sqrt(self.head_dim)
         return self.latent.sharpened / math.sqrt(self.latent.plain + self.latent.turned)
@@ -193,29 +179,27 @@ class CausalLM:
         return self.experts is not None and layer in self.experts.layers
 
     def block(self, layer: int) -> tuple[str, int]:
-        """Name and width of the gated block that every token passes in a layer; 0: none."""
+        """Return name and width of the dense or shared block; width 0 without one."""
         if self.experts is None or not self.sparse(layer):
             return "mlp", self.intermediate
         return "mlp.shared_experts", self.experts.shared_width
 
     def kinds(self) -> list[int]:
-        """The first layer of each kind that there is."""
+        """Return the first layer of each kind (dense, sparse)."""
         first = {self.sparse(layer): layer for layer in reversed(range(self.layers))}
         return sorted(first.values())
 
     def only(self, layers: Sequence[int]) -> CausalLM:
-        """The same model with these layers alone."""
         kept = tuple(place for place, layer in enumerate(layers) if self.sparse(layer))
         experts = None if self.experts is None else replace(self.experts, layers=kept)
         return replace(self, layers=len(layers), experts=experts)
 
     @property
     def group(self) -> int:
-        """Query heads that share one key-value head."""
         return self.heads // self.kv_heads
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor a weights file of this model has."""
+        """Return name and shape of each tensor in the files."""
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocabulary, self.hidden),
             "model.norm.weight": (self.hidden,),
@@ -254,7 +238,7 @@ class CausalLM:
         return shapes | (self._expert_tensors() if self.sparse(layer) else {})
 
     def _attention_linears(self) -> dict[str, tuple[int, int, bool]]:
-        """Rows, columns and bias of what makes queries, keys and values."""
+        """Return rows, columns and bias."""
         hidden, bias, latent = self.hidden, self.qkv_bias, self.latent
         if latent is None:
             rows = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
@@ -272,7 +256,6 @@ class CausalLM:
         }
 
     def _expert_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Of the router and of each expert of a layer."""
         assert self.experts is not None
         count, width = self.experts.count, self.experts.width
         shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (count, self.hidden)}
@@ -286,8 +269,7 @@ class CausalLM:
 
 
 def need_experts(model: CausalLM, where: Path, *, context_tokens: int) -> None:
-    """Raise PolicyError for a model that is no mixture, ConfigError for contexts whose experts no
-    record can name."""
+    """Raise PolicyError without experts, ConfigError if a record cannot hold those of a context."""
     experts = model.experts
     if experts is None or not experts.layers:
         raise PolicyError(
@@ -298,10 +280,7 @@ def need_experts(model: CausalLM, where: Path, *, context_tokens: int) -> None:
 
 
 def read_causal_lm(model_dir: Path, *, context_tokens: int) -> CausalLM:
-    """The model of a directory, to be run with sequences of up to `context_tokens`.
-
-    Raises PolicyError, one line with what is in the way.
-    """
+    """Read the model of a directory. Raises PolicyError for an unsupported setting."""
     config = read_config(model_dir)
     try:
         family = _family(config)
@@ -329,7 +308,6 @@ def _refuse_obstacles(config: Mapping[str, Any], family: str, context_tokens: in
 
 
 def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> str | None:
-    """What in the config the engine cannot do, or None."""
     if config.get("is_encoder_decoder"):
         return "encoder-decoder models are not supported"
     if config.get("quantization_config"):
@@ -352,7 +330,6 @@ def _obstacle(config: Mapping[str, Any], family: str, context_tokens: int) -> st
 
 
 def _router_obstacle(config: Mapping[str, Any], family: str) -> str | None:
-    """What of a router transformers does not compute, or the engine does not."""
     groups = (config.get("n_group") or 1) > 1
     if groups and family == "qwen3_moe":
         return f"experts of type {family!r} that are chosen group by group are not supported"
@@ -372,7 +349,7 @@ def _router_obstacle(config: Mapping[str, Any], family: str) -> str | None:
 
 
 def window_of(config: Mapping[str, Any], family: str) -> int | None:
-    """Tokens of the smallest attention window, or None where attention is full."""
+    """Return the smallest attention window, None for full attention."""
     kinds = set(config.get("layer_types") or ())
     if kinds - {"full_attention", "sliding_attention"}:
         return 0
@@ -446,7 +423,7 @@ def _latent(config: Mapping[str, Any], family: str) -> Latent | None:
 
 
 def is_sparse(config: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer of a mixture has experts."""
+    """Return whether a layer has experts."""
     if layer in (config.get("mlp_only_layers") or ()):
         return False
     every = int(config.get("decoder_sparse_step") or 1)
@@ -479,7 +456,6 @@ def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
 
 
 def _groups(config: Mapping[str, Any], count: int, per_token: int) -> tuple[int, int]:
-    """Groups of so many experts, and how many of them a token's experts are from."""
     groups, chosen = positive(config, "n_group", int, 1), positive(config, "topk_group", int, 1)
     size = count // groups
     if groups > 1 and (count % groups or size < 2 or chosen > groups or chosen * size < per_token):

@@ -1,16 +1,7 @@
-"""The own engine: continuous batching of a Hugging Face causal model in float32 on a CPU.
+"""The built-in engine: continuous batching of Hugging Face causal models, float32, CPU.
 
-It decides which requests enter a step and when one ends; `model` decides the shapes,
-`kv` where keys lie, `sampling` which token is drawn.
-
-A step in order: rows that outgrew their pool move on; waiting requests enter, and as many of their
-prompt tokens as fit are prefilled together with one token of every row whose prompt is complete;
-one token is drawn for each of these; requests that end leave their slot.
-
-Bits: the logits of a row depend on its tokens alone (see `model`), whatever runs beside it
-and wherever it was interrupted. So do its keys: those of a sequence that has left, or of a prompt
-that another request has too, are what a prefill would compute, and are copied in its place where
-`kv_keep` has them kept. Where `probe` finds that prefill is not exact, nothing is kept.
+A row's logits and keys depend on its tokens alone, bitwise (see `model`), so cached prefixes
+(`kv_keep`) equal a prefill. Nothing is cached where `probe` finds that prefill is not exact.
 """
 
 from __future__ import annotations
@@ -71,19 +62,18 @@ from dora_pipe.producers.engines.torch.weights import (
 from dora_pipe.store.vocabulary import unassigned_ids
 
 PREFILL_TOKENS_MAX = 512
-"""Prompt tokens of one step; a longer prompt is prefilled over several."""
+"""Prompt tokens per step."""
 
 SHARED_MIN = 32
-"""A prompt is looked up, kept for others, and waited for by one that begins like it, where that may
-save so many tokens; fewer are computed as soon."""
+"""Minimum tokens that a prefix lookup, caching or waiting must save."""
 
 KV_ARRAY = "kv"
-"""The one array of an exported cache: [layers, kept, kv_heads, tokens, head_dim], keys first;
-of latents there is one for both."""
+"""Array of an exported cache: [layers, kept, kv_heads, tokens, head_dim], keys first; `kept` is 1
+with latent attention."""
 
 
 class TorchEngine(EngineBase[int]):
-    """See the module, and `open`.
+    """The built-in engine; see `open`.
 
     Example::
 
@@ -132,7 +122,7 @@ class TorchEngine(EngineBase[int]):
         self._model = model
         self._weights = weights
         self._vocabulary = model.vocabulary
-        # Turned keys, the halves of each head interleaved.
+        # Rotated keys, halves of each head interleaved.
         self._layout = f"torch-1 {model.family} {model.layers}x{model.kv_heads}x{model.head_dim}"
         self._kv = KvCache(model, slots=slots, context_tokens=context_tokens)
         self._turns = rotations(model, context_tokens)[:, None]
@@ -142,18 +132,17 @@ class TorchEngine(EngineBase[int]):
         self._table = SlotTable(slots=slots, context_tokens=context_tokens, routes=self._routes)
         self._free = list(range(slots - 1, -1, -1))
         self._waiting: deque[int] = deque()
-        """Slots whose prompt is not complete in the cache, in the order they came."""
+        """Slots in prefill, in order of arrival."""
         self._changed = False
         self._kept = KeptPrefixes(tokens_max=kept_max)
         self._kept_routes = KeptPrefixes(tokens_max=kept_max if routes else 0)
-        """Of the same sequences: it is always asked the same."""
+        """Experts of `_kept`; needs the same calls."""
         self._keeps = np.zeros(slots, np.bool_)
-        """Slots whose sequences may be gone on with."""
+        """Slots whose whole sequences may be cached by prefix."""
         self._imported: set[int] = set()
-        """Slots whose cache came from another engine. Its bits are that engine's, and are kept for
-        nobody else: a record of who went on from them would not say so."""
+        """Slots with an imported cache, which may differ bitwise and is never shared."""
         self._put_off: set[int] = set()
-        """Slots that have waited for a prompt like theirs; each does so once."""
+        """Slots that have waited for a prefix; each waits once."""
 
     @classmethod
     def open(
@@ -169,15 +158,12 @@ class TorchEngine(EngineBase[int]):
         kv_keep: float = 0.0,
         routes: bool = False,
     ) -> TorchEngine:
-        """An engine for a model directory, with its weights if it holds any (else `load` some).
+        """Open a model directory; `load` weights if it has none.
 
-        With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
-        that rank on one base. `decode` gives the text of tokens; without it requests with stop
-        strings are refused. Of sequences that have left, and of prompts, `kv_keep` times the tokens
-        of all slots are kept, beside these. With `routes` requests may ask through which experts
-        their tokens go.
-        Sets the number of torch's threads in this process. Raises PolicyError for a model that
-        the engine does not take, ConfigError for sizes that cannot be, ResourceError.
+        `lora_rank` and `versions_resident` bound the adapters on one base. Stop strings require
+        `decode`. The prefix cache holds `kv_keep` times all slots' tokens. `routes` enables routed
+        experts. Sets torch's thread count. Raises PolicyError for an unsupported model,
+        ConfigError, ResourceError.
         """
         check_sizes(slots, context_tokens, threads)
         torch.set_num_threads(threads)
@@ -208,7 +194,6 @@ class TorchEngine(EngineBase[int]):
             ) from error
 
     def add(self, request: EngineRequest) -> None:
-        """See the port."""
         self._check(request)
         stops, kv = stop_text(request, self._decode), request.kv
         slot = self._free.pop()
@@ -223,7 +208,6 @@ class TorchEngine(EngineBase[int]):
         self._waiting.append(slot)
 
     def step(self) -> list[EngineEvent]:
-        """See the port; a prompt beyond PREFILL_TOKENS_MAX is prefilled over several steps."""
         if not self._rows:
             return []
         pieces = self._arrange()
@@ -247,11 +231,9 @@ class TorchEngine(EngineBase[int]):
 
     @property
     def kv_used_tokens(self) -> int:
-        """See the port."""
         return int(self._table.cached[list(self._rows.values())].sum())
 
     def close(self) -> None:
-        """Let go of the memory; the engine cannot be used any more."""
         super().close()
         self._weights = None
         del self._kv
@@ -266,12 +248,12 @@ class TorchEngine(EngineBase[int]):
 
     def _replace(self, held: OpenWeights, version: int, digest: str) -> None:
         weights, self._weights = self._weights or empty(self._model), None
-        fill(weights, held.items())  # what breaks in there leaves an engine that takes no request
+        fill(weights, held.items())  # a failure leaves an engine without weights
         self._weights = weights
 
     def _release_memory(self) -> None:
         self._weights = None
-        del self._kv  # What takes its place is untouched memory, which costs nothing.
+        del self._kv  # New caches are untouched memory.
         self._kv = KvCache(self._model, slots=self.slots, context_tokens=self.context_tokens)
 
     def _versions_changed(self) -> None:
@@ -294,7 +276,6 @@ class TorchEngine(EngineBase[int]):
         self._changed = True
 
     def _take_out(self, slot: int) -> None:
-        """Free what the slot has of the cache."""
         if slot in self._waiting:
             self._waiting.remove(slot)
         self._kv.release(slot)
@@ -307,7 +288,6 @@ class TorchEngine(EngineBase[int]):
         return KV_ARRAY, "<f4", shape
 
     def _kv_of(self, slot: int) -> Kv | None:
-        """Complete as soon as its prompt is."""
         tokens = int(self._table.length[slot]) - 1
         if not tokens or self._table.cached[slot] != tokens:
             return None
@@ -315,7 +295,7 @@ class TorchEngine(EngineBase[int]):
         return Kv(tokens=tokens, layout=self._layout, weights=digest, arrays={KV_ARRAY: array})
 
     def _arrange(self) -> list[Piece]:
-        """Let rows move and enter; the prompt tokens to prefill in this step."""
+        """Move and admit rows; return the prompt tokens to prefill."""
         table, kv = self._table, self._kv
         outgrown = kv.order[table.length[kv.order] > kv.room]
         entering = [(int(s), int(table.length[s]) - 1) for s in outgrown if kv.is_dense(int(s))]
@@ -339,15 +319,15 @@ class TorchEngine(EngineBase[int]):
             self._changed = False
         if pieces and self._waiting and pieces[-1].slot == self._waiting[0]:
             kv.stage(self._waiting[0], int(table.length[self._waiting[0]]) - 1)
-            put_off.insert(0, self._waiting.popleft())  # before those that it was put before
+            put_off.insert(0, self._waiting.popleft())  # keep their order
         self._waiting.extendleft(reversed(put_off))
         for piece in pieces:
             table.cached[piece.slot] = piece.end
         return pieces
 
     def _take_up(self, slot: int, before: Sequence[Piece]) -> bool:
-        """Give a waiting slot what is kept of its prompt; False: one of the prompts `before` it in
-        this step begins like it, and it waits for what will be kept of that."""
+        """Use cached prefixes for a slot. Return False to wait for a prompt in `before` with the
+        same prefix."""
         ids = self._table.prompts[slot][:-1]
         if len(ids) < SHARED_MIN or self._table.cached[slot] or not self._kept.tokens_max:
             return True
@@ -368,7 +348,7 @@ class TorchEngine(EngineBase[int]):
         return True
 
     def _gains(self, ids: Integers, weights: str, known: int, before: Sequence[Piece]) -> bool:
-        """Whether enough of a prompt will be kept after this step, beyond what is known of it."""
+        """Return whether this step caches enough more of the prompt to wait for it."""
         enough = known + SHARED_MIN
         return len(ids) >= enough and any(
             piece.end >= enough
@@ -379,7 +359,6 @@ class TorchEngine(EngineBase[int]):
         )
 
     def _keep_prompts(self, pieces: Sequence[Piece]) -> None:
-        """Keep the prompts that this step has completed, where enough of them is new."""
         for piece in pieces:
             ids = self._table.prompts[piece.slot]
             if SHARED_MIN <= piece.end == len(ids) - 1 and self._kept.tokens_max:
@@ -388,7 +367,6 @@ class TorchEngine(EngineBase[int]):
                     self._keep(piece.slot, ids)
 
     def _keep(self, slot: int, ids: Integers) -> None:
-        """Keep the first tokens of a dense row."""
         if slot in self._imported:
             return
         weights, routes = self._versions.digest_in(slot), self._routes
@@ -397,7 +375,6 @@ class TorchEngine(EngineBase[int]):
             self._kept_routes.keep(weights, ids, lambda *part: routes.copied(slot, *part))
 
     def _forward(self, order: Integers, positions: Integers, runs: Sequence[Run]) -> torch.Tensor:
-        """Logits of the rows of `order`, after prefilling `runs`; see `model.forward`."""
         assert self._weights is not None
         table = self._table
         tokens = [table.last[order], *(table.prompts[r.slot][r.start : r.end] for r in runs)]
@@ -430,7 +407,6 @@ def _slot_routes(model: CausalLM, slots: int, context_tokens: int) -> SlotRoutes
 
 
 def _directory_weights(model: CausalLM, files: Sequence[Path], where: Path) -> tuple[Weights, str]:
-    """The weights of a model's directory, and their digest."""
     tied, further = tied_tensors(model), model.further
     opened, digest = open_directory(files, where, model.tensors(), tied, further)
     weights = empty(model)
@@ -439,7 +415,7 @@ def _directory_weights(model: CausalLM, files: Sequence[Path], where: Path) -> t
 
 
 def _measured(model: CausalLM, weights: Weights | None, lora_rank: int) -> frozenset[str]:
-    """What an engine for this model may declare on this machine; see `probe`."""
+    """Return the capabilities on this machine (see `probe`)."""
     if weights is None:
         one = model.only(model.kinds())
         weights = fuse(one, random_tensors(one, seed=0))

@@ -1,9 +1,7 @@
-"""The experts of one layer over token rows; decides that a row's result depends on no other row.
+"""The experts of one layer.
 
-Which experts a row passes is found from its own logits. Each expert gets the rows that chose it as
-one product, never fewer than `ROWS_MIN` of them, as linear layers do (see `model`); what it gives
-is laid beside what the row's other experts give, and they are added up in the order of the router's
-choice. So how many rows an expert gets changes no bit of any.
+An expert computes its rows as one product, at least `ROWS_MIN`. A row's results are added in its
+router's order, independent of other rows.
 """
 
 from __future__ import annotations
@@ -17,15 +15,15 @@ import torch.nn.functional as F
 from dora_pipe.producers.engines.torch.causal_lm import CHOICE_BIAS, CausalLM, Experts
 
 ROWS_MIN: Final = 8
-"""Rows of the smallest product; what is missing is padded with rows nobody reads."""
+"""Rows of the smallest product; padded."""
 
 NOTHING: Final = 1e-20
-"""Added to the sum of sigmoids before scores are divided by it, as transformers does."""
+"""Term added to a sum of sigmoids, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The router and the experts of one layer; linear weights are [out, in]."""
+    """Linear weights are [out, in]."""
 
     router: torch.Tensor  # [experts, hidden]
     choice_bias: torch.Tensor | None  # [experts]
@@ -33,7 +31,6 @@ class ExpertWeights:
     down: torch.Tensor  # [experts, hidden, width]
 
     def places(self) -> dict[str, torch.Tensor]:
-        """Where the tensors of a file go, by the name within their layer."""
         found = {"mlp.gate.weight": self.router}
         if self.choice_bias is not None:
             found[CHOICE_BIAS] = self.choice_bias
@@ -61,8 +58,8 @@ def empty_experts(model: CausalLM, layer: int) -> ExpertWeights | None:
 def routed(
     experts: Experts, weights: ExpertWeights, x: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts that each row of `x` [rows, hidden] passes, int64 [rows, per_token], and what
-    each of them counts, float32 of the same shape; at least ROWS_MIN rows."""
+    """Return the experts of `x` [rows, hidden], int64 [rows, per_token], and their float32 weights;
+    at least ROWS_MIN rows."""
     logits = F.linear(x, weights.router)
     scores = torch.softmax(logits, -1) if experts.scores == "softmax" else _sigmoid(logits)
     ranked = scores if weights.choice_bias is None else scores + weights.choice_bias
@@ -75,9 +72,9 @@ def routed(
 
 
 def _within_groups(experts: Experts, ranked: torch.Tensor) -> torch.Tensor:
-    """Scores [rows, experts] by which experts are chosen, of groups that are not chosen none: a
-    group counts as its best expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2), with sigmoids as
-    its best two (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    """Mask scores [rows, experts] outside the chosen groups, by a group's best expert (DeepSeek-V2,
+    arXiv 2405.04434, section 2.2.2), with sigmoids by its best two (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2)."""
     if experts.groups == 1:
         return ranked
     grouped = ranked.view(len(ranked), experts.groups, -1)
@@ -89,8 +86,8 @@ def _within_groups(experts: Experts, ranked: torch.Tensor) -> torch.Tensor:
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
-    """Of each number by itself. torch's own takes another path, which rounds differently, for the
-    last numbers of an array: which those are depends on how many rows there are."""
+    """Return the sigmoid. torch.sigmoid rounds an array's last numbers differently, and the row
+    count decides which those are."""
     pairs = torch.stack([logits, torch.zeros_like(logits)], -1)
     return torch.softmax(pairs, -1)[..., 0]
 
@@ -98,8 +95,8 @@ def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
 def mixed(
     experts: Experts, weights: ExpertWeights, x: torch.Tensor, chosen: list[torch.Tensor]
 ) -> torch.Tensor:
-    """What the experts make of rows `x` [rows, hidden], of the same shape; which experts those were
-    is added to `chosen`, int64 [rows, per_token]."""
+    """Return the output for `x` [rows, hidden]; append the experts, int64 [rows, per_token], to
+    `chosen`."""
     choice, counts = routed(experts, weights, x)
     chosen.append(choice)
     flat, shares = choice.reshape(-1), counts.reshape(-1, 1)

@@ -1,13 +1,9 @@
-"""The KV cache: decides where the keys and values of a row lie and with which shapes they are read.
+"""The KV cache of the torch engine.
 
-Rows of similar length lie together in a pool, and a pool reads its own number of keys: 32, 64,
-128, ... up to the context. So a step reads little more than it needs, and the shape of a row's
-products is a function of its position alone. A row moves to the next pool when it has outgrown its
-own. Rows of a pool are dense (a hole is filled by the next entrant, or by the last row), so that
-the attention of a pool is one batch of products without gathering.
-
-Memory is taken once, when the engine opens: twice slots x context. The pages of pools that are
-never reached stay untouched.
+Rows of similar length share a pool, which reads a fixed number of keys (32, 64, ... up to the
+context): the shape of a row's products depends only on its position. Full rows move to the next
+pool. Rows are dense, so a pool's attention is one batch. Memory is allocated once, twice slots x
+context; unused pages stay untouched.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from dora_pipe.producers.engines.slots import Integers
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
 
 KEYS_MIN = 32
-"""Keys of the first pool; every pool has a multiple of this."""
+"""Keys of the first pool; all pools have a multiple."""
 HOLE = -1
 
 
 def pool_keys(context_tokens: int) -> list[int]:
-    """Keys of each pool: doubling, the last one as long as the context (rounded up)."""
+    """Return each pool's keys, doubling up to the rounded context."""
     longest = -(-context_tokens // KEYS_MIN) * KEYS_MIN
     sizes = [KEYS_MIN]
     while sizes[-1] < longest:
@@ -37,21 +33,21 @@ def pool_keys(context_tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class Pool:
-    """Rows with room for `keys` keys; row `capacity - 1` is where a long prompt is staged."""
+    """Rows with `keys` keys; the last row stages a long prompt."""
 
     keys: int
     capacity: int
     base: int
-    """First line of the pool in the cache's storage."""
+    """First storage line."""
     data: torch.Tensor  # [layers, kept, capacity, kv_heads, keys, head_dim]
     slots: list[int] = field(default_factory=list)
-    """The slot in each dense row, or HOLE."""
+    """Slot per row, or HOLE."""
 
 
 class KvCache:
-    """See the module.
+    """Keys and values of all slots.
 
-    A slot is in no pool, dense in one, staged (one slot at a time), or adopted: on its way in.
+    A slot is absent, dense in a pool, staged (at most one), or adopted: waiting to enter.
     """
 
     def __init__(self, model: CausalLM, *, slots: int, context_tokens: int) -> None:
@@ -59,7 +55,7 @@ class KvCache:
         sizes = pool_keys(context_tokens)
         capacity = slots + 1
         lines = [model.kept * capacity * model.kv_heads * keys for keys in sizes]
-        # numpy's zeros are untouched pages of memory, torch's would be written.
+        # Untouched pages; torch.zeros would write them.
         storage = np.zeros((model.layers, sum(lines), model.head_dim), dtype=np.float32)
         self.storage = torch.from_numpy(storage)
         self.pools: list[Pool] = []
@@ -76,27 +72,24 @@ class KvCache:
         self._keys = np.array(sizes)
         self._bases = np.array([pool.base for pool in self.pools])
         self.order: Integers = np.zeros(0, np.int64)
-        """Slots of the dense rows, pool by pool: the order of their token rows."""
+        """Slots of the dense rows, by pool."""
         self.room: Integers = np.zeros(0, np.int64)
-        """Keys of the pool of each row of `order`."""
+        """Keys of each row's pool."""
         self.first_lines: Integers = np.zeros((0, model.kept * model.kv_heads), np.int64)
-        """`lines` of each row of `order`."""
+        """`lines` of each row."""
 
     def pool_of(self, position: int) -> int:
-        """The pool whose rows hold keys up to this position."""
         return int(self._pool_of[position])
 
     def is_dense(self, slot: int) -> bool:
-        """Whether the slot has a row in a pool."""
         return slot in self._dense
 
     def is_staged(self, slot: int) -> bool:
-        """Whether the prompt in this slot is being prefilled over several steps."""
+        """Return whether the prompt is prefilled over several steps."""
         return self._staged is not None and self._staged[0] == slot
 
     def stage(self, slot: int, last_position: int) -> None:
-        """Give the slot the staging row of its pool, unless it has it already. What it has adopted
-        it takes along."""
+        """Move the slot, with adopted keys, to a staging row."""
         if self.is_staged(slot):
             return
         assert self._staged is None and slot not in self._dense
@@ -108,16 +101,12 @@ class KvCache:
         self._staged = (slot, self.pool_of(last_position))
 
     def adopt(self, slot: int, data: torch.Tensor) -> None:
-        """Give a slot that is nowhere keys and values from position 0 on, as `copied` gave them.
-
-        They are copied into a row when the slot enters a pool.
-        """
+        """Give an absent slot keys and values, as from `copied`."""
         assert slot not in self._dense and not self.is_staged(slot)
         self._adopted[slot] = data
 
     def copied(self, slot: int, end: int, start: int = 0) -> torch.Tensor:
-        """A copy of the keys and values of positions [start, end):
-        [layers, kept, kv_heads, end - start, head_dim]."""
+        """Copy positions [start, end): [layers, kept, kv_heads, end - start, head_dim]."""
         whole = self._adopted.get(slot)
         if whole is None:
             pool, row = self.place(slot)
@@ -125,15 +114,11 @@ class KvCache:
         return whole[:, :, :, start:end].clone(memory_format=torch.contiguous_format)
 
     def release(self, slot: int) -> None:
-        """Take the slot out, if it is in."""
         self._leave(slot)
 
     def settle(self, entering: Sequence[tuple[int, int]], used: Integers) -> None:
-        """Bring slots into the pool of their position, (slot, position); then close every hole.
-
-        A slot that was staged or dense elsewhere takes its keys along; `used[slot]` says how many.
-        """
-        # Longest first: the hole that a row leaves is then filled by one that comes from below.
+        """Move slots to the pools of (slot, position), with `used[slot]` keys; close all holes."""
+        # Longest first: rows from below fill the holes.
         for slot, position in sorted(entering, key=lambda one: (-one[1], one[0])):
             self._enter(slot, self.pool_of(position), int(used[slot]))
         for number, pool in enumerate(self.pools):
@@ -155,13 +140,13 @@ class KvCache:
             pool.slots.append(slot)
         pool.slots[row] = slot
         self._dense[slot] = (number, row)
-        # A key behind the position of a row is masked, but infinity would not be masked away.
+        # Masked keys must still be finite: the mask does not cancel infinity.
         pool.data[:, :, row, :, used:].zero_()
         if source is not None:
             pool.data[:, :, row, :, :used].copy_(source[:, :, :, :used])
 
     def _leave(self, slot: int) -> torch.Tensor | None:
-        """What a slot has [layers, kept, kv_heads, keys, head_dim]; its row is free."""
+        """Free a slot; return its data [layers, kept, kv_heads, keys, head_dim]."""
         if self.is_staged(slot):
             assert self._staged is not None
             pool = self.pools[self._staged[1]]
@@ -183,14 +168,14 @@ class KvCache:
         self._dense[slot] = (number, row)
 
     def place(self, slot: int) -> tuple[int, int]:
-        """(pool, row) of a slot that is dense or staged."""
+        """Return (pool, row) of a dense or staged slot."""
         if self.is_staged(slot):
             assert self._staged is not None
             return self._staged[1], self.pools[self._staged[1]].capacity - 1
         return self._dense[slot]
 
     def lines(self, pools: Integers, rows: Integers) -> Integers:
-        """Storage lines of position 0 of rows of pools: [rows, kept * kv_heads], keys first."""
+        """Return storage lines of position 0: [rows, kept * kv_heads], keys first."""
         heads = self.model.kv_heads
         which = np.arange(self.model.kept * heads)
         planes = (which // heads) * self.pools[0].capacity + rows[:, None]

@@ -1,13 +1,8 @@
-"""Attention over latents for token rows (DeepSeek-V2, arXiv 2405.04434, section 2.1); decides that
-the latent alone is kept.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) over cached latents.
 
-Head h has keys c K_h^T and values c V_h^T of a latent c that all heads have in common. As
-q (c K_h^T)^T = (q K_h) c^T, a query is taken into the latent and meets it there; and what is
-attended to is added up there, and taken to the head's values behind it. So attention is that of one
-key-value head, as wide as the latent and what positions turn, whose values are its keys; a token
-costs a cache `rank + turned` numbers, not `heads` times as many.
-
-Both products are batches over heads, of all token rows at once (see rule 2 of `model`).
+Head h has keys c K_h^T and values c V_h^T of a shared latent c. As q (c K_h^T)^T = (q K_h) c^T,
+queries are projected into the latent, and attended latents to values. So there is one key-value
+head, whose values are its keys; a token caches `rank + turned` numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +16,12 @@ import torch.nn.functional as F
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, Latent
 
 NORM_EPS: Final = 1e-6
-"""Of the norms of latents, whatever `rms_norm_eps` says, as in transformers."""
+"""Epsilon of latent norms as in transformers; not `rms_norm_eps`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentWeights:
-    """What one layer makes queries, keys and values of latents with; the latents themselves are of
-    its fused first product, [queries, latent, turned key]."""
+    """Projections of one layer; the fused product yields [queries, latent, rotary key]."""
 
     query_norm: torch.Tensor | None  # [queries]
     queries: torch.Tensor | None  # [heads * (plain + turned), queries]
@@ -35,7 +29,6 @@ class LatentWeights:
     up: torch.Tensor  # [heads, plain + value, rank]
 
     def places(self) -> dict[str, torch.Tensor]:
-        """Where the tensors of a file go, by the name within their layer."""
         found = {
             "self_attn.kv_a_layernorm.weight": self.norm,
             "self_attn.kv_b_proj.weight": self.up.flatten(0, 1),
@@ -47,7 +40,6 @@ class LatentWeights:
 
 
 def empty_latent(model: CausalLM) -> LatentWeights | None:
-    """Room for what a layer has of latents."""
     latent, heads = model.latent, model.heads
     if latent is None:
         return None
@@ -64,10 +56,8 @@ def empty_latent(model: CausalLM) -> LatentWeights | None:
 def into_latent(
     model: CausalLM, weights: LatentWeights, made: torch.Tensor, turns: torch.Tensor
 ) -> torch.Tensor:
-    """Queries, and behind them what is kept of each token: [rows, (heads + 1) * head_dim].
-
-    `made` is what the layer's first product gives, `turns` as in `model.forward`.
-    """
+    """Return queries and the cached vector: [rows, (heads + 1) * head_dim]. `made` is the first
+    product's output."""
     latent, heads = _latent(model), model.heads
     sizes = [made.shape[1] - model.head_dim, latent.rank, latent.turned]
     first, low, key = torch.split(made, sizes, 1)
@@ -80,8 +70,7 @@ def into_latent(
     met = torch.bmm(plain.transpose(0, 1), weights.up[:, : latent.plain])
     found[:, :heads, : latent.rank] = met.transpose(0, 1)
     found[:, heads, : latent.rank] = F.rms_norm(low, (latent.rank,), weights.norm, NORM_EPS)
-    # Heads and key as one array: by themselves, keys of all rows would be one line of numbers,
-    # and the last ones of a line are computed another way.
+    # One array: separate keys would form one line, whose last numbers are computed differently.
     pairs = torch.cat([turned, key.unsqueeze(1)], 1)
     torch.view_as_complex(pairs.view(len(made), heads + 1, -1, 2)).mul_(turns)
     found[..., latent.rank :] = pairs
@@ -89,7 +78,7 @@ def into_latent(
 
 
 def out_of_latent(model: CausalLM, weights: LatentWeights, attended: torch.Tensor) -> torch.Tensor:
-    """The heads' values [rows, heads * value] of what they attended to, [rows, heads * rank]."""
+    """Project [rows, heads * rank] to [rows, heads * value]."""
     latent, rows = _latent(model), len(attended)
     low = attended.view(rows, model.heads, latent.rank).transpose(0, 1)
     values = torch.bmm(low, weights.up[:, latent.plain :].transpose(1, 2))

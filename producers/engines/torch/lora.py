@@ -1,14 +1,8 @@
-"""The adapters of a LoRA policy in the torch engine; decides which rows meet which matrices.
+"""LoRA adapters of the torch engine.
 
-Rules that keep the bits of a row independent of its company, as in `model`:
-
-1. The rows of one version are gathered and go through that version's two products by themselves,
-   never fewer than `ROWS_MIN` of them: what other versions there are changes no shape.
-2. What comes out is added to those rows and no others. Rows of version 0, whose policy is the base
-   alone, meet no adapter at all.
-
-The matrices of layers that are fused in the model are fused here: their A side by side, their B as
-blocks on a diagonal. So an adapter costs two small products per fused layer. The scale is in B.
+For results independent of the batch, a version's rows are gathered for its own products, at least
+`ROWS_MIN`, and only those rows change. Adapters of fused layers are fused: A concatenated, B
+block-diagonal, scaled.
 """
 
 from __future__ import annotations
@@ -32,31 +26,28 @@ from dora_pipe.producers.engines.torch.model import interleaved, parts_of_qkv
 from dora_pipe.store.adapters import Adapter, read_adapter_on
 
 Parts = Mapping[str, tuple[str, ...]]
-"""The fused layers of a decoder layer, each with its parts in the order of its outputs."""
+"""Parts of each fused layer, in the order of their outputs."""
 
 PROBE_ROWS: Final = (ROWS_MIN, ROWS_MIN + 1, 2 * ROWS_MIN + 3, 40)
 PROBE_RUNS: Final = 80
-"""Rows of the largest product that is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """What is added to the outputs of a fused layer: ``(x @ down.T) @ up.T``."""
+    """Addition to a fused layer: ``(x @ down.T) @ up.T``."""
 
     down: torch.Tensor  # [parts * rank, in]
     up: torch.Tensor  # [out, parts * rank]
 
 
 LayerPairs = Mapping[str, Pair]
-"""By fused layer; one that is not adapted is not in it."""
+"""Pairs by fused layer; adapted layers only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterVersion(Version):
-    """A resident version."""
-
     layers: tuple[LayerPairs, ...] = ()
-    """Per decoder layer; empty for the base itself."""
+    """Pairs by decoder layer; empty for the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +55,11 @@ class Rows:
     """Token rows of one version in a step."""
 
     layers: tuple[LayerPairs, ...]
-    places: torch.Tensor  # int64 [count]: rows of the step, ascending
-    gathered: torch.Tensor  # the same, at least ROWS_MIN of them: the last again and again
+    places: torch.Tensor  # int64 [count], ascending
+    gathered: torch.Tensor  # padded to ROWS_MIN with the last
 
     def add(self, number: int, fused: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add what the adapter makes of inputs `x` to the outputs `y` of a fused layer."""
+        """Add the output for `x` to a fused layer's `y`."""
         pair = self.layers[number].get(fused)
         if pair is None:
             return
@@ -77,7 +68,7 @@ class Rows:
 
 
 class AdapterVersions(ResidentVersions[AdapterVersion]):
-    """The versions of an engine, and which of them each slot is under."""
+    """Versions of an engine, and of each slot."""
 
     def __init__(self, model: CausalLM, *, slots: int, rank: int, most: int, base: str) -> None:
         super().__init__(AdapterVersion, most=most, adapters=rank > 0, base=base)
@@ -93,7 +84,7 @@ class AdapterVersions(ResidentVersions[AdapterVersion]):
         return self._versions[under].digest if self.adapters else self.base
 
     def rows_of(self, slots: Integers) -> list[Rows]:
-        """The rows that meet adapters, by version; `slots` is the slot of every token row."""
+        """Return the rows with adapters; `slots` is per token row."""
         under = self._under[slots]
         found = []
         for version in np.unique(under).tolist() if self.adapters else ():
@@ -119,7 +110,7 @@ class AdapterVersions(ResidentVersions[AdapterVersion]):
 
 
 def fused(model: CausalLM, adapter: Adapter, where: Path) -> tuple[LayerPairs, ...]:
-    """The adapter's matrices as the engine needs them. Raises PolicyError if they do not fit."""
+    """Return fused matrices. Raises PolicyError if they do not fit."""
     left = set(adapter.pairs)
     layers: list[LayerPairs] = []
     for number in range(model.layers):
@@ -136,7 +127,7 @@ def fused(model: CausalLM, adapter: Adapter, where: Path) -> tuple[LayerPairs, .
 
 
 def fused_parts(model: CausalLM, number: int) -> Parts:
-    """Of a decoder layer; experts of a mixture have no adapter, what every token passes has."""
+    """Return the parts of fused layers; routed experts have none."""
     block, width = model.block(number)
     found: dict[str, tuple[str, ...]] = {
         "qkv": tuple(parts_of_qkv(model)),
@@ -173,10 +164,7 @@ def _pair(
 
 
 def is_invariant(model: CausalLM, rank: int) -> bool:
-    """Whether the products of an adapter of this rank give a row the same bits in any company.
-
-    Measured, for the shapes of this model on this machine, as `probe` does for the others.
-    """
+    """Measure whether an adapter's results are independent of the batch, bitwise."""
     generator = torch.Generator().manual_seed(0)
     shapes = model.tensors()
     kinds = {

@@ -1,25 +1,18 @@
-"""The forward pass of a decoder over token rows; decides the shape of every matrix product.
+"""The forward pass of a decoder over token rows.
 
-Rules that make the bits of a row independent of its company (measured, and measured again when an
-engine opens, see `probe`):
+Rules that make a row's result independent of its batch, bitwise (verified by `probe`):
 
-1. A token row is one token at one position. A prompt is fed as such rows, by the same kernels as
-   a sampled token, so prefill and decode cannot differ.
-2. The linear layers get all token rows of a step at once, never fewer than `ROWS_MIN`: a matrix
-   product with one to three rows takes another path and rounds differently.
-3. Attention is a batch of small products, one for each row and key-value head, whose shape depends
-   on the position of the row alone (see `kv`).
-4. Experts get the rows that chose them, and a row's results are added up in an order of its own
-   (see `experts`).
-5. Everything else works on each row by itself.
+1. A token row is one token at one position; prefill and decode use the same kernels.
+2. Linear layers get all rows of a step, at least `ROWS_MIN`: products of one to three rows round
+   differently.
+3. Attention is one small product per row and key-value head, with a shape set by position (see
+   `kv`).
+4. A row's experts are summed in a fixed order (see `experts`).
+5. All else works row by row.
 
-Weights are replaced in place, tensor by tensor: an engine never has two of them.
-
-Theory of operation: query, key and value matrices are fused into one, gate and up into another.
-The halves that rotary positions turn into each other are interleaved in the weights, so that the
-rotation is one product of complex numbers; a permutation common to queries and keys does not
-change attention. Where positions turn a part of each head only, the rest is multiplied by 1. Of
-latents the first products of queries and keys are fused (see `latent`).
+Weights are replaced in place. Query, key and value matrices are fused, as are gate and up. Rotary
+halves are interleaved in the weights, so that a rotation is one complex product; dimensions without
+rotary position are multiplied by 1.
 """
 
 from __future__ import annotations
@@ -48,18 +41,19 @@ from dora_pipe.producers.engines.torch.latent import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The fused weights of one decoder layer; linear weights are [out, in]."""
+    """Fused weights of one decoder layer; linear weights are [out, in]."""
 
     attention_norm: torch.Tensor
     qkv: torch.Tensor
-    """With latents: of queries or their latent, of keys' and values' latent, of the turned key."""
+    """Fused projections; with latent attention queries or their latent, key-value latent, rotary
+    key."""
     qkv_bias: torch.Tensor | None
     qk_norm: torch.Tensor | None  # [heads + kv_heads, head_dim]
     out: torch.Tensor
     out_bias: torch.Tensor | None
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
-    """Of the block that every token passes; without rows where there is none."""
+    """Dense or shared block; may have no rows."""
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
@@ -69,7 +63,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A model that can be run."""
+    """Weights of a model, ready to run."""
 
     model: CausalLM
     embedding: torch.Tensor
@@ -78,37 +72,36 @@ class Weights:
     head: torch.Tensor
 
     def of_each_kind(self) -> Weights:
-        """The same with the first layer of each kind only: equal shapes, less work."""
+        """Return the first layer of each kind."""
         kept = self.model.kinds()
         layers = tuple(self.layers[number] for number in kept)
         return replace(self, model=self.model.only(kept), layers=layers)
 
 
 class Added(Protocol):
-    """What some rows get beside the model's own weights; see `lora`."""
+    """Additions to outputs of fused layers; see `lora`."""
 
     def add(self, number: int, fused: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add to the outputs `y` that layer `number` made of `x` by one of its fused matrices:
-        ``qkv``, ``out``, ``gate_up`` or ``down``."""
+        """Add to outputs `y` of ``qkv``, ``out``, ``gate_up`` or ``down`` in layer `number`."""
 
 
 class Attention(Protocol):
-    """The attention of one step: writes keys and values, then reads them."""
+    """Attention of one step."""
 
     def __call__(self, layer: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend with `qkv` [rows, (heads + kept * kv_heads) * head_dim], rotated; fill `out`
-        [rows, heads * value_dim]."""
+        """Attend with rotated `qkv` [rows, (heads + kept * kv_heads) * head_dim]; fill `out` [rows,
+        heads * value_dim]."""
 
 
 def fuse(model: CausalLM, tensors: Mapping[str, torch.Tensor]) -> Weights:
-    """Weights from the tensors of a checked file (names of Hugging Face)."""
+    """Fuse the tensors of a checked file."""
     weights = empty(model)
     fill(weights, tensors.items())
     return weights
 
 
 def empty(model: CausalLM) -> Weights:
-    """Weights of a model, with room for every number and nothing in it."""
+    """Return uninitialized weights."""
     embedding = torch.empty(model.vocabulary, model.hidden)
     return Weights(
         model=model,
@@ -120,8 +113,7 @@ def empty(model: CausalLM) -> Weights:
 
 
 def fill(weights: Weights, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy the tensors of a checked file into weights, one after the other, whatever type their
-    numbers have."""
+    """Copy tensors of a checked file, one at a time."""
     model, prefix = weights.model, "model.layers."
     whole = {
         "model.embed_tokens.weight": weights.embedding,
@@ -151,11 +143,10 @@ def forward(
     wanted: int,
     added: Sequence[Added] = (),
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Logits [max(wanted, ROWS_MIN), vocabulary] of the first token rows.
+    """Return logits [max(wanted, ROWS_MIN), vocabulary] of the first rows, and routed experts,
+    int64 [rows, per_token] per sparse layer.
 
-    `tokens` int64 [rows], `turns` complex64 [rows, 1, pairs] (rows of `rotations`); there are
-    at least ROWS_MIN rows. `added` changes what it says of some of them. Beside the logits: through
-    which experts each row went, int64 [rows, per_token] for each layer that has some.
+    `tokens` int64 [rows], `turns` complex64 [rows, 1, pairs]; at least ROWS_MIN rows.
     """
     model = weights.model
     assert len(tokens) >= ROWS_MIN
@@ -191,7 +182,6 @@ def forward(
 
 
 def _turn(model: CausalLM, layer: Layer, qkv: torch.Tensor, turns: torch.Tensor) -> None:
-    """Scale, where the model does so, and turn queries and keys, in place."""
     rows, turned = len(qkv), (model.heads + model.kv_heads) * model.head_dim
     qk = qkv[:, :turned].view(rows, model.heads + model.kv_heads, model.head_dim)
     if layer.qk_norm is not None:
@@ -201,7 +191,6 @@ def _turn(model: CausalLM, layer: Layer, qkv: torch.Tensor, turns: torch.Tensor)
 
 
 def _gated(number: int, layer: Layer, normed: torch.Tensor, added: Sequence[Added]) -> torch.Tensor:
-    """What the block that every token passes makes of rows."""
     gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
     for one in added:
         one.add(number, "gate_up", normed, gate_up)
@@ -219,7 +208,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, model: CausalLM) -> torch.Tenso
 
 def _empty_layer(model: CausalLM, layer: int) -> Layer:
     def bias(there: bool, size: int) -> torch.Tensor | None:
-        return torch.zeros(size) if there else None  # where parts of a fused one have none
+        return torch.zeros(size) if there else None  # zero where a fused part has no bias
 
     hidden, turned = model.hidden, model.heads + model.kv_heads
     outputs = sum(parts_of_qkv(model).values())
@@ -242,8 +231,7 @@ def _empty_layer(model: CausalLM, layer: int) -> Layer:
 
 
 def parts_of_qkv(model: CausalLM) -> dict[str, int]:
-    """The linear layers that are fused before attention, by the name within their layer, each with
-    its rows."""
+    """Return name and rows of the fused query, key and value layers."""
     if model.latent is None:
         queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
         sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
@@ -256,7 +244,6 @@ def parts_of_qkv(model: CausalLM) -> dict[str, int]:
 
 
 def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tensor]:
-    """Where the tensors of a file go, by the name within their layer."""
     found = {
         "input_layernorm.weight": layer.attention_norm,
         "post_attention_layernorm.weight": layer.mlp_norm,
@@ -281,21 +268,21 @@ def _places(model: CausalLM, layer: Layer, number: int) -> dict[str, torch.Tenso
             if whole is not None:
                 found[f"{name}.{kind}"] = whole
     if layer.qk_norm is not None:
-        # One norm of a head's size in the file, which every head has here.
+        # The file has one norm for all heads.
         q, k = torch.split(layer.qk_norm, [model.heads, model.kv_heads])
         found |= {"self_attn.q_norm.weight": q.view(-1), "self_attn.k_norm.weight": k.view(-1)}
     return found
 
 
 def interleaved(part: torch.Tensor, turned: TurnedRows) -> torch.Tensor:
-    """Rows that are turned reordered 0, half, 1, half + 1, ...: pairs that belong together."""
+    """Reorder rotary rows 0, half, 1, half + 1, ..."""
     found = torch.empty_like(part)
     _interleave(part, found, turned)
     return found
 
 
 def _interleave(part: torch.Tensor, place: torch.Tensor, turned: TurnedRows) -> None:
-    """Copy rows to where they are turned, those of one head to all; the others lie as they did."""
+    """Copy interleaved rows, those of one head to all heads."""
     start, half, end = turned.start, turned.count // 2, turned.start + turned.count
     rows, to = (one.view(-1, turned.width, *one.shape[1:]) for one in (part, place))
     pairs = to[:, start:end].view(len(to), half, 2, *to.shape[2:]).transpose(1, 2)

@@ -1,10 +1,7 @@
-"""Measures, when an engine opens, what may be declared: decides `declares`.
+"""Measure the capabilities of the torch engine.
 
-That the bits of a row do not depend on its company is a property of the matrix products of this
-machine's library for this model's shapes. It held wherever it was measured; where it does not, the
-engine must not claim it. The probe runs an engine with the model's first layer (of a mixture, a
-dense one and one with experts) and a part of its vocabulary: the shapes of the other layers are the
-same, and the whole head is tried by itself.
+The matrix library and the shapes determine whether a row's bits depend on its batch. The probe runs
+one layer of each kind with a part of the vocabulary, and the full head separately.
 """
 
 from __future__ import annotations
@@ -32,20 +29,18 @@ SLOTS = 16
 CONTEXT_TOKENS = 96
 VOCABULARY_MAX = 512
 PROMPTS = (27, 1, 5, 31, 33, 60, 12, 63, 64, 70, 3, 40)
-"""Prompt lengths on both sides of the places where rows change their pool."""
+"""Prompt lengths on both sides of pool boundaries."""
 TOKENS = 12
 CUT = 7
-"""Where a request is interrupted."""
 ALONE = 3
-"""Requests that are run once more by themselves."""
 HEAD_ROWS = (ROWS_MIN, ROWS_MIN + 1, 2 * ROWS_MIN + 3, 40)
 
 Bits = dict[str, list[float]]
-"""Tokens and log-probs of each request, one after the other."""
+"""Alternating tokens and log-probs."""
 
 
 def small(weights: Weights) -> Weights:
-    """The first layer of a model, of each kind that it has, with a part of its vocabulary."""
+    """Return one layer of each kind with part of the vocabulary."""
     size = min(weights.model.vocabulary, VOCABULARY_MAX)
     one = weights.of_each_kind()
     return replace(
@@ -57,7 +52,7 @@ def small(weights: Weights) -> Weights:
 
 
 def probe(weights: Weights, engine: Engine) -> frozenset[str]:
-    """What holds here. `engine` has SLOTS, CONTEXT_TOKENS and the weights `small(weights)`."""
+    """Return valid capabilities; `engine` runs `small(weights)`."""
     size = min(weights.model.vocabulary, VOCABULARY_MAX)
     requests = [_request(number, length, size) for number, length in enumerate(PROMPTS)]
     together = _run(engine, requests)
@@ -73,7 +68,6 @@ def probe(weights: Weights, engine: Engine) -> frozenset[str]:
 
 
 def _goes_on(engine: Engine, requests: list[EngineRequest], whole: Bits) -> bool:
-    """Whether interrupted requests end with the bits they would have had."""
     resumed = [
         replace(
             request,
@@ -106,7 +100,7 @@ def _run(engine: Engine, requests: Iterable[EngineRequest]) -> Bits:
                 pairs = zip(event.token_ids, event.logprobs, strict=True)
                 bits[event.request] = [value for pair in pairs for value in pair]
             elif isinstance(event, RequestFinished) and event.reason == "error":
-                bits[event.request] = []  # weights that are not finite promise nothing
+                bits[event.request] = []  # weights that are not finite
     return bits
 
 

@@ -1,7 +1,4 @@
-"""Rotary positions of a model, from its config.json alone, and how a number of one is read.
-
-Only frequencies that do not depend on the length of the sequence: a token's bits would, too.
-"""
+"""Rotary positions in config.json, independent of the sequence length."""
 
 from __future__ import annotations
 
@@ -13,16 +10,14 @@ from typing import Any, Final, TypeVar
 from dora_pipe.core.errors import PolicyError
 
 GLM_TURNED: Final = 0.5
-"""What a glm4_moe config without `partial_rotary_factor` means."""
+"""Default `partial_rotary_factor` of glm4_moe."""
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-"""Rotary frequencies that do not depend on the length of the sequence."""
 N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary positions; the fields from `factor` to `original_tokens` belong to linear and llama3
-    scaling, those behind `share` to yarn (arXiv 2309.00071)."""
+    """Rotary positions, with linear or llama3 scaling, or yarn (arXiv 2309.00071) after `share`."""
 
     kind: str
     theta: float
@@ -31,19 +26,19 @@ class Rope:
     high_freq_factor: float = 4.0
     original_tokens: int = 0
     share: float = 1.0
-    """Of each head's numbers, the first ones, that are turned."""
+    """Share of dimensions with rotary position, the first ones."""
     fast: float = 32.0
-    """Turns within `original_tokens` from which on a frequency stays as it is."""
+    """beta_fast: rotations above which a frequency is kept."""
     slow: float = 1.0
-    """Turns up to which it is divided by `factor`."""
+    """beta_slow: rotations below which it is divided by `factor`."""
     whole: bool = True
-    """Whether the pairs between are counted from a whole number to a whole number."""
+    """Round the bounds of the blend."""
     stretch: float = 1.0
-    """What turned numbers are multiplied with."""
+    """attention_factor."""
 
 
 def read_rope(config: Mapping[str, Any]) -> Rope:
-    """Of a config. Raises PolicyError for one that lacks a number."""
+    """Read a config. Raises PolicyError for a missing number."""
     fields = rope_fields(config)
     kind, theta = str(fields["rope_type"]), positive(fields, "rope_theta", float)
     share = positive(fields, "partial_rotary_factor", float)
@@ -74,7 +69,6 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
 
 
 def _stretch(fields: Mapping[str, Any], factor: float) -> float:
-    """What yarn multiplies turned numbers with."""
     if fields.get("attention_factor") is not None:
         return positive(fields, "attention_factor", float)
     over, under = fields.get("mscale"), fields.get("mscale_all_dim")
@@ -84,7 +78,7 @@ def _stretch(fields: Mapping[str, Any], factor: float) -> float:
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings, from the present form of a config or the one before it."""
+    """Return the settings of a current or older config."""
     fields = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     fields.setdefault("rope_type", fields.get("type", "default"))
     fields.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -94,8 +88,7 @@ def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sharpened(fields: Mapping[str, Any]) -> float:
-    """What attention over latents multiplies products of queries and keys with, by its rotary
-    settings."""
+    """Return yarn's factor on scores of latent attention."""
     every = float(fields.get("mscale_all_dim") or 0)
     if fields["rope_type"] == "default" or not every:
         return 1.0
@@ -103,12 +96,11 @@ def sharpened(fields: Mapping[str, Any]) -> float:
 
 
 def _magnified(factor: float, share: float = 1.0) -> float:
-    """By how much yarn sharpens attention over `factor` times as many tokens."""
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
 def positive(config: Mapping[str, Any], key: str, kind: type[N], default: N | None = None) -> N:
-    """A positive number of a config. Raises PolicyError where there is none."""
+    """Return a positive number. Raises PolicyError."""
     value = config.get(key)
     if value is None:
         value = default

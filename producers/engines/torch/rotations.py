@@ -1,4 +1,4 @@
-"""By how much each position turns each pair of numbers: float32, in the order of transformers."""
+"""Rotary rotations per position, in float32."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dora_pipe.producers.engines.torch.causal_lm import CausalLM
 from dora_pipe.producers.engines.torch.rope import Rope
 
 YARN_LEAST: Final = 0.001
-"""Pairs between those that are kept and those that are stretched, where there are none."""
+"""Minimum width of the blend."""
 
 
 def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
-    """The rotation of each position and frequency: complex64 [context_tokens, head_dim / 2], with
-    latents of what is turned alone."""
+    """Return complex64 [context_tokens, head_dim / 2]; with latent attention only rotary
+    dimensions."""
     positions = torch.arange(context_tokens, dtype=torch.float32)
     angles = torch.outer(positions, _frequencies(model.rope, model.turned))
     still = (0, 0 if model.latent else (model.head_dim - model.turned) // 2)
@@ -26,7 +26,7 @@ def rotations(model: CausalLM, context_tokens: int) -> torch.Tensor:
 
 
 def _frequencies(rope: Rope, turned: int) -> torch.Tensor:
-    """Radians per position of each pair; float32 arithmetic in the order of transformers."""
+    """Return radians per position; operations ordered as in transformers."""
     exponents = torch.arange(0, turned, 2, dtype=torch.float32) / turned
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "default":
@@ -45,8 +45,7 @@ def _frequencies(rope: Rope, turned: int) -> torch.Tensor:
 
 
 def _yarn(rope: Rope, turned: int) -> torch.Tensor:
-    """Waves that turn often enough are kept, long ones stretched, those between blended (arXiv
-    2309.00071, section 3.2)."""
+    """Return yarn's frequencies (arXiv 2309.00071, section 3.2)."""
 
     def pair_of(turns: float) -> float:
         return (turned * math.log(rope.original_tokens / (turns * 2 * math.pi))) / (

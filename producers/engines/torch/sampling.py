@@ -1,11 +1,8 @@
-"""Draws tokens from logits by counter; decides the random number of each (seed, position).
+"""Sample tokens from logits by counter.
 
-Rules: a token is a function of (logits, settings, seed, position), where `position` is the index of
-the token in its sequence. The rows of a batch are drawn together but each by itself.
-
-The generator is splitmix64 (Steele, Lea and Flood 2014) started at a mix of the seed: its n-th
-number is one hash of n, so nothing has to be kept between tokens. The token is the one whose share
-of the cumulative distribution, in order of token ids, holds that number.
+A token is a function of (logits, settings, seed, position). The generator is splitmix64 (Steele,
+Lea and Flood 2014): its n-th number is a hash of n, so it has no state. Tokens are drawn by the
+inverse cumulative distribution.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ GAMMA = np.uint64(0x9E3779B97F4A7C15)
 FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
 SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 UNIFORM_BITS = 48
-"""Fewer than the 53 of a float64, so that a uniform times a total is less than the total."""
+"""Fewer than float64's 53, so that uniform * total < total."""
 
 _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 _DROPPED_BITS = np.uint64(64 - UNIFORM_BITS)
@@ -34,32 +31,31 @@ _WORD = 2**64 - 1
 
 
 def mix(words: Words) -> Words:
-    """The finaliser of splitmix64 on each word."""
+    """Return splitmix64's finalizer."""
     words = (words ^ (words >> _S30)) * FIRST_FACTOR
     words = (words ^ (words >> _S27)) * SECOND_FACTOR
     return words ^ (words >> _S31)
 
 
 def stream(seed: int) -> np.uint64:
-    """Where the generator of a seed starts; seeds of 63 bits are the rule, others differ too."""
+    """Return the start for a seed of up to 128 bits."""
     low, high = np.array([seed & _WORD, (seed >> 64) & _WORD], np.uint64)[:, None]
     return np.uint64((mix(mix(low) + GAMMA) ^ mix(high))[0])
 
 
 def uniforms(streams: Words, positions: Integers) -> torch.Tensor:
-    """float64 in [0, 1) for each (stream, position)."""
+    """Return float64 in [0, 1) for each (stream, position)."""
     words = mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * GAMMA)
     return torch.from_numpy((words >> _DROPPED_BITS) * _ULP)
 
 
 class Sampler:
-    """The sampling settings of every slot.
+    """Sampling settings of every slot.
 
-    Example: ``Sampler(slots=64); set(3, params, seed=99); draw(logits, np.array([3]), ...)``
+    Example: ``sampler.set(3, params, seed=99); sampler.draw(logits, np.array([3]), ...)``
     """
 
     def __init__(self, *, slots: int, unassigned: Sequence[int] = ()) -> None:
-        """`unassigned` token ids are never drawn."""
         self._unassigned = torch.tensor(unassigned, dtype=torch.int64)
         self._streams = np.zeros(slots, np.uint64)
         self._temperature = np.ones(slots, np.float32)
@@ -70,7 +66,6 @@ class Sampler:
         self._plain = np.ones(slots, np.bool_)
 
     def set(self, slot: int, params: SamplingParams, seed: int) -> None:
-        """Take over the settings of the request in a slot."""
         self._streams[slot] = stream(seed)
         self._temperature[slot] = params.temperature
         self._logprob_temperature[slot] = params.logprob_temperature
@@ -82,8 +77,7 @@ class Sampler:
         )
 
     def draw(self, logits: torch.Tensor, slots: Integers, positions: Integers) -> Drawn:
-        """One token for each row of `logits` [rows, vocabulary], for these slots and positions;
-        logits of unassigned token ids are overwritten."""
+        """Draw one token per row of `logits` [rows, vocabulary]; overwrites unassigned ids."""
         if len(self._unassigned):
             logits.index_fill_(-1, self._unassigned, -torch.inf)
         recorded = torch.log_softmax(self._at_their_temperature(logits, slots), -1)
@@ -103,12 +97,11 @@ class Sampler:
         return Drawn(tokens=tokens.numpy(), logprobs=logprobs, sampler_logprobs=sampler)
 
     def _at_their_temperature(self, logits: torch.Tensor, slots: Integers) -> torch.Tensor:
-        """Logits whose softmax recorded log-probs are of."""
         hot = self._logprob_temperature[slots]
         return logits if (hot == 1).all() else logits / torch.from_numpy(hot)[:, None]
 
     def _shape(self, logits: torch.Tensor, slots: Integers) -> tuple[torch.Tensor, Integers]:
-        """Logits of the distributions to draw from, and the greedy rows."""
+        """Return logits to sample from, and greedy rows."""
         greedy = np.flatnonzero(self._temperature[slots] == 0)
         rows = np.flatnonzero(~self._plain[slots] & (self._temperature[slots] != 0))
         shaped = logits.clone()
@@ -121,10 +114,10 @@ class Sampler:
 
 
 def truncate(hot: torch.Tensor, top_k: Integers, top_p: Doubles, min_p: Doubles) -> torch.Tensor:
-    """`hot` [rows, vocabulary] with -inf for what top-k, then top-p, then min-p take away.
+    """Return `hot` [rows, vocabulary] with -inf for tokens cut by top-k, top-p and min-p, in this
+    order.
 
-    Every rule keeps the tokens at or above a value; tokens of equal logits are kept or dropped
-    together, so the result depends neither on the order of a sort nor on the other rows.
+    Equal logits are cut together: neither sort order nor other rows matter.
     """
     exact = hot.double()
     best = exact.amax(-1)
@@ -139,10 +132,10 @@ def truncate(hot: torch.Tensor, top_k: Integers, top_p: Doubles, min_p: Doubles)
 
 
 def _width(exact: torch.Tensor, top_k: Integers, top_p: Doubles) -> int:
-    """How many of the largest values decide every row's thresholds; at least 1.
+    """Return how many of the largest values determine all thresholds.
 
-    Tokens below (1 - top_p) / vocabulary have less than 1 - top_p together, so those above
-    hold the mass top_p; half of it leaves room for rounding.
+    Tokens below (1 - top_p) / vocabulary sum to less than 1 - top_p; half of it allows for
+    rounding.
     """
     vocabulary = exact.shape[-1]
     least = torch.from_numpy(np.maximum(1 - top_p, 0) / (2 * vocabulary))
@@ -153,7 +146,6 @@ def _width(exact: torch.Tensor, top_k: Integers, top_p: Doubles) -> int:
 
 
 def _value_at_k(ranked: torch.Tensor, top_k: Integers) -> torch.Tensor:
-    """The k-th largest value of each row, -inf where nothing is cut."""
     column = np.clip(top_k, 1, ranked.shape[-1]) - 1
     value = ranked.gather(1, torch.from_numpy(column)[:, None])[:, 0]
     return value.masked_fill(torch.from_numpy(top_k == 0), -torch.inf)
@@ -162,7 +154,7 @@ def _value_at_k(ranked: torch.Tensor, top_k: Integers) -> torch.Tensor:
 def _value_at_p(
     exact: torch.Tensor, ranked: torch.Tensor, at_k: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """The smallest value of the fewest tokens that hold top_p of what top-k left; -inf for 1."""
+    """Return the smallest value that top-p keeps, or -inf."""
     best = ranked[:, :1]
     left = exact.masked_fill(exact < at_k[:, None], -torch.inf)
     total = (left - best).exp().sum(-1, keepdim=True)
@@ -174,9 +166,8 @@ def _value_at_p(
 
 
 def _inverse(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The token of each row in whose share of the cumulative distribution the uniform lies."""
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
     wanted = (uniform * cumulative[:, -1])[:, None]
     found = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
-    # Only rows that are not finite can point behind the last token; the engine ends them.
+    # Only rows that are not finite exceed it; the engine ends them.
     return found.clamp_(max=probabilities.shape[-1] - 1)

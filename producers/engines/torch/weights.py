@@ -1,9 +1,6 @@
-"""Gives the tensors of safetensors files one by one; decides that what is loaded is what was
-digested.
+"""Read and verify the tensors of safetensors files.
 
-Names, shapes, types and the digest are checked before anything is replaced. Who then copies the
-tensors into a model holds none of them twice: each is a view of the file, and widened, where it is
-bfloat16, while it is copied.
+All checks precede replacement. Tensors are views of the mapped file, so none is held twice.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from dora_pipe.store.verified import digest_of
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 NAMED_MAX = 3
-"""Tensors that an error names."""
 
 _FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -37,7 +33,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a model directory; empty where there are none (a bare config)."""
+    """Return the safetensors files, if any."""
     index = model_dir / INDEX
     if index.exists():
         try:
@@ -49,20 +45,16 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 class OpenWeights:
-    """The tensors of safetensors files, taken one at a time, without a copy of any of them.
-
-    A tensor is a view of its part of the file, mapped for as long as somebody has it: what is in
-    memory at a time is what is being copied. Files may be deleted meanwhile, not changed.
+    """Tensors of safetensors files, mapped on demand. Files may be deleted, but not changed.
 
     Example: ``for name, tensor in OpenWeights([path]).items(): place[name].copy_(tensor)``
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        """Raises PolicyError for a file that is none, a tensor that stands twice, or no float
-        type."""
+        """Raises PolicyError for an invalid file, duplicate tensor or unsupported type."""
         self._located: dict[str, tuple[IO[bytes], Entry]] = {}
         held = ExitStack()
-        weakref.finalize(self, held.close)  # what is mapped stays when nobody has this any longer
+        weakref.finalize(self, held.close)  # mapped tensors remain valid
         for path in files:
             entries = read_entries(path)
             file = held.enter_context(path.open("rb"))
@@ -75,7 +67,6 @@ class OpenWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of every tensor."""
         return {name: entry.shape for name, (_, entry) in self._located.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -83,7 +74,7 @@ class OpenWeights:
         if entry.start == entry.end:
             return torch.empty(entry.shape, dtype=_FLOATS[entry.dtype])
         first = entry.start - entry.start % mmap.ALLOCATIONGRANULARITY
-        # Private, so that it counts as writable, which torch wants of memory; nobody writes.
+        # Private: torch requires writable memory.
         pages = mmap.mmap(file.fileno(), entry.end - first, access=mmap.ACCESS_COPY, offset=first)
         flat = torch.frombuffer(
             pages,
@@ -94,7 +85,6 @@ class OpenWeights:
         return flat.view(entry.shape)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor, in the order of the files."""
         for name in self._located:
             yield name, self[name]
 
@@ -102,7 +92,6 @@ class OpenWeights:
         return len(self._located)
 
     def drop(self, name: str) -> None:
-        """Leave a tensor out."""
         del self._located[name]
 
 
@@ -114,11 +103,8 @@ def open_weights(
     tied: Mapping[str, str],
     further: range,
 ) -> OpenWeights:
-    """The weights of a version, which are those of its digest and of a model's shapes, without its
-    layers for further tokens.
-
-    Raises PolicyError where they are not, ResourceError.
-    """
+    """Open a version's weights without `further` layers. Raises PolicyError for another digest or
+    shape, ResourceError."""
     opened = OpenWeights([weights])
     check_fit(shapes, tied, opened, weights, further)
     found = digest_of(weights, digest)
@@ -134,20 +120,18 @@ def open_directory(
     tied: Mapping[str, str],
     further: range,
 ) -> tuple[OpenWeights, str]:
-    """The weights of a model's directory, whatever they are, and their digest, from reading them.
-    Raises PolicyError, ResourceError."""
+    """Open and digest a directory. Raises PolicyError, ResourceError."""
     opened = OpenWeights(files)
     check_fit(shapes, tied, opened, where, further)
     return opened, weights_digest(one for path in files for one in read_manifest(path).tensors)
 
 
 def other_digest(weights: Path, found: str, version: int | str, digest: str) -> str:
-    """What is said of a file that holds other weights than a version's."""
     return f"{weights} has the weights digest {found[:16]}, not {digest[:16]} of version {version}"
 
 
 def tied_tensors(model: CausalLM) -> Mapping[str, str]:
-    """A head that the config ties may stand beside the embedding if it is equal."""
+    """Return the tied head, which files may repeat."""
     return {_HEAD: _EMBEDDING} if model.tied else {}
 
 
@@ -158,8 +142,7 @@ def check_fit(
     where: Path,
     further: range,
 ) -> None:
-    """Raise PolicyError unless these are the tensors of a model; drop a tied one's equal twin, and
-    layers for further tokens."""
+    """Raise PolicyError unless tensors fit; drop tied duplicates and `further` layers."""
     for name in carried_names(tensors.shapes, further):
         tensors.drop(name)
     found = tensors.shapes
@@ -180,7 +163,7 @@ def check_fit(
 
 
 def random_tensors(model: CausalLM, seed: int) -> Mapping[str, torch.Tensor]:
-    """Weights of the model's shapes, drawn from N(0, 0.05) with norms of one; for measurements."""
+    """Return N(0, 0.05) weights and norms of 1."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.ones(shape)

@@ -1,1 +1,1 @@
-"""vLLM behind the engine port: in the worker's process (`engine`), or as a server (`server`)."""
+"""The vLLM engine: a server and its client."""

@@ -1,7 +1,7 @@
-"""The endpoints of a vLLM server as calls, and what it means when one of them refuses.
+"""Client of a vLLM server.
 
-A refusal of the server's own worker (`error` in its answer) is a PolicyError. Anything else that
-goes wrong is a ResourceError, and says how the process ended where it is known and has.
+Rejections of its worker raise PolicyError; other failures raise ResourceError, with the process's
+exit status if known.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dora_pipe.schemas.routes import Routes
 HEALTH_S: Final = 30.0
 
 ABORTS_MAX: Final = 64
-"""Aborts whose answer is not read yet; before another one the oldest is waited for."""
+"""Maximum unanswered aborts; a further one waits for the oldest."""
 
 SHARED: Final = "is another worker using this server?"
 
 
 class VllmServerClient:
-    """A server that runs, and the process if it was started from here."""
+    """A running server, and its process if started here."""
 
     def __init__(self, address: Address, process: ServerProcess | None) -> None:
         self._address = address
@@ -38,15 +38,14 @@ class VllmServerClient:
         self._aborts: deque[HttpStream] = deque()
 
     def open(self, *, routes: bool = False, unassigned: Sequence[int] = ()) -> wire.ServerFacts:
-        """Prepare it, with `routes` to keep the experts of requests that ask for it, and never to
-        sample `unassigned` token ids; what it has. Raises PolicyError where it cannot be used."""
+        """Prepare the server: keep requested experts (`routes`), never sample `unassigned` ids.
+        Raises PolicyError."""
         ids = msgspec.json.encode(unassigned).decode()
         words = ("routes" if routes else "", ids)
         return msgspec.convert(self.rpc("dora_open", *words), wire.ServerFacts)
 
     def experts(self, wanted: Sequence[wire.KeptPart], gone: Sequence[str]) -> list[Routes]:
-        """What it has kept of these parts; it forgets the stays that are `gone`. Raises
-        InvariantBroken where it has not."""
+        """Return experts and forget `gone` attempts. Raises InvariantBroken if some are lost."""
         words = [msgspec.json.encode(one).decode() for one in (wanted, gone)]
         found = msgspec.convert(self.rpc("dora_experts", *words), wire.KeptExperts).parts
         kept = [one for one in found if one is not None]
@@ -55,26 +54,23 @@ class VllmServerClient:
         return kept
 
     def caches(self, folder: str, mark: str) -> CacheFacts:
-        """The KV caches that can leave and arrive by files in this folder; of no layout where one
-        of its processes does not see it."""
+        """Return the KV caches' layout; empty if a process does not see the folder."""
         found = [msgspec.convert(one, CacheFacts) for one in self._ask("dora_kv", folder, mark)]
         return found[0] if all(one == found[0] for one in found) else CacheFacts()
 
     def copy_cache(self, stay: str, path: str) -> set[str]:
-        """Have each of its processes copy its part of a request's KV cache into a file; what they
-        say."""
+        """Copy a KV cache into a file; return the processes' states."""
         return {str(one["state"]) for one in self._ask("dora_copy_kv", stay, path)}
 
     def label(self) -> str:
-        """vLLM's name of its weights."""
         return str(self._call("GET", "/weight_info")["weight_version"])
 
     def read(self, weights: Path, *, version: int, digest: str) -> None:
-        """Have it read, digest, compare and hold a file. Raises PolicyError when it refuses."""
+        """Read, check and hold weights. Raises PolicyError."""
         self.rpc("dora_read", str(weights.resolve()), digest, str(version))
 
     def replace(self, digest: str, label: str) -> None:
-        """Have it load what it holds, under this label; what ran there is aborted."""
+        """Load the held weights, aborting all requests."""
         self.pause()
         self._call("POST", "/start_weight_update")
         self._call("POST", "/update_weights", {"update_info": {"digest": digest}})
@@ -87,59 +83,57 @@ class VllmServerClient:
         self.resume()
 
     def rpc(self, method: str, *words: str) -> dict[str, Any]:
-        """Call a method of the extension, in each of its processes; what the first answers. Raises
-        PolicyError when one refuses, ResourceError where its machine does."""
+        """Call a method of the extension; return the first process's answer. Raises PolicyError,
+        ResourceError."""
         return self._ask(method, *words)[0]
 
     def load_adapter(self, name: str, folder: str) -> str:
-        """Have it load an adapter under a name; what it says against that, empty where nothing."""
+        """Load an adapter; return an error or empty."""
         return self._tell(wire.LOAD_ADAPTER, {"lora_name": name, "lora_path": folder})
 
     def unload_adapter(self, name: str) -> str:
-        """Have its front end forget a name; likewise. Its worker keeps the adapter."""
-        self._settle(0)  # no abort is on the way behind this
+        """Remove a name from the front end, not its adapter from the worker; return an error or
+        empty."""
+        self._settle(0)  # no abort may follow
         return self._tell(wire.UNLOAD_ADAPTER, {"lora_name": name})
 
     def adapters(self) -> list[str]:
-        """The names that its front end knows."""
         cards = self._call("GET", wire.MODELS)["data"]
         return [str(card["id"]) for card in cards if card["parent"] is not None]
 
     def pause(self) -> None:
-        """Have it abort all that runs, and take nothing up."""
+        """Abort all requests and take no new ones."""
         self._call("POST", "/pause?mode=abort")
 
     def sleep(self) -> None:
-        """Have it let go of a GPU's memory for weights and KV caches."""
         self._call("POST", f"/sleep?level={SLEEP_LEVEL}")
 
     def wake(self, tag: str) -> None:
-        """Have it take memory again for what vLLM calls by this tag; it holds nothing yet."""
+        """Allocate a tag's memory, without contents."""
         self._call("POST", f"/wake_up?tags={tag}")
 
     def resume(self) -> None:
         self._call("POST", "/resume")
 
     def generate(self, body: dict[str, Any]) -> HttpStream:
-        """Begin a stream of tokens."""
         return self._send(wire.GENERATE, body)
 
     def abort(self, stays: list[str]) -> None:
-        """Let it drop these: it might notice only with their next token that nobody reads them."""
+        """Abort attempts: vLLM notices closed connections only at the next token."""
         if stays:
             ids = [f"{wire.ID_PREFIX}{stay}" for stay in stays]
             self._aborts.append(self._send(wire.ABORT, {"request_ids": ids}))
         self._settle(ABORTS_MAX)
 
     def well(self, said: str = "") -> None:
-        """Raise ResourceError unless it says that it is well; `said` is why it is asked."""
+        """Check health. Raises ResourceError."""
         try:
             call(self._address, "GET", wire.HEALTH, timeout_s=HEALTH_S)
         except ResourceError as error:
             raise self.gone(error, said) from None
 
     def gone(self, error: ResourceError, said: str = "") -> ResourceError:
-        """What is known of a server that does not answer as it should."""
+        """Return the process's exit as an error if it has ended, else `error`."""
         if self._process is not None:
             try:
                 self._process.settle()
@@ -149,13 +143,13 @@ class VllmServerClient:
         return ResourceError(message, hint=error.hint)
 
     def close(self, stays: list[str]) -> None:
-        """End it if it was started from here, else these requests."""
+        """End the server if started here, else these requests."""
         try:
             if self._process is None:
                 self.abort(stays)
                 self._settle(0)
         except ResourceError:
-            pass  # it is gone already, and so are they
+            pass  # already gone
         for stream in self._aborts:
             stream.close()
         self._aborts.clear()
@@ -163,7 +157,7 @@ class VllmServerClient:
             self._process.close()
 
     def _settle(self, most: int) -> None:
-        """Read the answers to aborts that have come, and wait for more than so many."""
+        """Read answers to aborts; leave at most `most` open."""
         try:
             while self._aborts:
                 stream = self._aborts[0]
@@ -176,7 +170,6 @@ class VllmServerClient:
             raise self.gone(error) from None
 
     def _ask(self, method: str, *words: str) -> list[dict[str, Any]]:
-        """As `rpc`, what each of them answers."""
         results = self._call("POST", wire.RPC, {"method": method, "args": words})["results"]
         for found in results:
             if "error" in found:
@@ -184,7 +177,6 @@ class VllmServerClient:
         return [dict(found) for found in results]
 
     def _tell(self, path: str, body: dict[str, Any]) -> str:
-        """Ask at a door that answers without a record; what it says where it refuses."""
         stream = self._send(path, body)
         try:
             answer = stream.wait()
@@ -208,7 +200,7 @@ class VllmServerClient:
 
 
 def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:
-    """Raise ConfigError where a server shall sleep and was not started so that it can."""
+    """Raise ConfigError if sleep is needed but disabled."""
     if settings.sleep and facts.device != "cpu" and not facts.sleeps:
         raise ConfigError(
             "vLLM's server cannot let go of its memory, and the worker is elastic",
@@ -219,9 +211,8 @@ def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:
 def check_room(
     facts: wire.ServerFacts, slots: int, context_tokens: int, rank: int, most: int
 ) -> None:
-    """Raise ConfigError where a server has no room for so many slots, contexts of so many tokens or
-    `most` adapters of a rank; or has room for some where none are asked for: on a CPU it computes
-    rows without one with another's."""
+    """Raise ConfigError for too few slots, tokens or adapters, or for adapters that the run does
+    not use: on a CPU, rows without one get another's."""
     if slots > facts.slots or context_tokens > facts.context_tokens:
         raise ConfigError(
             f"vLLM's server has {facts.slots} slots and contexts of {facts.context_tokens}"

@@ -1,13 +1,7 @@
-"""Settings of vLLM, and the sampler that draws every token by seed and position.
+"""Settings of vLLM, and the seeds of its sampler.
 
-vLLM takes its weights from `load` alone (it starts with random ones), and never looks at a
-tokenizer: the worker watches for stop strings.
-
-Drawing. vLLM gives each request a generator and draws from it once per step, so that a token would
-depend on how many were drawn before. Here the generator is seeded again for every token from
-(seed, position): the draw is a function of (logits, seed, position), and a request that continues
-on another worker after a prefill has the same random stream. Kernel and order are vLLM's own:
-temperature, min-p, top-k, top-p.
+The generator is seeded from (seed, position) before each token, so a request that resumes on
+another worker keeps its random stream.
 """
 
 from __future__ import annotations
@@ -28,84 +22,81 @@ from dora_pipe.producers.engines.torch.causal_lm import FAMILIES, window_of
 from dora_pipe.store.model_dir import read_config
 
 BLOCK_TOKENS: Final = {"cpu": 32, "cuda": 16}
-"""Of vLLM's KV cache. Its CPU kernels want a multiple of 32; their default of 128 wastes half of a
-short context."""
+"""Tokens of a KV cache block. CPU kernels require a multiple of 32; vLLM's default of 128 wastes
+short contexts."""
 
 SPARE_BLOCKS: Final = 8
-"""Beside those of all slots: vLLM keeps one for itself."""
+"""Extra blocks: vLLM reserves one."""
 
 STEP_TOKENS_MAX: Final = 2048
-"""Tokens of one step beyond one for each slot; a longer prompt is prefilled over several."""
+"""Tokens per step, beyond one per slot."""
 
 ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core is one process and not two
-    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache, and those for weights
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # it has another sampler than ours is made from
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # takes no seeded request, and is compiled at the start
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process for the engine core
+    "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc, /reset_prefix_cache, weight endpoints
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # has another sampler
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # rejects seeds, compiles at the start
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""What vLLM reads when it is imported. Nothing goes out."""
+"""Read by vLLM on import; disables telemetry and downloads."""
 
 ENVIRONMENT_DEFAULTS: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "TRITON_F32_DEFAULT": "ieee",  # else float32 is multiplied as tf32: attention on a GPU
+    "TRITON_F32_DEFAULT": "ieee",  # tf32 attention is inexact
 }
-"""What a user may set otherwise."""
+"""Defaults that a user may override."""
 
 CPU_BUILD: Final = "vllm-cpu"
-"""The distribution of vLLM for CPUs."""
+"""Distribution for CPUs."""
 
 HINT: Final = f"make vllm (CPU), or make gpu or {install_hint('vllm')} (GPU)"
 
 REFUSALS: Final = (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError)
-"""What vLLM raises for a model or sizes that it does not take."""
+"""Exceptions of vLLM for an unsupported model or size."""
 
 _DEVICE_WORDS: Final = ("memory", "cuda error", "nccl")
-"""What the RuntimeErrors of torch and vLLM say of a device; their types do not tell."""
+"""Words of device errors, which have no exception type."""
 
 GPU_FREE_MIN: Final = 0.01
-"""Share of a GPU that must be free when vLLM starts. Its own default is nearly all, also where the
-KV cache has a size of its own: a second engine, or the trainer, could not have the same GPU."""
+"""Free GPU share required at start. vLLM's default, nearly all, prevents sharing the GPU."""
 
 SLEEP_LEVEL: Final = 2
-"""vLLM's: weights are dropped, not kept on the host, for others are loaded behind it."""
+"""Drop weights instead of keeping them on the host."""
 
 WEIGHTS_TAG: Final = "weights"
 KV_TAG: Final = "kv_cache"
-"""vLLM's names of what it takes memory for again."""
+"""vLLM's tags of memory to allocate again."""
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """What a user may set of vLLM beside slots and context."""
+    """User settings of vLLM besides slots and context."""
 
     dtype: Dtype = "float32"
     eager: bool = True
     kv_gb: float = 0.0
-    """0: what all slots need for whole contexts."""
+    """GiB of the KV cache; 0: full contexts in all slots."""
     tensor_parallel: int = 1
-    """Processes of vLLM, each with a part of every layer."""
+    """Processes that split each layer."""
     pipeline_parallel: int = 1
-    """Groups of these, each with some of the layers."""
+    """Groups that split the layers."""
     sleep: bool = False
-    """Whether its engine can be told to sleep. On a GPU its memory is from another allocator then,
-    of which a process has but one."""
+    """Enable sleep; on a GPU with another allocator, one per process."""
     args: Mapping[str, Any] = field(default_factory=dict)
-    """Other options of vLLM (`options`)."""
+    """Other options (see `options`)."""
 
     @property
     def parts(self) -> int:
-        """Processes of vLLM in all."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
 def prepare(threads: int, environment: Mapping[str, str] | None = None) -> None:
-    """Import vLLM with its environment. Raises ConfigError where it is not installed."""
+    """Import vLLM. Raises ConfigError if missing."""
     os.environ.update({**ENVIRONMENT, **(environment or {})})
     defaults = {**ENVIRONMENT_DEFAULTS, "OMP_NUM_THREADS": str(threads)}
     if version_of(CPU_BUILD):
@@ -123,7 +114,7 @@ def prepare(threads: int, environment: Mapping[str, str] | None = None) -> None:
 
 
 def version_of(distribution: str) -> str:
-    """Of an installed distribution; empty where it is not."""
+    """Return the version of a distribution, or empty."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -131,19 +122,19 @@ def version_of(distribution: str) -> str:
 
 
 def version() -> str:
-    """Of vLLM, whatever its distribution is called."""
+    """Return vLLM's version."""
     return version_of("vllm") or version_of(CPU_BUILD)
 
 
 def _is_of_here(error: Exception) -> bool:
-    """Whether what vLLM raised is of this machine (its memory, device or disk), not of a model."""
+    """Return whether the cause is memory, device or disk."""
     said = str(error).lower()
     disk = isinstance(error, OSError) and error.errno not in (None, errno.ENOENT)
     return disk or isinstance(error, MemoryError) or any(word in said for word in _DEVICE_WORDS)
 
 
 def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
-    """What one of REFUSALS that vLLM raised at its start means."""
+    """Convert an exception of REFUSALS."""
     said = " ".join(str(error).split()) or type(error).__name__
     if _is_of_here(error):
         hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.vllm.kv_gb"
@@ -154,7 +145,7 @@ def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
 def arguments(
     model_dir: Path, settings: VllmSettings, *, slots: int, context_tokens: int
 ) -> dict[str, Any]:
-    """What vLLM is told, but for the transfer of weights."""
+    """Return vLLM's arguments, without weight transfer."""
     device = device_name()
     need_positions(model_dir, context_tokens)
     need_kv_room(model_dir, settings, context_tokens, BLOCK_TOKENS[device])
@@ -187,12 +178,11 @@ def arguments(
 def need_kv_room(
     model_dir: Path, settings: VllmSettings, context_tokens: int, block: int | None = None
 ) -> None:
-    """Raise ConfigError for a KV cache that does not hold one whole context, beside the block that
-    vLLM keeps for itself; of `block` tokens, or those of the build that is installed here."""
+    """Raise ConfigError if the KV cache cannot hold a context besides vLLM's reserved block."""
     config = read_config(model_dir)
     family = config.get("model_type")
     if not settings.kv_gb or family not in FAMILIES or window_of(config, family) is not None:
-        return  # There is room for all slots; or a context takes what only vLLM knows.
+        return  # All slots fit, or only vLLM knows the size.
     block = block or BLOCK_TOKENS["cpu" if version_of(CPU_BUILD) else "cuda"]
     parts = settings.parts
     token = token_kv_values(config, settings) * itemsize_of(settings)
@@ -208,21 +198,21 @@ def need_kv_room(
 
 
 def gpus_seen() -> int:
-    """As many as CUDA_VISIBLE_DEVICES leaves to this process."""
+    """Return the number of visible GPUs."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def device_name() -> str:
-    """`cpu` or `cuda`: where this vLLM computes. Raises ConfigError where it found neither."""
+    """Return `cpu` or `cuda`. Raises ConfigError without a device."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return "cpu"
     if not current_platform.is_cuda_alike():
         raise ConfigError("this vLLM is built for a GPU, and there is none here", hint=HINT)
-    if not gpus_seen():  # the machine has some, but not what the variable names
+    if not gpus_seen():  # hidden by the variable
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         raise ConfigError(
             f"there is no GPU here under CUDA_VISIBLE_DEVICES={named}",
@@ -232,8 +222,7 @@ def device_name() -> str:
 
 
 def need_gpus(settings: VllmSettings, seen: int) -> None:
-    """Raise ConfigError for a worker whose parts want more GPUs than it sees; vLLM would say so
-    from behind a server that has started."""
+    """Raise ConfigError for too few GPUs, before the server starts."""
     wanted = settings.tensor_parallel * settings.pipeline_parallel
     if wanted > seen:
         raise ConfigError(
@@ -244,8 +233,7 @@ def need_gpus(settings: VllmSettings, seen: int) -> None:
 
 
 def check_parts(model: Any, settings: VllmSettings) -> None:
-    """Raise ValueError for a model (vLLM's ModelConfig) that cannot be dealt to so many
-    processes."""
+    """Raise ValueError if the processes cannot split the model."""
     heads, parts = int(model.hf_text_config.num_attention_heads), settings.tensor_parallel
     if heads % parts:
         raise ValueError(f"{heads} attention heads cannot be shared by {parts} processes")
@@ -255,14 +243,13 @@ def check_parts(model: Any, settings: VllmSettings) -> None:
     if settings.args.get("enable_expert_parallel"):
         if not model.is_moe:
             raise ValueError("the model has no experts to be dealt (enable_expert_parallel)")
-        if device_name() == "cpu":  # its kernel looks at no expert map
+        if device_name() == "cpu":  # its kernel ignores the expert map
             raise ValueError("experts that are dealt whole have no kernel on a CPU")
 
 
 def check_kernels(model: Any, *, adapters: bool = False) -> None:
-    """Raise ValueError for a model (vLLM's ModelConfig) that vLLM would take and cannot compute:
-    heads that it has no kernel for, which it notices in its first step on a CPU; experts beside
-    adapters, for which it takes a GPU's kernel there."""
+    """Raise ValueError for a head size, or experts with adapters, without CPU kernels: vLLM fails
+    only in a step."""
     if device_name() != "cpu":
         return
     if model.is_moe and adapters:
@@ -276,15 +263,14 @@ def check_kernels(model: Any, *, adapters: bool = False) -> None:
 
 
 def token_seed(seed: int, position: int) -> int:
-    """The generator's seed for the token at `position`; 63 bits."""
+    """Return the 63-bit seed of a token."""
     return mix64(mix64(seed) ^ position) >> 1
 
 
 def _kv_bytes(
     model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
 ) -> int:
-    """Of the KV cache of each process: what was set, or whole contexts in all slots, of which each
-    has the heads of the layers that are its own."""
+    """Return the KV cache bytes per process."""
     if settings.kv_gb:
         return int(settings.kv_gb * 2**30) // settings.parts
     block = BLOCK_TOKENS[device]
@@ -294,19 +280,18 @@ def _kv_bytes(
 
 
 def itemsize_of(settings: VllmSettings) -> int:
-    """Bytes of a number in the KV cache."""
+    """Return the bytes of a KV cache value."""
     return 4 if settings.dtype == "float32" else 2
 
 
 def token_kv_values(config: Mapping[str, Any], settings: VllmSettings = VllmSettings()) -> int:
-    """Numbers that the KV cache holds of one token, in the process that has most of its layers;
-    where there are fewer heads than processes, several have the same. Raises PolicyError for a
-    config without."""
+    """Return the KV cache values per token, in the process with most layers. Raises PolicyError if
+    sizes are missing."""
     parts, stages = settings.tensor_parallel, settings.pipeline_parallel
     try:
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         layers = math.ceil(layers / stages)
-        if config.get("kv_lora_rank"):  # One latent for all heads, which every process has.
+        if config.get("kv_lora_rank"):  # One latent, in every process.
             return layers * (int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"]))
         head_dim = int(config.get("head_dim") or int(config["hidden_size"]) // heads)
         kv_heads = int(config.get("num_key_value_heads") or heads)
@@ -319,7 +304,7 @@ def token_kv_values(config: Mapping[str, Any], settings: VllmSettings = VllmSett
 
 
 def wake_bfloat16() -> None:
-    """vLLM 0.32 on a CPU dies of its first bfloat16 product if it is a very small one."""
+    """Work around vLLM 0.32 on a CPU, which crashes if its first bfloat16 product is very small."""
     import torch
 
     square = torch.ones(256, 256, dtype=torch.bfloat16)

@@ -1,8 +1,6 @@
-"""What the vllm engine needs inside vLLM's worker process; decides what may be loaded.
+"""Extension of vLLM's worker (`worker_extension_cls`), called by /collective_rpc.
 
-vLLM imports this where `worker_extension_cls` names it, and mixes the class into its worker; its
-methods are called over HTTP by /collective_rpc. They answer with a dict of JSON, and with `error`
-in it where something is refused: an exception would reach the caller as a status 500 without words.
+Methods return a dict of JSON, with `error` on rejection: exceptions lose their message.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ if vllm_core.device_name() == "cpu":
 
 
 class Extension:
-    """Mixed into vLLM's worker; every name has a prefix of its own."""
+    """Mixin with `dora_` names."""
 
     vllm_config: Any
     model_runner: Any
@@ -49,16 +47,14 @@ class Extension:
     list_loras: Any
     remove_lora: Any
     dora_folder: TemporaryDirectory[str] | None = None
-    """The adapter that vLLM is asked to load next, as it reads it."""
     dora_before: frozenset[int] = frozenset()
-    """vLLM's ids of the adapters that there were before."""
+    """Adapters loaded before `dora_write`."""
     dora_kept: vllm_routes.KeptRoutes | None = None
     dora_cache: vllm_kv.RankCache | None = None
 
     def dora_open(self, routes: str, unassigned: str) -> dict[str, Any]:
-        """Take the place of the sampler, which never samples `unassigned` token ids (JSON), and
-        keep the experts of requests where it is asked for `routes`; what the engine has, or why it
-        cannot be used."""
+        """Replace the sampler, and keep experts if `routes` is not empty; return the engine's
+        properties or an error."""
         config = self.vllm_config
         plain = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
         if not isinstance(plain, TopKTopPSampler):
@@ -96,7 +92,7 @@ class Extension:
         }
 
     def dora_read(self, path: str, digest: str, version: str) -> dict[str, Any]:
-        """Read, digest and hold the weights that vLLM's interface will be asked to load next."""
+        """Read, check and hold weights."""
         weights = Path(path)
         try:
             expected = _expected(self.vllm_config.model_config.model)
@@ -109,7 +105,7 @@ class Extension:
         return {"tensors": len(opened)}
 
     def dora_write(self, path: str, digest: str, base: str, rank: str) -> dict[str, Any]:
-        """Read and compare an adapter, and write the directory that vLLM shall load it from."""
+        """Check an adapter and write its directory for vLLM."""
         self.dora_forget()
         shapes, *_ = _expected(self.vllm_config.model_config.model)
         try:
@@ -124,14 +120,14 @@ class Extension:
         return {"folder": self.dora_folder.name}
 
     def dora_forget(self) -> dict[str, Any]:
-        """Remove that directory; the ids of what vLLM has loaded since it was written."""
+        """Remove the directory; return the adapters loaded since `dora_write`."""
         if self.dora_folder is not None:
             self.dora_folder.cleanup()
             self.dora_folder = None
         return {"numbers": sorted(self.list_loras() - self.dora_before)}
 
     def dora_experts(self, wanted: str, gone: str) -> dict[str, Any]:
-        """What was kept of these parts (JSON of `KeptPart`s); forget the stays that are gone."""
+        """Return kept experts; forget finished attempts."""
         assert self.dora_kept is not None
         parts = [
             self.dora_kept.part(one.stay, one.start, one.end)
@@ -143,8 +139,7 @@ class Extension:
         return found
 
     def dora_kv(self, folder: str, mark: str) -> dict[str, Any]:
-        """The KV caches that can leave and arrive (`CacheFacts`), by files in this folder; none
-        where each process has but some of the layers."""
+        """Return the KV caches' layout (`CacheFacts`); none with pipeline parallelism."""
         facts = CacheFacts()
         if self.vllm_config.parallel_config.pipeline_parallel_size == 1:
             if self.dora_cache is None:
@@ -155,11 +150,9 @@ class Extension:
         return told
 
     def dora_copy_kv(self, stay: str, path: str) -> dict[str, Any]:
-        """Copy the first positions of a running request, as many as the file has, to this process's
-        heads of it; what was done (`KV_COPIED`, `KV_ENDED`).
+        """Copy this process's heads of a KV cache; the file sets the number of positions.
 
-        What this process knows is of the last step: of a request that has left with it, too, whose
-        blocks nobody has got yet.
+        Blocks of a request that ended in the last step are not reused yet.
         """
         assert self.dora_cache is not None
         runner, wanted = self.model_runner, f"{ID_PREFIX}{stay}-"
@@ -177,11 +170,10 @@ class Extension:
         return {"state": KV_COPIED}
 
     def dora_drop(self, number: str) -> dict[str, Any]:
-        """Forget an adapter: vLLM's own door for that leaves it to its worker."""
+        """Remove an adapter, which vLLM's unload leaves in the worker."""
         return {"dropped": self.remove_lora(int(number))}
 
     def dora_drop_all(self) -> dict[str, Any]:
-        """The same, of all."""
         numbers = sorted(self.list_loras())
         for number in numbers:
             self.remove_lora(number)
@@ -189,8 +181,8 @@ class Extension:
 
 
 def _make_intermediate_tensors(runner: Any) -> None:
-    """What a group of processes takes from the one before it: vLLM 0.32 makes it in a trial step,
-    which it does not take on a CPU."""
+    """Allocate a pipeline stage's input: vLLM 0.32 does so in a trial step, which it skips on a
+    CPU."""
     from vllm.distributed import get_pp_group
 
     if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -202,8 +194,8 @@ def _make_intermediate_tensors(runner: Any) -> None:
 
 
 def _computed(runner: Any, name: str) -> int:
-    """How many positions of a request are in its blocks; 0 of one that had no part in the last
-    step, whose blocks may be another's."""
+    """Return the positions in a request's blocks; 0 if it was not in the last step, as they may be
+    reused."""
     batch = runner.input_batch
     row = batch.req_id_to_index.get(name)
     if row is None:
@@ -218,7 +210,7 @@ def _expected(model_dir: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str
 
 
 def _lacks_for_adapters(config: Any) -> str:
-    """Why it must not host adapters, though it was started with them; empty where nothing is."""
+    """Return why adapters cannot work, or empty."""
     lora, scheduler = config.lora_config, config.scheduler_config.get_scheduler_cls()
     if lora is None:
         return ""

@@ -1,7 +1,6 @@
-"""HTTP to a vLLM server, over h11 and sockets that never block a step; decides nothing.
+"""HTTP client of a vLLM server over h11 and non-blocking sockets.
 
-An stream is one request on a connection of its own. It is read when somebody asks, in their
-thread: what nobody has read waits in the socket, whose buffer is the bound.
+A stream is one connection; the socket's buffer bounds unread data.
 """
 
 from __future__ import annotations
@@ -21,20 +20,19 @@ from dora_pipe.core.errors import ConfigError, ResourceError
 from dora_pipe.producers.engines.vllm.wire import quoted
 
 CONNECT_S: Final = 10.0
-"""For a connection, and for the server to take a request."""
+"""Timeout of the connection, and of sending the request."""
 
 CALL_S: Final = 120.0
-"""For the whole answer of a call; one that reads a large model's weights takes its time."""
+"""Timeout of a call; loading a large model takes long."""
 
 RECEIVE_BYTES: Final = 1 << 16
 EVENT_BYTES_MAX: Final = 1 << 25
-"""Of one server-sent event or answer. A token takes some 150 bytes."""
+"""Maximum bytes of an event or response; a token takes about 150."""
 
 HINTS: Final = {
     401: "is it another program, or of another key?",
     404: "a stock server lacks the worker's extension; start it as docs/vllm.md describes",
 }
-"""Hints for statuses of a call."""
 
 EVENT_END: Final = b"\n\n"
 EVENT_DATA: Final = b"data: "
@@ -43,7 +41,7 @@ EVENT_LAST: Final = b"[DONE]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server listens, and the key that it asks for.
+    """Address and key of a server.
 
     Example: ``Address.of("http://127.0.0.1:8000", "secret")``.
     """
@@ -54,7 +52,7 @@ class Address:
 
     @classmethod
     def of(cls, url: str, key: str) -> Address:
-        """From http://HOST:PORT. Raises ConfigError for anything else, or a key that is none."""
+        """Parse http://HOST:PORT. Raises ConfigError."""
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -74,11 +72,8 @@ class Address:
 
 
 class HttpStream:
-    """A request that was sent, and its answer as far as it was read.
-
-    `status` is 0 until the answer has begun; `ended` says that it is complete. Every method raises
-    ResourceError where the connection fails.
-    """
+    """A sent request; `status` is 0 before the response. Methods raise ResourceError if the
+    connection fails."""
 
     def __init__(
         self, address: Address, method: Literal["GET", "POST"], path: str, body: object = None
@@ -101,11 +96,10 @@ class HttpStream:
             raise self._failed(error) from None
 
     def fileno(self) -> int:
-        """For a selector."""
         return self._socket.fileno()
 
     def read(self) -> None:
-        """Take what has come; returns at once."""
+        """Read without blocking."""
         while not self.ended:
             try:
                 received = self._socket.recv(RECEIVE_BYTES)
@@ -120,7 +114,7 @@ class HttpStream:
                 raise self._failed(error) from None
 
     def events(self) -> list[bytes]:
-        """The data of the server-sent events that are complete, in order; each is told once."""
+        """Return complete events, each once."""
         if EVENT_END not in self._body:
             return []
         *whole, rest = bytes(self._body).split(EVENT_END)
@@ -130,20 +124,20 @@ class HttpStream:
 
     @property
     def heard(self) -> bool:
-        """Whether an event has come that nobody was told of yet, or the end."""
+        """Return whether an unread event or the end has arrived."""
         return self.ended or (EVENT_DATA in self._body and EVENT_END in self._body)
 
     def wait_heard(self, timeout_s: float) -> None:
-        """Read until it is `heard`. Raises ResourceError when that takes longer."""
+        """Wait until `heard`. Raises ResourceError."""
         self._wait(time.monotonic() + timeout_s, lambda: self.heard)
 
     def wait(self, timeout_s: float = CALL_S) -> bytes:
-        """The whole answer. Raises ResourceError when it takes longer."""
+        """Return the whole response. Raises ResourceError."""
         self._wait(time.monotonic() + timeout_s, lambda: self.ended)
         return bytes(self._body)
 
     def close(self) -> None:
-        """Give the connection up; the server aborts a request whose answer nobody reads."""
+        """Close the connection; the server aborts the request."""
         self._socket.close()
 
     def _wait(self, until_s: float, done: Callable[[], bool]) -> None:
@@ -196,7 +190,7 @@ def call(
     *,
     timeout_s: float = CALL_S,
 ) -> Any:
-    """The JSON of an answer; None for an empty one. Raises ResourceError for any but a 200."""
+    """Return the JSON or None. Raises ResourceError unless the status is 200."""
     stream = HttpStream(address, method, path, body)
     try:
         answer = stream.wait(timeout_s)

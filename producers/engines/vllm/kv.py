@@ -1,14 +1,8 @@
-"""KV caches of running requests in vLLM's processes; decides where they lie and their name.
+"""Read and write KV caches of running requests in vLLM's processes.
 
-vLLM's kernels each pack the keys and values of a block in an order of their own. Which one is not
-known here: it is learned, by giving vLLM's own function that writes keys and values numbers that
-tell their places. So a cache that leaves is told by token, kv head and dimension, whatever block
-size or kernel it comes from, and however many processes share its heads; and one that arrives is
-written by that same function.
-
-Where the cache is not one of plain blocks of keys and values (sliding windows, states, latent or
-quantized caches), nothing is exported and nothing taken. vLLM's example connector does not suffice:
-it saves prefills only.
+Each kernel orders a block's numbers differently; `learned_places` finds the order with vLLM's own
+writer. Exported caches are ordered by token, kv head and dimension, independent of block size,
+kernel and tensor parallelism. Only plain blocks of keys and values are supported.
 """
 
 from __future__ import annotations
@@ -24,15 +18,14 @@ from dora_pipe.producers.engines.vllm.kv_files import CacheFacts
 CONNECTORS: Final = "dora_pipe.producers.engines.vllm.plugins"
 
 _DIGIT: Final = 128
-"""Numbers below this are exact in every type of a KV cache."""
+"""Integers below it are exact in every KV cache type."""
 
 _STORED: Final = {torch.float32: "<f4", torch.float16: "<f2", torch.bfloat16: "<u2"}
-"""Types of a KV cache, and of the arrays of it; numpy has no bfloat16, its bits are moved."""
+"""numpy types of KV caches; bfloat16 as bits."""
 
 
 def arguments() -> dict[str, Any]:
-    """Options of vLLM by which it takes KV caches, through the connector of `plugins`. It computes
-    a cache that is gone when it is needed."""
+    """Return vLLM's options for the connector; a missing cache is recomputed."""
     from vllm.config import KVTransferConfig
 
     config = KVTransferConfig(
@@ -45,14 +38,12 @@ def arguments() -> dict[str, Any]:
 
 
 class RankCache:
-    """The KV cache of one process of vLLM, which has some of the heads of every layer; made in
-    vLLM's worker.
+    """KV cache of one process.
 
     Example: ``cache.read_into(blocks, array)`` between two steps.
     """
 
     def __init__(self, runner: Any, version: str) -> None:
-        """Of vLLM's model runner; `version` is vLLM's."""
         model = runner.vllm_config.model_config
         self._layers = _with_cache(runner.compilation_config.static_forward_context)
         self._places = self._learned(runner.kv_cache_config)
@@ -71,8 +62,7 @@ class RankCache:
             )
 
     def read_into(self, blocks: Sequence[int], array: Array) -> None:
-        """Copy as many positions as the array has, [layers, 2, tokens, kv_heads, head_dim], to the
-        heads that are this process's own."""
+        """Copy this process's heads into `array` [layers, 2, tokens, kv_heads, head_dim]."""
         assert self._places is not None
         _, size, heads, width = self._places.shape
         tokens = array.shape[2]
@@ -91,7 +81,7 @@ class RankCache:
         return first.kv_cache.dtype
 
     def _learned(self, config: Any) -> torch.Tensor | None:
-        """Where a block has its numbers, if all layers have plain blocks of the same kind."""
+        """Return a block's places, if all layers have the same plain blocks."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         groups = config.kv_cache_groups
@@ -106,8 +96,7 @@ class RankCache:
 
 
 def own_heads(heads: int) -> slice:
-    """Which of so many kv heads this process of vLLM has. Where there are fewer than processes,
-    some have the same one."""
+    """Return this process's kv heads; processes share one if there are fewer heads."""
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -119,8 +108,8 @@ def own_heads(heads: int) -> slice:
 
 
 def learned_places(layer: Any) -> torch.Tensor | None:
-    """Where one block of a layer has [keys and values, token, kv head, dimension]: places in its
-    numbers as they lie in vLLM's shape. None where some number is not in just one place."""
+    """Return a block's places [keys and values, token, head, dimension], None if a number has not
+    exactly one."""
     cache = torch.zeros_like(layer.kv_cache[:1])
     _, heads, size, twice = cache.shape
     numbers = torch.arange(cache.numel(), device=cache.device)
@@ -140,8 +129,7 @@ def learned_places(layer: Any) -> torch.Tensor | None:
 
 
 def write(layers: Mapping[str, Any], array: Array, blocks: Sequence[int], *, start: int) -> None:
-    """Have the positions of a cache from `start` on in these blocks, by vLLM's own kernel; `array`
-    is of this process's heads."""
+    """Write positions from `start` on into blocks; `array` has this process's heads."""
     attention = _with_cache(layers)
     cache = next(iter(attention.values())).kv_cache
     positions = torch.arange(start, array.shape[2], device=cache.device)
@@ -155,11 +143,9 @@ def write(layers: Mapping[str, Any], array: Array, blocks: Sequence[int], *, sta
 
 
 def _bits(numbers: torch.Tensor) -> torch.Tensor:
-    """The same bits in a type that numpy has."""
     return numbers.view(torch.int16) if numbers.dtype == torch.bfloat16 else numbers
 
 
 def _with_cache(layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The layers that have a KV cache, in the order of the model."""
     held = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
     return {name: layers[name] for name, cache in held.items() if isinstance(cache, torch.Tensor)}

@@ -1,9 +1,5 @@
-"""What the KV cache of a running request in vLLM is, and the files by which one comes from a server
-and goes to it, in a folder that the worker and the server's processes see; decides their form.
-
-A file is an array in numpy's format. The worker makes it, the server's processes write their own
-heads into it, or read them from it. It imports no vLLM and no torch.
-"""
+"""Files that exchange KV caches between a worker and a vLLM server, in numpy's format; without vLLM
+and torch."""
 
 from __future__ import annotations
 
@@ -20,54 +16,49 @@ import numpy as np
 from dora_pipe.producers.engines.port import Array, Kv
 
 KV_ARRAY: Final = "kv"
-"""The one array of an exported cache: [layers, 2, tokens, kv_heads, head_dim], keys first."""
+"""Name of the array: [layers, 2, tokens, kv_heads, head_dim], keys first."""
 
 MARK: Final = "mark"
-"""A file of the folder, by whose words a server tells whether it sees this folder and no other."""
+"""File that shows whether the server sees the same folder."""
 
 SPARE_BYTES: Final = 1 << 26
-"""That must be left where a cache is written."""
+"""Disk space to leave free."""
 
 
 class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV caches of a vLLM, whatever processes share them; of no `layout` where none can leave
-    or arrive."""
+    """Properties of a server's KV caches; empty `layout`: no export."""
 
     layout: str = ""
     dtype: str = ""
-    """numpy's name of the type."""
     layers: int = 0
     heads: int = 0
-    """Of keys and values, of all processes."""
+    """Key-value heads of all processes."""
     width: int = 0
-    """Of a head."""
+    """Head size."""
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """Of the array of so many positions."""
         return (self.layers, 2, tokens, self.heads, self.width)
 
     def kv(self, array: Array, weights: str) -> Kv:
-        """A cache that weights of this digest have made."""
         return Kv(
             tokens=array.shape[2], layout=self.layout, weights=weights, arrays={KV_ARRAY: array}
         )
 
 
 class KvFolder:
-    """The worker's side of such files; a folder of its own, which goes with it.
+    """Temporary folder of the worker.
 
-    Example: ``path = folder.put("7", array)``, and `remove` when the server has it.
+    Example: ``path = folder.put("7", array)``, then `remove`.
     """
 
     def __init__(self) -> None:
-        """Raises OSError where there is no room for temporary files."""
+        """Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix="dora-pipe-kv-"))
         self._gone = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self.mark = secrets.token_hex(16)
         (self.path / MARK).write_text(self.mark)
 
     def has_room(self, size: int) -> bool:
-        """Whether so many bytes can be written."""
         return shutil.disk_usage(self.path).free > size + SPARE_BYTES
 
     def put(self, name: str, array: Array) -> Path:
@@ -77,20 +68,19 @@ class KvFolder:
         return path
 
     def empty(self, name: str, facts: CacheFacts, tokens: int) -> Path:
-        """A file that the server's processes fill. Raises OSError."""
+        """Create a file to fill. Raises OSError."""
         path = self.path / f"{name}.npy"
         shape = facts.shape(tokens)
         np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(facts.dtype), shape=shape)
         return path
 
     def taken(self, path: Path) -> Array:
-        """What it holds, mapped; its name is gone."""
+        """Map a file and unlink it."""
         array = opened(path)
         path.unlink()
         return array
 
     def remove(self, name: str) -> None:
-        """Forget a file; unknown ones are ignored."""
         (self.path / f"{name}.npy").unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -98,14 +88,13 @@ class KvFolder:
 
 
 def opened(path: Path, *, write: bool = False) -> Array:
-    """The array of a file, mapped; what is written to it stays here unless it is opened to `write`.
-    Raises OSError or ValueError for what is none."""
+    """Map an array, private unless `write`. Raises OSError or ValueError."""
     array: Array = np.load(path, mmap_mode="r+" if write else "c", allow_pickle=False)
     return array
 
 
 def is_seen(folder: Path, mark: str) -> bool:
-    """Whether this process sees the folder that has this mark."""
+    """Return whether this process sees the folder."""
     try:
         return (folder / MARK).read_text() == mark
     except OSError:
@@ -113,5 +102,5 @@ def is_seen(folder: Path, mark: str) -> bool:
 
 
 def array_of(facts: CacheFacts, tokens: int) -> tuple[str, str, tuple[int, ...]]:
-    """Name, type and shape of the one array of a cache; of no meaning without a layout."""
+    """Return name, type and shape of the array."""
     return KV_ARRAY, facts.dtype, facts.shape(tokens)

@@ -1,9 +1,7 @@
-"""KV caches of requests in a vLLM server, as its worker has them; decides how long a file is kept.
+"""KV caches of a vLLM server's requests, seen from its worker.
 
-A cache that leaves is copied by the server's processes, each its own heads, into a file that is
-made here. One that arrives is written to a file that its request names, and kept until the first
-word of the request: then it was read. Of a request that was let go before that nobody tells when
-the server looks for the file; vLLM computes what it does not find.
+The server fills the file of an exported cache. The file of an imported one is kept until its
+request's first event; LEFT_MAX bounds those of requests that leave earlier.
 """
 
 from __future__ import annotations
@@ -20,45 +18,44 @@ from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, KvFolder
 from dora_pipe.producers.engines.vllm.wire import KV_COPIED, KV_ENDED
 
 NO_ROOM: Final = "a size for which there is no room on the disk"
-"""What a cache is of, besides what `kv_mismatch` says, that cannot be taken."""
+"""Rejection besides those of `kv_mismatch`."""
 
 ENDED: Final = "ended"
-"""A request has ended in the server, and its last tokens are on their way."""
+"""The request has ended in the server; its last tokens will follow."""
 
 LEFT_MAX: Final = 64
-"""Files of requests that were let go without a word; with more the oldest goes."""
+"""Files of requests that left early; the oldest are evicted."""
 
 
 class RemoteCaches:
-    """The KV cache of a server, by stay. `facts` have no layout where none can leave or arrive.
+    """KV caches of a server, by attempt.
 
-    Example: ``path = caches.offer("3f-1", kv)``, which the request names; then `heard` or `left`.
+    Example: ``path = caches.offer("3f-1", kv)``, then `heard` or `left`.
     """
 
     def __init__(self, server: VllmServerClient) -> None:
-        """Raises ResourceError where there is no room for temporary files."""
+        """Raises ResourceError if no temporary folder can be created."""
         with _files():
             self._folder = KvFolder()
         self._server = server
         self._offered: dict[str, Kv] = {}
-        """By stay, of which no word has come."""
+        """Imported caches until the first event."""
         self._left: deque[str] = deque()
         self._copies = 0
         self.facts = server.caches(str(self._folder.path), self._folder.mark)
 
     def has_room(self, kv: Kv) -> bool:
-        """Whether it could be handed over now."""
         return self._folder.has_room(kv.bytes)
 
     def offer(self, stay: str, kv: Kv) -> str:
-        """Write the file of a stay that begins with this cache. Raises ResourceError."""
+        """Write an attempt's file. Raises ResourceError."""
         with _files():
             path = self._folder.put(stay, kv.arrays[KV_ARRAY])
         self._offered[stay] = kv
         return str(path)
 
     def heard(self, stay: str) -> None:
-        """A word of a stay has come."""
+        """Remove the file after the first event."""
         if self._offered.pop(stay, None) is not None:
             self._folder.remove(stay)
 
@@ -69,9 +66,8 @@ class RemoteCaches:
             self._folder.remove(self._left.popleft())
 
     def copied(self, stay: str, tokens: int, weights: str) -> Kv | Literal["ended"] | None:
-        """A copy of the first so many positions of a stay, made by these weights; None where the
-        server has not all of them, or none is known to be there (0); `ended` where the stay has
-        ended in the server. Raises ResourceError."""
+        """Copy first positions; None if incomplete or `tokens` is 0, `ended` after its end. Raises
+        ResourceError."""
         if stay in self._offered:
             return self._offered[stay]
         if not self.facts.layout or not tokens:
@@ -91,13 +87,11 @@ class RemoteCaches:
         return None if array is None else self.facts.kv(array, weights)
 
     def close(self) -> None:
-        """Forget all files."""
         self._folder.close()
 
 
 @contextmanager
 def _files() -> Iterator[None]:
-    """What is said against a file is of this machine."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,10 +1,7 @@
-"""Adapters as vLLM takes them: its options for them, and the directory that it reads one from.
+"""Adapters in vLLM's form; without vLLM.
 
-An adapter is read from the store and compared with its digest, its base, its rank and the model's
-shapes, and written as the directory that vLLM reads. It is loaded at once, and the directory is
-removed: vLLM keeps what it has read, so nothing is left behind by a process that is killed, and
-nothing can be read again that was changed in between. vLLM caches prompts apart by name and
-directory of an adapter. The worker of the vLLM server does this (`extension`). It imports no vLLM.
+An adapter is checked, written as a directory, loaded, and the directory removed: no file remains or
+is read again.
 """
 
 from __future__ import annotations
@@ -21,25 +18,19 @@ from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.store.adapters import Adapter, read_adapter_on, write_peft
 
 FOLDER_PREFIX: Final = "dora-pipe-adapter-"
-"""Of the directories that vLLM reads."""
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of the model's tensors, by name."""
+"""Tensor shapes by name."""
 
 RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""For which vLLM makes room; an adapter of a rank between has zeros beside it."""
+"""Ranks of vLLM; others are padded with zeros."""
 
 CLEARING_SCHEDULER: Final = "dora_pipe.producers.engines.vllm.plugins.ClearingScheduler"
-"""Named and not imported: vLLM imports it in the process of its engine core."""
+"""Name of a class that only vLLM imports."""
 
 
 def arguments(rank: int, most: int, *, device: str) -> dict[str, Any]:
-    """What vLLM is told of `most` adapters of a rank at once; nothing without any.
-
-    It may hold one more than that, so that one is replaced only by one that was loaded. On a CPU
-    its attention multiplies what lies in a block behind the end of a sequence by zero, which a
-    number that is not finite survives: blocks are cleared there (`scheduler`).
-    """
+    """Return vLLM's options for `most` adapters and a spare one, which loads before a swap."""
     if not rank:
         return {}
     found = {
@@ -53,8 +44,7 @@ def arguments(rank: int, most: int, *, device: str) -> dict[str, Any]:
 
 
 def check_kernels(rank: int, device: str, dtype: str) -> None:
-    """Raise ConfigError for adapters in a type that vLLM has no kernels for: on a GPU it would fail
-    in its first step."""
+    """Raise ConfigError for a type without kernels; a GPU would fail in its first step."""
     if rank and device != "cpu" and dtype == "float32":
         raise ConfigError(
             "vLLM has no kernels for adapters in float32 on a GPU",
@@ -65,10 +55,7 @@ def check_kernels(rank: int, device: str, dtype: str) -> None:
 def written(
     path: Path, *, digest: str, base: str, rank: int, shapes: Shapes
 ) -> TemporaryDirectory[str]:
-    """The adapter in a file as vLLM reads it; one of zeros where `digest` is the base's.
-
-    Raises PolicyError for one that vLLM must not be given.
-    """
+    """Write an adapter, or zeros for the base's digest. Raises PolicyError."""
     if digest == base:
         adapter = _zeros(base, rank, shapes)
     else:
@@ -84,7 +71,7 @@ def written(
 
 
 def _zeros(base: str, rank: int, shapes: Shapes) -> Adapter:
-    """What leaves the base as it is: one layer's is enough, vLLM has zeros for the others."""
+    """Return zeros for one layer; vLLM fills the others."""
     ends = tuple(f".{layer}.weight" for layer in LINEAR_LAYERS)
     name = next((one for one in shapes if one.endswith(ends)), None)
     if name is None:
@@ -95,7 +82,7 @@ def _zeros(base: str, rank: int, shapes: Shapes) -> Adapter:
 
 
 def _check_layers(path: Path, adapter: Adapter, shapes: Shapes) -> None:
-    """Raise PolicyError for an adapter of other layers: vLLM leaves out what it has none for."""
+    """Raise PolicyError for unknown layers, which vLLM ignores."""
     for layer, (a, b) in adapter.pairs.items():
         shape = shapes.get(f"{layer}.weight", ())
         if layer.rpartition(".")[2] not in LINEAR_LAYERS or len(shape) != 2:

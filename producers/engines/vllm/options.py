@@ -1,9 +1,5 @@
-"""Options of vLLM that a run passes through (`workers.vllm.args`), and those that it refuses.
-
-Refused are options that another key sets, that the engine sets itself, and that would break a
-promise: that tokens come from the weights of their version (C1), or that a recorded log-prob is
-that of the token as it was sampled.
-"""
+"""vLLM options that a run passes through (`workers.vllm.args`), and rejected ones: set elsewhere,
+or breaking the match of tokens and version (C1) or of log-probs and sampling."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ KEYS: Final[Mapping[str, str]] = {
     "pipeline_parallel_size": "workers.vllm.pipeline_parallel",
     "tensor_parallel_size": "workers.vllm.tensor_parallel",
 }
-"""Options that have a key of their own."""
+"""Options with a config key."""
 
 _OWN: Final = """
     api_key api_server_count block_size config disable_uvicorn_access_log
@@ -60,11 +56,10 @@ REASONS: Final[Mapping[str, str]] = {
         _LOGPROBS.split(), "recorded log-probs would not be those of the sampled tokens"
     ),
 }
-"""Why an option of vLLM is refused."""
 
 
 def check_args(args: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that a run refuses. vLLM itself names unknown ones."""
+    """Raise ConfigError for a rejected option; vLLM reports unknown ones."""
     for name in args:
         reason = REASONS.get(name.replace("-", "_"))
         if reason is not None:
@@ -76,7 +71,7 @@ def check_args(args: Mapping[str, Any]) -> None:
 
 
 def command_words(args: Mapping[str, Any]) -> list[str]:
-    """The options as words of vLLM's command line.
+    """Return command-line arguments.
 
     Example: ``command_words({"enable_prefix_caching": False, "swap_space": 2})`` is
     ``["--no-enable-prefix-caching", "--swap-space=2"]``.
@@ -93,5 +88,5 @@ def command_words(args: Mapping[str, Any]) -> list[str]:
 
 
 def described(args: Mapping[str, Any]) -> str:
-    """The options as a worker's engine version names them; empty without any."""
+    """Return the options as part of an engine version."""
     return "".join(f" {name}={json.dumps(args[name])}" for name in sorted(args))

@@ -1,8 +1,7 @@
-"""The process of a vLLM server that a worker starts; decides when it is up, and how it ended.
+"""The process of a vLLM server that a worker starts.
 
-It listens on 127.0.0.1 alone, on a port of its own, and asks for a key that is made here and goes
-through its environment: no command line and no log has it. What it says goes where the worker's
-own talk goes. When the worker ends, however it ends, the server reads the end of its stdin.
+It listens on 127.0.0.1 and gets a random key by its environment. It exits with the worker, because
+its stdin closes.
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ from dora_pipe.producers.engines.vllm.wire import HEALTH
 PROGRAM: Final = "dora_pipe.producers.engines.vllm.serve"
 
 START_S: Final = 900.0
-"""For a server to be up: it imports vLLM twice, one after the other, and makes its model."""
+"""Timeout of the start; vLLM is imported twice."""
 
 ASK_S: Final = 0.2
-"""Between two looks whether it is up."""
 
 STOP_S: Final = 10.0
-"""From a request to end to the end by force."""
+"""Time from SIGTERM to SIGKILL."""
 
 SETTLE_S: Final = 10.0
-"""Between the end of an engine core and that of its server: vLLM looks every five seconds."""
+"""Wait for an exit: vLLM checks its engine core every five seconds."""
 
 KEY_BYTES: Final = 32
 REPORT_BYTES_MAX: Final = 1 << 16
 
 
 class ServerProcess:
-    """A server that runs. `address` has its key.
+    """A running server; `address` includes its key.
 
     Example::
 
@@ -72,10 +70,8 @@ class ServerProcess:
         lora_rank: int = 0,
         versions_resident: int = 1,
     ) -> ServerProcess:
-        """Start a server and wait until it is up.
-
-        Raises PolicyError for a model that vLLM does not take, ResourceError when it does not come.
-        """
+        """Start a server and wait until it is healthy. Raises PolicyError for an unsupported model,
+        ResourceError."""
         words = [sys.executable, "-m", PROGRAM, str(model_dir), "--lifeline"]
         words += ["--slots", str(slots), "--context-tokens", str(context_tokens)]
         words += ["--threads", str(threads), "--dtype", settings.dtype]
@@ -108,30 +104,29 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the server; its engine core is a child of it, in the same session."""
+        """Return the server's pid; its engine core is a child."""
         return self._process.pid
 
     def check(self) -> None:
-        """Raise ResourceError when the process has ended."""
+        """Raise ResourceError after an exit."""
         code = self._process.poll()
         if code is not None:
             raise ResourceError(f"vLLM's server ended {_how(code)}", hint="see the worker's log")
 
     def settle(self) -> None:
-        """As `check`, of a process that may be about to end: a broken connection comes first."""
+        """Wait for an exit, then `check`: the connection breaks first."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SETTLE_S)
         self.check()
 
     def close(self) -> None:
-        """End it and all that it started."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         with suppress(ProcessLookupError):
             self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
-        with suppress(ProcessLookupError):  # its engine core, where the server was killed
+        with suppress(ProcessLookupError):  # an orphaned engine core
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._report >= 0:
@@ -145,14 +140,13 @@ class ServerProcess:
         self.address = Address(host="127.0.0.1", port=int(said["port"]), key=self._key)
         while time.monotonic() < until_s:
             self.check()
-            with suppress(ResourceError):  # it listens only when its model stands
+            with suppress(ResourceError):  # it listens once its model is built
                 call(self.address, "GET", HEALTH, timeout_s=START_S)
                 return
             time.sleep(ASK_S)
         raise ResourceError(f"vLLM's server is not up after {START_S:.0f} s")
 
     def _read_report(self, until_s: float) -> dict[str, str]:
-        """Its one line, which it writes when it has a port, or cannot have one."""
         line = b""
         while not line.endswith(b"\n"):
             left_s = until_s - time.monotonic()
@@ -173,5 +167,4 @@ class ServerProcess:
 
 
 def _how(code: int) -> str:
-    """Example: ``_how(-9) == "by SIGKILL"``."""
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,10 +1,7 @@
-"""The experts through which vLLM sends tokens, by request.
+"""Record the routed experts of vLLM's requests.
 
-vLLM's routers hand what they choose to a capturer of its own, which has a place for each token of a
-step. vLLM's own way to the caller (`enable_return_routed_experts`) begins in a model runner that
-has another sampler than ours. So the places are read here after every step, and dealt to the rows
-of the batch in its order. A server runs ahead of the worker that reads its tokens: they are kept
-until the worker asks for them.
+vLLM's `enable_return_routed_experts` requires a model runner with another sampler, so its capturer
+is read after every step.
 """
 
 from __future__ import annotations
@@ -17,19 +14,17 @@ from dora_pipe.producers.engines.vllm.wire import ROUTES_AS
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
 
 KEPT_PER_SLOT: Final = 16
-"""Requests of a server whose experts are kept, or known to be wanted by nobody. Each that runs has
-a slot; the others are bounded by who forgets to say that they are gone."""
+"""Remembered requests per slot; bounds clients that never report finished ones."""
 
 
 class KeptRoutes:
-    """The experts of a server's requests, by the names that these give (`wire.ROUTES_AS`); made in
-    vLLM's worker.
+    """Routed experts by name (`wire.ROUTES_AS`).
 
-    Example: ``kept.part("3f-1", 40, 48)`` is of the tokens 40 to 47.
+    Example: ``kept.part("3f-1", 40, 48)`` returns those of tokens 40 to 47.
     """
 
     def __init__(self, runner: Any) -> None:
-        """Raises PolicyError where vLLM's kernel for experts does not say which it takes."""
+        """Raises PolicyError if vLLM's kernel reports none."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
             RoutedExpertsCapturer,
@@ -41,7 +36,7 @@ class KeptRoutes:
             raise PolicyError(
                 "sampling.routes: the model is no mixture of experts", hint="leave the key out"
             )
-        if not config.model_config.enforce_eager:  # they were made before anybody listened
+        if not config.model_config.enforce_eager:  # graphs precede the capturer
             raise PolicyError(
                 "sampling.routes: vLLM's compiled graphs do not say which experts tokens go by",
                 hint="workers.vllm.eager = true",
@@ -53,15 +48,14 @@ class KeptRoutes:
         self._layers = sorted(one.layer_id for one in model.modules() if isinstance(one, MoERunner))
         self._most = KEPT_PER_SLOT * int(scheduler.max_num_seqs)
         self._kept: OrderedDict[str, GrowingRoutes | None] = OrderedDict()
-        """None: nobody wants them any more, though vLLM may still compute some. The one that grew
-        longest ago first."""
+        """Experts by name, least recently grown first; None: finished."""
         try:
             bind_routed_experts_capturer(model, self._capturer)
         except ValueError as error:
             raise PolicyError(f"sampling.routes: {error}", hint="leave the key out") from error
 
     def note(self) -> None:
-        """Read those of the step whose tokens are being sampled."""
+        """Record the current step."""
         batch = self._runner.input_batch
         rows = len(batch.req_ids)
         ends = self._runner.query_start_loc.np[: rows + 1].tolist()
@@ -79,11 +73,10 @@ class KeptRoutes:
             self._kept.popitem(last=False)
 
     def part(self, name: str, start: int, end: int) -> Routes | None:
-        """Of tokens [start, end); None where they are not kept."""
+        """Return experts of tokens [start, end), or None."""
         growing = self._kept.get(name)
         return None if growing is None or growing.known < end else growing.between(start, end)
 
     def forget(self, name: str) -> None:
-        """Nobody wants them."""
         self._kept[name] = None
         self._kept.move_to_end(name)

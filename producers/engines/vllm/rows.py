@@ -1,4 +1,4 @@
-"""A request in its slot, and its stream in the server."""
+"""Requests in their slots, and their streams."""
 
 from __future__ import annotations
 
@@ -14,35 +14,30 @@ from dora_pipe.schemas.routes import GrowingRoutes, Routes
 
 @dataclass(slots=True, kw_only=True)
 class VllmRequest(RunningRequest):
-    """A request in its slot, and its present stay in vLLM.
-
-    vLLM decides when it ends, too, by the limits it was given; here stop strings are watched for,
-    and a log-prob that is no number ends its request.
-    """
+    """A request in its slot, and its current attempt in vLLM."""
 
     stay: str = ""
-    """The id that vLLM was given for it."""
+    """vLLM's id of the attempt."""
     adapter: int = 0
-    """vLLM's id of the adapter that it is under; 0 without one."""
+    """vLLM's id of the adapter; 0 without one."""
     weights: str = ""
-    """Digest of the version that it is under."""
+    """Weights digest of its version."""
     kv: Kv | None = None
-    """The KV cache that the request came with, until a stay begins with it."""
+    """Imported KV cache, until an attempt starts from it."""
     cached: int = 0
-    """Positions in vLLM's KV cache, as far as its answers tell: a prompt counts when it is done."""
+    """Positions in vLLM's KV cache, inferred from its answers."""
     blocks: list[int] = field(default_factory=list)
-    """Prompt blocks that vLLM shares, each by a hash of all tokens up to its end."""
+    """Hashes of all tokens up to each shared block's end."""
     routes: GrowingRoutes = field(default_factory=GrowingRoutes)
-    """Through which experts its tokens went, as far as somebody asked."""
 
     @property
     def unrouted(self) -> bool:
-        """Whether it asks for experts, and nobody knows those of all that it has."""
+        """Return whether requested experts are unknown."""
         return self.request.params.routes and self.request.routed < self.length
 
     def routes_from(self, start: int) -> int:
-        """The first token of an event's entries whose own tokens begin with number `start`: the
-        first event has those of tokens before them that are not known."""
+        """Return the first token of an event's experts; the first event also covers earlier unknown
+        tokens."""
         given = len(self.request.token_ids)
         return given + start if start else min(given, self.request.routed)
 
@@ -54,25 +49,25 @@ class VllmRequest(RunningRequest):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stream:
-    """A row's time in the server, from its request to the last chunk of its answer."""
+    """Response to one attempt."""
 
     row: VllmRequest
     http: HttpStream
     tokens: deque[wire.Token] = field(default_factory=deque)
-    """Received and not taken by a step; at most what its request may sample."""
+    """Tokens that no step has taken."""
     reason: str = ""
-    """vLLM's finish reason, once it has come; what the prompt took comes right behind it."""
+    """vLLM's finish reason; usage follows."""
     finish: str = ""
-    """The same when nothing more is to come."""
+    """The reason, once the stream is complete."""
     trouble: str = ""
-    """What the server said instead of tokens."""
+    """The server's error."""
     heard: bool = False
-    """A word of it has come: it is in vLLM's engine core."""
+    """An event has arrived: the engine core has the request."""
     late: bool = False
-    """A step waited for it in vain."""
+    """A step has waited for it in vain."""
 
     @property
     def ready(self) -> bool:
-        """Whether a step has something to take: the last token comes with the end."""
+        """Return whether a step can proceed; the last token waits for the end of the stream."""
         last = bool(self.reason) and not self.finish
         return len(self.tokens) > last or bool(self.finish)

@@ -1,7 +1,4 @@
-"""The sampler that takes the place of vLLM's: seeds by position, and both log-probs of a token.
-
-It runs in vLLM's worker, and what a request asks for decides what a step computes.
-"""
+"""Sampler in vLLM's worker: seeds by position, and both log-probs of a token."""
 
 from __future__ import annotations
 
@@ -23,11 +20,9 @@ from dora_pipe.producers.engines.vllm.wire import (
 
 
 class ServerSampler(Sampler):  # type: ignore[misc]
-    """Draws by seed and position, never an `unassigned` token id.
+    """Samples by seed and position, never an `unassigned` token id.
 
-    Log-probs are those at the temperature that a request asks for. Where a request asks for both
-    kinds, those of the distribution that was drawn from are sent beside them; where vLLM hosts
-    adapters, the rank of a token is the id of the adapter that it was computed under.
+    Log-probs use the request's temperature. With adapters, a token's rank is its adapter's id.
     """
 
     def __init__(self, runner: Any, unassigned: Sequence[int]) -> None:
@@ -38,12 +33,11 @@ class ServerSampler(Sampler):  # type: ignore[misc]
         self._both: Any = TopKTopPSampler("processed_logprobs")
         self._own_generator = device_name() == "cpu"
         self._chosen: Any = None
-        """Log-probs of the last step's tokens in what they were drawn from, on the device."""
+        """Sampler log-probs of the last step."""
         self.heard: KeptRoutes | None = None
-        """Reads the experts of a step, if the engine reports them."""
+        """Records experts, if enabled."""
 
     def forward(self, logits: Any, sampling_metadata: Any, *rest: Any, **named: Any) -> Any:
-        """Sample a step; see vLLM's."""
         if len(self._unassigned):
             self._unassigned = self._unassigned.to(logits.device)
             logits.index_fill_(-1, self._unassigned, -torch.inf)
@@ -54,7 +48,7 @@ class ServerSampler(Sampler):  # type: ignore[misc]
         told = output.logprobs_tensors
         if self._chosen is not None:
             told.logprob_token_ids[:, 1] = SAMPLED_FROM
-            told.logprob_token_ids[:, 2:] = NO_TOKEN  # else the token again, of another rank
+            told.logprob_token_ids[:, 2:] = NO_TOKEN  # else a duplicate with another rank
             told.logprobs[:, 1] = self._chosen
         if told is not None and self._runner.lora_config is not None:
             batch = self._runner.input_batch
@@ -63,11 +57,10 @@ class ServerSampler(Sampler):  # type: ignore[misc]
         return output
 
     def compute_logprobs(self, logits: Any) -> Any:
-        """Log-probs of the model's logits, one row per request; see vLLM's."""
         return super().compute_logprobs(_at_their_temperature(self._runner, logits))
 
     def sample(self, logits: Any, metadata: Any, override: Any = None) -> Any:
-        """Draw a token for every row, in float32; see vLLM's."""
+        """Draw a token for every row, in float32."""
         batch, requests = self._runner.input_batch, self._runner.requests
         for row, generator in metadata.generators.items():
             if self._own_generator and not isinstance(generator, _Seeded):
@@ -83,23 +76,18 @@ class ServerSampler(Sampler):  # type: ignore[misc]
 
 
 class _Seeded(torch.Generator):
-    """A generator on a CPU that lets vLLM take a draw back.
-
-    vLLM does that where a prompt is not complete after a step, and torch's own generators have no
-    offset on a CPU. Nothing depends on the offset: every token seeds them again.
-    """
+    """A CPU generator with offsets, which vLLM rewinds after partial prefills. Every token seeds
+    again, so they have no effect."""
 
     def get_offset(self) -> int:
-        """Return what vLLM subtracts from."""
         return 0
 
     def set_offset(self, offset: int) -> torch.Generator:
-        """Ignore the offset."""
         return self
 
 
 def _at_their_temperature(runner: Any, logits: Any) -> Any:
-    """Return logits of the running batch whose softmax the log-probs of each request are of."""
+    """Return logits at each request's log-prob temperature."""
     params = [runner.requests[name].sampling_params for name in runner.input_batch.req_ids]
     hot = [float((one.extra_args or {}).get(LOGPROB_TEMPERATURE, 1.0)) for one in params]
     if all(one == 1 for one in hot):

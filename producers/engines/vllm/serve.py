@@ -1,14 +1,10 @@
-"""Starts vLLM's OpenAI-compatible server as the vllm engine needs it; decides its settings.
+"""Start vLLM's OpenAI-compatible server for the vllm engine.
 
     VLLM_API_KEY=... python -m dora_pipe.producers.engines.vllm.serve MODEL --slots 64 \\
         --context-tokens 1024 --port 8000
 
-The process is vLLM's own API server with its engine core behind it. Here it gets random weights
-(the worker brings others), the doors for weights (vLLM's development mode), an extension of its
-workers, and a guard: vLLM asks for the API key under /v1 and /inference alone, which would leave
-the doors for weights open to every process of the machine.
-
-A worker that starts it holds the other end of its stdin: with that the server ends, too.
+The worker loads the weights. A guard requires the API key on every path: vLLM alone leaves its
+weight endpoints open. With `--lifeline` the server exits when its stdin closes.
 """
 
 from __future__ import annotations
@@ -34,19 +30,17 @@ from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.options import check_args, command_words
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
-"""Of the environment; what vLLM itself reads."""
 
 LORA_ENVIRONMENT: Final = {
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # /v1/load_lora_adapter, /v1/unload_lora_adapter
 }
-"""What a server needs to host adapters, beside the environment of `core`."""
+"""Environment for adapters."""
 
 STREAM_TOKENS: Final = 8
-"""A stream gets its first token at once, then so many at a time: a chunk costs the server some
-200 us, whatever it holds."""
+"""Tokens per chunk after the first; a chunk costs about 200 us."""
 
 END_S: Final = 10.0
-"""From the end of the worker to the end of the server by force."""
+"""Time from the end of stdin to SIGKILL."""
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -54,7 +48,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Guard:
-    """An ASGI middleware: every path asks for the key, /health and development's doors too."""
+    """ASGI middleware that requires the key."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
@@ -76,7 +70,7 @@ class Guard:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM, or the end of stdin where that was asked for; the exit code."""
+    """Serve until SIGTERM, or with `--lifeline` the end of stdin; return the exit code."""
     asked = _parser().parse_args(words)
     if not os.environ.get(KEY_VARIABLE):
         sys.stderr.write(f"error: {KEY_VARIABLE} is not set\n")
@@ -133,12 +127,11 @@ def _serve(asked: argparse.Namespace) -> None:
     _report(asked, port=arguments.port)
     decorate_logs("vllm")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a stream is a connection
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one connection per stream
     asyncio.run(run_server_worker(address, socket, arguments))
 
 
 def _check_adapters(asked: argparse.Namespace) -> None:
-    """Raise ConfigError for adapters that cannot be."""
     most = vllm_lora.RANKS[-1]
     if not 0 <= asked.lora_rank <= most:
         raise ConfigError(f"vLLM hosts adapters of ranks up to {most}, not {asked.lora_rank}")
@@ -147,8 +140,8 @@ def _check_adapters(asked: argparse.Namespace) -> None:
 
 
 def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
-    """The namespace that vLLM's command line would have made. Raises PolicyError for a model that
-    vLLM does not take: its engine core would only say that it ended."""
+    """Return vLLM's arguments. Raises PolicyError for an unsupported model, which vLLM would not
+    explain."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -184,7 +177,7 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         "generation_config": "vllm",
         "served_model_name": ["policy"],
         "stream_interval": STREAM_TOKENS,
-        "enable_prompt_tokens_details": True,  # how many were found in its prefix cache
+        "enable_prompt_tokens_details": True,  # prefix cache hits
         "worker_extension_cls": "dora_pipe.producers.engines.vllm.extension.Extension",
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "middleware": [f"{__spec__.name if __spec__ else __name__}.Guard"],
@@ -208,12 +201,11 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
 
 
 def _unknown_option(message: str) -> NoReturn:
-    """Raise ConfigError for an option that vLLM's own parser refuses."""
     raise ConfigError(f"workers.vllm.args: vLLM says {message}", hint="vllm serve --help=all")
 
 
 def _report(asked: argparse.Namespace, **said: object) -> None:
-    """Tell the worker that started this process: the port, or why there is none."""
+    """Report the port or an error to the parent process."""
     if asked.report >= 0:
         os.write(asked.report, json.dumps(said).encode() + b"\n")
         os.close(asked.report)

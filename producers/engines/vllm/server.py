@@ -1,30 +1,19 @@
-"""The vLLM engine: a server behind the engine port. It trusts no answer of the server.
+"""The vLLM engine: a client of a vLLM server.
 
-Theory of operation. A request in its slot is a stream of POST /inference/v1/generate: token ids
-go in, ids with log-probs come out. The server runs on by itself; a `step` here takes one token of
-every stream that has one, and waits a bounded while for those that have none, so that rows advance
-together as they do in any engine. Tokens that nobody has taken do not exist: when a request is let
-go or its weights change, they are dropped, and drawn again from the same seed and position. A
-request's time in vLLM is a stay: it has several when weights change.
+A running request is one stream of POST /inference/v1/generate. The server runs ahead; `step` takes
+one token per stream and waits at most STEP_WAIT_MS for late ones. Tokens no step has taken are
+dropped when a request leaves or weights change; seed and position draw them again. Each entry of a
+request into vLLM is one attempt.
 
-Weights. The server reads, digests and compares a file first (`dora_read`), which can refuse. Then
-all that runs is aborted (/pause), vLLM's interface loads what was read under a label of version and
-digest (/start_weight_update, /update_weights, /finish_weight_update), the prefix cache is emptied,
-and the server goes on (/resume). The last chunk of every stream names the label of each of its
-tokens: another one than that of the loaded weights is an InvariantBroken.
+A load first checks the file (`dora_read`), which may reject it. Then /pause aborts all requests,
+vLLM loads under a label of version and digest, clears its prefix cache, and /resume continues.
+Tokens with another label, or another adapter, raise InvariantBroken.
 
-KV caches. Those of running requests come and go by files (`kv_remote`). The server may have ended a
-request whose last tokens no step has taken; such a one is not given out, it ends in the next steps.
+KV caches are exchanged through files (`kv_remote`). A request that has ended in the server is not
+exported; the next steps emit its last tokens.
 
-Experts. With `routes` the server's worker keeps through which experts the tokens of a request went
-(`routes`), until it is told that nobody wants them: they are asked for with what goes out.
-
-Adapters. With `lora_rank`, versions are adapters on one base, several of them in the server
-(`versions`); a stream names the one of its version, and every token comes with the adapter that it
-was computed under: another one is an InvariantBroken, too.
-
-Death. A server that ends, or breaks a connection, or is silent and not healthy, is a ResourceError
-out of the call that notices: the worker ends, and what it ran is placed again as any dead worker's.
+A server that exits, breaks a connection or fails its health check raises ResourceError; the worker
+exits and its requests are reassigned.
 """
 
 from __future__ import annotations
@@ -76,22 +65,21 @@ from dora_pipe.producers.engines.vllm.wire import quoted
 from dora_pipe.store.vocabulary import unassigned_ids
 
 STEP_WAIT_MS: Final = 1_000
-"""A step waits so long for rows without a token; then it goes on with the others, and does not wait
-for these again before they have one."""
+"""Maximum wait of a step; a late row is not waited for again until it has a token."""
 
 NOT_FOUND: Final = 404
-"""The status of a request for a model or an adapter that a server does not know."""
+"""Status for an unknown model or adapter."""
 
 SILENCE_MS: Final = 30_000
-"""After so long without a word to any row the server is asked whether it is well."""
+"""Silence of all streams before a health check."""
 
 
 GONE_MAX: Final = 64
-"""Stays that are over are told with the next question for experts, or when there are so many."""
+"""Finished attempts to report even without a query for experts."""
 
 
 REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
-"""vLLM's finish reasons that are ends of a request here; any other is an error."""
+"""Finish reasons of vLLM; others are errors."""
 
 NO_ALLOCATOR: Final = (
     "vLLM has no allocator there that could let go of memory; an elastic worker sleeps, holds no"
@@ -104,7 +92,7 @@ LOG = logging.getLogger(__name__)
 
 
 class VllmEngine(EngineBase[VllmRequest]):
-    """See the module. It has random weights: `load` some.
+    """Engine over a vLLM server, with random weights before `load`.
 
     Example::
 
@@ -130,12 +118,11 @@ class VllmEngine(EngineBase[VllmRequest]):
         versions_resident: int = 1,
         routes: bool = False,
     ) -> None:
-        """Of a server that runs at `address`, or of one that is started for it.
-        With `lora_rank`, up to `versions_resident` versions live beside each other, as adapters of
-        that rank on one base. With `routes` requests may ask for the experts of their tokens.
+        """Connect to `address`, or start a server.
 
-        Raises ConfigError for sizes that cannot be, or that the server has not, PolicyError for a
-        model that vLLM does not take, ResourceError for a server that does not come.
+        `lora_rank` and `versions_resident` bound the adapters on one base; `routes` enables routed
+        experts. Raises ConfigError for invalid or unavailable sizes, PolicyError for an unsupported
+        model, ResourceError if the server does not start.
         """
         check_sizes(slots, context_tokens, threads)
         settings, process, ids = settings or VllmSettings(), None, unassigned_ids(model_dir)
@@ -181,23 +168,21 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._block = BLOCK_TOKENS.get(self.device, BLOCK_TOKENS["cuda"])
         self._selector = selectors.DefaultSelector()
         self._streams: dict[str, Stream] = {}
-        """By request, those of the rows."""
+        """Streams by request."""
         self._prefix = uuid.uuid4().hex[:12]
         self._stays, self._heard_ns = 0, 0
-        self._gone: list[str] = []  # stays that are over, whose experts the server keeps
+        self._gone: list[str] = []  # finished attempts with experts in the server
         self._label = ""
-        """vLLM's name of the weights that are loaded; empty before, and while they change."""
+        """Label of the loaded weights; empty before and during a load."""
         self._asleep = False
         if settings.sleep and self.device == "cpu":
             LOG.warning("%s on a CPU: %s", self.name, NO_ALLOCATOR)
 
     @property
     def kv_tokens(self) -> int:
-        """See the port."""
         return min(self._facts.kv_tokens, self.slots * self.context_tokens)
 
     def add(self, request: EngineRequest) -> None:
-        """See the port."""
         self._check(request)
         if request.params.min_p and request.params.top_p < 1:
             raise ValueError(f"{request.request}: {MIN_P_AND_TOP_P}")
@@ -208,8 +193,7 @@ class VllmEngine(EngineBase[VllmRequest]):
 
     @property
     def kv_used_tokens(self) -> int:
-        """See the port; blocks that vLLM shares between requests count once, and what a server is
-        ahead of the steps does not count."""
+        """Return used tokens; shared blocks count once, untaken tokens do not."""
         size, shared, own = self._block, set[int](), 0
         for row in self._rows.values():
             blocks = row.blocks[: row.cached // size]
@@ -218,14 +202,12 @@ class VllmEngine(EngineBase[VllmRequest]):
         return own + size * len(shared)
 
     def kv_error(self, request: EngineRequest) -> str | None:
-        """See the port."""
         kv, why = request.kv, super().kv_error(request)
         if kv is None or why is not None:
             return why
         return None if self._caches.has_room(kv) else NO_ROOM
 
     def export(self, request: str) -> Exported | None:
-        """See the port."""
         row = self._rows.get(request)
         if row is None:
             return None
@@ -238,7 +220,6 @@ class VllmEngine(EngineBase[VllmRequest]):
         return exported
 
     def step(self) -> list[EngineEvent]:
-        """See the port; a row that waits for the server has its token in a later one."""
         self._versions.listen()
         if not self._rows:
             return []
@@ -258,7 +239,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         return events
 
     def close(self) -> None:
-        """End the server if it was started for this engine, else its requests."""
+        """End the server if started here, else its requests."""
         stays = [self._leave(row) for row in list(self._rows.values())]
         self._selector.close()
         self._versions.close()
@@ -266,7 +247,6 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._caches.close()
 
     def _gather(self) -> None:
-        """Read until every row has a token, or for STEP_WAIT_MS."""
         until_ns = self._clock.now_ns() + STEP_WAIT_MS * 1_000_000
         missing = [one for one in self._streams.values() if not one.ready]
         while missing:
@@ -286,7 +266,6 @@ class VllmEngine(EngineBase[VllmRequest]):
             self._heard_ns = self._clock.now_ns()
 
     def _receive(self, stream: Stream) -> None:
-        """Take what has come for a row."""
         self._heard_ns = self._clock.now_ns()
         try:
             stream.http.read()
@@ -320,14 +299,13 @@ class VllmEngine(EngineBase[VllmRequest]):
             self._close(stream.http)
 
     def _count(self, usage: wire.Usage) -> None:
-        """What vLLM has done with the prompt of a request that ended in it; of one that was aborted
-        it does not tell."""
+        """Count prompt tokens; vLLM reports none for aborted requests."""
         cached = usage.prompt_tokens_details.cached_tokens
         self._reused += cached
         self._computed += usage.prompt_tokens - cached
 
     def _advance(self, stream: Stream) -> StopReason | None:
-        """Take a row's next token; why the row ends with it."""
+        """Take a token; return why the row ends."""
         stream.late, reason = False, None
         if stream.tokens:
             one, row = stream.tokens.popleft(), stream.row
@@ -340,7 +318,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         return reason
 
     def _ask_routes(self, rows: Iterable[VllmRequest]) -> None:
-        """Have the experts of what goes out of these rows, in one call for all."""
+        """Fetch the experts of tokens to emit, in one call."""
         asked = [row for row in rows if row.request.params.routes and len(row.tokens) > row.sent]
         if not asked and len(self._gone) < GONE_MAX:
             return
@@ -358,7 +336,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         return row.emit()
 
     def _check_weights(self, stream: Stream, spans: Iterable[wire.Span]) -> None:
-        """Raise InvariantBroken unless vLLM, too, has sampled all of this from the loaded ones."""
+        """Raise InvariantBroken for tokens of other weights."""
         found = [span.version for span in spans]
         if set(found) - {self._label}:
             raise InvariantBroken(
@@ -367,7 +345,7 @@ class VllmEngine(EngineBase[VllmRequest]):
             )
 
     def _check_adapter(self, stream: Stream, tokens: Iterable[wire.Token]) -> None:
-        """Raise InvariantBroken unless each was computed under the adapter that was asked for."""
+        """Raise InvariantBroken for tokens of another adapter."""
         wanted = stream.row.adapter
         odd = next((one.under for one in tokens if one.under != wanted), wanted)
         if self._versions.adapters and odd != wanted:
@@ -377,18 +355,17 @@ class VllmEngine(EngineBase[VllmRequest]):
             )
 
     def _refused(self, stream: Stream, said: str) -> None:
-        """The server does not take a request. Raises InvariantBroken where it lacks its adapter."""
+        """Raise InvariantBroken for a lost adapter, else fail the request."""
         if stream.http.status == NOT_FOUND and stream.row.adapter:
             raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
         self._trouble(stream, f"{stream.http.status}: {said}")
 
     def _trouble(self, stream: Stream, said: str) -> None:
-        """A request that the server refuses ends with an error, if the server itself is well."""
+        """Fail the request; raise ResourceError if the server is unhealthy."""
         self._server.well(said)
         stream.finish, stream.trouble = "error", said
 
     def _go_on(self, row: VllmRequest) -> None:
-        """Begin a stream."""
         if not self._rows:
             self._heard_ns = self._clock.now_ns()
         self._stays += 1
@@ -397,7 +374,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         row.adapter, row.weights = version.number, version.digest
         salt, kv = self._salt(version.name), ""
         if row.kv is not None:
-            salt = row.stay  # it has its own numbers, nobody else's
+            salt = row.stay  # never share an imported cache
             kv, row.kv = self._caches.offer(row.stay, row.kv), None
         self._share(row, salt)
         body = wire.generate_body(
@@ -428,22 +405,20 @@ class VllmEngine(EngineBase[VllmRequest]):
         self._server.abort([self._leave(row)])
 
     def _leave(self, row: VllmRequest) -> str:
-        """Free the row's slot; the id of its stay."""
+        """Free the row's slot; return its attempt."""
         stream = self._streams.pop(row.request.request, None)
-        if stream is not None:  # None: the server was gone when the row was given again
+        if stream is not None:  # None: the server failed on restart
             self._part(stream)
         del self._rows[row.request.request]
         self._over(row)
         return row.stay
 
     def _over(self, row: VllmRequest) -> None:
-        """A stay is over, and all was asked for that goes out of it."""
         self._caches.left(row.stay)
         if row.request.params.routes:
             self._gone.append(row.stay)
 
     def _part(self, stream: Stream) -> None:
-        """Take no more of a stream."""
         if self._versions.adapters and not stream.heard and stream.http.fileno() >= 0:
             self._selector.unregister(stream.http)
             self._versions.keep(stream.row.stay, stream.row.adapter, stream.http)
@@ -460,11 +435,11 @@ class VllmEngine(EngineBase[VllmRequest]):
 
     def _replace(self, held: None, version: int, digest: str) -> None:
         label, self._label = f"{version}:{digest[:16]}", ""
-        # What breaks in there leaves one that takes no request.
+        # A failure leaves an empty label: requests are rejected.
         if self._asleep:
             self._server.wake(WEIGHTS_TAG)
         self._server.replace(digest, label)
-        if self._asleep:  # not before the weights: a GPU need not hold both and what they come by
+        if self._asleep:  # weights first: a GPU need not hold KV caches and load buffers at once
             self._server.wake(KV_TAG)
         self._label, self._asleep = label, False
 
@@ -477,33 +452,27 @@ class VllmEngine(EngineBase[VllmRequest]):
             self._asleep = True
 
     def _salt(self, adapter: str) -> str:
-        """What vLLM keeps prefixes apart by: weights, and the name of an adapter if there is one.
-
-        Beside emptying its cache, so that blocks of other weights are not even looked up.
-        """
+        """Return the salt that separates cached prefixes of weights and adapters."""
         return f"{self._label}+{adapter}" if adapter else self._label
 
     def _has_weights(self) -> bool:
         return bool(self._label)
 
     def _share(self, row: VllmRequest, salt: str) -> None:
-        """Note which blocks of a row's prompt vLLM shares with others of this salt."""
+        """Record the prompt blocks that vLLM may share."""
         size, known = self._block, hash(salt)
         ids, row.blocks = row.sequence, []
         if self._prefix_cache and not row.unrouted:
-            for end in range(size, len(ids), size):  # The last token is computed in any case.
+            for end in range(size, len(ids), size):  # vLLM always computes the last token.
                 known = hash((known, *ids[end - size : end]))
                 row.blocks.append(known)
 
     def _tokens_left(self, row: VllmRequest) -> int:
-        """How many tokens the row may still sample."""
         left = row.request.params.max_tokens - row.request.sampled - len(row.tokens)
         return min(left, self.context_tokens - row.length)
 
     def _warm_up(self, label: str) -> None:
-        """Sample with the random weights of this label: vLLM's first steps take seconds, which here
-        nobody waits for, while a worker that has joined would be silent for longer than its lease.
-        """
+        """Run vLLM's first steps, which take seconds, before the worker has a lease to renew."""
         if self.context_tokens == 1:
             return
         self._label = label

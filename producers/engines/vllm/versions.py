@@ -1,18 +1,14 @@
-"""The versions of a LoRA policy in a vLLM server: which are resident, and when one can be dropped.
+"""The resident versions of a LoRA policy in a vLLM server.
 
-Every version has an adapter of vLLM's own, also those whose weights are the base alone: theirs is
-of zeros. For on a CPU, vLLM 0.32 computes the rows of a mixed batch that have none with the adapter
-in its last place (vllm-project/vllm#48421).
+The base, too, has an adapter, of zeros: on a CPU, vLLM 0.32 computes rows without one with the last
+adapter of a mixed batch (vllm-project/vllm#48421).
 
-The server's worker reads the file, compares it and writes the directory that vLLM loads it from
-(`dora_write`); the front end has vLLM load it and from then on knows its name (LOAD_ADAPTER); the
-directory is removed (`dora_forget`). Nothing is paused meanwhile: vLLM does each between two steps.
-Dropping is both halves again, the name at the front end and the adapter at the worker.
+The worker writes a directory (`dora_write`), the front end loads it (LOAD_ADAPTER), and it is
+removed (`dora_forget`). Dropping removes the name at the front end and the adapter at the worker.
 
-A request that comes to vLLM's engine core after its adapter is gone would end the core: vLLM would
-load it again, from a directory that is not there. So a request that is let go before any word of it
-has come is still listened to: an abort may have been there before it. It is aborted again with its
-first word, and no adapter is dropped before.
+A request that reaches the engine core after its adapter is gone would end the core. So a request
+that left before its first event is read until then and aborted again; its adapter is not dropped
+before.
 """
 
 from __future__ import annotations
@@ -29,29 +25,27 @@ from dora_pipe.producers.engines.vllm.client import SHARED, VllmServerClient
 from dora_pipe.producers.engines.vllm.http import HttpStream
 
 FIRST_WORD_S: Final = 60.0
-"""For the first word of a request that was let go, where its adapter is to be dropped."""
+"""Timeout of a left request's first event when its adapter is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraVersion(Version):
-    """A resident version. It has no adapter where versions are whole weights, and while an engine
-    warms up."""
+    """A version; without an adapter for full weights and during warm-up."""
 
     number: int = 0
-    """vLLM's id of the adapter; 0 without one. Ids are used once."""
+    """vLLM's id, never reused; 0 without an adapter."""
     name: str = ""
-    """vLLM's name of the adapter, of version and digest."""
+    """Version and digest."""
 
 
 class LoraVersions(ResidentVersions[LoraVersion]):
-    """The policy versions that vLLM has: one, or with a `rank` several adapters on one base. What
-    other workers left in the server is gone then."""
+    """Policy versions in vLLM; removes adapters of earlier workers."""
 
     def __init__(self, server: VllmServerClient, *, rank: int = 0, most: int = 1) -> None:
         super().__init__(LoraVersion, most=most, adapters=rank > 0)
         self._server, self._rank = server, rank
         self._unheard: dict[str, tuple[int, HttpStream]] = {}
-        """By stay, its adapter and what is listened to; at most what one drop finds."""
+        """Adapter and stream of left requests, by attempt."""
         if rank:
             server.pause()
             for name in server.adapters():
@@ -61,13 +55,12 @@ class LoraVersions(ResidentVersions[LoraVersion]):
 
     @contextmanager
     def without(self) -> Iterator[None]:
-        """Run requests of the latest version under no adapter."""
+        """Run requests without an adapter."""
         self._versions[-1] = LoraVersion(digest="")
         yield
         del self._versions[-1]
 
     def drop(self, version: int) -> None:
-        """Forget a version; the base stays."""
         gone = self._versions.pop(version, None)
         if gone is None or not gone.number:
             return
@@ -80,11 +73,11 @@ class LoraVersions(ResidentVersions[LoraVersion]):
         self._server.rpc("dora_drop", str(gone.number))
 
     def keep(self, stay: str, adapter: int, stream: HttpStream) -> None:
-        """Listen to a request that was let go."""
+        """Keep reading a request that left before its first event."""
         self._unheard[stay] = (adapter, stream)
 
     def listen(self) -> None:
-        """Let go of those whose first word has come."""
+        """Abort left requests after their first event."""
         for stay, (_, stream) in list(self._unheard.items()):
             try:
                 stream.read()
@@ -94,14 +87,12 @@ class LoraVersions(ResidentVersions[LoraVersion]):
                 self._end(stay, stream)
 
     def close(self) -> None:
-        """Listen no more."""
         for _, stream in self._unheard.values():
             stream.close()
         self._unheard.clear()
 
     def _made(self, path: Path, version: int, digest: str) -> LoraVersion:
-        """Read, compare and load the adapter in a file; one of zeros where `digest` is the base's.
-        Raises PolicyError for one that does not belong here."""
+        """Load an adapter, or zeros for the base's digest. Raises PolicyError."""
         name = f"{version}:{digest[:16]}"
         words = (str(path.resolve()), digest, self.base, str(self._rank))
         folder = self._server.rpc("dora_write", *words)["folder"]

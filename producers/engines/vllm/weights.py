@@ -1,11 +1,7 @@
-"""Hands weights to vLLM through its own transfer interface; decides nothing but what fits.
+"""Weight transfer engine in vLLM's worker.
 
-The tensors of a file are given one by one to a transfer engine of ours that lives inside vLLM's
-worker. The digest, names and shapes are compared with those of the model before anything is
-replaced, so that a refusal leaves the old weights.
-
-To a GPU every tensor goes whole, by one copy out of pinned memory, and is rounded there if it has
-to be: vLLM alone would round on the CPU and copy piece by piece out of pageable memory.
+All checks precede replacement. Each tensor is copied whole to the GPU from pinned memory and
+converted there; vLLM alone would convert on the CPU and copy in parts.
 """
 
 from __future__ import annotations
@@ -23,17 +19,15 @@ from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import stored, untied
 
 BACKEND: Final = "dora-pipe"
-"""Takes tensors that vLLM's worker process has read, as the worker asks for over HTTP."""
 
 ENGINE_NAME: Final = "Held"
-"""The class of that backend."""
 
 Tensors = OpenWeights | Mapping[str, torch.Tensor]
-"""What is loaded, by the names of the file."""
+"""Tensors by name in the file."""
 
 
 def register() -> None:
-    """Make the transfer engine known to vLLM, once per process. Needs vLLM."""
+    """Register the engine once per process. Requires vLLM."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
@@ -41,7 +35,6 @@ def register() -> None:
 
 
 def _engine_class() -> type[Any]:
-    """The transfer engine, which takes what its worker has read before."""
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -61,17 +54,17 @@ def _engine_class() -> type[Any]:
         digest: str = ""
 
     class Held(WeightTransferEngine):  # type: ignore[misc]
-        """Takes the tensors that `hold` was given, if their digest is the one that is asked for."""
+        """Loads the tensors of `hold` if their digest matches."""
 
         init_info_cls, update_info_cls = Init, Digest
         held: tuple[str, Tensors] = ("", {})
 
         def hold(self, digest: str, tensors: Tensors) -> None:
-            """Keep tensors until the next update, or the next tensors."""
+            """Keep tensors until the next update."""
             self.held = (digest, tensors)
 
         def init_transfer_engine(self, init_info: Any) -> None:
-            """There is nobody to meet."""
+            pass
 
         def start_weight_update(self) -> None:
             if self.device.type == "cpu":
@@ -91,22 +84,18 @@ def _engine_class() -> type[Any]:
             self.held = ("", {})
             finalize_layerwise_reload(self.model, self.model_config)
             pack_tied(self.model)
-            if self.device.type != "cpu":  # the time of a load is that until it is there
+            if self.device.type != "cpu":  # include the copy in the load time
                 torch.accelerator.synchronize()
 
         def shutdown(self) -> None:
-            """Nothing is held."""
+            pass
 
     assert Held.__name__ == ENGINE_NAME
     return Held
 
 
 def on_device(tensors: Tensors, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors in their order, each where the model computes when it is asked for.
-
-    vLLM lets go of one when the layer is complete that it belongs to, so that a GPU holds those of
-    a layer beside the model, not all. Torch uses pinned memory again whose copy is done.
-    """
+    """Yield tensors on the device. vLLM frees them by layer."""
     for name, tensor in tensors.items():
         if device.type == "cpu":
             yield name, tensor
@@ -115,12 +104,8 @@ def on_device(tensors: Tensors, device: torch.device) -> Iterator[tuple[str, tor
 
 
 def pack_experts_anew(model: Any) -> None:
-    """Let the experts of a mixture be packed when the weights that come are loaded.
-
-    On a CPU, vLLM 0.32 packs and pads experts when a layer gets its kernel, and what is loaded
-    later goes unpacked into the same memory (`UnquantizedFusedMoEMethod._setup_kernel`). A layer
-    without a kernel gets one.
-    """
+    """Make vLLM pack the experts of the next weights: vLLM 0.32 on a CPU packs only when a layer
+    gets its kernel (`UnquantizedFusedMoEMethod._setup_kernel`)."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -128,12 +113,7 @@ def pack_experts_anew(model: Any) -> None:
 
 
 def pack_tied(model: Any) -> None:
-    """Let modules that share their weights pack them again.
-
-    On a CPU, vLLM 0.32 computes with a packed copy, which it makes when a module's weights were
-    loaded. None are loaded for a head that is tied to the embedding: it would go on with the copy
-    of those before.
-    """
+    """Repack tied heads: vLLM 0.32 on a CPU packs on load, and they are never loaded."""
     sharing: dict[int, list[Any]] = {}
     for module in model.modules():
         weight = module._parameters.get("weight")
@@ -147,11 +127,7 @@ def pack_tied(model: Any) -> None:
 def expected_tensors(
     model_dir: Path,
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, str], range]:
-    """Name and shape of every tensor of the model's weights files, who is tied to whom, and which
-    layers are in files alone.
-
-    Asked of transformers, which makes the model without memory for it.
-    """
+    """Return shapes, tied tensors, and layers in files only, from transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     load: Any = AutoConfig.from_pretrained

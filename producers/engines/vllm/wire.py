@@ -1,8 +1,4 @@
-"""What is said to a vLLM server and what it says, as records; decides what a request asks of vLLM.
-
-Tokens go in and out as ids over /inference/v1/generate, vLLM's own way beside the OpenAI paths: no
-text is made of them, and the last chunk of a stream names the weights that every token came from.
-"""
+"""Records and request bodies of a vLLM server's HTTP interface."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.schemas.routes import Routes
 
 QUOTED_CHARACTERS_MAX: Final = 300
-"""Of an answer that an error quotes."""
 
 GENERATE: Final = "/inference/v1/generate"
 ABORT: Final = "/abort_requests"
@@ -27,64 +22,61 @@ LOAD_ADAPTER: Final = "/v1/load_lora_adapter"
 UNLOAD_ADAPTER: Final = "/v1/unload_lora_adapter"
 
 ID_PREFIX: Final = "generate-tokens-"
-"""vLLM puts this before the id of a request that came over GENERATE; an abort wants the whole."""
+"""vLLM adds it to GENERATE ids; aborts need the full id."""
 
 SAMPLED_FROM: Final = -1
-"""Among the log-probs of a token, the id under which its log-prob in the distribution that it was
-drawn from stands. A stream has no other place for it that belongs to the token."""
+"""Token id that marks the sampler's log-prob; streams have no other field for it."""
 
 NO_TOKEN: Final = -2
-"""The id of what else stands there."""
+"""Token id that marks unused log-probs."""
 
 LOGPROB_TEMPERATURE: Final = "logprob_temperature"
-"""In `extra_args` of a request: what logits are divided by before its log-probs are taken."""
+"""Key of `extra_args`: divisor of the logits for log-probs."""
 
 ROUTES_AS: Final = "routes_as"
-"""In `extra_args` of a request to a server: under which name its experts are kept; none without."""
+"""Key of `extra_args`: name under which to keep experts."""
 
 KV_FILE: Final = "kv_file"
-"""In `extra_args` of a request to a server: the file of the KV cache that it begins with."""
+"""Key of `extra_args`: file of an imported KV cache."""
 
 KV_COPIED: Final = "copied"
 KV_ENDED: Final = "ended"
-"""What a server's process says of the KV cache of a request: it is in the file; or it knows of no
-such request, or no more. Anything else: vLLM has not all of it."""
+"""Result of copying a KV cache: copied, or the request is unknown or ended; others: incomplete."""
 
 BOTH: Final = 2
-"""`logprobs` of a request that wants both kinds: vLLM answers with the token and one place more."""
+"""`logprobs` for both kinds: one entry besides the token."""
 
 LOGPROB_MIN: Final = -9999.0
-"""What vLLM writes for a log-prob that is no finite number."""
+"""Value for a log-prob that is not finite."""
 
 SEED_MASK: Final = (1 << 63) - 1
-"""vLLM takes seeds as signed 64-bit numbers."""
+"""Seeds are signed 64-bit."""
 
 
 class OtherLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """A log-prob beside that of the sampled token."""
+    """A further log-prob."""
 
     token_id: int
     logprob: float
 
 
 class Drawn(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampled token's log-probs."""
+    """Log-probs of a sampled token."""
 
     logprob: float
     rank: int | None = None
-    """Of a server with adapters: vLLM's id of the one that the token was computed under. Ranks of
-    tokens are asked for by nobody, and a stream has no other place for it."""
+    """Id of the token's adapter, if any; streams have no other field for it."""
     top_logprobs: tuple[OtherLogprob, ...] = ()
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the tokens of a chunk."""
+    """Log-probs of a chunk."""
 
     content: tuple[Drawn, ...] | None = None
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [start, end) of an answer came from the weights with this label."""
+    """Tokens [start, end) from weights with this label."""
 
     version: str
     start: int
@@ -92,36 +84,35 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a chunk has of an answer; vLLM gives several only to who asks for them."""
+    """Part of an answer in a chunk."""
 
     token_ids: tuple[int, ...] | None = None
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: tuple[Span, ...] | None = None
-    """In the last chunk, of the whole answer."""
+    """Weights of the whole answer, in the last chunk."""
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a stream ends early."""
+    """Error of a stream."""
 
     message: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """What an answer with another status than 200 holds."""
+    """Body of an error response."""
 
     error: Trouble = Trouble()
 
 
 class PromptDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a prompt's tokens."""
+    """Details of the prompt tokens."""
 
     cached_tokens: int = 0
-    """Found in vLLM's prefix cache."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request has taken, said behind its last token."""
+    """Usage of a request."""
 
     prompt_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
@@ -132,12 +123,12 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
     choices: tuple[Choice, ...] = ()
     usage: Usage | None = None
-    """In an event of its own, which has no choices; none where a stream was aborted."""
+    """Separate event; absent after an abort."""
     error: Trouble | None = None
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of itself; see the extension's `dora_open`."""
+    """Result of the extension's `dora_open`."""
 
     version: str
     slots: int
@@ -147,14 +138,13 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     lora_rank: int
-    """Of the adapters that it has room for; 0 without any."""
+    """Maximum adapter rank; 0 without adapters."""
     versions_resident: int
     sleeps: bool = False
-    """Its memory of a GPU is from an allocator that can let go of it."""
 
 
 class KeptPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [start, end) of a stay, whose experts are wanted."""
+    """Tokens [start, end) of an attempt."""
 
     stay: str
     start: int
@@ -162,14 +152,14 @@ class KeptPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptExperts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server's worker has kept of such parts, in their order; None where it has not."""
+    """Experts of parts, in order; None if not kept."""
 
     parts: tuple[Routes | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A sampled token with both log-probs. `under` is the adapter's id, where there are any."""
+    """A sampled token; `under` is the adapter's id, or 0."""
 
     token: int
     logprob: float
@@ -181,7 +171,7 @@ _CHUNK = msgspec.json.Decoder(Chunk)
 
 
 def read_chunk(data: bytes) -> Chunk:
-    """An event's data. Raises ResourceError for what is none."""
+    """Decode an event. Raises ResourceError."""
     try:
         return _CHUNK.decode(data)
     except msgspec.DecodeError as error:
@@ -189,7 +179,7 @@ def read_chunk(data: bytes) -> Chunk:
 
 
 def read_refusal(answer: bytes) -> str:
-    """What it says, in its own words where it is no record."""
+    """Return the error message of a response."""
     try:
         return msgspec.json.decode(answer, type=Refusal).error.message or quoted(answer)
     except msgspec.DecodeError:
@@ -197,7 +187,7 @@ def read_refusal(answer: bytes) -> str:
 
 
 def tokens_of(choice: Choice, params: SamplingParams) -> list[Token]:
-    """Its tokens; a log-prob that vLLM could not tell is NaN. Raises ResourceError without any."""
+    """Return the tokens of a choice; missing log-probs are NaN. Raises ResourceError."""
     ids = choice.token_ids or ()
     drawn = (choice.logprobs.content if choice.logprobs is not None else None) or ()
     if len(drawn) != len(ids):
@@ -223,10 +213,10 @@ def generate_body(
     whole: bool = False,
     kv: str = "",
 ) -> dict[str, Any]:
-    """The body of a GENERATE request, under an adapter of this name; without one if it is empty.
+    """Return the body of a GENERATE request.
 
-    What vLLM has cached of prompts is looked up among those of the same `salt` alone; of a request
-    that must be computed `whole`, not at all. `kv` is the file of the KV cache that it begins with.
+    The prefix cache matches equal `salt` only; `whole` disables it. `kv` is the file of an imported
+    cache.
     """
     return {
         **({"model": adapter} if adapter else {}),
@@ -253,8 +243,7 @@ def generate_body(
 
 
 def extra_args(params: SamplingParams, stay: str = "", kv: str = "") -> dict[str, Any]:
-    """What is told inside vLLM of a request, as one of vLLM's own settings: to our sampler, of a
-    `stay` in a server to who keeps experts, and of the file of a KV cache to our connector."""
+    """Return `extra_args` for sampler, expert capture and KV connector."""
     told: dict[str, Any] = {}
     if params.logprob_temperature != 1:
         told[LOGPROB_TEMPERATURE] = params.logprob_temperature
@@ -266,7 +255,7 @@ def extra_args(params: SamplingParams, stay: str = "", kv: str = "") -> dict[str
 
 
 def one_logprob(params: SamplingParams) -> bool:
-    """Whether the log-prob of the model says all: it is sampled from, or nothing is drawn."""
+    """Return whether the model's log-prob is also the sampler's."""
     return params.temperature == 0 or params.plain
 
 
@@ -285,5 +274,5 @@ def _sampler_logprob(one: Drawn, logprob: float, params: SamplingParams) -> floa
 
 
 def quoted(answer: bytes) -> str:
-    """What an answer says, as far as an error quotes it."""
+    """Return the start of a response, for an error."""
     return answer[:QUOTED_CHARACTERS_MAX].decode(errors="replace").strip()

@@ -1,1 +1,1 @@
-"""The endpoint that agents call: addresses, wire forms, conversations, its process and its port."""
+"""The HTTP endpoint that agents call, and the worker's port to it."""

@@ -1,7 +1,6 @@
-"""Where an agent calls the model: an address and a key of each session's own.
+"""Address and key of each session.
 
-A key is made of the session's name and of a secret that only this incarnation of the worker and its
-endpoint have: nothing has to be kept to tell a wrong key from one of another session.
+Keys derive from a secret of the incarnation, so none is stored.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Checked = Literal["mine", "other", "wrong"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAddress:
-    """What an agent is told.
+    """Address and key for an agent.
 
     Example: ``SessionAddress(base_url="http://127.0.0.1:4711/s/g0000000042-003.1/v1",
     api_key="dora-g0000000042-003.1-5f2c...")``.
@@ -31,7 +30,7 @@ class SessionAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """The addresses of one incarnation.
+    """Addresses of one incarnation.
 
     Example: ``Addresses(host="127.0.0.1", port=4711, secret=os.urandom(32)).of(key)``.
     """
@@ -41,7 +40,7 @@ class Addresses:
     secret: bytes
 
     def of(self, request: str, start: int = 0) -> SessionAddress:
-        """The address of a start of a request's agent: always the same."""
+        """Return the address of an agent's start."""
         name = session_name(request, start)
         host = f"[{self.host}]" if ":" in self.host else self.host
         url = f"http://{host}:{self.port}/s/{name}/v1"
@@ -49,8 +48,7 @@ class Addresses:
 
 
 def session_name(request: str, start: int = 0) -> str:
-    """A request's key (`request.key_of`) as one step of a path. Each start of its agent has a name
-    of its own: what an earlier one has on its way is no call of this one."""
+    """Return a path segment for a start; late calls of earlier starts have another."""
     name = request.replace("/", ".")
     return f"{name}.{start}" if start else name
 
@@ -61,7 +59,7 @@ def key_of(secret: bytes, name: str) -> str:
 
 
 def check_key(secret: bytes, name: str, key: str) -> Checked:
-    """Whether a key is the session's, that of another one, or none."""
+    """Return whether a key is this session's, another's, or invalid."""
     owner = key.removeprefix(_PREFIX).rpartition("-")[0]
     if not hmac.compare_digest(key_of(secret, owner).encode(), key.encode()):
         return "wrong"

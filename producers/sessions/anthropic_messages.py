@@ -1,5 +1,4 @@
-"""Anthropic's messages, translated to chat messages and back, in the part that agents use: texts,
-thoughts, tools with their calls and results."""
+"""Translate Anthropic's messages to chat messages and back."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _CHOICES: Final = {"any": "required", "tool": "tool"}
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True):
-    """The keys of a body that are obeyed."""
+    """Supported keys of a body."""
 
     messages: list[dict[str, Any]]
     max_tokens: int
@@ -48,7 +47,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True):
 
 
 def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
-    """A request and what it wants. Raises Refused."""
+    """Parse a request. Raises Refused."""
     request, settings = decoded(body, MessagesRequest)
     thinking = settings.get("thinking")
     if isinstance(thinking, Mapping) and thinking.get("type") == "disabled":
@@ -75,7 +74,7 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
 
 
 def chat_messages(request: MessagesRequest) -> list[dict[str, Any]]:
-    """The conversation as chat messages. Raises Refused for what is no text."""
+    """Return chat messages. Raises Refused for unsupported blocks."""
     found: list[dict[str, Any]] = []
     if request.system:
         found.append({"role": "system", "content": _text(request.system, "system")})
@@ -91,7 +90,7 @@ def chat_messages(request: MessagesRequest) -> list[dict[str, Any]]:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type", "custom") != "custom":
-        return {"type": tool["type"]}  # one that Anthropic's own servers run
+        return {"type": tool["type"]}  # run by Anthropic
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema", {})}
     if tool.get("description"):
         function["description"] = tool["description"]
@@ -118,7 +117,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _user(blocks: list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
-    """Results of tools, each a message of its own; then what the user says."""
+    """Yield tool results, then the user's text."""
     texts: list[str] = []
     for block in blocks:
         match block:
@@ -175,7 +174,6 @@ def message(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[
 
 
 def _stopped(request: MessagesRequest, sampled: Sampled, *, calls: bool) -> tuple[str, str | None]:
-    """Why the answer ends, and at which of the caller's sequences."""
     if sampled.finish == "length":
         return "max_tokens", None
     if sampled.stop:
@@ -184,7 +182,7 @@ def _stopped(request: MessagesRequest, sampled: Sampled, *, calls: bool) -> tupl
 
 
 def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The same answer as the events of a stream."""
+    """Return stream events."""
     start = {**answer, "content": [], "stop_reason": None, "stop_sequence": None}
     found: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
     for at, block in enumerate(answer["content"]):
@@ -199,7 +197,6 @@ def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _opened(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block as it begins, and what is then put into it."""
     match block["type"]:
         case "text":
             return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
@@ -212,5 +209,5 @@ def _opened(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
 
 
 def error_type(status: int) -> str:
-    """What Anthropic calls an error of this HTTP status."""
+    """Return Anthropic's error type."""
     return _ERRORS.get(status, "api_error")

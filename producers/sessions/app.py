@@ -1,14 +1,13 @@
-"""The endpoint as an ASGI application: who may ask, how much a body may be, what is answered.
+"""The endpoint as an ASGI application.
 
     GET  /s/SESSION/v1/models
     POST /s/SESSION/v1/chat/completions
-    POST /s/SESSION/v1/responses                 OpenAI's other form
-    POST /s/SESSION/v1/messages                  Anthropic's
-    POST /s/SESSION/inference/v1/generate        token ids; also below /v1
+    POST /s/SESSION/v1/responses                 OpenAI responses
+    POST /s/SESSION/v1/messages                  Anthropic messages
+    POST /s/SESSION/inference/v1/generate        token ids; also under /v1
 
-A key is asked for before anything of a body is read. Nothing here waits for ever but for an answer
-of the worker: bodies come within `BODY_S`, and answers are taken within `SEND_S`. Streams have the
-whole answer in one piece, because a call is durable before its answer is sent.
+The key is checked before the body is read. Answers are durable before they are sent, so a stream
+has its whole answer at once.
 """
 
 from __future__ import annotations
@@ -37,23 +36,20 @@ from dora_pipe.producers.sessions.conversations import Prompt
 from dora_pipe.producers.sessions.sessions import Session, Sessions, prompt_of, sampled_of
 
 BODY_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Of one request."""
 
 BODIES_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Of all requests that are being read; one that goes beyond is asked to come again."""
+"""All bodies being read; beyond it, requests get 503."""
 
 BODY_S: Final = 60.0
-"""For a whole body to come."""
 
 SEND_S: Final = 60.0
-"""For an answer to be taken."""
 
 LARGE_BYTES: Final = 128 * 1024
-"""A larger body is read, rendered and encoded in a thread, one at a time, beside the loop."""
+"""Size above which a body is processed in a thread, one at a time."""
 
 TOKEN_BYTES_MAX: Final = 256
 SMALL_BYTES: Final = 1024 * 1024
-"""A body of more than this and so many bytes per token of a context is not read: it cannot fit."""
+"""A body above this plus TOKEN_BYTES_MAX per context token cannot fit."""
 
 _JSON: Final = "application/json"
 _ENCODER: Final = msgspec.json.Encoder()
@@ -62,9 +58,9 @@ Handle = Callable[[Session, bytes, Request], Awaitable[Response]]
 
 
 class Endpoint:
-    """Answers requests by asking the worker.
+    """HTTP handlers.
 
-    Example: ``Starlette(routes=Endpoint(sessions, model="policy").routes())``.
+    Example: ``Endpoint(sessions, model="policy", vocabulary=512).app()``.
     """
 
     def __init__(self, sessions: Sessions, *, model: str, vocabulary: int) -> None:
@@ -76,7 +72,6 @@ class Endpoint:
         self._answers = 0
 
     def app(self) -> Starlette:
-        """What a server serves."""
         base = "/s/{session}"
         posts: dict[str, Handle] = {
             f"{base}/v1/chat/completions": self._chat,
@@ -92,7 +87,6 @@ class Endpoint:
         return Starlette(routes=routes)
 
     async def respond(self, request: Request, handle: Handle) -> Response:
-        """The answer to a request, whatever becomes of it."""
         anthropic = handle == self._messages
         try:
             name = request.path_params["session"]
@@ -100,7 +94,7 @@ class Endpoint:
             return await handle(session, await self._body(request), request)
         except Refused as error:
             return _refusal(error, anthropic=anthropic)
-        except TaskError as error:  # what a chat template, or the reader of a turn, refuses
+        except TaskError as error:  # chat template or turn parser
             return _refusal(Refused(400, "invalid_request", error.message), anthropic=anthropic)
 
     async def _models(self, session: Session, body: bytes, request: Request) -> Response:
@@ -166,7 +160,7 @@ class Endpoint:
     async def _sampled(
         self, session: Session, wanted: CallRequest, body_bytes: int
     ) -> tuple[Prompt | None, list[Sampled]]:
-        """What is sampled for a call, once it is durable. Raises Refused, TaskError."""
+        """Return samples of a durable call. Raises Refused, TaskError."""
         if body_bytes > LARGE_BYTES:
             async with self._large:
                 prompt = await asyncio.to_thread(prompt_of, session, wanted, beside=True)
@@ -177,7 +171,7 @@ class Endpoint:
         return prompt, sampled_of(session, wanted, prompt, answers)
 
     async def _body(self, request: Request) -> bytes:
-        """A whole body. Raises Refused for one that is too large or too slow, or beside others."""
+        """Read a body. Raises Refused if too large, slow or many."""
         announced = request.headers.get("content-length", "0")
         if announced.isdecimal() and int(announced) > BODY_BYTES_MAX:
             raise _too_large()
@@ -201,7 +195,6 @@ class Endpoint:
             self._bodies_bytes -= taken
 
     def _check_length(self, body_bytes: int) -> None:
-        """Raises Refused for what is not worth being read."""
         most = self._sessions.context_tokens
         if body_bytes > most * TOKEN_BYTES_MAX + SMALL_BYTES:
             raise Refused(
@@ -216,7 +209,7 @@ class Endpoint:
 
 
 class _Guarded:
-    """An endpoint of one path: whoever does not take his answer is let go."""
+    """Endpoint of a path; drops clients that do not read."""
 
     def __init__(self, endpoint: Endpoint, handle: Handle) -> None:
         self._endpoint, self._handle = endpoint, handle
@@ -227,11 +220,11 @@ class _Guarded:
             async with asyncio.timeout(SEND_S):
                 await response(scope, receive, send)
         except (ClientDisconnect, TimeoutError, asyncio.CancelledError):
-            return  # nobody is there, or this process ends
+            return  # client or process ended
 
 
 def _key(request: Request) -> str:
-    """What the caller shows: a bearer token, or what Anthropic's clients send."""
+    """Return the bearer token, or Anthropic's."""
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else request.headers.get("x-api-key", "")
 
@@ -249,7 +242,6 @@ def _json(answer: Mapping[str, Any]) -> Response:
 
 
 def _events(events: Sequence[tuple[str, Any]]) -> Response:
-    """Server-sent events: each has a name, or none, and a value, or text as it is."""
     lines: list[bytes] = []
     for name, value in events:
         if name:
@@ -265,12 +257,11 @@ def _pieces(session: Session, sampled: Sequence[Sampled]) -> list[list[str]]:
 
 
 def _refusal(error: Refused, *, anthropic: bool) -> Response:
-    """In the form of the dialect. What would be refused again is not to be asked again."""
     headers = {"x-should-retry": "true" if error.code in _AGAIN else "false"}
     if error.code in _AGAIN:
         headers["retry-after"] = "1"
     if error.status in (401, 404, 408, 413):
-        headers["connection"] = "close"  # a body that nobody reads is not waited for
+        headers["connection"] = "close"  # discard the unread body
     if anthropic:
         kind = anthropic_messages.error_type(error.status)
         body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
@@ -282,4 +273,4 @@ def _refusal(error: Refused, *, anthropic: bool) -> Response:
 
 
 _AGAIN: Final = ("too_many_open", "overloaded")
-"""Codes of what a moment changes."""
+"""Codes that clients retry."""

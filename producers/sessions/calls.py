@@ -1,7 +1,7 @@
-"""A call in the form that all dialects are translated to, and what becomes of it.
+"""Calls, independent of their API.
 
-Every key of a body is obeyed (the fields of a dialect's request, `NO_EFFECT`), refused (`REFUSED`),
-or recorded: all others, known or not, which `task.sampling_asked = "refuse"` refuses too.
+Keys are supported (fields, `NO_EFFECT`), rejected (`REFUSED`), or recorded. The setting
+`task.sampling_asked = "refuse"` rejects these, too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dora_pipe.producers.tasks.port import Turn
 from dora_pipe.schemas.control import FinishReason
 
 CHOICES_MAX: Final = 128
-"""Of `n`, as OpenAI has it."""
+"""Maximum `n`, as in OpenAI's API."""
 
 STOPS_MAX: Final = 32
 STOP_CHARACTERS_MAX: Final = 256
-"""Of what ends a call: each is looked for behind every token."""
+"""Stop strings are searched after every token."""
 
 CALLER_CHARACTERS_MAX: Final = 100
 ASKED_BYTES_MAX: Final = 1024
-"""Of one setting that is recorded; of what is longer a digest is."""
+"""Maximum of a recorded setting; longer ones are recorded as a digest."""
 
 Api = Literal["chat", "responses", "messages", "generate"]
 
@@ -61,7 +61,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "truncation": "disabled",
     "use_beam_search": False,
 }
-"""Values with which a key changes nothing; null is one for every key."""
+"""Values without effect, besides null."""
 
 NO_EFFECT: Final = frozenset(
     (
@@ -83,7 +83,7 @@ NO_EFFECT: Final = frozenset(
         "user",
     )
 )
-"""Keys that are obeyed by every answer: none changes a prompt or what is sampled."""
+"""Keys that change neither prompt nor sampling."""
 
 REFUSED: Final = frozenset(
     (
@@ -111,22 +111,19 @@ REFUSED: Final = frozenset(
         "web_search_options",
     )
 )
-"""Keys that would change the prompt, or the form of the answer: without them a call means another
-thing. Every other key that a dialect does not read is recorded, or refused by
-`task.sampling_asked`."""
+"""Keys that change the prompt or the answer's form."""
 
 FOLLOWED: Final = ("temperature", "top_p", "top_k", "min_p")
-"""Recorded where a run has another value ([sampling])."""
+"""Keys recorded only if different from [sampling]."""
 
 SETTINGS_MAX: Final = 64
-"""Keys that one call may have recorded."""
 
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Refused(Exception):
-    """A call that is answered with an HTTP status, a code and a sentence.
+    """A call rejected with status, code and message.
 
     Example: ``Refused(400, "unsupported", "tool_choice: `required` is not offered")``.
     """
@@ -138,45 +135,44 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRequest:
-    """What a call wants, whatever it was written in."""
+    """A call, independent of its API."""
 
     api: Api
     messages: tuple[dict[str, Any], ...] = ()
-    """In normal form; empty: the prompt is `token_ids`."""
+    """Normalized; empty: use `token_ids`."""
     tools: Tools = ()
     token_ids: tuple[int, ...] = ()
     max_tokens: int | None = None
     choices: int = 1
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
-    """Beside those of the run."""
+    """Stop ids besides the run's."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling settings as they were written, and unknown keys."""
+    """Sampling settings and unknown keys."""
     template: Mapping[str, Any] = field(default_factory=dict)
-    """Variables that the chat template is to have."""
     caller: str = ""
     model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What was sampled for one choice of a call."""
+    """Sample of one choice."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish: FinishReason
     prompt_tokens: int
     turn: Turn = field(default_factory=lambda: Turn(text=""))
-    """What it says, where the call was of messages."""
+    """Parsed turn; empty without messages."""
     stop: str = ""
-    """The caller's string at which its text ends."""
+    """Stop string that ended the text."""
 
 
 def asked_of(settings: Mapping[str, Any], run: model.Sampling) -> dict[str, Any]:
-    """The settings that a call asks for and that the run does not follow."""
+    """Return settings that differ from the run's."""
     found: dict[str, Any] = {}
     for name, value in settings.items():
-        off = -1 if name == "top_k" else None  # vLLM's word for every token
+        off = -1 if name == "top_k" else None  # vLLM: all tokens
         if name not in FOLLOWED or value not in (off, getattr(run, name)):
             found[name] = _short(value)
     return found
@@ -190,7 +186,7 @@ def _short(value: Any) -> Any:
 
 
 def decoded(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
-    """A request's body as `obeyed_of` has it. Raises Refused, naming the place in it."""
+    """Parse a JSON body. Raises Refused."""
     try:
         return obeyed_of(msgspec.json.decode(body), kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -198,7 +194,7 @@ def decoded(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
 
 
 def obeyed_of(plain: Any, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
-    """The keys that a dialect obeys, and its settings. Raises Refused."""
+    """Return supported keys and other settings. Raises Refused."""
     try:
         return msgspec.convert(plain, kind), settings_of(plain, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -206,7 +202,7 @@ def obeyed_of(plain: Any, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
 
 
 def settings_of(plain: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """The keys that a dialect does not read, but for those without an effect. Raises Refused."""
+    """Return keys with an effect that an API lacks. Raises Refused."""
     settings = {
         key: value
         for key, value in plain.items()
@@ -224,12 +220,12 @@ def settings_of(plain: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[st
 
 
 def template_of(kwargs: Mapping[str, Any] | None, thinking: bool | None) -> dict[str, Any]:
-    """The variables that a call wants its chat template to have."""
+    """Return chat template variables."""
     return {**(kwargs or {}), **({} if thinking is None else {"enable_thinking": thinking})}
 
 
 def check_template(wanted: Mapping[str, Any], run: Mapping[str, Any]) -> None:
-    """Raises Refused for variables of a chat template that are not the run's."""
+    """Raise Refused for variables that differ from the run's."""
     others = [name for name, value in wanted.items() if name not in run or run[name] != value]
     if others:
         raise Refused(
@@ -241,7 +237,7 @@ def check_template(wanted: Mapping[str, Any], run: Mapping[str, Any]) -> None:
 
 
 def messages_of(given: Any) -> tuple[dict[str, Any], ...]:
-    """Messages in normal form. Raises Refused."""
+    """Normalize messages. Raises Refused."""
     try:
         return normal(given)
     except NoAnswer as error:
@@ -249,7 +245,7 @@ def messages_of(given: Any) -> tuple[dict[str, Any], ...]:
 
 
 def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any) -> Tools:
-    """Tools that are functions; none where the choice is none of them. Raises Refused."""
+    """Return function tools. Raises Refused."""
     named = choice.get("type") if isinstance(choice, Mapping) else choice
     if named not in (None, "auto", "none"):
         raise Refused(
@@ -271,7 +267,7 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any) -> Tools:
 
 
 def stops_of(given: Any) -> tuple[str, ...]:
-    """Stop strings, as one or several. Raises Refused for more than a call may name."""
+    """Return the stop strings. Raises Refused."""
     found = (given,) if isinstance(given, str) else tuple(given or ())
     if len(found) > STOPS_MAX or any(len(one) > STOP_CHARACTERS_MAX for one in found):
         most = f"{STOPS_MAX} of {STOP_CHARACTERS_MAX} characters"
@@ -280,7 +276,7 @@ def stops_of(given: Any) -> tuple[str, ...]:
 
 
 def choices_of(given: int | None) -> int:
-    """How many answers a call wants. Raises Refused."""
+    """Return the number of choices. Raises Refused."""
     count = 1 if given is None else given
     if not 1 <= count <= CHOICES_MAX:
         raise Refused(400, "invalid_request", f"n: {count} is not between 1 and {CHOICES_MAX}")
@@ -288,7 +284,7 @@ def choices_of(given: int | None) -> int:
 
 
 def most_tokens(*given: int | None) -> int | None:
-    """The limit that a call sets under one of several names. Raises Refused."""
+    """Return the smallest limit. Raises Refused."""
     found = [one for one in given if one is not None]
     if any(one < 1 for one in found):
         raise Refused(400, "invalid_request", f"max_tokens: {min(found)} is less than 1")
@@ -296,6 +292,6 @@ def most_tokens(*given: int | None) -> int | None:
 
 
 def caller_of(*given: str | None) -> str:
-    """What the caller calls itself, by the first of these that says so."""
+    """Return the first name, sanitized."""
     named = next((one for one in given if one), "")
     return "".join(one if one.isprintable() else "?" for one in named)[:CALLER_CHARACTERS_MAX]

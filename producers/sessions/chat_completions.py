@@ -1,8 +1,4 @@
-"""Chat completions, as OpenAI and vLLM write them: a request as what it wants, and its answer.
-
-What a call samples is durable before any of it leaves, so a stream has its whole answer in one
-piece: it is there for agents that ask for one.
-"""
+"""Chat completions of OpenAI and vLLM."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ FINISH: Final = {"stop": "stop", "length": "length"}
 
 
 class ChatRequest(msgspec.Struct, kw_only=True):
-    """The keys of a body that are obeyed."""
+    """Supported keys of a body."""
 
     messages: list[dict[str, Any]]
     model: str = ""
@@ -49,11 +45,11 @@ class ChatRequest(msgspec.Struct, kw_only=True):
 
 
 _OF_MESSAGES: Final = ("audio", "function_call", "partial", "prefix")
-"""Keys of a message that no template renders as they are meant."""
+"""Message keys that chat templates do not render."""
 
 
 def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
-    """A request and what it wants. Raises Refused."""
+    """Parse a request. Raises Refused."""
     request, settings = decoded(body, ChatRequest)
     for at, one in enumerate(request.messages):
         for key in _OF_MESSAGES:
@@ -83,7 +79,7 @@ def completion(
     pieces: Sequence[Sequence[str]],
     prompt_ids: Sequence[int],
 ) -> dict[str, Any]:
-    """The answer; `pieces` are the texts of each choice's tokens, where log-probs are wanted."""
+    """Return the answer; `pieces` are token texts for log-probs."""
     found: dict[str, Any] = {
         "id": answer_id,
         "object": "chat.completion",
@@ -101,7 +97,7 @@ def completion(
 
 
 def chunks(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, Any]]:
-    """The same answer as the pieces of a stream."""
+    """Yield stream chunks."""
     head = {key: answer[key] for key in ("id", "created", "model")}
     head["object"] = "chat.completion.chunk"
     for one in answer["choices"]:
@@ -118,7 +114,7 @@ def chunks(answer: dict[str, Any], *, with_usage: bool) -> Iterator[dict[str, An
 
 
 def usage(choices: Sequence[Sampled]) -> dict[str, int]:
-    """Tokens of an answer."""
+    """Return token counts."""
     prompt = choices[0].prompt_tokens
     sampled = sum(len(one.token_ids) for one in choices)
     return {

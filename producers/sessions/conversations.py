@@ -1,9 +1,7 @@
-"""A session's conversations: decides whether a call goes on from what was answered before.
+"""Prompts that extend earlier answers of a session.
 
-A call by messages whose beginning is a conversation as we answered it keeps the ids of that, what
-was sampled verbatim, and gets only the bridge behind it (see `chat`). Anything else (a first
-prompt, a compaction, a sub-agent, a history that was written anew) is rendered whole. What was
-answered is kept as a tree, no token twice, and found by a digest of its messages.
+A call that starts with an answered conversation keeps its token ids, and only the bridge is
+appended (see `chat`). Other calls are rendered in full. Answers form a tree, found by a digest.
 """
 
 from __future__ import annotations
@@ -28,22 +26,20 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A conversation up to a turn of the model: `given` and `sampled` stand behind `before`."""
+    """A conversation up to a turn: `before`, `given`, `sampled`."""
 
     before: Answered | None
     given: array[int]
     sampled: array[int]
     message: Mapping[str, Any]
-    """The turn, thoughts included."""
+    """The turn with reasoning."""
 
     def prompt_ids(self) -> list[int]:
-        """All ids that the turn was sampled behind."""
         ids: list[int] = [] if self.before is None else self.before.ids()
         ids.extend(self.given)
         return ids
 
     def ids(self) -> list[int]:
-        """All ids, those of the turn too."""
         parts: list[array[int]] = []
         one: Answered | None = self
         while one is not None:
@@ -54,21 +50,21 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a call's messages became: `ids` up to where the model speaks."""
+    """Token ids up to the model's turn."""
 
     ids: list[int]
     before: Answered | None
     given: array[int]
     digest: bytes
-    """Of tools and messages."""
+    """Digest of tools and messages."""
     tools: Tools
 
 
 class Conversations:
-    """Those of one session.
+    """Conversations of one session.
 
-    Example: ``prompt = conversations.prompt(messages, tools)``, and when it is sampled
-    ``conversations.answer(prompt, ids).tool_calls``.
+    Example: ``prompt = conversations.prompt(messages, tools)``, then ``conversations.answer(prompt,
+    ids).tool_calls``.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -77,8 +73,7 @@ class Conversations:
         self._turns: Counter[bytes] = Counter()
 
     def prompt(self, messages: Sequence[Message], tools: Tools, chat: Chat | None = None) -> Prompt:
-        """Messages in normal form (`messages.normal`). Raises TaskError where the chat template
-        refuses them."""
+        """Return a prompt. Raises TaskError if the chat template rejects it."""
         chat = chat or self._chat
         digests = list(_digests(messages, tools))
         for at in range(len(messages) - 1, 0, -1):
@@ -108,9 +103,8 @@ class Conversations:
     def answer(
         self, prompt: Prompt, sampled: Sequence[int], stop: Sequence[str] = ()
     ) -> tuple[Turn, str]:
-        """What was sampled says this; its calls have ids that no other call of the session has.
-        `stop` are strings at which the caller wants the text to end: sampling ended with the token
-        that completes one, and the text ends before it, the second of what is answered."""
+        """Return the turn and the stop string that ended it. Tool call ids are unique in the
+        session."""
         said = self._chat.parse(sampled, prompt.ids, prompt.tools)
         calls = self._named(said.tool_calls, prompt, sampled)
         text, stopped = _cut(said.text, stop)
@@ -130,12 +124,8 @@ class Conversations:
     def _named(
         self, calls: Sequence[ToolCall], prompt: Prompt, sampled: Sequence[int]
     ) -> tuple[ToolCall, ...]:
-        """With ids, where the model gives none.
-
-        They are made of what was said before, and how often, and not counted over the session:
-        agents compare the ids of several conversations, and one that is started again has to get
-        the same ones, whichever of its sub-agents is first.
-        """
+        """Add missing tool call ids, which a restarted agent gets again, whatever the order of its
+        sub-agents."""
         if all(one.id for one in calls):
             return tuple(calls)
         turn = hashlib.sha256(prompt.digest + array("i", sampled).tobytes()).digest()
@@ -153,7 +143,7 @@ def _bridge(
     new: Sequence[Message],
     tools: Tools,
 ) -> list[int] | None:
-    """The ids of `new` behind a turn that `before` ends with; None where there is no bridge."""
+    """Return the ids of `new`, or None without a bridge."""
     if chat.flaw:
         return None
     try:
@@ -171,7 +161,7 @@ def _bridge(
 
 
 def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
-    """Of the tools, then of the tools and every beginning of the messages."""
+    """Yield digests of the tools and each prefix of messages."""
     digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
     yield digest
     for one in messages:
@@ -180,7 +170,7 @@ def _digests(messages: Sequence[Message], tools: Tools) -> Iterator[bytes]:
 
 
 def _behind(digest: bytes, message: Message) -> bytes:
-    """One message more. Thoughts are left out: most agents do not say them again."""
+    """Add a message to a digest, without reasoning: most agents do not return it."""
     calls = [
         [one.get("id", ""), one["function"]["name"], one["function"]["arguments"]]
         for one in message.get("tool_calls", ())
@@ -191,13 +181,12 @@ def _behind(digest: bytes, message: Message) -> bytes:
 
 
 def _call_id(turn: bytes, again: int, at: int) -> str:
-    """Nine letters and digits: Mistral's templates refuse other lengths."""
+    """Return nine characters: Mistral's templates reject other lengths."""
     digest = hashlib.sha256(turn + array("q", [again, at]).tobytes()).digest()
     return base64.b32encode(digest)[:9].decode().lower()
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """The text before the first of these strings, and that string; empty if there is none."""
     places = [(text.find(one), one) for one in stop if one and one in text]
     if not places:
         return text, ""

@@ -1,8 +1,7 @@
-"""What the worker and its endpoint tell each other: a length (4 bytes, big-endian) and msgpack.
+"""Messages between worker and endpoint: a length (4 bytes, big-endian) and msgpack.
 
-Down: `Setup` first, then sessions that begin and end, and what became of calls. Up: `Listening`
-once, then `Asked`. Token ids are int32, little endian, so that neither side makes objects of them
-before it needs them. A call has a number that no other call of this worker's has.
+The worker sends `Setup` first, the endpoint `Listening`. Token ids are int32, little endian; call
+numbers are unique per worker.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from dora_pipe.core.frames import framed, unframed
 from dora_pipe.schemas.control import FinishReason
 
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Of one frame; a longer one is none that either side writes."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of what travels."""
+    """Base of the messages."""
 
 
 class SourceSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """How the calls of some sources (`GroupSpec.source`) are read and sampled."""
+    """Settings of some sources (`GroupSpec.source`)."""
 
     sources: tuple[str, ...]
     task: model.Task
@@ -37,38 +35,37 @@ class SourceSetup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(Frame, frozen=True):
-    """What to serve, and whose death ends it."""
+    """Configuration; the endpoint ends with `parent_pid`."""
 
     parent_pid: int
     secret: bytes
     assets: str
-    """The directory with the model's tokenizer and chat template."""
+    """Tokenizer and chat template."""
     started_ns: int
-    """Wall clock of `run started`: what templates take for now."""
+    """Wall clock of `run started`, used in templates."""
     model: str
-    """What `GET models` calls the model."""
+    """Name in `GET models`."""
     context_tokens: int
     first_call: int
     sources: tuple[SourceSetup, ...]
 
 
 class Open(Frame, frozen=True):
-    """A session begins; one that the request has ends."""
+    """Start a session, ending an earlier one."""
 
     request: str
     source: str
     start: int = 0
-    """Of its agent's starts: which."""
 
 
 class Close(Frame, frozen=True):
-    """A session has ended: its open calls, and all later ones, are told so."""
+    """End a session; its calls fail."""
 
     request: str
 
 
 class Answer(Frame, frozen=True):
-    """What was sampled for a call."""
+    """Sample of a call."""
 
     call: int
     token_ids: bytes
@@ -78,7 +75,7 @@ class Answer(Frame, frozen=True):
 
 
 class Refuse(Frame, frozen=True):
-    """A call that was not taken: an HTTP status, a code, and a sentence."""
+    """Rejection of a call."""
 
     call: int
     status: int
@@ -87,17 +84,17 @@ class Refuse(Frame, frozen=True):
 
 
 class Listening(Frame, frozen=True):
-    """The endpoint serves."""
+    """The endpoint accepts connections."""
 
 
 class Begun(Frame, frozen=True):
-    """A session has begun: what was asked of an earlier one under this name came before."""
+    """A session has started; earlier calls belong to the previous one."""
 
     request: str
 
 
 class Asked(Frame, frozen=True):
-    """A call of an open session."""
+    """A call."""
 
     request: str
     call: int
@@ -119,22 +116,22 @@ UP: Final = msgspec.msgpack.Decoder(Up)
 
 
 def pack(frame: Frame) -> bytes:
-    """The bytes of a frame. Raises ValueError where it is longer than `FRAME_BYTES_MAX`."""
+    """Encode a frame. Raises ValueError if too long."""
     return framed(_ENCODER.encode(frame), FRAME_BYTES_MAX)
 
 
 def unpack(buffer: bytearray) -> Iterator[bytes]:
-    """As `frames.unframed`, of frames that are no longer than `FRAME_BYTES_MAX`."""
+    """Yield bodies as `frames.unframed`."""
     return unframed(buffer, FRAME_BYTES_MAX)
 
 
 def packed_ids(token_ids: Sequence[int]) -> bytes:
-    """Token ids as bytes. Raises OverflowError for what is no int32."""
+    """Encode ids. Raises OverflowError beyond int32."""
     return _little(array("i", token_ids)).tobytes()
 
 
 def unpacked_ids(data: bytes) -> list[int]:
-    """Token ids of bytes."""
+    """Decode ids."""
     found = array("i")
     found.frombytes(data)
     return _little(found).tolist()

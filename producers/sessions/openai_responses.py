@@ -1,6 +1,4 @@
-"""OpenAI's responses, translated to chat messages and back, in the part that agents use: texts,
-functions with their calls and results. The whole input comes with every call: nothing is kept
-under the name of an earlier response."""
+"""Translate OpenAI responses to chat messages and back; stateless."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from dora_pipe.producers.sessions.calls import (
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """The keys of a body that are obeyed; of `text` the format is a setting."""
+    """Supported keys of a body."""
 
     input: str | list[dict[str, Any]]
     model: str = ""
@@ -38,7 +36,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
 
 def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
-    """A request and what it wants. Raises Refused."""
+    """Parse a request. Raises Refused."""
     request, settings = decoded(body, ResponsesRequest)
     for key, value in (request.text or {}).items():
         name = "response_format" if key == "format" else key
@@ -57,8 +55,7 @@ def read(body: bytes, caller: str = "") -> tuple[ResponsesRequest, CallRequest]:
 
 
 def chat_messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
-    """The input as chat messages: what the assistant said and called in one go is one message.
-    Raises Refused for items that are no text and no function's."""
+    """Yield chat messages, merging the assistant's consecutive items. Raises Refused."""
     if request.instructions:
         yield {"role": "system", "content": request.instructions}
     if isinstance(request.input, str):
@@ -77,7 +74,6 @@ def chat_messages(request: ResponsesRequest) -> Iterator[dict[str, Any]]:
 
 
 def _is_spoken(item: Mapping[str, Any]) -> bool:
-    """Whether the model has said it. Raises Refused."""
     match item.get("type", "message"):
         case "message":
             return item.get("role") == "assistant"
@@ -117,7 +113,7 @@ def _text(content: Any) -> str:
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        return {"type": tool.get("type")}  # one that OpenAI's own servers run
+        return {"type": tool.get("type")}  # run by OpenAI
     known = ("name", "description", "parameters")
     function = {key: tool[key] for key in known if tool.get(key) is not None}
     return {"type": "function", "function": function}
@@ -183,7 +179,7 @@ def _output(said: dict[str, Any], number: int, status: str) -> list[dict[str, An
 
 
 def events(answer: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The same answer as the events of a stream."""
+    """Return stream events."""
     begun = {**answer, "status": "in_progress", "output": [], "usage": None}
     found = [_event("created", response=begun), _event("in_progress", response=begun)]
     for at, item in enumerate(answer["output"]):

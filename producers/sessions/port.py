@@ -1,6 +1,4 @@
-"""The worker's port to its endpoint: starts the process, passes on what the machine wants, and
-tells what agents ask. A process that dies is started again; its sessions are lost, and their
-requests are told so, for their agents have seen their calls fail."""
+"""The worker's port to its endpoint process; a restart loses the sessions."""
 
 from __future__ import annotations
 
@@ -46,16 +44,16 @@ from dora_pipe.producers.worker.effects import (
 BACKLOG: Final = 4096
 READ_BYTES: Final = 1 << 18
 READS_MAX: Final = 64
-"""Reads of one poll, so that many calls cannot hold the loop."""
+"""Reads per poll, to bound its time."""
 
 OUT_BYTES_MAX: Final = 256 * 1024 * 1024
-"""Of what the endpoint has not taken yet; more means that it takes nothing any more."""
+"""Unsent bytes of a stuck endpoint."""
 
 DEATHS_MAX: Final = 8
-"""Processes that die in a row without a call in between, before the worker gives up."""
+"""Consecutive exits without a call."""
 
 CALLS_OF_ONE: Final = 1 << 40
-"""Numbers of calls that one process may give out: no two processes give the same."""
+"""Keeps call numbers of processes unique."""
 
 CLOSE_S: Final = 1.0
 
@@ -70,7 +68,7 @@ SessionEffect = OpenSession | AnswerCall | RefuseCall | CloseSession
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSetup:
-    """What an endpoint serves.
+    """Configuration of an endpoint.
 
     Example: ``EndpointSetup(listen="127.0.0.1:0", assets=str(path), started_ns=run.at_ns,
     model="demo", context_tokens=1024, sources=(...,))``.
@@ -85,12 +83,10 @@ class EndpointSetup:
 
 
 class SessionPort:
-    """A port of the runtime: `OpenSession`, `AnswerCall`, `RefuseCall` and `CloseSession`, and the
-    events `CallAsked` and, where the endpoint's process ended, `EpisodeLost`.
+    """Port for sessions; emits `CallAsked` and `EpisodeLost`. Raises ConfigError if it cannot
+    listen, ResourceError if processes keep exiting.
 
-    Example: ``port = SessionPort(setup)``; ``port.addresses.of(request)`` is what an agent is told.
-    Raises ConfigError where it cannot listen, ResourceError where its processes die one after the
-    other.
+    Example: ``port = SessionPort(setup)``; ``port.addresses.of(request)``.
     """
 
     effects: tuple[type, ...] = (OpenSession, AnswerCall, RefuseCall, CloseSession)
@@ -103,25 +99,22 @@ class SessionPort:
             host=_ANYWHERE.get(host, host), port=port, secret=os.urandom(SECRET_BYTES)
         )
         self._open: dict[str, str] = {}
-        """The source of every open session, by request."""
+        """Source by request."""
         self._opening: Counter[str] = Counter()
-        """How often each was opened that the endpoint has not begun yet: until it has, what comes
-        was asked of the session before."""
+        """Opened but not begun: calls still belong to the previous session."""
         self._events: list[Any] = []
         self._deaths_in_a_row = 0
         self._started = 0
         self.deaths = 0
-        """Processes that have ended by themselves."""
         self._closed = False
         self._start()
 
     @property
     def pid(self) -> int:
-        """Of the endpoint's process."""
         return self._process.pid
 
     def start(self, effect: SessionEffect) -> None:
-        """Tell the endpoint; it leaves with the next `poll` where the socket is full."""
+        """Send an effect, or queue it for `poll`."""
         match effect:
             case OpenSession(request=request, source=source):
                 self._open[request] = source
@@ -146,7 +139,7 @@ class SessionPort:
         self._flush()
 
     def poll(self) -> list[Any]:
-        """What agents have asked since the last call. Raises ResourceError."""
+        """Return new events. Raises ResourceError."""
         self._flush()
         self._receive()
         events, self._events = self._events, []
@@ -154,11 +147,10 @@ class SessionPort:
 
     @property
     def busy(self) -> bool:
-        """Whether there are events that nobody has taken."""
         return bool(self._events)
 
     def close(self) -> None:
-        """End the process, and with it every session; idempotent."""
+        """End all sessions; idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -209,7 +201,7 @@ class SessionPort:
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
-                return  # found out by reading
+                return  # noticed when reading
             del self._out[:sent]
 
     def _receive(self) -> None:
@@ -231,7 +223,7 @@ class SessionPort:
         if isinstance(frame, Listening):
             return
         if isinstance(frame, Begun):
-            self._opening -= Counter((frame.request,))  # none stays at 0
+            self._opening -= Counter((frame.request,))  # removes zeros
             return
         self._deaths_in_a_row = 0
         if frame.request in self._open and frame.request not in self._opening:
@@ -250,7 +242,7 @@ class SessionPort:
             )
 
     def _ended(self) -> None:
-        """The process is gone, and another takes its place at the same address."""
+        """Restart at the same address."""
         self._link.close()
         self._process.kill()
         status = self._process.wait()
@@ -271,7 +263,6 @@ class SessionPort:
 
 
 def _listening(where: str) -> socket.socket:
-    """The socket that agents connect to. Raises ConfigError."""
     host, port = host_and_port(where)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -288,20 +279,18 @@ def _listening(where: str) -> socket.socket:
 
 
 def reach_directly(where: str) -> None:
-    """Have agents of this process bypass proxies to an endpoint that listens here. Raises
-    ConfigError."""
+    """Bypass proxies for agents of this process. Raises ConfigError."""
     bypass_proxies(host_of_agents(where))
 
 
 def host_of_agents(where: str) -> str:
-    """The address, in numbers, by which agents reach an endpoint that listens here. Raises
-    ConfigError."""
+    """Return the numeric address for agents. Raises ConfigError."""
     with _listening(f"{where.rpartition(':')[0]}:0") as door:
         host = str(door.getsockname()[0])
     return _ANYWHERE.get(host, host)
 
 
 def host_and_port(where: str) -> tuple[str, int]:
-    """``host_and_port("127.0.0.1:8100") == ("127.0.0.1", 8100)``; `checks` knows that it is one."""
+    """Split a valid address: ``host_and_port("127.0.0.1:8100") == ("127.0.0.1", 8100)``."""
     host, _, port = where.rpartition(":")
     return host.strip("[]"), int(port)

@@ -1,9 +1,6 @@
-"""The endpoint's process: serves sessions over HTTP, and asks the worker over a socket.
+"""The endpoint's process, without torch. It ends with its worker, which keeps the listening socket.
 
-It never imports torch, holds the tokenizer and the chat template, and dies with the worker that
-started it. It listens on a socket that the worker keeps, so that its address outlives it.
-
-    python -m dora_pipe.producers.sessions.server LISTEN LINK NAME     two descriptors; by `port`
+python -m dora_pipe.producers.sessions.server LISTEN LINK NAME     two descriptors; by `port`
 """
 
 from __future__ import annotations
@@ -40,40 +37,37 @@ from dora_pipe.producers.sessions.sessions import Sessions, Source
 from dora_pipe.producers.worker.chats import chat_options
 
 HEAD_BYTES_MAX: Final = 64 * 1024
-"""Of a request's line and headers."""
+"""Request line and headers."""
 
 HEAD_S: Final = 15.0
-"""For them to come, from the moment a connection is opened or another request begins on it."""
+"""Timeout of headers."""
 
 KEEP_ALIVE_S: Final = 75
-"""For the next request on a connection; longer than clients keep one, so that they close it."""
+"""Idle timeout; longer than clients', so that these close first."""
 
 CONNECTIONS_MAX: Final = 32_768
-"""At once; others are told to come later."""
+"""Maximum connections; others get 503."""
 
 BACKLOG: Final = 4096
 READ_BYTES: Final = 1 << 18
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """A connection whose heads are bounded, in bytes and in time."""
+    """Connection that bounds size and time of headers."""
 
     _timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
     _in_head = True
 
     def connection_made(self, transport: Any) -> None:
-        """Its first request has to begin."""
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more comes."""
         self._headed()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """A head that never ends is ended."""
         if self._in_head:
             self._head_bytes += len(data)
         super().data_received(data)
@@ -86,7 +80,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._expect_head()
 
     def on_headers_complete(self) -> None:
-        """Its body may follow."""
         self._headed()
         super().on_headers_complete()
 
@@ -102,7 +95,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 async def serve(listen: socket.socket, link: socket.socket) -> None:
-    """Serve until the link to the worker ends. Raises PolicyError, ValueError."""
+    """Serve until the link closes. Raises PolicyError, ValueError."""
     reader, writer = await asyncio.open_unix_connection(sock=link)
     buffer = bytearray()
     setup = await _first(reader, buffer)
@@ -141,7 +134,7 @@ async def serve(listen: socket.socket, link: socket.socket) -> None:
 
 
 def open_sessions(setup: Setup, send: Callable[[Frame], None]) -> Sessions:
-    """What a setup says. Raises PolicyError for a tokenizer that cannot be read."""
+    """Create sessions. Raises PolicyError for an unreadable tokenizer."""
     assets = Path(setup.assets)
     tokenizer = Tokenizer(assets)
     sources: dict[str, Source] = {}
@@ -192,7 +185,7 @@ async def _frames(reader: asyncio.StreamReader, buffer: bytearray) -> Any:
 
 
 def main() -> None:
-    """Serve what the two descriptors are; what stands behind them is what the process is called."""
+    """Serve on two descriptors, under a process name."""
     listen, link, *name = sys.argv[1:]
     name_process(*name)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,6 +1,4 @@
-"""The sessions that are open, and the calls in them that wait for their answers: decides which key
-opens what, and which answer belongs to whom. It does no IO: frames go out by the function that it
-is given, and whoever asked awaits a future."""
+"""Open sessions and their pending calls; without IO."""
 
 from __future__ import annotations
 
@@ -35,18 +33,18 @@ from dora_pipe.producers.sessions.frames import (
 )
 
 ENDED_MAX: Final = 65_536
-"""Sessions that are remembered as ended; one that is forgotten is waited for like one to come."""
+"""Remembered ended sessions; calls of forgotten ones wait."""
 
 OPENING_S: Final = 2.0
-"""How long a call waits for its session, which may be on its way from the worker."""
+"""Wait for a session to open."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Source:
-    """What the sessions of a source share."""
+    """State shared by a source's sessions."""
 
     chat: Chat | None
-    """None: the model has no chat template."""
+    """Chat template of the model, if any."""
     open_chat: Callable[[], Chat]
     tokenizer: Tokenizer
     task: model.Task
@@ -54,7 +52,7 @@ class Source:
     _beside: Chat | None = None
 
     def chat_beside(self) -> Chat:
-        """Another one, for a thread beside the loop: a chat is used by one at a time."""
+        """Return a chat for a thread: chats are not thread-safe."""
         if self._beside is None:
             self._beside = self.open_chat()
         return self._beside
@@ -62,21 +60,19 @@ class Source:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Session:
-    """An open session."""
-
     request: str
     name: str
     source: Source
     conversations: Conversations | None
     calls: set[int] = field(default_factory=set)
-    """Those that have no answer yet."""
+    """Unanswered."""
 
 
 class Sessions:
-    """All of them.
+    """All open sessions.
 
-    Example: ``sessions.open(Open("g0000000042-003/1", "train"))``, then
-    ``await sessions.ask(session, wanted, ids)``.
+    Example: ``sessions.take(Open("g0000000042-003/1", "train"))``, then ``await
+    sessions.ask(session, wanted, ids)``.
     """
 
     def __init__(
@@ -94,7 +90,7 @@ class Sessions:
         self._next_call = first_call
         self._open: dict[str, Session] = {}
         self._names: dict[str, str] = {}
-        """Of every request that has a session."""
+        """Session names by request."""
         self._opening: dict[str, asyncio.Event] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -105,7 +101,7 @@ class Sessions:
         return len(self._open)
 
     def take(self, frame: Open | Close | Answer | Refuse) -> None:
-        """Do what the worker says."""
+        """Process a frame."""
         match frame:
             case Open():
                 self._begin(frame)
@@ -122,7 +118,7 @@ class Sessions:
                     waiting.set_exception(refused)
 
     async def session(self, name: str, key: str) -> Session:
-        """The session of this name, for who has its key. Raises Refused."""
+        """Return a session. Raises Refused."""
         match check_key(self._secret, name, key):
             case "wrong":
                 raise Refused(401, "invalid_api_key", "the key is none of this endpoint")
@@ -142,7 +138,7 @@ class Sessions:
     async def ask(
         self, session: Session, wanted: CallRequest, prompt_ids: list[int]
     ) -> list[Answer]:
-        """What was sampled for each choice of a call, in order. Raises Refused."""
+        """Return samples in order of choices. Raises Refused."""
         if self._open.get(session.name) is not session:
             raise ended()
         sampling = session.source.sampling
@@ -155,7 +151,7 @@ class Sessions:
                 "sampling_is_the_runs",
                 f"{names}: sampling follows the run (task.sampling_asked is `refuse`)",
             )
-        # A longer one is refused by the worker, by its length: the rest would be sent for nothing.
+        # The worker rejects by length: one extra token suffices.
         token_ids = packed_ids(prompt_ids[: self.context_tokens + 1])
         calls = [self._call(session) for _ in range(wanted.choices)]
         for call, _ in calls:
@@ -178,7 +174,7 @@ class Sessions:
             for call, future in calls:
                 future.cancel()
                 if future.done() and not future.cancelled():
-                    future.exception()  # each was heard of, whoever else failed
+                    future.exception()  # mark as retrieved
                 self._waiting.pop(call, None)
                 session.calls.discard(call)
 
@@ -218,13 +214,12 @@ class Sessions:
 
 
 def ended() -> Refused:
-    """Of a session that is not open any more."""
+    """Return the error of an ended session."""
     return Refused(410, "session_ended", "the session has ended: nothing more is sampled for it")
 
 
 def prompt_of(session: Session, wanted: CallRequest, *, beside: bool = False) -> Prompt | None:
-    """Messages as token ids; None where the call has token ids itself. `beside`: in a thread beside
-    the loop. Raises Refused, TaskError: the chat template refuses them."""
+    """Return the prompt, None for token ids; `beside`: in a thread. Raises Refused, TaskError."""
     if not wanted.messages:
         return None
     if session.conversations is None:
@@ -240,8 +235,7 @@ def prompt_of(session: Session, wanted: CallRequest, *, beside: bool = False) ->
 def sampled_of(
     session: Session, wanted: CallRequest, prompt: Prompt | None, answers: list[Answer]
 ) -> list[Sampled]:
-    """The choices of a call, read as turns where it was of messages; from now on a call may go on
-    from each."""
+    """Return the choices, which later calls may extend."""
     found: list[Sampled] = []
     for one in answers:
         ids = unpacked_ids(one.token_ids)

@@ -1,5 +1,4 @@
-"""Token ids in, token ids out, as vLLM's `POST /inference/v1/generate` has it: for agents that
-render messages by themselves."""
+"""vLLM's `POST /inference/v1/generate`: token ids in and out."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from dora_pipe.producers.sessions.calls import (
 
 
 class SamplingParams(msgspec.Struct, kw_only=True):
-    """The keys of `sampling_params` that are obeyed. `stop_token_ids` and `stop` end a call as what
-    ends a turn of the run does."""
+    """Supported `sampling_params`; stops add to the run's."""
 
     max_tokens: int | None = None
     n: int | None = None
@@ -33,7 +31,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """The keys of a body that are obeyed."""
+    """Supported keys of a body."""
 
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}
@@ -44,7 +42,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 def read(
     body: bytes, *, vocabulary: int, stop_ids: frozenset[int], caller: str = ""
 ) -> tuple[GenerateRequest, CallRequest]:
-    """A request and what it wants. Raises Refused for ids that the model has not."""
+    """Parse a request. Raises Refused."""
     request, unread = decoded(body, GenerateRequest)
     params, settings = obeyed_of(request.sampling_params, SamplingParams)
     ids = request.token_ids
@@ -73,7 +71,7 @@ def read(
 def generated(
     request: GenerateRequest, choices: list[Sampled], *, answer_id: str, with_logprobs: bool
 ) -> dict[str, Any]:
-    """The answer; log-probs as chat completions have them, tokens named by their ids."""
+    """Return the answer; log-probs name tokens by id."""
     return {
         "request_id": request.request_id or answer_id,
         "prompt_token_ids": request.token_ids,

@@ -1,1 +1,1 @@
-"""The trainer: it pulls version-filtered batches, checks them, trains and commits."""
+"""The trainer, its learners, objectives and teachers."""

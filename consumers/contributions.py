@@ -1,4 +1,6 @@
-"""The contributions file: what each trajectory of a step did to the weights, as an Arrow file."""
+"""Contributions files: the effect of each trajectory of a step on the weights, in Arrow IPC
+format.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +22,33 @@ SCHEMA: Final = pa.schema(
         pa.field("group", pa.utf8(), nullable=False),
         pa.field("version", pa.int64(), nullable=False),
         pa.field("staleness", pa.int64(), nullable=False),
-        pa.field("reward", pa.float64()),  # null: not valid, masked
-        pa.field("advantage", pa.float64()),  # null: not valid, masked
-        pa.field("tokens", pa.int64(), nullable=False),  # sampled ones
-        # The figures below are null where no gradient was computed: the trajectory was masked,
-        # or its advantage was zero and there was no KL term.
+        pa.field("reward", pa.float64()),  # null: invalid, masked
+        pa.field("advantage", pa.float64()),  # null: invalid, masked
+        pa.field("tokens", pa.int64(), nullable=False),  # sampled tokens
+        # The columns below are null without a gradient: a masked trajectory, or zero advantage and
+        # no KL term.
         pa.field("ratio_mean", pa.float64()),
         pa.field("ratio_min", pa.float64()),
         pa.field("ratio_max", pa.float64()),
         pa.field("clipped_share", pa.float64()),
         pa.field("kl", pa.float64()),
         pa.field("loss_share", pa.float64()),
-        pa.field("minibatch", pa.int64(), nullable=False),  # which update of the step
-        pa.field("micro_batch", pa.int64()),  # which pass of that update
-        # Null too where the objective has no weight or no mask.
-        pa.field("weight_mean", pa.float64()),  # proximal / behaviour
-        pa.field("masked_share", pa.float64()),  # of its tokens, left out
+        pa.field("minibatch", pa.int64(), nullable=False),  # update of the step
+        pa.field("micro_batch", pa.int64()),  # pass of that update
+        # Also null if the objective has no weight or no mask.
+        pa.field("weight_mean", pa.float64()),  # proximal / behavior
+        pa.field("masked_share", pa.float64()),  # share of tokens left out
     ]
 )
-"""One row per trajectory, in the order of the batch."""
+"""One row per trajectory, in batch order."""
 
 TEACHER: Final = "teacher_logprobs"
-"""A column that is there where a step has a teacher: of its counted tokens, in their order."""
+"""Optional column of steps with a teacher: its log-probs of the counted tokens, in order."""
 
 WITH_TEACHER: Final = SCHEMA.append(pa.field(TEACHER, pa.list_(pa.float32()), nullable=False))
 
 _ALONE: Final = pyarrow.ipc.IpcReadOptions(use_threads=False)
-"""With bytes at hand, no pool of threads is started: one that a process starts just before it ends
-may abort its end, and a file is small."""
+"""No thread pool: starting one shortly before a process exits can abort the exit."""
 
 
 def write_contributions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -59,14 +60,14 @@ def write_contributions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_contributions(path: Path) -> list[dict[str, Any]]:
-    """The rows of a contributions file, in the order of the batch."""
+    """Return the rows of a contributions file, in batch order."""
     with pyarrow.ipc.open_file(pa.py_buffer(path.read_bytes()), options=_ALONE) as reader:
         rows: list[dict[str, Any]] = reader.read_all().to_pylist()
     return rows
 
 
 def stored_contributions(store: PolicyStore | None, sha256: str) -> list[dict[str, Any]]:
-    """The rows of a step; none where there is no store, or the file is gone or cannot be read."""
+    """Return the rows of a step; empty without a store or if the file is missing or unreadable."""
     try:
         if store is None or not store.has_blob("contributions", sha256):
             return []

@@ -1,4 +1,4 @@
-"""Reads records at given places of a topic, those close together in one go."""
+"""Reader of records at given offsets of a topic."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from dora_pipe.core.retry import retry_bus
 
 
 class RecordPlace(NamedTuple):
-    """Where a record lies."""
+    """Partition and offset of a record."""
 
     partition: int
     offset: int
 
 
 class PlaceReader:
-    """One reader per partition, which seeks. `gap`: offsets this close are read in one go.
-
-    Example: ``PlaceReader(bus, "demo.trajectories", clock, gap=2).read([RecordPlace(0, 17)])``
-    """
+    """Seeking readers, one per partition; offsets within `gap` of each other are read together."""
 
     def __init__(self, bus: Bus, topic: str, clock: Clock, *, gap: int) -> None:
         self._bus = bus
@@ -32,10 +29,9 @@ class PlaceReader:
         self._readers: dict[int, Reader] = {}
 
     def read(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
-        """The records at these places, and those between that are read with them.
+        """Yield the records at these places and any read between them.
 
-        Places must have been passed by some reader before. Raises BusError when the records of
-        one do not come.
+        Every place must lie before the log's end. Raises BusError if a record does not arrive.
         """
         for stretch in stretches(places, self._gap):
             yield from self._read_stretch(stretch)
@@ -60,9 +56,9 @@ class PlaceReader:
 def read_until(
     reader: Reader, at: TopicPartition, end: int, clock: Clock, *, records_max: int = RECORDS_MAX
 ) -> Iterator[Record]:
-    """Records from a reader's position on, up to `end`; these are known to be there.
+    """Yield the records from the reader's position up to `end`, which must exist.
 
-    Raises BusError when they do not come.
+    Raises BusError if they do not arrive.
     """
     what = f"reading {at.topic}"
     return records_until(
@@ -74,7 +70,7 @@ def read_until(
 
 
 def stretches(places: Iterable[RecordPlace], gap: int) -> list[list[RecordPlace]]:
-    """Places of one partition that lie within `gap` of each other, sorted."""
+    """Return sorted runs of places within `gap` of each other, each of one partition."""
     found: list[list[RecordPlace]] = []
     for place in sorted(places):
         last = found[-1][-1] if found else None

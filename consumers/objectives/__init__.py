@@ -1,1 +1,1 @@
-"""What a batch is turned into: advantages and losses."""
+"""Advantages and losses of a batch."""

@@ -1,7 +1,6 @@
-"""What each trajectory of a batch is worth, and how much each token weighs; pure numbers, no torch.
+"""Advantages of trajectories and weights of tokens, in plain numbers without torch.
 
-Rewards that are not valid are None: such siblings are kept and counted, but they enter neither
-what the others are compared with nor the loss.
+Invalid rewards are None: such trajectories enter neither the baseline nor the loss.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from dora_pipe.config.objectives import Advantage, Averaging
 from dora_pipe.core.errors import NonFinite
 
 STD_FLOOR: Final = 1e-4
-"""Added to the standard deviation, so that nearly equal rewards do not blow up."""
+"""Added to the standard deviation to bound advantages of nearly equal rewards."""
 
 FLOAT32_MAX: Final = 3.4e38
-"""What advantages are turned into ends there."""
+"""Largest advantage that fits in a float32."""
 
 Rewards = Sequence[float | None]
 
 
 def group_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[float | None]:
-    """The advantage of every sibling: A_i = r_i - mean(r), divided by std(r) if asked.
+    """Return the group-relative advantages: A_i = r_i - mean(r), optionally divided by std(r).
 
     GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2); without the division: Dr. GRPO (arXiv
-    2503.20783, equation 3). The standard deviation is the sample's (n - 1). None stays None; fewer
-    than two valid rewards, or all equal ones, give exactly 0: there is nothing to compare with.
+    2503.20783, equation 3). std is the sample's (n - 1). None stays None; fewer than two valid
+    rewards, or all equal ones, give exactly 0.
 
     Example: ``group_advantages([1.0, None, 0.0], divide_by_std=False) == [0.5, None, -0.5]``
     """
@@ -38,10 +37,11 @@ def group_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[float | N
 
 
 def leave_one_out_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[float | None]:
-    """A_i = r_i - mean of the siblings' r, that is n / (n - 1) (r_i - mean(r)).
+    """Return A_i = r_i - mean of the other r = n / (n - 1) (r_i - mean(r)), optionally divided by
+    std(r).
 
-    RLOO (Kool and others 2019; Ahmadian and others, arXiv 2402.14740): the baseline
-    does not depend on the trajectory's own reward, so it adds no bias. Divided by std(r) if asked.
+    RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740): the baseline excludes the
+    trajectory's own reward and so adds no bias.
 
     Example: ``leave_one_out_advantages([1.0, 0.0, 0.0], divide_by_std=False) == [1.0, -0.5, -0.5]``
     """
@@ -54,12 +54,10 @@ def leave_one_out_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[f
 def version_advantages(
     groups: Sequence[tuple[int, Rewards]], *, divide_by_std: bool
 ) -> list[list[float | None]]:
-    """A_i = r_i - mu_k: mu_k is the mean of all valid rewards in the batch that version k earned.
+    """Return A_i = r_i - mu_k, with mu_k the mean of all valid rewards of version k in the batch.
 
-    The version-specific baseline of DORA (arXiv 2604.26256 v2): a batch is a mixture of versions,
-    and each version is its own baseline. A group is of one version here, so its mean is that of
-    its version for its prompt already; mu_k is taken over all prompts of the version, which also
-    gives groups an advantage whose siblings all earned the same. `groups` are (version, rewards).
+    Version-specific baseline of DORA (arXiv 2604.26256 v2). mu_k spans all prompts of the version,
+    so groups with equal rewards also get an advantage. `groups` are (version, rewards).
     """
     pools: dict[int, list[float | None]] = {}
     for version, rewards in groups:
@@ -75,11 +73,10 @@ def version_advantages(
 def batch_advantages(
     groups: Sequence[tuple[int, Rewards]], advantage: Advantage | None, divide_by_std: bool
 ) -> list[list[float | None]]:
-    """The advantages of a whole batch, group by group, by the rule `objective.advantage`; 0 where
-    rewards make none, and there is no rule.
+    """Return the advantages of a batch, group by group, by `objective.advantage`; 0 without a rule.
 
-    `groups` are (version, rewards of the siblings), in the order of the batch. Raises NonFinite
-    where an advantage is no finite float32; rewards within `REWARD_MAX` give none such.
+    `groups` are (version, rewards), in batch order. Raises NonFinite if an advantage is not a
+    finite float32, which rewards within `REWARD_MAX` cannot cause.
     """
     try:
         found = _by_rule(groups, advantage, divide_by_std)
@@ -105,13 +102,15 @@ def _by_rule(
 def token_weights(
     sampled: Sequence[int], averaging: Averaging, *, tokens: int | None = None
 ) -> list[float]:
-    """The weight of each token of each trajectory in the mean over a minibatch.
+    """Return the weight of a token of each trajectory in the mean over a minibatch.
 
-    `sampled` are the sampled tokens of its valid trajectories. token-mean: 1 / sum of L (DAPO,
-    arXiv 2503.14476, equation 8). sequence-mean: 1 / (n * L_i) (GRPO, and DORA, arXiv 2604.26256,
-    equation 4); both add up to 1 over all tokens. constant: 1 / (n * `tokens`) (Dr. GRPO, arXiv
-    2503.20783, section 3.2: no trajectory is favoured for its length). A trajectory without tokens
-    weighs nothing.
+    `sampled` are the sampled tokens L_i of its n valid trajectories.
+
+    token-mean: 1 / sum of L (DAPO, arXiv 2503.14476, equation 8).
+    sequence-mean: 1 / (n * L_i) (GRPO, and DORA, arXiv 2604.26256, equation 4).
+    constant: 1 / (n * `tokens`) (Dr. GRPO, arXiv 2503.20783, section 3.2).
+
+    The first two add up to 1 over all tokens. A trajectory without tokens has weight 0.
     """
     if averaging == "token-mean":
         total = sum(sampled)
@@ -125,10 +124,10 @@ def token_weights(
 def summed_weights(
     sampled: Sequence[int], averaging: Averaging, *, tokens: int | None = None
 ) -> tuple[list[float], int]:
-    """Weights as of `token_weights` times what that mean divides by, and that divisor.
+    """Return `token_weights` times the divisor of the mean, and that divisor.
 
-    Of parts of a minibatch: sums with these weights and divisors add up, and the one divided by the
-    other is the mean over all of it.
+    Sums with these weights and divisors add up over parts of a minibatch; their quotient is its
+    mean.
     """
     if averaging == "token-mean":
         return [1.0] * len(sampled), sum(sampled)
@@ -139,7 +138,7 @@ def summed_weights(
 
 
 def _mean_and_scale(rewards: Rewards, *, divide_by_std: bool) -> tuple[float, float | None]:
-    """Mean and divisor of the valid rewards; no divisor where there is nothing to compare."""
+    """Return mean and divisor of the valid rewards; divisor None if there is nothing to compare."""
     valid = [reward for reward in rewards if reward is not None]
     if len(valid) < 2 or min(valid) == max(valid):
         return 0.0, None

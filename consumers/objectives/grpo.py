@@ -1,11 +1,11 @@
-"""Objectives that clip a ratio and take the minimum: GRPO and its kin, decoupled PPO, TIS, GSPO.
+"""Objectives with a clipped ratio: GRPO and relatives, decoupled PPO, TIS, GSPO.
 
-With p the policy that ratios are taken to (`Inputs.around`):
+With p the policy of the ratio's denominator (`Inputs.around`):
 
-    ratio_t = pi_theta(o_t) / p(o_t)
-    J_t     = min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A)
+   ratio_t = pi_theta(o_t) / p(o_t)
+   J_t     = min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A)
 
-Pure functions on tensors. What all of them share (masks, KL) is added in `registry`.
+Pure functions on tensors; `registry` adds masks and KL.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 
 
 def grpo(inputs: Inputs, keys: Objective) -> Terms:
-    """The clipped ratio to the version that sampled.
+    """Clip the ratio to the sampling version.
 
-    GRPO (DeepSeekMath, arXiv 2402.03300, equation 3), the asymmetric clip of DAPO (arXiv
-    2503.14476, equation 8), and DORA's behaviour policy per trajectory (arXiv 2604.26256, equations
-    3 and 4): all tokens of a trajectory come from one version (C1), so the log-probs recorded while
-    it was sampled are pi_w and nothing is recomputed. Dr. GRPO (arXiv 2503.20783, equation 3) is
-    the same with loss = "constant" and plain advantages, and so is PPO (arXiv 1707.06347,
-    equation 7) with other advantages.
+    GRPO (DeepSeekMath, arXiv 2402.03300, equation 3) with the asymmetric clip of DAPO (arXiv
+    2503.14476, equation 8) and DORA's behavior policy per trajectory (arXiv 2604.26256, equations 3
+    and 4): one version samples a whole trajectory (C1), so the recorded log-probs are pi_w. Also
+    Dr. GRPO (arXiv 2503.20783, equation 3) with loss = "constant" and plain advantages, and PPO
+    (arXiv 1707.06347, equation 7) with other advantages.
     """
     return _clipped((inputs.logprobs - inputs.around).exp(), inputs.advantages, keys)
 
@@ -35,9 +34,9 @@ def grpo(inputs: Inputs, keys: Objective) -> Terms:
 def decoupled_ppo(inputs: Inputs, keys: Objective) -> Terms:
     """J_t = (p / w) min(u A, clip(u) A), u = pi_theta / p: clipped around p, corrected to w.
 
-    AReaL (arXiv 2505.24298, section 5.2; after Hilton and others, arXiv 2110.00641). Tokens with
-    p / w above `weight_max` are left out, as AReaL's code does (`behav_imp_weight_cap`). Without a
-    proximal policy p is w, and this is `grpo`.
+    AReaL (arXiv 2505.24298, section 5.2; after Hilton et al., arXiv 2110.00641). Leaves out tokens
+    with p / w above `weight_max`, as AReaL's code does (`behav_imp_weight_cap`). Without a proximal
+    policy p = w: identical to `grpo`.
     """
     if inputs.proximal is None:
         return grpo(inputs, keys)
@@ -59,9 +58,9 @@ def tis(inputs: Inputs, keys: Objective) -> Terms:
     """J_t = min(p / w, C) min(u A, clip(u) A), u = pi_theta / p, C = `weight_max`.
 
     Truncated importance sampling ("Your efficient RL framework secretly brings you off-policy RL
-    training", fengyao.notion.site/off-policy-rl; FlashRL; verl's rollout correction with
-    `rollout_is`). With level = "sequence" p / w is the product over the trajectory. Without a
-    proximal policy p is w, and this is `grpo`.
+    training", fengyao.notion.site/off-policy-rl; FlashRL; `rollout_is` of verl). With level =
+    "sequence" p / w is the product over the trajectory. Without a proximal policy p = w: identical
+    to `grpo`.
     """
     terms = grpo(inputs, keys)
     if inputs.proximal is None:
@@ -72,11 +71,10 @@ def tis(inputs: Inputs, keys: Objective) -> Terms:
 
 
 def gspo(inputs: Inputs, keys: Objective) -> Terms:
-    """The clip on s = (product of ratios) ^ (1 / length), one per trajectory.
+    """Clip s = (product of ratios) ^ (1 / length), one per trajectory.
 
-    GSPO (arXiv 2507.18071, equations 5 and 7), in the form per token that has the same value and
-    gradient (equations 13 and 14): s_t = sg(s) pi_theta(o_t) / sg(pi_theta(o_t)). Where a mask
-    leaves tokens out, s is that of the others: a token that is not trained has no part in it.
+    GSPO (arXiv 2507.18071, equations 5 and 7), in the per-token form with equal value and gradient
+    (equations 13 and 14): s_t = sg(s) pi_theta(o_t) / sg(pi_theta(o_t)). s excludes masked tokens.
     """
     log_ratio = inputs.logprobs - inputs.around
     ratio = row_geometric(log_ratio, inputs.lengths, inputs.kept)

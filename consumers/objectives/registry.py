@@ -1,12 +1,7 @@
-"""Which function an objective is, and what all of them share: masks, KL term, a teacher.
+"""Lookup of objectives, and what they share: masks, KL term, teacher.
 
-An objective is one file: an `ObjectiveKind` with the function and what its options may be. Those of
-the package are named by a row of `config.objectives.BUILT_IN`, a user's own by
-`objective.kind = "module:attribute"`; there is no other difference.
-
-Masks and KL are added here and nowhere else, so every kind can have them. A token that is left
-out has no loss and no KL, but still counts in the mean: how much the others weigh must not depend
-on how many are left out.
+A masked token has no loss and no KL but still counts in the mean, so that the weight of other
+tokens does not depend on how many are masked.
 """
 
 from __future__ import annotations
@@ -31,20 +26,25 @@ KEY: Final = "objective.kind"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveKind:
-    """An objective, as its file says it."""
+    """An objective: its function and options."""
 
     terms: Callable[[Inputs, Any], Terms]
-    """The loss of every token: a pure function, which brings no torch of its own. Its second
-    argument is an `options`, or the whole section [objective] where there are none."""
+    """Loss of every token: a pure function that needs no torch import. Its second argument is
+    `options`, or the section [objective] without them.
+    """
     options: type[Any] | None = None
-    """A frozen dataclass or msgspec.Struct: the keys of [objective.options] with their types and
-    defaults, each a number, a text or true/false. What it raises is said of the configuration."""
+    """Frozen dataclass or msgspec.Struct with the keys, types and defaults of [objective.options]:
+    numbers, strings and booleans. Its errors are configuration errors.
+    """
     per_token: bool = False
-    """Whether the loss of a token depends on no other token: then the contexts of a trajectory may
-    come in different passes, each as a row of its own."""
+    """True if the loss of a token depends on no other token; contexts of a trajectory may then be
+    computed in different passes, as rows of their own.
+    """
 
     def argument(self, keys: Objective) -> Any:
-        """What `terms` gets of a step's keys. Raises ConfigError for options it does not have."""
+        """Return the second argument of `terms` for a step's keys. Raises ConfigError for unknown
+        options.
+        """
         if self.options is None:
             if keys.options:
                 raise ConfigError(f"objective.options: {keys.kind} has none")
@@ -65,9 +65,9 @@ class ObjectiveKind:
 
 
 def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
-    """The objective of this name; `directory` is where a user's file lies, unless it is imported.
+    """Return the objective of this name, importing a user's file from `directory`.
 
-    Raises ConfigError for a module or attribute that is not there, or is no objective.
+    Raises ConfigError if the module or attribute is missing or is not an objective.
     """
     below = "" if is_own(name) else f"{__package__}."
     reference = name if is_own(name) else BUILT_IN[name].function
@@ -82,22 +82,22 @@ def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
 
 
 def need_objective(config: Config) -> None:
-    """Raise ConfigError, before anything starts, for an objective that cannot be used."""
+    """Raise ConfigError, before anything starts, if the objective is unusable."""
     objective_kind(config.objective.kind, config.task.directory).argument(config.objective)
 
 
 def needs_reference(keys: Objective) -> bool:
-    """Whether the trainer must compute log-probs of version 0."""
+    """Return whether the trainer must compute log-probs of version 0."""
     return bool(keys.kl)
 
 
 def with_teacher(inputs: Inputs, keys: Objective) -> Inputs:
-    """What the teacher thinks of a token is added to its advantage: weight (log T - log pi_theta).
+    """Add weight (log T - log pi_theta) to the advantage of every token, T being the teacher.
 
-    Over tokens of pi_theta the gradient is that of -weight KL(pi_theta, T), the reverse KL of
-    on-policy distillation (Agarwal and others, arXiv 2306.13649, section 3; Thinking Machines,
-    "On-Policy Distillation", 2025); over those of an older version it is so times the objective's
-    own ratio. pi_theta is held still here: its gradient is the objective's.
+    On tokens of pi_theta the gradient is that of -weight KL(pi_theta, T): the reverse KL of
+    on-policy distillation (Agarwal et al., arXiv 2306.13649, section 3; Thinking Machines,
+    "On-Policy Distillation", 2025). On tokens of an older version the objective's ratio multiplies
+    it. pi_theta is detached here.
     """
     if not keys.teacher_weight:
         return inputs
@@ -107,8 +107,9 @@ def with_teacher(inputs: Inputs, keys: Objective) -> Inputs:
 
 
 def needs_whole(keys: Objective) -> bool:
-    """Whether the loss of a token may depend on others of its trajectory, in whichever context: by
-    a ratio of the whole, or because nobody says that it does not."""
+    """Return whether the loss of a token may depend on other tokens of its trajectory, in any
+    context: through a sequence ratio, or because a user's objective does not declare `per_token`.
+    """
     if keys.mask in ("sequence", "geometric"):
         return True
     if is_own(keys.kind):
@@ -117,12 +118,12 @@ def needs_whole(keys: Objective) -> bool:
 
 
 def needs_proximal(keys: Objective) -> bool:
-    """Whether it must compute those of the step's first weights."""
+    """Return whether the trainer must compute log-probs of the step's first weights."""
     return keys.proximal == "recomputed"
 
 
 def terms_of(inputs: Inputs, keys: Objective) -> Terms:
-    """The loss of every token, masks and KL included.
+    """Return the loss of every token, masks and KL included.
 
     Example: ``(terms_of(inputs, step.objective).loss * weights).sum().backward()`` with
     `token_weights`.
@@ -141,19 +142,19 @@ def terms_of(inputs: Inputs, keys: Objective) -> Terms:
     return replace(terms, loss=loss, kept=kept if terms.kept is None else kept & terms.kept)
 
 
-# Which tokens are left out because trainer and engine disagree about them.
+# Masks of tokens on which trainer and engine disagree.
 
 
 def kept_tokens(inputs: Inputs, mask: Mask, *, low: float, high: float) -> Tensor:
-    """Bool [N]: whether low <= ratio <= high.
+    """Return bool [N]: low <= ratio <= high.
 
-    The ratio is proximal / behaviour where the trainer computed the proximal log-probs, else
-    pi_theta / behaviour: with equal weights on both sides it is the engine's error alone.
+    The ratio is proximal / behavior if the trainer computed proximal log-probs (equal weights, so
+    only the engine's error), else pi_theta / behavior.
 
-    token: each token by its own ratio (IcePop, Ring-1T, arXiv 2510.18855; with `decoupled_ppo`
-    around it the whole of it). sequence: whole trajectories by the product of their ratios (masked
-    importance sampling, "When speed kills stability", richardli.xyz/rl-collapse). geometric: by the
-    product's root of the length, which does not punish long trajectories (the same, part 3).
+    token: the token's own ratio (IcePop, Ring-1T, arXiv 2510.18855).
+    sequence: the product over the trajectory (masked importance sampling, "When speed kills
+       stability", richardli.xyz/rl-collapse).
+    geometric: that product to the power 1 / length, independent of length (same source, part 3).
     """
     trained = inputs.logprobs if inputs.proximal is None else inputs.proximal
     log_ratio = (trained - inputs.behaviour).detach()
@@ -167,25 +168,24 @@ def kept_tokens(inputs: Inputs, mask: Mask, *, low: float, high: float) -> Tenso
     return (ratio >= low) & (ratio <= high)
 
 
-# Estimates of KL(pi_theta, pi_ref) per token: Schulman, "Approximating KL divergence"
-# (joschu.net/blog/kl-approx.html), with log_r = log pi_ref - log pi_theta. Over tokens of pi_theta
-# the mean of k1 and k3 is KL, that of k2 nearly. Their gradients differ: that of k1 has the mean 0
-# (it only adds noise), that of k2 the mean of KL's own, that of k3 the mean of the gradient of
-# KL(pi_ref, pi_theta).
+# Estimates of KL(pi_theta, pi_ref) per token (Schulman, "Approximating KL divergence",
+# joschu.net/blog/kl-approx.html) with log_r = log pi_ref - log pi_theta. Over tokens of pi_theta
+# the mean of k1 and k3 is KL, that of k2 approximately. Mean gradients: k1 zero (only noise), k2
+# that of KL, k3 that of KL(pi_ref, pi_theta).
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """-log_r: may be negative."""
+    """-log_r; may be negative."""
     return logprobs - reference
 
 
 def k2(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """log_r ^ 2 / 2: never negative."""
+    """log_r ^ 2 / 2; never negative."""
     return 0.5 * (logprobs - reference).square()
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """r - log_r - 1: never negative; the one of GRPO (arXiv 2402.03300, equation 4)."""
+    """r - log_r - 1; never negative (GRPO, arXiv 2402.03300, equation 4)."""
     log_r = reference - logprobs
     return log_r.exp() - log_r - 1.0
 

@@ -1,6 +1,6 @@
-"""What goes into an objective and what comes out of it, and figures per trajectory.
+"""Inputs and outputs of objectives, and metrics per trajectory.
 
-Nothing here imports torch: tensors bring their own operations.
+Imports no torch: tensors bring their own operations.
 """
 
 from __future__ import annotations
@@ -15,41 +15,42 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_MAX: Final = 80.0
-"""Sums of log ratios are cut off here before `exp`: beyond it float32 is infinite."""
+"""Bound of summed log ratios before `exp`: beyond it float32 overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """One entry per sampled token, shape [N]; those of a trajectory stand side by side, context
-    after context."""
+    """One entry per sampled token, shape [N]; tokens of a trajectory are contiguous, context by
+    context.
+    """
 
     logprobs: Tensor
-    """Of the policy that is trained (theta); the only one that carries a gradient."""
+    """Trained policy (theta); the only field with a gradient."""
     behaviour: Tensor
-    """Of the version that sampled, as its engine recorded them (w)."""
+    """Sampling version, as its engine recorded them (w)."""
     advantages: Tensor
     lengths: Sequence[int]
-    """Tokens of each trajectory, of all its contexts, >= 1; they add up to N. (Of each context,
-    where the objective says `per_token`.)"""
+    """Tokens of each trajectory over all its contexts, >= 1, adding up to N. Per context if the
+    objective is `per_token`.
+    """
     proximal: Tensor | None = None
-    """Of the step's first weights, as the trainer computed them (p)."""
+    """Weights at the start of the step, as the trainer computed them (p)."""
     reference: Tensor | None = None
-    """Of version 0; needed for a KL term."""
+    """Version 0; required by a KL term."""
     teacher: Tensor | None = None
-    """Of the teacher; needed for `objective.teacher_weight`, which makes advantages of it before an
-    objective has them."""
+    """Teacher; required by `objective.teacher_weight`, which adds them to the advantages first."""
     kept: Tensor | None = None
-    """Bool: False where a mask leaves the token out; None where there is no mask."""
+    """Bool: False for masked tokens; None without a mask."""
 
     @property
     def around(self) -> Tensor:
-        """The policy that ratios are taken to: proximal where there is one, else behaviour."""
+        """Return the denominator of ratios: proximal if present, else behavior."""
         return self.behaviour if self.proximal is None else self.proximal
 
     def without(self, kept: Tensor) -> Inputs:
-        """The same, but no gradient flows back to tokens that are not kept.
+        """Return a copy without gradient for tokens that are not kept.
 
-        Their ratios may be infinite: a loss of 0 alone would leave them a gradient of 0 times that.
+        Zeroing the loss is not enough: ratios may be infinite, and 0 times infinity is NaN.
         """
         kept = kept if self.kept is None else kept & self.kept
         logprobs = self.logprobs.where(kept, self.logprobs.detach())
@@ -58,24 +59,24 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """One entry per sampled token, all of shape [N]; only `loss` carries a gradient."""
+    """One entry per sampled token, shape [N]; only `loss` has a gradient."""
 
     loss: Tensor
-    """-J_t, not yet weighted by `token_weights`."""
+    """-J_t, before `token_weights`."""
     ratio: Tensor
-    """What the objective bounds."""
+    """The bounded ratio."""
     clipped: Tensor
     """Bool: the bound changed this token's gradient."""
     kl: Tensor | None = None
     weight: Tensor | None = None
-    """proximal / behaviour as it was multiplied in; None where nothing was."""
+    """proximal / behavior as multiplied in; None if it was not."""
     kept: Tensor | None = None
-    """Bool: False where a mask left the token out; None where nothing was."""
+    """Bool: False for masked tokens; None without a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFigures:
-    """What one trajectory contributed."""
+    """Metrics of one trajectory."""
 
     ratio_mean: float
     ratio_min: float
@@ -83,15 +84,15 @@ class RowFigures:
     clipped_share: float
     kl: float
     loss_share: float
-    """Its part of the minibatch's loss."""
+    """Its share of the minibatch loss."""
     weight_mean: float | None = None
-    """Mean of proximal / behaviour as multiplied in; None where nothing was."""
+    """Mean of proximal / behavior as multiplied in; None if it was not."""
     masked_share: float | None = None
-    """Share of its tokens that a mask left out; None where there is no mask."""
+    """Share of its tokens that are masked; None without a mask."""
 
 
 def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:
-    """Figures of a trajectory from those of parts of it, each with its tokens."""
+    """Combine metrics of parts of a trajectory, each given with its token count."""
     total = sum(tokens for _, tokens in parts)
 
     def mean(name: str) -> float:
@@ -111,9 +112,9 @@ def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:
 
 
 def row_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Per token, the sum over its trajectory, [N]; summed in double precision.
+    """Return, per token, the sum over its trajectory, [N], in double precision.
 
-    By `index_add`, which is deterministic on a CPU and, in deterministic mode, on a GPU.
+    `index_add` is deterministic on a CPU and, in deterministic mode, on a GPU.
     """
     rows = values.new_tensor(np.repeat(np.arange(len(lengths)), lengths).tolist()).long()
     sums = values.double().new_zeros(len(lengths)).index_add(0, rows, values.double())
@@ -121,15 +122,15 @@ def row_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def row_ratios(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Per token, the product of its trajectory's ratios, [N]; detached, below infinity."""
+    """Return, per token, the product of its trajectory's ratios, [N]; detached and finite."""
     total = row_sums(log_ratio.detach(), lengths).clamp(-LOG_MAX, LOG_MAX)
     return total.exp().to(log_ratio.dtype)
 
 
 def row_geometric(log_ratio: Tensor, lengths: Sequence[int], kept: Tensor | None = None) -> Tensor:
-    """Per token, the geometric mean of its trajectory's ratios, [N]; detached, below infinity.
+    """Return, per token, the geometric mean of its trajectory's ratios, [N]; detached and finite.
 
-    With `kept` it is that of the tokens that are kept, and 1 where none of a trajectory's is.
+    With `kept`, the mean over kept tokens, and 1 for a trajectory without any.
     """
     log_ratio = log_ratio.detach()
     if kept is None:
@@ -142,7 +143,7 @@ def row_geometric(log_ratio: Tensor, lengths: Sequence[int], kept: Tensor | None
 
 
 def row_figures(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[RowFigures]:
-    """Figures per trajectory, whose tokens stand one after the other; every length is >= 1."""
+    """Return metrics per trajectory from contiguous tokens; every length is >= 1."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.intp)
     counts = np.asarray(lengths, dtype=np.float64)
     ratio = _numbers(terms.ratio)

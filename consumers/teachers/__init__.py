@@ -1,1 +1,1 @@
-"""Teachers: models whose log-probs of sampled tokens are learnt from."""
+"""Teachers: untrained models that score the sampled tokens."""

@@ -1,10 +1,7 @@
-"""A teacher behind an endpoint of OpenAI's completions that gives log-probs of prompts, as vLLM's
-does (`prompt_logprobs`).
+"""Teacher behind an OpenAI completions endpoint with `prompt_logprobs`, as in vLLM.
 
-A trajectory is a prompt of token ids; one more token is sampled and thrown away. Requests go out by
-`at_once` threads, which take the next one as soon as one has its answer; one that fails for a while
-is made again, `retries_max` times. What comes back depends on the endpoint's company: its bits are
-not repeatable.
+Each request samples one token and discards it. `at_once` threads send requests and retry transient
+failures `retries_max` times. Results depend on the endpoint's batching: not bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -24,14 +21,14 @@ from dora_pipe.core.errors import DoraError, NonFinite, ResourceError
 from dora_pipe.core.json_endpoint import EndpointAway, JsonEndpoint
 
 ANSWER_BYTES_MAX: Final = 256 << 20
-"""About a hundred bytes per token of a request."""
+"""Roughly a hundred bytes per token of a request."""
 
 PAUSE_S: Final = 0.5
 PAUSE_MAX_S: Final = 15.0
-"""Before a request is made again; twice as long each time."""
+"""Bounds of the retry backoff, which doubles."""
 
 _TURN_S: Final = 0.2
-"""How often one that waits for answers looks up, so that a stop is heard."""
+"""Poll interval while waiting for answers, so that a stop takes effect."""
 
 Numbered = tuple[int, Sequence[Row]]
 Said = tuple[int, list[list[float]] | DoraError]
@@ -52,7 +49,7 @@ class _Completion(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """How an endpoint is asked; see `dora_pipe.config.outside.Teacher`."""
+    """Options of the endpoint; see `dora_pipe.config.outside.Teacher`."""
 
     model: str
     batch: int = 8
@@ -79,11 +76,11 @@ class EndpointTeacher:
         )
 
     def name(self) -> str:
-        """The model by its name there; the address is no property of it."""
+        """Return the model's name; excludes the address."""
         return f"endpoint {self._options.model}"
 
     def logprobs(self, rows: Sequence[Row]) -> Scores:
-        """See Teacher. Raises ResourceError for an endpoint that refuses, or fails for too long."""
+        """See Teacher. Raises ResourceError if the endpoint rejects a request or fails too long."""
         size = self._options.batch
         todo: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
         for start in range(0, len(rows), size):
@@ -91,7 +88,7 @@ class EndpointTeacher:
         requests = todo.qsize()
         done: queue.SimpleQueue[Said] = queue.SimpleQueue()
         over = threading.Event()
-        # Daemons: a process that is asked to end does not wait for an answer.
+        # Daemon threads: process exit does not wait for an answer.
         threads = [
             threading.Thread(
                 target=self._ask_all, args=(todo, done, over), name="teacher", daemon=True
@@ -120,7 +117,6 @@ class EndpointTeacher:
         done: queue.SimpleQueue[Said],
         over: threading.Event,
     ) -> None:
-        """In a thread: one request after the other, as long as there are any."""
         while not over.is_set():
             try:
                 start, rows = todo.get_nowait()
@@ -157,7 +153,7 @@ class EndpointTeacher:
             raise given_up from error
 
     def _read(self, answer: bytes, rows: Sequence[Row]) -> list[list[float]]:
-        """The wanted log-probs in an answer. Raises ResourceError for one without them."""
+        """Return the requested log-probs of an answer. Raises ResourceError if they are missing."""
         where = self._endpoint.where
         try:
             choices = msgspec.json.decode(answer, type=_Completion).choices
@@ -189,7 +185,7 @@ def _of(seen: dict[int, _TokenLogprob] | None, token: int, where: str) -> float:
 def _next(
     done: queue.SimpleQueue[Said], threads: Sequence[threading.Thread]
 ) -> Generator[None, None, Said]:
-    """The next answer; yields while there is none."""
+    """Yield until the next answer arrives, then return it."""
     while True:
         asked = any(thread.is_alive() for thread in threads)
         try:

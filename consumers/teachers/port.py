@@ -1,4 +1,4 @@
-"""The port of a teacher: log-probs of tokens that the policy sampled."""
+"""Port of a teacher: log-probs of tokens that the policy sampled."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ Row = tuple[Sequence[int], Sequence[int]]
 """Token ids, and a mask: 1 where a log-prob is wanted. The first token never has one."""
 
 Scores = Generator[None, None, list[list[float]]]
-"""Ends with the log-probs of every row, float32; yields while it waits, so that whoever drives it
-can end."""
+"""Returns the float32 log-probs of every row; yields while waiting, so that the caller can stop."""
 
 
 class Teacher(Protocol):
     """A model that is not trained."""
 
     repeatable: bool
-    """Whether it says the same again, bit for bit; what another said is taken from the files of the
-    step when that is trained again."""
+    """True if scores are bitwise repeatable; otherwise replay reads the logged scores."""
     waits_for: str
-    """What it waits for, in words; empty for nothing."""
+    """Description of a pending wait; empty if none."""
 
     def name(self) -> str:
-        """What it is, in the fingerprint of a step."""
+        """Return the identity for a step's numerics fingerprint."""
         ...
 
     def logprobs(self, rows: Sequence[Row]) -> Scores:
-        """Of every row. Raises PolicyError for tokens it does not know, ResourceError where it
-        cannot be asked, NonFinite."""
+        """Return the log-probs of every row. Raises PolicyError for unknown tokens, ResourceError
+        if unavailable, NonFinite.
+        """
         ...

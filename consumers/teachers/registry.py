@@ -1,4 +1,4 @@
-"""Which teacher a run has, and whether it fits: its tokens must be those of the policy."""
+"""Choice of the teacher, and the check that its tokens are the policy's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ TOKENIZER: Final = "tokenizer.json"
 
 
 def with_digest(config: Config, policy: Path) -> Config:
-    """The configuration of a run that starts: its teacher fits `policy`, a model directory, and is
-    named by its weights. Raises ConfigError, PolicyError."""
+    """Return the configuration with the teacher's weights digest, after checking that it fits the
+    model directory `policy`. Raises ConfigError, PolicyError.
+    """
     teacher = config.teacher
     if not teacher.path:
         return config
@@ -30,7 +31,7 @@ def with_digest(config: Config, policy: Path) -> Config:
 
 
 def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
-    """The teacher of a run; `assets` has the policy's tokenizer.
+    """Return the teacher of a run, if any; `assets` has the policy's tokenizer.
 
     Raises ConfigError, PolicyError.
     """
@@ -58,13 +59,15 @@ def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
 
 
 def key_of(config: Config) -> str:
-    """The endpoint's key, empty where it needs none. Raises ConfigError where it is not set."""
+    """Return the endpoint's key, empty if it needs none. Raises ConfigError if the variable is
+    unset.
+    """
     name = config.teacher.key_env
     return variable("teacher.", "key_env", name) if name else ""
 
 
 def check_directory(config: Config, policy: Path) -> None:
-    """Raise ConfigError for a teacher with other tokens, or with too few positions."""
+    """Raise ConfigError if the teacher has other tokens or too few positions."""
     path = Path(config.teacher.path)
     longest = positions_of(read_config(path))
     if longest is not None and longest < config.workers.context_tokens:

@@ -1,1 +1,1 @@
-"""The trainer as a role: it takes batches that were decided, trains and commits."""
+"""Trainer role: take decided batches, train, commit."""

@@ -1,11 +1,7 @@
-"""Reads all trajectories once, in order, into a bounded cache; decides what is kept and evicted.
+"""Reader of trajectories with a bounded cache.
 
-The log itself is what the cache spills to: an entry that was evicted, or that lies before the
-point where reading began, is read again from its place by a second reader. So memory is bounded by
-records and bytes whatever the staleness, and nothing is ever written twice. What goes first is what
-a batch will want last: the latest deadline.
-
-A record that cannot be read is reported once, when it is passed, and its partition goes on.
+Evicted entries are read again from the log, so memory is bounded whatever the staleness. Eviction
+starts with the latest deadline. An unreadable record is reported once; reading continues.
 """
 
 from __future__ import annotations
@@ -40,40 +36,39 @@ LOG = logging.getLogger(__name__)
 
 RECORDS_MAX: Final = 8192
 BYTES_MAX: Final = 256 * 1024 * 1024
-"""Default bounds of the cache: keys, headers and values as they lie in the log."""
+"""Default cache bounds: keys, headers and values as logged."""
 
 POLL_RECORDS_MAX: Final = 500
 SEEK_GAP: Final = 64
-"""Offsets this close are read in one go instead of with a seek of their own."""
+"""Offsets this close are read together instead of with a seek each."""
 
 STALE_MIN: Final = 1024
-"""Entries of the eviction order that are tidied up only when so many are stale."""
+"""Minimum number of stale entries before the eviction heap is rebuilt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedRecord:
-    """What lies at a place: a readable record, or why there is none."""
+    """Result of reading a place: a record, or an error."""
 
     record: Record | None = None
     headers: Headers | None = None
     sha256: str = ""
-    """Of the value bytes."""
+    """Digest of the value bytes."""
     error: SchemaError | None = None
 
     @property
     def why(self) -> str:
-        """Why the record cannot be used; empty if it can."""
+        """Return why the record is unusable; empty if it is usable."""
         return "" if self.error is None else f"unreadable: {self.error.message}"
 
 
 class BatchReader:
-    """The trainer's view of the trajectories topic; one thread uses it.
+    """Trainer's view of the trajectories topic; not thread-safe.
 
-    `starts` are the positions per partition to read from (others from the log's
-    beginning). Example::
+    `starts` are the first offsets by partition; others start at the log's beginning. Example::
 
-        reader = BatchReader(bus, "demo.trajectories", run="demo", starts={}, clock=clock)
-        while (found := reader.find([RecordPlace(0, 17)], timeout_s=0.05)) is None: ...
+       reader = BatchReader(bus, "demo.trajectories", run="demo", starts={}, clock=clock)
+       while (found := reader.find([RecordPlace(0, 17)], timeout_s=0.05)) is None: ...
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class BatchReader:
     ) -> None:
         self.meter = meter or Meter()
         self.view = view_trajectory
-        """The trajectory of a value, with numpy arrays. Raises SchemaError."""
+        """Decoder of values, with numpy arrays. Raises SchemaError."""
         self._bus = bus
         self._topic = topic
         self._run = run
@@ -99,7 +94,7 @@ class BatchReader:
         self._bytes_max = bytes_max
         self._partitions = retry_bus("reading", lambda: bus.partitions(topic), clock)
         partitions = [TopicPartition(topic, number) for number in range(self._partitions)]
-        # Retention may have deleted what no open group wants.
+        # Retention may have deleted records that no open group needs.
         begins = retry_bus("reading", lambda: [bus.begin(tp) for tp in partitions], clock)
         positions = {
             tp: max(starts.get(tp.partition, 0), begin)
@@ -112,24 +107,24 @@ class BatchReader:
         self._deadline_min = 0
         self._dead_letters: list[DeadLetter] = []
         self._stuck: tuple[TopicPartition, int] | None = None
-        """The partition that `find` waits for, and its position."""
+        """Partition that `find` waits for, and its position."""
         self._stuck_since_ns = 0
         self.bytes = 0
-        """Of the cached records."""
+        """Size of the cached records."""
         self.waits_for = ""
-        """The place that the last `find` has not reached, in words; empty when it has all."""
+        """Description of the place that the last `find` has not reached; empty if complete."""
         self.seeks = 0
-        """Records that were read again from their place."""
+        """Number of records read again after eviction."""
 
     @property
     def records(self) -> int:
-        """Cached records."""
+        """Return the number of cached records."""
         return len(self._cache)
 
     def read_ahead(self, *, timeout_s: float) -> int:
-        """Read what is there, waiting up to `timeout_s` for a first record; how many came.
+        """Read available records, waiting up to `timeout_s` for the first; return their number.
 
-        Raises BusError when the log stays away, LogTruncated.
+        Raises BusError if the log stays unavailable, LogTruncated.
         """
         with self.meter.spend("bus"):
             records = retry_bus(
@@ -145,9 +140,9 @@ class BatchReader:
     def find(
         self, places: Sequence[RecordPlace], *, timeout_s: float
     ) -> dict[RecordPlace, FetchedRecord] | None:
-        """What lies at these places; None while some have not been reached (call it again).
+        """Return the records at these places; None while some are not reached (call again).
 
-        Raises LogTruncated for a place after the log's end, when nothing of its partition came for
+        Raises LogTruncated for a place after the log's end, once its partition gave nothing for
         `DELIVERY_TIMEOUT_S`.
         """
         behind = self._behind(places)
@@ -163,12 +158,12 @@ class BatchReader:
         return found
 
     def drop(self, places: Iterable[RecordPlace]) -> None:
-        """Forget records that will not be wanted again (if they are: they are read again)."""
+        """Evict records; they can still be read again."""
         for place in places:
             self._forget(place)
 
     def drop_before(self, deadline: int) -> None:
-        """Forget records that no later step may train, and keep no such ones from now on."""
+        """Evict records with an earlier deadline, and cache no more of them."""
         self._deadline_min = deadline
         overdue = [
             place
@@ -178,12 +173,12 @@ class BatchReader:
         self.drop(overdue)
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Dead letters for the unreadable records passed since the last call."""
+        """Return dead letters of the unreadable records read since the last call."""
         found, self._dead_letters = self._dead_letters, []
         return found
 
     def dead_letter(self, record: Record, error: SchemaError) -> DeadLetter:
-        """A dead letter for a record that turned out to be unreadable later."""
+        """Return a dead letter for a record whose value cannot be decoded."""
         return DeadLetter(
             topic=record.topic,
             partition=record.partition,
@@ -202,7 +197,7 @@ class BatchReader:
         self._places.close()
 
     def _behind(self, places: Iterable[RecordPlace]) -> RecordPlace | None:
-        """The first place that the reader has not passed; partitions that do not exist are none."""
+        """Return the first place not read yet; ignores partitions that do not exist."""
         for place in places:
             at = TopicPartition(self._topic, place.partition)
             exists = 0 <= place.partition < self._partitions
@@ -217,7 +212,7 @@ class BatchReader:
         return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
 
     def _wait_on(self, behind: RecordPlace | None) -> None:
-        """Ask for the log's end when a partition gives nothing for long: lost, or only slow?"""
+        """Check the log's end once a partition gives nothing for long: data loss or delay."""
         if behind is None:
             self._stuck = None
             return
@@ -239,7 +234,6 @@ class BatchReader:
             )
 
     def _pass(self, record: Record) -> None:
-        """Keep a record that a batch may want."""
         found = self._look_at(record)
         if found.headers is None:
             assert found.error is not None
@@ -252,7 +246,7 @@ class BatchReader:
             self._keep(RecordPlace(record.partition, record.offset), found)
 
     def _look_at(self, record: Record) -> FetchedRecord:
-        """Parse headers and digest the value; the value itself is decoded when it is trained."""
+        """Parse headers and digest the value; the value is decoded later, for training."""
         try:
             headers = parse_headers(record.headers)
             parse_trajectory_id(headers.trajectory)
@@ -287,7 +281,7 @@ class BatchReader:
             heapq.heapify(self._latest)
 
     def _seek(self, places: Sequence[RecordPlace]) -> dict[RecordPlace, FetchedRecord]:
-        """Read places that were passed already, partition by partition."""
+        """Read places that the main reader has passed, by partition."""
         nothing = FetchedRecord(error=SchemaError("the log has nothing at its place"))
         found = dict.fromkeys(places, nothing)
         wanted = [place for place in places if 0 <= place.partition < self._partitions]
@@ -307,13 +301,15 @@ def _lateness(place: RecordPlace, found: FetchedRecord) -> tuple[int, int, int]:
 
 
 WAIT_S: Final = 0.05
-"""One wait for records that a step needs."""
+"""One wait for records of a step."""
 
 
 def committed_batch(
     reader: BatchReader, commit: StepCommitted, *, strict: bool
 ) -> Generator[None, None, TrainBatch]:
-    """The batch of a commit from the log. Raises InvariantBroken for what it cannot be."""
+    """Return the batch of a commit, read from the log. Raises InvariantBroken if it is not the
+    committed one.
+    """
     found = yield from find(reader, commit.groups)
     trajectories: dict[str, Trajectory] = {}
     sha256s: dict[str, str] = {}
@@ -335,7 +331,7 @@ def committed_batch(
 
 
 def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: Clock) -> TrainBatch:
-    """The batch of a commit. Raises InvariantBroken for other bytes than trained, BusError."""
+    """Return the batch of a commit. Raises InvariantBroken if its bytes changed, BusError."""
     starts = smallest_offsets(commit)
     reader = BatchReader(bus, topics.trajectories, run=topics.run, starts=starts, clock=clock)
     try:
@@ -345,7 +341,7 @@ def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: C
 
 
 def read_batch(reader: BatchReader, commit: StepCommitted, *, strict: bool) -> TrainBatch:
-    """What `committed_batch` comes to, for who has nothing else to do meanwhile."""
+    """Run `committed_batch` to its end, blocking."""
     waiting = committed_batch(reader, commit, strict=strict)
     while True:
         try:
@@ -358,7 +354,7 @@ def read_batch(reader: BatchReader, commit: StepCommitted, *, strict: bool) -> T
 def find(
     reader: BatchReader, groups: Sequence[TakenGroup]
 ) -> Generator[None, None, dict[RecordPlace, FetchedRecord]]:
-    """What lies at the places of a batch, whole; records stay in the cache."""
+    """Return the records of a whole batch; they stay cached."""
     places = places_of(groups)
     while (found := reader.find(places, timeout_s=WAIT_S)) is None:
         yield None
@@ -366,7 +362,7 @@ def find(
 
 
 def places_of(groups: Sequence[TakenGroup]) -> list[RecordPlace]:
-    """Where the trajectories of a batch lie."""
+    """Return the places of a batch's trajectories."""
     return [
         RecordPlace(one.partition, one.offset) for group in groups for one in group.trajectories
     ]
@@ -380,9 +376,9 @@ def batch_of(
     *,
     parts: Sequence[int] = (),
 ) -> TrainBatch:
-    """A batch as the learner takes it: groups of each part in dispatch order, siblings in theirs.
+    """Return a batch for the learner: groups of each part in dispatch order, trajectories by id.
 
-    `sha256s` are of the values as they lie in the log now, where that may be other than taken.
+    `sha256s` are digests of the values in the log now, if they may differ from the decided ones.
     """
     ordered = [
         _group(one, trajectories, sha256s)
@@ -414,7 +410,7 @@ def _group(
 
 
 def with_reward(one: Trajectory, rewards: Mapping[str, float]) -> Trajectory:
-    """A record with the reward that counts: of a group that was scored together not its own."""
+    """Return the trajectory with its group's reward, if the group was scored together."""
     if one.trajectory not in rewards:
         return one
     return replace(one, reward=rewards[one.trajectory])

@@ -1,8 +1,8 @@
-"""What the trainer does not take on trust: every claim of a batch decision against the record.
+"""Checks of a batch decision against its records.
 
-The orchestrator decides, everyone else obeys and checks. A batch that breaks C1 (one version per
-trajectory) or C3 (step <= deadline) is refused here even if a decision says otherwise, because the
-deadline and the digest stand in the trajectory's own headers too. Pure: no bus, no clock.
+A batch that violates C1 (one version per trajectory) or C3 (step <= deadline) is rejected whatever
+the decision says: version digest and deadline are also in the trajectory's headers. Pure: no bus,
+no clock.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from dora_pipe.schemas.trajectory import Headers, Trajectory, mixing_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What the trainer knows by itself when it is given a batch."""
+    """State that the trainer knows independently of the decision."""
 
     run: str
     next_step: int
     digests: Mapping[int, str]
     """Weights digest of every version that a group of this batch may have."""
     interruptible: bool
-    """Whether a trajectory may go on under later versions than its group's."""
+    """True if a trajectory may continue under later versions than its group's."""
     trained: Mapping[str, int]
-    """Groups that were trained already, by step, as far back as a deadline can reach."""
+    """Groups already trained, with their step, as far back as a deadline can reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """What lies where a decision says that a trajectory lies. `why` says what is wrong with it."""
+    """Record found at a decided place; `why` is its error."""
 
     headers: Headers | None = None
     sha256: str = ""
-    """Of the value bytes, computed here."""
+    """Digest of the value bytes, computed here."""
     trajectory: Trajectory | None = None
     why: str = ""
 
@@ -46,8 +46,8 @@ class Arrived:
 def check_batch(
     decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], known: Known
 ) -> tuple[Offender, ...]:
-    """Why the batch, or a part of it, cannot be accepted; empty when it can. One line per
-    offending trajectory.
+    """Return why the batch or part is unacceptable, one entry per offending trajectory; empty if it
+    is acceptable.
 
     `arrived` has an entry per trajectory id of the decision.
     """
@@ -78,7 +78,7 @@ def _offenders(
 
 
 def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
-    """What is wrong with a group before any of its records is looked at; empty if nothing."""
+    """Return the error of a group, before its records are checked; empty if none."""
     if step != known.next_step:
         return f"step {step} is not the next one, {known.next_step} is"
     if not group.trajectories:
@@ -97,7 +97,7 @@ def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
 def _wrong_with(
     taken: TakenTrajectory, group: TakenGroup, found: Arrived, step: int, known: Known
 ) -> str:
-    """The first thing wrong with one trajectory; empty if nothing."""
+    """Return the first error of a trajectory; empty if none."""
     if found.why:
         return found.why
     headers, trajectory = found.headers, found.trajectory
@@ -134,7 +134,7 @@ def _wrong_identity(
 
 
 def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
-    """C1: what was sampled for a group is of its version, and of that version's weights."""
+    """C1: version and weights digest are the group's."""
     if headers.version != group.version:
         return f"C1: it is of version {headers.version}, its group of {group.version}"
     if headers.digest != known.digests[group.version]:
@@ -143,8 +143,9 @@ def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
 
 
 def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known: Known) -> str:
-    """C1: every token comes from the group's version; in an interruptible run from that or from
-    later ones in order, none beyond the version that this step begins with, with their weights."""
+    """C1: every token has the group's version. With partial rollout later versions may follow in
+    order, with their weights, none newer than the version this step starts from.
+    """
     versions = set(trajectory.versions)
     if not versions - {group.version}:
         return ""
@@ -160,7 +161,7 @@ def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known:
 
 
 def _wrong_deadline(group: TakenGroup, headers: Headers, step: int) -> str:
-    """C3: what the trajectory itself says counts, whatever the decision says."""
+    """C3: the deadline in the trajectory's headers counts."""
     if step > headers.deadline:
         return f"C3: its headers say deadline {headers.deadline}, this is step {step}"
     if headers.deadline != group.deadline:
@@ -178,7 +179,7 @@ def _wrong_value(headers: Headers, trajectory: Trajectory) -> str:
 
 
 def _wrong_reward(group: TakenGroup, trajectory: Trajectory) -> str:
-    """A group that was scored together has a reward for every valid sibling and no other."""
+    """A group scored together has a reward for exactly its valid trajectories."""
     scored, valid = trajectory.trajectory in group.rewards, trajectory.reward is not None
     if group.rewards and scored != valid:
         return "the batch has a reward for it, or none, unlike its record"

@@ -1,14 +1,9 @@
-"""The committed steps of a run as the trainer remembers them, and which versions the store keeps of
-them; decides which commits count. Pure. docs/storage.md.
+"""Committed steps of a run, which commits count, and retention of versions. See docs/storage.md.
 
-Of each commit only a note is kept (which step, where it lies, which weights, whether there is a
-checkpoint), so that memory does not grow with batches.
-
-Only the trainer deletes, after a commit that names what it will delete. What is pinned it takes
-from the batch decision that the commit carries out. That is never too little, however slow the
-orchestrator is and whoever was started again in between: a dispatch carries the newest version and
-a worker is assigned that one or one that an open group carries, so that of the versions below the
-step of a batch none is pinned later that was not pinned then.
+Keeps one note per commit, so memory does not grow with batches. Only the trainer deletes files,
+after a commit that names the versions to drop. Pins come from the batch decision being committed.
+They are complete: workers get the newest version or one of an open group, so no version below the
+batch's step is pinned later that was unpinned then.
 """
 
 from __future__ import annotations
@@ -26,13 +21,14 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 CHANGED_SHARE: Final = "changed_share"
 PATCH_SHARE: Final = "patch_share"
 OF_PATCHES: Final = frozenset({CHANGED_SHARE, PATCH_SHARE})
-"""Figures of a step that say how its version is stored, not how it was trained: the share of the
-weights that changed, and the bytes of the patch as a share of those of all weights."""
+"""Metrics of storage, not of training: the share of weights that changed, and the delta's bytes as
+a share of the full checkpoint.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitNote:
-    """A committed step and where its commit lies in control."""
+    """A committed step and the offset of its commit in control."""
 
     step: int
     attempt: int
@@ -41,34 +37,34 @@ class CommitNote:
     """Weights after the step."""
     checkpoint: Blob | None
     whole: bool = True
-    """As in the commit: the version can be had without the one before it."""
+    """True if the version is stored in full, not as a delta."""
     starts: Mapping[int, int] = field(default_factory=dict)
-    """The smallest offset that it took, by partition."""
+    """Smallest offset taken from each partition."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CommitHistory:
-    """The committed steps of a run, contiguous from 0, and what a restart needs beside them."""
+    """Committed steps of a run, contiguous from 0, and other state for a restart."""
 
     run_started: RunStarted | None = None
     role_epoch: int = -1
-    """The newest of the trainer; -1 for none."""
+    """Newest incarnation of the trainer; -1 if none."""
     notes: list[CommitNote] = field(default_factory=list)
-    """Of the steps from 0 on."""
+    """Notes of the steps from 0."""
     decisions_next: int = 0
-    """Where to go on in the decisions topic."""
+    """Next offset to read in the decisions topic."""
     trained: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Group to (step, deadline), as long as the deadline is not past."""
+    """(step, deadline) by group, until the deadline has passed."""
     kept: set[int] = field(default_factory=lambda: {0})
     """Versions that no commit has dropped."""
 
     @property
     def starts(self) -> dict[int, int]:
-        """The smallest offset of the last commit that took from a partition, by partition."""
+        """Return, by partition, the smallest offset of the last commit that took from it."""
         return {at: offset for note in self.notes for at, offset in note.starts.items()}
 
     def starts_from(self, step: int) -> dict[int, int]:
-        """The smallest offset that this step or a later one took, by partition."""
+        """Return, by partition, the smallest offset taken by this step or a later one."""
         found: dict[int, int] = {}
         for note in self.notes[step:]:
             for at, offset in note.starts.items():
@@ -77,41 +73,41 @@ class CommitHistory:
 
     @property
     def next_step(self) -> int:
-        """The step that is not committed yet."""
+        """Return the first step not committed yet."""
         return len(self.notes)
 
     def digest_of(self, version: int) -> str:
-        """Weights digest of a committed version."""
+        """Return the weights digest of a committed version."""
         assert self.run_started is not None
         if version == 0:
             return self.run_started.policy.digest
         return self.notes[version - 1].digest
 
     def checkpoint(self, version: int) -> Blob | None:
-        """The optimizer state of a committed version; None where none was kept."""
+        """Return the optimizer state of a committed version; None if not kept."""
         if version:
             return self.notes[version - 1].checkpoint
         return None if self.run_started is None else self.run_started.optimizer
 
     def checkpoint_of(self, version: int) -> str:
-        """Its sha256; empty where none was kept."""
+        """Return the sha256 of a version's optimizer state; empty if not kept."""
         blob = self.checkpoint(version)
         return "" if blob is None else blob.sha256
 
     @property
     def interruptible(self) -> bool:
-        """Whether the run lets trajectories mix versions; a frozen key."""
+        """Return whether trajectories may mix versions; a frozen key."""
         assert self.run_started is not None
         return bool(self.run_started.config.get("staleness", {}).get("interruptible", False))
 
     def reference_of(self, settings: Mapping[str, Any]) -> str:
-        """Weights digest of the version that a step's settings name as the reference; or empty."""
+        """Return the weights digest of the reference version in a step's settings, or empty."""
         version = settings.get(REFERENCE)
         return "" if version is None else self.digest_of(int(version))
 
     @property
     def references(self) -> set[int]:
-        """Versions that stay because steps are replayed with them as their reference."""
+        """Return the versions kept as references for replay."""
         config = {} if self.run_started is None else self.run_started.config
         every = config.get("objective", {}).get("reference_every")
         return set(range(0, self.next_step + 2, every)) if every else set()
@@ -119,8 +115,9 @@ class CommitHistory:
     def known(
         self, decision: TakeBatch | TakePart, *, run: str, after: TakeBatch | None = None
     ) -> Known:
-        """As much of this history as the checks of a batch need; `after` is the batch of a step
-        that was trained and is not committed yet, where there is one."""
+        """Return the state that the checks of a batch need; `after` is the trained but uncommitted
+        batch of the step before, if any.
+        """
         versions = {group.version for group in decision.groups}
         if self.interruptible and versions:
             versions.update(range(max(0, min(versions)), self.next_step + 1))
@@ -138,12 +135,11 @@ class CommitHistory:
         )
 
     def add(self, offset: int, commit: StepCommitted) -> bool:
-        """Take in a commit; whether it counts.
+        """Add a commit; return whether it counts.
 
-        A step that is committed again under a higher attempt replaces the earlier commit: the
-        orchestrator had ended that batch meanwhile (`fail-batch`) and rejected it. Any other
-        commit of a step that is not the next one is rejected by the orchestrator too. What a
-        commit drops is gone either way.
+        A commit of the last step with a higher attempt replaces the earlier one, which the
+        orchestrator rejected (`fail-batch`). Any other commit except of the next step is rejected.
+        The versions a commit drops are gone either way.
         """
         self.kept.difference_update(commit.dropped)
         if self.notes and commit.step == self.next_step - 1:
@@ -169,7 +165,7 @@ class CommitHistory:
         return True
 
     def revoke(self) -> None:
-        """Forget the last commit: it was rejected."""
+        """Remove the last commit, which was rejected."""
         step = self.notes.pop().step
         self.kept.discard(step + 1)
         self.trained = {name: at for name, at in self.trained.items() if at[0] != step}
@@ -183,7 +179,7 @@ class CommitHistory:
 
 
 def smallest_offsets(commit: StepCommitted) -> dict[int, int]:
-    """The smallest offset that a commit took, by partition."""
+    """Return the smallest offset a commit took from each partition."""
     found: dict[int, int] = {}
     for taken in (one for group in commit.groups for one in group.trajectories):
         found[taken.partition] = min(taken.offset, found.get(taken.partition, taken.offset))
@@ -191,28 +187,29 @@ def smallest_offsets(commit: StepCommitted) -> dict[int, int]:
 
 
 RECOVERY_CHECKPOINTS: Final = 2
-"""The newest checkpoints stay whatever `keep_every` says: a restart begins at the newest one, and
-at the one before it when the commit of that one was rejected or its file is damaged."""
+"""Newest checkpoints kept whatever `keep_every` is: a restart needs the one before the newest if
+the newest was rejected or is damaged.
+"""
 
 DROPPED_MAX: Final = 1000
-"""Versions that one commit drops; after a change of `keep_every` the next ones drop the rest."""
+"""Versions dropped per commit; later commits drop the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Names in the policy store: weights digests, of whole files and of patches, and sha256 of
-    optimizer states."""
+    """Files in the policy store: weights digests (full and deltas), and sha256 of optimizer
+    states.
+    """
 
     weights: tuple[str, ...]
     optimizers: tuple[str, ...]
 
 
 def retained(commits: Sequence[Blob | None], pins: Collection[int], keep_every: int) -> set[int]:
-    """The versions that stay, of 0 and those that `commits` made: one per step, its checkpoint.
+    """Return the versions to keep; `commits` has the checkpoint of each step or None.
 
-    These are 0, the newest and the one before it (the last commit may yet be rejected), every
-    pinned one, every `keep_every`-th checkpoint, and the newest checkpoints. With `keep_every` 0
-    everything stays.
+    Kept: 0, the newest and the one before it (the last commit may be rejected), pinned versions,
+    every `keep_every`-th checkpoint and the newest checkpoints. `keep_every` 0 keeps all.
     """
     newest = len(commits)
     if keep_every == 0:
@@ -226,7 +223,7 @@ def retained(commits: Sequence[Blob | None], pins: Collection[int], keep_every: 
 def droppable(
     history: CommitHistory, checkpoint: Blob | None, pins: Collection[int], keep_every: int
 ) -> tuple[int, ...]:
-    """What the commit after `history`, with this checkpoint, drops: the oldest first."""
+    """Return the versions that the next commit drops, oldest first."""
     if keep_every == 0:
         return ()
     commits = [note.checkpoint for note in history.notes]
@@ -235,7 +232,7 @@ def droppable(
 
 
 def made_again(run: str, versions: Collection[int]) -> str:
-    """What to say of versions that were dropped: which, and how one has them."""
+    """Return a message that names dropped versions and the command to rebuild them."""
     first, last = min(versions), max(versions)
     if len(versions) == 1:
         return f"version {first}; `dora-pipe export policy {run} {first} DIR` makes it again"
@@ -246,12 +243,12 @@ def made_again(run: str, versions: Collection[int]) -> str:
 
 
 def underlying(history: CommitHistory, versions: Collection[int]) -> set[int]:
-    """These versions and those that they are made of by patches: down to a whole one each."""
+    """Return these versions and those their deltas build on, down to full ones."""
     return made_of(versions, lambda at: at <= 0 or history.notes[at - 1].whole)
 
 
 def made_of(versions: Collection[int], whole: Callable[[int], bool]) -> set[int]:
-    """As `underlying`; `whole` says of a version whether it is there without the one before it."""
+    """Return as `underlying`; `whole` says whether a version is stored in full."""
     found: set[int] = set()
     for version in versions:
         at = version
@@ -263,8 +260,9 @@ def made_of(versions: Collection[int], whole: Callable[[int], bool]) -> set[int]
 
 
 def files_of(history: CommitHistory, dropped: Collection[int]) -> Files:
-    """The files of versions that were dropped; without those that a kept version has too, or is
-    made of. With them go those that only they were made of."""
+    """Return the files of dropped versions, and of versions kept only as their base; excludes files
+    that a kept version still needs.
+    """
     kept = underlying(history, history.kept)
     gone = underlying(history, history.kept | set(dropped)) - kept
     weights = {history.digest_of(version) for version in gone}

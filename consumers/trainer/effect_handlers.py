@@ -1,9 +1,8 @@
-"""The trainer's slow work, effect by effect: restore, fetch, train, publish; it decides nothing.
+"""Handlers of the trainer's slow effects: restore, fetch, train, publish.
 
-Every effect is a generator of events. It yields None where it must wait for the log, so that the
-same code runs in threads of its own (production) and step by step in one thread (tests and
-simulator). One thread uses it, with a bus of its own, but for publishing: that may be done in
-another one while this computes a part of the next step, which changes no weights.
+An effect is a generator of events that yields None while it waits for the log, so it runs in
+threads (production) or step by step (tests, simulator). One thread uses the handlers; publishing
+may run in another while this one computes a part of the next step, which changes no weights.
 """
 
 from __future__ import annotations
@@ -78,22 +77,22 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlersSetup:
-    """What the work needs to know of its run."""
+    """Settings of the handlers."""
 
     topics: Topics
     started: RunStarted
-    """What it begins with: version 0, and the optimizer's state beside it."""
+    """Start of the run: version 0, and optimizer state if any."""
     starts: Mapping[int, int]
-    """Positions per partition to read trajectories from."""
+    """First offset to read from each partition."""
     adopt: bool = False
     leaves_device: bool = False
-    """Whether the learner makes room on its device while no step is computed."""
+    """True if the learner frees its device between steps."""
     records_max: int = RECORDS_MAX
     bytes_max: int = BYTES_MAX
 
 
 class EffectHandlers:
-    """See the module. `make_learner` is called once, when the first effect needs it."""
+    """Handlers of effects; `make_learner` is called once, on first use."""
 
     def __init__(
         self,
@@ -114,7 +113,7 @@ class EffectHandlers:
         self._fetched: tuple[Key, TrainBatch] | None = None
         self._trained: tuple[Key, StepResult] | None = None
         self._no_room = ""
-        """Why nothing can be published now."""
+        """Why publishing is blocked."""
         self.reader = BatchReader(
             bus,
             setup.topics.trajectories,
@@ -127,7 +126,7 @@ class EffectHandlers:
         )
 
     def run(self, effect: Effect) -> Iterator[Event | None]:
-        """The events of an effect, None while it waits for the log."""
+        """Return the events of an effect; None while it waits for the log."""
         if isinstance(effect, Restore):
             return self._restore(effect)
         if isinstance(effect, TrainPart):
@@ -141,12 +140,12 @@ class EffectHandlers:
         return self._publish(effect)
 
     def idle(self) -> Iterator[Event]:
-        """Read ahead a bit, without waiting; what is cached then costs no step any time."""
+        """Read ahead without waiting."""
         self.reader.read_ahead(timeout_s=0.0)
         yield from self._unreadable()
 
     def gauges(self) -> Gauges:
-        """How it is with the reader, the teacher, and the store while that has no room."""
+        """Return the state of reader, teacher and store."""
         waiting = waits_for(self._learner) or self.reader.waits_for
         return Gauges(self.reader.records, self.reader.bytes, waiting, self._no_room)
 
@@ -156,13 +155,13 @@ class EffectHandlers:
 
     @property
     def learner(self) -> Learner:
-        """The learner, made when it is first asked for."""
+        """Return the learner, made on first use."""
         if self._learner is None:
             self._learner = self._make_learner()
         return self._learner
 
     def _restore(self, effect: Restore) -> Iterator[Event | None]:
-        """Newest usable checkpoint, then the committed steps after it, each digest compared."""
+        """Load the newest usable checkpoint and replay later steps, comparing each digest."""
         self._fetched = self._trained = None
         learner = self.learner
         base = load_base(self._store, learner, self._setup.started, effect.notes)
@@ -191,9 +190,9 @@ class EffectHandlers:
     def _diverged(
         self, replayed: ReplayedStep, *, last: bool
     ) -> Generator[None, None, Adopted | None]:
-        """Take the committed weights if that was allowed. Raises ReplayDiverged, PolicyError.
+        """Adopt the committed weights if allowed. Raises ReplayDiverged, PolicyError.
 
-        Weights that retention has dropped are passed by: those of the last step are there.
+        Skips weights that retention has dropped; those of the last step exist.
         """
         other = replayed.other_numerics
         because = f"other {', '.join(other)}" if other else "although the numerics are the same"
@@ -206,8 +205,8 @@ class EffectHandlers:
         if not last and not self._store.has_weights(replayed.digest_committed):
             LOG.warning("step %d: %s; its committed weights were dropped", replayed.step, why)
             return None
-        # The optimizer state of the replay is the best there is; it goes through a file, because
-        # that is the only way into a learner.
+        # The replay's optimizer state is the best available. It goes through a file: a learner
+        # loads no other way.
         blob = yield from self._blob("optimizer", self.learner.save_optimizer)
         self.learner.load(
             self._store.weights(replayed.digest_committed),
@@ -223,8 +222,7 @@ class EffectHandlers:
         )
 
     def _train_part(self, effect: TrainPart) -> Iterator[Event | None]:
-        """Records stay in the cache: the batch is checked as a whole, and what is wrong is said of
-        it then."""
+        """Records stay cached: the whole batch is checked, and its errors reported, later."""
         decision, start_ns = effect.decision, self._clock.now_ns()
         arrived, _ = yield from self._find(decision)
         learner = self.learner
@@ -261,7 +259,7 @@ class EffectHandlers:
     def _find(
         self, decision: TakeBatch | TakePart
     ) -> Generator[None, None, tuple[dict[str, Arrived], list[Unreadable]]]:
-        """Every trajectory of a decision, and dead letters of those that cannot be read."""
+        """Return every trajectory of a decision, and dead letters of unreadable ones."""
         found = yield from find(self.reader, decision.groups)
         unreadable: list[Unreadable] = []
         arrived: dict[str, Arrived] = {}
@@ -274,7 +272,7 @@ class EffectHandlers:
     def _arrived(
         self, taken: TakenTrajectory, at: FetchedRecord
     ) -> tuple[Arrived, Unreadable | None]:
-        """What a record turns out to be; one whose value cannot be read is a dead letter."""
+        """Return the decoded record, and a dead letter if its value is unreadable."""
         if at.error is not None or at.record is None:
             return Arrived(why=at.why), None
         try:
@@ -304,16 +302,15 @@ class EffectHandlers:
     def _with_files(
         self, batch: TrainBatch, settings: Settings, reference: str
     ) -> Generator[None, None, TrainBatch]:
-        """The batch with its reference and what a teacher says of it, where there are such."""
+        """Return the batch with its reference and teacher log-probs, if any."""
         files = StepFiles(self._store, lambda version: reference)
         batch = files.with_reference(batch, settings)
         return (yield from add_teacher_logprobs(self.learner, batch, settings))
 
     def _publish(self, effect: PublishPolicy) -> Iterator[Event | None]:
-        """Files first; the commit that names them comes after, or never.
+        """Publish the files, before the commit that names them.
 
-        Where there is no room it waits for some. What an earlier try has published stays: the same
-        bytes have the same name.
+        Waits for disk space. Files of an earlier try stay: equal bytes have equal names.
         """
         assert self._trained is not None
         key, result = self._trained
@@ -326,7 +323,7 @@ class EffectHandlers:
         if effect.checkpoint:
             checkpoint = yield from self._blob("optimizer", self.learner.save_optimizer)
         self._trained = None
-        self._leave_device()  # Workers that share it wake up with the commit.
+        self._leave_device()  # Colocated workers wake up with the commit.
         yield PolicyPublished(
             step=effect.step,
             attempt=effect.attempt,
@@ -348,14 +345,13 @@ class EffectHandlers:
     def _version(
         self, *, before: str = "", whole: bool = True
     ) -> Generator[None, None, PublishedVersion]:
-        """Publish the learner's weights, as soon as there is room; see `PublishPolicy`. Raises
-        NoRoom."""
+        """Publish the learner's weights once there is room. Raises NoRoom."""
         save = self.learner.save_weights
         publish = partial(self._store.publish_version, save, before=before, whole=whole)
         return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
 
     def _blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Generator[None, None, Blob]:
-        """Publish a blob, as soon as there is room. Raises NoRoom."""
+        """Publish a blob once there is room. Raises NoRoom."""
         publish = partial(self._store.publish_blob, kind, write)
         what = "publishing a checkpoint" if kind == "optimizer" else f"publishing {kind}"
         return until_there_is_room(what, publish, self._clock, self._tell_room)
@@ -364,7 +360,7 @@ class EffectHandlers:
         self._no_room = why
 
     def _drop(self, effect: DropFiles) -> Iterator[Event]:
-        """Delete; what cannot be deleted is left to `prune`: training does not end for it."""
+        """Delete files; on failure leave them to `prune` and keep training."""
         try:
             for digest in effect.weights:
                 self._store.drop_weights(digest)
@@ -381,9 +377,8 @@ class EffectHandlers:
 
 
 def _all_whole(arrived: Mapping[str, Arrived]) -> dict[str, Trajectory]:
-    """What arrived, where nothing is wrong with it."""
     return {name: one.trajectory for name, one in arrived.items() if one.trajectory is not None}
 
 
 EFFECTS: Final = (Restore, TrainPart, FetchBatch, TrainStep, PublishPolicy, DropFiles)
-"""The effect types that `EffectHandlers.run` takes."""
+"""Effect types that `EffectHandlers.run` accepts."""

@@ -1,4 +1,4 @@
-"""What the trainer's machine wants done, and what it hears back; it decides nothing."""
+"""Effects that the trainer's machine requests, and the events that answer them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Bring the trainer to where `step` is the next one: a checkpoint, then committed steps."""
+    """Restore the weights before `step`: load a checkpoint, then replay committed steps."""
 
     step: int
     notes: tuple[CommitNote, ...]
-    """Of the steps 0 to `step` - 1."""
+    """Notes of steps 0 to `step` - 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,38 +33,39 @@ class FetchBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPart:
-    """Find, check and decode every trajectory of a part of the next batch, and compute its
-    gradient. What cannot be is left to the batch."""
+    """Find, check and decode the trajectories of a part of the next batch, and compute its
+    gradient. Errors are left to the batch.
+    """
 
     decision: TakePart
     known: Known
     reference: str = ""
-    """As of `TrainStep`."""
+    """See `TrainStep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStep:
-    """Train on the batch that was fetched last."""
+    """Train on the batch fetched last."""
 
     step: int
     attempt: int
     settings: Settings
     reference: str = ""
-    """Weights digest of the version that the settings name as the reference."""
+    """Weights digest of the reference version in the settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishPolicy:
-    """Write the files of the step that was trained last."""
+    """Write the files of the step trained last."""
 
     step: int
     attempt: int
     checkpoint: bool
-    """Whether to keep the optimizer state."""
+    """True to save the optimizer state."""
     before: str = ""
-    """Weights digest of the version that a patch is to be made of; empty: there are no patches."""
+    """Weights digest of the delta's base; empty if deltas are off."""
     whole: bool = True
-    """Whether the version is stored whole in any case."""
+    """True to store the full checkpoint in any case."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +83,14 @@ Effect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A committed step was trained again on the way to `Restored`, with equal bytes."""
+    """A committed step was replayed with equal bytes."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """A committed step gave other bytes here; its committed weights were taken instead."""
+    """Replay of a committed step diverged; the committed weights were adopted."""
 
     step: int
     digest_committed: str
@@ -108,7 +109,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFetched:
-    """A batch was looked at; without offenders it is ready to be trained."""
+    """A batch was fetched and checked; trainable if it has no offenders."""
 
     step: int
     attempt: int
@@ -117,7 +118,7 @@ class BatchFetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTrained:
-    """A part was looked at, and computed where nothing was wrong with it."""
+    """A part was checked, and computed if it had no error."""
 
     step: int
     attempt: int
@@ -127,7 +128,7 @@ class PartTrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrained:
-    """A step was computed; its weights lie in the trainer's memory only."""
+    """A step was computed; its weights are only in memory."""
 
     step: int
     attempt: int
@@ -137,7 +138,7 @@ class StepTrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPublished:
-    """The files of a step are durable; nothing names them yet."""
+    """The files of a step are durable, but no commit names them yet."""
 
     step: int
     attempt: int
@@ -147,14 +148,14 @@ class PolicyPublished:
     whole: bool = True
     patch: Blob | None = None
     changed_share: float = 0.0
-    """Of the weights, those that the patch has."""
+    """Share of the weights in the delta."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Files of versions that were lost or damaged where this incarnation read them."""
+    """Files of versions that this incarnation found lost or damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unreadable:
-    """A record of the trajectories topic could not be read."""
+    """A record of the trajectories topic is unreadable."""
 
     dead_letter: DeadLetter
 

@@ -1,30 +1,26 @@
-"""The trainer without IO: decisions and finished work go in, commits and orders for work come out.
+"""State machine of the trainer, without IO: decisions and events in, commits and effects out.
 
-    phase        waits for                 then
-    restoring    Restored                  idle
-    idle         a batch of the next step  reading
-                 a part of that            part
-    part         the part's PartTrained    idle
-    reading      BatchFetched              training, or refusing if there are offenders
-    refusing     the refusal is durable    idle, for another attempt
-    training     StepTrained               publishing
-    publishing   PolicyPublished           committing
-    committing   the commit is durable     idle, the next step is the next one; part, if one of
-                                           its parts is in work
-    ended
+phase        waits for                 then
+restoring    Restored                  idle
+idle         a batch of the next step  reading
+            a part of that            part
+part         the part's PartTrained    idle
+reading      BatchFetched              training, or refusing if there are offenders
+refusing     the refusal is durable    idle, for another attempt
+training     StepTrained               publishing
+publishing   PolicyPublished           committing
+committing   the commit is durable     idle for the next step; part if one is being computed
+ended
 
 Rules:
 
-1. A step is committed by one record and by nothing else; files without it are orphans.
-2. Only the newest attempt of the next step counts. If a newer one appears while an older one is in
-   work (its groups were ended by a user), that is dropped; had it changed the weights, they are
-   restored. A newer attempt of the step committed last takes that commit back in the same way.
-3. Nothing is begun before everything that was in the log at the start has been read: the batch that
-   was decided first may have been replaced since.
-4. Parts of a batch are work ahead of it: what was computed of them is used where the batch has the
-   same parts, and else nothing is lost but that work. A part of the step after the present one may
-   be computed while that is published and committed: the weights are those it begins with.
-5. Asked to stop, the machine finishes a step that is being trained, and begins no other.
+1. Only the commit record commits a step; files without it are orphans.
+2. Only the newest attempt of the next step counts. A newer one cancels an attempt in progress;
+  weights it changed are restored. A newer attempt of the last committed step revokes its commit.
+3. Nothing starts before the log as of startup is read: a batch may have been replaced.
+4. Parts are speculative work, used if the batch has the same parts. A part of the following step
+  may be computed while the present one is published and committed.
+5. After a stop request a step in training completes, and no other starts.
 """
 
 from __future__ import annotations
@@ -78,30 +74,30 @@ from dora_pipe.store.transfers.port import weights_url
 
 LOG = logging.getLogger(__name__)
 
-KEY: Final = b"trainer"  # of everything the trainer writes
+KEY: Final = b"trainer"  # key of all records of the trainer
 
 _BREAKS_OFF: Final = frozenset({"restoring", "idle", "part", "reading", "refusing"})
-"""Phases in which a stop loses nothing: what was begun is begun again after a restart."""
+"""Phases in which a stop loses nothing: a restart repeats the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """What stays the same while this incarnation lasts."""
+    """Settings fixed for this incarnation."""
 
     topics: Topics
     role_epoch: int
     checkpoint_every: int
     heartbeat_ns: int
-    keep_every: int = 0  # of the checkpoints; 0 drops nothing
-    whole_every: int = 1  # of the versions; others are stored as patches
+    keep_every: int = 0  # in checkpoints; 0 keeps all
+    whole_every: int = 1  # interval of full checkpoints; others are deltas
     limits: Limits = DEFAULT_LIMITS
-    quiet_ns: int = 0  # statuses without news are so far apart
-    transfers: str = ""  # address at which workers get the newest weights
+    quiet_ns: int = 0  # interval of statuses without news
+    transfers: str = ""  # address that serves the newest weights to workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """A batch decision, and the position behind the round that carried it."""
+    """A batch decision, and the offset after its round."""
 
     decision: TakeBatch
     decisions_next: int
@@ -109,37 +105,38 @@ class _Taken:
 
 @dataclass(slots=True, kw_only=True)
 class _StepParts:
-    """The parts that were decided of a step whose batch is not known yet."""
+    """Decided parts of a step whose batch is not decided yet."""
 
     decisions: list[TakePart] = field(default_factory=list)
     begun: int = 0
     ahead_s: list[float] = field(default_factory=list)
-    """Spent on each that is computed, while nothing else could be done."""
+    """Seconds spent on each computed part while idle."""
     beside_s: list[float] = field(default_factory=list)
-    """And while the version before was published."""
+    """Seconds spent on each while the version before was published."""
 
     def decided(self, part: TakePart) -> None:
-        """The next one; or one again, which replaces it and those after it."""
+        """Add the next part, or replace it and those after it."""
         del self.decisions[part.part :]
         del self.ahead_s[part.part :], self.beside_s[part.part :]
         self.decisions.append(part)
         self.begun = min(self.begun, part.part)
 
     def again(self) -> None:
-        """What was computed of them is gone."""
+        """Discard what was computed."""
         self.begun, self.ahead_s, self.beside_s = 0, [], []
 
     def computed(self, part: int, ahead_s: float, beside_s: float) -> None:
-        """The one that was begun last is done, unless it was given up meanwhile."""
+        """Note the times of the part computed last, unless it was replaced meanwhile."""
         if len(self.ahead_s) == part < self.begun:
             self.ahead_s.append(ahead_s)
             self.beside_s.append(beside_s)
 
 
 class TrainerMachine:
-    """A `core.runtime.Machine`; `history` is what control said at the start, and is kept up.
+    """A `core.runtime.Machine` of the trainer; it updates `history`, read from control at the
+    start.
 
-    `cached` tells of the batch reader and its cache.
+    `cached` returns gauges of the batch reader and its cache.
     """
 
     def __init__(
@@ -156,10 +153,10 @@ class TrainerMachine:
         self._cost = cost
         self._cached = cached
         self._guard = EpochGuard()
-        self._taken: dict[int, _Taken] = {}  # by step: the newest attempt
+        self._taken: dict[int, _Taken] = {}  # newest attempt by step
         self._parts: dict[int, _StepParts] = {}  # by step
         self._part_in_work = False
-        self._free_ns = 0  # since when nothing but parts could be computed
+        self._free_ns = 0  # start of the time in which only parts can be computed
         self._present: _Taken | None = None
         self._refused: tuple[int, int] = (-1, 0)
         self._trained: StepTrained | None = None
@@ -175,23 +172,23 @@ class TrainerMachine:
         self._waits = WaitTracker("trainer", setup.limits)
         self._out = Outputs()
 
-    # The machine's port
+    # Machine interface
 
     def positions(self) -> Mapping[TopicPartition, int]:
-        """The decisions, from behind the last commit's."""
+        """Return the offset to read decisions from."""
         return {TopicPartition(self._setup.topics.decisions, 0): self.history.decisions_next}
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over, or this role was asked to stop and has."""
+        """Return whether the run is over or the role has stopped."""
         return self.phase == "ended"
 
     def wake_at(self) -> int:
-        """At once to begin, then at each heartbeat."""
+        """Return when the next heartbeat is due."""
         return self._schedule.due_ns
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        """One turn: take the inputs in, begin what can be begun, say how it is."""
+        """Process inputs, start possible work, publish a status when due."""
         self._out = Outputs()
         if not self._begun:
             self._begun = True
@@ -204,7 +201,7 @@ class TrainerMachine:
         self._heartbeat(now)
         return self._out
 
-    # What comes in
+    # Inputs
 
     def _on_record(self, record: Record, now: Now) -> None:
         round_ = self._guard.read(record.offset, record.value)
@@ -349,10 +346,9 @@ class TrainerMachine:
         append = Append(topic=topic, key=KEY, value=value, headers=headers)
         self._out.publish.append(Publish(record=append))
 
-    # What goes out
+    # Outputs
 
     def _advance(self) -> None:
-        """Begin what can be begun, or end."""
         if self._stop_asked and (self.phase in _BREAKS_OFF or self._cached().blocking(self.phase)):
             self.phase = "ended"
         if self.phase in ("publishing", "committing"):
@@ -376,8 +372,9 @@ class TrainerMachine:
             self.phase = "ended"
 
     def _begin_part(self, step: int, after: TakeBatch | None = None) -> bool:
-        """Begin the next part of this step, if there is one that can be; the step before may be
-        trained and not committed yet."""
+        """Start the next part of this step, if any. The step before may be trained but
+        uncommitted.
+        """
         parts = self._parts.get(step)
         if self._part_in_work or parts is None or parts.begun == len(parts.decisions):
             return False
@@ -396,8 +393,9 @@ class TrainerMachine:
         return True
 
     def _must_wait(self, part: TakePart) -> bool:
-        """Whether its reference is a version that is not committed yet, or it is an update, which
-        changes the weights that are being written."""
+        """Return whether the part's reference is uncommitted, or the part is an update, which would
+        change the weights being written.
+        """
         if self.phase == "publishing" and int(part.settings.get(MINIBATCHES, 1)) > 1:
             return True
         return int(part.settings.get(REFERENCE, 0)) > self.history.next_step
@@ -413,7 +411,6 @@ class TrainerMachine:
         )
 
     def _committed(self, event: PolicyPublished, now: Now) -> StepCommitted:
-        """The commit of the present step."""
         assert self._present is not None
         assert self._trained is not None
         decision = self._decision
@@ -448,7 +445,7 @@ class TrainerMachine:
         )
 
     def _restore(self) -> None:
-        """Bring the weights back to where the next step begins."""
+        """Restore the weights before the next step."""
         self._end_attempt("restoring")
         for parts in self._parts.values():
             parts.again()
@@ -467,12 +464,12 @@ class TrainerMachine:
         return self._present.decision
 
     def _is_dropped(self) -> bool:
-        """Whether a newer attempt of the present step was decided."""
+        """Return whether a newer attempt of the present step was decided."""
         newest = self._taken.get(self._decision.step)
         return newest is not None and newest.decision.attempt > self._decision.attempt
 
     def _is_revoked(self) -> bool:
-        """Whether a newer attempt of the step committed last was decided."""
+        """Return whether a newer attempt of the last committed step was decided."""
         if not self.history.notes:
             return False
         newest = self._taken.get((last := self.history.notes[-1]).step)
@@ -483,7 +480,7 @@ class TrainerMachine:
         self._out.publish.append(Publish(record=append, tag=tag))
 
     def _heartbeat(self, now: Now) -> None:
-        """Waits are looked at in every turn: so it is known to the turn when one began."""
+        """Publish a status when due. Waits are updated every turn, so their start is exact."""
         gauges, step = self._cached(), self.history.next_step
         found = waits(
             self.phase,
@@ -513,7 +510,6 @@ class TrainerMachine:
 
 
 def _of_patch(event: PolicyPublished) -> dict[str, float]:
-    """Figures of a step whose version has a patch."""
     if event.patch is None:
         return {}
     share = event.patch.bytes / max(1, event.manifest.bytes)
@@ -523,7 +519,7 @@ def _of_patch(event: PolicyPublished) -> dict[str, float]:
 _HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {
     Record: TrainerMachine._on_record,
     CaughtUp: TrainerMachine._on_caught_up,
-    HeldBack: lambda *_: None,  # Decisions that come late are obeyed late.
+    HeldBack: lambda *_: None,  # Late decisions are obeyed late.
     StopAsked: TrainerMachine._on_stop,
     Published: TrainerMachine._on_published,
     Replayed: TrainerMachine._on_replayed,

@@ -1,8 +1,7 @@
-"""Two ways to run the trainer's work: in threads of its own, or step by step in the loop.
+"""Ports that run the trainer's effects: in threads, or step by step in the loop.
 
-They decide nothing but when: a step may take minutes, and heartbeats must go on meanwhile. Between
-effects the thread reads ahead, so that a batch is in memory when it is decided. A policy is
-published in a second thread: the first may compute a part of the next step meanwhile.
+A step may take minutes while heartbeats continue. Between effects the thread reads ahead. A second
+thread publishes, so that the first can compute a part of the next step.
 """
 
 from __future__ import annotations
@@ -19,26 +18,23 @@ from dora_pipe.core.effect_runner import EffectRunner, Handler, ends_role, unans
 from dora_pipe.core.runtime import Meter
 
 EFFECTS_MAX: Final = 4
-"""Effects that may wait for the thread; the machine has at most a part, files to drop, and what
-brings the weights back."""
+"""Effects that may queue for the thread: a part, files to drop, and a restore."""
 
 EVENTS_MAX: Final = 1024
-"""Events that may wait for the loop; then the thread waits."""
+"""Events that may queue for the loop; then the thread waits."""
 
 READ_AHEAD_EVERY_S: Final = 0.5
-"""A thread without an effect looks at the log this often; what came since is read when it is
-wanted. Looking costs about as much as reading twenty records."""
+"""Poll interval of an idle thread. A poll costs about as much as reading twenty records."""
 
 CLOSE_S: Final = 5.0
-"""Closing waits this long for the thread; a step that takes longer dies with the process."""
+"""Longest wait for the thread on close; a longer step dies with the process."""
 
 
 class ThreadPort:
-    """Runs `EffectHandlers` in one thread, publishing in another; `open_handlers` is entered in the
-    first, with a bus of its own.
+    """Runs `EffectHandlers` in one thread, publishing in another; enters `open_handlers` in the
+    first, with its own bus.
 
-    Without a trainer's work there is no trainer: what fails is raised by `poll`, in the loop, and
-    ends the role.
+    `poll` raises the error of a failed effect in the loop, which ends the role.
     """
 
     effects: tuple[type, ...] = EFFECTS
@@ -70,7 +66,7 @@ class ThreadPort:
 
     @property
     def busy(self) -> bool:
-        """The loop never has to hurry for a thread."""
+        """Return False: the loop never waits for a thread."""
         return False
 
     def start(self, effect: Any) -> None:
@@ -78,7 +74,7 @@ class ThreadPort:
         runner.start(effect)
 
     def poll(self) -> list[Any]:
-        """Events since the last call. Raises what ended a thread."""
+        """Return the events since the last call. Raises the error that ended a thread."""
         cost = self._own.cost()
         for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
             self._meter.add(name, spent_s - self._metered[name])
@@ -86,11 +82,11 @@ class ThreadPort:
         return self._runner.poll() + self._publisher.poll()
 
     def cached(self) -> Gauges:
-        """How it is with the batch reader and its cache."""
+        """Return gauges of the batch reader and its cache."""
         return self._gauges
 
     def close(self) -> None:
-        """Stop the threads where they stand between two events; idempotent."""
+        """Stop the threads between two events; idempotent."""
         self._publisher.close(wait_s=CLOSE_S, finish=False)
         self._runner.close(wait_s=CLOSE_S, finish=False)
 
@@ -114,10 +110,9 @@ class ThreadPort:
 
 
 class InlinePort:
-    """Runs `EffectHandlers` in the loop, a bit per `poll`: for tests and the simulator.
+    """Runs `EffectHandlers` in the loop, one event per `poll`, for tests and the simulator.
 
-    Two of them may share the handlers, where one publishes and the other does all else: that one
-    reads ahead.
+    Two ports may share the handlers: one publishes, the other does the rest and reads ahead.
     """
 
     effects: tuple[type, ...] = EFFECTS
@@ -130,16 +125,16 @@ class InlinePort:
 
     @property
     def busy(self) -> bool:
-        """Whether an effect is under way."""
+        """Return whether an effect is in progress."""
         return bool(self._todo)
 
     def start(self, effect: Any) -> None:
-        """Begin an effect with the next `poll`."""
+        """Start an effect at the next `poll`."""
         assert len(self._todo) < EFFECTS_MAX
         self._todo.append(self._handlers.run(effect))
 
     def poll(self) -> list[Any]:
-        """The next event of the present effect, if there is one already."""
+        """Return the next event of the present effect, if available."""
         if not self._todo:
             return list(self._handlers.idle()) if self._reads_ahead else []
         for event in self._todo[0]:
@@ -148,10 +143,10 @@ class InlinePort:
         return []
 
     def cached(self) -> Gauges:
-        """How it is with the batch reader and its cache."""
+        """Return gauges of the batch reader and its cache."""
         return self._handlers.gauges()
 
     def close(self) -> None:
-        """Drop what is under way; idempotent."""
+        """Drop effects in progress; idempotent."""
         self._todo.clear()
         self._handlers.close()

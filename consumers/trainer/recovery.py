@@ -1,8 +1,7 @@
-"""Reads what control says of a run's committed steps; what it means is `commits`'s.
+"""Reads committed steps from control.
 
-Control is read once, from its beginning, and of each commit only a note is kept (which step, where
-it lies, which weights, whether there is a checkpoint), so that memory does not grow with batches.
-The commits that must be replayed are read again, one by one.
+Keeps one note per commit, so memory does not grow with batches; commits to replay are read again
+one by one.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 _KINDS: Final = (b'"run-started"', b'"role-started"', b'"step-committed"', b'"versions-dropped"')
-"""Most control records are none of these and cost no decoding."""
+"""Kinds decoded here; most control records are others and cost no decoding."""
 
 
 def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
-    """The history of a run as control has it now. Raises BusError, LogTruncated."""
+    """Return the history of a run as control has it now. Raises BusError, LogTruncated."""
     history = CommitHistory()
     for record in _records(bus, topics, clock, start=0):
         decoded = _decode(record)
@@ -54,7 +53,7 @@ def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
 def read_commits(
     bus: Bus, topics: Topics, notes: Sequence[CommitNote], clock: Clock
 ) -> Iterator[StepCommitted]:
-    """The commits behind notes, in order. Raises LogTruncated when one is gone, BusError."""
+    """Yield the commits of notes, in order. Raises LogTruncated if one is gone, BusError."""
     if not notes:
         return
     wanted = {note.offset: note for note in notes}
@@ -73,7 +72,7 @@ def read_commits(
 
 
 def _decode(record: Record) -> object:
-    """The record if it is of a kind that matters here; None for others and unreadable ones."""
+    """Return the decoded record; None for other kinds and unreadable records."""
     if not any(kind in record.value for kind in _KINDS):
         return None
     try:
@@ -84,7 +83,7 @@ def _decode(record: Record) -> object:
 
 
 def _records(bus: Bus, topics: Topics, clock: Clock, *, start: int) -> Iterator[Record]:
-    """Every control record from `start` that is there now."""
+    """Yield every control record from `start` to the present end."""
     at = TopicPartition(topics.control, 0)
     end = retry_bus("reading control", lambda: bus.end(at), clock)
     reader = retry_bus("reading control", lambda: bus.reader({at: start}), clock)

@@ -1,7 +1,6 @@
-"""Trains committed steps again, from the log and a checkpoint alone; decides what counts as equal.
+"""Replay of committed steps from the log and a checkpoint.
 
-A restarted trainer goes through here, and so does the `replay` command: it is the same training
-step on the same bytes, and its weights must have the committed digest.
+Used by trainer restarts and the `replay` command; the weights must have the committed digest.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from dora_pipe.store.store import PolicyStore
 LOG = logging.getLogger(__name__)
 
 Alter = Callable[[TrainBatch, Settings], tuple[TrainBatch, Settings]]
-"""Returns the batch and the settings that a step is trained with, in place of the logged ones."""
+"""Returns the batch and settings to train instead of the logged ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """A committed step and what came out when it was trained again."""
+    """A committed step and the result of its replay."""
 
     step: int
     digest_committed: str
     digest_replayed: str
     tensor: str | None
-    """The first tensor (by name) that differs; None when the weights are bit-equal."""
+    """First tensor (by name) that differs; None if the weights are bit-equal."""
     figures_committed: Mapping[str, float]
     figures_replayed: Mapping[str, float]
     contributions_committed: str
-    """sha256 of the file that says what each trajectory did to the weights."""
+    """sha256 of the committed contributions file."""
     contributions: Sequence[Mapping[str, Any]]
-    """What each does now; see `contributions.SCHEMA`."""
+    """Contributions of the replay; see `contributions.SCHEMA`."""
     compute_s_committed: float
     compute_s_replayed: float
     numerics_committed: Mapping[str, str]
@@ -56,12 +55,14 @@ class ReplayedStep:
 
     @property
     def equal(self) -> bool:
-        """Whether the weights are bit-equal."""
+        """Return whether the weights are bit-equal."""
         return self.digest_committed == self.digest_replayed
 
     @property
     def other_numerics(self) -> list[str]:
-        """Keys of the fingerprint that differ: equal bits are only promised when there are none."""
+        """Return the differing keys of the fingerprint; bit-equality is guaranteed only if
+        empty.
+        """
         keys = self.numerics_committed.keys() | self.numerics_replayed.keys()
         return sorted(
             key
@@ -72,14 +73,13 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """What a step needs beside trajectories, in a store; `digest_of` knows committed versions."""
+    """Files of a step in a store; `digest_of` maps committed versions."""
 
     store: PolicyStore
     digest_of: Callable[[int], str]
 
     def with_reference(self, batch: TrainBatch, settings: Settings) -> TrainBatch:
-        """The batch with what its settings name as the reference, if they do. Raises
-        PolicyError."""
+        """Return the batch with the reference of its settings, if any. Raises PolicyError."""
         version = settings.get(REFERENCE)
         if version is None:
             return batch
@@ -88,7 +88,7 @@ class StepFiles:
         return replace(batch, reference=found)
 
     def column(self, commit: StepCommitted) -> Column:
-        """What the teacher said of a step. Raises PolicyError where that is not kept any more."""
+        """Return the teacher's log-probs of a step. Raises PolicyError if they are gone."""
         rows = stored_contributions(self.store, commit.contributions.sha256)
         if not rows or TEACHER not in rows[0]:
             raise PolicyError(
@@ -109,12 +109,11 @@ def replay_steps(
     clock: Clock,
     alter: Alter | None = None,
 ) -> Iterator[ReplayedStep]:
-    """Train the steps of `commits` (contiguous, in order) again, one by one.
+    """Replay the steps of `commits` (contiguous, in order), one by one.
 
-    `learner` has the weights and optimizer state before the first of them (`load_base`). Every
-    trajectory is taken as it lies in the log now, also if it was changed: what that changes in the
-    weights is the answer. `alter` changes batches and settings.
-    Raises InvariantBroken for one that cannot be read at all, BusError.
+    `learner` has the state before the first (`load_base`). Trajectories are used as logged now,
+    even if changed. `alter` changes batches and settings. Raises InvariantBroken if one is
+    unreadable, BusError.
     """
     files = StepFiles(store, history.digest_of)
     first = next(commits := iter(commits), None)
@@ -134,10 +133,9 @@ def replay_steps(
 def load_base(
     store: PolicyStore, learner: Learner, started: RunStarted, notes: Sequence[CommitNote]
 ) -> int:
-    """Load the newest usable checkpoint among `notes`, else version 0 with the state that it begins
-    with; the step that comes next.
+    """Load the newest usable checkpoint of `notes`, else version 0; return the next step.
 
-    Raises PolicyError when version 0 is needed and cannot be used.
+    Raises PolicyError if version 0 is needed and unusable.
     """
     for note in reversed(notes):
         if note.checkpoint is None:
@@ -165,7 +163,7 @@ def steps_again(
     strict: bool,
     alter: Alter | None = None,
 ) -> Iterator[ReplayedStep | None]:
-    """See `replay_steps`; yields None while waiting. `strict` refuses changed trajectories."""
+    """See `replay_steps`; yields None while waiting. `strict` rejects changed trajectories."""
     for commit in commits:
         batch = yield from committed_batch(reader, commit, strict=strict)
         settings = dict(commit.settings)
@@ -200,14 +198,14 @@ def steps_again(
 
 
 def numerics_again(learner: Learner, commit: StepCommitted) -> dict[str, str]:
-    """The learner's, where it trains this step: a mask is a way that each of them can go."""
+    """Return the learner's numerics for this step; every learner supports masked packing."""
     own = learner.numerics()
     packed = {"packing": MASKED} if "packing" in own else {}
     return own | (packed if commit.numerics.get("packing") == MASKED else {})
 
 
 def first_difference(committed: Manifest, replayed: Manifest) -> str | None:
-    """The first tensor, by name, that one of two manifests has differently; None if none."""
+    """Return the first tensor, by name, that differs between two manifests; None if equal."""
     ours = {tensor.name: tensor for tensor in replayed.tensors}
     theirs = {tensor.name: tensor for tensor in committed.tensors}
     for name in sorted(ours.keys() | theirs.keys()):

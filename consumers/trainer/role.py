@@ -1,13 +1,13 @@
-"""The trainer as a role: fence the predecessor, read control, take a role epoch, train.
+"""Trainer process: fence the predecessor, recover, train.
 
-1. Wait for `run started`. 2. Take the exclusive writer: from now on no other trainer of this run
-can commit, so what control says next is final. 3. Wait until nothing of it is held back any more,
-and read control: the committed steps, the last role epoch. 4. Append `role started` with the next
-one. 5. Tick until the machine is finished; its first order restores the weights, by checkpoint and
-replay.
+1. Wait for `run started`.
+2. Take the exclusive writer: no other trainer of this run can commit any more.
+3. Wait for pending transactions, then read control: committed steps, last incarnation.
+4. Append `role started` with the next incarnation.
+5. Run the machine; its first effect restores the weights by checkpoint and replay.
 
-After an append of unknown outcome the role ends with `OutcomeUnknown`; started again, it reads
-whether that commit is there.
+An append with unknown outcome ends the role with `OutcomeUnknown`; a restart reads whether the
+commit is there.
 """
 
 from __future__ import annotations
@@ -53,20 +53,22 @@ from dora_pipe.store.store import PolicyStore
 LOG = logging.getLogger(__name__)
 
 CACHE_SHARE: Final = 2
-"""The cache holds this many times the trajectories in flight: superseded ones take room too."""
+"""Cache capacity in multiples of the trajectories in flight; superseded ones take room too."""
 
 
 class LearnerFactory(Protocol):
-    """Makes a trainer for a model directory's config and tokenizer files."""
+    """Makes a learner from config and tokenizer files."""
 
     def __call__(self, *, assets: Path, reference: Path, config: Config) -> Learner:
-        """`reference` is the weights file of version 0. Raises PolicyError, ConfigError."""
+        """Return a learner; `reference` is the weights file of version 0. Raises PolicyError,
+        ConfigError.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trainer:
-    """What the parts of this role share."""
+    """Shared state of this role."""
 
     topics: Topics
     open_bus: Callable[[], Bus]
@@ -92,15 +94,15 @@ def run_trainer(
     clock: Clock | None = None,
     meter: Meter | None = None,
 ) -> None:
-    """Be the trainer of a run until it is over or `stop` says so.
+    """Run the trainer until the run is over or `stop` returns True.
 
-    `open_bus` is called twice: the loop and the working thread have a bus each. `config` is this
-    machine's: free keys (timing, checkpoints, threads) are taken from it, everything else from the
-    log. With `adopt`, a step that cannot be reproduced here is taken as it was committed.
-    `transfers` is the address at which this process serves weights.
+    `open_bus` is called twice: once for the loop, once for the working thread. `config` is this
+    machine's: its free keys (timing, checkpoints, threads) apply, all others come from the log.
+    `adopt` accepts the committed weights of a step that cannot be reproduced here. `transfers` is
+    the address at which this process serves weights.
 
-    Raises UsageError when the run does not start, ReplayDiverged, NonFinite, Fenced when a
-    successor took over, OutcomeUnknown, PolicyError, ResourceError, BusError.
+    Raises UsageError if the run does not start, ReplayDiverged, NonFinite, Fenced after a takeover,
+    OutcomeUnknown, PolicyError, ResourceError, BusError.
     """
     clock, meter = clock or SystemClock(), meter or Meter()
     with closing(open_bus()) as bus:
@@ -137,7 +139,7 @@ def handlers_setup(
     *,
     adopt: bool,
 ) -> HandlersSetup:
-    """The handlers' settings for a run: where it reads from, and how much it may hold."""
+    """Return the handlers' settings: start offsets and cache bounds."""
     in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
     return HandlersSetup(
         topics=topics,
@@ -180,7 +182,7 @@ def _serve(
 
 
 def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
-    """What stays the same while an incarnation lasts: by its configuration, and `own` fields."""
+    """Return the settings of an incarnation from its configuration and `own` fields."""
     timing = config.timing
     return TrainerSetup(
         checkpoint_every=config.trainer.checkpoint_every,
@@ -196,7 +198,7 @@ def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
 def _opener(
     here: _Trainer, history: CommitHistory
 ) -> Callable[[Meter], AbstractContextManager[EffectHandlers]]:
-    """Opens the handlers in the thread that will run them."""
+    """Return a context manager that opens the handlers in their thread."""
     setup = handlers_setup(here.topics, here.run, here.config, history, adopt=here.adopt)
 
     @contextmanager
@@ -228,7 +230,7 @@ def _make(here: _Trainer) -> Learner:
 
 
 def _announce(writer: Writer, topics: Topics, history: CommitHistory, clock: Clock) -> int:
-    """Append `role started`; the role epoch. Raises OutcomeUnknown, Fenced, BusError."""
+    """Append `role started`; return its incarnation. Raises OutcomeUnknown, Fenced, BusError."""
     role_epoch = history.role_epoch + 1
     started = RoleStarted(
         at_ns=clock.wall_ns(),
@@ -245,7 +247,7 @@ def _announce(writer: Writer, topics: Topics, history: CommitHistory, clock: Clo
 
 
 def _config_of(run: RunStarted, local: Config | None) -> Config:
-    """The run's configuration with this machine's free keys."""
+    """Return the run's configuration with this machine's free keys."""
     config = logged_config(run.config)
     if local is None:
         return config

@@ -1,4 +1,4 @@
-"""What the trainer says of itself: its phases, and what it waits for."""
+"""Phases of the trainer, and the waits it reports."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Phase = Literal[
 
 
 class Gauges(NamedTuple):
-    """What a port tells of the batch reader at any time."""
+    """Gauges of the batch reader."""
 
     records: int
-    """In its cache."""
+    """Cached records."""
     bytes: int
     waits_for: str = ""
-    """What it has not reached yet, or what a teacher has not said, in words."""
+    """Description of a pending read or teacher request."""
     no_room: str = ""
-    """Why nothing can be published, in words."""
+    """Why publishing is blocked."""
 
     def blocking(self, phase: Phase) -> str:
-        """What work of this phase waits for; empty: for nothing."""
-        beside = phase in ("publishing", "committing")  # The reader then is at work for a part.
+        """Return what work of this phase waits for; empty if nothing."""
+        beside = phase in ("publishing", "committing")  # the reader is then working for a part
         return self.no_room if beside else self.no_room or self.waits_for
 
 
@@ -47,11 +47,11 @@ def waits(
     reading: str = "",
     parts: int = 0,
 ) -> list[PendingWait]:
-    """What stands between the trainer and the next step; nothing while it works.
+    """Return what the trainer waits for before the next step; empty while it works.
 
-    `step` is the next one, `replayed` the committed step that a restart comes to next, `refused`
-    the (step, attempt) that was refused last, `reading` what the reader waits for, a teacher, or a
-    store without room, `parts` how many of the batch's are computed.
+    `step` is the next one, `replayed` the next committed step of a restart, `refused` the last
+    rejected (step, attempt), `reading` the pending read, teacher request or disk space, `parts` the
+    number of computed parts.
 
     Example: ``waits("idle", 7, ...)[0].words == "batch of step 7: no decision yet"``
     """

@@ -22,11 +22,10 @@ SCHEMA: Final = pa.schema(
         pa.field("group", pa.utf8(), nullable=False),
         pa.field("version", pa.int64(), nullable=False),
         pa.field("staleness", pa.int64(), nullable=False),
-        pa.field("reward", pa.float64()),  # null: invalid, masked
-        pa.field("advantage", pa.float64()),  # null: invalid, masked
-        pa.field("tokens", pa.int64(), nullable=False),  # sampled tokens
-        # The columns below are null without a gradient: a masked trajectory, or zero advantage and
-        # no KL term.
+        pa.field("reward", pa.float64()),
+        pa.field("advantage", pa.float64()),
+        pa.field("tokens", pa.int64(), nullable=False),
+        # Null without a gradient: masked, or zero advantage without a KL term.
         pa.field("ratio_mean", pa.float64()),
         pa.field("ratio_min", pa.float64()),
         pa.field("ratio_max", pa.float64()),
@@ -35,7 +34,7 @@ SCHEMA: Final = pa.schema(
         pa.field("loss_share", pa.float64()),
         pa.field("minibatch", pa.int64(), nullable=False),  # update of the step
         pa.field("micro_batch", pa.int64()),  # pass of that update
-        # Also null if the objective has no weight or no mask.
+        # Also null without a weight or a mask.
         pa.field("weight_mean", pa.float64()),  # proximal / behavior
         pa.field("masked_share", pa.float64()),  # share of tokens left out
     ]

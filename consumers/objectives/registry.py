@@ -1,7 +1,7 @@
-"""Lookup of objectives, and what they share: masks, KL term, teacher.
+"""Objectives by name, and their shared parts: masks, KL term, teacher.
 
-A masked token has no loss and no KL but still counts in the mean, so that the weight of other
-tokens does not depend on how many are masked.
+Masked tokens have no loss or KL but still count in the mean, so other tokens' weights do not
+change.
 """
 
 from __future__ import annotations
@@ -26,20 +26,14 @@ KEY: Final = "objective.kind"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveKind:
-    """An objective: its function and options."""
+    """Function and options of an objective."""
 
     terms: Callable[[Inputs, Any], Terms]
-    """Loss of every token: a pure function that needs no torch import. Its second argument is
-    `options`, or the section [objective] without them.
-    """
+    """Pure loss per token, without a torch import. Second argument: the options, or [objective]."""
     options: type[Any] | None = None
-    """Frozen dataclass or msgspec.Struct with the keys, types and defaults of [objective.options]:
-    numbers, strings and booleans. Its errors are configuration errors.
-    """
+    """Frozen dataclass or msgspec.Struct of [objective.options] (numbers, strings, booleans)."""
     per_token: bool = False
-    """True if the loss of a token depends on no other token; contexts of a trajectory may then be
-    computed in different passes, as rows of their own.
-    """
+    """True if a token's loss depends on no other; contexts may then be split across passes."""
 
     def argument(self, keys: Objective) -> Any:
         """Return the second argument of `terms` for a step's keys. Raises ConfigError for unknown

@@ -20,9 +20,7 @@ LOG_MAX: Final = 80.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """One entry per sampled token, shape [N]; tokens of a trajectory are contiguous, context by
-    context.
-    """
+    """One entry per sampled token, shape [N], contiguous per trajectory and context."""
 
     logprobs: Tensor
     """Trained policy (theta); the only field with a gradient."""
@@ -30,9 +28,7 @@ class Inputs:
     """Sampling version, as its engine recorded them (w)."""
     advantages: Tensor
     lengths: Sequence[int]
-    """Tokens of each trajectory over all its contexts, >= 1, adding up to N. Per context if the
-    objective is `per_token`.
-    """
+    """Tokens per trajectory (or context, if `per_token`), >= 1; sum N."""
     proximal: Tensor | None = None
     """Weights at the start of the step, as the trainer computed them (p)."""
     reference: Tensor | None = None
@@ -48,9 +44,9 @@ class Inputs:
         return self.behaviour if self.proximal is None else self.proximal
 
     def without(self, kept: Tensor) -> Inputs:
-        """Return a copy without gradient for tokens that are not kept.
+        """Return a copy without gradient for unkept tokens.
 
-        Zeroing the loss is not enough: ratios may be infinite, and 0 times infinity is NaN.
+        Zeroing the loss alone leaves NaN gradients where ratios are infinite.
         """
         kept = kept if self.kept is None else kept & self.kept
         logprobs = self.logprobs.where(kept, self.logprobs.detach())
@@ -64,7 +60,6 @@ class Terms:
     loss: Tensor
     """-J_t, before `token_weights`."""
     ratio: Tensor
-    """The bounded ratio."""
     clipped: Tensor
     """Bool: the bound changed this token's gradient."""
     kl: Tensor | None = None
@@ -76,7 +71,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFigures:
-    """Metrics of one trajectory."""
+    """Metrics of one trajectory; `loss_share` is its part of the minibatch loss."""
 
     ratio_mean: float
     ratio_min: float
@@ -84,11 +79,8 @@ class RowFigures:
     clipped_share: float
     kl: float
     loss_share: float
-    """Its share of the minibatch loss."""
     weight_mean: float | None = None
-    """Mean of proximal / behavior as multiplied in; None if it was not."""
     masked_share: float | None = None
-    """Share of its tokens that are masked; None without a mask."""
 
 
 def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:

@@ -28,7 +28,6 @@ PAUSE_MAX_S: Final = 15.0
 """Bounds of the retry backoff, which doubles."""
 
 _TURN_S: Final = 0.2
-"""Poll interval while waiting for answers, so that a stop takes effect."""
 
 Numbered = tuple[int, Sequence[Row]]
 Said = tuple[int, list[list[float]] | DoraError]
@@ -49,8 +48,6 @@ class _Completion(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointOptions:
-    """Options of the endpoint; see `dora_pipe.config.outside.Teacher`."""
-
     model: str
     batch: int = 8
     at_once: int = 8
@@ -153,7 +150,6 @@ class EndpointTeacher:
             raise given_up from error
 
     def _read(self, answer: bytes, rows: Sequence[Row]) -> list[list[float]]:
-        """Return the requested log-probs of an answer. Raises ResourceError if they are missing."""
         where = self._endpoint.where
         try:
             choices = msgspec.json.decode(answer, type=_Completion).choices
@@ -185,7 +181,6 @@ def _of(seen: dict[int, _TokenLogprob] | None, token: int, where: str) -> float:
 def _next(
     done: queue.SimpleQueue[Said], threads: Sequence[threading.Thread]
 ) -> Generator[None, None, Said]:
-    """Yield until the next answer arrives, then return it."""
     while True:
         asked = any(thread.is_alive() for thread in threads)
         try:

@@ -1,7 +1,7 @@
 """Reader of trajectories with a bounded cache.
 
-Evicted entries are read again from the log, so memory is bounded whatever the staleness. Eviction
-starts with the latest deadline. An unreadable record is reported once; reading continues.
+Evicts the latest deadline first and reads evicted entries again from the log, so memory is bounded
+whatever the staleness.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SEEK_GAP: Final = 64
 """Offsets this close are read together instead of with a seek each."""
 
 STALE_MIN: Final = 1024
-"""Minimum number of stale entries before the eviction heap is rebuilt."""
+"""Stale heap entries tolerated before a rebuild."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,10 @@ class FetchedRecord:
     record: Record | None = None
     headers: Headers | None = None
     sha256: str = ""
-    """Digest of the value bytes."""
     error: SchemaError | None = None
 
     @property
     def why(self) -> str:
-        """Return why the record is unusable; empty if it is usable."""
         return "" if self.error is None else f"unreadable: {self.error.message}"
 
 
@@ -85,7 +83,6 @@ class BatchReader:
     ) -> None:
         self.meter = meter or Meter()
         self.view = view_trajectory
-        """Decoder of values, with numpy arrays. Raises SchemaError."""
         self._bus = bus
         self._topic = topic
         self._run = run
@@ -110,11 +107,9 @@ class BatchReader:
         """Partition that `find` waits for, and its position."""
         self._stuck_since_ns = 0
         self.bytes = 0
-        """Size of the cached records."""
         self.waits_for = ""
-        """Description of the place that the last `find` has not reached; empty if complete."""
+        """Place that the last `find` did not reach, in words."""
         self.seeks = 0
-        """Number of records read again after eviction."""
 
     @property
     def records(self) -> int:
@@ -173,7 +168,7 @@ class BatchReader:
         self.drop(overdue)
 
     def dead_letters(self) -> list[DeadLetter]:
-        """Return dead letters of the unreadable records read since the last call."""
+        """Return and clear the dead letters of unreadable records."""
         found, self._dead_letters = self._dead_letters, []
         return found
 
@@ -197,7 +192,6 @@ class BatchReader:
         self._places.close()
 
     def _behind(self, places: Iterable[RecordPlace]) -> RecordPlace | None:
-        """Return the first place not read yet; ignores partitions that do not exist."""
         for place in places:
             at = TopicPartition(self._topic, place.partition)
             exists = 0 <= place.partition < self._partitions
@@ -212,7 +206,7 @@ class BatchReader:
         return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
 
     def _wait_on(self, behind: RecordPlace | None) -> None:
-        """Check the log's end once a partition gives nothing for long: data loss or delay."""
+        """Check the log's end when a partition gives nothing for long: lost, or slow?"""
         if behind is None:
             self._stuck = None
             return
@@ -246,7 +240,7 @@ class BatchReader:
             self._keep(RecordPlace(record.partition, record.offset), found)
 
     def _look_at(self, record: Record) -> FetchedRecord:
-        """Parse headers and digest the value; the value is decoded later, for training."""
+        """Check headers and digest; the value is decoded for training only."""
         try:
             headers = parse_headers(record.headers)
             parse_trajectory_id(headers.trajectory)
@@ -281,7 +275,6 @@ class BatchReader:
             heapq.heapify(self._latest)
 
     def _seek(self, places: Sequence[RecordPlace]) -> dict[RecordPlace, FetchedRecord]:
-        """Read places that the main reader has passed, by partition."""
         nothing = FetchedRecord(error=SchemaError("the log has nothing at its place"))
         found = dict.fromkeys(places, nothing)
         wanted = [place for place in places if 0 <= place.partition < self._partitions]
@@ -354,7 +347,7 @@ def read_batch(reader: BatchReader, commit: StepCommitted, *, strict: bool) -> T
 def find(
     reader: BatchReader, groups: Sequence[TakenGroup]
 ) -> Generator[None, None, dict[RecordPlace, FetchedRecord]]:
-    """Return the records of a whole batch; they stay cached."""
+    """Return the records of a batch; they stay cached."""
     places = places_of(groups)
     while (found := reader.find(places, timeout_s=WAIT_S)) is None:
         yield None
@@ -362,7 +355,7 @@ def find(
 
 
 def places_of(groups: Sequence[TakenGroup]) -> list[RecordPlace]:
-    """Return the places of a batch's trajectories."""
+    """Return the places of a batch."""
     return [
         RecordPlace(one.partition, one.offset) for group in groups for one in group.trajectories
     ]

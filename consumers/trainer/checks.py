@@ -1,8 +1,7 @@
-"""Checks of a batch decision against its records.
+"""Checks of a batch decision against its records. Pure: no bus, no clock.
 
-A batch that violates C1 (one version per trajectory) or C3 (step <= deadline) is rejected whatever
-the decision says: version digest and deadline are also in the trajectory's headers. Pure: no bus,
-no clock.
+Trajectory headers repeat deadline and digest, so violations of C1 (one version per trajectory) and
+C3 (step <= deadline) are rejected whatever the decision says.
 """
 
 from __future__ import annotations
@@ -20,25 +19,24 @@ from dora_pipe.schemas.trajectory import Headers, Trajectory, mixing_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """State that the trainer knows independently of the decision."""
+    """State known independently of the decision."""
 
     run: str
     next_step: int
     digests: Mapping[int, str]
-    """Weights digest of every version that a group of this batch may have."""
+    """Weights digests, by version."""
     interruptible: bool
-    """True if a trajectory may continue under later versions than its group's."""
+    """True for partial rollout: segments may have later versions."""
     trained: Mapping[str, int]
-    """Groups already trained, with their step, as far back as a deadline can reach."""
+    """Step by group, as far back as a deadline can reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """Record found at a decided place; `why` is its error."""
+    """Record at a decided place; `why` is its error."""
 
     headers: Headers | None = None
     sha256: str = ""
-    """Digest of the value bytes, computed here."""
     trajectory: Trajectory | None = None
     why: str = ""
 
@@ -46,11 +44,7 @@ class Arrived:
 def check_batch(
     decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], known: Known
 ) -> tuple[Offender, ...]:
-    """Return why the batch or part is unacceptable, one entry per offending trajectory; empty if it
-    is acceptable.
-
-    `arrived` has an entry per trajectory id of the decision.
-    """
+    """Return why the batch or part is unacceptable, one entry per trajectory or group."""
     return tuple(_offenders(decision, arrived, known))
 
 
@@ -78,7 +72,6 @@ def _offenders(
 
 
 def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
-    """Return the error of a group, before its records are checked; empty if none."""
     if step != known.next_step:
         return f"step {step} is not the next one, {known.next_step} is"
     if not group.trajectories:
@@ -97,7 +90,6 @@ def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
 def _wrong_with(
     taken: TakenTrajectory, group: TakenGroup, found: Arrived, step: int, known: Known
 ) -> str:
-    """Return the first error of a trajectory; empty if none."""
     if found.why:
         return found.why
     headers, trajectory = found.headers, found.trajectory
@@ -134,7 +126,7 @@ def _wrong_identity(
 
 
 def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
-    """C1: version and weights digest are the group's."""
+    """C1: version and weights are the group's."""
     if headers.version != group.version:
         return f"C1: it is of version {headers.version}, its group of {group.version}"
     if headers.digest != known.digests[group.version]:
@@ -143,8 +135,8 @@ def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
 
 
 def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known: Known) -> str:
-    """C1: every token has the group's version. With partial rollout later versions may follow in
-    order, with their weights, none newer than the version this step starts from.
+    """C1: segments have the group's version, or later ones in order (partial rollout), none newer
+    than the version before this step.
     """
     versions = set(trajectory.versions)
     if not versions - {group.version}:
@@ -179,7 +171,7 @@ def _wrong_value(headers: Headers, trajectory: Trajectory) -> str:
 
 
 def _wrong_reward(group: TakenGroup, trajectory: Trajectory) -> str:
-    """A group scored together has a reward for exactly its valid trajectories."""
+    """Groups scored together have a reward for exactly the valid trajectories."""
     scored, valid = trajectory.trajectory in group.rewards, trajectory.reward is not None
     if group.rewards and scored != valid:
         return "the batch has a reward for it, or none, unlike its record"

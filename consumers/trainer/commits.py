@@ -1,9 +1,9 @@
-"""Committed steps of a run, which commits count, and retention of versions. See docs/storage.md.
+"""Committed steps of a run, and retention of versions; see docs/storage.md.
 
-Keeps one note per commit, so memory does not grow with batches. Only the trainer deletes files,
-after a commit that names the versions to drop. Pins come from the batch decision being committed.
-They are complete: workers get the newest version or one of an open group, so no version below the
-batch's step is pinned later that was unpinned then.
+Keeps one note per commit, so memory does not grow with batches. Only the trainer deletes, after a
+commit that names the dropped versions. Pins of the committed batch are complete: dispatches and
+workers use the newest version or one of an open group, so an older unpinned version is never pinned
+later.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 CHANGED_SHARE: Final = "changed_share"
 PATCH_SHARE: Final = "patch_share"
 OF_PATCHES: Final = frozenset({CHANGED_SHARE, PATCH_SHARE})
-"""Metrics of storage, not of training: the share of weights that changed, and the delta's bytes as
-a share of the full checkpoint.
+"""Storage metrics: changed share of the weights, and delta bytes as a share of the full
+checkpoint.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitNote:
-    """A committed step and the offset of its commit in control."""
+    """A committed step; `offset` is that of its commit in control."""
 
     step: int
     attempt: int
@@ -37,34 +37,33 @@ class CommitNote:
     """Weights after the step."""
     checkpoint: Blob | None
     whole: bool = True
-    """True if the version is stored in full, not as a delta."""
+    """False if stored as a delta."""
     starts: Mapping[int, int] = field(default_factory=dict)
-    """Smallest offset taken from each partition."""
+    """Smallest offset taken, by partition."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CommitHistory:
-    """Committed steps of a run, contiguous from 0, and other state for a restart."""
+    """Committed steps, contiguous from 0, and other state for a restart."""
 
     run_started: RunStarted | None = None
     role_epoch: int = -1
-    """Newest incarnation of the trainer; -1 if none."""
+    """Newest trainer incarnation, or -1."""
     notes: list[CommitNote] = field(default_factory=list)
-    """Notes of the steps from 0."""
     decisions_next: int = 0
-    """Next offset to read in the decisions topic."""
+    """Next offset of the decisions topic."""
     trained: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """(step, deadline) by group, until the deadline has passed."""
+    """(step, deadline) by group, until the deadline passes."""
     kept: set[int] = field(default_factory=lambda: {0})
     """Versions that no commit has dropped."""
 
     @property
     def starts(self) -> dict[int, int]:
-        """Return, by partition, the smallest offset of the last commit that took from it."""
+        """Return, by partition, the first offset of the last commit that used it."""
         return {at: offset for note in self.notes for at, offset in note.starts.items()}
 
     def starts_from(self, step: int) -> dict[int, int]:
-        """Return, by partition, the smallest offset taken by this step or a later one."""
+        """Return, by partition, the smallest offset used since this step."""
         found: dict[int, int] = {}
         for note in self.notes[step:]:
             for at, offset in note.starts.items():
@@ -73,24 +72,24 @@ class CommitHistory:
 
     @property
     def next_step(self) -> int:
-        """Return the first step not committed yet."""
+        """Return the first uncommitted step."""
         return len(self.notes)
 
     def digest_of(self, version: int) -> str:
-        """Return the weights digest of a committed version."""
+        """Return the weights digest of a version."""
         assert self.run_started is not None
         if version == 0:
             return self.run_started.policy.digest
         return self.notes[version - 1].digest
 
     def checkpoint(self, version: int) -> Blob | None:
-        """Return the optimizer state of a committed version; None if not kept."""
+        """Return the optimizer state of a version, if kept."""
         if version:
             return self.notes[version - 1].checkpoint
         return None if self.run_started is None else self.run_started.optimizer
 
     def checkpoint_of(self, version: int) -> str:
-        """Return the sha256 of a version's optimizer state; empty if not kept."""
+        """Return its sha256, or empty."""
         blob = self.checkpoint(version)
         return "" if blob is None else blob.sha256
 
@@ -101,7 +100,7 @@ class CommitHistory:
         return bool(self.run_started.config.get("staleness", {}).get("interruptible", False))
 
     def reference_of(self, settings: Mapping[str, Any]) -> str:
-        """Return the weights digest of the reference version in a step's settings, or empty."""
+        """Return the reference's weights digest, or empty."""
         version = settings.get(REFERENCE)
         return "" if version is None else self.digest_of(int(version))
 
@@ -115,8 +114,8 @@ class CommitHistory:
     def known(
         self, decision: TakeBatch | TakePart, *, run: str, after: TakeBatch | None = None
     ) -> Known:
-        """Return the state that the checks of a batch need; `after` is the trained but uncommitted
-        batch of the step before, if any.
+        """Return input for `check_batch`; `after` is the batch trained but not committed yet, if
+        any.
         """
         versions = {group.version for group in decision.groups}
         if self.interruptible and versions:
@@ -137,9 +136,9 @@ class CommitHistory:
     def add(self, offset: int, commit: StepCommitted) -> bool:
         """Add a commit; return whether it counts.
 
-        A commit of the last step with a higher attempt replaces the earlier one, which the
-        orchestrator rejected (`fail-batch`). Any other commit except of the next step is rejected.
-        The versions a commit drops are gone either way.
+        A higher attempt of the last step replaces its commit, which the orchestrator rejected
+        (`fail-batch`). Other commits except of the next step are rejected; their dropped versions
+        are gone anyway.
         """
         self.kept.difference_update(commit.dropped)
         if self.notes and commit.step == self.next_step - 1:
@@ -165,7 +164,7 @@ class CommitHistory:
         return True
 
     def revoke(self) -> None:
-        """Remove the last commit, which was rejected."""
+        """Remove the last commit: it was rejected."""
         step = self.notes.pop().step
         self.kept.discard(step + 1)
         self.trained = {name: at for name, at in self.trained.items() if at[0] != step}
@@ -179,7 +178,7 @@ class CommitHistory:
 
 
 def smallest_offsets(commit: StepCommitted) -> dict[int, int]:
-    """Return the smallest offset a commit took from each partition."""
+    """Return the smallest offset taken, by partition."""
     found: dict[int, int] = {}
     for taken in (one for group in commit.groups for one in group.trajectories):
         found[taken.partition] = min(taken.offset, found.get(taken.partition, taken.offset))
@@ -187,9 +186,7 @@ def smallest_offsets(commit: StepCommitted) -> dict[int, int]:
 
 
 RECOVERY_CHECKPOINTS: Final = 2
-"""Newest checkpoints kept whatever `keep_every` is: a restart needs the one before the newest if
-the newest was rejected or is damaged.
-"""
+"""Always kept: a restart uses the second newest if the newest is rejected or damaged."""
 
 DROPPED_MAX: Final = 1000
 """Versions dropped per commit; later commits drop the rest."""
@@ -197,9 +194,7 @@ DROPPED_MAX: Final = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Files in the policy store: weights digests (full and deltas), and sha256 of optimizer
-    states.
-    """
+    """Names in the policy store: weights digests, and sha256 of optimizer states."""
 
     weights: tuple[str, ...]
     optimizers: tuple[str, ...]
@@ -208,8 +203,8 @@ class Files:
 def retained(commits: Sequence[Blob | None], pins: Collection[int], keep_every: int) -> set[int]:
     """Return the versions to keep; `commits` has the checkpoint of each step or None.
 
-    Kept: 0, the newest and the one before it (the last commit may be rejected), pinned versions,
-    every `keep_every`-th checkpoint and the newest checkpoints. `keep_every` 0 keeps all.
+    Keeps 0, the two newest (the last commit may be rejected), pins, every `keep_every`-th
+    checkpoint and the newest checkpoints; everything if `keep_every` is 0.
     """
     newest = len(commits)
     if keep_every == 0:
@@ -232,7 +227,7 @@ def droppable(
 
 
 def made_again(run: str, versions: Collection[int]) -> str:
-    """Return a message that names dropped versions and the command to rebuild them."""
+    """Return a message that names dropped versions and how to rebuild them."""
     first, last = min(versions), max(versions)
     if len(versions) == 1:
         return f"version {first}; `dora-pipe export policy {run} {first} DIR` makes it again"
@@ -243,12 +238,12 @@ def made_again(run: str, versions: Collection[int]) -> str:
 
 
 def underlying(history: CommitHistory, versions: Collection[int]) -> set[int]:
-    """Return these versions and those their deltas build on, down to full ones."""
+    """Return these versions and their delta bases, down to full ones."""
     return made_of(versions, lambda at: at <= 0 or history.notes[at - 1].whole)
 
 
 def made_of(versions: Collection[int], whole: Callable[[int], bool]) -> set[int]:
-    """Return as `underlying`; `whole` says whether a version is stored in full."""
+    """Return as `underlying`; `whole` tells full versions."""
     found: set[int] = set()
     for version in versions:
         at = version
@@ -260,9 +255,7 @@ def made_of(versions: Collection[int], whole: Callable[[int], bool]) -> set[int]
 
 
 def files_of(history: CommitHistory, dropped: Collection[int]) -> Files:
-    """Return the files of dropped versions, and of versions kept only as their base; excludes files
-    that a kept version still needs.
-    """
+    """Return the files of dropped versions and bases that no kept version needs."""
     kept = underlying(history, history.kept)
     gone = underlying(history, history.kept | set(dropped)) - kept
     weights = {history.digest_of(version) for version in gone}

@@ -1,8 +1,7 @@
 """Handlers of the trainer's slow effects: restore, fetch, train, publish.
 
-An effect is a generator of events that yields None while it waits for the log, so it runs in
-threads (production) or step by step (tests, simulator). One thread uses the handlers; publishing
-may run in another while this one computes a part of the next step, which changes no weights.
+Effects are generators that yield None while waiting for the log; they run in threads or, in tests,
+step by step. Single-threaded, except that publishing may overlap with a part of the next step.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ from dora_pipe.store.store import PolicyStore, PublishedVersion
 LOG = logging.getLogger(__name__)
 
 Key = tuple[int, int]
-"""(step, attempt) of a batch."""
+"""(step, attempt)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +80,18 @@ class HandlersSetup:
 
     topics: Topics
     started: RunStarted
-    """Start of the run: version 0, and optimizer state if any."""
+    """Version 0, with optimizer state if any."""
     starts: Mapping[int, int]
-    """First offset to read from each partition."""
+    """First offsets, by partition."""
     adopt: bool = False
     leaves_device: bool = False
-    """True if the learner frees its device between steps."""
+    """True to free the device between steps."""
     records_max: int = RECORDS_MAX
     bytes_max: int = BYTES_MAX
 
 
 class EffectHandlers:
-    """Handlers of effects; `make_learner` is called once, on first use."""
+    """Handlers; `make_learner` is called on first use."""
 
     def __init__(
         self,
@@ -113,7 +112,6 @@ class EffectHandlers:
         self._fetched: tuple[Key, TrainBatch] | None = None
         self._trained: tuple[Key, StepResult] | None = None
         self._no_room = ""
-        """Why publishing is blocked."""
         self.reader = BatchReader(
             bus,
             setup.topics.trajectories,
@@ -126,7 +124,7 @@ class EffectHandlers:
         )
 
     def run(self, effect: Effect) -> Iterator[Event | None]:
-        """Return the events of an effect; None while it waits for the log."""
+        """Yield the events of an effect; None while it waits."""
         if isinstance(effect, Restore):
             return self._restore(effect)
         if isinstance(effect, TrainPart):
@@ -145,7 +143,7 @@ class EffectHandlers:
         yield from self._unreadable()
 
     def gauges(self) -> Gauges:
-        """Return the state of reader, teacher and store."""
+        """Return gauges of reader, teacher and store."""
         waiting = waits_for(self._learner) or self.reader.waits_for
         return Gauges(self.reader.records, self.reader.bytes, waiting, self._no_room)
 
@@ -155,13 +153,13 @@ class EffectHandlers:
 
     @property
     def learner(self) -> Learner:
-        """Return the learner, made on first use."""
+        """Return the learner, created on first use."""
         if self._learner is None:
             self._learner = self._make_learner()
         return self._learner
 
     def _restore(self, effect: Restore) -> Iterator[Event | None]:
-        """Load the newest usable checkpoint and replay later steps, comparing each digest."""
+        """Load the newest usable checkpoint; replay and compare later steps."""
         self._fetched = self._trained = None
         learner = self.learner
         base = load_base(self._store, learner, self._setup.started, effect.notes)
@@ -190,10 +188,7 @@ class EffectHandlers:
     def _diverged(
         self, replayed: ReplayedStep, *, last: bool
     ) -> Generator[None, None, Adopted | None]:
-        """Adopt the committed weights if allowed. Raises ReplayDiverged, PolicyError.
-
-        Skips weights that retention has dropped; those of the last step exist.
-        """
+        """Adopt the committed weights if allowed. Raises ReplayDiverged, PolicyError."""
         other = replayed.other_numerics
         because = f"other {', '.join(other)}" if other else "although the numerics are the same"
         why = f"tensor {replayed.tensor} differs ({because})"
@@ -205,8 +200,7 @@ class EffectHandlers:
         if not last and not self._store.has_weights(replayed.digest_committed):
             LOG.warning("step %d: %s; its committed weights were dropped", replayed.step, why)
             return None
-        # The replay's optimizer state is the best available. It goes through a file: a learner
-        # loads no other way.
+        # A learner loads from files only; the replayed optimizer state is the best available.
         blob = yield from self._blob("optimizer", self.learner.save_optimizer)
         self.learner.load(
             self._store.weights(replayed.digest_committed),
@@ -222,7 +216,7 @@ class EffectHandlers:
         )
 
     def _train_part(self, effect: TrainPart) -> Iterator[Event | None]:
-        """Records stay cached: the whole batch is checked, and its errors reported, later."""
+        """Errors are reported later, for the whole batch."""
         decision, start_ns = effect.decision, self._clock.now_ns()
         arrived, _ = yield from self._find(decision)
         learner = self.learner
@@ -259,7 +253,6 @@ class EffectHandlers:
     def _find(
         self, decision: TakeBatch | TakePart
     ) -> Generator[None, None, tuple[dict[str, Arrived], list[Unreadable]]]:
-        """Return every trajectory of a decision, and dead letters of unreadable ones."""
         found = yield from find(self.reader, decision.groups)
         unreadable: list[Unreadable] = []
         arrived: dict[str, Arrived] = {}
@@ -272,7 +265,6 @@ class EffectHandlers:
     def _arrived(
         self, taken: TakenTrajectory, at: FetchedRecord
     ) -> tuple[Arrived, Unreadable | None]:
-        """Return the decoded record, and a dead letter if its value is unreadable."""
         if at.error is not None or at.record is None:
             return Arrived(why=at.why), None
         try:
@@ -302,16 +294,12 @@ class EffectHandlers:
     def _with_files(
         self, batch: TrainBatch, settings: Settings, reference: str
     ) -> Generator[None, None, TrainBatch]:
-        """Return the batch with its reference and teacher log-probs, if any."""
         files = StepFiles(self._store, lambda version: reference)
         batch = files.with_reference(batch, settings)
         return (yield from add_teacher_logprobs(self.learner, batch, settings))
 
     def _publish(self, effect: PublishPolicy) -> Iterator[Event | None]:
-        """Publish the files, before the commit that names them.
-
-        Waits for disk space. Files of an earlier try stay: equal bytes have equal names.
-        """
+        """Publish files before the commit that names them; retries reuse equal files."""
         assert self._trained is not None
         key, result = self._trained
         assert key == (effect.step, effect.attempt)
@@ -345,13 +333,11 @@ class EffectHandlers:
     def _version(
         self, *, before: str = "", whole: bool = True
     ) -> Generator[None, None, PublishedVersion]:
-        """Publish the learner's weights once there is room. Raises NoRoom."""
         save = self.learner.save_weights
         publish = partial(self._store.publish_version, save, before=before, whole=whole)
         return until_there_is_room("publishing weights", publish, self._clock, self._tell_room)
 
     def _blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Generator[None, None, Blob]:
-        """Publish a blob once there is room. Raises NoRoom."""
         publish = partial(self._store.publish_blob, kind, write)
         what = "publishing a checkpoint" if kind == "optimizer" else f"publishing {kind}"
         return until_there_is_room(what, publish, self._clock, self._tell_room)
@@ -360,7 +346,7 @@ class EffectHandlers:
         self._no_room = why
 
     def _drop(self, effect: DropFiles) -> Iterator[Event]:
-        """Delete files; on failure leave them to `prune` and keep training."""
+        """Delete files; failures are left to `prune`."""
         try:
             for digest in effect.weights:
                 self._store.drop_weights(digest)
@@ -381,4 +367,4 @@ def _all_whole(arrived: Mapping[str, Arrived]) -> dict[str, Trajectory]:
 
 
 EFFECTS: Final = (Restore, TrainPart, FetchBatch, TrainStep, PublishPolicy, DropFiles)
-"""Effect types that `EffectHandlers.run` accepts."""
+"""Effects that `EffectHandlers.run` accepts."""

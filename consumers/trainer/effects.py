@@ -1,4 +1,4 @@
-"""Effects that the trainer's machine requests, and the events that answer them."""
+"""Effects and events of the trainer's machine."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restore:
-    """Restore the weights before `step`: load a checkpoint, then replay committed steps."""
+    """Load a checkpoint and replay up to `step`."""
 
     step: int
     notes: tuple[CommitNote, ...]
-    """Notes of steps 0 to `step` - 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +32,7 @@ class FetchBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPart:
-    """Find, check and decode the trajectories of a part of the next batch, and compute its
-    gradient. Errors are left to the batch.
-    """
+    """Fetch, check and compute a part of the next batch; errors are left to the batch."""
 
     decision: TakePart
     known: Known
@@ -51,31 +48,29 @@ class TrainStep:
     attempt: int
     settings: Settings
     reference: str = ""
-    """Weights digest of the reference version in the settings."""
+    """Weights digest of the reference, or empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishPolicy:
-    """Write the files of the step trained last."""
+    """Write the files of the last trained step."""
 
     step: int
     attempt: int
     checkpoint: bool
-    """True to save the optimizer state."""
+    """Save the optimizer state."""
     before: str = ""
-    """Weights digest of the delta's base; empty if deltas are off."""
+    """Weights digest of the delta's base; empty without deltas."""
     whole: bool = True
-    """True to store the full checkpoint in any case."""
+    """Force a full checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropFiles:
-    """Delete files of versions that a durable commit has dropped. No event follows."""
+    """Delete files of dropped versions (digests and sha256); answered by no event."""
 
     weights: tuple[str, ...]
-    """Weights digests."""
     optimizers: tuple[str, ...]
-    """sha256 of optimizer states."""
 
 
 Effect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFiles
@@ -83,14 +78,14 @@ Effect = Restore | TrainPart | FetchBatch | TrainStep | PublishPolicy | DropFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A committed step was replayed with equal bytes."""
+    """A step was replayed with equal weights."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """Replay of a committed step diverged; the committed weights were adopted."""
+    """A replay diverged; its committed weights were adopted."""
 
     step: int
     digest_committed: str
@@ -109,7 +104,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFetched:
-    """A batch was fetched and checked; trainable if it has no offenders."""
+    """A batch was checked; trainable without offenders."""
 
     step: int
     attempt: int
@@ -118,7 +113,7 @@ class BatchFetched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTrained:
-    """A part was checked, and computed if it had no error."""
+    """A part was checked, and computed if valid."""
 
     step: int
     attempt: int
@@ -128,7 +123,7 @@ class PartTrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrained:
-    """A step was computed; its weights are only in memory."""
+    """A step was computed, in memory only."""
 
     step: int
     attempt: int
@@ -138,7 +133,7 @@ class StepTrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyPublished:
-    """The files of a step are durable, but no commit names them yet."""
+    """The files of a step are durable but uncommitted."""
 
     step: int
     attempt: int
@@ -150,7 +145,7 @@ class PolicyPublished:
     changed_share: float = 0.0
     """Share of the weights in the delta."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Files of versions that this incarnation found lost or damaged."""
+    """Lost or damaged files of versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ _BREAKS_OFF: Final = frozenset({"restoring", "idle", "part", "reading", "refusin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSetup:
-    """Settings fixed for this incarnation."""
+    """Settings of an incarnation."""
 
     topics: Topics
     role_epoch: int
@@ -97,7 +97,7 @@ class TrainerSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """A batch decision, and the offset after its round."""
+    """A decision, and the offset after its round."""
 
     decision: TakeBatch
     decisions_next: int
@@ -105,39 +105,32 @@ class _Taken:
 
 @dataclass(slots=True, kw_only=True)
 class _StepParts:
-    """Decided parts of a step whose batch is not decided yet."""
+    """Decided parts of a step whose batch is undecided."""
 
     decisions: list[TakePart] = field(default_factory=list)
     begun: int = 0
     ahead_s: list[float] = field(default_factory=list)
-    """Seconds spent on each computed part while idle."""
+    """Seconds per computed part, while idle."""
     beside_s: list[float] = field(default_factory=list)
-    """Seconds spent on each while the version before was published."""
+    """Seconds per computed part, while publishing the version before."""
 
     def decided(self, part: TakePart) -> None:
-        """Add the next part, or replace it and those after it."""
         del self.decisions[part.part :]
         del self.ahead_s[part.part :], self.beside_s[part.part :]
         self.decisions.append(part)
         self.begun = min(self.begun, part.part)
 
     def again(self) -> None:
-        """Discard what was computed."""
         self.begun, self.ahead_s, self.beside_s = 0, [], []
 
     def computed(self, part: int, ahead_s: float, beside_s: float) -> None:
-        """Note the times of the part computed last, unless it was replaced meanwhile."""
         if len(self.ahead_s) == part < self.begun:
             self.ahead_s.append(ahead_s)
             self.beside_s.append(beside_s)
 
 
 class TrainerMachine:
-    """A `core.runtime.Machine` of the trainer; it updates `history`, read from control at the
-    start.
-
-    `cached` returns gauges of the batch reader and its cache.
-    """
+    """State machine of the trainer; updates `history`. `cached` returns gauges."""
 
     def __init__(
         self,
@@ -188,7 +181,7 @@ class TrainerMachine:
         return self._schedule.due_ns
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        """Process inputs, start possible work, publish a status when due."""
+        """Process inputs, start work, publish a status when due."""
         self._out = Outputs()
         if not self._begun:
             self._begun = True
@@ -372,9 +365,7 @@ class TrainerMachine:
             self.phase = "ended"
 
     def _begin_part(self, step: int, after: TakeBatch | None = None) -> bool:
-        """Start the next part of this step, if any. The step before may be trained but
-        uncommitted.
-        """
+        """Start the next part of this step, if possible."""
         parts = self._parts.get(step)
         if self._part_in_work or parts is None or parts.begun == len(parts.decisions):
             return False
@@ -393,8 +384,8 @@ class TrainerMachine:
         return True
 
     def _must_wait(self, part: TakePart) -> bool:
-        """Return whether the part's reference is uncommitted, or the part is an update, which would
-        change the weights being written.
+        """Return whether the reference is uncommitted or an update would change weights being
+        written.
         """
         if self.phase == "publishing" and int(part.settings.get(MINIBATCHES, 1)) > 1:
             return True
@@ -464,12 +455,10 @@ class TrainerMachine:
         return self._present.decision
 
     def _is_dropped(self) -> bool:
-        """Return whether a newer attempt of the present step was decided."""
         newest = self._taken.get(self._decision.step)
         return newest is not None and newest.decision.attempt > self._decision.attempt
 
     def _is_revoked(self) -> bool:
-        """Return whether a newer attempt of the last committed step was decided."""
         if not self.history.notes:
             return False
         newest = self._taken.get((last := self.history.notes[-1]).step)
@@ -480,7 +469,7 @@ class TrainerMachine:
         self._out.publish.append(Publish(record=append, tag=tag))
 
     def _heartbeat(self, now: Now) -> None:
-        """Publish a status when due. Waits are updated every turn, so their start is exact."""
+        """Publish a status when due; waits are updated every turn."""
         gauges, step = self._cached(), self.history.next_step
         found = waits(
             self.phase,

@@ -1,7 +1,7 @@
-"""Ports that run the trainer's effects: in threads, or step by step in the loop.
+"""Ports that run effects in threads, or step by step in the loop.
 
-A step may take minutes while heartbeats continue. Between effects the thread reads ahead. A second
-thread publishes, so that the first can compute a part of the next step.
+A second thread publishes, so that the first can compute a part of the next step. Idle threads read
+ahead.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from dora_pipe.core.effect_runner import EffectRunner, Handler, ends_role, unans
 from dora_pipe.core.runtime import Meter
 
 EFFECTS_MAX: Final = 4
-"""Effects that may queue for the thread: a part, files to drop, and a restore."""
+"""Queued effects: at most a part, a drop and a restore."""
 
 EVENTS_MAX: Final = 1024
-"""Events that may queue for the loop; then the thread waits."""
+"""Queued events; then the thread waits."""
 
 READ_AHEAD_EVERY_S: Final = 0.5
-"""Poll interval of an idle thread. A poll costs about as much as reading twenty records."""
+"""Poll interval of an idle thread; a poll costs about twenty record reads."""
 
 CLOSE_S: Final = 5.0
-"""Longest wait for the thread on close; a longer step dies with the process."""
+"""Wait on close; a longer step dies with the process."""
 
 
 class ThreadPort:
-    """Runs `EffectHandlers` in one thread, publishing in another; enters `open_handlers` in the
-    first, with its own bus.
+    """Runs handlers in one thread, publishing in another; a failed effect ends the role through
+    `poll`.
 
-    `poll` raises the error of a failed effect in the loop, which ends the role.
+    `open_handlers` is entered in the first thread, with its own bus.
     """
 
     effects: tuple[type, ...] = EFFECTS
@@ -110,9 +110,9 @@ class ThreadPort:
 
 
 class InlinePort:
-    """Runs `EffectHandlers` in the loop, one event per `poll`, for tests and the simulator.
+    """Runs handlers in the loop, one event per `poll`, for tests and the simulator.
 
-    Two ports may share the handlers: one publishes, the other does the rest and reads ahead.
+    Two ports may share handlers if one only publishes.
     """
 
     effects: tuple[type, ...] = EFFECTS

@@ -1,8 +1,4 @@
-"""Reads committed steps from control.
-
-Keeps one note per commit, so memory does not grow with batches; commits to replay are read again
-one by one.
-"""
+"""Reader of committed steps in control."""
 
 from __future__ import annotations
 
@@ -28,11 +24,11 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 _KINDS: Final = (b'"run-started"', b'"role-started"', b'"step-committed"', b'"versions-dropped"')
-"""Kinds decoded here; most control records are others and cost no decoding."""
+"""Decoded kinds; most control records are others."""
 
 
 def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
-    """Return the history of a run as control has it now. Raises BusError, LogTruncated."""
+    """Return the history from control. Raises BusError, LogTruncated."""
     history = CommitHistory()
     for record in _records(bus, topics, clock, start=0):
         decoded = _decode(record)
@@ -72,7 +68,6 @@ def read_commits(
 
 
 def _decode(record: Record) -> object:
-    """Return the decoded record; None for other kinds and unreadable records."""
     if not any(kind in record.value for kind in _KINDS):
         return None
     try:
@@ -83,7 +78,6 @@ def _decode(record: Record) -> object:
 
 
 def _records(bus: Bus, topics: Topics, clock: Clock, *, start: int) -> Iterator[Record]:
-    """Yield every control record from `start` to the present end."""
     at = TopicPartition(topics.control, 0)
     end = retry_bus("reading control", lambda: bus.end(at), clock)
     reader = retry_bus("reading control", lambda: bus.reader({at: start}), clock)

@@ -1,7 +1,4 @@
-"""Replay of committed steps from the log and a checkpoint.
-
-Used by trainer restarts and the `replay` command; the weights must have the committed digest.
-"""
+"""Replay of committed steps, for restarts and the `replay` command."""
 
 from __future__ import annotations
 
@@ -30,24 +27,22 @@ from dora_pipe.store.store import PolicyStore
 LOG = logging.getLogger(__name__)
 
 Alter = Callable[[TrainBatch, Settings], tuple[TrainBatch, Settings]]
-"""Returns the batch and settings to train instead of the logged ones."""
+"""Returns batch and settings to train instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """A committed step and the result of its replay."""
+    """A committed step and its replay."""
 
     step: int
     digest_committed: str
     digest_replayed: str
     tensor: str | None
-    """First tensor (by name) that differs; None if the weights are bit-equal."""
+    """First differing tensor by name, or None."""
     figures_committed: Mapping[str, float]
     figures_replayed: Mapping[str, float]
     contributions_committed: str
-    """sha256 of the committed contributions file."""
     contributions: Sequence[Mapping[str, Any]]
-    """Contributions of the replay; see `contributions.SCHEMA`."""
     compute_s_committed: float
     compute_s_replayed: float
     numerics_committed: Mapping[str, str]
@@ -60,9 +55,7 @@ class ReplayedStep:
 
     @property
     def other_numerics(self) -> list[str]:
-        """Return the differing keys of the fingerprint; bit-equality is guaranteed only if
-        empty.
-        """
+        """Return differing fingerprint keys; bit-equality is guaranteed only without any."""
         keys = self.numerics_committed.keys() | self.numerics_replayed.keys()
         return sorted(
             key
@@ -73,13 +66,13 @@ class ReplayedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:
-    """Files of a step in a store; `digest_of` maps committed versions."""
+    """Files of a step; `digest_of` maps versions to digests."""
 
     store: PolicyStore
     digest_of: Callable[[int], str]
 
     def with_reference(self, batch: TrainBatch, settings: Settings) -> TrainBatch:
-        """Return the batch with the reference of its settings, if any. Raises PolicyError."""
+        """Return the batch with its reference, if any. Raises PolicyError."""
         version = settings.get(REFERENCE)
         if version is None:
             return batch
@@ -88,7 +81,7 @@ class StepFiles:
         return replace(batch, reference=found)
 
     def column(self, commit: StepCommitted) -> Column:
-        """Return the teacher's log-probs of a step. Raises PolicyError if they are gone."""
+        """Return the logged teacher log-probs. Raises PolicyError if they are gone."""
         rows = stored_contributions(self.store, commit.contributions.sha256)
         if not rows or TEACHER not in rows[0]:
             raise PolicyError(
@@ -109,11 +102,11 @@ def replay_steps(
     clock: Clock,
     alter: Alter | None = None,
 ) -> Iterator[ReplayedStep]:
-    """Replay the steps of `commits` (contiguous, in order), one by one.
+    """Replay the contiguous steps of `commits`.
 
-    `learner` has the state before the first (`load_base`). Trajectories are used as logged now,
-    even if changed. `alter` changes batches and settings. Raises InvariantBroken if one is
-    unreadable, BusError.
+    `learner` holds the state before them (`load_base`). Trajectories are used as logged now, even
+    if changed; `alter` changes batches and settings. Raises InvariantBroken if one is unreadable,
+    BusError.
     """
     files = StepFiles(store, history.digest_of)
     first = next(commits := iter(commits), None)
@@ -198,14 +191,14 @@ def steps_again(
 
 
 def numerics_again(learner: Learner, commit: StepCommitted) -> dict[str, str]:
-    """Return the learner's numerics for this step; every learner supports masked packing."""
+    """Return the learner's numerics for this step; all learners support masked packing."""
     own = learner.numerics()
     packed = {"packing": MASKED} if "packing" in own else {}
     return own | (packed if commit.numerics.get("packing") == MASKED else {})
 
 
 def first_difference(committed: Manifest, replayed: Manifest) -> str | None:
-    """Return the first tensor, by name, that differs between two manifests; None if equal."""
+    """Return the first differing tensor by name, or None."""
     ours = {tensor.name: tensor for tensor in replayed.tensors}
     theirs = {tensor.name: tensor for tensor in committed.tensors}
     for name in sorted(ours.keys() | theirs.keys()):

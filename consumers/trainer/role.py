@@ -53,7 +53,7 @@ from dora_pipe.store.store import PolicyStore
 LOG = logging.getLogger(__name__)
 
 CACHE_SHARE: Final = 2
-"""Cache capacity in multiples of the trajectories in flight; superseded ones take room too."""
+"""Cache capacity in multiples of the trajectories in flight; superseded ones take space."""
 
 
 class LearnerFactory(Protocol):
@@ -68,8 +68,6 @@ class LearnerFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trainer:
-    """Shared state of this role."""
-
     topics: Topics
     open_bus: Callable[[], Bus]
     store: PolicyStore
@@ -96,13 +94,12 @@ def run_trainer(
 ) -> None:
     """Run the trainer until the run is over or `stop` returns True.
 
-    `open_bus` is called twice: once for the loop, once for the working thread. `config` is this
-    machine's: its free keys (timing, checkpoints, threads) apply, all others come from the log.
-    `adopt` accepts the committed weights of a step that cannot be reproduced here. `transfers` is
-    the address at which this process serves weights.
+    `open_bus` is called twice: for the loop and for the working thread. Free keys (timing,
+    checkpoints, threads) come from `config`, others from the log. `adopt` accepts committed weights
+    that cannot be reproduced. `transfers` is the address of this process's weight server.
 
-    Raises UsageError if the run does not start, ReplayDiverged, NonFinite, Fenced after a takeover,
-    OutcomeUnknown, PolicyError, ResourceError, BusError.
+    Raises UsageError if the run does not start, ReplayDiverged, NonFinite, Fenced, OutcomeUnknown,
+    PolicyError, ResourceError, BusError.
     """
     clock, meter = clock or SystemClock(), meter or Meter()
     with closing(open_bus()) as bus:
@@ -198,7 +195,6 @@ def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
 def _opener(
     here: _Trainer, history: CommitHistory
 ) -> Callable[[Meter], AbstractContextManager[EffectHandlers]]:
-    """Return a context manager that opens the handlers in their thread."""
     setup = handlers_setup(here.topics, here.run, here.config, history, adopt=here.adopt)
 
     @contextmanager
@@ -230,7 +226,6 @@ def _make(here: _Trainer) -> Learner:
 
 
 def _announce(writer: Writer, topics: Topics, history: CommitHistory, clock: Clock) -> int:
-    """Append `role started`; return its incarnation. Raises OutcomeUnknown, Fenced, BusError."""
     role_epoch = history.role_epoch + 1
     started = RoleStarted(
         at_ns=clock.wall_ns(),

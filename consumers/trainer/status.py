@@ -24,10 +24,9 @@ class Gauges(NamedTuple):
     """Gauges of the batch reader."""
 
     records: int
-    """Cached records."""
     bytes: int
     waits_for: str = ""
-    """Description of a pending read or teacher request."""
+    """Pending read or teacher request, in words."""
     no_room: str = ""
     """Why publishing is blocked."""
 
@@ -47,11 +46,10 @@ def waits(
     reading: str = "",
     parts: int = 0,
 ) -> list[PendingWait]:
-    """Return what the trainer waits for before the next step; empty while it works.
+    """Return what the next step waits for; empty while the trainer works.
 
-    `step` is the next one, `replayed` the next committed step of a restart, `refused` the last
-    rejected (step, attempt), `reading` the pending read, teacher request or disk space, `parts` the
-    number of computed parts.
+    `replayed` is the next step to replay, `refused` the last rejected (step, attempt), `reading` a
+    pending read, teacher or disk wait, `parts` the computed parts.
 
     Example: ``waits("idle", 7, ...)[0].words == "batch of step 7: no decision yet"``
     """

@@ -1,1 +1,1 @@
-"""Learners: what computes a training step (`trainer.kind`), behind one port."""
+"""Learners: training engines behind one port (`trainer.kind`)."""

@@ -1,6 +1,6 @@
-"""How rows of tokens are laid out in passes: what is computed at once, and what shares a line.
+"""Layout of token rows in passes and lines.
 
-Nothing but lengths and a limit decides, so equal rows are laid out alike on every machine.
+Depends only on lengths and a limit, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -10,36 +10,35 @@ from dataclasses import dataclass
 from typing import Final
 
 FILL_MIN: Final = 0.8
-"""A row shorter than this share of the longest opens another micro-batch ..."""
+"""A row shorter than this share of the longest starts a new micro-batch,"""
 
 WORTH_TOKENS: Final = 768
-"""... once the present one holds so many padded tokens: below, a pass costs more than padding."""
+"""once the present one has this many padded tokens; below, a pass costs more than padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSize:
-    """What is placed whole: who it is, and its tokens (prompt included)."""
+    """Sizes of a unit that cannot be split, prompts included."""
 
     ordinal: int
     sibling: int
     tokens: int
-    """Of its longest row."""
+    """Tokens of its longest row."""
     others: Sequence[int] = ()
     """Tokens of its other rows."""
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
         return [self.tokens, *self.others]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What a pass computes, as indices into what was packed, longest first."""
+    """Rows of a pass, as indices into the packed sequence, longest first."""
 
     rows: tuple[int, ...]
     width: int
-    """Tokens of the longest row: every line is padded to it."""
+    """Tokens of the longest row; lines are padded to it."""
 
 
 def pack(
@@ -47,9 +46,8 @@ def pack(
 ) -> list[MicroBatch]:
     """Cut rows into passes of at most `padded_tokens_max` padded tokens, longest first.
 
-    Equal lengths keep their order (ordinal, sibling, as given). What alone is above the limit gets
-    a pass of its own: it cannot be cut. With `packing` rows share lines, as `lines_of` lays them
-    out in their order.
+    Equal lengths keep their order (ordinal, sibling, input). A unit above the limit gets its own
+    pass. With `packing` rows share lines (`lines_of`).
     """
     order = sorted(
         range(len(rows)),
@@ -60,10 +58,9 @@ def pack(
 
 
 def lines_of(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Which rows share each line of `width` tokens, by index: every row into the first line that
-    has room for it.
+    """Return the rows of each line of `width` tokens, by index, each in the first line with room.
 
-    Longest first, these are at most 11/9 of the fewest lines, and 1 (first fit decreasing).
+    Longest first, this is first fit decreasing: at most 11/9 of the fewest lines plus 1.
 
     Example: ``lines_of([5, 4, 3, 1], 6) == [[0, 3], [1], [2]]``
     """
@@ -78,7 +75,6 @@ def lines_of(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def _place(free: list[int], length: int, width: int) -> int:
-    """The first line with room, or a new one; takes the room."""
     for place, room in enumerate(free):
         if length <= room:
             free[place] -= length
@@ -106,7 +102,6 @@ def _cut(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> Iterator[
 
 
 def _cut_sharing(rows: Sequence[RowSize], order: Sequence[int], limit: int) -> Iterator[MicroBatch]:
-    """What finds no room in a pass is for the next one, which is as wide as its longest row."""
     left = list(order)
     while left:
         present: list[int] = []

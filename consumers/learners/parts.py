@@ -1,11 +1,7 @@
-"""A step whose batch comes in parts: what was computed ahead, and what of it a batch may use.
+"""Steps whose batch comes in parts: speculative work, and which of it a batch can use.
 
-With one update per step the gradient of a part is added to that of the parts before it, and all of
-it is divided once. With as many updates as parts each part is one: what was computed ahead is then
-weights and optimizer state that no version has, and the learner keeps those that the step begins
-with, until it is over or has to be begun anew.
-
-What computes is the learner's; here is decided when, in which order, and what is begun anew.
+With one update per step the gradients of parts add up and are divided once. With several updates
+each part is one; the learner keeps its state before the step until the step completes or restarts.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from dora_pipe.consumers.objectives.registry import needs_proximal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartKey:
-    """What a part comes to depends on, beside the weights."""
+    """Inputs of a part's result, besides the weights."""
 
     step: int
     groups: tuple[str, ...]
@@ -38,96 +34,96 @@ class PartKey:
 
     @classmethod
     def of(cls, part: TrainBatch, settings: Settings) -> PartKey:
-        """Of these groups under these settings."""
         groups = tuple(group.group for group in part.groups)
         return cls(step=part.step, groups=groups, settings=tuple(sorted(settings.items())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonePart:
-    """A part whose gradient was added to those of the parts before it, or that was an update."""
+    """A computed part: a gradient or an update."""
 
     key: PartKey
     items: Sequence[Item]
     sums: Sums
     compute_s: float
     divisor: int = 0
-    """Its share of what the whole gradient is divided by."""
 
 
 class ComputesParts(Protocol):
-    """What a learner does for a step in parts."""
+    """Operations of a learner for a step in parts."""
 
     def stopwatch(self) -> Callable[[], float]:
-        """Seconds of computing, for differences."""
+        """Return a clock of compute seconds."""
         ...
 
     def settings_of(self, settings: Settings) -> StepSettings:
-        """What is in force for a step."""
+        """Return the settings in force for a step."""
         ...
 
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
-        """Add the gradient of these passes to that of so many before; 0: to nothing."""
+        """Add the gradient of these passes to that of `before` earlier ones; 0 starts from zero."""
         ...
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
-        """Divide the gradient that is there and update with it. Raises NonFinite."""
+        """Divide the gathered gradient and update. Raises NonFinite."""
         ...
 
     def update(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
     ) -> Sums:
-        """One update; `later`: where the objective needs the log-probs of the step's first weights,
-        they are those that are kept. Raises NonFinite."""
+        """Run one update; `later` takes proximal log-probs from the kept weights. Raises
+        NonFinite.
+        """
         ...
 
     def keep(self) -> None:
-        """Keep a copy of weights and optimizer state as they are."""
+        """Copy weights and optimizer state."""
         ...
 
     def go_back(self) -> None:
-        """Be as the copy is, bit for bit, and let it go."""
+        """Restore the copy, bit for bit, and free it."""
         ...
 
     def let_go(self) -> None:
-        """The copy is not needed any more."""
+        """Free the copy."""
         ...
 
 
 class StepInParts:
-    """See the module. Example: ``StepInParts().train(learner, batch, settings).figures["loss"]``"""
+    """State of a step in parts.
+
+    Example: ``StepInParts().train(learner, batch, settings).figures["loss"]``
+    """
 
     def __init__(self) -> None:
         self._done: list[DonePart] = []
-        """The first parts of the next step."""
         self._kept = False
-        """Whether the learner keeps what the step begins with."""
 
     @property
     def begun(self) -> bool:
-        """Whether something was computed ahead, which the next step may go on from."""
+        """Return whether the next step has speculative parts."""
         return bool(self._done)
 
     def forget(self, learner: ComputesParts) -> None:
-        """What was computed ahead is nobody's any more."""
+        """Discard speculative work."""
         self._done = []
         if self._kept:
             self._kept = False
             learner.go_back()
 
     def settle(self, learner: ComputesParts) -> None:
-        """Weights and optimizer state are to be what the step begins with; a gradient may stay."""
+        """Restore the weights and optimizer state before the step; a gradient may remain."""
         if self._kept:
             self.forget(learner)
 
     def loaded(self) -> None:
-        """The learner has other weights, and keeps nothing."""
+        """Reset after the learner loaded other weights."""
         self._done, self._kept = [], False
 
     def add(self, learner: ComputesParts, part: TrainBatch, settings: Settings) -> None:
-        """Compute the next part of a step, ahead of its batch. Raises NonFinite."""
+        """Compute the next part of a step before its batch is known. Raises NonFinite."""
         key = PartKey.of(part, settings)
         if not self._goes_on(key):
             self.forget(learner)
@@ -139,11 +135,11 @@ class StepInParts:
         self._update(learner, part, key, settings, count=1)
 
     def train(self, learner: ComputesParts, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One update from the sums of all parts, or one from each. Raises NonFinite."""
+        """Run one update from all parts, or one per part. Raises NonFinite."""
         step, parts = learner.settings_of(settings), batch.in_parts()
         updates = step.minibatches
         keys = [PartKey.of(part, settings) for part in parts]
-        # What the batch leaves to its last part is known with the batch only.
+        # With several updates the last part depends on the whole batch.
         usable = len(keys) if updates == 1 else len(keys) - 1
         if not self._done or [one.key for one in self._done] != keys[:usable][: len(self._done)]:
             self.forget(learner)
@@ -175,8 +171,7 @@ class StepInParts:
         )
 
     def _goes_on(self, key: PartKey) -> bool:
-        """Whether a part may follow those that are there; none does that was given up with them and
-        is taken anew."""
+        """Return whether a part continues the present ones; a part decided again does not."""
         if not self._done:
             return False
         first, held = self._done[0].key, {name for one in self._done for name in one.key.groups}
@@ -196,7 +191,7 @@ class StepInParts:
         items = [item for group in items_of(part, step) for item in group]
         before = sum(one.sums.passes for one in self._done)
         passes, divisor = part_passes(items, step, first=before)
-        # Until it is whole: with half a part the gradient is nobody's.
+        # Cleared meanwhile: after an error the gradient is incomplete.
         done, self._done = self._done, []
         sums = learner.gather(part, passes, settings, before=before) if passes else Sums()
         seconds = clock() - start_s
@@ -206,7 +201,6 @@ class StepInParts:
     def _update(
         self, learner: ComputesParts, part: TrainBatch, key: PartKey, settings: Settings, count: int
     ) -> None:
-        """The next `count` updates, or fewer, from the groups of a part."""
         step, clock = learner.settings_of(settings), learner.stopwatch()
         start_s = clock()
         groups = items_of(part, step)
@@ -224,7 +218,6 @@ class StepInParts:
 def _finish(
     learner: ComputesParts, divisor: int, step: StepSettings, sums: Sums, items: Sequence[Item]
 ) -> None:
-    """The one update of a step whose gradient is there."""
     sums.loss /= divisor
     sums.router_aux /= divisor
     if sums.passes:
@@ -234,5 +227,5 @@ def _finish(
 
 
 def in_dispatch_order(items: Iterable[Item]) -> list[Item]:
-    """As in a batch that is one: what a step says of itself does not depend on its parts."""
+    """Return items in the order of an unsplit batch, so that metrics do not depend on parts."""
     return sorted(items, key=lambda item: (item.ordinal, item.sibling))

@@ -1,4 +1,4 @@
-"""The port of a trainer: a step is a function of (weights, optimizer state, batch, settings)."""
+"""Port of a learner: a step is a function of (weights, optimizer state, batch, settings)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.trajectory import Trajectory
 
 Settings = Mapping[str, float | int | str | bool]
-"""The logged configuration keys in force, e.g. ``{"trainer.learning_rate": 3e-4}``."""
+"""Logged configuration keys in force, e.g. ``{"trainer.learning_rate": 3e-4}``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedAt:
-    """Where a trajectory lies in the log, and the sha256 of its value there."""
+    """Log position of a trajectory, and the sha256 of its value."""
 
     partition: int
     offset: int
@@ -26,86 +26,82 @@ class LoggedAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainGroup:
-    """One group of a batch: its logged siblings in order, with invalid ones (masked) among them."""
+    """Group of a batch: its trajectories in order, invalid (masked) ones included."""
 
     group: str
     version: int
     trajectories: Sequence[Trajectory]
-    """With numpy arrays (NaN for None) where they come from a log."""
+    """Numpy arrays (NaN for None) if read from a log."""
     places: Sequence[LoggedAt] = ()
-    """Of each trajectory, for a trainer of several ranks, which read their shares by themselves;
-    empty for a batch that is in no log."""
+    """Per trajectory, for ranks that read their shares from the log; empty without a log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """The version that a step's KL is to, where it is not version 0 for ever."""
+    """KL reference version, if it moves."""
 
     version: int
     digest: str
     weights: Path
-    """A file of this machine."""
+    """Local file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """The batch of one step, or a part of it; groups in dispatch order, in that of each part."""
+    """Batch of a step, or a part of it; groups in dispatch order within each part."""
 
     step: int
     groups: Sequence[TrainGroup]
     reference: Reference | None = None
-    """None: version 0, which the learner was made with."""
+    """None: version 0, given to the constructor."""
     teacher: Mapping[str, Sequence[float]] | None = None
-    """By trajectory, the log-probs of its counted tokens under the teacher, float32; None: the step
-    has none."""
+    """Float32 log-probs of counted tokens under the teacher, by trajectory."""
     parts: Sequence[int] = ()
-    """How many groups each part but the last has, in order; empty: the batch is one."""
+    """Number of groups of each part but the last; empty if unsplit."""
     weights: Mapping[str, float] | None = None
-    """By trajectory, a factor of its loss, for a step that is trained again otherwise; 1 where
-    nothing is said."""
+    """Loss factor by trajectory (default 1), for altered replays."""
 
     def in_parts(self) -> list[TrainBatch]:
-        """Its parts, each as a batch that is one."""
+        """Return its parts as unsplit batches."""
         found = parts_of(self.groups, self.parts)
         return [replace(self, groups=groups, parts=()) for groups in found]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed. `figures` are finite; the contributions have one row per trajectory."""
+    """Result of a step; all metrics are finite."""
 
     figures: Mapping[str, float]
     contributions: Sequence[Mapping[str, Any]]
-    """Rows of the contributions file (see `contributions.SCHEMA`), in the order of the batch."""
+    """Rows of the contributions file (`contributions.SCHEMA`), in batch order."""
     compute_s: float
 
 
 class Learner(Protocol):
-    """A training engine with its weights and optimizer state."""
+    """Training engine with weights and optimizer state."""
 
     name: str
     version: str
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        """Load weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         ...
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One training step. Raises NonFinite (the state is then no longer valid).
+        """Train one step. Raises NonFinite, which invalidates the state.
 
-        Of a batch in parts the gradient is added up part by part, each divided by what the whole is
-        divided by; with several `trainer.minibatches` each part is an update, and the last one is
-        dealt to those that are left. What was computed of its first parts is used. Equal bits do
-        not depend on that.
+        Gradients of parts add up, each divided by the divisor of the whole. With several
+        `trainer.minibatches` each part is an update, and the last part fills the rest. Uses
+        speculative parts; results are bit-equal without them.
         """
         ...
 
     def manifest(self) -> Manifest:
-        """The manifest of the present weights, without writing them."""
+        """Return the manifest of the present weights without writing them."""
         ...
 
     def save_weights(self, path: Path) -> Manifest:
-        """Write the present weights to a safetensors file (not yet fsynced) and describe them."""
+        """Write the present weights to a safetensors file, without fsync; return their manifest."""
         ...
 
     def save_optimizer(self, path: Path) -> None:
@@ -113,35 +109,36 @@ class Learner(Protocol):
         ...
 
     def numerics(self) -> dict[str, str]:
-        """The fingerprint under which equal bits are promised: versions, device, threads, ..."""
+        """Return the fingerprint under which results are bit-equal: versions, device, threads,
+        ...
+        """
         ...
 
 
 @runtime_checkable
 class LeavesDevice(Protocol):
-    """A learner that can make room on its device while no step is computed."""
+    """Learner that can free its device between steps."""
 
     def leave_device(self) -> None:
-        """Weights, optimizer state and what is frozen beside them go to the host's memory, and the
-        device's is given back. The next call of any method that needs them has them come again, and
-        gives the bits that it would have given. Idempotent; no other method may run meanwhile.
-        Raises ResourceError where the host has no room.
+        """Move weights, optimizer state and frozen tensors to host memory and free the device.
+
+        The next call that needs them moves them back, with equal bits. Idempotent; not concurrent
+        with other methods. Raises ResourceError if the host lacks memory.
         """
         ...
 
 
 @runtime_checkable
 class TrainsParts(Protocol):
-    """A learner that can begin with parts of a batch; another computes them with the batch.
+    """Learner that can compute parts before the batch is known.
 
-    While one thread computes a part, another may write the weights and the optimizer state down
-    (`save_weights`, `save_optimizer`): a part changes neither. Whoever cannot do both at once lets
-    one of them wait. A part that is an update, with several `trainer.minibatches`, is never asked
-    for meanwhile.
+    `save_weights` and `save_optimizer` may run in another thread during a part; a learner that
+    cannot overlap must serialize them. Parts that are updates never overlap with them.
     """
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Compute the next part of a step, its gradient or its update, ahead of `train`, which is
-        told of it again. What is saved after it is as it was before. Raises NonFinite (what was
-        computed ahead is then dropped)."""
+        """Compute the gradient or update of a step's next part, before `train` gets it again.
+
+        Saved weights stay those before the step. Raises NonFinite, which drops speculative work.
+        """
         ...

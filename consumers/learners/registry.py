@@ -1,6 +1,6 @@
-"""The trainers that a run may have: a row for each, and `module:attribute` for a user's own.
+"""Trainers by name, and `module:attribute` for user code.
 
-Nothing of a trainer is imported here, torch neither: `open` does that, in the trainer's process.
+Imports no trainer and no torch; `open` does, in the trainer's process.
 """
 
 from __future__ import annotations
@@ -43,38 +43,39 @@ Open = Callable[[Path, Path, Config, LogLocation | None], Learner]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerKind:
-    """What a run has to know of a trainer before one is opened."""
+    """Capabilities of a trainer, known before it is opened."""
 
     open: Open
-    """With the directory of config and tokenizer files, the weights of version 0, the run's keys,
-    and where the log is, for ranks beside this process. Raises PolicyError for a model it cannot
-    train, ConfigError for a GPU that is not there, ResourceError when ranks do not come."""
+    """Factory; takes the config and tokenizer directory, weights of version 0, configuration, and
+    log location for other ranks. Raises PolicyError for an unsupported model, ConfigError without a
+    GPU, ResourceError if ranks are missing.
+    """
     packages: tuple[str, ...] = ()
-    """Modules that it needs."""
+    """Required modules."""
     hint: str = ""
-    """What to do where one is missing."""
+    """Hint if one is missing."""
     moving_reference: bool = False
-    """Whether it takes `TrainBatch.reference`, which `objective.reference_every` asks for."""
+    """Supports `TrainBatch.reference` (`objective.reference_every`)."""
     teacher: bool = False
-    """Whether it takes `TrainBatch.teacher`, which `objective.teacher_weight` asks for."""
+    """Supports `TrainBatch.teacher` (`objective.teacher_weight`)."""
     bfloat16: bool = False
-    """Whether it goes on in bfloat16 where version 0 is published so (`policies.dtype`)."""
+    """Publishes bfloat16 if version 0 is bfloat16 (`policies.dtype`)."""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
-    """What it takes of `trainer.optimizer`."""
+    """Supported `trainer.optimizer` values."""
     routes: bool = False
-    """Whether it sends tokens through the experts that a record names (`sampling.routes`)."""
+    """Routes tokens through recorded experts (`sampling.routes`)."""
     router_aux_loss: bool = False
-    """Whether it takes `trainer.router_aux_loss`."""
+    """Supports `trainer.router_aux_loss`."""
     expert_parallel: bool = False
-    """Whether its ranks share the experts of a mixture (`trainer.expert_parallel`)."""
+    """Supports `trainer.expert_parallel`."""
     weights: bool = False
-    """Whether it takes `TrainBatch.weights`, which a step that is trained again may have."""
+    """Supports `TrainBatch.weights`."""
     leaves_device: bool = False
-    """Whether it has `port.LeavesDevice` (`trainer.offload_between_steps`)."""
+    """Implements `port.LeavesDevice` (`trainer.offload_between_steps`)."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
-    """The row of a trainer; `directory` is where a user's file lies. Raises ConfigError."""
+    """Return a trainer's capabilities, importing user code from `directory`. Raises ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not is_own(name):
@@ -91,7 +92,7 @@ def learner_kind(name: str, directory: str = "") -> LearnerKind:
 
 
 def need_learner(config: Config) -> None:
-    """Raise ConfigError, before anything starts, for a trainer or objective that cannot be used."""
+    """Raise ConfigError, before anything starts, if trainer or objective is unusable."""
     name = config.trainer.kind
     kind = learner_kind(name, config.task.directory)
     _need_taken(name, kind, config)
@@ -116,7 +117,7 @@ def need_learner(config: Config) -> None:
 
 
 def _need_taken(name: str, kind: LearnerKind, config: Config) -> None:
-    """Raise ConfigError for a key that asks for what the trainer does not say that it takes."""
+    """Raise ConfigError for a key that the trainer does not support."""
     trainer = config.trainer
     for key, asked, taken in (
         ("sampling.routes", config.sampling.routes, "routes"),
@@ -136,15 +137,15 @@ def _need_taken(name: str, kind: LearnerKind, config: Config) -> None:
 
 
 def need_optimizer(optimizer: OptimizerName) -> None:
-    """Raise ConfigError for one whose library is not installed."""
+    """Raise ConfigError if the optimizer's library is missing."""
     if optimizer == "adamw8bit":
         _need("trainer.optimizer = 'adamw8bit'", ("bitsandbytes",), EIGHT_BITS_HINT)
 
 
 def published_dtype(config: Config, says: str) -> PolicyDtype:
-    """What a new run publishes, of a model that `says` what it is (`policies.dtype`).
+    """Return the published dtype of a new run whose model has dtype `says`.
 
-    Raises ConfigError for a trainer that is none.
+    Raises ConfigError for an unknown trainer.
     """
     if config.policies.dtype != "auto":
         return config.policies.dtype
@@ -161,7 +162,7 @@ def _need(who: str, packages: Sequence[str], hint: str) -> None:
 def make_learner(
     *, assets: Path, reference: Path, config: Config, log: LogLocation | None = None
 ) -> Learner:
-    """The trainer of a run, without weights yet: see `LearnerKind.open`, which may raise."""
+    """Return the run's trainer, without weights. Raises as `LearnerKind.open`."""
     need_learner(config)
     kind = learner_kind(config.trainer.kind, config.task.directory)
     with importable(config.task.directory):
@@ -181,7 +182,7 @@ def make_learner(
 
 
 class _WithSources:
-    """A learner in which a user's code computes: what that was is in the fingerprint, too."""
+    """Learner whose fingerprint includes the digests of user code."""
 
     def __init__(self, learner: Learner, sources: Mapping[str, str]) -> None:
         self._learner, self._sources = learner, sources
@@ -194,18 +195,18 @@ class _WithSources:
 
 
 def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchLearner:
-    """What computes log-probs of a run's versions again: torch, whatever trained it.
+    """Return a torch learner that rescores log-probs, whatever trained the run.
 
-    Raises PolicyError for a model it cannot take, ConfigError where a package or GPU is missing.
+    Raises PolicyError for an unsupported model, ConfigError without a package or GPU.
     """
     _need("scoring", TORCH_PACKAGES, TORCH_HINT)
     trainer = replace(config.trainer, optimizer="adamw", router_aux_loss=0.0)
     plain = replace(config, trainer=trainer)
-    return _torch(assets, reference, plain, None)  # It updates nothing.
+    return _torch(assets, reference, plain, None)  # Its optimizer is unused.
 
 
 def device_of(section: Section) -> str:
-    """`cpu` or `cuda`. Raises ConfigError for a GPU that is not there."""
+    """Return `cpu` or `cuda`. Raises ConfigError without the requested GPU."""
     import torch
 
     if section.device == "cpu":
@@ -217,7 +218,7 @@ def device_of(section: Section) -> str:
 
 
 def no_gpu() -> ConfigError:
-    """The error of a trainer whose GPU is not there."""
+    """Return the error of a missing GPU."""
     return ConfigError(
         "trainer.device is cuda, but torch finds no GPU here",
         hint="-o trainer.device=cpu, or a machine with a GPU and its driver",
@@ -225,7 +226,7 @@ def no_gpu() -> ConfigError:
 
 
 def _gradient_device(section: Section) -> str:
-    """As `device_of`. Raises ConfigError for what lies in the host's memory anyway."""
+    """Return the device. Raises ConfigError for offloading from a CPU."""
     device = device_of(section)
     asked = {
         "gradient_checkpointing": section.gradient_checkpointing == "offload",
@@ -241,9 +242,9 @@ def _gradient_device(section: Section) -> str:
 
 
 def follows(config: Config, log: LogLocation, store: PolicyStore) -> bool:
-    """Be a rank above 0 until that one ends, if this process was started as one.
+    """Run as a rank above 0 until rank 0 ends, if the environment says so; return whether it did.
 
-    Raises ConfigError, UsageError, BusError, ResourceError when another rank is lost.
+    Raises ConfigError, UsageError, BusError, ResourceError if another rank is lost.
     """
     if config.trainer.kind != "deepspeed" or os.environ.get("RANK", "0") in ("", "0"):
         return False
@@ -255,7 +256,7 @@ def follows(config: Config, log: LogLocation, store: PolicyStore) -> bool:
 
 
 def end_ranks() -> None:
-    """End the processes that trainers of this one have started; they would end with it, too."""
+    """End the rank processes that this process started."""
     group = sys.modules.get("dora_pipe.consumers.learners.deepspeed.rank_group")
     if group is not None:
         group.end_rank_group()
@@ -285,7 +286,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
 
 
 def adapter_options(lora: Lora) -> LoraOptions | None:
-    """What is trained, if not all weights."""
+    """Return the adapter's options, or None for full training."""
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
     if not lora.rank:

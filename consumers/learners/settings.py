@@ -1,4 +1,4 @@
-"""The configuration keys a training step depends on, as its batch and its commit have them."""
+"""Configuration keys that a training step depends on."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
 
 MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
-"""A key that is not logged: a commit repeats it among its numerics."""
+"""Not logged as a key; recorded in the commit's numerics."""
 
 PACKING: Final = "trainer.packing"
-"""Likewise, where it is on; then it says by which way attention goes."""
+"""Also in the numerics, with the kind of attention."""
 
 MASKED: Final = "on"
-"""A packed line at once, under a mask ..."""
+"""Attention over a packed line under a mask."""
 
 VARLEN: Final = "varlen"
-"""... or each of its sequences by itself, which not every device can."""
+"""Attention per sequence; not supported by every device."""
 
 Packing = bool | Literal["on", "varlen"]
-"""True: the best way that there is."""
+"""True selects the best supported kind."""
 
 ROUTER_AUX_LOSS: Final = "trainer.router_aux_loss"
-"""Likewise, where there is one."""
+"""Also in the numerics, if set."""
 
 _OF: Final = "objective."
 _OPTION: Final = "options."
@@ -46,26 +46,26 @@ class StepSettings(
     kw_only=True,
     rename=lambda name: None if name == "objective" else f"trainer.{name}",
 ):
-    """What is in force for one step; `dora_pipe.config.model` says what each key means.
+    """Settings in force for one step; see `dora_pipe.config.model`.
 
     Example: ``step_settings({"trainer.learning_rate": 3e-4, ...}).learning_rate == 3e-4``
     """
 
     learning_rate: Annotated[float, msgspec.Meta(ge=0, le=LEARNING_RATE_MAX)]
-    """Of this step; 0 where a schedule has come to its end."""
+    """Rate of this step; 0 after the schedule's end."""
     grad_norm_max: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
     packing: Packing = False
     router_aux_loss: float = 0.0
     reference: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """The version that the KL is to, where that moves."""
+    """KL reference version, if it moves."""
     objective: Objective
-    """Its keys; those that its kind does not use are None."""
+    """Keys that its kind does not use are None."""
 
 
 def step_settings(settings: Settings) -> StepSettings:
-    """From logged keys; others are ignored. Raises ConfigError for one missing or mistyped."""
+    """Convert logged keys, ignoring others. Raises ConfigError for a missing or mistyped key."""
     given = _of_objective(settings)
     used = uses(given) | {"kind"}
     taken = used | MAY_LACK | {"options"}
@@ -81,10 +81,10 @@ def step_settings(settings: Settings) -> StepSettings:
 
 
 def changed_settings(settings: Settings, changes: Settings, *, max_tokens: int) -> Settings:
-    """A step's settings with other values, as `set` would have changed them.
+    """Return a step's settings with changes applied as `set` would.
 
-    Another kind of objective starts from its own defaults; `max_tokens` is sampling.max_tokens.
-    Raises ConfigError for a value or a key that cannot be.
+    Another objective kind starts from its own defaults; `max_tokens` is sampling.max_tokens. Raises
+    ConfigError for an invalid key or value.
     """
     named = settled(_of_objective(settings), _of_objective(changes))
     merged = {**settings, **changes}
@@ -104,7 +104,6 @@ def changed_settings(settings: Settings, changes: Settings, *, max_tokens: int) 
 
 
 def _of_objective(settings: Settings) -> dict[str, Any]:
-    """The section [objective] that these keys are of."""
     found: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for key, value in settings.items():
@@ -117,7 +116,7 @@ def _of_objective(settings: Settings) -> dict[str, Any]:
 
 
 def advantage_rule(settings: Settings) -> tuple[Advantage | None, bool]:
-    """The advantages that a commit's settings ask for, and whether they are divided."""
+    """Return the advantage rule of a commit's settings, and whether it divides by std."""
     given = _of_objective(settings)
     known = {**defaults_of(given), **given}
     advantage = known.get("advantage") if rewarded(str(known.get("kind", "grpo"))) else None

@@ -1,7 +1,7 @@
-"""Supervised warm start: trains a model directory on examples into another one.
+"""Supervised warm start: trains a model directory on examples, writes another.
 
-It decides the order of the examples (a seeded shuffle per data epoch), which share a row, and
-nothing else; equal inputs give equal weights. Only tokens whose mask is 1 count in the loss.
+Shuffles examples by seed per data epoch; equal inputs give equal weights. Only tokens with mask 1
+count.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ MICRO_BATCH_TOKENS: Final = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """Token ids, and a mask of 1 where the model shall learn to say them."""
+    """Token ids, and a mask of 1 for tokens to learn."""
 
     token_ids: Sequence[int]
     mask: Sequence[int]
 
     @property
     def counted(self) -> int:
-        """Tokens that enter the loss; the first one is predicted by nothing."""
+        """Return the number of tokens in the loss; the first token has no prediction."""
         return sum(self.mask[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
-    """How it is trained. Keys that `dora_pipe.config.training.Trainer` has mean the same here."""
+    """Options of the warm start; shared keys as in `dora_pipe.config.training.Trainer`."""
 
     optimizer: OptimizerName = "adamw"
     steps: int = 240
@@ -66,21 +66,21 @@ class SftOptions:
     seed: int = 0
     threads: int = 1
     context_tokens: int = 1024
-    """Longer examples are left out."""
+    """Longer examples are dropped."""
     lora: LoraOptions | None = None
-    """What is trained, if not all weights; written merged, with the adapter beside them."""
+    """Adapter to train; written merged and separately."""
     memory: MemoryOptions = AT_ONCE
-    """With packing several examples stand in a row of at most `context_tokens`."""
+    """Packing puts several examples in a row of at most `context_tokens`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SftResult:
-    """What came of it."""
+    """Result of the warm start."""
 
     loss: float = math.nan
-    """Of the last step."""
+    """Loss of the last step."""
     left_out: int = 0
-    """Draws of examples that were longer than the context."""
+    """Draws dropped for their length."""
 
 
 def train_sft(
@@ -92,17 +92,17 @@ def train_sft(
     options: SftOptions,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> SftResult:
-    """Train on rows, each encoded when its turn comes, and write a model directory.
+    """Train on rows, encoding each on use, and write a model directory.
 
-    The loss is the mean over the counted tokens of a batch. `progress` gets the number of steps
-    done and the loss. Raises PolicyError, TaskError for rows that cannot be used, NonFinite.
+    The loss is the mean over counted tokens of a batch. `progress` gets steps done and loss. Raises
+    PolicyError, TaskError for unusable rows, NonFinite.
     """
     if not rows:
         raise TaskError("there is nothing to train on", hint="give rows")
     result = SftResult()
     batches = _Batches(rows, encode, options, result)
     with tempfile.TemporaryDirectory() as folder, deterministic(options.threads):
-        # A store of its own reads shards and sixteen-bit weights alike.
+        # A temporary store reads shards and 16-bit weights alike.
         store = PolicyStore(Path(folder))
         manifest, assets = import_model(store, model_dir)
         first = store.weights_path(manifest.digest)
@@ -154,7 +154,7 @@ def _optimizer(model: TorchModel, options: SftOptions) -> Optimizer:
 def _write(
     model: TorchModel, model_dir: Path, out_dir: Path, store: PolicyStore, assets: str
 ) -> None:
-    """A model directory; of an adapter with merged weights, and itself beside them."""
+    """Write a model directory; adapters both merged and separately."""
     if not isinstance(model, LoraModel):
         write_model_dir(out_dir, model_dir, lambda path: write_tensors(path, model.sources()))
         return
@@ -163,7 +163,7 @@ def _write(
 
 
 class _Batches:
-    """Draws examples: every one once per data epoch, in another order each time."""
+    """Draws every example once per data epoch, reshuffled each time."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Batches:
         self._examples = self._encoded(rows, encode)
 
     def draw(self) -> list[Example]:
-        """The next batch."""
+        """Return the next batch."""
         return [next(self._examples) for _ in range(self._options.batch)]
 
     def _encoded(self, rows: Sequence[R], encode: Callable[[R], Example]) -> Iterator[Example]:
@@ -211,8 +211,7 @@ def _order(count: int, seed: int) -> Iterator[int]:
 def rows_of(
     examples: Sequence[Example], *, packing: bool, context_tokens: int
 ) -> list[list[Example]]:
-    """The rows of a batch: one example each, or as many as fit (`lines_of`), longest first, which
-    stand one after the other."""
+    """Return the rows of a batch: one example each, or packed longest first (`lines_of`)."""
     if not packing:
         return [[one] for one in examples]
     ordered = sorted(examples, key=lambda one: -len(one.token_ids))
@@ -223,7 +222,7 @@ def rows_of(
 def _step(
     model: TorchModel, optimizer: Optimizer, chosen: Sequence[Example], options: SftOptions
 ) -> float:
-    """Gradients of one batch, clipped; its loss."""
+    """Compute and clip the gradients of a batch; return its loss."""
     rows = rows_of(chosen, packing=options.memory.packing, context_tokens=options.context_tokens)
     sizes = [
         RowSize(ordinal=place, sibling=0, tokens=sum(len(one.token_ids) for one in row))
@@ -246,7 +245,6 @@ def _step(
 
 
 def _passage(rows: Sequence[Sequence[Example]], micro: MicroBatch) -> Passage:
-    """The rows of one pass. Nothing predicts the first token of an example."""
     examples = [one for row in rows for one in row]
     following = iter(range(len(examples)))
     return passage_of(

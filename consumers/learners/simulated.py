@@ -1,9 +1,7 @@
-"""A trainer without torch for role tests and the simulator: its weights are a hash of their past.
+"""Learner without torch, for role tests and the simulator: its weights are a hash of their past.
 
-Weights after a step = sha256(weights before, batch, settings), written as a tiny but real
-safetensors file, so that everything around a trainer (digests, checkpoints, replay, divergence)
-runs as in production, in microseconds. Weights may have another tensor, of which a step changes
-one element: a version is then no patch of any but the one before it.
+Weights after a step = sha256(weights before, batch, settings), in a tiny real safetensors file. An
+optional sparse tensor changes one element per step, to exercise deltas.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from dora_pipe.store.safetensors_file import (
 WEIGHTS_BYTES: Final = 32
 INITIAL: Final = bytes(WEIGHTS_BYTES)
 SPARSE: Final = "sparse"
-"""The tensor of which a step changes one element; bfloat16."""
+"""Bfloat16 tensor of which a step changes one element."""
 
 _FINITE: Final = 0x3FFF
-"""Bits of a bfloat16 that make no infinity and no NaN."""
+"""Bit mask that excludes infinity and NaN in bfloat16."""
 
 _Names = tuple[int, tuple[str, ...]]
 """Step and groups of a part."""
 
 
 class SimulatedLearner:
-    """See the module. `poison` names trajectories whose presence makes a step non-finite.
+    """Deterministic fake learner; trajectories in `poison` raise NonFinite.
 
     Example: ``SimulatedLearner().train(batch, {}).figures["tokens"]``
     """
@@ -58,13 +56,13 @@ class SimulatedLearner:
         self._poison = frozenset(poison)
         self._weights = INITIAL
         self._sparse: Sequence[int] = ()
-        """Bits of the elements; as many as the weights have that were loaded."""
+        """Bits of the sparse elements."""
         self._steps = 0
         self._gathered: list[tuple[_Names, bytes]] = []
-        """The first parts of the next step, and the digest of each."""
+        """Digests of the next step's parts so far."""
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        """Load weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         if read_manifest(weights).digest != digest:
             raise PolicyError(f"{weights} holds other weights")
         self._weights = _read(weights, "weights")
@@ -75,7 +73,7 @@ class SimulatedLearner:
             self._steps = int.from_bytes(_read(optimizer, "steps"), "little")
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One training step. Raises NonFinite for a poisoned batch."""
+        """Train one step. Raises NonFinite for a poisoned batch."""
         gathered, self._gathered = self._gathered, []
         trajectories = [one for group in batch.groups for one in group.trajectories]
         past = hashlib.sha256(self._weights + self._steps.to_bytes(8, "little"))
@@ -101,7 +99,7 @@ class SimulatedLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """What the next part is in the step. Raises NonFinite for a poisoned one."""
+        """Digest the next part. Raises NonFinite for a poisoned one."""
         gathered, self._gathered = self._gathered, []
         digest = self._digest(batch)
         if gathered and gathered[0][0][0] != batch.step:
@@ -121,19 +119,19 @@ class SimulatedLearner:
         return trajectories
 
     def manifest(self) -> Manifest:
-        """The manifest of the present weights."""
+        """Return the manifest of the present weights."""
         return manifest_in_memory(_sources(self._weights, self._sparse))
 
     def save_weights(self, path: Path) -> Manifest:
-        """Write the present weights and describe them."""
+        """Write the present weights; return their manifest."""
         return write_tensors(path, _sources(self._weights, self._sparse))
 
     def save_optimizer(self, path: Path) -> None:
-        """Write the number of steps: all the state there is."""
+        """Write the number of steps, its only state."""
         write_tensors(path, [_source("steps", self._steps.to_bytes(8, "little"))])
 
     def numerics(self) -> dict[str, str]:
-        """What the weights depend on beside inputs."""
+        """Return the numerics fingerprint."""
         return {"trainer": f"{self.name} {self.version}", "micro_batch_tokens": "1"}
 
 
@@ -142,13 +140,11 @@ def _names(part: TrainBatch) -> _Names:
 
 
 def _plain(numbers: Sequence[Any]) -> list[Any]:
-    """As JSON has them: None for NaN."""
     values = numbers.tolist() if isinstance(numbers, np.ndarray) else list(numbers)
     return [None if one != one else one for one in values]
 
 
 def _take_in(past: Any, one: Trajectory, batch: TrainBatch) -> None:
-    """A trajectory becomes part of what the weights are a digest of."""
     past.update(canonical([one.trajectory, one.version, one.reward, _plain(one.token_ids)]))
     past.update(canonical(_plain(one.logprobs)))
     if one.meta.contexts:
@@ -161,17 +157,16 @@ def _take_in(past: Any, one: Trajectory, batch: TrainBatch) -> None:
 
 
 def _logged(settings: Settings) -> dict[str, float | int | str | bool]:
-    """Without what a replay adds: here nothing depends on it."""
+    """Return settings without keys that a replay adds and nothing here uses."""
     return {key: value for key, value in settings.items() if key != MICRO_BATCH_TOKENS}
 
 
 def initial_weights(path: Path, *, sparse: int = 0) -> Manifest:
-    """Write version 0 of a simulated policy, with so many elements of which few change."""
+    """Write version 0 of a simulated policy with `sparse` sparse elements."""
     return write_tensors(path, _sources(INITIAL, [0] * sparse))
 
 
 def _changed(sparse: Sequence[int], weights: bytes) -> Sequence[int]:
-    """The element that these weights choose has the value that they say."""
     if not sparse:
         return sparse
     at, value = (int.from_bytes(weights[start : start + 4], "little") for start in (0, 4))

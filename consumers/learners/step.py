@@ -1,8 +1,6 @@
-"""A batch on its way through a step, without torch: minibatches for updates, micro-batches for
-passes.
+"""Cuts a batch into minibatches (updates) and micro-batches (passes), without torch.
 
-Nothing but the batch and the step's settings decides how it is cut, so the same batch is cut the
-same way on every machine, and its bits can be made again.
+Depends only on batch and settings, so the cut is reproducible on every machine.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ T = TypeVar("T")
 
 
 def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
-    """Deal groups (in dispatch order) to `count` updates like cards; whole groups, never empty.
+    """Deal whole groups, in dispatch order, round-robin to at most `count` updates.
 
-    Dealing mixes versions and ages. Fewer groups than updates give fewer updates.
+    Dealing mixes versions and ages.
 
     Example: ``minibatches("abcde", 2) == [["a", "c", "e"], ["b", "d"]]``
     """
@@ -41,7 +39,7 @@ def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
 
 @dataclass(slots=True, kw_only=True)
 class Item:
-    """A trajectory on its way through a step."""
+    """A trajectory in a step."""
 
     trajectory: Trajectory
     group: str
@@ -50,24 +48,24 @@ class Item:
     staleness: int
     advantage: float | None
     counted: int
-    """Tokens that enter the loss."""
+    """Tokens in the loss."""
     contexts: Sequence[int]
-    """Of those tokens, how many each context has."""
+    """Counted tokens by context."""
     teacher: Sequence[float] | None
-    """Log-probs of those tokens under the teacher, where the step has one."""
+    """Teacher log-probs of the counted tokens."""
     token_staleness: int
-    """Staleness of every sampled token by the version that sampled it, added up."""
+    """Sum of staleness over sampled tokens, by the version of each."""
     weight: float = 1.0
-    """Factor of its loss."""
+    """Loss factor."""
     minibatch: int = 0
     micro_batch: int | None = None
-    """The first of its update that it is in."""
+    """First micro-batch of its update that has some of its tokens."""
     figures: RowFigures | None = None
     figured: int = 0
-    """How many of its tokens the figures are of."""
+    """Tokens covered by `figures`."""
 
     def note(self, figures: RowFigures, tokens: int, micro_batch: int) -> None:
-        """Take up what a pass says of some of its tokens."""
+        """Merge the metrics of a pass over some of its tokens."""
         if self.figures is None or self.micro_batch is None:
             self.figures, self.micro_batch = figures, micro_batch
         else:
@@ -78,53 +76,53 @@ class Item:
 
     @property
     def worth(self) -> bool:
-        """Whether it has an advantage that is not zero."""
+        """Return whether its advantage is valid and not zero."""
         return bool(self.advantage)
 
     def divide_loss(self, divisor: int) -> None:
-        """What the mean divides by was not known when the figures were noted."""
+        """Divide the loss share by the mean's divisor, unknown during the passes."""
         if self.figures is not None:
             self.figures = replace(self.figures, loss_share=self.figures.loss_share / divisor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextRow:
-    """A context of a trajectory, whose own sampled tokens count."""
+    """A context whose own sampled tokens count."""
 
     context: int
     tokens: int
-    """Of the context's whole sequence."""
+    """Tokens of the context's full sequence."""
     first: int
-    """How many tokens of the trajectory count before its own."""
+    """Counted tokens of the trajectory in earlier contexts."""
     counted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Rows whose tokens an objective sees as one trajectory.
+    """Rows that an objective sees as one trajectory.
 
-    They are all of its rows; or one alone, where nothing but itself decides what a token comes to.
+    All rows of the trajectory, or a single one if its tokens depend on no other row.
     """
 
     item: Item
     rows: Sequence[ContextRow]
     """Longest first."""
     weight: float
-    """Of each token in the mean over the minibatch."""
+    """Weight of each token in the minibatch mean."""
 
     @property
     def counted(self) -> int:
-        """Tokens that count."""
+        """Return the number of counted tokens."""
         return sum(row.counted for row in self.rows)
 
     @property
     def width(self) -> int:
-        """Tokens of its longest row."""
+        """Return the tokens of its longest row."""
         return self.rows[0].tokens
 
     @property
     def teacher(self) -> Sequence[float] | None:
-        """Log-probs of its counted tokens under the teacher, where the step has one."""
+        """Return the teacher's log-probs of its counted tokens, if any."""
         said = self.item.teacher
         if said is None or self.counted == self.item.counted == self.rows[0].counted:
             return said
@@ -132,38 +130,38 @@ class Unit:
 
     @property
     def advantage(self) -> float:
-        """That of each of its tokens."""
+        """Return the advantage of its tokens."""
         return self.item.advantage or 0.0
 
     def sequences(self) -> list[TrainedRow]:
-        """Its rows as they are trained."""
+        """Return its rows for training."""
         return [row_of(self.item.trajectory, row.context) for row in self.rows]
 
     def choices(self) -> list[Choices | None]:
-        """Through which experts the tokens of each went, where the record says so."""
+        """Return the recorded experts of each row's tokens, if any."""
         return [choices_of(self.item.trajectory, row.context) for row in self.rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Rows that are computed at once."""
+    """Rows computed together."""
 
     rows: int
     width: int
-    """Tokens of the longest one: every line is padded to it."""
+    """Tokens of the longest row; lines are padded to it."""
     lines: int = 0
-    """Into which the rows are packed (`layout.lines_of`); 0: each has its own."""
+    """Packed lines (`layout.lines_of`); 0 for one row per line."""
     masked: bool = False
-    """These go by a mask also where each sequence could be computed by itself."""
+    """Uses a mask even if attention per sequence is supported."""
 
     @property
     def padded_tokens(self) -> int:
-        """What is computed."""
+        """Return the number of computed tokens."""
         return (self.lines or self.rows) * self.width
 
     @property
     def packing(self) -> Packing:
-        """By which its rows were laid out."""
+        """Return the packing of its rows."""
         return MASKED if self.masked else self.lines > 0
 
 
@@ -174,26 +172,25 @@ class Pass:
     units: Sequence[Unit]
     """Longest first."""
     parts: Sequence[Part]
-    """One, in which all rows of the units are, in their order; several for a single unit whose rows
-    are too many to be computed at once."""
+    """One part with all rows, or several for a single unit too large to compute at once."""
     number: int
-    """Among the passes of its update."""
+    """Number within the update."""
     proximal: Tensor | None = None
-    """Log-probs of the counted tokens under the step's first weights, where they are needed."""
+    """Log-probs of counted tokens under the step's first weights, if required."""
 
     @property
     def padded_tokens(self) -> int:
-        """What the pass computes."""
+        """Return the number of computed tokens."""
         return sum(part.padded_tokens for part in self.parts)
 
     def note(self, figures: Sequence[RowFigures]) -> None:
-        """Take up what each of its units came to."""
+        """Store the metrics of its units."""
         for unit, one in zip(self.units, figures, strict=True):
             unit.item.note(one, unit.counted, self.number)
 
 
 def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
-    """The trajectories of every group of a batch, with their advantages."""
+    """Return the trajectories of each group, with advantages."""
     rewards = [
         (group.version, [trajectory.reward for trajectory in group.trajectories])
         for group in batch.groups
@@ -237,7 +234,7 @@ def _item(
 
 
 def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> list[Pass]:
-    """The passes of one optimizer update; none if nothing in it has a gradient."""
+    """Return the passes of one update; empty if nothing has a gradient."""
     for item in items:
         item.minibatch = minibatch
     objective = settings.objective
@@ -251,8 +248,7 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
 def part_passes(
     items: Sequence[Item], settings: StepSettings, *, first: int
 ) -> tuple[list[Pass], int]:
-    """The passes of a part of an update, numbered from `first`, and what they are to be divided by
-    once all parts are there (`summed_weights`)."""
+    """Return the passes of a part, numbered from `first`, and its divisor (`summed_weights`)."""
     objective = settings.objective
     assert objective.loss is not None
     valid = [item for item in items if item.advantage is not None]
@@ -263,10 +259,10 @@ def part_passes(
 
 
 def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSettings) -> list[Pass]:
-    """Items of an update, with the weight of their tokens, in passes.
+    """Return the passes of an update.
 
-    A zero advantage without a KL term, a teacher and a loss of routers has a gradient of exactly
-    zero, as has a weight of zero: it still counts in the mean, but nothing is computed for it.
+    Skips items with exactly zero gradient: zero weight, or zero advantage without KL term, teacher
+    and router loss. They still count in the mean.
     """
     objective = settings.objective
     chosen = [
@@ -291,7 +287,6 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
 
 
 def _units(item: Item, weight: float, *, whole: bool) -> list[Unit]:
-    """What of a trajectory an objective must see together."""
     meta = item.trajectory.meta
     sizes = lengths(meta.contexts, item.trajectory.length)
     rows, first = [], 0
@@ -321,7 +316,7 @@ def _packed(units: Sequence[Unit], settings: StepSettings) -> list[tuple[int, ..
 
 
 def one_pass(units: Sequence[Unit], *, packing: Packing) -> Pass:
-    """A pass of these, longest first, all computed at once; its number is 0."""
+    """Return one pass, number 0, of units ordered longest first."""
     lengths = [row.tokens for unit in units for row in unit.rows]
     return Pass(units=units, parts=[_part(lengths, packing=packing)], number=0)
 
@@ -333,7 +328,7 @@ def _part(lengths: Sequence[int], *, packing: Packing) -> Part:
 
 
 def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
-    """A pass of one unit whose rows are computed one part after the other."""
+    """Return a pass of one unit, computed in several parts."""
     limit, packing = settings.micro_batch_tokens, settings.packing
     sizes = [RowSize(ordinal=0, sibling=0, tokens=row.tokens) for row in unit.rows]
     cut = [
@@ -346,7 +341,7 @@ def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
 
 
 def updates_of(batch: TrainBatch, settings: StepSettings) -> tuple[list[Item], list[list[Pass]]]:
-    """The trajectories of a batch in its order, and the passes of each update of a step."""
+    """Return the trajectories in batch order, and the passes of each update."""
     items = items_of(batch, settings)
     updates = [
         passes_of([item for group in groups for item in group], number, settings)

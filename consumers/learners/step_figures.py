@@ -1,4 +1,4 @@
-"""What a step says of itself: figures of all of it, and a row a trajectory; without torch."""
+"""Metrics of a step, and contribution rows, without torch."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from dora_pipe.schemas.trajectory import Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """What the updates of a step add up to."""
+    """Sums over the updates of a step."""
 
     loss: float = 0.0
     router_aux: float = 0.0
-    """The load-balancing loss of routers, without its weight."""
+    """Router load-balancing loss, unweighted."""
     updates: int = 0
     grad_norms: list[float] = field(default_factory=list)
     padded_tokens: int = 0
     passes: int = 0
 
     def note_update(self, norm: float) -> None:
-        """Count an update, from a gradient of this norm. Raises NonFinite."""
+        """Count an update with this gradient norm. Raises NonFinite."""
         if not math.isfinite(norm) or not math.isfinite(self.loss):
             raise NonFinite(f"a step gave gradient norm {norm} and loss {self.loss}")
         self.updates += 1
         self.grad_norms.append(norm)
 
     def add(self, other: Sums) -> None:
-        """What came after it."""
+        """Add the sums of later updates."""
         self.loss += other.loss
         self.router_aux += other.router_aux
         self.updates += other.updates
@@ -47,7 +47,7 @@ class Sums:
 
 
 def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dict[str, float]:
-    """The step's figures; all finite, and no figure where there is nothing to say."""
+    """Return the step's metrics; all finite, undefined ones omitted."""
     rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
     rows = [(item.figures, item.counted) for item in items if item.figures is not None]
     tokens = sum(count for _, count in rows)
@@ -93,8 +93,9 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
 
 
 def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Entropy of the policies that sampled, estimated as mean -log-prob of their tokens, in nats;
-    and the share of trajectories that a limit of tokens or turns ended."""
+    """Return the sampling policies' entropy, estimated as mean -log-prob of tokens in nats, and the
+    share of truncated trajectories.
+    """
     if not trajectories:
         return {}
     sums, tokens = [], 0
@@ -110,12 +111,12 @@ def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _mean(values: Sequence[float]) -> float:
     try:
         return math.fsum(values) / len(values) if values else 0.0
-    except OverflowError:  # Finite ones, whose sum is not.
+    except OverflowError:  # finite values may sum to infinity
         return math.inf
 
 
 def contribution(item: Item) -> dict[str, Any]:
-    """A row of the contributions file."""
+    """Return a row of the contributions file."""
     trajectory = item.trajectory
     return {
         "trajectory": trajectory.trajectory,

@@ -1,8 +1,8 @@
-"""A learner with a teacher beside it: decides when that is asked, and what of its answers is kept.
+"""Learner with a teacher.
 
-It is asked where a step's settings give it a weight, before anything is trained. Its log-probs go
-to the learner as a column of the batch, and into the contributions file of the step as one: with a
-teacher whose bits are not repeatable, that column is what a replay trains on.
+The teacher scores a batch before training if the settings give it a weight. Its log-probs become a
+column of the batch and of the contributions file; replay uses that column if the teacher is not
+bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dora_pipe.schemas.contexts import counted_places, rows_of
 WEIGHT: Final = "objective.teacher_weight"
 
 Column = Mapping[str, Sequence[float]]
-"""By trajectory, the log-probs of its counted tokens under a teacher."""
+"""Teacher log-probs of counted tokens, by trajectory."""
 
 
 def with_teacher(learner: Learner, teacher: Teacher | None) -> Learner:
-    """The learner of a run that has this teacher, or none."""
+    """Return the learner, with its teacher if any."""
     return learner if teacher is None else cast("Learner", LearnerWithTeacher(learner, teacher))
 
 
@@ -39,10 +39,9 @@ def add_teacher_logprobs(
     settings: Settings,
     kept: Callable[[], Column] | None = None,
 ) -> Generator[None, None, TrainBatch]:
-    """The batch with what the teacher says of it, where the settings ask for it; `kept` gives what
-    it said when the step was committed. Yields while it waits.
+    """Return the batch with teacher log-probs if the settings require them; yields while waiting.
 
-    Raises ConfigError where there is no teacher, and what `Teacher.logprobs` raises.
+    `kept` returns the logged ones. Raises ConfigError without a teacher, and as `Teacher.logprobs`.
     """
     if not settings.get(WEIGHT) or batch.teacher is not None:
         return batch
@@ -54,24 +53,24 @@ def add_teacher_logprobs(
 
 
 def waits_for(learner: Learner | None) -> str:
-    """What its teacher waits for, in words; empty for nothing."""
+    """Return what the teacher waits for, in words; empty if nothing."""
     return learner.teacher.waits_for if isinstance(learner, LearnerWithTeacher) else ""
 
 
 class LearnerWithTeacher:
-    """See the module. Everything else is the learner's own."""
+    """Learner plus teacher; delegates other attributes to the learner."""
 
     def __init__(self, learner: Learner, teacher: Teacher) -> None:
         self._learner = learner
         self.teacher = teacher
         self._said: dict[str, Sequence[float]] = {}
-        """Of the parts of the next step, by trajectory: it is not asked again."""
+        """Log-probs of the next step's parts, by trajectory."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
 
     def asked(self, batch: TrainBatch) -> Generator[None, None, TrainBatch]:
-        """The batch with what the teacher says now, or said of its first parts."""
+        """Return the batch with teacher log-probs, new or from its first parts."""
         everything = [one for group in batch.groups for one in group.trajectories]
         trajectories = [one for one in everything if one.trajectory not in self._said]
         rows = [(ids, mask) for one in trajectories for ids, mask, _ in rows_of(one)]
@@ -87,7 +86,7 @@ class LearnerWithTeacher:
         return replace(batch, teacher=column)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One training step, with the teacher's column in its contributions."""
+        """Train one step, adding the teacher's column to the contributions."""
         batch = _result_of(add_teacher_logprobs(cast("Learner", self), batch, settings))
         result = self._learner.train(batch, settings)
         self._said = {}
@@ -103,24 +102,23 @@ class LearnerWithTeacher:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """The next part of a step, with the teacher's column, which is kept for the whole."""
+        """Compute a part; keep its teacher log-probs for the step."""
         batch = _result_of(add_teacher_logprobs(cast("Learner", self), batch, settings))
         self._said |= batch.teacher or {}
         if isinstance(self._learner, TrainsParts):
             self._learner.train_part(batch, settings)
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """As the learner; parts begun before are forgotten."""
+        """Load weights; forget parts."""
         self._said = {}
         self._learner.load(weights, digest=digest, optimizer=optimizer)
 
     def numerics(self) -> dict[str, str]:
-        """The learner's, and which teacher there is."""
+        """Return the learner's numerics, and the teacher."""
         return {**self._learner.numerics(), "teacher": self.teacher.name()}
 
 
 def _result_of(asking: Generator[None, None, TrainBatch]) -> TrainBatch:
-    """What it ends with."""
     while True:
         try:
             next(asking)
@@ -129,8 +127,9 @@ def _result_of(asking: Generator[None, None, TrainBatch]) -> TrainBatch:
 
 
 def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
-    """Mean over the sampled tokens of log-prob when sampled less that under the teacher: estimates
-    the KL of what sampled to the teacher, in nats per token; nothing without tokens."""
+    """Return the mean over sampled tokens of behavior minus teacher log-prob: the estimated KL of
+    the sampling policy to the teacher, in nats per token.
+    """
     gaps = [
         behaviour - said
         for group in batch.groups

@@ -1,1 +1,1 @@
-"""The learner on plain PyTorch: one process, equal bits under equal numerics."""
+"""Learner on plain PyTorch: one process, bit-equal results under equal numerics."""

@@ -1,9 +1,8 @@
-"""Layers whose blocks and norms see some tokens at a time; decides which modules these are.
+"""Dense blocks and norms computed on chunks of tokens.
 
-What a gated block holds of a token is several times as wide as its hidden state, and a long
-sequence has it for all tokens at once. A block sees no token beside another, so it is computed for
-some of them at a time, and once more when gradients go back (tiled MLP, arXiv 2506.13996, section
-3.1): what is held is its input, and a chunk's inside. So are norms, which hold float32 copies.
+A gated block holds several times its hidden state per token, and norms hold float32 copies. Both
+act per token, so they run in chunks that backward recomputes (tiled MLP, arXiv 2506.13996, section
+3.1). Memory: the input plus the inside of one chunk.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slice
 _PROBE_TOKENS: Final = 8
 
 NEAR: Final = 1e-4
-"""Logits of a probe may differ by so much of their size where layers are cut: sums in another
-order, no more."""
+"""Relative tolerance of chunked against unchunked probe logits: summation order only."""
 
 
 def mlp_width(network: Any) -> int:
-    """Numbers of a token that the widest dense block holds; 0 where there is no such block."""
+    """Return the widest size of the dense blocks; 0 without any."""
     sizes = [size for one in _blocks(network) for held in one.parameters() for size in held.shape]
     return max(sizes, default=0)
 
 
 def chunk_layers(network: Any, memory: MemoryOptions) -> None:
-    """Compute blocks and norms in the chunks that `memory` asks for; a network in which a block is
-    no function of a token alone stays as it is."""
+    """Chunk blocks and norms as `memory` requires, unless a probe shows that they do not act per
+    token.
+    """
     width = mlp_width(network)
     if not memory.mlp_chunk_tokens or not width:
         return
@@ -50,7 +49,7 @@ def chunk_layers(network: Any, memory: MemoryOptions) -> None:
 
 
 def _blocks(network: Any) -> Iterator[Any]:
-    """The dense blocks: what has experts sends tokens to them, and needs all at once."""
+    """Yield dense blocks; blocks with experts need all tokens at once."""
     for layer in decoder_layers(network):
         block = getattr(layer, "mlp", None)
         if block is not None and not any("expert" in name for name, _ in block.named_modules()):
@@ -58,7 +57,6 @@ def _blocks(network: Any) -> Iterator[Any]:
 
 
 def _token_wise(network: Any) -> Iterator[Any]:
-    """Dense blocks, and norms of layers and of what comes after them."""
     yield from _blocks(network)
     holders = [*decoder_layers(network), network.base_model]
     for one in (child for holder in holders for child in holder.children()):
@@ -69,7 +67,7 @@ def _token_wise(network: Any) -> Iterator[Any]:
 def _in_chunks(
     compute: Callable[[Tensor], Tensor], memory: MemoryOptions, width: int
 ) -> Callable[[Tensor], Tensor]:
-    """The same function of hidden states [rows, tokens, H]."""
+    """Return the same function of hidden states [rows, tokens, H], chunked."""
 
     def forward(hidden: Tensor) -> Tensor:
         rows, tokens = hidden.shape[:2]

@@ -1,4 +1,4 @@
-"""What computes: its class, its clock, and the settings under which it always gives equal bits."""
+"""Compute device: its class, clock and deterministic settings."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from dora_pipe.core.errors import ResourceError
 
 
 def device_class(device: str) -> str:
-    """What kind of device computes, e.g. "cuda NVIDIA H100" or "cpu AMD EPYC 9654"."""
+    """Return the kind of device, e.g. "cuda NVIDIA H100" or "cpu AMD EPYC 9654"."""
     if device.startswith("cuda"):
         return f"cuda {torch.cuda.get_device_name(device)}"
     return f"cpu {_processor()}"
 
 
 def capability(device: str) -> str:
-    """Which instructions and libraries it computes with. Raises ResourceError for a cuDNN that this
-    torch was not compiled against: with it a step would fail later, or have other bits."""
+    """Return instruction set and libraries. Raises ResourceError for a cuDNN that torch was not
+    compiled against: steps would fail later or differ in bits.
+    """
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
         return f"sm_{major}{minor}, CUDA {torch.version.cuda}, cuDNN {_cudnn()}"
@@ -52,23 +53,22 @@ def _processor() -> str:
 
 
 def compute_clock(device: str, threads: int) -> Callable[[], float]:
-    """A clock in seconds that counts what a step computes and as little else as can be."""
+    """Return a clock in seconds of a step's compute time."""
     if device.startswith("cuda"):
         return lambda: _settled(device)
     return time.thread_time if threads == 1 else time.process_time
 
 
 def _settled(device: str) -> float:
-    """The time when a GPU has done what it was told: it computes behind the program's back."""
+    """Return the time after a GPU has finished its queue."""
     torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 @contextmanager
 def deterministic(threads: int) -> Iterator[None]:
-    """One fixed number of threads, deterministic kernels, float32 that is not rounded in products,
-    and back to what was before."""
-    filling: Any = torch.utils.deterministic  # a module that is an object in disguise
+    """Fix thread count, deterministic kernels and full float32 products; restore on exit."""
+    filling: Any = torch.utils.deterministic  # a module replaced by an object
     before = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -77,9 +77,9 @@ def deterministic(threads: int) -> Iterator[None]:
     )
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    # Filling every fresh buffer only helps to find reads of uninitialised memory; it is slow.
+    # Filling new buffers only finds uninitialized reads, and is slow.
     filling.fill_uninitialized_memory = False
-    torch.set_float32_matmul_precision("highest")  # an environment may have it otherwise on GPUs
+    torch.set_float32_matmul_precision("highest")  # an environment may lower it on GPUs
     try:
         yield
     finally:

@@ -1,12 +1,9 @@
-"""What a trainer holds of its device between steps: nothing, if it is to make room there.
+"""Moves a trainer's device memory to the host between steps.
 
-Storages leave, not tensors: the bytes of each go to the host's memory, the device's are freed, and
-come back before anything computes. Every view of a storage (tied weights, ZeRO's flat buffers and
-the pieces of them, an optimizer's moments) stays what it is and needs not be known; a step computes
-with the bits it would have found. So it holds for every optimizer and every stage of ZeRO.
-
-DeepSpeed's own `offload_states` moves the moments of its own Adam alone under stage 3, knows no
-stage 0, and leaves out what is beside ZeRO: remainders of masters, a reference, a frozen base.
+Moves storages, not tensors: bytes go to the host, the device memory is freed, and both return
+before anything computes. All views (tied weights, ZeRO's flat buffers, moments) stay valid, so this
+works for every optimizer and ZeRO stage. DeepSpeed's `offload_states` moves only its own Adam's
+moments in stage 3, and neither remainders, reference nor frozen base.
 """
 
 from __future__ import annotations
@@ -21,16 +18,16 @@ from torch import Tensor
 from dora_pipe.core.errors import ResourceError
 
 PIECE_BYTES: Final = 2**28
-"""Of pinned memory: torch rounds what it pins up to a power of two."""
+"""Size of pinned buffers; torch rounds pinned sizes up to a power of two."""
 
 SMALL_BYTES: Final = 4096
-"""Storages below this stay: counters of updates, rotations, norms' biases."""
+"""Smaller storages stay: counters, rotations, biases."""
 
 
 class DeviceStates:
-    """Storages of a device that can be away; `tensors` gives what lies in them whenever they leave.
+    """Offloadable storages of a device; `tensors` returns what they hold at each offload.
 
-    On a CPU they go from one place of the host's memory to another.
+    On a CPU they move within host memory.
 
     Example: ``states = DeviceStates(lambda: network.parameters(), "cuda:0")``
     """
@@ -39,18 +36,19 @@ class DeviceStates:
         self._tensors = tensors
         self._device = torch.device(device)
         self._away: list[tuple[Any, int, list[Tensor]]] = []
-        """Storages, with their bytes in the host's memory."""
+        """Offloaded storages: size, and host copies."""
         self._pinned: dict[int, list[Tensor]] = {}
-        """Pieces of this many bytes that are free: to pin takes longer than to copy."""
+        """Free pinned buffers by size; pinning is slower than copying."""
 
     @property
     def away_bytes(self) -> int:
-        """What the device has not; 0 while everything is there."""
+        """Return the number of offloaded bytes."""
         return sum(size for _, size, _ in self._away)
 
     def leave(self) -> None:
-        """Free the device; nothing may compute until `come_back`. Raises ResourceError where the
-        host has no memory, and everything is then where it was."""
+        """Offload; nothing may compute until `come_back`. Raises ResourceError, with nothing moved,
+        if the host lacks memory.
+        """
         if self._away:
             return
         leaving = list(self._storages())
@@ -69,8 +67,7 @@ class DeviceStates:
         self._give_back()
 
     def come_back(self) -> None:
-        """Have everything on the device again, bit for bit. Raises ResourceError where that has no
-        room: somebody else has taken it."""
+        """Restore everything, bit for bit. Raises ResourceError if the device lacks memory."""
         while self._away:
             storage, size, copy = self._away[-1]
             try:
@@ -90,7 +87,7 @@ class DeviceStates:
         self._settle()
 
     def _storages(self) -> Iterator[Any]:
-        """Those of the device that are worth leaving, each once."""
+        """Yield the device's storages worth moving, once each."""
         seen: set[int] = set()
         for tensor in self._tensors():
             if tensor.device.type != self._device.type:
@@ -121,20 +118,19 @@ class DeviceStates:
             torch.cuda.synchronize(self._device)
 
     def _give_back(self) -> None:
-        """To the device, what torch's allocator keeps for itself."""
+        """Return cached memory of torch's allocator to the device."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def _bytes_of(storage: Any, device: torch.device) -> Tensor:
-    """A storage as numbers of one byte."""
     found = torch.empty(0, dtype=torch.uint8, device=device)
     return found.set_(storage)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in lists, tuples, sets and mappings, however deep, with their gradients."""
+    """Yield all tensors, with gradients, in nested lists, tuples, sets and mappings."""
     if isinstance(value, Tensor):
         yield value
         if value.is_leaf and value.grad is not None:

@@ -1,7 +1,7 @@
-"""The training step on torch: a function of (weights, optimizer state, batch, settings).
+"""Training step on torch: a function of (weights, optimizer state, batch, settings).
 
-It decides nothing about the run. What makes equal inputs give equal bytes: packing that depends on
-the batch alone, one fixed number of threads, deterministic kernels, no dropout.
+Bit-equal results need packing by batch alone, a fixed thread count, deterministic kernels and no
+dropout.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ from dora_pipe.store.safetensors_file import manifest_in_memory, write_tensors
 from dora_pipe.store.verified import need_digest
 
 VERSION: Final = "1"
-"""Of the arithmetic; part of the numerics fingerprint."""
+"""Version of the arithmetic, in the numerics fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchOptions:
-    """What stays the same while a run lasts; see `dora_pipe.config.training.Trainer`."""
+    """Options fixed for a run; see `dora_pipe.config.training.Trainer`."""
 
     optimizer: OptimizerName = "adamw"
     betas: tuple[float, float] = (0.9, 0.95)
@@ -75,24 +75,24 @@ class TorchOptions:
     threads: int = 1
     device: str = "cpu"
     dtype: ComputeDtype = "float32"
-    """What passes are computed in; weights are updated in float32."""
+    """Compute dtype of passes; updates use float32."""
     lora: LoraOptions | None = None
-    """What is trained, if not all weights."""
+    """Adapter to train; None trains all weights."""
     temperature: float = 1.0
-    """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
+    """Divisor of logits (`sampling.logprob_temperature`)."""
     memory: MemoryOptions = AT_ONCE
     router_aux_loss: float = 0.0
-    """Weight of the load-balancing loss of routers; 0: none."""
+    """Weight of the router load-balancing loss."""
 
 
 class TorchLearner:
-    """The objectives of `consumers.objectives` on a Hugging Face causal LM.
+    """Objectives of `consumers.objectives` on a Hugging Face causal LM.
 
     Example::
 
-        trainer = TorchLearner(assets, reference=store.weights_path(version_0))
-        trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
-        trainer.train(batch, {"trainer.learning_rate": 3e-4, ...}).figures["loss"]
+       trainer = TorchLearner(assets, reference=store.weights_path(version_0))
+       trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
+       trainer.train(batch, {"trainer.learning_rate": 3e-4, ...}).figures["loss"]
     """
 
     name = "torch"
@@ -105,22 +105,21 @@ class TorchLearner:
         self._reference_path = reference
         self._options = options or TorchOptions()
         self._bfloat16 = bfloat16_names(reference)
-        """What is published in that type: what version 0 has in it."""
         self._model = _model(assets, reference, self._options, self._bfloat16)
         if self._options.router_aux_loss:
-            _ = self._model.balance  # A model without one is refused here.
+            _ = self._model.balance  # raises PolicyError for a model without one
         self._reference: TorchModel | None = None
         self._reference_digest: str | None = None
-        """Of a version that was named; empty for version 0, None for nothing yet."""
+        """Digest; empty for version 0, None before the first use."""
         self._optimizer = self._fresh_optimizer()
         self._parts = StepInParts()
-        """The gradient of those that were computed ahead lies in the optimizer."""
+        """Their gathered gradient is in the optimizer."""
         self._kept: tuple[KeptState, bool] | None = None
-        """What a step in parts begins with, and whether that was ever updated."""
+        """State before a step in parts, and whether it was ever updated."""
         self._states = DeviceStates(self._held, self._options.device)
 
     def leave_device(self) -> None:
-        """Weights, optimizer state and reference go to the host's memory until they are needed.
+        """Move weights, optimizer state and reference to host memory until needed.
 
         Raises ResourceError.
         """
@@ -129,7 +128,7 @@ class TorchLearner:
         self._states.leave()
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        """Load weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
         self._states.come_back()
         need_digest(weights, digest)
         if self._options.lora is None and bfloat16_names(weights) != self._bfloat16:
@@ -143,8 +142,7 @@ class TorchLearner:
             self._optimizer.load(optimizer)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One step: several updates, or the parts of a batch. Raises NonFinite (the state is then
-        no longer valid)."""
+        """Train one step. Raises NonFinite, which invalidates the state."""
         self._states.come_back()
         if batch.parts:
             return self._parts.train(self, batch, settings)
@@ -158,7 +156,7 @@ class TorchLearner:
             if needs_reference(step.objective):
                 self._refer_to(batch.reference)
             if needs_proximal(step.objective):
-                for passes in updates[1:]:  # The first computes its own anyway.
+                for passes in updates[1:]:  # the first update computes its own
                     self._score_proximal(passes)
             for passes in updates:
                 self._update(passes, step, sums)
@@ -169,18 +167,18 @@ class TorchLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Compute the next part of a step: its gradient, or its update. Raises NonFinite."""
+        """Compute a part's gradient or update. Raises NonFinite."""
         self._states.come_back()
         self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
-        """Seconds of computing, for differences."""
+        """Return a clock of compute seconds."""
         return compute_clock(self._options.device, self._options.threads)
 
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
-        """Add the gradient of these passes to that of so many before."""
+        """Add the gradient of these passes to that of `before` earlier ones."""
         if not before:
             self._optimizer.clear()
         step, sums = self.settings_of(settings), Sums(passes=len(passes))
@@ -192,7 +190,7 @@ class TorchLearner:
         return sums
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
-        """Divide the gradient that is there and update with it. Raises NonFinite."""
+        """Divide the gathered gradient and update. Raises NonFinite."""
         with deterministic(self._options.threads):
             self._optimizer.divide(divisor)
             self._step_optimizer(step, sums)
@@ -200,7 +198,7 @@ class TorchLearner:
     def update(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
     ) -> Sums:
-        """One update. Raises NonFinite."""
+        """Run one update. Raises NonFinite."""
         step, sums = self.settings_of(settings), Sums(passes=len(passes))
         with deterministic(self._options.threads):
             if needs_reference(step.objective):
@@ -213,22 +211,22 @@ class TorchLearner:
         return sums
 
     def keep(self) -> None:
-        """Keep a copy of weights and optimizer state as they are."""
+        """Copy weights and optimizer state."""
         self._kept = self._optimizer.kept(), self._model.updated
 
     def go_back(self) -> None:
-        """Be as the copy is, bit for bit, and let it go."""
+        """Restore the copy, bit for bit, and free it."""
         assert self._kept is not None
         self._optimizer.go_back(self._kept[0])
         self._model.updated = self._kept[1]
         self._kept = None
 
     def let_go(self) -> None:
-        """The copy is not needed any more."""
+        """Free the copy."""
         self._kept = None
 
     def settings_of(self, settings: Settings) -> StepSettings:
-        """What is in force for a step."""
+        """Return the settings in force for a step."""
         options = self._options
         own = {
             MICRO_BATCH_TOKENS: options.micro_batch_tokens,
@@ -242,10 +240,9 @@ class TorchLearner:
         rows: Sequence[tuple[Sequence[int], Sequence[int]]],
         choices: Sequence[Choices | None] = (),
     ) -> list[list[float]]:
-        """Log-probs under the present weights of rows (token ids, mask), where the mask is 1;
-        `choices` are the experts of their tokens, where routers do not choose.
+        """Return log-probs of rows (token ids, mask) where the mask is 1, never of the first token.
 
-        The first token of a row is predicted by nothing and has none.
+        `choices` are the experts of their tokens, if routers do not choose.
         """
         self._settle()
         options = self._options
@@ -261,21 +258,25 @@ class TorchLearner:
     def score_through(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], choices: Sequence[Choices | None]
     ) -> tuple[list[list[float]], int, int]:
-        """As `score`, with tokens sent through these experts (`schemas.routes`); in how many
-        choices, each of a token in a layer, the router's own would be others, and of how many.
-        Raises PolicyError for a model that cannot be told."""
+        """Score with tokens routed through these experts (`schemas.routes`).
+
+        Also returns how many choices (token and layer) differ from the router's own, and their
+        total. Raises PolicyError for an unsupported model.
+        """
         routed = self._model.routed
         before = routed.differing, routed.seen
         found = self.score(rows, choices)
         return found, routed.differing - before[0], routed.seen - before[1]
 
     def manifest(self) -> Manifest:
-        """The manifest of the present weights; what was computed ahead is none of theirs."""
+        """Return the manifest of the present weights, without speculative work."""
         self._settle()
         return manifest_in_memory(self._model.sources())
 
     def save_weights(self, path: Path) -> Manifest:
-        """Write the present weights to a safetensors file and describe them. Raises OSError."""
+        """Write the present weights to a safetensors file; return their manifest. Raises
+        OSError.
+        """
         self._settle()
         return write_tensors(path, self._model.sources())
 
@@ -285,7 +286,7 @@ class TorchLearner:
         self._optimizer.save(path)
 
     def numerics(self) -> dict[str, str]:
-        """What the bits of a step depend on beside its inputs."""
+        """Return the numerics fingerprint of a step."""
         options = self._options
         lora = options.lora
         return (
@@ -317,12 +318,12 @@ class TorchLearner:
         )
 
     def _settle(self) -> None:
-        """Everything is on the device, and what was computed ahead is none of the weights."""
+        """Restore the device state; discard speculative updates."""
         self._states.come_back()
         self._parts.settle(self)
 
     def _held(self) -> Iterator[Tensor]:
-        """What lies on the device between two steps."""
+        """Yield the tensors on the device between steps."""
         networks = [self._model.network] + ([self._reference.network] if self._reference else [])
         for network in networks:
             yield from tensors_in([*network.parameters(), *network.buffers()])
@@ -341,7 +342,6 @@ class TorchLearner:
         )
 
     def _score_proximal(self, passes: Sequence[Pass]) -> None:
-        """The proximal log-probs of an update, by the weights that are there."""
         for one in passes:
             one.proximal = joined(self._scored(passages_of(one, self._options.device)))
 
@@ -350,7 +350,7 @@ class TorchLearner:
             return [self._model.logprobs(part) for part in parts]
 
     def _update(self, passes: Sequence[Pass], step: StepSettings, sums: Sums) -> None:
-        """One optimizer update from a minibatch; none if nothing in it has a gradient."""
+        """Run one update; none if no pass has a gradient."""
         if not passes:
             return
         self._optimizer.clear()
@@ -359,13 +359,12 @@ class TorchLearner:
         self._step_optimizer(step, sums)
 
     def _step_optimizer(self, step: StepSettings, sums: Sums) -> None:
-        """Step with the gradient that is there. Raises NonFinite."""
         sums.note_update(self._optimizer.gradient_norm(step.grad_norm_max))
         self._optimizer.update(step.learning_rate)
         self._model.updated = True
 
     def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
-        """Add the gradient of one pass, and note what each of its units did."""
+        """Add the gradient of one pass; store its units' metrics."""
         given = inputs_of(one, self._options.device)
         parts, weights = given.passages, given.row_weights()
         if len(parts) == 1:
@@ -387,8 +386,7 @@ class TorchLearner:
     def _with_balance(
         self, part: Passage, weights: Sequence[float], step: StepSettings, sums: Sums
     ) -> tuple[Tensor, Tensor | float]:
-        """Log-probs of a part, and what the load-balancing loss of its rows, each of this weight,
-        adds to the loss."""
+        """Return log-probs of a part, and its weighted router loss."""
         if not step.router_aux_loss:
             return self._model.logprobs(part), 0.0
         logprobs, balance = self._model.logprobs_and_balance(part, weights)
@@ -396,7 +394,7 @@ class TorchLearner:
         return logprobs, step.router_aux_loss * balance
 
     def _refer_to(self, wanted: Reference | None) -> None:
-        """Have the weights that the KL is to; None is version 0. Raises PolicyError."""
+        """Load the KL reference; None is version 0. Raises PolicyError."""
         digest = "" if wanted is None else wanted.digest
         if digest == self._reference_digest:
             return
@@ -421,7 +419,6 @@ class TorchLearner:
 def _model(
     assets: Path, first: Path, options: TorchOptions, bfloat16: Collection[str]
 ) -> TorchModel:
-    """The network that is trained, whole or by an adapter on the weights of version 0."""
     how = _computed(options)
     if options.lora is None:
         return TorchModel(assets, bfloat16=bfloat16, **how)
@@ -429,5 +426,4 @@ def _model(
 
 
 def _computed(options: TorchOptions) -> dict[str, Any]:
-    """How passes are computed, as models are told."""
     return {key: getattr(options, key) for key in ("device", "temperature", "memory", "dtype")}

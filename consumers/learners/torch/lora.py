@@ -1,15 +1,11 @@
-"""A network whose adapter alone is trained; decides where it stands and how it begins.
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): x W^T + scale (x A^T) B^T.
 
-LoRA (Hu et al. 2021, arXiv 2106.09685): a linear layer computes x W^T + scale (x A^T) B^T, of which
-only A [rank, in] and B [out, rank] learn. The layers of the network stay what they are, with their
-names; the adapter is added to what they give out.
+Only A [rank, in] and B [out, rank] learn. Forward hooks add the adapter to the unchanged layers. A
+starts uniform in +-1/sqrt(in), as in peft, seeded by base digest and layer name; B starts at zero.
+Before its first update a policy therefore equals its base, also in digest.
 
-A begins uniform in +-1/sqrt(in), as peft's does, drawn for each layer from the base's digest and
-the layer's name alone; B begins as zero. So before its first update a policy is its base, and has
-the base's digest; and without its adapter it is its base at any time.
-
-Where version 0 is published in bfloat16 so are adapters, with masters like all that is trained
-(`masters`); the base is held in that type and in no other (`narrow_weights`).
+If version 0 is bfloat16, adapters are published so with float32 masters (`masters`), and the base
+is held in bfloat16 only (`narrow_weights`).
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ from dora_pipe.store.safetensors_file import TensorSource, read_manifest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraOptions:
-    """What an adapter is; see `dora_pipe.config.model.Lora`."""
+    """Options of an adapter; see `dora_pipe.config.model.Lora`."""
 
     rank: int
     alpha: float
@@ -51,18 +47,18 @@ class LoraOptions:
 
     @property
     def scale(self) -> float:
-        """What an adapter makes counts so many times."""
+        """Return alpha / rank."""
         return self.alpha / self.rank
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What it adds to a trainer's fingerprint."""
+        """Return its entry in the numerics fingerprint."""
         layers = " ".join(sorted(set(self.targets)))
         return {"lora": f"rank {self.rank}, scale {self.scale:g}, {layers}"}
 
 
 class Pair(torch.nn.Module):
-    """A and B beside one linear layer: what they add to its output."""
+    """A and B of one linear layer."""
 
     def __init__(self, weight: Tensor, options: LoraOptions) -> None:
         super().__init__()
@@ -72,27 +68,26 @@ class Pair(torch.nn.Module):
         self._scale = options.scale
 
     def forward(self, x: Tensor, other: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """scale (x A^T) B^T, of its own matrices or of others."""
+        """Return scale (x A^T) B^T, with its own matrices or others."""
         linear = torch.nn.functional.linear
         a, b = (self.a, self.b) if other is None else other
         return linear(linear(x, a), b) * self._scale
 
 
 class Pairs(torch.nn.Module):
-    """The adapter of a network, which is frozen from now on.
+    """Adapter of a network, which it freezes.
 
-    A module beside the network, not in it, so that ZeRO finds what is trained and no layer is
-    called otherwise than before.
+    A module outside the network: ZeRO finds what is trained, and layer calls stay unchanged.
     """
 
     def __init__(self, network: Any, options: LoraOptions) -> None:
-        """Raises PolicyError where the network has none of the layers."""
+        """Raises PolicyError if the network has none of the layers."""
         super().__init__()
         network.requires_grad_(False)
         self._instead: Mapping[str, Tensor] | None = None
         self._by_layer: dict[str, Pair] = {}
         self.layers: dict[str, tuple[int, int]] = {}
-        """Adapted layers, sorted, with their (out, in)."""
+        """Adapted layers, sorted, with (out, in)."""
         for name, linear in _adapted(network, options.targets):
             self._by_layer[name] = Pair(linear.weight, options)
             self.layers[name] = tuple(linear.weight.shape)
@@ -100,14 +95,14 @@ class Pairs(torch.nn.Module):
         self.modules_ = torch.nn.ModuleList(self._by_layer.values())
 
     def named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every matrix, by its name in a file."""
+        """Yield every matrix by its name in a file."""
         for layer, pair in self._by_layer.items():
             yield a_name(layer), pair.a
             yield b_name(layer), pair.b
 
     @contextmanager
     def instead(self, matrices: Mapping[str, Tensor]) -> Iterator[None]:
-        """The network has another adapter, by names in a file; without any it is its base."""
+        """Use another adapter, given by names in a file; empty for the base alone."""
         self._instead = matrices
         try:
             yield
@@ -130,29 +125,25 @@ class Pairs(torch.nn.Module):
 
 
 class AdapterBase:
-    """Which base a policy stands on, and whether it has learned anything since it began there.
-
-    Whoever has the network sees to it that the base is in it (`have` of `take`).
-    """
+    """Base of an adapter policy, and whether the adapter was ever updated."""
 
     def __init__(self, first: Path, options: LoraOptions) -> None:
         self._first = first
         self._options = options
         self._digest = ""
         self.dtype = published_dtype(first)
-        """What adapters are published in: what the base is."""
+        """Published dtype, that of the base."""
         self.base = first
-        """The file of the base."""
+        """File of the base."""
         self.updated = False
-        """The optimizer has changed the adapter."""
+        """True once the optimizer changed the adapter."""
 
     def take(
         self, weights: Path, *, layers: Mapping[str, tuple[int, int]], have: Callable[[Path], None]
     ) -> dict[str, Tensor]:
-        """The matrices of whole weights, on which an adapter begins, or of one on version 0.
+        """Return adapter matrices: initial ones for full weights, or those of a file on version 0.
 
-        `have` is called with the base, if the network has another. Raises PolicyError if they do
-        not fit.
+        Calls `have` to load another base into the network. Raises PolicyError on a mismatch.
         """
         base = base_of(weights)
         if base is None and published_dtype(weights) != self.dtype:
@@ -175,9 +166,9 @@ class AdapterBase:
     def other(
         self, weights: Path | None, layers: Mapping[str, tuple[int, int]]
     ) -> dict[str, Tensor]:
-        """The matrices of another version; none of one that is version 0, as None is.
+        """Return the matrices of another version; empty for version 0 (None).
 
-        Raises PolicyError if it stands on another base.
+        Raises PolicyError for another base.
         """
         if weights is None:
             return {}
@@ -188,18 +179,18 @@ class AdapterBase:
         return {} if base is None else read_matrices(weights, layers, self._options, self.dtype)
 
     def base_tensors(self) -> list[TensorSource]:
-        """What the file of an adapter says of its base."""
+        """Return the tensors of an adapter file that describe its base."""
         return base_tensors(self._digest, self._options.scale)
 
 
 class LoraModel(TorchModel):
-    """The network of a model directory on frozen weights, with an adapter.
+    """Network on frozen weights with a trained adapter.
 
     Example: ``LoraModel(assets, base=version_0, options=options, device="cpu").load(weights)``
     """
 
     def __init__(self, assets: Path, *, base: Path, options: LoraOptions, **how: Any) -> None:
-        """`how` passes are computed, as `TorchModel` is told."""
+        """`how` are further arguments of `TorchModel`."""
         self._adapter_base = AdapterBase(base, options)
         self._narrow = NarrowWeights() if self._adapter_base.dtype == "bfloat16" else None
         super().__init__(assets, bfloat16=bfloat16_names(base), narrow=self._narrow, **how)
@@ -207,9 +198,9 @@ class LoraModel(TorchModel):
         self._reference: Mapping[str, Tensor] = {}
 
     def load(self, weights: Path) -> None:
-        """Take whole weights, on which an adapter begins, or an adapter on version 0.
+        """Load full weights, with a new adapter, or an adapter on version 0.
 
-        Raises PolicyError if they do not fit.
+        Raises PolicyError on a mismatch.
         """
         matrices = self._adapter_base.take(weights, layers=self.pairs.layers, have=super().load)
         with torch.no_grad():
@@ -217,31 +208,31 @@ class LoraModel(TorchModel):
                 matrix.copy_(matrices[name])
 
     def logprobs(self, passage: Passage) -> Tensor:
-        """As of `TorchModel`; what is kept of the base for the way back is what is held anyway."""
+        """Return log-probs; autograd keeps narrow base weights instead of widened copies."""
         with nullcontext() if self._narrow is None else self._narrow.kept_narrow():
             return super().logprobs(passage)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and matrix of the adapter."""
+        """Yield the adapter's matrices by name."""
         yield from self.pairs.named()
 
     @property
     def bfloat16(self) -> frozenset[str]:
-        """Names of its matrices, where they are published in that type: all of them, or none."""
+        """Return the names of its bfloat16-published matrices: all or none."""
         return frozenset(name for name, _ in self.parameters() if self._narrow is not None)
 
     def refer_to(self, weights: Path | None) -> None:
-        """Have the adapter of another version at hand; None is version 0. Raises PolicyError."""
+        """Load another version's adapter as reference; None is version 0. Raises PolicyError."""
         found = self._adapter_base.other(weights, self.pairs.layers)
         self._reference = {name: one.to(self.device) for name, one in found.items()}
 
     def reference_logprobs(self, passage: Passage) -> Tensor:
-        """As `logprobs`, under that version; no second copy of the base is needed."""
+        """Return log-probs under the reference, without a second copy of the base."""
         with torch.no_grad(), self.pairs.instead(self._reference):
             return self.logprobs(passage)
 
     def sources(self) -> list[TensorSource]:
-        """The adapter and what it stands on; before the first update the base itself."""
+        """Return adapter and base reference; before the first update the base itself."""
         if not self._adapter_base.updated:
             return super().sources()
         kind = DTYPES_OF[self._adapter_base.dtype]
@@ -250,7 +241,7 @@ class LoraModel(TorchModel):
 
     @property
     def updated(self) -> bool:
-        """Whether the optimizer has changed the adapter."""
+        """Return whether the optimizer changed the adapter."""
         return self._adapter_base.updated
 
     @updated.setter
@@ -272,7 +263,7 @@ def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:
 def _begun(
     base: str, layers: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The matrices with which an adapter on this base begins: numbers of this type, float32."""
+    """Return initial float32 matrices with values representable in `dtype`."""
     found: dict[str, Tensor] = {}
     for layer, (out, in_) in layers.items():
         seed = hashlib.sha256(f"{base} {layer}".encode()).digest()
@@ -289,8 +280,7 @@ def read_matrices(
     options: LoraOptions,
     dtype: PolicyDtype = "float32",
 ) -> dict[str, Tensor]:
-    """The matrices of an adapter's file, float32, which must be one of these layers that is
-    published in this type. Raises PolicyError."""
+    """Read an adapter's float32 matrices, checking layers, scale and dtype. Raises PolicyError."""
     adapter = read_adapter(weights, digest=read_manifest(weights).digest)
     if odd := sorted(adapter.pairs.keys() ^ layers.keys()):
         raise PolicyError(f"{weights} does not fit the run: {odd[0]!r} is on one side only")

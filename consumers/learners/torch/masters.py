@@ -1,14 +1,12 @@
-"""The float32 masters of parameters that are published in bfloat16; decides how they are held.
+"""Float32 masters of parameters published in bfloat16.
 
-A pass computes with what is published, so that log-probs of trainer and sampler are of the same
-weights; the optimizer changes float32 numbers, since most of its steps are smaller than half a unit
-of bfloat16's last place. Both need no second copy: a parameter holds the published value, and what
-the master has beyond it is a remainder of sixteen bits, the difference of the two bit patterns. So
-a master costs two bytes a parameter beside the value, and a checkpoint as much.
+Passes use the published values, as the sampler does; the optimizer needs float32, since most
+updates are below half a unit in bfloat16's last place. A parameter holds the published value; an
+int16 remainder holds the difference of the bit patterns. Cost: two bytes per parameter, also in
+checkpoints.
 
-A master that lies in the middle between two values and is rounded down has a remainder of 32 768,
-one more than sixteen bits hold: it moves down by one unit of float32's last place, always.
-Truncation would always fit, but it moves every weight toward 0.
+A master halfway between two values that rounds down has remainder 32,768, which int16 cannot hold:
+it moves down by one float32 unit. Truncation would always fit but biases weights toward 0.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ REMAINDER_MAX: Final = 2**15 - 1
 
 
 class Masters:
-    """The remainders of named parameters (float32), each int16 of the parameter's shape.
+    """Int16 remainders of named float32 parameters.
 
     Example: ``with Masters({"lm_head.weight": parameter}).present(): adamw.step()``
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """The parameters' values are the masters, until there are others."""
+        """Start with the parameters' values as masters."""
         self._parameters = dict(parameters)
         self.remainders: dict[str, Tensor] = {
             name: torch.zeros_like(one, dtype=torch.int16) for name, one in parameters.items()
@@ -38,8 +36,7 @@ class Masters:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """With the masters in place of the published values, which are then those of the masters as
-        they are left."""
+        """Replace the published values by their masters; on exit, publish the changed masters."""
         for name, one in self._parameters.items():
             _bits(one).add_(self.remainders[name])
         yield
@@ -47,17 +44,18 @@ class Masters:
             self.remainders[name].copy_(_round(one))
 
     def kept(self) -> list[Tensor]:
-        """A copy of the remainders."""
+        """Return a copy of the remainders."""
         return [one.clone() for one in self.remainders.values()]
 
     def go_back(self, kept: Sequence[Tensor]) -> None:
-        """Have the remainders of a copy; the values are put back by whoever copied them."""
+        """Restore remainders; the caller restores values."""
         for one, before in zip(self.remainders.values(), kept, strict=True):
             one.copy_(before)
 
     def fit(self) -> None:
-        """Let go of remainders that were taken from a checkpoint of other weights: where a value
-        with its remainder is no master of that value."""
+        """Zero remainders that do not match their values: those of a checkpoint of other
+        weights.
+        """
         for name, one in self._parameters.items():
             master = one.detach().clone()
             _bits(master).add_(self.remainders[name])
@@ -66,12 +64,12 @@ class Masters:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The numbers' bit patterns, int32, in place."""
+    """Return the bit patterns, int32, as a view."""
     return tensor.detach().view(torch.int32)
 
 
 def _round(tensor: Tensor) -> Tensor:
-    """Round float32 numbers to bfloat16 in place, to nearest, ties to even; what was beyond."""
+    """Round float32 to bfloat16 in place, nearest even; return the remainders."""
     rounded = tensor.detach().to(torch.bfloat16).to(torch.float32)
     beyond = _bits(tensor) - _bits(rounded)
     tensor.detach().copy_(rounded)

@@ -1,8 +1,8 @@
-"""What bounds the memory of a training step, and log-probs of a head chunk by chunk.
+"""Memory options of a training step, and chunked log-probs of a head.
 
-Logits of 16 384 tokens over 152 000 words are 10 GB in float32, and a backward pass wants several
-copies. So the head is computed for some tokens at a time, and once more when gradients go back
-(as Liger's fused cross entropy does, arXiv 2410.10989): what is held is a chunk's.
+Logits of 16,384 tokens and 152,000 words take 10 GB in float32, and backward needs several copies.
+The head therefore runs in chunks that backward recomputes (as in Liger's fused cross entropy, arXiv
+2410.10989).
 """
 
 from __future__ import annotations
@@ -22,50 +22,48 @@ from dora_pipe.consumers.learners.settings import MASKED, VARLEN
 from dora_pipe.core.errors import PolicyError
 
 HEAD_ELEMENTS: Final = 2**24
-"""Logits of a chunk, where its tokens are not given: 67 MB in float32; some four copies of it are
-held at once."""
+"""Logits per automatic head chunk: 67 MB in float32, about four copies at once."""
 
 MLP_ELEMENTS: Final = 2**22
-"""Numbers of a token's width in a layer's block, times the tokens of a chunk, where these are not
-given: 17 MB in float32; some eight copies of it are held at once ..."""
+"""Tokens times width per automatic MLP chunk on a CPU: 17 MB in float32, about eight copies,"""
 
 MLP_ELEMENTS_MIN: Final = 2**24
-"""... in passes that have more of them than this."""
+"""used for passes with more than this."""
 
 MLP_ELEMENTS_GPU: Final = 2**25
-"""As many on a GPU, where kernels of a few hundred tokens end before the next is launched ..."""
+"""The same on a GPU, where smaller kernels are launch-bound,"""
 
 MLP_ELEMENTS_MIN_GPU: Final = 2**26
-"""... and in passes that have more than this."""
+"""used for passes with more than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """See `dora_pipe.config.training.Trainer`."""
+    """Memory options; see `dora_pipe.config.training.Trainer`."""
 
     head_chunk_tokens: int | Literal["auto"] = 0
-    """Tokens whose logits are held at once; 0: all."""
+    """Tokens per chunk of logits; 0: all."""
     mlp_chunk_tokens: int | Literal["auto"] = 0
-    """Tokens that a layer's block and norms see at once; 0: all."""
+    """Tokens per chunk of a layer's block and norms; 0: all."""
     gradient_checkpointing: bool = False
-    """Of each layer its input alone is held; the rest is computed again when gradients go back."""
+    """Keep only each layer's input; recompute the rest in backward."""
     activation_offload: bool = False
-    """These inputs lie in the host's memory until gradients come back."""
+    """Keep these inputs in host memory."""
     packing: bool = False
-    """Several sequences stand in a line, where there is room; none sees another."""
+    """Put several isolated sequences in a line."""
 
     def head_chunk(self, vocabulary: int) -> int:
-        """Tokens whose logits are held at once; 0: all."""
+        """Return the tokens per head chunk; 0: all."""
         if self.head_chunk_tokens == "auto":
             return max(1, HEAD_ELEMENTS // vocabulary)
         return self.head_chunk_tokens
 
     def head_chunks(self, tokens: int, vocabulary: int) -> int:
-        """In how many chunks the head of so many tokens is computed."""
+        """Return the number of head chunks."""
         return _count(tokens, self.head_chunk(vocabulary))
 
     def mlp_chunk(self, tokens: int, width: int, device: str = "cpu") -> int:
-        """Of a pass of so many tokens, those that a block of this width sees at once; 0: all."""
+        """Return the tokens per chunk of a block of this width; 0: all."""
         if self.mlp_chunk_tokens != "auto":
             return self.mlp_chunk_tokens
         on_gpu = device.startswith("cuda")
@@ -74,7 +72,7 @@ class MemoryOptions:
         return max(1, at_once // width) if tokens * width > least else 0
 
     def mlp_chunks(self, tokens: int, width: int, device: str = "cpu") -> int:
-        """In how many chunks a block of this width is computed."""
+        """Return the number of chunks of a block of this width."""
         return _count(tokens, self.mlp_chunk(tokens, width, device))
 
     def numerics(
@@ -86,9 +84,11 @@ class MemoryOptions:
         *,
         varlen: bool = False,
     ) -> dict[str, str]:
-        """What it adds to a trainer's fingerprint: nothing where no pass of so many tokens is
-        computed in another way than without these options. `width` is that of blocks, 0 for none.
-        `varlen`: packed passes go by sequences.
+        """Return its fingerprint entries, empty unless they change how a pass of `pass_tokens` is
+        computed.
+
+        `width` is that of dense blocks, 0 without any; `varlen`: packed passes use attention per
+        sequence.
         """
         chunks = {
             "head_chunk_tokens": self.head_chunk(vocabulary),
@@ -99,12 +99,11 @@ class MemoryOptions:
 
 
 def _count(tokens: int, chunk: int) -> int:
-    """Chunks of so many tokens; 0: all in one."""
     return -(-tokens // chunk) if chunk else 1
 
 
 def memory_options(section: Trainer) -> MemoryOptions:
-    """Of these keys."""
+    """Return the memory options of a trainer section."""
     return MemoryOptions(
         head_chunk_tokens="auto",
         mlp_chunk_tokens=0 if section.chunks_refused else "auto",
@@ -117,20 +116,22 @@ def memory_options(section: Trainer) -> MemoryOptions:
 _PROBE_TOKENS: Final = 4
 
 AT_ONCE: Final = MemoryOptions()
-"""As little computing as can be, and as much memory as that takes."""
+"""Least computation, most memory."""
 
 
 def decoder_layers(network: Any) -> list[Any]:
-    """Those that transformers can compute again by themselves."""
+    """Return the layers that transformers can checkpoint."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [one for one in network.modules() if isinstance(one, GradientCheckpointingLayer)]
 
 
 def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
-    """Hold of each layer its input alone, and compute it again when gradients go back: the same
-    operations, so the same bits. With `offload` inputs are held in the host's memory. Raises
-    PolicyError for a network that cannot, or has dropout."""
+    """Checkpoint each layer, keeping only its input; bits do not change. With `offload` inputs are
+    in host memory.
+
+    Raises PolicyError for a network without such layers or with dropout.
+    """
     layers = decoder_layers(network)
     ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
     with torch.no_grad():
@@ -140,7 +141,7 @@ def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
         except ValueError as error:
             raise PolicyError(f"trainer.gradient_checkpointing: {error}") from error
         for one in layers:
-            one.training = True  # They alone: what is in them would drop out.
+            one.training = True  # for these modules only: their children would apply dropout
             if offload:
                 one._gradient_checkpointing_func = _offloaded(one._gradient_checkpointing_func)
         after = network(input_ids=ids, use_cache=False).logits
@@ -153,7 +154,9 @@ def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
 
 
 def _offloaded(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint whose inputs lie in the host's memory; what is computed again does not."""
+    """Return a checkpoint function that keeps its inputs, but no recomputed tensors, on the
+    host.
+    """
 
     def checkpointed(*given: Any) -> Any:
         with save_on_cpu(pin_memory=True):
@@ -163,7 +166,7 @@ def _offloaded(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class UnassignedRows:
-    """Columns of logits whose token ids have no token (`store.vocabulary`)."""
+    """Logit columns of ids without a token (`store.vocabulary`)."""
 
     def __init__(self, ids: Sequence[int], vocabulary: int) -> None:
         self.count = len(ids)
@@ -171,8 +174,9 @@ class UnassignedRows:
         self._mask[list(ids)] = True
 
     def leave_out(self, logits: Tensor) -> Tensor:
-        """Logits [N, V] in which those ids have no share of the distribution: changed in place,
-        unless a gradient goes through them, as ZeRO hands out views."""
+        """Mask these columns of logits [N, V] with -inf; in place unless a gradient is required,
+        since ZeRO returns views.
+        """
         if not self.count:
             return logits
         if self._mask.device != logits.device:
@@ -183,12 +187,14 @@ class UnassignedRows:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """Their entry in a step's fingerprint."""
+        """Return their entry in the fingerprint."""
         return {"unassigned_ids": str(self.count)} if self.count else {}
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Log-probs of `targets` [N] under softmax(logits / temperature), logits [N, V]; float32."""
+    """Return log-probs of `targets` [N] under softmax(logits / temperature), logits [N, V];
+    float32.
+    """
     logits = logits.float()
     if temperature != 1:
         logits = logits / temperature
@@ -204,12 +210,13 @@ def head_logprobs(
     chunks: int,
     unassigned: UnassignedRows | None = None,
 ) -> Tensor:
-    """Log-probs of `targets` [N] under a head on hidden states [N, H], [N] float32; in so many
-    chunks, of which some are empty where there are fewer tokens."""
+    """Return float32 log-probs of `targets` [N] from hidden states [N, H], in `chunks` chunks; some
+    are empty with fewer tokens.
+    """
     unassigned = unassigned or UnassignedRows((), 0)
     if chunks <= 1:
         return token_logprobs(unassigned.leave_out(head(hidden)), targets, temperature)
-    # x W^T + b and nothing else: no adapter, nothing that gathers weights.
+    # Exactly x W^T + b: no adapter, no hook that gathers weights.
     if type(head) is torch.nn.Linear and not (head._forward_hooks or head._forward_pre_hooks):
         found: Tensor = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, temperature, chunks, unassigned
@@ -227,12 +234,12 @@ def _checkpointed(
     temperature: float,
     chunks: int,
 ) -> Tensor:
-    """Any head. Beside the gradient of its weights there is that of one chunk."""
+    """Log-probs of any head; peak memory adds one chunk's weight gradient."""
 
     def compute(some: Tensor, wanted: Tensor) -> Tensor:
         return token_logprobs(head(some), wanted, temperature)
 
-    # Whatever gathers a head's weights sees its forward end also when it is computed again.
+    # No early stop: weight gathering hooks the end of forward, also in recomputation.
     found = [
         checkpoint(
             compute,
@@ -248,13 +255,13 @@ def _checkpointed(
 
 
 def chunk_slices(tokens: int, count: int) -> Iterator[slice]:
-    """About equal ones: a product of one row alone may be added up in another order."""
+    """Yield slices of nearly equal size: a single-row product may sum in another order."""
     for number in range(count):
         yield slice(tokens * number // count, tokens * (number + 1) // count)
 
 
 def computed_in(hidden: Tensor) -> torch.dtype:
-    """What products of these states are computed in: autocast says, or they are as they are."""
+    """Return the dtype of products of these states, which autocast may set."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -264,9 +271,9 @@ def _as(kind: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor,
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Gradients of the weights are added up in float32, chunk after chunk, in place.
+    """Accumulates weight gradients in float32, in place, chunk by chunk.
 
-    Backward passes are outside of autocast, so what it says is kept from the forward one.
+    Backward runs outside autocast, so forward saves its dtype.
     """
 
     @staticmethod
@@ -318,7 +325,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if of_weight is not None:
                 if held.dtype == hidden.dtype:
                     of_weight.addmm_(by_logits.float().T, hidden[part].float())
-                else:  # Autocast's gradients are products of what it computes in.
+                else:  # match autocast: products in the compute dtype
                     of_weight += by_logits.T @ hidden[part]
             if of_bias is not None:
                 of_bias += by_logits.float().sum(0)

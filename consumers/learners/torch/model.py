@@ -1,8 +1,7 @@
-"""A Hugging Face causal LM as the trainer needs it: log-probs of chosen tokens, weights in and out.
+"""Hugging Face causal LM for the trainer: log-probs of chosen tokens, weights in and out.
 
-It decides where logits are computed: only at positions that predict a sampled token. Models whose
-logits are more than their head on their hidden states (soft caps, scales) are found by a probe and
-take the general way. Dropout is off: a step must be a function of its inputs.
+Computes logits only where they predict a counted token. A probe detects models whose logits are
+more than the head on hidden states (soft caps, scales); they take a general path. Dropout is off.
 """
 
 from __future__ import annotations
@@ -70,10 +69,10 @@ DTYPES_OF: Final[Mapping[PolicyDtype, torch.dtype]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """Right-padded rows of one pass, and which of their tokens count.
+    """Right-padded rows of one pass, and their counted tokens.
 
-    `places` are flat indices (row * width + position) of the hidden states that predict the
-    counted tokens, row after row; `targets` and `behaviour` stand beside them.
+    `places` are flat indices (row * width + position) of the hidden states that predict the counted
+    tokens, row by row; `targets` and `behaviour` match them.
     """
 
     ids: Tensor  # [rows, width] int64
@@ -81,24 +80,23 @@ class Passage:
     targets: Tensor  # [N] int64
     behaviour: Tensor  # [N] float32
     lengths: tuple[int, ...]
-    """Counted tokens per row; they add up to N."""
+    """Counted tokens per row, adding up to N."""
     positions: Tensor | None = None  # [rows, width] int64
-    """Of each token in its own sequence, where a row holds several; None: a row is one. A position
-    that does not follow the one before it begins a sequence, and attention stays within it."""
+    """Positions within each sequence if rows are shared, else None. A position that does not follow
+    the previous starts a sequence; attention stays within it.
+    """
     cuts: Cuts | None = None
-    """These sequences, where attention need not go by a mask."""
+    """Sequence bounds for attention without a mask."""
     routes: Tensor | None = None  # [rows * width, layers, per_token] int64
-    """Through which experts of a mixture each token goes, -1 where its own router chooses; None:
-    all choose."""
+    """Recorded experts of each token, -1 where the router chooses; None if it always does."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Where each row lies, as flat indices [start, end)."""
+    """Flat indices [start, end) of each row."""
 
 
 class TorchModel:
-    """The network of a model directory, with weights loaded from the store.
+    """Network of a model directory with weights of the store.
 
-    Its policy is softmax(logits / `temperature`), as it was sampled from, without the token ids
-    that have no token.
+    Its policy is softmax(logits / `temperature`) over ids that have a token.
 
     Example: ``TorchModel(assets, device="cpu").load(store.weights_path(digest))``
     """
@@ -114,8 +112,9 @@ class TorchModel:
         dtype: ComputeDtype = "float32",
         narrow: NarrowWeights | None = None,
     ) -> None:
-        """`bfloat16` names what is stored in that type, and `dtype` is what passes are computed in,
-        whatever that is stored in. With `narrow` matrices are held in bfloat16: none is trained."""
+        """`bfloat16` names tensors stored in that type; `dtype` is the compute type of passes.
+        `narrow` holds frozen matrices in bfloat16.
+        """
         self.device = device
         self._dtype = dtype
         self._bfloat16 = frozenset(bfloat16)
@@ -130,11 +129,11 @@ class TorchModel:
         self._carried = CarriedTensors()
         self.lean = False
         self.varlen = memory.packing and goes_by_sequences(self.network, dtype, device)
-        """Whether attention of packed passes goes by sequences."""
+        """True if packed passes use attention per sequence."""
 
     def load(self, weights: Path) -> None:
-        """Take the weights of a safetensors file. Raises PolicyError if they do not fit."""
-        if self._routed is not None:  # Those of the last pass are not for what is probed here.
+        """Load a safetensors file. Raises PolicyError on a mismatch."""
+        if self._routed is not None:  # probes must not use the last pass's routes
             self._routed.take(None)
         self._carried = load_weights(self.network, weights)
         self.lean = head_is_all(self.network, self.device)
@@ -142,10 +141,9 @@ class TorchModel:
             need_apart(self.network, self.device)
 
     def logprobs(self, passage: Passage) -> Tensor:
-        """Log-probs of the counted tokens at the model's temperature, [N] float32.
+        """Return log-probs of the counted tokens at the model's temperature, [N] float32.
 
-        Rows are padded on the right and attention is causal, so padding reaches no counted token
-        and needs no mask.
+        Needs no padding mask: padding is on the right and attention causal.
         """
         if passage.routes is not None or self._routed is not None:
             self.routed.take(passage.routes)
@@ -165,47 +163,49 @@ class TorchModel:
     def logprobs_and_balance(
         self, passage: Passage, weights: Sequence[float]
     ) -> tuple[Tensor, Tensor]:
-        """As `logprobs`, and the load-balancing loss of its rows by these weights, added up.
-        Raises PolicyError."""
+        """Return log-probs, and the weighted sum of the rows' load-balancing losses. Raises
+        PolicyError.
+        """
         if passage.routes is not None:
-            _ = self.routed  # It computes when it is made, which is not to be noted.
+            _ = self.routed  # created here: its probe must not be recorded
         return self.balance.beside(lambda: self.logprobs(passage), passage.spans, weights)
 
     @property
     def balance(self) -> BalanceLoss:
-        """The loss of its routers. Raises PolicyError for a model without one."""
+        """Return the router loss. Raises PolicyError for a model without one."""
         if self._balance is None:
             self._balance = BalanceLoss(self.network)
         return self._balance
 
     @property
     def routed(self) -> RoutedExperts:
-        """Through which experts tokens go. Raises PolicyError for a model that cannot be told."""
+        """Return the expert routing. Raises PolicyError for an unsupported model."""
         if self._routed is None:
             self._routed = RoutedExperts(self.network)
         return self._routed
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and parameter, tied ones once; the network's own names, not those of files."""
+        """Yield parameters by the network's own names, tied ones once."""
         yield from self.network.named_parameters()
 
     @property
     def bfloat16(self) -> frozenset[str]:
-        """Names of the parameters that are stored in that type."""
+        """Return the names of parameters stored in bfloat16."""
         return parameters_in(self.network, self._bfloat16)
 
     @property
     def updated(self) -> bool:
-        """Whether the optimizer has changed the parameters, where it matters."""
+        """Return whether the optimizer changed the parameters, if it matters."""
         return False
 
     @updated.setter
     def updated(self, there: bool) -> None:
-        """It does not: all of them are stored in any case."""
+        """Ignore: all parameters are always stored."""
 
     def sources(self) -> list[TensorSource]:
-        """Every tensor to store, tied ones once, parameters and persistent buffers alike, and what
-        the file had beyond the network."""
+        """Return the tensors to store: parameters and persistent buffers, tied ones once, and extra
+        tensors of the file.
+        """
         own = [
             tensor_source(name, tensor, torch.bfloat16 if name in self._bfloat16 else tensor.dtype)
             for name, tensor in stored(self.network).items()
@@ -214,16 +214,18 @@ class TorchModel:
 
 
 def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
-    """Products of a forward pass, and with them those of its backward pass, in this type: norms,
-    softmax and what layers add up stay float32 (torch's autocast)."""
+    """Return an autocast context: products in this type; norms, softmax and residuals in
+    float32.
+    """
     if dtype == "float32":
         return nullcontext()
     return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
 
 
 def load_weights(network: Any, weights: Path) -> CarriedTensors:
-    """Copy a safetensors file into a network, tensor by tensor; what it has of layers for further
-    tokens, which is in no network. Raises PolicyError."""
+    """Copy a safetensors file into a network; return its extra layers for multi-token prediction.
+    Raises PolicyError.
+    """
     wanted = stored(network)
     found = {entry.name: entry for entry in read_entries(weights)}
     further = further_layers(network.config.get_text_config().to_dict())
@@ -236,24 +238,25 @@ def load_weights(network: Any, weights: Path) -> CarriedTensors:
             entry = found[name]
             if tuple(tensor.shape) != entry.shape or entry.dtype not in DTYPES:
                 raise PolicyError(f"{weights} does not fit the model: {name!r} is {entry.shape}")
-            # Converted there, likewise.
+            # Convert on the device: smaller transfer, same rounding.
             tensor.copy_(read_tensor(data, entry).to(tensor.device))
     return CarriedTensors(weights, carried)
 
 
 def read_tensor(data: memoryview, entry: Entry) -> Tensor:
-    """A copy of one tensor of a mapped safetensors file."""
+    """Copy one tensor of a mapped safetensors file."""
     with data[entry.start : entry.end] as part:
         copied = np.array(part, dtype=np.uint8)
     return torch.from_numpy(copied).view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 def tensor_source(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> TensorSource:
-    """A tensor as something to write, as numbers of this type; None: of its own."""
+    """Return a tensor to write, converted to `dtype` if given."""
     kind = dtype or tensor.dtype
 
     def data() -> memoryview:
-        # Converted where it is: in one call torch copies all bits of a GPU's and rounds them here.
+        # Convert on the device: otherwise torch copies all bits of a GPU tensor and rounds on the
+        # CPU.
         plain = tensor.detach().to(kind).to("cpu").contiguous().reshape(-1)
         bytes_: Any = plain.view(torch.uint8).numpy()
         return memoryview(bytes_)
@@ -262,14 +265,14 @@ def tensor_source(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -
 
 
 def bfloat16_names(weights: Path) -> frozenset[str]:
-    """What a file has in bfloat16. Raises PolicyError."""
+    """Return the names of a file's bfloat16 tensors. Raises PolicyError."""
     return frozenset(
         one.name for one in read_entries(weights) if one.dtype == NAMES[torch.bfloat16]
     )
 
 
 def published_dtype(weights: Path) -> PolicyDtype:
-    """Which one type a file's weights have, for who publishes all in one. Raises PolicyError."""
+    """Return the common dtype of a file's weights. Raises PolicyError if mixed."""
     kinds = {one.dtype for one in read_entries(weights) if DTYPES[one.dtype].is_floating_point}
     narrow = NAMES[torch.bfloat16]
     if narrow in kinds and len(kinds) > 1:
@@ -286,12 +289,11 @@ def passage_of(
     choices: Sequence[Choices | None] = (),
     masked: bool = False,
 ) -> Passage:
-    """Rows of (token ids, loss mask, log-probs) as one pass, padded to `width`; `lines` are the
-    rows that stand in each of its lines, one after the other, by index. `choices` are the experts
-    of each row's tokens, as `schemas.routes` has them. `masked`: shared lines go by a mask in any
-    case.
+    """Return rows (token ids, loss mask, log-probs) as one pass, padded to `width`.
 
-    The first token of a row is predicted by nothing and never counts.
+    `lines` lists the rows of each line, by index; `choices` the experts of each row's tokens
+    (`schemas.routes`). `masked` forces a mask for shared lines. The first token of a row never
+    counts.
     """
     lines = lines or [[row] for row in range(len(rows))]
     starts = _starts([len(token_ids) for token_ids, _, _ in rows], lines, width)
@@ -323,7 +325,7 @@ def passage_of(
 def _routes(
     starts: Sequence[int], choices: Sequence[Choices | None], tokens: int, device: str
 ) -> Tensor | None:
-    """Of every place of a pass: what stands at a token is what the one before it went through."""
+    """Return the experts of every place: those recorded for the next token."""
     known = [one for one in choices if one is not None]
     if not known:
         return None
@@ -337,7 +339,7 @@ def _routes(
 
 
 def _starts(lengths: Sequence[int], lines: Sequence[Sequence[int]], width: int) -> list[int]:
-    """Where each row begins, as a flat index."""
+    """Return the flat start index of each row."""
     starts = [0] * len(lengths)
     for number, line in enumerate(lines):
         at = number * width
@@ -348,8 +350,7 @@ def _starts(lengths: Sequence[int], lines: Sequence[Sequence[int]], width: int) 
 
 
 def _positions(starts: Sequence[int], lines: int, width: int) -> Tensor:
-    """Of every token in its row; what pads a line goes on with the row before it, which does not
-    see it."""
+    """Return positions within rows; padding continues the row before it, which does not see it."""
     first = np.zeros(lines * width, dtype=np.int64)
     first[list(starts)] = starts
     flat = np.arange(lines * width) - np.maximum.accumulate(first)
@@ -357,7 +358,7 @@ def _positions(starts: Sequence[int], lines: int, width: int) -> Tensor:
 
 
 def counted_positions(mask: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Positions of the tokens that count, without the first of the sequence."""
+    """Return the positions of counted tokens, without the first."""
     return np.flatnonzero(np.asarray(mask)[1:]) + 1
 
 
@@ -373,11 +374,10 @@ def score(
     positions: Tensor | None = None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """Log-probs of `targets` at `places` (see `Passage`), [N] float32, of logits / `temperature`
-    without those of `network.unassigned`.
+    """Return log-probs of `targets` at `places` (see `Passage`), [N] float32, from logits /
+    `temperature` without those of `network.unassigned`.
 
-    `lean` is what `head_is_all` says of the network: logits are then computed at `places` only, and
-    in so many chunks.
+    `lean` is `head_is_all`: compute logits only at `places`, in chunks.
     """
     given = {} if positions is None else {"position_ids": positions}
     if cuts is not None:
@@ -394,7 +394,7 @@ def score(
 
 
 def passages_of(one: Pass, device: str) -> list[Passage]:
-    """The parts of a pass, ready to be computed."""
+    """Return the parts of a pass as passages."""
     rows = [row for unit in one.units for row in unit.sequences()]
     choices = [found for unit in one.units for found in unit.choices()]
     return cut_passages(rows, one.parts, device, choices)
@@ -406,7 +406,7 @@ def cut_passages(
     device: str,
     choices: Sequence[Choices | None] = (),
 ) -> list[Passage]:
-    """Rows, and the experts of their tokens, as the parts that they are computed in."""
+    """Return rows and their experts as passages, one per part."""
     found, at = [], 0
     for part in parts:
         own = rows[at : at + part.rows]
@@ -426,39 +426,38 @@ def cut_passages(
 
 
 def per_token(values: Sequence[float], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """A value per unit as one per counted token, [N] float32."""
+    """Repeat a value per unit for its counted tokens, [N] float32."""
     spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
     return spread.to(device)
 
 
 @dataclass(slots=True, kw_only=True)
 class PassInputs:
-    """What a pass is computed from; by unit, but for the passages and the tensor."""
+    """Inputs of a pass, by unit except `passages` and `proximal`."""
 
     passages: Sequence[Passage]
-    """The rows of the units in their order, in one or several parts."""
+    """Rows of the units in order, in one or several parts."""
     rows: Sequence[int]
-    """How many there are."""
+    """Number of rows."""
     lengths: Sequence[int]
     """Counted tokens."""
     advantages: Sequence[float]
-    """Of each of these."""
     weights: Sequence[float]
-    """Of each token in the mean over the minibatch."""
+    """Weight of each token in the minibatch mean."""
     teacher: Sequence[Sequence[float] | None]
-    """Log-probs of the counted tokens, none for none."""
+    """Log-probs of the counted tokens, if any."""
     proximal: Tensor | None = None
-    """[N]; None in a step's first update, whose own weights are the step's first ones."""
+    """[N]; None in a step's first update, which uses its own."""
 
     def row_weights(self) -> list[list[float]]:
-        """Of the rows of each passage, what their counted tokens weigh together."""
+        """Return, by passage, the summed token weight of each row."""
         units = zip(self.weights, self.rows, strict=True)
         rows = iter([weight for weight, count in units for _ in range(count)])
         return [[next(rows) * counted for counted in one.lengths] for one in self.passages]
 
 
 def inputs_of(one: Pass, device: str) -> PassInputs:
-    """What a pass of this process is computed from."""
+    """Return the inputs of a pass."""
     return PassInputs(
         passages=passages_of(one, device),
         rows=[len(unit.rows) for unit in one.units],
@@ -477,9 +476,9 @@ def pass_loss(
     reference: Callable[[Passage], Tensor],
     step: StepSettings,
 ) -> tuple[Tensor, list[RowFigures]]:
-    """The weighted loss of a pass, and what each of its units did; `logprobs` are per token, [N].
+    """Return the weighted loss of a pass, and metrics by unit; `logprobs` are per token, [N].
 
-    `reference` is called where the objective needs it, part by part.
+    Calls `reference` per part if the objective needs it.
     """
     objective, device = step.objective, logprobs.device
     proximal = given.proximal
@@ -506,7 +505,7 @@ def pass_loss(
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One after another; a single one as it is."""
+    """Concatenate tensors; return a single one unchanged."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
@@ -517,17 +516,16 @@ def _teacher(rows: Sequence[Sequence[float] | None], logprobs: Tensor) -> Tensor
 
 
 def leaf_of(parts: Sequence[Tensor]) -> Tensor:
-    """Log-probs of the parts of a pass as one tensor to find the gradient of its loss by.
+    """Return log-probs of a pass's parts as one leaf tensor.
 
-    A loss may depend on all tokens of a trajectory, and its rows may be too many for one graph. So
-    the loss is taken of log-probs that were computed without one, and `pulled` gives its gradient
-    to each part, which is computed again: the same numbers, since they are functions of the part.
+    A loss may need all tokens of a trajectory whose rows exceed one graph. It is taken of log-probs
+    without a graph; `pulled` returns its gradient per part, which is then recomputed with a graph.
     """
     return joined(parts).detach().requires_grad_()
 
 
 def pulled(leaf: Tensor, loss: Tensor, parts: Sequence[Passage]) -> list[Tensor]:
-    """The gradient of the loss by the log-probs of each part."""
+    """Return the loss gradient by the log-probs of each part."""
     torch.autograd.backward(loss)
     assert leaf.grad is not None
     return list(torch.split(leaf.grad, [sum(one.lengths) for one in parts]))
@@ -541,10 +539,7 @@ def score_rows(
     device: str,
     choices: Sequence[Choices | None] = (),
 ) -> list[list[float]]:
-    """Log-probs of rows (token ids, mask) where the mask is 1, in passes as a step packs them.
-
-    The first token of a row is predicted by nothing and has none.
-    """
+    """Return log-probs of rows (token ids, mask) where the mask is 1, never of the first token."""
     found: list[list[float]] = [[] for _ in rows]
     chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
     sized = [RowSize(ordinal=at, sibling=0, tokens=len(rows[at][0])) for at in chosen]
@@ -561,5 +556,5 @@ def score_rows(
 
 
 def temperature_numerics(temperature: float) -> dict[str, str]:
-    """What the policy's temperature adds to a trainer's fingerprint: at 1 nothing, as ever."""
+    """Return the temperature's fingerprint entry; empty at 1."""
     return {} if temperature == 1 else {"temperature": repr(temperature)}

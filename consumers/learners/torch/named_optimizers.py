@@ -1,8 +1,7 @@
-"""The optimizers that `trainer.optimizer` names: which parameters each takes, how it is made, and
-what it keeps of one in a checkpoint.
+"""Optimizers of `trainer.optimizer`: their parameters, construction and checkpoint state.
 
-Each has a part of the parameters; the others are AdamW's. With DeepSpeed, `muon` is an error:
-DeepSpeed's own Muon has other bits and another checkpoint.
+AdamW takes the remaining parameters. DeepSpeed does not support `muon`: its own differs in bits and
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,19 +16,21 @@ from torch import Tensor
 from dora_pipe.config.section import OptimizerName
 
 MUON_MOMENTUM: Final = 0.95
-"""As Keller Jordan has it (https://kellerjordan.github.io/posts/muon/), with Nesterov's."""
+"""Keller Jordan (https://kellerjordan.github.io/posts/muon/), with Nesterov momentum."""
 
 MUON_SCALE: Final = "match_rms_adamw"
-"""Updates as long as AdamW's, so that its learning rates hold (arXiv 2502.16982, section 2.2)."""
+"""Matches the RMS of AdamW updates, so learning rates carry over (arXiv 2502.16982, section
+2.2).
+"""
 
 EIGHT_BITS_LIBRARY: Final = "bitsandbytes"
 EIGHT_BITS_NUMBERS_MIN: Final = 4096
-"""Of a parameter whose moments have eight bits, as the library has it."""
+"""Smallest parameter with 8-bit moments, as in the library."""
 EIGHT_BITS_BLOCK: Final = 256
-"""Numbers of a moment that have a scale in common, as the library has it."""
+"""Values per scale, as in the library."""
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-"""Of AdamW."""
+"""Moments of AdamW."""
 
 _MOMENTS: Final[dict[OptimizerName, tuple[str, ...]]] = {
     "adamw": MOMENTS,
@@ -39,7 +40,7 @@ _MOMENTS: Final[dict[OptimizerName, tuple[str, ...]]] = {
 
 
 def parameters_of(optimizer: OptimizerName, network: Any, named: dict[str, Tensor]) -> list[str]:
-    """The names of those, of a network's or its adapter's, that this optimizer updates."""
+    """Return the names of the parameters that this optimizer updates."""
     modules = network.modules()
     tables = {id(one.weight) for one in modules if isinstance(one, torch.nn.Embedding)}
     if optimizer == "adamw8bit":
@@ -56,19 +57,18 @@ def parameters_of(optimizer: OptimizerName, network: Any, named: dict[str, Tenso
 def make_optimizer(
     optimizer: OptimizerName, groups: list[dict[str, Any]], betas: tuple[float, float]
 ) -> Any:
-    """One over these groups of parameters, at a rate of 0."""
+    """Return an optimizer over these groups, at rate 0."""
     if optimizer == "muon":
         return torch.optim.Muon(groups, lr=0.0, momentum=MUON_MOMENTUM, adjust_lr_fn=MUON_SCALE)
     if optimizer == "adamw8bit":
         library: Any = importlib.import_module(f"{EIGHT_BITS_LIBRARY}.optim")
         return library.AdamW8bit(groups, lr=0.0, betas=betas, min_8bit_size=EIGHT_BITS_NUMBERS_MIN)
-    # Tensor by tensor, as ever on a CPU: over all of them at once, torch's way on a GPU, an update
-    # takes as much memory again as the weights.
+    # No foreach: its temporaries take as much memory as the weights.
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, foreach=False)
 
 
 def moments_of(optimizer: OptimizerName, parameter: Tensor) -> dict[str, torch.Size]:
-    """What a checkpoint has of a parameter: names and shapes."""
+    """Return names and shapes of a parameter's checkpoint tensors."""
     blocks = -(-parameter.numel() // EIGHT_BITS_BLOCK)
     return {
         one: torch.Size([blocks]) if one.startswith("absmax") else parameter.shape
@@ -79,7 +79,7 @@ def moments_of(optimizer: OptimizerName, parameter: Tensor) -> dict[str, torch.S
 def state_of(
     optimizer: OptimizerName, made: Any, moments: dict[str, Tensor], steps: int
 ) -> dict[str, Any]:
-    """What the optimizer that was made keeps of a parameter after so many updates."""
+    """Return the optimizer's state of a parameter after `steps` updates."""
     if optimizer == "muon":
         return dict(moments)
     if optimizer == "adamw":
@@ -95,7 +95,7 @@ def state_of(
 
 
 def optimizer_numerics(optimizer: OptimizerName) -> dict[str, str]:
-    """What it adds to the fingerprint of a step."""
+    """Return its entry in the fingerprint."""
     if optimizer == "adamw":
         return {}
     if optimizer == "muon":

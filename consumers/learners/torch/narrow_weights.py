@@ -1,18 +1,12 @@
-"""Frozen weights that lie in bfloat16 under passes in float32; decides what is widened when.
+"""Frozen weights held in bfloat16 for passes in float32.
 
-A base under an adapter is published in bfloat16 and never changes, so its matrices are held as they
-are published, two bytes a number. A module widens its own for as long as it computes, which is
-exact. What autograd keeps for the way back would be these copies, one of every layer: in their
-place it keeps which matrix they came from, and the part that is needed is widened again. So at any
-time one module's weights are float32, and a step has the bits that it has on a float32 base of the
-same numbers.
+A module widens its matrices (exactly) only while it computes. Autograd keeps a reference to the
+narrow matrix instead of the widened copy and widens again in backward, so one module is float32 at
+a time. Bits equal those of a float32 base with the same values.
 
-Vectors (norms, biases) are float32 all the time. Under autocast a plain linear layer is given its
-bfloat16 weights as they are: autocast would make them of the copy again.
-
-Where a layer is computed again on the way back (`trainer.gradient_checkpointing`, chunks), the
-checkpoint's own hooks stand before these: then one layer's copies are held while its gradient is
-computed.
+Vectors (norms, biases) are always float32. Under autocast a plain linear layer uses its bfloat16
+weights directly. With recomputation (`trainer.gradient_checkpointing`, chunks) the checkpoint's
+hooks come first: one layer's copies exist during its backward.
 """
 
 from __future__ import annotations
@@ -32,10 +26,10 @@ HELD = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A view of a widened matrix, as one of what it was widened from."""
+    """A view of a widened matrix, stored as a view of the narrow one."""
 
     held: Any
-    """The parameter itself: ZeRO 3 has its numbers there only while they are needed."""
+    """The parameter itself: ZeRO 3 gathers its values only while needed."""
     size: torch.Size
     strides: tuple[int, ...]
     offset: int
@@ -47,20 +41,21 @@ class _Part:
 
 
 class NarrowWeights:
-    """The matrices of one network, which nothing trains.
+    """Frozen matrices of one network.
 
-    Example: ``narrow = NarrowWeights(); network = build(assets, narrow=narrow)``, and then
-    ``with narrow.kept_narrow(): loss = ...``
+    Example: ``narrow = NarrowWeights(); network = build(assets, narrow=narrow)``, and then ``with
+    narrow.kept_narrow(): loss = ...``
     """
 
     def __init__(self) -> None:
         self._widened: dict[int, Any] = {}
-        """What the modules that compute now have widened: by storage, what it was made of."""
+        """Narrow matrices by the storage of their present widened copies."""
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Matrices of modules that are made meanwhile are bfloat16 as soon as they are there, so
-        that there never is a float32 network; one thread makes one at a time."""
+        """Create matrices in bfloat16 from the start, without a float32 network; one thread at a
+        time.
+        """
         handle = register_module_parameter_registration_hook(_narrow)
         try:
             yield
@@ -68,13 +63,13 @@ class NarrowWeights:
             handle.remove()
 
     def widen(self, network: Any) -> None:
-        """Have its modules compute with widened matrices."""
+        """Make the network's modules compute with widened matrices."""
         for module in network.modules():
             if any(_is_held(one) for one in module._parameters.values()):
                 module.forward = self._widening(module, module.forward)
 
     def kept_narrow(self) -> AbstractContextManager[Any]:
-        """Of widened matrices that a pass needs on its way back, nothing is kept meanwhile."""
+        """Keep narrow references instead of widened matrices for backward."""
         return saved_tensors_hooks(
             self._pack, lambda kept: kept.widened() if isinstance(kept, _Part) else kept
         )
@@ -93,7 +88,7 @@ class NarrowWeights:
 
     @contextmanager
     def _in_place_of(self, module: Any) -> Iterator[None]:
-        """The module's matrices are found as attributes before they are as parameters."""
+        """Shadow the module's parameters by widened instance attributes."""
         held = {name: one for name, one in module._parameters.items() if _is_held(one)}
         wide = {name: one.detach().to(torch.float32) for name, one in held.items()}
         storages = {_storage(one): held[name] for name, one in wide.items()}
@@ -116,7 +111,7 @@ class NarrowWeights:
 
 def _narrow(module: Any, name: str, parameter: Any) -> Any:
     if parameter is None or parameter.dim() < 2 or parameter.dtype != torch.float32:
-        return None  # It stays what it is.
+        return None  # keep unchanged
     return torch.nn.Parameter(parameter.detach().to(HELD), requires_grad=False)
 
 

@@ -1,4 +1,4 @@
-"""The network that a config.json describes: built, and probed for what passes make of it."""
+"""Builds and probes the network of a config.json."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.vocabulary import unassigned_ids
 
 GROUPED: Final = "grouped_mm"
-"""transformers' name of experts that are computed in one product, its default."""
+"""transformers' default implementation of experts: one grouped product."""
 GROUPED_IN_AUTOCAST: Final = "grouped_mm_in_autocast"
 
 _PROBE_TOKENS: Final = 4
 
 
 class SharedMemory:
-    """What like parameters of all layers have in common, until each has its own.
+    """Shared memory of equal-shaped parameters of all layers during probing.
 
-    Probes of a network are of what its family computes, whatever the weights; so a process that is
-    to keep a part of it never holds more than one layer beside that. Each has a storage of its own
-    over the same memory, as the names of files are found by storage.
+    Limits a process that will keep only a shard to one layer's memory. Each parameter has its own
+    storage over that memory, because file names are found by storage.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class SharedMemory:
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Parameters of modules that are made meanwhile; one thread makes one network at a time."""
+        """Share parameters created meanwhile; one thread builds one network at a time."""
         handle = register_module_parameter_registration_hook(self._share)
         try:
             yield
@@ -52,7 +51,7 @@ class SharedMemory:
 
     def _share(self, module: Any, name: str, parameter: Any) -> Any:
         if parameter is None or id(parameter) in self._made:
-            return None  # A tied one stays what it is.
+            return None  # a tied parameter stays unchanged
         key = type(module), name, parameter.shape, parameter.dtype
         known = key in self._held
         held = self._held.setdefault(key, parameter.detach())
@@ -70,8 +69,9 @@ def build(
     narrow: NarrowWeights | None = None,
     shared: SharedMemory | None = None,
 ) -> Any:
-    """The network that a config.json describes, with arbitrary weights, of which those of all
-    layers may be `shared`. Raises PolicyError."""
+    """Build the network of a config.json with arbitrary weights, optionally `shared` by all layers.
+    Raises PolicyError.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM.from_config
@@ -96,8 +96,9 @@ def build(
 
 
 def _compute_experts_in_autocast(network: Any) -> None:
-    """Have grouped products of experts computed in autocast's type, as all others of a pass are:
-    torch's autocast does not know the operation."""
+    """Run grouped expert products in autocast's type; torch's autocast does not cover the
+    operation.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if getattr(network.config, "_experts_implementation", None) != GROUPED:
@@ -118,7 +119,7 @@ def _experts_in_autocast(experts: Any, hidden: Tensor, *routing: Tensor) -> Tens
 
 
 class _Narrowed:
-    """A module whose matrices are read in another type, those that are widened on use too."""
+    """Proxy of a module that returns its matrices in another type, also widened ones."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
@@ -130,7 +131,7 @@ class _Narrowed:
 
 
 def head_is_all(network: Any, device: str) -> bool:
-    """Whether logits are exactly the head on the last hidden states."""
+    """Return whether logits are exactly the head on the last hidden states."""
     head = network.get_output_embeddings()
     if head is None or network.base_model is network:
         return False

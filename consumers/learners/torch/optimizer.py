@@ -1,8 +1,7 @@
-"""AdamW, or another beside it, with a state that goes to a safetensors file and back bit for bit.
+"""AdamW and other optimizers, with state saved to safetensors bit for bit.
 
-It decides nothing but the names in that file: `steps`, and per parameter `exp_avg/<name>` and
-`exp_avg_sq/<name>`, or what another optimizer keeps of it (`named_optimizers`); `remainder/<name>`
-(int16) where it is published in bfloat16 (`masters`).
+Tensor names: `steps`; `exp_avg/<name>` and `exp_avg_sq/<name>`, or those of another optimizer
+(`named_optimizers`); int16 `remainder/<name>` for bfloat16 parameters (`masters`).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ REMAINDER: Final = "remainder"
 
 
 def decay_groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict[str, Any]]:
-    """An optimizer's groups of parameters: those that decay, and vectors, which do not."""
+    """Split parameters into groups: decaying ones, and vectors without decay."""
     apart = weight_decay > 0
     kept = [one for one in parameters if apart and one.ndim <= 1]
     decaying = [one for one in parameters if not apart or one.ndim > 1]
@@ -41,18 +40,17 @@ def decay_groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict
 
 @dataclass(slots=True)
 class KeptState:
-    """A copy of what updates change: three times the size of what is trained."""
+    """Copy of trained state; three times the size of the trained weights."""
 
     weights: list[Tensor]
     remainders: list[Tensor]
-    """Of the masters, where what is published is not float32."""
+    """Remainders of bfloat16 masters."""
     moments: list[dict[str, Any]]
     """By parameter; empty before the first update."""
 
 
 class Optimizer:
-    """AdamW over named parameters, another over some of them; gradients are clipped by their global
-    norm."""
+    """AdamW over named parameters, another optimizer over some; clips by the global norm."""
 
     def __init__(
         self,
@@ -64,8 +62,9 @@ class Optimizer:
         other: OptimizerName = "adamw",
         others: Collection[str] = (),
     ) -> None:
-        """`bfloat16` names the parameters whose values are to be bfloat16 between updates, `others`
-        those, not all of them, that the optimizer `other` updates."""
+        """`bfloat16` names parameters that are bfloat16 between updates, `others` those that
+        `other` updates.
+        """
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._kinds = [other if name in others else "adamw" for name in self._names]
@@ -77,7 +76,7 @@ class Optimizer:
         self._masters = Masters({name: one for name, one in parameters if name in bfloat16})
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         for optimizer in self._made.values():
             optimizer.zero_grad(set_to_none=True)
 
@@ -88,12 +87,12 @@ class Optimizer:
                 parameter.grad.div_(divisor)
 
     def gradient_norm(self, norm_max: float) -> float:
-        """Clip the gradients to `norm_max`; returns their norm before. May not be finite."""
+        """Clip the gradients to `norm_max`; return their norm before, possibly not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, norm_max)
         return float(norm)
 
     def update(self, learning_rate: float) -> None:
-        """One update from the gradients that are there."""
+        """Update once from the present gradients."""
         for optimizer in self._made.values():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -102,12 +101,12 @@ class Optimizer:
                 optimizer.step()
 
     def held(self) -> list[Any]:
-        """All that it keeps beside the parameters: tensors, and mappings of them."""
+        """Return all state besides the parameters."""
         states = [one for made in self._made.values() for one in made.state.values()]
         return [*states, self._masters.remainders]
 
     def kept(self) -> KeptState:
-        """A copy of weights and state."""
+        """Return a copy of weights and state."""
         return KeptState(
             weights=[one.detach().clone() for one in self._parameters],
             remainders=self._masters.kept(),
@@ -121,7 +120,7 @@ class Optimizer:
         )
 
     def go_back(self, kept: KeptState) -> None:
-        """Be as the copy is, which is used up."""
+        """Restore the copy, consuming it."""
         self.clear()
         self._forget()
         self._masters.go_back(kept.remainders)
@@ -133,7 +132,7 @@ class Optimizer:
 
     @contextmanager
     def at(self, kept: KeptState) -> Iterator[None]:
-        """With the weights of the copy in place of the present ones."""
+        """Use the copy's weights temporarily."""
         present = [one.data for one in self._parameters]
         for one, weights in zip(self._parameters, kept.weights, strict=True):
             one.data = weights
@@ -148,7 +147,7 @@ class Optimizer:
         write_tensors(path, self._sources())
 
     def load(self, path: Path) -> None:
-        """Take the state of a file. Raises PolicyError if it is not of these parameters."""
+        """Load a state file. Raises PolicyError if it has other parameters."""
         entries = {entry.name: entry for entry in read_entries(path)}
         named = list(zip(self._names, self._parameters, self._kinds, strict=True))
         wanted = {
@@ -180,7 +179,6 @@ class Optimizer:
         self._masters.fit()
 
     def _forget(self) -> None:
-        """Be as before the first update."""
         for optimizer in self._made.values():
             optimizer.state.clear()
 

@@ -1,8 +1,7 @@
-"""Attention of a packed pass: each sequence by itself, or a line at once under a mask.
+"""Attention of packed passes: per sequence, or per line under a mask.
 
-Under a mask (transformers' way, by positions) a line of n tokens takes n x n of everything, and
-most of it is masked. torch's kernel for sequences of several lengths
-(`torch.nn.attention.varlen`) takes where they begin; a GPU has it, in half precision.
+A mask costs n x n for a line of n tokens, mostly masked. torch's variable-length kernel
+(`torch.nn.attention.varlen`) avoids that on GPUs in half precision.
 """
 
 from __future__ import annotations
@@ -21,45 +20,45 @@ from dora_pipe.consumers.learners.torch.memory import computed_in
 from dora_pipe.core.errors import PolicyError
 
 NAME: Final = "dora_pipe_varlen"
-"""Under which transformers has `attend`."""
+"""Name of `attend` in transformers."""
 
 HEAD_MULTIPLE: Final = 8
-"""FlashAttention 2 wants heads of a multiple of so many numbers ..."""
+"""FlashAttention 2 limit: head width multiple."""
 
 HEAD_MAX: Final = 256
-"""... and at most this, on data centres' cards of its time ..."""
+"""Largest head width on data center GPUs of compute capability 8.0 and 9.0."""
 
 HEAD_MAX_ELSEWHERE: Final = 192
-"""... or, for gradients, this."""
+"""Largest head width with gradients elsewhere."""
 
 _PROBE_TOKENS: Final = 4
 
 APART: Final = 0.01
-"""Logits of a sequence behind another one in its line may differ by so much of what they do where
-it sees that: sums in another order, no more ..."""
+"""Tolerance of a packed sequence's logits, relative to their change when it sees others,"""
 
 NOISE: Final = 1e-5
-"""... and by this."""
+"""plus this absolute tolerance."""
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Cuts", float, int], Tensor]
-"""Causal attention within each sequence of a pass, [tokens, heads, width], of queries, keys and
-values, which may have fewer heads; with a scale, and how many tokens back one sees, -1 for all."""
+"""Causal attention per sequence of queries, keys and values [tokens, heads, width]; keys and values
+may have fewer heads. Further arguments: scale, and visible tokens back (-1: all).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
-    """Where the sequences of a packed pass begin, its lines one after the other."""
+    """Sequence bounds of a packed pass, line by line."""
 
-    starts: Tensor  # [sequences + 1] int32; the last is the tokens of the pass
+    starts: Tensor  # [sequences + 1] int32; the last is the pass's token count
     longest: int
-    """Tokens of the longest sequence, with what pads its line."""
+    """Longest sequence, including its line's padding."""
     kernel: Kernel | None = None
-    """None: torch's."""
+    """None: torch's kernel."""
 
 
 def cuts_of(positions: Tensor, device: str = "cpu") -> Cuts:
-    """Of the positions [lines, width] of tokens in their sequences, which lie on a CPU.
+    """Return the bounds from positions [lines, width] on a CPU.
 
     Example: ``cuts_of(tensor([[0, 1, 0], [0, 1, 2]])).starts.tolist() == [0, 2, 3, 6]``
     """
@@ -69,9 +68,8 @@ def cuts_of(positions: Tensor, device: str = "cpu") -> Cuts:
 
 
 def by_sequences(cuts: Cuts) -> dict[str, Any]:
-    """What a network is given beside ids and positions, that its attention goes by these; layers
-    that are computed again are given it again."""
-    # Of four dimensions, so transformers takes it for the mask that it would make.
+    """Return the network arguments that select attention per sequence, also in recomputation."""
+    # Four dimensions: transformers takes it as its final mask.
     return {"packed": cuts, "attention_mask": torch.empty(0, 0, 0, 0)}
 
 
@@ -86,10 +84,10 @@ def attend(
     packed: Cuts | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it, [rows, heads, tokens, width] to [rows, tokens, heads,
-    width]: by sequences where the pass says which there are, else as torch does it.
+    """Attention for transformers, [rows, heads, tokens, width] to [rows, tokens, heads, width]: per
+    sequence if `packed`, else torch's.
 
-    Narrower values, and heads of odd widths, are filled up with zeros, which changes no number.
+    Pads narrow values and odd head widths with zeros, which changes no result.
     """
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -113,22 +111,23 @@ def attend(
 
 
 def head_width(width: int, values: int) -> int:
-    """Numbers of a head as the kernel is given it."""
+    """Return the padded head width of the kernel."""
     return -(-max(width, values) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
 
 def varlen(
     query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, scale: float, window: int
 ) -> Tensor:
-    """torch's kernel (a `Kernel`), deterministic where torch is told to be: then gradients by
-    queries are added up in several float32 copies, one after the other."""
+    """torch's kernel (a `Kernel`). Deterministic mode accumulates query gradients in several
+    float32 copies.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 looks at the heads by itself, later ones want to be told.
+    # torch 2.11 detects grouped heads; later versions need the argument.
     call: Any = varlen_attn
     told = "enable_gqa" in inspect.signature(varlen_attn).parameters
     more = {"enable_gqa": True} if told else {}
-    both = (cuts.starts, cuts.starts, cuts.longest, cuts.longest)  # Of queries and of keys.
+    both = (cuts.starts, cuts.starts, cuts.longest, cuts.longest)  # queries, keys
     found: Tensor = call(query, key, value, *both, scale=scale, window_size=(window, 0), **more)
     return found
 
@@ -136,7 +135,7 @@ def varlen(
 def plain(
     query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, scale: float, window: int
 ) -> Tensor:
-    """The same (a `Kernel`) sequence after sequence, on any device and in any type."""
+    """Reference `Kernel`, sequence by sequence, for any device and type."""
     groups = query.shape[1] // key.shape[1]
     found = []
     for start, end in zip(cuts.starts.tolist()[:-1], cuts.starts.tolist()[1:], strict=True):
@@ -150,7 +149,7 @@ def plain(
 
 
 def goes_by_sequences(network: Any, dtype: ComputeDtype, device: str) -> bool:
-    """Whether packed passes of a network can go by sequences; its attention is `attend` then."""
+    """Return whether packed passes support attention per sequence; if so, install `attend`."""
     if not device.startswith("cuda") or dtype != "bfloat16":
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -159,8 +158,9 @@ def goes_by_sequences(network: Any, dtype: ComputeDtype, device: str) -> bool:
 
 
 def set_attention(network: Any, width: int = HEAD_MAX) -> bool:
-    """Have `attend` compute a network's attention, where heads are at most so wide and it makes of
-    sequences in a line what it makes of each alone; whether it does."""
+    """Install `attend` if heads are at most `width` and a probe shows isolated sequences; return
+    whether it did.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -181,14 +181,14 @@ def set_attention(network: Any, width: int = HEAD_MAX) -> bool:
     try:
         if not _sees_others(network, device, packed):
             return True
-    except (PolicyError, TypeError, RuntimeError):  # It, or what it calls, takes no such words.
+    except (PolicyError, TypeError, RuntimeError):  # unsupported arguments
         pass
     network.set_attn_implementation(before)
     return False
 
 
 def need_apart(network: Any, device: str) -> None:
-    """Raise PolicyError for a network in which sequences of one line see each other."""
+    """Raise PolicyError if sequences of one line see each other."""
     if _sees_others(network, torch.device(device), {}):
         raise PolicyError(
             "this model lets the sequences of a packed line see each other",
@@ -201,7 +201,7 @@ def _probe_positions() -> Tensor:
 
 
 def _sees_others(network: Any, device: torch.device, packed: Mapping[str, Any]) -> bool:
-    """Whether a sequence is something else behind another one in its line."""
+    """Return whether a sequence's logits depend on another before it in its line."""
     ids = torch.arange(3 * _PROBE_TOKENS, device=device).reshape(1, -1) % network.config.vocab_size
     second = ids[:, _PROBE_TOKENS:]
     given = {"position_ids": _probe_positions().reshape(1, -1).to(device), **packed}

@@ -1,13 +1,9 @@
-"""Sends the tokens of a network through the experts that a record names; decides nothing.
+"""Routing of tokens through recorded experts (rollout routing replay, arXiv 2510.11370).
 
-Which experts a token passes is a choice of the k highest of a router's scores. Near a tie two
-computations of the same weights choose differently, and log-probs then differ by more than
-rounding. Here the choice is the one of the log, and all else is the network's own: scores are
-computed by its router, and gradients flow through those of the experts that were chosen (rollout
-routing replay, arXiv 2510.11370).
-
-No family is known by name: inside a block with experts, `topk` over the scores of all experts is
-the choice, whatever a family makes of it before and after. A probe finds out whether that is so.
+Routers choose the k highest scores; near ties two computations of the same weights choose
+differently, and log-probs then differ by more than rounding. Only the choice is replaced: scores
+and gradients stay the network's own. Works for any family in which `topk` over all experts' scores
+is the choice; a probe checks that.
 """
 
 from __future__ import annotations
@@ -28,18 +24,18 @@ _PROBE_TOKENS: Final = 4
 
 
 class RoutedExperts:
-    """The blocks with experts of a network, and through which ones tokens go.
+    """Blocks with experts of a network, and the routes of tokens.
 
-    Example: ``RoutedExperts(network).take(routes)`` before a pass; they hold until others do, so
-    that what is computed again on the way back goes the same way.
+    Routes set by `take` hold until the next call, so recomputation uses them too.
+
+    Example: ``RoutedExperts(network).take(routes)`` before a pass.
     """
 
     def __init__(self, network: Any) -> None:
-        """Raises PolicyError for a network without such blocks, or with blocks of another kind."""
+        """Raises PolicyError for a network without supported blocks."""
         self._routes: Tensor | None = None
         self.differing = self.seen = 0
-        """Of the choices that were taken from a record those in which the router's own experts were
-        others; and all of them. A choice is of a token in a layer."""
+        """Recorded choices that differ from the router's, and all; one per token and layer."""
         self._blocks = list(_sparse_blocks(network))
         config = network.config.get_text_config()
         self.per_token = int(getattr(config, "num_experts_per_tok", 0) or 0)
@@ -51,12 +47,13 @@ class RoutedExperts:
 
     @property
     def layers(self) -> int:
-        """Those that have experts."""
+        """Return the number of layers with experts."""
         return len(self._blocks)
 
     def take(self, routes: Tensor | None) -> None:
-        """Send the tokens of the passes to come through these experts, [tokens, layers, per_token]
-        int64, -1 for a token whose own router chooses; None: all choose. Raises PolicyError."""
+        """Set the experts of the next passes, [tokens, layers, per_token] int64, -1 where the
+        router chooses; None clears. Raises PolicyError.
+        """
         if routes is not None:
             shape, wanted = tuple(routes.shape[1:]), (self.layers, self.per_token)
             if shape != wanted or (len(routes) and int(routes.max()) >= self.experts):
@@ -76,7 +73,7 @@ class RoutedExperts:
         return forward
 
     def choice(self, number: int, scores: Tensor, own: Tensor) -> Tensor:
-        """The experts [tokens, per_token] of a layer, whose router would choose its `own`."""
+        """Return the experts [tokens, per_token] of a layer; `own` is the router's choice."""
         assert self._routes is not None
         self._found[number] += 1
         logged = self._routes[:, number]
@@ -91,7 +88,7 @@ class RoutedExperts:
         return torch.where(there, logged, own)
 
     def is_choice(self, scores: Any, count: Any) -> bool:
-        """Whether the highest of these are the experts that tokens go through."""
+        """Return whether a topk of these scores chooses experts."""
         return (
             isinstance(scores, Tensor)
             and scores.dim() == 2
@@ -100,7 +97,9 @@ class RoutedExperts:
         )
 
     def _need_choices(self, network: Any) -> None:
-        """Raise PolicyError unless each block makes one choice, which decides what it computes."""
+        """Raise PolicyError unless each block makes exactly one choice, which determines its
+        result.
+        """
         if not (self._blocks and self.per_token and self._chooses(network)):
             raise PolicyError(
                 f"this {network.config.model_type} does not choose experts in a way that can be"
@@ -123,15 +122,15 @@ class RoutedExperts:
 
 
 class BalanceLoss:
-    """The load-balancing loss of a network's routers, by transformers' own function for its family
-    (Switch Transformer, arXiv 2101.03961, equations 4 to 6).
+    """Router load-balancing loss, by transformers' function of the family (Switch Transformer,
+    arXiv 2101.03961, equations 4 to 6).
 
-    It is taken of every sequence by itself: a product of two means over tokens is no sum over
-    passes, and would change with who is computed beside whom.
+    Taken per sequence: a product of two token means does not add up over passes, and would depend
+    on packing.
     """
 
     def __init__(self, network: Any) -> None:
-        """Raises PolicyError for a family that has none, a dense model for one."""
+        """Raises PolicyError for a family without one, or a dense model."""
         of_family = sys.modules[type(network).__module__]
         self._function: Any = getattr(of_family, "load_balancing_loss_func", None)
         blocks = list(_sparse_blocks(network))
@@ -151,7 +150,7 @@ class BalanceLoss:
         self._sizes = _experts(config), int(config.num_experts_per_tok)
         self._layers = len(routers)
         self._noted: list[Tensor] | None = None
-        """The logits of each layer's router, [tokens, experts], of the pass that is computed."""
+        """Router logits by layer, [tokens, experts], of the present pass."""
         for one in routers:
             one.register_forward_hook(self._note)
 
@@ -165,13 +164,12 @@ class BalanceLoss:
         spans: Sequence[tuple[int, int]],
         weights: Sequence[float],
     ) -> tuple[Tensor, Tensor]:
-        """The log-probs of a pass, and the loss of its sequences, added up by these weights; each
-        lies at [start, end) of the pass's tokens."""
+        """Return log-probs of a pass, and the weighted loss of its sequences at [start, end)."""
         logits: list[Tensor] = []
         self._noted = logits
         try:
             found = logprobs()
-        finally:  # Not of what is computed again on the way back.
+        finally:  # do not record recomputation
             self._noted = None
         assert len(logits) == self._layers, "something else was computed meanwhile"
         losses = [
@@ -182,12 +180,12 @@ class BalanceLoss:
 
 
 def balance_numerics(weight: float) -> dict[str, str]:
-    """What a loss of this weight adds to a trainer's fingerprint."""
+    """Return its fingerprint entry."""
     return {"router_aux_loss": repr(weight)} if weight else {}
 
 
 class _Choosing(TorchFunctionMode):
-    """While a block computes, its choice is the one of the record."""
+    """Replaces a block's expert choice by the recorded one."""
 
     def __init__(self, routed: RoutedExperts, number: int) -> None:
         super().__init__()
@@ -208,7 +206,7 @@ class _Choosing(TorchFunctionMode):
 
 
 def _sparse_blocks(network: Any) -> Iterator[Any]:
-    """Of each layer, in order, the block with experts, if it has one."""
+    """Yield, by layer, its block with experts, if any."""
     for layer in decoder_layers(network):
         for child in layer.children():
             if any("expert" in name for name, _ in child.named_modules()):
@@ -216,7 +214,7 @@ def _sparse_blocks(network: Any) -> Iterator[Any]:
 
 
 def _experts(config: Any) -> int:
-    """That each layer has."""
+    """Return the number of experts per layer."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         count = getattr(config, name, None)
         if count:

@@ -1,7 +1,6 @@
-"""A teacher that is a model directory: computed by the trainer, beside what it trains.
+"""Teacher from a model directory, computed by the trainer.
 
-Its weights are frozen and loaded once. Log-probs are of softmax(logits / temperature), at the
-temperature of the policy's own: what is compared are two policies as they would sample.
+Frozen; loaded once. Uses the policy's temperature, so both are compared as they would sample.
 """
 
 from __future__ import annotations
@@ -27,26 +26,30 @@ from dora_pipe.store.vocabulary import unassigned_ids
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How a directory is computed."""
+    """Options of computing a teacher."""
 
     dtype: ComputeDtype = "float32"
     device: str = "cpu"
     temperature: float = 1.0
     padded_tokens_max: int = 16384
-    """Of one pass (`trainer.micro_batch_tokens`)."""
+    """Tokens of one pass (`trainer.micro_batch_tokens`)."""
     threads: int = 1
     memory: MemoryOptions = AT_ONCE
 
 
 class ModelTeacher:
-    """Example: ``ModelTeacher(Path("teacher"), digest="", options=ModelOptions())``."""
+    """Teacher from a model directory.
+
+    Example: ``ModelTeacher(Path("teacher"), digest="", options=ModelOptions())``
+    """
 
     repeatable = True
     waits_for = ""
 
     def __init__(self, directory: Path, *, digest: str, options: ModelOptions) -> None:
-        """Raises PolicyError for a directory that is no model, or has other weights than those of
-        `digest`, where that is given."""
+        """Raises PolicyError if the directory is not a model or its weights do not match
+        `digest`.
+        """
         self._digest = weights_digest(directory)
         if digest and digest != self._digest:
             raise PolicyError(
@@ -60,11 +63,11 @@ class ModelTeacher:
         self._lean = head_is_all(self._network, options.device)
 
     def name(self) -> str:
-        """Its weights, and the type they are computed in."""
+        """Return weights digest and compute dtype."""
         return f"{self._options.dtype} {self._digest}"
 
     def logprobs(self, rows: Sequence[Row]) -> Scores:
-        """See Teacher; without waiting."""
+        """See Teacher; does not wait."""
         known = self._network.config.vocab_size
         largest = max((max(ids) for ids, _ in rows if len(ids)), default=0)
         if largest >= known:

@@ -34,6 +34,7 @@ class PartKey:
 
     @classmethod
     def of(cls, part: TrainBatch, settings: Settings) -> PartKey:
+        """Return the key of a part."""
         groups = tuple(group.group for group in part.groups)
         return cls(step=part.step, groups=groups, settings=tuple(sorted(settings.items())))
 
@@ -57,7 +58,7 @@ class ComputesParts(Protocol):
         ...
 
     def settings_of(self, settings: Settings) -> StepSettings:
-        """Return the settings in force for a step."""
+        """Return the settings in force."""
         ...
 
     def gather(
@@ -119,7 +120,7 @@ class StepInParts:
             self.forget(learner)
 
     def loaded(self) -> None:
-        """Reset after the learner loaded other weights."""
+        """Reset after loading other weights."""
         self._done, self._kept = [], False
 
     def add(self, learner: ComputesParts, part: TrainBatch, settings: Settings) -> None:

@@ -12,12 +12,12 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.trajectory import Trajectory
 
 Settings = Mapping[str, float | int | str | bool]
-"""Logged configuration keys in force, e.g. ``{"trainer.learning_rate": 3e-4}``."""
+"""Logged keys in force, e.g. ``{"trainer.learning_rate": 3e-4}``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedAt:
-    """Log position of a trajectory, and the sha256 of its value."""
+    """Log position and value digest of a trajectory."""
 
     partition: int
     offset: int
@@ -43,7 +43,6 @@ class Reference:
     version: int
     digest: str
     weights: Path
-    """Local file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ class Learner(Protocol):
     version: str
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Load weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        """Load weights and, if given, a checkpoint's optimizer state. Raises PolicyError."""
         ...
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
@@ -101,7 +100,7 @@ class Learner(Protocol):
         ...
 
     def save_weights(self, path: Path) -> Manifest:
-        """Write the present weights to a safetensors file, without fsync; return their manifest."""
+        """Write the weights to a safetensors file, without fsync; return their manifest."""
         ...
 
     def save_optimizer(self, path: Path) -> None:
@@ -109,9 +108,7 @@ class Learner(Protocol):
         ...
 
     def numerics(self) -> dict[str, str]:
-        """Return the fingerprint under which results are bit-equal: versions, device, threads,
-        ...
-        """
+        """Return the fingerprint under which results are bit-equal."""
         ...
 
 

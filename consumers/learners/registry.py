@@ -43,7 +43,7 @@ Open = Callable[[Path, Path, Config, LogLocation | None], Learner]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerKind:
-    """Capabilities of a trainer, known before it is opened."""
+    """Capabilities of a trainer, by the keys and fields that require them."""
 
     open: Open
     """Factory; takes the config and tokenizer directory, weights of version 0, configuration, and
@@ -51,27 +51,26 @@ class LearnerKind:
     GPU, ResourceError if ranks are missing.
     """
     packages: tuple[str, ...] = ()
-    """Required modules."""
+    """Required modules, and a hint if one is missing."""
     hint: str = ""
-    """Hint if one is missing."""
     moving_reference: bool = False
-    """Supports `TrainBatch.reference` (`objective.reference_every`)."""
+    """`objective.reference_every`"""
     teacher: bool = False
-    """Supports `TrainBatch.teacher` (`objective.teacher_weight`)."""
+    """`objective.teacher_weight`"""
     bfloat16: bool = False
-    """Publishes bfloat16 if version 0 is bfloat16 (`policies.dtype`)."""
+    """`policies.dtype` bfloat16"""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
-    """Supported `trainer.optimizer` values."""
+    """`trainer.optimizer`"""
     routes: bool = False
-    """Routes tokens through recorded experts (`sampling.routes`)."""
+    """`sampling.routes`"""
     router_aux_loss: bool = False
-    """Supports `trainer.router_aux_loss`."""
+    """`trainer.router_aux_loss`"""
     expert_parallel: bool = False
-    """Supports `trainer.expert_parallel`."""
+    """`trainer.expert_parallel`"""
     weights: bool = False
-    """Supports `TrainBatch.weights`."""
+    """`TrainBatch.weights`"""
     leaves_device: bool = False
-    """Implements `port.LeavesDevice` (`trainer.offload_between_steps`)."""
+    """`trainer.offload_between_steps`"""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
@@ -286,7 +285,7 @@ def _torch(assets: Path, reference: Path, config: Config, log: LogLocation | Non
 
 
 def adapter_options(lora: Lora) -> LoraOptions | None:
-    """Return the adapter's options, or None for full training."""
+    """Return the adapter's options, if any."""
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
     if not lora.rank:

@@ -57,7 +57,6 @@ class SftOptions:
     optimizer: OptimizerName = "adamw"
     steps: int = 240
     batch: int = 64
-    """Examples per step."""
     learning_rate: float = 2e-3
     schedule: Schedule = "constant"
     warmup_steps: int = 20
@@ -78,7 +77,6 @@ class SftResult:
     """Result of the warm start."""
 
     loss: float = math.nan
-    """Loss of the last step."""
     left_out: int = 0
     """Draws dropped for their length."""
 
@@ -154,7 +152,6 @@ def _optimizer(model: TorchModel, options: SftOptions) -> Optimizer:
 def _write(
     model: TorchModel, model_dir: Path, out_dir: Path, store: PolicyStore, assets: str
 ) -> None:
-    """Write a model directory; adapters both merged and separately."""
     if not isinstance(model, LoraModel):
         write_model_dir(out_dir, model_dir, lambda path: write_tensors(path, model.sources()))
         return
@@ -222,7 +219,6 @@ def rows_of(
 def _step(
     model: TorchModel, optimizer: Optimizer, chosen: Sequence[Example], options: SftOptions
 ) -> float:
-    """Compute and clip the gradients of a batch; return its loss."""
     rows = rows_of(chosen, packing=options.memory.packing, context_tokens=options.context_tokens)
     sizes = [
         RowSize(ordinal=place, sibling=0, tokens=sum(len(one.token_ids) for one in row))

@@ -39,7 +39,6 @@ _FINITE: Final = 0x3FFF
 """Bit mask that excludes infinity and NaN in bfloat16."""
 
 _Names = tuple[int, tuple[str, ...]]
-"""Step and groups of a part."""
 
 
 class SimulatedLearner:
@@ -56,13 +55,11 @@ class SimulatedLearner:
         self._poison = frozenset(poison)
         self._weights = INITIAL
         self._sparse: Sequence[int] = ()
-        """Bits of the sparse elements."""
         self._steps = 0
         self._gathered: list[tuple[_Names, bytes]] = []
-        """Digests of the next step's parts so far."""
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Load weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        """See `Learner`."""
         if read_manifest(weights).digest != digest:
             raise PolicyError(f"{weights} holds other weights")
         self._weights = _read(weights, "weights")
@@ -73,7 +70,7 @@ class SimulatedLearner:
             self._steps = int.from_bytes(_read(optimizer, "steps"), "little")
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """Train one step. Raises NonFinite for a poisoned batch."""
+        """See `Learner`."""
         gathered, self._gathered = self._gathered, []
         trajectories = [one for group in batch.groups for one in group.trajectories]
         past = hashlib.sha256(self._weights + self._steps.to_bytes(8, "little"))
@@ -99,7 +96,7 @@ class SimulatedLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Digest the next part. Raises NonFinite for a poisoned one."""
+        """See `TrainsParts`."""
         gathered, self._gathered = self._gathered, []
         digest = self._digest(batch)
         if gathered and gathered[0][0][0] != batch.step:
@@ -119,19 +116,19 @@ class SimulatedLearner:
         return trajectories
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the present weights."""
+        """See `Learner`."""
         return manifest_in_memory(_sources(self._weights, self._sparse))
 
     def save_weights(self, path: Path) -> Manifest:
-        """Write the present weights; return their manifest."""
+        """See `Learner`."""
         return write_tensors(path, _sources(self._weights, self._sparse))
 
     def save_optimizer(self, path: Path) -> None:
-        """Write the number of steps, its only state."""
+        """Write the number of steps."""
         write_tensors(path, [_source("steps", self._steps.to_bytes(8, "little"))])
 
     def numerics(self) -> dict[str, str]:
-        """Return the numerics fingerprint."""
+        """See `Learner`."""
         return {"trainer": f"{self.name} {self.version}", "micro_batch_tokens": "1"}
 
 

@@ -52,11 +52,9 @@ class Item:
     contexts: Sequence[int]
     """Counted tokens by context."""
     teacher: Sequence[float] | None
-    """Teacher log-probs of the counted tokens."""
     token_staleness: int
     """Sum of staleness over sampled tokens, by the version of each."""
     weight: float = 1.0
-    """Loss factor."""
     minibatch: int = 0
     micro_batch: int | None = None
     """First micro-batch of its update that has some of its tokens."""
@@ -91,7 +89,6 @@ class ContextRow:
 
     context: int
     tokens: int
-    """Tokens of the context's full sequence."""
     first: int
     """Counted tokens of the trajectory in earlier contexts."""
     counted: int
@@ -112,7 +109,7 @@ class Unit:
 
     @property
     def counted(self) -> int:
-        """Return the number of counted tokens."""
+        """Return the counted tokens."""
         return sum(row.counted for row in self.rows)
 
     @property
@@ -122,7 +119,7 @@ class Unit:
 
     @property
     def teacher(self) -> Sequence[float] | None:
-        """Return the teacher's log-probs of its counted tokens, if any."""
+        """Return teacher log-probs of its counted tokens."""
         said = self.item.teacher
         if said is None or self.counted == self.item.counted == self.rows[0].counted:
             return said
@@ -130,7 +127,7 @@ class Unit:
 
     @property
     def advantage(self) -> float:
-        """Return the advantage of its tokens."""
+        """Return the advantage."""
         return self.item.advantage or 0.0
 
     def sequences(self) -> list[TrainedRow]:
@@ -138,7 +135,7 @@ class Unit:
         return [row_of(self.item.trajectory, row.context) for row in self.rows]
 
     def choices(self) -> list[Choices | None]:
-        """Return the recorded experts of each row's tokens, if any."""
+        """Return the recorded experts by row, if any."""
         return [choices_of(self.item.trajectory, row.context) for row in self.rows]
 
 
@@ -148,7 +145,6 @@ class Part:
 
     rows: int
     width: int
-    """Tokens of the longest row; lines are padded to it."""
     lines: int = 0
     """Packed lines (`layout.lines_of`); 0 for one row per line."""
     masked: bool = False
@@ -156,12 +152,12 @@ class Part:
 
     @property
     def padded_tokens(self) -> int:
-        """Return the number of computed tokens."""
+        """Return the computed tokens."""
         return (self.lines or self.rows) * self.width
 
     @property
     def packing(self) -> Packing:
-        """Return the packing of its rows."""
+        """Return the packing."""
         return MASKED if self.masked else self.lines > 0
 
 
@@ -170,21 +166,19 @@ class Pass:
     """One forward and backward pass of an update."""
 
     units: Sequence[Unit]
-    """Longest first."""
     parts: Sequence[Part]
     """One part with all rows, or several for a single unit too large to compute at once."""
     number: int
-    """Number within the update."""
     proximal: Tensor | None = None
     """Log-probs of counted tokens under the step's first weights, if required."""
 
     @property
     def padded_tokens(self) -> int:
-        """Return the number of computed tokens."""
+        """Return the computed tokens."""
         return sum(part.padded_tokens for part in self.parts)
 
     def note(self, figures: Sequence[RowFigures]) -> None:
-        """Store the metrics of its units."""
+        """Store its units' metrics."""
         for unit, one in zip(self.units, figures, strict=True):
             unit.item.note(one, unit.counted, self.number)
 

@@ -23,7 +23,7 @@ class Sums:
 
     loss: float = 0.0
     router_aux: float = 0.0
-    """Router load-balancing loss, unweighted."""
+    """Unweighted."""
     updates: int = 0
     grad_norms: list[float] = field(default_factory=list)
     padded_tokens: int = 0

@@ -1,7 +1,6 @@
-"""Learner with a teacher.
+"""Learner with a teacher, which scores batches whose settings give it a weight.
 
-The teacher scores a batch before training if the settings give it a weight. Its log-probs become a
-column of the batch and of the contributions file; replay uses that column if the teacher is not
+The scores become a column of batch and contributions; replay reads it there unless the teacher is
 bitwise repeatable.
 """
 
@@ -86,7 +85,7 @@ class LearnerWithTeacher:
         return replace(batch, teacher=column)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """Train one step, adding the teacher's column to the contributions."""
+        """See `Learner`; adds the teacher's column to the contributions."""
         batch = _result_of(add_teacher_logprobs(cast("Learner", self), batch, settings))
         result = self._learner.train(batch, settings)
         self._said = {}
@@ -102,19 +101,19 @@ class LearnerWithTeacher:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Compute a part; keep its teacher log-probs for the step."""
+        """See `TrainsParts`; keeps the teacher's log-probs."""
         batch = _result_of(add_teacher_logprobs(cast("Learner", self), batch, settings))
         self._said |= batch.teacher or {}
         if isinstance(self._learner, TrainsParts):
             self._learner.train_part(batch, settings)
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Load weights; forget parts."""
+        """See `Learner`."""
         self._said = {}
         self._learner.load(weights, digest=digest, optimizer=optimizer)
 
     def numerics(self) -> dict[str, str]:
-        """Return the learner's numerics, and the teacher."""
+        """See `Learner`; adds the teacher."""
         return {**self._learner.numerics(), "teacher": self.teacher.name()}
 
 

@@ -1,7 +1,4 @@
-"""The learner on DeepSpeed: ZeRO over several ranks, of which rank 0 is in the role's process.
-
-Here DeepSpeed is imported, and what of its environment is ours: device, talk, what it compiles.
-"""
+"""Learner on DeepSpeed: ZeRO over several ranks, rank 0 in the role's process."""
 
 from __future__ import annotations
 
@@ -19,24 +16,25 @@ NAME: Final = "deepspeed"
 HINT: Final = f"make deepspeed, or {install_hint('deepspeed', options='--no-build-isolation ')}"
 
 SHARED_MEMORY: Final = "deepspeed_shm_comm"
-"""A collective of its own for CPUs: it needs a compiler at run time, and adds up in another order
-than gloo does."""
+"""Disabled: compiles at run time, and sums in another order than gloo."""
 
 CUBLAS: Final = ":4096:8"
-"""Work space with which matrix products are deterministic; CUDA reads it once, when it starts."""
+"""Workspace for deterministic matrix products; CUDA reads it once at startup."""
 
 
 def prepare(device: str) -> None:
-    """Set what is read when torch and DeepSpeed start; `device` is `cpu` or `cuda`, `:N` or not."""
+    """Set the environment that torch and DeepSpeed read at startup; `device` is `cpu` or
+    `cuda[:N]`.
+    """
     os.environ["DS_ACCELERATOR"] = device.partition(":")[0]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS)
 
 
 def import_deepspeed(device: str) -> Any:
-    """DeepSpeed, joined to torch's process group, which exists. Raises ConfigError without it."""
+    """Import DeepSpeed on torch's existing process group. Raises ConfigError if it is missing."""
     prepare(device)
     try:
-        with redirect_stdout(sys.stderr):  # its logger keeps what it finds there
+        with redirect_stdout(sys.stderr):  # its logger keeps the stdout it finds
             deepspeed = importlib.import_module(NAME)
             ops = importlib.import_module(f"{NAME}.ops")
     except ModuleNotFoundError as error:
@@ -51,7 +49,7 @@ def import_deepspeed(device: str) -> Any:
 
 
 def absent(name: str) -> ConfigError:
-    """What is said where a package is missing."""
+    """Return the error of a missing package."""
     return ConfigError(
         f"trainer.kind = 'deepspeed' needs {name}, which is not installed", hint=HINT
     )

@@ -1,11 +1,7 @@
-"""Which rank does which passes of an update, and what crosses between the ranks: commands of rank
-0, replies of the others.
+"""Commands from rank 0, replies to it, and the split of an update's passes over ranks.
 
-Decisions only: which records of the log a rank trains on, and how. Trajectories never cross; every
-rank reads its own from the log. (Weights do, when they are loaded and published.)
-
-Ranks meet after every pass (ZeRO 2 and 3 add gradients up there, ZeRO 3 gathers weights), so the
-slowest pass of a round costs all of them its time: passes of about equal size go into one round.
+Trajectories are not sent: each rank reads its own from the log. Ranks synchronize after every pass
+(ZeRO 2 and 3 reduce gradients, ZeRO 3 gathers weights), so a round has passes of similar size.
 """
 
 from __future__ import annotations
@@ -25,93 +21,90 @@ Plain = float | int | str | bool
 
 
 class RankCommand(msgspec.Struct, frozen=True, kw_only=True, tag_field="command"):
-    """Base. `learner` numbers the learners of a process; `retired` are those nobody wants."""
+    """Base of commands. `learner` numbers a process's learners; `retired` are unused ones."""
 
     learner: int
     retired: tuple[int, ...] = ()
 
 
 class Open(RankCommand, frozen=True, kw_only=True, tag="open"):
-    """Make an engine. Paths are rank 0's; a rank on another machine has its own store."""
+    """Create an engine. Paths are rank 0's; a rank on another machine uses its own store."""
 
     assets: str
     log: LogLocation | None
     options: dict[str, Any]
-    """Of `EngineOptions`, without the device."""
+    """`EngineOptions` without the device."""
     threads: int
     modules: str
-    """Where the file of a user's own objective lies."""
+    """Directory of a user's objective."""
 
 
 class LoadBase(RankCommand, frozen=True, kw_only=True, tag="load-base"):
-    """Take what an adapter stands on, which rank 0 sends tensor by tensor."""
+    """Load the adapter's base, sent by rank 0 tensor by tensor."""
 
 
 class Load(RankCommand, frozen=True, kw_only=True, tag="load"):
-    """Take what is trained, which rank 0 sends tensor by tensor, and with `moments` AdamW's."""
+    """Load the trained tensors, sent by rank 0 one by one, and with `moments` AdamW's."""
 
     moments: bool
     updates: int
 
 
 class Read(RankCommand, frozen=True, kw_only=True, tag="read"):
-    """Help to read all that is trained, or all `moments` of it, in the order of their names."""
+    """Help to read all trained tensors, or all `moments`, in name order."""
 
     moments: bool
 
 
 class UnitCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What an objective sees as one trajectory (`step.Unit`)."""
+    """A unit that an objective sees as one trajectory (`step.Unit`)."""
 
     at: LoggedAt
     contexts: list[int]
-    """Which of the record's are its rows, in order."""
+    """Contexts of the record, in row order."""
     length: int
-    """Counted tokens of these."""
+    """Counted tokens."""
     advantage: float
-    """Of each of these."""
     weight: float
-    """Of each of its tokens in the mean over the minibatch."""
+    """Weight of each token in the minibatch mean."""
     teacher: list[float] | None = None
-    """Log-probs of its counted tokens under the teacher, which rank 0 alone asks."""
+    """Teacher log-probs of the counted tokens; only rank 0 calls the teacher."""
 
 
 class PassCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One forward and backward pass."""
+    """One forward and backward pass; `parts` cut its rows in order."""
 
     units: list[UnitCommand]
     parts: list[Part]
-    """In which the rows of the units are computed, in order."""
 
 
 class ShareCommand(RankCommand, frozen=True, kw_only=True):
-    """Base: first read the share and say so, then, if all could, compute."""
+    """Base of commands with work: report the share as read, then compute if all ranks could."""
 
     settings: dict[str, Plain]
     reference: str
-    """The weights that the KL is to, as rank 0 sees the file; a rank on another machine has its own
-    store."""
+    """Path of the KL reference on rank 0; other machines use their store."""
     updates: list[list[list[PassCommand]]]
-    """By update and rank. Ranks without a pass, or with fewer parts of one, stand idle in step with
-    the others."""
+    """Passes by update and rank. Ranks with fewer passes or parts run idle ones in step."""
 
 
 class Train(ShareCommand, frozen=True, kw_only=True, tag="train"):
-    """Train one step, an update after the other; or one part of it, whose only update is `later`
-    where proximal log-probs are to be those of the weights that are kept."""
+    """Train a step, or the only update of a part; `later` takes proximal log-probs from the kept
+    weights.
+    """
 
     later: bool = False
 
 
 class Gather(ShareCommand, frozen=True, kw_only=True, tag="gather"):
-    """Add the gradient of a part of a step, its only update, to what is there."""
+    """Add the gradient of a part."""
 
     fresh: bool
-    """Nothing is to be there."""
+    """True to start from zero."""
 
 
 class Finish(RankCommand, frozen=True, kw_only=True, tag="finish"):
-    """Divide the gradient that was gathered and update with it."""
+    """Divide the gathered gradient and update."""
 
     divisor: int
     learning_rate: float
@@ -119,48 +112,45 @@ class Finish(RankCommand, frozen=True, kw_only=True, tag="finish"):
 
 
 class Keep(RankCommand, frozen=True, kw_only=True, tag="keep"):
-    """Keep a copy of what updates change, be as that is again, or let it go."""
+    """Copy the trained state, restore it, or free the copy."""
 
     what: Literal["take", "go-back", "let-go"]
 
 
 class LeaveDevice(RankCommand, frozen=True, kw_only=True, tag="leave-device"):
-    """Make room on the device; the next command has everything come back."""
+    """Free the device until the next command."""
 
 
 class EndRanks(RankCommand, frozen=True, kw_only=True, tag="end"):
-    """The trainer is over."""
+    """End the ranks."""
 
 
 AnyCommand = Open | LoadBase | Load | Read | Train | Gather | Finish | Keep | LeaveDevice | EndRanks
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank has read its share, or why it has not."""
+    """Result of reading a share; `why` is its error."""
 
     why: str = ""
     broken: bool = False
-    """The log has other bytes than the batch was taken with (else it could not be read)."""
+    """True if logged bytes changed, False if unreadable."""
     records: int = 0
-    """Read from the log."""
 
 
 class UpdateReply(msgspec.Struct, kw_only=True):
-    """What one update came to on one rank."""
+    """Result of one update on one rank; sums are the rank's."""
 
     loss: float = 0.0
-    """The rank's part."""
     router_aux: float = 0.0
-    """Likewise, of the loss of routers, without its weight."""
+    """Unweighted router loss."""
     norm: float = 0.0
-    """Of the gradients of all ranks together; 0 where they are only gathered."""
+    """Global gradient norm; 0 if only gathered."""
     padded_tokens: int = 0
     rows: list[list[RowFigures]] = []
-    """By pass."""
 
 
 class StepReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The updates of a step; the last one may be one whose norm is not finite."""
+    """Updates of a step; the last may have a norm that is not finite."""
 
     updates: list[UpdateReply]
 
@@ -171,10 +161,10 @@ _NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
 
 
 def shares(passes: Sequence[Pass], *, ranks: int) -> list[list[Pass]]:
-    """The passes of each rank, in order; their numbers are new.
+    """Return the passes of each rank, in order and renumbered.
 
-    Large passes are halved until every rank has one, as far as there are units. Ranks may differ by
-    one pass; who has fewer stands idle in the last round.
+    Halves large passes until every rank has one, if there are enough units. Ranks differ by at most
+    one pass.
 
     Example: five passes on two ranks: ``[[0, 3, 4], [1, 2]]`` by falling size.
     """
@@ -184,7 +174,7 @@ def shares(passes: Sequence[Pass], *, ranks: int) -> list[list[Pass]]:
     found: list[list[Pass]] = [[] for _ in range(ranks)]
     for start in range(0, len(numbered), ranks):
         round_ = numbered[start : start + ranks]
-        # Back and forth, so that no rank has the largest pass of every round.
+        # Alternate direction, so that no rank has every round's largest pass.
         order = range(ranks) if start // ranks % 2 == 0 else range(ranks - 1, -1, -1)
         for rank, one in zip(order, round_, strict=False):
             found[rank].append(one)
@@ -192,7 +182,6 @@ def shares(passes: Sequence[Pass], *, ranks: int) -> list[list[Pass]]:
 
 
 def _halved(passes: list[Pass], count: int) -> list[Pass]:
-    """At least so many passes, by halving the largest again and again, if there are units."""
     while len(passes) < count:
         sized = [
             (one.padded_tokens, -place) for place, one in enumerate(passes) if len(one.units) > 1
@@ -213,7 +202,7 @@ def _halves(one: Pass) -> tuple[Pass, Pass]:
 
 
 def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
-    """Where each trajectory of a batch lies."""
+    """Return the log position of each trajectory."""
     found: dict[str, LoggedAt] = {}
     for group in batch.groups:
         assert len(group.places) == len(group.trajectories), "several ranks need a log"
@@ -225,12 +214,12 @@ def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
 def share_commands(
     by_rank: Sequence[Sequence[Pass]], places: dict[str, LoggedAt]
 ) -> list[list[PassCommand]]:
-    """The passes of each rank as rank 0 commands them; without places where it is alone."""
+    """Return the pass commands of each rank; `places` may be empty for a single rank."""
     return [[pass_command(one, places) for one in own] for own in by_rank]
 
 
 def pass_command(one: Pass, places: dict[str, LoggedAt]) -> PassCommand:
-    """A pass as rank 0 commands it."""
+    """Return the command of a pass."""
     units = [
         UnitCommand(
             at=places.get(unit.item.trajectory.trajectory, _NOWHERE),

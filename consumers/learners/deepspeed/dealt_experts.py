@@ -1,11 +1,10 @@
-"""The experts of a mixture, dealt among ranks; decides which rank has which, and how tokens come.
+"""Expert parallelism: experts of each layer split over `size` consecutive ranks.
 
-`size` ranks in a row share the experts of every layer: the first has the first of them, and so
-on. A token's row goes to the ranks of its experts and comes back, in one exchange each; its
-weights stay where it is. All else is the network's own: its router chooses, its experts compute,
-and a tensor keeps its name and is shorter (GShard, arXiv 2006.16668, section 3.3). What belongs to
-the same experts on other ranks is reduced and spread among those alone, which ZeRO does by
-DeepSpeed's groups. DeepSpeed's AutoEP is not used: it replaces the whole block, for some families.
+Token rows are exchanged with the ranks of their experts and back; routing weights stay. The
+network's own router and experts compute; split tensors keep their names (GShard, arXiv 2006.16668,
+section 3.3). ZeRO reduces and partitions each split among ranks with the same experts, by
+DeepSpeed's groups. DeepSpeed's AutoEP is not used: it replaces the whole block, for some families
+only.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from dora_pipe.core.errors import PolicyError
 KEY: Final = "trainer.expert_parallel"
 
 NEAR: Final = 1e-4
-"""What experts make of a probe may differ by so much of its size where they are dealt: sums in
-another order, no more."""
+"""Relative tolerance of split experts on a probe: summation order only."""
 
 _PROBE_TOKENS: Final = 8
 
 
 class DealtExperts:
-    """See the module. Example: ``DealtExperts(network, 2)`` leaves this rank half of the experts;
-    collective, and so is each pass of the network from then on.
+    """This rank's experts. Construction and all later passes are collective.
+
+    Example: ``DealtExperts(network, 2)`` leaves this rank half of the experts.
     """
 
     def __init__(self, network: Any, size: int) -> None:
-        """Raises PolicyError for a network whose experts cannot be dealt among so many."""
+        """Raises PolicyError if the experts cannot be split over `size` ranks."""
         self.size = size
         self._modules = list(_expert_modules(network))
         self.experts = self._modules[0].num_experts if self._modules else 0
@@ -49,7 +48,7 @@ class DealtExperts:
         self.rank = dist.get_rank(self._group)
         width = int(network.config.get_text_config().hidden_size)
         places = torch.arange(_PROBE_TOKENS * width).float()
-        hidden = torch.sin(places).reshape(_PROBE_TOKENS, width)  # Of some tokens.
+        hidden = torch.sin(places).reshape(_PROBE_TOKENS, width)  # some tokens
         if not all(self._deal(module, hidden) for module in self._modules):
             raise PolicyError(
                 f"{KEY}: experts of {network.config.model_type} compute something else apart",
@@ -58,12 +57,12 @@ class DealtExperts:
         dealt = [one for module in self._modules for one in module.parameters()]
         self._dealt = {id(one) for one in dealt}
         self.mark = _mark(self.experts) if dealt[0].requires_grad else None
-        """What has to stand in the module that ZeRO is given: by it DeepSpeed knows of experts that
-        are trained. It finds none where an adapter alone is."""
+        """Must be in ZeRO's module if experts are trained: DeepSpeed detects experts by it."""
 
     def _deal(self, module: Any, hidden: Tensor) -> bool:
-        """Leave the module this rank's experts, which then sees rows of all ranks; whether they
-        compute the same of [tokens, H] as among the others."""
+        """Reduce the module to this rank's experts; return whether a probe [tokens, H] still
+        agrees.
+        """
         local = self.experts // self.size
         chosen = torch.arange(2 * len(hidden)).reshape(-1, 2) % local
         weights = torch.linspace(0.1, 0.9, chosen.numel()).reshape(chosen.shape)
@@ -84,25 +83,25 @@ class DealtExperts:
         return torch.allclose(before, after, rtol=NEAR, atol=NEAR * float(before.abs().max()))
 
     def is_dealt(self, parameter: Any) -> bool:
-        """Whether a parameter is this rank's part of one."""
+        """Return whether a parameter is split."""
         return id(parameter) in self._dealt
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's experts of a tensor [experts, ...]: a view."""
+        """Return a view of this rank's experts of a tensor [experts, ...]."""
         count = self.experts // self.size
         return whole.narrow(0, self.rank * count, count)
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the tensor whose part has this shape."""
+        """Return the full shape of a split tensor."""
         return (shape[0] * self.size, *shape[1:])
 
     @property
     def is_first(self) -> bool:
-        """Whether no rank before this one has the same experts."""
+        """Return whether this is the first rank with its experts."""
         return dist.get_rank(self._replica) == 0
 
     def groups(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """An optimizer's groups of parameters, with those of experts apart, as ZeRO wants them."""
+        """Return the optimizer's groups with expert parameters separate, as ZeRO requires."""
         found: list[dict[str, Any]] = []
         for group in groups:
             shared = [one for one in group["params"] if not self.is_dealt(one)]
@@ -112,8 +111,7 @@ class DealtExperts:
         return [one for one in found if one["params"]]
 
     def square_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The square of the norm of these gradients of experts and of those that the other ranks
-        have of theirs; collective."""
+        """Return the squared norm of expert gradients over all experts; collective."""
         norms = torch.stack([one.norm() for one in gradients])
         total = norms.square().sum()
         dist.all_reduce(total, group=self._group)
@@ -124,7 +122,7 @@ class DealtExperts:
         cross: Any = _Crossed.apply
 
         def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-            """Of tokens [T, H] and their experts [T, K] with weights [T, K]: [T, H]."""
+            """Map tokens [T, H] with experts and weights [T, K] to [T, H]."""
             per_token = chosen.shape[1]
             wanted = chosen.reshape(-1)
             order = torch.argsort(wanted, stable=True)
@@ -141,16 +139,16 @@ class DealtExperts:
 
 
 def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
-    """Of what experts made of each token, [T * K, H], the sum by weights [T, K]: [T, H]."""
+    """Sum expert outputs [T * K, H] by weights [T, K] to [T, H]."""
     apart = rows.reshape(*weights.shape, -1) * weights.unsqueeze(-1)
     return apart.sum(1).to(rows.dtype)
 
 
 def _computed(compute: Callable[..., Tensor], rows: Tensor, whose: Tensor) -> Tensor:
-    """The rows through their experts, unweighted.
+    """Apply experts to rows, unweighted.
 
-    A row of zeros goes to the first expert beside them. Without it a rank to which no token came
-    would have no way back to its weights and to the exchange, and the others would wait for it.
+    An added zero row gives a rank without tokens a backward path; otherwise the others would hang
+    in the exchange.
     """
     rows = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
     whose = torch.cat((whose, whose.new_zeros((1, 1))))
@@ -159,7 +157,7 @@ def _computed(compute: Callable[..., Tensor], rows: Tensor, whose: Tensor) -> Te
 
 
 class _Crossed(torch.autograd.Function):
-    """Rows [N, H] to the ranks of a group, as many to each as `sent` says; gradients come back."""
+    """Differentiable `crossed`."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -172,8 +170,9 @@ class _Crossed(torch.autograd.Function):
 
 
 def crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Rows [N, H] to the ranks of a group (None: of all), as many to each as `sent` says: those
-    that come, in the order of ranks. They cross as bytes: gloo does not know all types."""
+    """Exchange rows [N, H] in a group (None: all ranks), `sent` per rank; return rows in rank
+    order. Sent as bytes: gloo lacks some types.
+    """
     found = rows.new_empty((sum(received), rows.shape[1]))
     arrived, left = found.view(torch.uint8), rows.contiguous().view(torch.uint8)
     dist.all_to_all_single(arrived, left, received, sent, group=group)
@@ -181,7 +180,7 @@ def crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> T
 
 
 def _expert_modules(network: Any) -> Iterator[Any]:
-    """Those that hold the experts of a layer, whose tensors are [experts, ...] all."""
+    """Yield the modules whose tensors are all [experts, ...]."""
     for module in network.modules():
         count = getattr(module, "num_experts", 0)
         own = list(module.parameters(recurse=False))
@@ -190,7 +189,7 @@ def _expert_modules(network: Any) -> Iterator[Any]:
 
 
 def _groups(size: int) -> tuple[str, Any, Any]:
-    """The name of DeepSpeed's groups; the ranks that share experts; those that have the same."""
+    """Return DeepSpeed's group name, the group that shares experts, and that of replicas."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     name = f"ep_size_{size}"
     groups._create_expert_and_data_parallel(size)
@@ -202,8 +201,7 @@ def _groups(size: int) -> tuple[str, Any, Any]:
 
 
 def _mark(experts: int) -> torch.nn.Module:
-    """DeepSpeed looks for layers of this class, and has experts only where it finds one. What the
-    class does is not wanted."""
+    """Return a layer of the class by which DeepSpeed detects experts, without its behavior."""
     layer: Any = importlib.import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer
 
     class Mark(layer):  # type: ignore[misc]
@@ -212,6 +210,6 @@ def _mark(experts: int) -> torch.nn.Module:
             self.num_experts = experts
 
         def set_deepspeed_parallelism(self, *given: Any, **named: Any) -> None:
-            """Its groups are ours."""
+            """Keep our groups."""
 
     return Mark()

@@ -1,9 +1,8 @@
-"""A DeepSpeed engine around a causal LM: log-probs, gradients, updates; weights in and out.
+"""DeepSpeed engine around a causal LM: log-probs, gradients, updates, weights in and out.
 
-It decides where the shards of a tensor lie: ZeRO spreads float32 weights and AdamW's moments over
-the ranks, and a tensor leaves or enters them whole, one at a time. What is marked collective must
-be called by every rank in the same order. The network is not built on the meta device, because
-probes have to compute with it.
+ZeRO shards float32 weights and AdamW moments over ranks; tensors enter and leave whole, one at a
+time. Every rank must make collective calls in the same order. No meta device: probes compute with
+the network.
 """
 
 from __future__ import annotations
@@ -39,61 +38,57 @@ from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import Piece, pieces, untied
 
 Moment = Literal["exp_avg", "exp_avg_sq", "remainder"]
-"""What a checkpoint has beside each weight: AdamW's two, and what a master is beyond its weight."""
+"""Checkpoint tensors of a weight: AdamW moments, and the master's remainder."""
 
 BUCKET_ELEMENTS: Final = {"cpu": 1_000_000, "cuda": 50_000_000}
-"""Elements that are reduced and gathered together, by device. DeepSpeed's own default fills 2 GB
-per bucket, which costs a CPU seconds in every step. Sums depend on it: it is a constant."""
+"""Elements per reduce and gather bucket. DeepSpeed's default fills 2 GB each, seconds per step on a
+CPU. Constant, because sums depend on it.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """What an engine is made of; see `dora_pipe.config.training.Trainer`."""
+    """Options of an engine; see `dora_pipe.config.training.Trainer`."""
 
     zero_stage: int = 2
     offload: Literal["none", "optimizer", "all"] = "none"
     dtype: ComputeDtype = "float32"
-    """What passes compute in."""
+    """Compute dtype of passes."""
     published: PolicyDtype = "float32"
-    """What weights are when they leave (`policies.dtype`); passes compute with what left."""
+    """Published dtype (`policies.dtype`); passes use the published values."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     device: str = "cpu"
-    """`cpu` or `cuda:N`."""
     lora: LoraOptions | None = None
-    """What is trained, if not all weights."""
+    """None trains all weights."""
     temperature: float = 1.0
-    """Of the policy: what logits are divided by; `sampling.logprob_temperature`."""
     memory: MemoryOptions = AT_ONCE
     routes: bool = False
-    """Whether records name the experts that tokens go through (`sampling.routes`)."""
+    """Records name the experts of tokens (`sampling.routes`)."""
     router_aux_loss: float = 0.0
-    """Weight of the load-balancing loss of routers; 0: none."""
+    """Weight of the router load-balancing loss."""
     expert_parallel: int = 1
-    """Ranks that share the experts of each layer; a divisor of the ranks and of the experts."""
+    """Ranks that share a layer's experts; divides ranks and experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shard:
-    """The part of a parameter's float32 state that this rank holds."""
+    """This rank's shard of a parameter's float32 state."""
 
     flat: Tensor
-    """What the optimizer updates: the rank's part of everything, one after the other."""
     at: int
-    """Where the shard begins in `flat`."""
     start: int
-    """Where it begins in the whole parameter, in elements."""
+    """Start in the parameter, in elements."""
     elements: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The shard in something that lies as `flat` does."""
+        """Return the shard of a tensor laid out as `flat`."""
         return tensor.narrow(0, self.at, self.elements)
 
 
 class _Scored(torch.nn.Module):
-    """The network with its log-probs inside, because ZeRO hooks itself into `forward`.
-
-    The adapter stands beside the network: ZeRO takes what it finds in modules.
+    """Network with log-probs inside `forward`, which ZeRO hooks; adapter and experts are submodules
+    so that ZeRO finds them.
     """
 
     def __init__(
@@ -136,7 +131,9 @@ class _Scored(torch.nn.Module):
             )
 
     def _chunks(self, tokens: int) -> int:
-        """Under ZeRO 3 as many on every rank: the head is gathered for each of them."""
+        """Return the number of head chunks; equal on all ranks under ZeRO 3, which gathers the head
+        per chunk.
+        """
         options = self.options
         count = options.memory.head_chunks(tokens, self.network.config.vocab_size)
         if options.zero_stage < 3 or not options.memory.head_chunk_tokens:
@@ -147,7 +144,10 @@ class _Scored(torch.nn.Module):
 
 
 class Engine:
-    """See the module. Example: ``Engine(assets, EngineOptions(zero_stage=2))``; collective."""
+    """DeepSpeed engine; construction is collective.
+
+    Example: ``Engine(assets, EngineOptions(zero_stage=2))``
+    """
 
     def __init__(self, assets: Path, options: EngineOptions) -> None:
         self.options = options
@@ -160,8 +160,7 @@ class Engine:
         self.varlen = options.memory.packing and goes_by_sequences(
             network, options.dtype, options.device
         )
-        """Whether attention of packed passes goes by sequences."""
-        # While its weights are whole, if shared: it computes, and ranks need not do so together.
+        # Probes below need full weights; not collective.
         self._routed = RoutedExperts(network) if options.routes else None
         self._balance = BalanceLoss(network) if options.router_aux_loss else None
         self.pairs = None if options.lora is None else Pairs(network, options.lora)
@@ -169,38 +168,39 @@ class Engine:
         self.unassigned: UnassignedRows = network.unassigned
         self.mlp_width = mlp_width(network)
         self.further = further_layers(network.config.get_text_config().to_dict())
-        """Layers that files have and the network has not."""
+        """Layers in files that the network lacks."""
         whole = pieces(network)
         adapter = {
             name: Piece(name, tuple(one.shape), tuple(one.stride()))
             for name, one in _named(self.pairs).items()
         }
         self.files: dict[str, Piece] = whole if self.pairs is None else adapter
-        """What is stored, by its name in a file, sorted."""
+        """Stored tensors by file name, sorted."""
         self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
-        """What the adapter stands on, likewise."""
+        """Tensors of the adapter's base, by file name."""
         deepspeed = import_deepspeed(options.device)
         many = options.expert_parallel
         self._dealt = DealtExperts(network, many) if many > 1 else None
         module = _Scored(network, self.pairs, options, lean=lean, narrow=narrow, dealt=self._dealt)
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
-        """The network's own, of what is stored, sorted: parameters and persistent buffers, or the
-        adapter's."""
+        """Network names of stored tensors (parameters and persistent buffers, or the adapter's),
+        sorted.
+        """
         parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
         groups = decay_groups(parameters, options.weight_decay)
         groups = groups if self._dealt is None else self._dealt.groups(groups)
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
         self._engine = _initialized(deepspeed, module, self._adamw, options)
         self._zero: Any = self._engine.optimizer
-        # A conversion to bfloat16 takes buffers along, and rotations must not be rounded.
+        # Conversion to bfloat16 would round rotary buffers.
         for one in network.modules():
             for name, buffer in buffers[id(one)].items():
                 if buffer is not None:
                     one._buffers[name] = buffer.to(options.device)
         self._stored = _stored(network, self.pairs)
         self._base: dict[str, Any] = {} if self.pairs is None else untied(network)
-        """What the adapter stands on: it is loaded, and is neither trained nor read."""
+        """Adapter's base: loaded, never trained or read."""
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._shards = {name: self._shard(one) for name, one in self.parameters()}
         self._extents = self._extents_by_rank()
@@ -211,57 +211,58 @@ class Engine:
 
     @property
     def base_names(self) -> tuple[str, ...]:
-        """Of what the adapter stands on, sorted."""
+        """Return the base's names, sorted."""
         return tuple(self._base)
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
-        """Name and parameter, sorted; those that are trained."""
+        """Yield trained parameters by name, sorted."""
         for name, tensor in self._stored.items():
             if isinstance(tensor, torch.nn.Parameter):
                 yield name, tensor
 
-    # A training step
+    # Training step
 
     def logprobs(self, passage: Passage) -> Tensor:
-        """Log-probs of the counted tokens, [N] float32; collective under ZeRO 3. Raises
-        PolicyError for experts of another mixture."""
+        """Return log-probs of the counted tokens, [N] float32; collective under ZeRO 3. Raises
+        PolicyError for routes of another mixture.
+        """
         if self._routed is not None:
             self._routed.take(passage.routes)
         given = (passage.ids, passage.places, passage.targets, passage.positions)
-        # By name: ZeRO 3 looks through what has none, and knows tensors alone.
+        # A keyword: ZeRO 3 inspects positional arguments and supports only tensors there.
         found: Tensor = self._engine(*given, cuts=passage.cuts if self.varlen else None)
         return found
 
     def logprobs_and_balance(
         self, passage: Passage, weights: Sequence[float]
     ) -> tuple[Tensor, Tensor]:
-        """As `logprobs`, and the load-balancing loss of its rows by these weights, added up."""
+        """Return log-probs, and the weighted sum of the rows' load-balancing losses."""
         assert self._balance is not None, "the engine was made without a loss of routers"
         return self._balance.beside(lambda: self.logprobs(passage), passage.spans, weights)
 
     def logprobs_instead(self, passage: Passage, matrices: Mapping[str, Tensor]) -> Tensor:
-        """As `logprobs`, with another adapter, or without any: those of the base; likewise
-        collective."""
+        """Return log-probs with another adapter, or the base's without any; collective."""
         assert self.pairs is not None, "whole weights have no base"
         with torch.no_grad(), self.pairs.instead(matrices):
             return self.logprobs(passage)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of a rank's part of the loss; collective. `last`: an update follows.
+        """Add the gradient of this rank's loss; collective. `last`: an update follows.
 
-        Gradients are averaged over the ranks, but losses add up: hence the factor.
+        Scaled by the number of ranks: DeepSpeed averages gradients, but losses add up.
         """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
     def update(self, learning_rate: float, norm_max: float, divisor: float = 1.0) -> float:
-        """Divide, clip and update; the norm of all gradients between. May not be finite.
-        Collective."""
+        """Divide, clip and update; return the norm after division, possibly not finite.
+        Collective.
+        """
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         with self._masters.present():
             norm = self._step(norm_max, divisor)
-        if self._narrow:  # What ZeRO has copied from its masters are the masters.
+        if self._narrow:  # ZeRO's copies of the masters must be rounded too.
             for one in self.weights():
                 one.copy_(one.to(torch.bfloat16))
         return norm
@@ -276,14 +277,14 @@ class Engine:
             self._engine.step()
             return norm
         self._zero.clip_grad = norm_max
-        self._zero.loss_scale = divisor  # What losses were scaled by, as far as ZeRO knows.
+        self._zero.loss_scale = divisor  # makes ZeRO divide the gradients
         self._engine.step()
         self._zero.loss_scale = 1.0
         norm = float(self._engine.get_global_grad_norm())
-        return norm if norm >= 0.0 else math.inf  # DeepSpeed says -1 where it is not finite
+        return norm if norm >= 0.0 else math.inf  # DeepSpeed returns -1 if it is not finite
 
     def _clip(self, own: Sequence[Tensor], norm_max: float) -> float:
-        """Scale gradients down to this norm, where it is more; the norm of all ranks' experts."""
+        """Clip gradients to this norm; return the norm, including other ranks' experts."""
         dealt = [one for one in own if self._dealt and self._dealt.is_dealt(one)]
         if self._dealt is None or not dealt:
             return float(torch.nn.utils.clip_grad_norm_(own, norm_max))
@@ -298,14 +299,13 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """Updates since the optimizer's state was empty."""
+        """Return the number of updates since the state was empty."""
         for state in self._adamw.state.values():
             return int(state["step"])
         return 0
 
     def read(self, name: str, moment: Moment | None = None) -> Tensor:
-        """A tensor as it is stored: weights, or what a checkpoint has beside them; collective. Rank
-        0 has the whole of it, the others no more than they had."""
+        """Return a tensor as stored: weights, or a moment; collective. Complete on rank 0 only."""
         tensor, shard = self._stored[name], self._shards.get(name)
         found, options = tensor.detach(), self.options
         beside = moment is None and options.zero_stage < 3 and options.dtype == "float32"
@@ -314,7 +314,7 @@ class Engine:
         return found.to(self.stored_dtype(name, moment))
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """On rank 0 all ranks' parts of a tensor, none of which crosses to any other."""
+        """Return all ranks' parts of a tensor on rank 0; no other rank receives any."""
         extents, shape, others = self._extents[name], self.shape(name), [0] * (self._ranks - 1)
         sizes = [elements for _, elements in extents]
         mine = part[: sizes[self._rank]].to(self.options.device)
@@ -330,8 +330,9 @@ class Engine:
         return mine.reshape(shape)
 
     def _extents_by_rank(self) -> dict[str, list[list[int]]]:
-        """Where in each tensor the part of each rank begins, and how many elements it has: of
-        several that have the same, the first one's. Collective."""
+        """Return start and size of each rank's part, by tensor; duplicates count once.
+        Collective.
+        """
         extents = [self._extent(*one) for one in self._shards.items()]
         own = torch.tensor(extents, device=self.options.device).reshape(-1)
         found = own.new_empty(self._ranks * len(own))
@@ -349,8 +350,7 @@ class Engine:
         return start, max(0, min(shard.elements, size - shard.start))
 
     def read_files(self) -> Iterator[Tensor]:
-        """Every tensor of `files` as of `read`, in their order; collective. A tensor of the network
-        is put together once, and held until its last piece has left."""
+        """Yield every tensor of `files`, in order; collective. Gathers each network tensor once."""
         last = {piece.name: name for name, piece in self.files.items()}
         held: dict[str, Tensor] = {}
         for name, piece in self.files.items():
@@ -362,7 +362,7 @@ class Engine:
             yield found
 
     def write(self, name: str, value: Tensor, moment: Moment | None = None) -> None:
-        """Take a whole tensor; the rank keeps its shard of it. The shape must be right."""
+        """Store this rank's shard of a full tensor; the caller checks the shape."""
         tensor, shard = self._tensor(name), self._shards.get(name)
         if self._dealt is not None and self._dealt.is_dealt(tensor):
             value = self._dealt.part_of(value)
@@ -380,7 +380,6 @@ class Engine:
                 tensor.ds_tensor.data.copy_(part)
 
     def _write_whole(self, tensor: Any, value: Tensor) -> None:
-        """What no optimizer changes: buffers, and all that is frozen."""
         held = getattr(tensor, "ds_tensor", None)
         if held is None:
             tensor.copy_(value)
@@ -389,21 +388,21 @@ class Engine:
             held.data.copy_(_part(value, tensor.ds_zero_partition_rank * count, count))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Return the full shape."""
         tensor = self._tensor(name)
         if self._dealt is not None and self._dealt.is_dealt(tensor):
             return self._dealt.whole_shape(_shape(tensor))
         return _shape(tensor)
 
     def dtype(self, name: str, moment: Moment | None = None) -> torch.dtype:
-        """As it crosses from rank 0: what is trained as float32, the rest as it is held."""
+        """Return the transfer dtype: float32 if trained, else as held."""
         if moment == REMAINDER:
-            return torch.int32  # gloo knows no int16
+            return torch.int32  # gloo lacks int16
         found: torch.dtype = self._tensor(name).dtype
         return torch.float32 if name in self._shards else found
 
     def stored_dtype(self, name: str, moment: Moment | None = None) -> torch.dtype:
-        """As it stands in a file."""
+        """Return the dtype in files."""
         if moment == REMAINDER:
             return torch.int16
         found = self.dtype(name, moment)
@@ -415,7 +414,7 @@ class Engine:
 
     @property
     def moments(self) -> list[tuple[Moment, str]]:
-        """All that a checkpoint has beside each weight, in the order of their names there."""
+        """Return the checkpoint's moments, sorted by name."""
         found: list[tuple[Moment, str]] = []
         kept: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq", "remainder")
         for moment in kept if self._narrow else kept[:2]:
@@ -423,11 +422,11 @@ class Engine:
         return sorted(found, key=lambda one: f"{one[0]}/{one[1]}")
 
     def close(self) -> None:
-        """Let go of all memory."""
+        """Free all memory."""
         self._engine.destroy()
 
     def resident(self) -> Iterator[Tensor]:
-        """All that this rank holds on its device between steps; gathered weights are let go."""
+        """Yield this rank's device tensors between steps, after releasing gathered weights."""
         self.written()
         module = self._engine.module
         yield from tensors_in([*module.parameters(), *module.buffers()])
@@ -439,7 +438,7 @@ class Engine:
         yield from tensors_in([states, self._flats, self._masters.remainders])
 
     def forget(self, updates: int = 0) -> None:
-        """Begin with empty moments, as if there had been so many updates."""
+        """Reset moments, with a given update count."""
         for one in self._masters.remainders.values():
             one.zero_()
         for flat in self._flats.values():
@@ -449,21 +448,20 @@ class Engine:
             self._adamw.state[flat] = state
 
     def fit(self) -> None:
-        """All of a checkpoint is written: let go of remainders that are not of these weights."""
+        """Drop remainders that do not match the loaded weights."""
         self._masters.fit()
 
     def weights(self) -> list[Tensor]:
-        """What this rank holds of the weights that log-probs are computed with."""
+        """Return this rank's weights that log-probs use."""
         return [getattr(one, "ds_tensor", one).data for _, one in self.parameters()]
 
     def written(self) -> None:
-        """`weights` were written: what ZeRO 3 has put together for the next pass is not theirs."""
+        """Invalidate weights prefetched by ZeRO 3, after `weights` were written."""
         if self.options.zero_stage == 3:
             self._zero.parameter_offload.partition_all_parameters()
 
     def held(self) -> list[Tensor]:
-        """All that an update changes on this rank: `weights`, as they are updated too, moments,
-        counts of updates."""
+        """Return all tensors that an update changes on this rank."""
         found = self.weights()
         for flat in self._flats.values():
             found += [flat.data, *self._adamw.state[flat].values()]
@@ -478,7 +476,7 @@ class Engine:
         return found
 
     def _shard(self, parameter: Any) -> _Shard:
-        """Where this rank's part of a parameter lies; without elements where it has none."""
+        """Return this rank's shard; without elements if it has none."""
         stage, zero = self.options.zero_stage, self._zero
         if stage == 0:
             return _Shard(flat=parameter, at=0, start=0, elements=parameter.numel())
@@ -507,8 +505,9 @@ class Engine:
 def _initialized(
     deepspeed: Any, module: torch.nn.Module, adamw: torch.optim.AdamW, options: EngineOptions
 ) -> Any:
-    """DeepSpeed's engine. Each parameter of the module has memory of its own then, or at stage 3
-    what this rank has of it, one after the other; what is in it is loaded. Collective."""
+    """Return DeepSpeed's engine, whose parameters get own memory, or shards in stage 3, to be
+    loaded. Collective.
+    """
     if options.zero_stage < 3:
         for one in module.parameters():
             one.data = torch.empty(one.shape, dtype=one.dtype)
@@ -524,8 +523,7 @@ def _initialized(
 
 
 def _holds_narrow(options: EngineOptions) -> bool:
-    """Whether a frozen base is held in bfloat16 by us: where passes compute in that type all
-    weights are, by ZeRO."""
+    """Return whether we hold the frozen base in bfloat16; with bfloat16 passes ZeRO does."""
     return options.lora is not None and (options.published, options.dtype) == (
         "bfloat16",
         "float32",
@@ -533,20 +531,17 @@ def _holds_narrow(options: EngineOptions) -> bool:
 
 
 def _stored(network: Any, pairs: Pairs | None) -> dict[str, Tensor]:
-    """What is published, by its name here, sorted."""
     return untied(network) if pairs is None else _named(pairs)
 
 
 def _named(pairs: Pairs | None) -> dict[str, Tensor]:
-    """An adapter's matrices by name, sorted; files have the same names."""
     return {} if pairs is None else dict(sorted(pairs.named()))
 
 
 def _part(value: Tensor, start: int, elements: int) -> Tensor:
-    """A rank's shard of a whole tensor."""
     flat = value.detach().reshape(-1)
     missing = start + elements - len(flat)
-    if missing > 0:  # ZeRO 3 pads, so that every rank has as much
+    if missing > 0:  # ZeRO 3 pads to equal shards
         flat = torch.nn.functional.pad(flat, (0, missing))
     return flat[start : start + elements]
 
@@ -556,12 +551,11 @@ def _size(tensor: Any) -> int:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """Of the whole tensor: under ZeRO 3 there is nothing where it was."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
 def _config(options: EngineOptions) -> dict[str, Any]:
-    """DeepSpeed's configuration. How gradients add up is ours: see `Engine.backward`."""
+    """Return DeepSpeed's configuration; `Engine.backward` handles gradient accumulation."""
     device = options.device.partition(":")[0]
     bucket = BUCKET_ELEMENTS[device]
     zero: dict[str, Any] = {
@@ -570,7 +564,7 @@ def _config(options: EngineOptions) -> dict[str, Any]:
         "reduce_bucket_size": bucket,
         "allgather_bucket_size": bucket,
         "stage3_prefetch_bucket_size": bucket,
-        # A small parameter that stays whole would not notice that its shards were written.
+        # Small parameters kept whole would miss writes to their shards.
         "stage3_param_persistence_threshold": 0,
         "stage3_model_persistence_threshold": 0,
     }

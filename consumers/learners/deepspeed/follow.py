@@ -1,7 +1,4 @@
-"""A rank of a trainer that is not rank 0: it does what rank 0 commands until that ends.
-
-It decides nothing and takes no part in the run: it appends nothing to the log.
-"""
+"""Follower process of a trainer: ranks above 0, which execute rank 0's commands."""
 
 from __future__ import annotations
 
@@ -46,15 +43,15 @@ if TYPE_CHECKING:
     from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
 
 ORPHAN_EVERY_S: Final = 0.5
-"""How often a rank looks whether rank 0 is still there."""
+"""Interval of checks that rank 0 is alive."""
 
 
 def follow_environment(device: str, log: LogLocation, store: PolicyStore) -> bool:
-    """Be the rank that the environment says, with this machine's way to the log and to the
-    policies; there is nothing to be in a run that is over.
+    """Run as the rank that the environment names, if any; return whether it did.
 
-    False where the environment names none. Raises ConfigError, UsageError when the run does not
-    start, BusError, ResourceError when the other ranks do not come or are lost.
+    Uses this machine's log and store; does nothing if the run is over. Raises ConfigError,
+    UsageError if the run does not start, BusError, ResourceError if other ranks are missing or
+    lost.
     """
     from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup, environment_rank
 
@@ -66,7 +63,7 @@ def follow_environment(device: str, log: LogLocation, store: PolicyStore) -> boo
         return True
     group = RankGroup(info, device)
     group.join()
-    # All ranks are told to stop at once, but rank 0 ends its step first, with everybody.
+    # Ignore stop signals: rank 0 ends its step first, then all ranks.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     Follower(group, log, store).run()
@@ -74,7 +71,6 @@ def follow_environment(device: str, log: LogLocation, store: PolicyStore) -> boo
 
 
 def _is_over(log: LogLocation) -> bool:
-    """Whether rank 0 would not come any more."""
     topics, clock = Topics(log.run), SystemClock()
     with closing(log.open()) as bus:
         wait_for_run(bus, topics, lambda: False, clock)
@@ -84,7 +80,9 @@ def _is_over(log: LogLocation) -> bool:
 
 
 class Follower:
-    """Obeys rank 0. `log` and `store` are this machine's; None: rank 0's are here too."""
+    """Executes rank 0's commands. `log` and `store` are this machine's; None if rank 0's are
+    accessible.
+    """
 
     def __init__(
         self, group: RankGroup, log: LogLocation | None = None, store: PolicyStore | None = None
@@ -95,7 +93,7 @@ class Follower:
         self._ranks: dict[int, Rank] = {}
 
     def run(self) -> None:
-        """Until rank 0 says so. Raises ResourceError when it is lost."""
+        """Execute commands until the end. Raises ResourceError if rank 0 is lost."""
         while True:
             command = self._group.receive()
             for number in command.retired:
@@ -137,7 +135,7 @@ class Follower:
 
 
 def _watch(parent: int, folder: Path) -> None:
-    """Nobody else would end a rank whose rank 0 was killed while it computes."""
+    """Exit if rank 0 died: nothing else ends a rank that is computing."""
     while os.getppid() == parent:
         time.sleep(ORPHAN_EVERY_S)
     shutil.rmtree(folder, ignore_errors=True)
@@ -145,7 +143,7 @@ def _watch(parent: int, folder: Path) -> None:
 
 
 def main(words: list[str]) -> int:
-    """``RANK RANKS RENDEZVOUS DEVICE PARENT``: as rank 0 of this machine starts it."""
+    """Run a rank started by rank 0: ``RANK RANKS RENDEZVOUS DEVICE PARENT``."""
     rank, ranks, rendezvous, device, parent = words
     name_process("trainer rank", rank)
     threading.Thread(
@@ -172,4 +170,4 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.stdout.flush()
-    os._exit(main(sys.argv[1:]))  # no teardown of groups that rank 0 has left
+    os._exit(main(sys.argv[1:]))  # skip teardown of groups that rank 0 has left

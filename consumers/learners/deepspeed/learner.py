@@ -1,8 +1,7 @@
-"""The learner on DeepSpeed, as rank 0: the port's methods as commands to all ranks.
+"""DeepSpeed learner on rank 0: port methods as commands to all ranks.
 
-It decides who does what of a batch: what a step computes is `rank`'s, alike on every
-rank. Equal bits are promised under the same number of ranks and the same ZeRO stage: both say in
-which order gradients are added up, and both are in the numerics fingerprint.
+Bit-equality needs the same number of ranks and ZeRO stage, which determine summation order; both
+are in the numerics fingerprint.
 """
 
 from __future__ import annotations
@@ -86,11 +85,10 @@ from dora_pipe.store.safetensors_file import (
 from dora_pipe.store.verified import need_digest
 
 VERSION: Final = "1"
-"""Of the arithmetic; part of the numerics fingerprint."""
+"""Version of the arithmetic, in the numerics fingerprint."""
 
 _NUMBERS = itertools.count(1)
 _RETIRED: list[int] = []
-"""Learners of this process that nobody holds any more; the next command says so."""
 
 _Command = TypeVar("_Command", bound=RankCommand)
 _REPLY = msgspec.msgpack.Decoder(StepReply)
@@ -99,26 +97,25 @@ _READY = msgspec.msgpack.Decoder(Ready)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepspeedOptions:
-    """What stays the same while a run lasts; see `dora_pipe.config.training.Trainer`."""
+    """Options fixed for a run; see `dora_pipe.config.training.Trainer`."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
-    """Its device is taken from `device` and the rank."""
+    """Without device: set from `device` and rank."""
     ranks: int = 1
     micro_batch_tokens: int = 16384
     threads: int = 1
     device: str = "cpu"
-    """`cpu` or `cuda`."""
     modules: str = ""
-    """Where the file of a user's own objective lies."""
+    """Directory of a user's objective."""
 
 
 class DeepspeedLearner:
-    """See the module. Several ranks need batches that are in a log (`TrainGroup.places`).
+    """Learner on DeepSpeed. Several ranks need logged batches (`TrainGroup.places`).
 
     Example::
 
-        trainer = DeepspeedLearner(assets, reference=weights_0, log=None)
-        trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
+       trainer = DeepspeedLearner(assets, reference=weights_0, log=None)
+       trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
     """
 
     name = "deepspeed"
@@ -132,19 +129,17 @@ class DeepspeedLearner:
         log: LogLocation | None = None,
         options: DeepspeedOptions | None = None,
     ) -> None:
-        """Raises PolicyError, ConfigError, ResourceError when ranks do not come."""
+        """Raises PolicyError, ConfigError, ResourceError if ranks are missing."""
         self._options = _publishing(options or DeepspeedOptions(), reference)
         self._group = rank_group(self._options.ranks, self._options.device)
         self._number = next(_NUMBERS)
         self._first = reference
         self._parts = StepInParts()
-        """The gradient of those that were computed ahead lies in the engines of the ranks."""
+        """Their gathered gradient is in the ranks' engines."""
         self._one_by_one = threading.Lock()
-        """What the ranks do together they do in one order, whichever thread asks."""
+        """Serializes collectives of several threads."""
         self._kept_updated = False
-        """Whether there was an adapter already when a step in parts began."""
         self._referred = ""
-        """Digest of the version that the KL is to, where that moves."""
         lora = self._options.engine.lora
         self._adapter_base = AdapterBase(reference, lora) if lora else None
         self._carried = CarriedTensors()
@@ -164,7 +159,7 @@ class DeepspeedLearner:
         return self._rank.engine
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Take weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        """See `Learner`."""
         need_digest(weights, digest)
         engine = self._options.engine
         if engine.lora is None and published_dtype(weights) != engine.published:
@@ -185,15 +180,15 @@ class DeepspeedLearner:
             self._rank.load(command, given)
 
     def leave_device(self) -> None:
-        """On every rank its shards, what is frozen and the reference go to the host's memory until
-        the next command. Raises ResourceError."""
+        """Move all ranks' shards, frozen tensors and reference to host memory until the next
+        command. Raises ResourceError.
+        """
         with self._one_by_one:
             self._send(LeaveDevice)
             self._rank.leave_device()
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """One step: several updates, or the parts of a batch. Raises NonFinite (the state is then
-        no longer valid)."""
+        """See `Learner`."""
         if batch.parts:
             return self._parts.train(self, batch, settings)
         self._parts.forget(self)
@@ -211,17 +206,16 @@ class DeepspeedLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Compute the next part of a step: its gradient, or its update. Raises NonFinite,
-        InvariantBroken, ResourceError."""
+        """See `TrainsParts`. Raises NonFinite, InvariantBroken, ResourceError."""
         with self._one_by_one:
             self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
-        """Seconds of computing, for differences."""
+        """See `ComputesParts`."""
         return compute_clock(self._group.device, self._options.threads)
 
     def settings_of(self, settings: Settings) -> StepSettings:
-        """What is in force for a step."""
+        """See `ComputesParts`."""
         return step_settings(self._settings(settings))
 
     def _settings(self, settings: Settings) -> dict[str, Any]:
@@ -236,7 +230,7 @@ class DeepspeedLearner:
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
-        """Add the gradient of these passes, spread over the ranks, to that of so many before."""
+        """See `ComputesParts`."""
         shared = self._shares(passes)
         found = self._run_step(Gather, part, settings, [shared], fresh=not before)
         replies = [reply.updates[0] for reply in found]
@@ -250,7 +244,7 @@ class DeepspeedLearner:
         )
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
-        """Divide the gradient that is there and update with it. Raises NonFinite."""
+        """See `ComputesParts`. Raises NonFinite."""
         command = self._send(
             Finish,
             divisor=divisor,
@@ -263,25 +257,25 @@ class DeepspeedLearner:
     def update(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
     ) -> Sums:
-        """One update. Raises NonFinite."""
+        """See `ComputesParts`. Raises NonFinite."""
         shared = [self._shares(passes)]
         sums = _sums(shared, self._run_step(Train, part, settings, shared, later=later))
         self._note_updates(sums)
         return sums
 
     def keep(self) -> None:
-        """Keep a copy of weights and optimizer state as they are."""
+        """See `ComputesParts`."""
         self._keep("take")
         self._kept_updated = self._adapter_base is not None and self._adapter_base.updated
 
     def go_back(self) -> None:
-        """Be as the copy is, bit for bit, and let it go."""
+        """See `ComputesParts`."""
         self._keep("go-back")
         if self._adapter_base is not None:
             self._adapter_base.updated = self._kept_updated
 
     def let_go(self) -> None:
-        """The copy is not needed any more."""
+        """See `ComputesParts`."""
         self._keep("let-go")
 
     def _keep(self, what: Literal["take", "go-back", "let-go"]) -> None:
@@ -295,7 +289,7 @@ class DeepspeedLearner:
             self._adapter_base.updated = True
 
     def _reference_of(self, batch: TrainBatch, step: StepSettings) -> Path:
-        """The weights that the KL is to. Raises PolicyError where they are not what they were."""
+        """Return the KL reference's weights. Raises PolicyError if they changed."""
         wanted = batch.reference
         if wanted is None or not needs_reference(step.objective):
             return self._first
@@ -308,23 +302,19 @@ class DeepspeedLearner:
         return wanted.weights
 
     def manifest(self) -> Manifest:
-        """The manifest of the present weights; what was computed ahead is none of theirs."""
+        """See `Learner`. Excludes speculative work."""
         self._parts.settle(self)
         return self._weights(manifest_in_memory)
 
     def save_weights(self, path: Path) -> Manifest:
-        """Write the present weights, tensor by tensor: never is there a second copy of them.
-
-        Raises OSError.
-        """
+        """Write the weights tensor by tensor, without a second copy. Raises OSError."""
         with self._one_by_one:
             self._parts.settle(self)
             return self._weights(lambda sources: write_tensors(path, sources))
 
     def save_optimizer(self, path: Path) -> None:
-        """Write the optimizer state, whole and by name: any number of ranks can take it back.
-
-        Raises OSError.
+        """Write the full optimizer state by name, loadable by any number of ranks. Raises
+        OSError.
         """
         with self._one_by_one:
             self._parts.settle(self)
@@ -342,7 +332,7 @@ class DeepspeedLearner:
             self._whole(lambda sources: write_tensors(path, [*sources, steps]), kept, moments=True)
 
     def numerics(self) -> dict[str, str]:
-        """What the bits of a step depend on beside its inputs."""
+        """See `Learner`."""
         options, engine = self._options, self._options.engine
         lora = engine.lora.numerics if engine.lora else {}
         narrow = {} if engine.published == "float32" else {"policies": engine.published}
@@ -383,7 +373,9 @@ class DeepspeedLearner:
 
     @contextmanager
     def _trained(self, weights: Path) -> Iterator[Callable[[str], Tensor]]:
-        """What is trained of a file, by name; the ranks have the base then. Raises PolicyError."""
+        """Return trained tensors of a file by name, after loading the base into all ranks. Raises
+        PolicyError.
+        """
         if self._adapter_base is not None:
             assert self._engine.pairs is not None
             layers = self._engine.pairs.layers
@@ -393,7 +385,6 @@ class DeepspeedLearner:
             yield whole
 
     def _have_base(self, weights: Path) -> None:
-        """Give every rank what the adapter stands on. Raises PolicyError."""
         with self._whole_tensors(weights, self._engine.base_files) as whole:
             self._send(LoadBase)
             self._rank.load_base(whole)
@@ -402,7 +393,7 @@ class DeepspeedLearner:
     def _whole_tensors(
         self, weights: Path, files: Mapping[str, Piece]
     ) -> Iterator[Callable[[str], Tensor]]:
-        """The network's tensors, each put together of what a file has of it. Raises PolicyError."""
+        """Return network tensors, assembled from a file's pieces. Raises PolicyError."""
         entries = {entry.name: entry for entry in read_entries(weights)}
         names = sorted(carried_names(entries, self._engine.further))
         self._carried = CarriedTensors(weights, [entries.pop(name) for name in names])
@@ -424,7 +415,6 @@ class DeepspeedLearner:
             yield whole
 
     def _state(self, path: Path) -> dict[str, Entry]:
-        """The tensors of an optimizer state of this model. Raises PolicyError."""
         entries = {entry.name: entry for entry in read_entries(path)}
         shapes = {f"{moment}/{name}": (name, moment) for moment, name in self._engine.moments}
         if entries.keys() not in ({STEPS}, {STEPS} | shapes.keys()):
@@ -460,10 +450,9 @@ class DeepspeedLearner:
         *,
         moments: bool,
     ) -> Manifest:
-        """Let `use` have every tensor, (name in the file, dtype, shape), whole, one after the
-        other.
+        """Pass every full tensor (file name, dtype, shape) to `use`, in order.
 
-        However it ends, all of them are read: the other ranks are in the middle of it.
+        Always reads all of them: the other ranks take part.
         """
         self._send(Read, moments=moments)
         following = self._rank.read(moments=moments)
@@ -477,10 +466,10 @@ class DeepspeedLearner:
             for _ in following:
                 pass
 
-    # The other ranks
+    # Other ranks
 
     def _send(self, kind: type[_Command], **fields: Any) -> _Command:
-        """A command with these fields, which all others have then. Raises ResourceError."""
+        """Send a command to all ranks; return it. Raises ResourceError."""
         command = kind(learner=self._number, retired=_retired(), **fields)
         self._group.send(command)
         return command
@@ -493,8 +482,7 @@ class DeepspeedLearner:
         shared: Sequence[Sequence[Sequence[Pass]]],
         **fields: Any,
     ) -> list[StepReply]:
-        """What every rank made of its share, by update and rank. Raises InvariantBroken,
-        ResourceError, NonFinite."""
+        """Return every rank's results. Raises InvariantBroken, ResourceError, NonFinite."""
         group, places = self._group, places_of(batch) if self._options.ranks > 1 else {}
         command = self._send(
             kind,
@@ -519,7 +507,6 @@ class DeepspeedLearner:
 
 
 def _need_fit(weights: Path, entries: Mapping[str, Entry], files: Mapping[str, Piece]) -> None:
-    """Raise PolicyError unless a file's tensors are those that the model has."""
     odd = sorted(entries.keys() ^ files.keys())
     if odd:
         raise PolicyError(f"{weights} does not fit the model: {odd[0]!r} is on one side only")
@@ -529,7 +516,6 @@ def _need_fit(weights: Path, entries: Mapping[str, Entry], files: Mapping[str, P
 
 
 def _publishing(options: DeepspeedOptions, first: Path) -> DeepspeedOptions:
-    """These, with the type that version 0 has. Raises PolicyError."""
     return replace(options, engine=replace(options.engine, published=published_dtype(first)))
 
 
@@ -545,8 +531,6 @@ def _retire(number: int, rank: Rank) -> None:
 
 
 def _next(following: Iterator[Tensor]) -> Callable[[], memoryview]:
-    """The bytes of the next tensor, when they are wanted."""
-
     def data() -> memoryview:
         return memoryview(tensor_source("", next(following)).data())
 
@@ -554,7 +538,7 @@ def _next(following: Iterator[Tensor]) -> Callable[[], memoryview]:
 
 
 def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepReply]) -> Sums:
-    """Add up what the ranks report, in the order of their numbers. Raises NonFinite."""
+    """Sum the ranks' results in rank order. Raises NonFinite."""
     sums = Sums()
     for number, by_rank in enumerate(shared):
         of_ranks = [reply.updates[number] for reply in replies]

@@ -1,10 +1,9 @@
-"""How ranks of several machines meet at rank 0, and how they hear that one of them was lost.
+"""Rendezvous of ranks on several machines, and detection of lost ranks.
 
-They meet at a store that rank 0 serves, within a bound. There a rank leaves its mark. One that was
-lost and started again finds the mark of its predecessor: the others have not noticed, for between
-two steps nobody waits for it. It says so in the store, where all of them look now and then, and
-all begin anew. A store that does not answer is that of a machine that is gone.
-torchrun hides exit codes of ranks, and its rendezvous reads pickled state from an open port.
+Ranks register in a store served by rank 0. A restarted rank finds its predecessor's entry and
+reports it there, since the others notice nothing between steps; all ranks watch the store and
+restart. A store that does not answer means rank 0's machine is lost. torchrun is no alternative: it
+hides exit codes, and its rendezvous unpickles state from an open port.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ import torch.distributed as dist
 from dora_pipe.core.errors import ResourceError
 
 MEET_S: Final = 600.0
-"""Ranks wait so long for each other: a machine may have to be found and an image fetched."""
+"""Timeout of the rendezvous: includes allocating machines and pulling images."""
 
 ANSWER_S: Final = 60.0
-"""The store of rank 0 has so long to answer."""
+"""Timeout of rank 0's store."""
 
 LOOK_S: Final = 1.0
-"""How often a rank looks whether one was lost."""
+"""Interval of checks for lost ranks."""
 
 LOST: Final = "lost"
 
-_STORE: Any = dist  # which exports its stores without saying so
+_STORE: Any = dist  # torch exports its stores without declaring them
 
 
 class Meeting:
-    """The store of rank 0, and a look at it; see the module.
+    """Store of rank 0, and its watcher.
 
     Example: ``Meeting("10.0.0.7", 29400, rank=1, ranks=2).store``
     """
@@ -42,10 +41,10 @@ class Meeting:
     def __init__(
         self, host: str, port: int, *, rank: int, ranks: int, wait_s: float = MEET_S
     ) -> None:
-        """Raises ResourceError where they do not meet, or meet ranks that had this one before."""
+        """Raises ResourceError if ranks do not meet, or this rank had registered before."""
         self._at, self._rank = f"{host}:{port}", rank
         self.lost = ""
-        """Which rank was lost, in words."""
+        """Lost rank, in words."""
         try:
             self.store = _STORE.TCPStore(
                 host, port, ranks, is_master=rank == 0, timeout=timedelta(seconds=wait_s)
@@ -65,8 +64,9 @@ class Meeting:
             )
 
     def watch(self, lost: Callable[[], None]) -> None:
-        """Look at the store from now on; `lost` is called once, in a thread, when `lost` says who
-        was. Raises ResourceError where there is no store any more."""
+        """Watch the store; call `lost` once, in a thread, when a rank is lost. Raises ResourceError
+        if the store is gone.
+        """
         host, _, port = self._at.rpartition(":")
         try:
             store = _STORE.TCPStore(
@@ -93,7 +93,7 @@ class Meeting:
 
 
 def meeting_of(rank: int, ranks: int) -> Meeting | None:
-    """That of the ranks which the environment names; None under torchrun, which has its own."""
+    """Return the rendezvous named by the environment; None under torchrun, which has its own."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,7 +1,6 @@
-"""What every rank of a trainer does with a command, rank 0 among them; it decides nothing.
+"""Execution of commands on every rank, including rank 0.
 
-The arithmetic is the torch learner's; what differs is who does which pass, and that weights and
-gradients lie in pieces.
+Same arithmetic as the torch learner, with passes split over ranks and weights sharded.
 """
 
 from __future__ import annotations
@@ -63,22 +62,25 @@ from dora_pipe.store.adapters import base_of
 from dora_pipe.store.store import PolicyStore
 
 GAP: Final = 2
-"""Offsets this close are read in one go: Kafka has a transaction's marker between two records."""
+"""Offsets this close are read together: Kafka puts transaction markers between records."""
 
 
 class ShareReader:
-    """Example: ``ShareReader(bus, "demo.trajectories", clock).read([LoggedAt(...), ...])``."""
+    """Reader of a rank's trajectories.
+
+    Example: ``ShareReader(bus, "demo.trajectories", clock).read([LoggedAt(...), ...])``
+    """
 
     def __init__(self, bus: Bus, topic: str, clock: Clock) -> None:
         self._topic = topic
         self._reader = PlaceReader(bus, topic, clock, gap=GAP)
         self.records = 0
-        """Read so far, those between the wanted ones among them."""
+        """Records read so far, including unrequested ones between."""
 
     def read(self, places: Sequence[LoggedAt]) -> list[Trajectory]:
-        """The trajectories at these places, in their order.
+        """Return the trajectories at these places, in order.
 
-        Raises InvariantBroken for one that is not there with those bytes, BusError.
+        Raises InvariantBroken for missing or changed bytes, BusError.
         """
         found: dict[tuple[int, int], Record] = {}
         wanted = dict.fromkeys(RecordPlace(one.partition, one.offset) for one in places)
@@ -109,34 +111,31 @@ class ShareReader:
 
 
 IDLE: Final = ([0, 0], [0, 1], [None, 0.0])
-"""The row of a rank that has nothing to compute in a turn: two tokens, one of which counts."""
+"""Row of an idle rank: two tokens, one counted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """What the ranks compute before they meet: this rank's pass, or nothing."""
+    """Passes between two synchronizations: this rank's, or none."""
 
     turns: int
-    """As many as the pass with the most parts has."""
+    """Largest number of parts of a pass."""
     given: PassInputs | None
     padded_tokens: int = 0
 
     def passages(self, idle: Passage) -> list[Passage]:
-        """One for each turn."""
         own = [] if self.given is None else list(self.given.passages)
         return own + [idle] * (self.turns - len(own))
 
     def row_weights(self) -> list[list[float]]:
-        """Likewise, of the rows of each."""
         own = [] if self.given is None else self.given.row_weights()
         return own + [[0.0]] * (self.turns - len(own))
 
 
 class Rank:
-    """One trainer's part in this process: an engine, and the way to the log.
+    """A learner's part in this process: engine and log reader.
 
-    Making one, `read`, `compute` and `finish` are collective; the log is opened when it is first
-    needed.
+    Construction, `read`, `compute` and `finish` are collective. Opens the log on first use.
     """
 
     def __init__(self, group: RankGroup, command: Open, store: PolicyStore | None = None) -> None:
@@ -146,26 +145,23 @@ class Rank:
         self._assets = _assets(command.assets, store)
         self._store = store
         self._reference_path = ""
-        """Of what the KL is to at present, as rank 0 sees it; empty for nothing yet."""
         self._place = command.log
         self._bus: Bus | None = None
         self._reader: ShareReader | None = None
         self._reference: TorchModel | None = None
         self._adapter: dict[str, Tensor] = {}
-        """Of the reference, on the base; none where it is the base."""
         self._device = group.device
         options = msgspec.convert({**command.options, "device": group.device}, EngineOptions)
         with deterministic(self._threads), group.together():
             self.engine = Engine(self._assets, options)
         self._idle = passage_of([IDLE], width=len(IDLE[0]), device=self._device)
         self._gathered = False
-        """Whether a gradient is there that no update has followed."""
+        """True with a gradient that no update has used."""
         self._kept: list[Tensor] = []
-        """What `Engine.held` was when it was to be kept."""
         self._states = DeviceStates(self._resident, self._device)
 
     def leave_device(self) -> None:
-        """Go to the host's memory until anything else is wanted. Raises ResourceError."""
+        """Move to host memory until needed. Raises ResourceError."""
         self._states.leave()
 
     def _resident(self) -> Iterator[Tensor]:
@@ -176,7 +172,7 @@ class Rank:
             yield from tensors_in([*network.parameters(), *network.buffers()])
 
     def close(self) -> None:
-        """Let go of engine and log."""
+        """Close engine and log."""
         self.engine.close()
         if self._reader is not None:
             self._reader.close()
@@ -186,17 +182,14 @@ class Rank:
     # Weights
 
     def load_base(self, given: Callable[[str], Tensor] | None = None) -> None:
-        """Take what the adapter stands on; `given` as of `load`."""
+        """Load the adapter's base; `given` as in `load`."""
         self._states.come_back()
         engine = self.engine
         for name in engine.base_names:
             engine.write(name, self._shared(name, name, engine.dtype(name), given))
 
     def load(self, command: Load, given: Callable[[str], Tensor] | None = None) -> None:
-        """Take what is trained, and moments.
-
-        `given` gives rank 0's tensors by their names in a file.
-        """
+        """Load trained tensors, and moments; `given` returns rank 0's tensors by file name."""
         self._states.come_back()
         engine = self.engine
         self._drop_gathered()
@@ -215,7 +208,7 @@ class Rank:
     def _shared(
         self, wanted: str, name: str, dtype: torch.dtype, given: Callable[[str], Tensor] | None
     ) -> Tensor:
-        """Rank 0's tensor on every rank."""
+        """Return rank 0's tensor."""
         if given is not None:
             value = given(wanted).to(dtype).contiguous()
         else:
@@ -223,7 +216,9 @@ class Rank:
         return self._group.share(value).to(self._device)
 
     def read(self, *, moments: bool) -> Iterator[Tensor]:
-        """Every tensor of what is trained or of the moments, whole, one at a time; collective."""
+        """Yield every trained tensor or moment, one at a time; collective. Complete on rank 0
+        only.
+        """
         self._states.come_back()
         with self._group.together():
             if moments:
@@ -232,10 +227,10 @@ class Rank:
             else:
                 yield from self.engine.read_files()
 
-    # A training step
+    # Training step
 
     def fetch(self, command: ShareCommand) -> tuple[Ready, list[Trajectory]]:
-        """Read this rank's share of the batch from the log, in the order of its passes."""
+        """Read this rank's trajectories from the log, in pass order."""
         passes = [one for by_rank in command.updates for one in by_rank[self._group.info.rank]]
         places = [unit.at for one in passes for unit in one.units]
         if self._place is None:
@@ -254,7 +249,7 @@ class Rank:
         return Ready(records=self._reader.records - before), found
 
     def compute(self, command: ShareCommand, trajectories: Sequence[Trajectory]) -> StepReply:
-        """Train or gather; `trajectories` are those of this rank's passes, one after the other."""
+        """Train or gather; `trajectories` are in pass order."""
         self._states.come_back()
         if isinstance(command, Gather):
             return self._gather(command, trajectories)
@@ -262,7 +257,7 @@ class Rank:
         return self._train(command, trajectories)
 
     def _train(self, command: Train, trajectories: Sequence[Trajectory]) -> StepReply:
-        """Compute the updates of a step; ends early where a norm is not finite."""
+        """Run the updates of a step; stop after a norm that is not finite."""
         step, following = step_settings(command.settings), iter(trajectories)
         with deterministic(self._threads), self._group.together():
             self._drop_gathered()
@@ -272,7 +267,7 @@ class Rank:
                 with self._at_kept():
                     self._score_proximal(updates)
             elif needs_proximal(step.objective):
-                self._score_proximal(updates[1:])  # The first computes its own anyway.
+                self._score_proximal(updates[1:])  # the first update computes its own
             done: list[UpdateReply] = []
             for rounds in updates:
                 if not rounds:
@@ -285,7 +280,7 @@ class Rank:
         return StepReply(updates=done)
 
     def _gather(self, command: Gather, trajectories: Sequence[Trajectory]) -> StepReply:
-        """Add the gradient of a part of a step to what is there."""
+        """Add the gradient of a part."""
         step = step_settings(command.settings)
         (by_rank,), following = command.updates, iter(trajectories)
         with deterministic(self._threads), self._group.together():
@@ -297,21 +292,23 @@ class Rank:
         return StepReply(updates=[update])
 
     def finish(self, command: Finish) -> float:
-        """Divide what was gathered and update with it; the norm, which may not be finite."""
+        """Divide the gathered gradient and update; return the norm, possibly not finite."""
         self._states.come_back()
         with deterministic(self._threads), self._group.together():
             return self._end_gathered(command.learning_rate, command.grad_norm_max, command.divisor)
 
     def _end_gathered(self, learning_rate: float, norm_max: float, divisor: float) -> float:
-        """A pass of nothing ends what the passes of parts have left open: which is the last is not
-        known when it is computed, and gradients cross between the ranks at the end of all."""
+        """Close the gathered gradient with an empty last pass: ranks reduce only at the last pass,
+        unknown until now.
+        """
         self._gathered = False
         self.engine.backward(self.engine.logprobs(self._idle).sum() * 0.0, last=True)
         return self.engine.update(learning_rate, norm_max, divisor)
 
     def _drop_gathered(self) -> None:
-        """Forget the gradient that is there. DeepSpeed can only update with it: so it does, and
-        what that changes is put back."""
+        """Discard the gathered gradient: DeepSpeed can only update with it, so update and
+        restore.
+        """
         if not self._gathered:
             return
         with deterministic(self._threads), self._group.together():
@@ -320,7 +317,7 @@ class Rank:
             _put(before, self.engine.held())
 
     def keep(self, command: Keep) -> None:
-        """Keep a copy of what updates change, be as that is again, or let it go."""
+        """Copy the trained state, restore it, or free the copy."""
         self._states.come_back()
         self._drop_gathered()
         if command.what == "take":
@@ -332,7 +329,7 @@ class Rank:
 
     @contextmanager
     def _at_kept(self) -> Iterator[None]:
-        """With the weights of the copy in place of the present ones."""
+        """Use the copied weights temporarily."""
         weights = self.engine.weights()
         present = [one.clone() for one in weights]
         _put(self._kept[: len(weights)], weights)
@@ -349,7 +346,6 @@ class Rank:
     def _rounds(
         self, by_rank: list[list[PassCommand]], following: Iterator[Trajectory]
     ) -> list[_Round]:
-        """The rounds of an update; as many as the rank with the most passes has."""
         turns = [max(len(one.parts) for one in met if one) for met in zip_longest(*by_rank)]
         own = [self._given(one, following) for one in by_rank[self._group.info.rank]]
         rounds = [_Round(turns=count, given=None) for count in turns]
@@ -374,7 +370,6 @@ class Rank:
         return given, sum(part.padded_tokens for part in one.parts)
 
     def _score_proximal(self, updates: Sequence[Sequence[_Round]]) -> None:
-        """The proximal log-probs of these updates, by the weights that are there."""
         for rounds in updates:
             for one in rounds:
                 scored = self._scored(one.passages(self._idle))
@@ -388,7 +383,7 @@ class Rank:
     def _accumulate(
         self, rounds: Sequence[_Round], step: StepSettings, *, ends: bool
     ) -> UpdateReply:
-        """Add up the gradient of these; `ends`: an update follows."""
+        """Add the gradients of these rounds; `ends`: an update follows."""
         update = UpdateReply()
         for number, one in enumerate(rounds):
             losses = self._losses(one, step, update)
@@ -398,7 +393,7 @@ class Rank:
         return update
 
     def _losses(self, one: _Round, step: StepSettings, update: UpdateReply) -> Iterator[Tensor]:
-        """What to go back from in each turn of a round; what the units did goes into `update`."""
+        """Yield the loss of each turn of a round; store metrics in `update`."""
         passages, weights = one.passages(self._idle), one.row_weights()
         base = [self._base_logprobs(passage, step) for passage in passages]
         if one.turns == 1:
@@ -421,8 +416,9 @@ class Rank:
     def _with_balance(
         self, passage: Passage, weights: Sequence[float], step: StepSettings, update: UpdateReply
     ) -> tuple[Tensor, Tensor | float]:
-        """As the torch learner's. Ranks that stand idle go the same way back, with no weight: so
-        gradients are ready in the same order on all."""
+        """As in the torch learner. Idle ranks take the same path with weight 0, so that gradients
+        become ready in the same order.
+        """
         if not step.router_aux_loss:
             return self.engine.logprobs(passage), 0.0
         logprobs, balance = self.engine.logprobs_and_balance(passage, weights)
@@ -437,7 +433,6 @@ class Rank:
         step: StepSettings,
         update: UpdateReply,
     ) -> Tensor | None:
-        """The loss of this rank's pass; None where it has none."""
         if one.given is None:
             return None
         following = iter(base)
@@ -453,14 +448,13 @@ class Rank:
         return loss
 
     def _base_logprobs(self, passage: Passage, step: StepSettings) -> Tensor | None:
-        """An adapter's reference is its base, or another adapter on it; idle or not, the ranks ask
-        for it together."""
+        """Return the reference log-probs of an adapter policy; all ranks call it, idle or not."""
         if self.engine.pairs is None or not needs_reference(step.objective):
             return None
         return self.engine.logprobs_instead(passage, self._adapter)
 
     def _refer_to(self, path: str) -> None:
-        """Have the weights that the KL is to: whole, or an adapter on the base."""
+        """Load the KL reference: full weights, or an adapter on the base."""
         weights, pairs = _reference(path, self._store), self.engine.pairs
         options = self.engine.options
         if pairs is not None:
@@ -494,19 +488,19 @@ def _put(values: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def _assets(path: str, store: PolicyStore | None) -> Path:
-    """The model's config, here: as rank 0 sees it, or in this rank's own store."""
+    """Rank 0's path, or this rank's store."""
     there = Path(path)
     return there if store is None or there.is_dir() else store.assets(there.name)
 
 
 def _reference(path: str, store: PolicyStore | None) -> Path:
-    """The weights of a version, likewise: the file is named by their digest."""
+    """File names are digests."""
     there = Path(path)
     return there if store is None or there.is_file() else store.held_weights(there.stem)
 
 
 def engine_options(options: EngineOptions) -> dict[str, Any]:
-    """`Open.options` of these."""
+    """Return `Open.options` of these options."""
     plain: dict[str, Any] = msgspec.to_builtins(options)
     del plain["device"]
     return plain

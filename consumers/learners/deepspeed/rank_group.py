@@ -1,9 +1,8 @@
-"""The processes of a trainer: who they are, how they are started, how they hear of each other.
+"""Processes of a trainer: start, communication, and loss of ranks.
 
-It decides when a rank counts as lost. Two ways lead here: on several nodes the environment names
-the ranks and all of them exist already (`meeting`, or torchrun); without it rank 0 starts the
-others on its own machine. A rank that dies takes the trainer with it: a collective cannot go on
-without one, and all there is to lose is a step that was not committed.
+On several nodes the environment names existing ranks (`meeting`, or torchrun); otherwise rank 0
+starts the others. A lost rank ends the trainer: collectives cannot continue, and only an
+uncommitted step is lost.
 """
 
 from __future__ import annotations
@@ -34,38 +33,38 @@ from dora_pipe.consumers.learners.deepspeed.meeting import Meeting, meeting_of
 from dora_pipe.core.errors import ConfigError, ResourceError
 
 COMMAND_TIMEOUT: Final = timedelta(days=7)
-"""A rank waits so long for a command: batches may be slow, and a dead rank 0 is noticed at once."""
+"""Wait for a command: batches may be slow, and a dead rank 0 is noticed at once."""
 
 STEP_TIMEOUT: Final = timedelta(minutes=30)
-"""One collective inside a step."""
+"""Timeout of one collective in a step."""
 
 LOST_GRACE_S: Final = 10.0
-"""A rank has died and the others have not noticed by themselves for so long: the process ends."""
+"""Exit if a rank died and collectives have not failed after this time."""
 
 WATCH_S: Final = 0.2
 STDERR: Final = 2
 BUSY_S: Final = 1.0
-"""A collective that takes longer is given up when the process ends."""
+"""On exit, a longer collective is abandoned."""
 
 END_S: Final = 10.0
-"""Ranks may take so long to end when they are told to."""
+"""Wait for ranks to end."""
 
 _ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """Who this process is among the ranks."""
+    """Identity of this process among the ranks."""
 
     rank: int
     ranks: int
     local_rank: int
     rendezvous: str = ""
-    """A file in which ranks of one machine find each other; empty: the environment says where."""
+    """Rendezvous file of ranks on one machine; empty: from the environment."""
 
 
 def environment_rank() -> RankInfo | None:
-    """The rank that the environment gives to this process, if it does. Raises ConfigError."""
+    """Return the rank named by the environment, if any. Raises ConfigError."""
     values = [os.environ.get(name) for name in _ENVIRONMENT]
     if not all(values):
         return None
@@ -78,7 +77,7 @@ def environment_rank() -> RankInfo | None:
 
 
 class RankGroup:
-    """A process's place among the ranks; there is one per process. See `rank_group`."""
+    """Rank membership of this process, one per process; see `rank_group`."""
 
     def __init__(self, info: RankInfo, device: str) -> None:
         self.info = info
@@ -92,11 +91,11 @@ class RankGroup:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         return self.info.ranks
 
     def start_others(self) -> None:
-        """Start the other ranks on this machine and watch over them."""
+        """Start and watch the other ranks on this machine."""
         for rank in range(1, self.ranks):
             command = [sys.executable, "-m", "dora_pipe.consumers.learners.deepspeed.follow"]
             device = self.device.partition(":")[0]
@@ -105,13 +104,13 @@ class RankGroup:
                 [*command, *words, str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=STDERR,  # stdout is data
-                start_new_session=True,  # a Ctrl-C is for rank 0, which ends its step first
+                start_new_session=True,  # Ctrl-C goes to rank 0, which ends its step first
             )
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     def join(self) -> None:
-        """Meet the others. Raises ResourceError if they do not come."""
-        # DeepSpeed and torch read these wherever they like.
+        """Join the other ranks. Raises ResourceError if they do not come."""
+        # Read by DeepSpeed and torch.
         os.environ["LOCAL_RANK"] = str(self.info.local_rank)
         if self.backend == "nccl":
             torch.cuda.set_device(self.device)
@@ -122,7 +121,7 @@ class RankGroup:
 
     def _init(self) -> None:
         info = self.info
-        stores: Any = dist  # which exports them without saying so
+        stores: Any = dist  # torch exports them without declaring them
         where: dict[str, Any] = {"init_method": "env://"}
         if info.ranks == 1:
             where = {"store": stores.HashStore()}
@@ -136,10 +135,10 @@ class RankGroup:
             self.backend, rank=info.rank, world_size=info.ranks, timeout=STEP_TIMEOUT, **where
         )
 
-    # What crosses
+    # Communication
 
     def send(self, command: RankCommand) -> None:
-        """From rank 0 to all others. Raises ResourceError when one is lost."""
+        """Send a command to all ranks. Raises ResourceError if one is lost."""
         if self.ranks == 1:
             return
         data = bytearray(msgspec.msgpack.encode(command))
@@ -148,7 +147,7 @@ class RankGroup:
             dist.broadcast(torch.frombuffer(data, dtype=torch.uint8), 0, group=self._control)
 
     def receive(self) -> RankCommand:
-        """The next command of rank 0. Raises ResourceError when it is lost."""
+        """Return rank 0's next command. Raises ResourceError if it is lost."""
         size = torch.zeros(1, dtype=torch.int64)
         with self.together():
             dist.broadcast(size, 0, group=self._control)
@@ -157,14 +156,14 @@ class RankGroup:
         return COMMANDS.decode(data.numpy().tobytes())
 
     def reply(self, reply: msgspec.Struct) -> None:
-        """To rank 0."""
+        """Send a reply to rank 0."""
         data = bytearray(msgspec.msgpack.encode(reply))
         with self.together():
             dist.send(torch.tensor([len(data)]), 0, group=self._control)
             dist.send(torch.frombuffer(data, dtype=torch.uint8), 0, group=self._control)
 
     def replies(self) -> list[bytes]:
-        """Of rank 1, 2, ...; every other rank has called `reply`. Raises ResourceError."""
+        """Return the replies of ranks 1, 2, ...; each must call `reply`. Raises ResourceError."""
         found: list[bytes] = []
         with self.together():
             for rank in range(1, self.ranks):
@@ -176,7 +175,7 @@ class RankGroup:
         return found
 
     def agree(self, good: bool) -> bool:
-        """What rank 0 says; the others' argument does not matter."""
+        """Return rank 0's argument on every rank."""
         word = torch.tensor([int(good)])
         if self.ranks > 1:
             with self.together():
@@ -184,7 +183,7 @@ class RankGroup:
         return bool(word)
 
     def share(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, in place, on every rank; on the CPU."""
+        """Broadcast rank 0's CPU tensor in place; return it."""
         if self.ranks > 1:
             with self.together():
                 dist.broadcast(tensor, 0, group=self._control)
@@ -192,7 +191,7 @@ class RankGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around collectives, which fail when a rank is lost. Raises ResourceError."""
+        """Wrap collectives. Raises ResourceError if a rank is lost or memory runs out."""
         try:
             with self._busy:
                 yield
@@ -208,10 +207,10 @@ class RankGroup:
                 raise
             raise ResourceError(lost or f"a rank of the trainer is gone: {broken}") from error
 
-    # The other ranks as processes
+    # Processes
 
     def end(self) -> None:
-        """Tell the other ranks to end, and see to it for those started here; idempotent."""
+        """End the other ranks, waiting for those started here; idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -224,10 +223,9 @@ class RankGroup:
             shutil.rmtree(Path(self.info.rendezvous).parent, ignore_errors=True)
 
     def _end_others(self) -> None:
-        """In order, unless one is lost or they are in the middle of something."""
         idle = not self._lost() and self._busy.acquire(timeout=BUSY_S)
         if idle:
-            with suppress(ResourceError):  # one that is gone need not be told
+            with suppress(ResourceError):  # a lost one need not end
                 self.send(EndRanks(learner=0))
             self._busy.release()
         give_up_s = time.monotonic() + (END_S if idle else 0.0)
@@ -239,14 +237,14 @@ class RankGroup:
                 child.wait()
 
     def _watch(self) -> None:
-        """A collective of a GPU does not notice by itself that another rank is gone."""
+        """Watch the ranks: a GPU collective does not notice a lost rank."""
         while not self._ended:
             if self._lost():
                 self._leave()
             time.sleep(WATCH_S)
 
     def _leave(self) -> None:
-        """One is lost: end, unless the rank notices by itself."""
+        """Exit after a lost rank, unless its error is handled in time."""
         time.sleep(LOST_GRACE_S)
         if not self._ended:
             sys.stderr.write(f"error: {self._lost()}\n")
@@ -255,13 +253,12 @@ class RankGroup:
             os._exit(ResourceError.exit_code)
 
     def _settle(self) -> None:
-        """A connection is closed a little before its process has ended."""
+        """Wait briefly: connections close shortly before their process ends."""
         until_s = time.monotonic() + 1.0
         while self._children and not self._lost() and time.monotonic() < until_s:
             time.sleep(WATCH_S / 4)
 
     def _lost(self) -> str:
-        """Which rank has ended, in words; empty while none has."""
         for rank, child in self._children.items():
             code = child.poll()
             if code is not None:
@@ -273,7 +270,6 @@ class RankGroup:
 
 
 def _of_wire(error: RuntimeError) -> str:
-    """What broke between ranks, in a few words; empty if it was something else that failed."""
     text = str(error)
     for words in ("Connection closed by peer", "Connection reset by peer", "Timed out", "gloo"):
         if words in text:
@@ -285,10 +281,10 @@ _GROUP: list[RankGroup] = []
 
 
 def rank_group(ranks: int, device: str) -> RankGroup:
-    """The group of this process, made when it is first asked for; this process is rank 0.
+    """Return the group of this process, rank 0, created on first use.
 
-    `device` is `cpu` or `cuda`. Raises ConfigError where the ranks cannot be as wanted,
-    ResourceError when they do not come.
+    `device` is `cpu` or `cuda`. Raises ConfigError for other ranks than configured, ResourceError
+    if they do not come.
     """
     info = environment_rank()
     there = _GROUP[0].ranks if _GROUP else info.ranks if info else ranks
@@ -321,7 +317,7 @@ def rank_group(ranks: int, device: str) -> RankGroup:
 
 
 def end_rank_group() -> None:
-    """EndRanks the other ranks, if this process started any."""
+    """End the ranks that this process started."""
     for group in _GROUP:
         group.end()
 

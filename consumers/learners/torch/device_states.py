@@ -36,7 +36,6 @@ class DeviceStates:
         self._tensors = tensors
         self._device = torch.device(device)
         self._away: list[tuple[Any, int, list[Tensor]]] = []
-        """Offloaded storages: size, and host copies."""
         self._pinned: dict[int, list[Tensor]] = {}
         """Free pinned buffers by size; pinning is slower than copying."""
 
@@ -87,7 +86,6 @@ class DeviceStates:
         self._settle()
 
     def _storages(self) -> Iterator[Any]:
-        """Yield the device's storages worth moving, once each."""
         seen: set[int] = set()
         for tensor in self._tensors():
             if tensor.device.type != self._device.type:
@@ -118,7 +116,6 @@ class DeviceStates:
             torch.cuda.synchronize(self._device)
 
     def _give_back(self) -> None:
-        """Return cached memory of torch's allocator to the device."""
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

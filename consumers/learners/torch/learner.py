@@ -1,7 +1,6 @@
-"""Training step on torch: a function of (weights, optimizer state, batch, settings).
+"""Training step on torch.
 
-Bit-equal results need packing by batch alone, a fixed thread count, deterministic kernels and no
-dropout.
+Bit-equality needs packing by batch alone, fixed threads, deterministic kernels, no dropout.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class TorchOptions:
     dtype: ComputeDtype = "float32"
     """Compute dtype of passes; updates use float32."""
     lora: LoraOptions | None = None
-    """Adapter to train; None trains all weights."""
+    """None trains all weights."""
     temperature: float = 1.0
     """Divisor of logits (`sampling.logprob_temperature`)."""
     memory: MemoryOptions = AT_ONCE
@@ -119,16 +118,13 @@ class TorchLearner:
         self._states = DeviceStates(self._held, self._options.device)
 
     def leave_device(self) -> None:
-        """Move weights, optimizer state and reference to host memory until needed.
-
-        Raises ResourceError.
-        """
+        """See `LeavesDevice`."""
         if not self._parts.begun:
             self._optimizer.clear()
         self._states.leave()
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Load weights and, from a checkpoint, the optimizer state. Raises PolicyError."""
+        """See `Learner`."""
         self._states.come_back()
         need_digest(weights, digest)
         if self._options.lora is None and bfloat16_names(weights) != self._bfloat16:
@@ -142,7 +138,7 @@ class TorchLearner:
             self._optimizer.load(optimizer)
 
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
-        """Train one step. Raises NonFinite, which invalidates the state."""
+        """See `Learner`."""
         self._states.come_back()
         if batch.parts:
             return self._parts.train(self, batch, settings)
@@ -167,18 +163,18 @@ class TorchLearner:
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Compute a part's gradient or update. Raises NonFinite."""
+        """See `TrainsParts`."""
         self._states.come_back()
         self._parts.add(self, batch, settings)
 
     def stopwatch(self) -> Callable[[], float]:
-        """Return a clock of compute seconds."""
+        """See `ComputesParts`."""
         return compute_clock(self._options.device, self._options.threads)
 
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
-        """Add the gradient of these passes to that of `before` earlier ones."""
+        """See `ComputesParts`."""
         if not before:
             self._optimizer.clear()
         step, sums = self.settings_of(settings), Sums(passes=len(passes))
@@ -190,7 +186,7 @@ class TorchLearner:
         return sums
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
-        """Divide the gathered gradient and update. Raises NonFinite."""
+        """See `ComputesParts`."""
         with deterministic(self._options.threads):
             self._optimizer.divide(divisor)
             self._step_optimizer(step, sums)
@@ -198,7 +194,7 @@ class TorchLearner:
     def update(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
     ) -> Sums:
-        """Run one update. Raises NonFinite."""
+        """See `ComputesParts`."""
         step, sums = self.settings_of(settings), Sums(passes=len(passes))
         with deterministic(self._options.threads):
             if needs_reference(step.objective):
@@ -211,22 +207,22 @@ class TorchLearner:
         return sums
 
     def keep(self) -> None:
-        """Copy weights and optimizer state."""
+        """See `ComputesParts`."""
         self._kept = self._optimizer.kept(), self._model.updated
 
     def go_back(self) -> None:
-        """Restore the copy, bit for bit, and free it."""
+        """See `ComputesParts`."""
         assert self._kept is not None
         self._optimizer.go_back(self._kept[0])
         self._model.updated = self._kept[1]
         self._kept = None
 
     def let_go(self) -> None:
-        """Free the copy."""
+        """See `ComputesParts`."""
         self._kept = None
 
     def settings_of(self, settings: Settings) -> StepSettings:
-        """Return the settings in force for a step."""
+        """See `ComputesParts`."""
         options = self._options
         own = {
             MICRO_BATCH_TOKENS: options.micro_batch_tokens,
@@ -269,24 +265,22 @@ class TorchLearner:
         return found, routed.differing - before[0], routed.seen - before[1]
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the present weights, without speculative work."""
+        """See `Learner`."""
         self._settle()
         return manifest_in_memory(self._model.sources())
 
     def save_weights(self, path: Path) -> Manifest:
-        """Write the present weights to a safetensors file; return their manifest. Raises
-        OSError.
-        """
+        """See `Learner`. Raises OSError."""
         self._settle()
         return write_tensors(path, self._model.sources())
 
     def save_optimizer(self, path: Path) -> None:
-        """Write the optimizer state to a safetensors file. Raises OSError."""
+        """See `Learner`. Raises OSError."""
         self._settle()
         self._optimizer.save(path)
 
     def numerics(self) -> dict[str, str]:
-        """Return the numerics fingerprint of a step."""
+        """See `Learner`."""
         options = self._options
         lora = options.lora
         return (
@@ -318,7 +312,7 @@ class TorchLearner:
         )
 
     def _settle(self) -> None:
-        """Restore the device state; discard speculative updates."""
+        """Restore the device, discard speculative updates."""
         self._states.come_back()
         self._parts.settle(self)
 

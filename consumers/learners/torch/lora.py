@@ -132,11 +132,8 @@ class AdapterBase:
         self._options = options
         self._digest = ""
         self.dtype = published_dtype(first)
-        """Published dtype, that of the base."""
         self.base = first
-        """File of the base."""
         self.updated = False
-        """True once the optimizer changed the adapter."""
 
     def take(
         self, weights: Path, *, layers: Mapping[str, tuple[int, int]], have: Callable[[Path], None]
@@ -241,7 +238,7 @@ class LoraModel(TorchModel):
 
     @property
     def updated(self) -> bool:
-        """Return whether the optimizer changed the adapter."""
+        """Return whether the adapter was ever updated."""
         return self._adapter_base.updated
 
     @updated.setter

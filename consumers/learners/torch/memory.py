@@ -72,7 +72,7 @@ class MemoryOptions:
         return max(1, at_once // width) if tokens * width > least else 0
 
     def mlp_chunks(self, tokens: int, width: int, device: str = "cpu") -> int:
-        """Return the number of chunks of a block of this width."""
+        """Return the number of block chunks."""
         return _count(tokens, self.mlp_chunk(tokens, width, device))
 
     def numerics(
@@ -154,10 +154,6 @@ def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
 
 
 def _offloaded(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a checkpoint function that keeps its inputs, but no recomputed tensors, on the
-    host.
-    """
-
     def checkpointed(*given: Any) -> Any:
         with save_on_cpu(pin_memory=True):
             return compute(*given)
@@ -187,14 +183,12 @@ class UnassignedRows:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """Return their entry in the fingerprint."""
+        """Return its fingerprint entry."""
         return {"unassigned_ids": str(self.count)} if self.count else {}
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Return log-probs of `targets` [N] under softmax(logits / temperature), logits [N, V];
-    float32.
-    """
+    """Return log-probs of `targets` [N] for logits [N, V]; float32."""
     logits = logits.float()
     if temperature != 1:
         logits = logits / temperature

@@ -129,7 +129,7 @@ class TorchModel:
         self._carried = CarriedTensors()
         self.lean = False
         self.varlen = memory.packing and goes_by_sequences(self.network, dtype, device)
-        """True if packed passes use attention per sequence."""
+        """Packed passes use attention per sequence."""
 
     def load(self, weights: Path) -> None:
         """Load a safetensors file. Raises PolicyError on a mismatch."""
@@ -325,7 +325,7 @@ def passage_of(
 def _routes(
     starts: Sequence[int], choices: Sequence[Choices | None], tokens: int, device: str
 ) -> Tensor | None:
-    """Return the experts of every place: those recorded for the next token."""
+    """Experts of a place are those recorded for the next token."""
     known = [one for one in choices if one is not None]
     if not known:
         return None
@@ -339,7 +339,6 @@ def _routes(
 
 
 def _starts(lengths: Sequence[int], lines: Sequence[Sequence[int]], width: int) -> list[int]:
-    """Return the flat start index of each row."""
     starts = [0] * len(lengths)
     for number, line in enumerate(lines):
         at = number * width
@@ -394,7 +393,7 @@ def score(
 
 
 def passages_of(one: Pass, device: str) -> list[Passage]:
-    """Return the parts of a pass as passages."""
+    """Return a pass as passages."""
     rows = [row for unit in one.units for row in unit.sequences()]
     choices = [found for unit in one.units for found in unit.choices()]
     return cut_passages(rows, one.parts, device, choices)
@@ -406,7 +405,7 @@ def cut_passages(
     device: str,
     choices: Sequence[Choices | None] = (),
 ) -> list[Passage]:
-    """Return rows and their experts as passages, one per part."""
+    """Return rows and their experts as passages."""
     found, at = [], 0
     for part in parts:
         own = rows[at : at + part.rows]
@@ -436,16 +435,12 @@ class PassInputs:
     """Inputs of a pass, by unit except `passages` and `proximal`."""
 
     passages: Sequence[Passage]
-    """Rows of the units in order, in one or several parts."""
     rows: Sequence[int]
-    """Number of rows."""
     lengths: Sequence[int]
-    """Counted tokens."""
     advantages: Sequence[float]
     weights: Sequence[float]
     """Weight of each token in the minibatch mean."""
     teacher: Sequence[Sequence[float] | None]
-    """Log-probs of the counted tokens, if any."""
     proximal: Tensor | None = None
     """[N]; None in a step's first update, which uses its own."""
 

@@ -44,9 +44,7 @@ class KeptState:
 
     weights: list[Tensor]
     remainders: list[Tensor]
-    """Remainders of bfloat16 masters."""
     moments: list[dict[str, Any]]
-    """By parameter; empty before the first update."""
 
 
 class Optimizer:

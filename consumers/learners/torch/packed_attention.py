@@ -201,7 +201,6 @@ def _probe_positions() -> Tensor:
 
 
 def _sees_others(network: Any, device: torch.device, packed: Mapping[str, Any]) -> bool:
-    """Return whether a sequence's logits depend on another before it in its line."""
     ids = torch.arange(3 * _PROBE_TOKENS, device=device).reshape(1, -1) % network.config.vocab_size
     second = ids[:, _PROBE_TOKENS:]
     given = {"position_ids": _probe_positions().reshape(1, -1).to(device), **packed}

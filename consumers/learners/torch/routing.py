@@ -97,9 +97,6 @@ class RoutedExperts:
         )
 
     def _need_choices(self, network: Any) -> None:
-        """Raise PolicyError unless each block makes exactly one choice, which determines its
-        result.
-        """
         if not (self._blocks and self.per_token and self._chooses(network)):
             raise PolicyError(
                 f"this {network.config.model_type} does not choose experts in a way that can be"
@@ -150,7 +147,6 @@ class BalanceLoss:
         self._sizes = _experts(config), int(config.num_experts_per_tok)
         self._layers = len(routers)
         self._noted: list[Tensor] | None = None
-        """Router logits by layer, [tokens, experts], of the present pass."""
         for one in routers:
             one.register_forward_hook(self._note)
 
@@ -206,7 +202,6 @@ class _Choosing(TorchFunctionMode):
 
 
 def _sparse_blocks(network: Any) -> Iterator[Any]:
-    """Yield, by layer, its block with experts, if any."""
     for layer in decoder_layers(network):
         for child in layer.children():
             if any("expert" in name for name, _ in child.named_modules()):
@@ -214,7 +209,6 @@ def _sparse_blocks(network: Any) -> Iterator[Any]:
 
 
 def _experts(config: Any) -> int:
-    """Return the number of experts per layer."""
     for name in ("num_local_experts", "num_experts", "n_routed_experts"):
         count = getattr(config, name, None)
         if count:

@@ -1,6 +1,4 @@
-"""Contributions files: the effect of each trajectory of a step on the weights, in Arrow IPC
-format.
-"""
+"""Contributions files: effects of each trajectory on the weights, as Arrow IPC."""
 
 from __future__ import annotations
 
@@ -42,12 +40,12 @@ SCHEMA: Final = pa.schema(
 """One row per trajectory, in batch order."""
 
 TEACHER: Final = "teacher_logprobs"
-"""Optional column of steps with a teacher: its log-probs of the counted tokens, in order."""
+"""Optional column: teacher log-probs of the counted tokens."""
 
 WITH_TEACHER: Final = SCHEMA.append(pa.field(TEACHER, pa.list_(pa.float32()), nullable=False))
 
 _ALONE: Final = pyarrow.ipc.IpcReadOptions(use_threads=False)
-"""No thread pool: starting one shortly before a process exits can abort the exit."""
+"""No thread pool: starting one shortly before exit can abort the process."""
 
 
 def write_contributions(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -66,7 +64,7 @@ def read_contributions(path: Path) -> list[dict[str, Any]]:
 
 
 def stored_contributions(store: PolicyStore | None, sha256: str) -> list[dict[str, Any]]:
-    """Return the rows of a step; empty without a store or if the file is missing or unreadable."""
+    """Return the rows of a step; empty if the file is missing or unreadable."""
     try:
         if store is None or not store.has_blob("contributions", sha256):
             return []

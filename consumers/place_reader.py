@@ -1,4 +1,4 @@
-"""Reader of records at given offsets of a topic."""
+"""Reader of records at given offsets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RecordPlace(NamedTuple):
 
 
 class PlaceReader:
-    """Seeking readers, one per partition; offsets within `gap` of each other are read together."""
+    """Seeking readers by partition; offsets within `gap` are read together."""
 
     def __init__(self, bus: Bus, topic: str, clock: Clock, *, gap: int) -> None:
         self._bus = bus
@@ -29,9 +29,8 @@ class PlaceReader:
         self._readers: dict[int, Reader] = {}
 
     def read(self, places: Iterable[RecordPlace]) -> Iterator[Record]:
-        """Yield the records at these places and any read between them.
-
-        Every place must lie before the log's end. Raises BusError if a record does not arrive.
+        """Yield the records at these existing places, and any between. Raises BusError if they do
+        not arrive.
         """
         for stretch in stretches(places, self._gap):
             yield from self._read_stretch(stretch)
@@ -56,10 +55,7 @@ class PlaceReader:
 def read_until(
     reader: Reader, at: TopicPartition, end: int, clock: Clock, *, records_max: int = RECORDS_MAX
 ) -> Iterator[Record]:
-    """Yield the records from the reader's position up to `end`, which must exist.
-
-    Raises BusError if they do not arrive.
-    """
+    """Yield existing records up to `end`. Raises BusError if they do not arrive."""
     what = f"reading {at.topic}"
     return records_until(
         reader,
@@ -70,7 +66,7 @@ def read_until(
 
 
 def stretches(places: Iterable[RecordPlace], gap: int) -> list[list[RecordPlace]]:
-    """Return sorted runs of places within `gap` of each other, each of one partition."""
+    """Group places of one partition within `gap` of each other, sorted."""
     found: list[list[RecordPlace]] = []
     for place in sorted(places):
         last = found[-1][-1] if found else None

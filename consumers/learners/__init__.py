@@ -1,1 +1,1 @@
-"""Learners: training engines behind one port (`trainer.kind`)."""
+"""Learners: training engines with one port (`trainer.kind`)."""

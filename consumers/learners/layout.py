@@ -1,7 +1,4 @@
-"""Layout of token rows in passes and lines.
-
-Depends only on lengths and a limit, so it is the same on every machine.
-"""
+"""Layout of token rows in passes and lines, by lengths alone."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from dataclasses import dataclass
 from typing import Final
 
 FILL_MIN: Final = 0.8
-"""A row shorter than this share of the longest starts a new micro-batch,"""
+"""Rows shorter than this share of the longest start a new micro-batch, above `WORTH_TOKENS`."""
 
 WORTH_TOKENS: Final = 768
-"""once the present one has this many padded tokens; below, a pass costs more than padding."""
+"""Padded tokens below which a new pass costs more than padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +43,8 @@ def pack(
 ) -> list[MicroBatch]:
     """Cut rows into passes of at most `padded_tokens_max` padded tokens, longest first.
 
-    Equal lengths keep their order (ordinal, sibling, input). A unit above the limit gets its own
-    pass. With `packing` rows share lines (`lines_of`).
+    Equal lengths keep their order. An oversized unit gets its own pass. `packing` lets rows share
+    lines.
     """
     order = sorted(
         range(len(rows)),
@@ -58,9 +55,9 @@ def pack(
 
 
 def lines_of(lengths: Sequence[int], width: int) -> list[list[int]]:
-    """Return the rows of each line of `width` tokens, by index, each in the first line with room.
+    """Return the rows of each line of `width` tokens, by index, first fit.
 
-    Longest first, this is first fit decreasing: at most 11/9 of the fewest lines plus 1.
+    Longest first, at most 11/9 of the fewest lines plus 1.
 
     Example: ``lines_of([5, 4, 3, 1], 6) == [[0, 3], [1], [2]]``
     """

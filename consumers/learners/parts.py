@@ -1,7 +1,7 @@
-"""Steps whose batch comes in parts: speculative work, and which of it a batch can use.
+"""Steps whose batch comes in parts, computed speculatively.
 
-With one update per step the gradients of parts add up and are divided once. With several updates
-each part is one; the learner keeps its state before the step until the step completes or restarts.
+With one update per step, part gradients add up and are divided once. With several, each part is an
+update, and the learner keeps its prior state until the step ends or restarts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ComputesParts(Protocol):
     def gather(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, before: int
     ) -> Sums:
-        """Add the gradient of these passes to that of `before` earlier ones; 0 starts from zero."""
+        """Add the gradient of these passes to that of `before` earlier ones."""
         ...
 
     def finish(self, divisor: int, step: StepSettings, sums: Sums) -> None:
@@ -74,9 +74,7 @@ class ComputesParts(Protocol):
     def update(
         self, part: TrainBatch, passes: Sequence[Pass], settings: Settings, *, later: bool
     ) -> Sums:
-        """Run one update; `later` takes proximal log-probs from the kept weights. Raises
-        NonFinite.
-        """
+        """Run one update; `later` takes proximal log-probs from kept weights. Raises NonFinite."""
         ...
 
     def keep(self) -> None:
@@ -93,10 +91,7 @@ class ComputesParts(Protocol):
 
 
 class StepInParts:
-    """State of a step in parts.
-
-    Example: ``StepInParts().train(learner, batch, settings).figures["loss"]``
-    """
+    """State of a step in parts."""
 
     def __init__(self) -> None:
         self._done: list[DonePart] = []
@@ -115,7 +110,7 @@ class StepInParts:
             learner.go_back()
 
     def settle(self, learner: ComputesParts) -> None:
-        """Restore the weights and optimizer state before the step; a gradient may remain."""
+        """Restore weights and optimizer state before the step; a gradient may remain."""
         if self._kept:
             self.forget(learner)
 
@@ -124,7 +119,7 @@ class StepInParts:
         self._done, self._kept = [], False
 
     def add(self, learner: ComputesParts, part: TrainBatch, settings: Settings) -> None:
-        """Compute the next part of a step before its batch is known. Raises NonFinite."""
+        """Compute the next part of a step. Raises NonFinite."""
         key = PartKey.of(part, settings)
         if not self._goes_on(key):
             self.forget(learner)
@@ -172,7 +167,6 @@ class StepInParts:
         )
 
     def _goes_on(self, key: PartKey) -> bool:
-        """Return whether a part continues the present ones; a part decided again does not."""
         if not self._done:
             return False
         first, held = self._done[0].key, {name for one in self._done for name in one.key.groups}
@@ -228,5 +222,5 @@ def _finish(
 
 
 def in_dispatch_order(items: Iterable[Item]) -> list[Item]:
-    """Return items in the order of an unsplit batch, so that metrics do not depend on parts."""
+    """Return items in unsplit batch order, so that metrics do not depend on parts."""
     return sorted(items, key=lambda item: (item.ordinal, item.sibling))

@@ -26,14 +26,14 @@ class LoggedAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainGroup:
-    """Group of a batch: its trajectories in order, invalid (masked) ones included."""
+    """Group of a batch, including invalid (masked) trajectories."""
 
     group: str
     version: int
     trajectories: Sequence[Trajectory]
-    """Numpy arrays (NaN for None) if read from a log."""
+    """Numpy arrays (NaN for None) if from a log."""
     places: Sequence[LoggedAt] = ()
-    """Per trajectory, for ranks that read their shares from the log; empty without a log."""
+    """For ranks that read their shares from the log; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +47,18 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Batch of a step, or a part of it; groups in dispatch order within each part."""
+    """Batch of a step or a part; groups in dispatch order per part."""
 
     step: int
     groups: Sequence[TrainGroup]
     reference: Reference | None = None
-    """None: version 0, given to the constructor."""
+    """None: version 0."""
     teacher: Mapping[str, Sequence[float]] | None = None
-    """Float32 log-probs of counted tokens under the teacher, by trajectory."""
+    """Float32 teacher log-probs of counted tokens, by trajectory."""
     parts: Sequence[int] = ()
-    """Number of groups of each part but the last; empty if unsplit."""
+    """Groups of each part but the last; empty if unsplit."""
     weights: Mapping[str, float] | None = None
-    """Loss factor by trajectory (default 1), for altered replays."""
+    """Loss factor by trajectory, default 1, for altered replays."""
 
     def in_parts(self) -> list[TrainBatch]:
         """Return its parts as unsplit batches."""
@@ -72,7 +72,7 @@ class StepResult:
 
     figures: Mapping[str, float]
     contributions: Sequence[Mapping[str, Any]]
-    """Rows of the contributions file (`contributions.SCHEMA`), in batch order."""
+    """Rows of `contributions.SCHEMA`, in batch order."""
     compute_s: float
 
 
@@ -89,14 +89,14 @@ class Learner(Protocol):
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         """Train one step. Raises NonFinite, which invalidates the state.
 
-        Gradients of parts add up, each divided by the divisor of the whole. With several
-        `trainer.minibatches` each part is an update, and the last part fills the rest. Uses
-        speculative parts; results are bit-equal without them.
+        Gradients of parts add up, each divided by the whole's divisor. With several
+        `trainer.minibatches` each part is an update; the last takes the rest. Bit-equal with and
+        without earlier `train_part` calls.
         """
         ...
 
     def manifest(self) -> Manifest:
-        """Return the manifest of the present weights without writing them."""
+        """Return the manifest of the present weights."""
         ...
 
     def save_weights(self, path: Path) -> Manifest:
@@ -117,10 +117,10 @@ class LeavesDevice(Protocol):
     """Learner that can free its device between steps."""
 
     def leave_device(self) -> None:
-        """Move weights, optimizer state and frozen tensors to host memory and free the device.
+        """Move weights, optimizer state and frozen tensors to host memory.
 
-        The next call that needs them moves them back, with equal bits. Idempotent; not concurrent
-        with other methods. Raises ResourceError if the host lacks memory.
+        Later calls move them back, bit-equal. Idempotent; not thread-safe. Raises ResourceError if
+        the host lacks memory.
         """
         ...
 
@@ -129,13 +129,13 @@ class LeavesDevice(Protocol):
 class TrainsParts(Protocol):
     """Learner that can compute parts before the batch is known.
 
-    `save_weights` and `save_optimizer` may run in another thread during a part; a learner that
-    cannot overlap must serialize them. Parts that are updates never overlap with them.
+    `save_weights` and `save_optimizer` may run in another thread during a part that is not an
+    update.
     """
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:
-        """Compute the gradient or update of a step's next part, before `train` gets it again.
+        """Compute the next part of a step, before `train` gets it again.
 
-        Saved weights stay those before the step. Raises NonFinite, which drops speculative work.
+        Saved weights stay those before the step. Raises NonFinite, dropping speculative work.
         """
         ...

@@ -1,7 +1,4 @@
-"""Trainers by name, and `module:attribute` for user code.
-
-Imports no trainer and no torch; `open` does, in the trainer's process.
-"""
+"""Trainers by name, and `module:attribute` for user code; only `open` imports torch."""
 
 from __future__ import annotations
 
@@ -43,38 +40,37 @@ Open = Callable[[Path, Path, Config, LogLocation | None], Learner]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerKind:
-    """Capabilities of a trainer, by the keys and fields that require them."""
+    """Capabilities of a trainer."""
 
     open: Open
-    """Factory; takes the config and tokenizer directory, weights of version 0, configuration, and
-    log location for other ranks. Raises PolicyError for an unsupported model, ConfigError without a
-    GPU, ResourceError if ranks are missing.
+    """Factory of a learner from assets, weights of version 0, configuration and log location.
+    Raises PolicyError, ConfigError, ResourceError.
     """
     packages: tuple[str, ...] = ()
     """Required modules, and a hint if one is missing."""
     hint: str = ""
     moving_reference: bool = False
-    """`objective.reference_every`"""
+    """Required by `objective.reference_every`."""
     teacher: bool = False
-    """`objective.teacher_weight`"""
+    """Required by `objective.teacher_weight`."""
     bfloat16: bool = False
-    """`policies.dtype` bfloat16"""
+    """Required by `policies.dtype` bfloat16."""
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
-    """`trainer.optimizer`"""
+    """Values of `trainer.optimizer`."""
     routes: bool = False
-    """`sampling.routes`"""
+    """Required by `sampling.routes`."""
     router_aux_loss: bool = False
-    """`trainer.router_aux_loss`"""
+    """Required by `trainer.router_aux_loss`."""
     expert_parallel: bool = False
-    """`trainer.expert_parallel`"""
+    """Required by `trainer.expert_parallel`."""
     weights: bool = False
-    """`TrainBatch.weights`"""
+    """Supports `TrainBatch.weights`."""
     leaves_device: bool = False
-    """`trainer.offload_between_steps`"""
+    """Required by `trainer.offload_between_steps`."""
 
 
 def learner_kind(name: str, directory: str = "") -> LearnerKind:
-    """Return a trainer's capabilities, importing user code from `directory`. Raises ConfigError."""
+    """Return a trainer's capabilities, importing user code. Raises ConfigError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if not is_own(name):
@@ -91,7 +87,7 @@ def learner_kind(name: str, directory: str = "") -> LearnerKind:
 
 
 def need_learner(config: Config) -> None:
-    """Raise ConfigError, before anything starts, if trainer or objective is unusable."""
+    """Raise ConfigError if trainer or objective is unusable."""
     name = config.trainer.kind
     kind = learner_kind(name, config.task.directory)
     _need_taken(name, kind, config)
@@ -142,10 +138,7 @@ def need_optimizer(optimizer: OptimizerName) -> None:
 
 
 def published_dtype(config: Config, says: str) -> PolicyDtype:
-    """Return the published dtype of a new run whose model has dtype `says`.
-
-    Raises ConfigError for an unknown trainer.
-    """
+    """Return a new run's published dtype, for a model of dtype `says`. Raises ConfigError."""
     if config.policies.dtype != "auto":
         return config.policies.dtype
     kind = learner_kind(config.trainer.kind, config.task.directory)
@@ -194,10 +187,7 @@ class _WithSources:
 
 
 def make_scorer(*, assets: Path, reference: Path, config: Config) -> TorchLearner:
-    """Return a torch learner that rescores log-probs, whatever trained the run.
-
-    Raises PolicyError for an unsupported model, ConfigError without a package or GPU.
-    """
+    """Return a torch learner to rescore log-probs. Raises PolicyError, ConfigError."""
     _need("scoring", TORCH_PACKAGES, TORCH_HINT)
     trainer = replace(config.trainer, optimizer="adamw", router_aux_loss=0.0)
     plain = replace(config, trainer=trainer)
@@ -241,9 +231,9 @@ def _gradient_device(section: Section) -> str:
 
 
 def follows(config: Config, log: LogLocation, store: PolicyStore) -> bool:
-    """Run as a rank above 0 until rank 0 ends, if the environment says so; return whether it did.
+    """Run as a rank above 0, if the environment says so; return whether it did.
 
-    Raises ConfigError, UsageError, BusError, ResourceError if another rank is lost.
+    Raises ConfigError, UsageError, BusError, ResourceError.
     """
     if config.trainer.kind != "deepspeed" or os.environ.get("RANK", "0") in ("", "0"):
         return False

@@ -19,22 +19,21 @@ from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
 
 MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"
-"""Not logged as a key; recorded in the commit's numerics."""
+"""Not logged as a key, but in the commit's numerics."""
 
 PACKING: Final = "trainer.packing"
 """Also in the numerics, with the kind of attention."""
 
 MASKED: Final = "on"
-"""Attention over a packed line under a mask."""
+"""One mask per packed line."""
 
 VARLEN: Final = "varlen"
-"""Attention per sequence; not supported by every device."""
+"""Attention per sequence, if the device supports it."""
 
 Packing = bool | Literal["on", "varlen"]
 """True selects the best supported kind."""
 
 ROUTER_AUX_LOSS: Final = "trainer.router_aux_loss"
-"""Also in the numerics, if set."""
 
 _OF: Final = "objective."
 _OPTION: Final = "options."
@@ -46,10 +45,7 @@ class StepSettings(
     kw_only=True,
     rename=lambda name: None if name == "objective" else f"trainer.{name}",
 ):
-    """Settings in force for one step; see `dora_pipe.config.model`.
-
-    Example: ``step_settings({"trainer.learning_rate": 3e-4, ...}).learning_rate == 3e-4``
-    """
+    """Settings of one step; see `dora_pipe.config.model`."""
 
     learning_rate: Annotated[float, msgspec.Meta(ge=0, le=LEARNING_RATE_MAX)]
     """Rate of this step; 0 after the schedule's end."""
@@ -65,7 +61,7 @@ class StepSettings(
 
 
 def step_settings(settings: Settings) -> StepSettings:
-    """Convert logged keys, ignoring others. Raises ConfigError for a missing or mistyped key."""
+    """Convert logged keys, ignoring others. Raises ConfigError."""
     given = _of_objective(settings)
     used = uses(given) | {"kind"}
     taken = used | MAY_LACK | {"options"}
@@ -81,10 +77,9 @@ def step_settings(settings: Settings) -> StepSettings:
 
 
 def changed_settings(settings: Settings, changes: Settings, *, max_tokens: int) -> Settings:
-    """Return a step's settings with changes applied as `set` would.
+    """Return settings changed as by `set`; `max_tokens` is sampling.max_tokens.
 
-    Another objective kind starts from its own defaults; `max_tokens` is sampling.max_tokens. Raises
-    ConfigError for an invalid key or value.
+    Another objective kind starts from its defaults. Raises ConfigError.
     """
     named = settled(_of_objective(settings), _of_objective(changes))
     merged = {**settings, **changes}
@@ -116,7 +111,7 @@ def _of_objective(settings: Settings) -> dict[str, Any]:
 
 
 def advantage_rule(settings: Settings) -> tuple[Advantage | None, bool]:
-    """Return the advantage rule of a commit's settings, and whether it divides by std."""
+    """Return the advantage rule, and whether it divides by std."""
     given = _of_objective(settings)
     known = {**defaults_of(given), **given}
     advantage = known.get("advantage") if rewarded(str(known.get("kind", "grpo"))) else None

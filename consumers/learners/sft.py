@@ -1,7 +1,6 @@
-"""Supervised warm start: trains a model directory on examples, writes another.
+"""Supervised warm start of a model directory.
 
-Shuffles examples by seed per data epoch; equal inputs give equal weights. Only tokens with mask 1
-count.
+Shuffles by seed per data epoch; equal inputs give equal weights.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ class Example:
 
     @property
     def counted(self) -> int:
-        """Return the number of tokens in the loss; the first token has no prediction."""
+        """Return the tokens in the loss, without the first."""
         return sum(self.mask[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftOptions:
-    """Options of the warm start; shared keys as in `dora_pipe.config.training.Trainer`."""
+    """Options; see `dora_pipe.config.training.Trainer` for shared keys."""
 
     optimizer: OptimizerName = "adamw"
     steps: int = 240
@@ -65,11 +64,10 @@ class SftOptions:
     seed: int = 0
     threads: int = 1
     context_tokens: int = 1024
-    """Longer examples are dropped."""
     lora: LoraOptions | None = None
     """Adapter to train; written merged and separately."""
     memory: MemoryOptions = AT_ONCE
-    """Packing puts several examples in a row of at most `context_tokens`."""
+    """Packing shares rows of at most `context_tokens`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +76,6 @@ class SftResult:
 
     loss: float = math.nan
     left_out: int = 0
-    """Draws dropped for their length."""
 
 
 def train_sft(
@@ -90,10 +87,10 @@ def train_sft(
     options: SftOptions,
     progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> SftResult:
-    """Train on rows, encoding each on use, and write a model directory.
+    """Train on rows, encoded on use, and write a model directory.
 
-    The loss is the mean over counted tokens of a batch. `progress` gets steps done and loss. Raises
-    PolicyError, TaskError for unusable rows, NonFinite.
+    The loss is the mean over counted tokens of a batch. Raises PolicyError, TaskError for unusable
+    rows, NonFinite.
     """
     if not rows:
         raise TaskError("there is nothing to train on", hint="give rows")
@@ -160,8 +157,6 @@ def _write(
 
 
 class _Batches:
-    """Draws every example once per data epoch, reshuffled each time."""
-
     def __init__(
         self,
         rows: Sequence[R],

@@ -1,7 +1,7 @@
-"""Learner without torch, for role tests and the simulator: its weights are a hash of their past.
+"""Learner without torch, for role tests and the simulator.
 
-Weights after a step = sha256(weights before, batch, settings), in a tiny real safetensors file. An
-optional sparse tensor changes one element per step, to exercise deltas.
+Weights are sha256(weights before, batch, settings) in a real safetensors file. An optional sparse
+tensor changes one element per step, for deltas.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ _Names = tuple[int, tuple[str, ...]]
 
 
 class SimulatedLearner:
-    """Deterministic fake learner; trajectories in `poison` raise NonFinite.
-
-    Example: ``SimulatedLearner().train(batch, {}).figures["tokens"]``
-    """
+    """Deterministic fake; trajectories in `poison` raise NonFinite."""
 
     name = "simulated"
     version = "1"
@@ -154,7 +151,6 @@ def _take_in(past: Any, one: Trajectory, batch: TrainBatch) -> None:
 
 
 def _logged(settings: Settings) -> dict[str, float | int | str | bool]:
-    """Return settings without keys that a replay adds and nothing here uses."""
     return {key: value for key, value in settings.items() if key != MICRO_BATCH_TOKENS}
 
 

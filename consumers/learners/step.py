@@ -1,7 +1,4 @@
-"""Cuts a batch into minibatches (updates) and micro-batches (passes), without torch.
-
-Depends only on batch and settings, so the cut is reproducible on every machine.
-"""
+"""Cuts a batch into minibatches (updates) and micro-batches (passes), reproducibly."""
 
 from __future__ import annotations
 
@@ -28,9 +25,7 @@ T = TypeVar("T")
 
 
 def minibatches(groups: Sequence[T], count: int) -> list[list[T]]:
-    """Deal whole groups, in dispatch order, round-robin to at most `count` updates.
-
-    Dealing mixes versions and ages.
+    """Deal whole groups round-robin to at most `count` updates, mixing versions and ages.
 
     Example: ``minibatches("abcde", 2) == [["a", "c", "e"], ["b", "d"]]``
     """
@@ -48,19 +43,17 @@ class Item:
     staleness: int
     advantage: float | None
     counted: int
-    """Tokens in the loss."""
+    """Tokens in the loss; `contexts` splits them."""
     contexts: Sequence[int]
-    """Counted tokens by context."""
     teacher: Sequence[float] | None
     token_staleness: int
-    """Sum of staleness over sampled tokens, by the version of each."""
+    """Summed staleness of sampled tokens, each by its own version."""
     weight: float = 1.0
     minibatch: int = 0
     micro_batch: int | None = None
-    """First micro-batch of its update that has some of its tokens."""
+    """First one with some of its tokens."""
     figures: RowFigures | None = None
     figured: int = 0
-    """Tokens covered by `figures`."""
 
     def note(self, figures: RowFigures, tokens: int, micro_batch: int) -> None:
         """Merge the metrics of a pass over some of its tokens."""
@@ -78,7 +71,7 @@ class Item:
         return bool(self.advantage)
 
     def divide_loss(self, divisor: int) -> None:
-        """Divide the loss share by the mean's divisor, unknown during the passes."""
+        """Divide the loss share by the mean's divisor, unknown before."""
         if self.figures is not None:
             self.figures = replace(self.figures, loss_share=self.figures.loss_share / divisor)
 
@@ -96,10 +89,7 @@ class ContextRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Rows that an objective sees as one trajectory.
-
-    All rows of the trajectory, or a single one if its tokens depend on no other row.
-    """
+    """Rows that an objective sees as one trajectory: all of it, or one independent row."""
 
     item: Item
     rows: Sequence[ContextRow]
@@ -109,17 +99,14 @@ class Unit:
 
     @property
     def counted(self) -> int:
-        """Return the counted tokens."""
         return sum(row.counted for row in self.rows)
 
     @property
     def width(self) -> int:
-        """Return the tokens of its longest row."""
         return self.rows[0].tokens
 
     @property
     def teacher(self) -> Sequence[float] | None:
-        """Return teacher log-probs of its counted tokens."""
         said = self.item.teacher
         if said is None or self.counted == self.item.counted == self.rows[0].counted:
             return said
@@ -127,11 +114,9 @@ class Unit:
 
     @property
     def advantage(self) -> float:
-        """Return the advantage."""
         return self.item.advantage or 0.0
 
     def sequences(self) -> list[TrainedRow]:
-        """Return its rows for training."""
         return [row_of(self.item.trajectory, row.context) for row in self.rows]
 
     def choices(self) -> list[Choices | None]:
@@ -146,9 +131,7 @@ class Part:
     rows: int
     width: int
     lines: int = 0
-    """Packed lines (`layout.lines_of`); 0 for one row per line."""
     masked: bool = False
-    """Uses a mask even if attention per sequence is supported."""
 
     @property
     def padded_tokens(self) -> int:
@@ -157,20 +140,19 @@ class Part:
 
     @property
     def packing(self) -> Packing:
-        """Return the packing."""
         return MASKED if self.masked else self.lines > 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Pass:
-    """One forward and backward pass of an update."""
+    """A forward and backward pass of an update."""
 
     units: Sequence[Unit]
     parts: Sequence[Part]
-    """One part with all rows, or several for a single unit too large to compute at once."""
+    """Several if a single unit is too large to compute at once."""
     number: int
     proximal: Tensor | None = None
-    """Log-probs of counted tokens under the step's first weights, if required."""
+    """Log-probs under the step's first weights."""
 
     @property
     def padded_tokens(self) -> int:
@@ -242,7 +224,7 @@ def passes_of(items: Sequence[Item], minibatch: int, settings: StepSettings) -> 
 def part_passes(
     items: Sequence[Item], settings: StepSettings, *, first: int
 ) -> tuple[list[Pass], int]:
-    """Return the passes of a part, numbered from `first`, and its divisor (`summed_weights`)."""
+    """Return the passes of a part, numbered from `first`, and its divisor."""
     objective = settings.objective
     assert objective.loss is not None
     valid = [item for item in items if item.advantage is not None]
@@ -253,10 +235,8 @@ def part_passes(
 
 
 def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSettings) -> list[Pass]:
-    """Return the passes of an update.
-
-    Skips items with exactly zero gradient: zero weight, or zero advantage without KL term, teacher
-    and router loss. They still count in the mean.
+    """Skips exactly zero gradients, which still count in the mean: zero weight, or zero advantage
+    without KL, teacher and router loss.
     """
     objective = settings.objective
     chosen = [
@@ -322,7 +302,6 @@ def _part(lengths: Sequence[int], *, packing: Packing) -> Part:
 
 
 def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
-    """Return a pass of one unit, computed in several parts."""
     limit, packing = settings.micro_batch_tokens, settings.packing
     sizes = [RowSize(ordinal=0, sibling=0, tokens=row.tokens) for row in unit.rows]
     cut = [

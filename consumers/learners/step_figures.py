@@ -93,8 +93,8 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
 
 
 def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the sampling policies' entropy, estimated as mean -log-prob of tokens in nats, and the
-    share of truncated trajectories.
+    """Return estimated entropy of the sampling policies (mean -log-prob, nats), and the truncated
+    share.
     """
     if not trajectories:
         return {}

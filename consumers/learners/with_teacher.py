@@ -1,7 +1,6 @@
 """Learner with a teacher, which scores batches whose settings give it a weight.
 
-The scores become a column of batch and contributions; replay reads it there unless the teacher is
-bitwise repeatable.
+Replay reads the scores from contributions unless the teacher is bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from dora_pipe.schemas.contexts import counted_places, rows_of
 WEIGHT: Final = "objective.teacher_weight"
 
 Column = Mapping[str, Sequence[float]]
-"""Teacher log-probs of counted tokens, by trajectory."""
 
 
 def with_teacher(learner: Learner, teacher: Teacher | None) -> Learner:
@@ -38,9 +36,9 @@ def add_teacher_logprobs(
     settings: Settings,
     kept: Callable[[], Column] | None = None,
 ) -> Generator[None, None, TrainBatch]:
-    """Return the batch with teacher log-probs if the settings require them; yields while waiting.
+    """Return the batch with teacher log-probs, if required; `kept` returns logged ones.
 
-    `kept` returns the logged ones. Raises ConfigError without a teacher, and as `Teacher.logprobs`.
+    Yields while waiting. Raises ConfigError without a teacher, and as `Teacher.logprobs`.
     """
     if not settings.get(WEIGHT) or batch.teacher is not None:
         return batch
@@ -52,7 +50,7 @@ def add_teacher_logprobs(
 
 
 def waits_for(learner: Learner | None) -> str:
-    """Return what the teacher waits for, in words; empty if nothing."""
+    """Return the teacher's pending wait, in words."""
     return learner.teacher.waits_for if isinstance(learner, LearnerWithTeacher) else ""
 
 
@@ -63,7 +61,6 @@ class LearnerWithTeacher:
         self._learner = learner
         self.teacher = teacher
         self._said: dict[str, Sequence[float]] = {}
-        """Log-probs of the next step's parts, by trajectory."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._learner, name)
@@ -126,8 +123,8 @@ def _result_of(asking: Generator[None, None, TrainBatch]) -> TrainBatch:
 
 
 def _teacher_kl(batch: TrainBatch, column: Column) -> dict[str, float]:
-    """Return the mean over sampled tokens of behavior minus teacher log-prob: the estimated KL of
-    the sampling policy to the teacher, in nats per token.
+    """Estimated KL of sampling policy to teacher: mean behavior minus teacher log-prob, nats per
+    token.
     """
     gaps = [
         behaviour - said

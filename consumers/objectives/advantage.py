@@ -1,6 +1,6 @@
-"""Advantages of trajectories and weights of tokens, in plain numbers without torch.
+"""Advantages of trajectories and weights of tokens, without torch.
 
-Invalid rewards are None: such trajectories enter neither the baseline nor the loss.
+Trajectories with an invalid reward (None) enter neither baseline nor loss.
 """
 
 from __future__ import annotations
@@ -13,22 +13,20 @@ from dora_pipe.config.objectives import Advantage, Averaging
 from dora_pipe.core.errors import NonFinite
 
 STD_FLOOR: Final = 1e-4
-"""Added to the standard deviation to bound advantages of nearly equal rewards."""
+"""Added to std to bound advantages of nearly equal rewards."""
 
 FLOAT32_MAX: Final = 3.4e38
-"""Largest advantage that fits in a float32."""
+"""Bound of advantages, to fit a float32."""
 
 Rewards = Sequence[float | None]
 
 
 def group_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[float | None]:
-    """Return the group-relative advantages: A_i = r_i - mean(r), optionally divided by std(r).
+    """Return A_i = r_i - mean(r), optionally divided by std(r).
 
-    GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2); without the division: Dr. GRPO (arXiv
-    2503.20783, equation 3). std is the sample's (n - 1). None stays None; fewer than two valid
-    rewards, or all equal ones, give exactly 0.
-
-    Example: ``group_advantages([1.0, None, 0.0], divide_by_std=False) == [0.5, None, -0.5]``
+    GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2); undivided: Dr. GRPO (arXiv 2503.20783,
+    equation 3). std is the sample's (n - 1). Fewer than two valid rewards, or equal ones, give
+    exactly 0; None stays None.
     """
     mean, scale = _mean_and_scale(rewards, divide_by_std=divide_by_std)
     if scale is None:
@@ -37,13 +35,10 @@ def group_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[float | N
 
 
 def leave_one_out_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[float | None]:
-    """Return A_i = r_i - mean of the other r = n / (n - 1) (r_i - mean(r)), optionally divided by
-    std(r).
+    """Return A_i = r_i - mean of the other r, optionally divided by std(r).
 
-    RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740): the baseline excludes the
-    trajectory's own reward and so adds no bias.
-
-    Example: ``leave_one_out_advantages([1.0, 0.0, 0.0], divide_by_std=False) == [1.0, -0.5, -0.5]``
+    RLOO (Kool et al. 2019; Ahmadian et al., arXiv 2402.14740): equals n / (n - 1) (r_i - mean(r))
+    and adds no bias.
     """
     count = sum(reward is not None for reward in rewards)
     plain = group_advantages(rewards, divide_by_std=divide_by_std)
@@ -54,10 +49,10 @@ def leave_one_out_advantages(rewards: Rewards, *, divide_by_std: bool) -> list[f
 def version_advantages(
     groups: Sequence[tuple[int, Rewards]], *, divide_by_std: bool
 ) -> list[list[float | None]]:
-    """Return A_i = r_i - mu_k, with mu_k the mean of all valid rewards of version k in the batch.
+    """Return A_i = r_i - mu_k; mu_k is the mean valid reward of version k in the batch.
 
-    Version-specific baseline of DORA (arXiv 2604.26256 v2). mu_k spans all prompts of the version,
-    so groups with equal rewards also get an advantage. `groups` are (version, rewards).
+    Version-specific baseline of DORA (arXiv 2604.26256 v2), over all prompts, so groups with equal
+    rewards get an advantage too. `groups` are (version, rewards).
     """
     pools: dict[int, list[float | None]] = {}
     for version, rewards in groups:
@@ -73,10 +68,10 @@ def version_advantages(
 def batch_advantages(
     groups: Sequence[tuple[int, Rewards]], advantage: Advantage | None, divide_by_std: bool
 ) -> list[list[float | None]]:
-    """Return the advantages of a batch, group by group, by `objective.advantage`; 0 without a rule.
+    """Return the batch's advantages by group, by `objective.advantage`; 0 without a rule.
 
-    `groups` are (version, rewards), in batch order. Raises NonFinite if an advantage is not a
-    finite float32, which rewards within `REWARD_MAX` cannot cause.
+    `groups` are (version, rewards). Raises NonFinite if one overflows float32, impossible for
+    rewards within `REWARD_MAX`.
     """
     try:
         found = _by_rule(groups, advantage, divide_by_std)
@@ -102,15 +97,13 @@ def _by_rule(
 def token_weights(
     sampled: Sequence[int], averaging: Averaging, *, tokens: int | None = None
 ) -> list[float]:
-    """Return the weight of a token of each trajectory in the mean over a minibatch.
+    """Return a token's weight in the minibatch mean, by trajectory; 0 without tokens.
 
-    `sampled` are the sampled tokens L_i of its n valid trajectories.
+    `sampled` are the token counts L_i of its n valid trajectories.
 
-    token-mean: 1 / sum of L (DAPO, arXiv 2503.14476, equation 8).
-    sequence-mean: 1 / (n * L_i) (GRPO, and DORA, arXiv 2604.26256, equation 4).
+    token-mean: 1 / sum of L (DAPO, arXiv 2503.14476, equation 8), adding up to 1.
+    sequence-mean: 1 / (n * L_i) (GRPO, and DORA, arXiv 2604.26256, equation 4), adding up to 1.
     constant: 1 / (n * `tokens`) (Dr. GRPO, arXiv 2503.20783, section 3.2).
-
-    The first two add up to 1 over all tokens. A trajectory without tokens has weight 0.
     """
     if averaging == "token-mean":
         total = sum(sampled)
@@ -124,11 +117,7 @@ def token_weights(
 def summed_weights(
     sampled: Sequence[int], averaging: Averaging, *, tokens: int | None = None
 ) -> tuple[list[float], int]:
-    """Return `token_weights` times the divisor of the mean, and that divisor.
-
-    Sums with these weights and divisors add up over parts of a minibatch; their quotient is its
-    mean.
-    """
+    """Return `token_weights` times the mean's divisor, and that divisor; both add up over parts."""
     if averaging == "token-mean":
         return [1.0] * len(sampled), sum(sampled)
     if averaging == "constant":
@@ -138,7 +127,6 @@ def summed_weights(
 
 
 def _mean_and_scale(rewards: Rewards, *, divide_by_std: bool) -> tuple[float, float | None]:
-    """Return mean and divisor of the valid rewards; divisor None if there is nothing to compare."""
     valid = [reward for reward in rewards if reward is not None]
     if len(valid) < 2 or min(valid) == max(valid):
         return 0.0, None

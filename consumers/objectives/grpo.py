@@ -1,11 +1,9 @@
-"""Objectives with a clipped ratio: GRPO and relatives, decoupled PPO, TIS, GSPO.
+"""Objectives with a clipped ratio to p (`Inputs.around`).
 
-With p the policy of the ratio's denominator (`Inputs.around`):
+    ratio_t = pi_theta(o_t) / p(o_t)
+    J_t     = min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A)
 
-   ratio_t = pi_theta(o_t) / p(o_t)
-   J_t     = min(ratio_t A, clip(ratio_t, 1 - low, 1 + high) A)
-
-Pure functions on tensors; `registry` adds masks and KL.
+`registry` adds masks and KL.
 """
 
 from __future__ import annotations
@@ -24,19 +22,18 @@ def grpo(inputs: Inputs, keys: Objective) -> Terms:
 
     GRPO (DeepSeekMath, arXiv 2402.03300, equation 3) with the asymmetric clip of DAPO (arXiv
     2503.14476, equation 8) and DORA's behavior policy per trajectory (arXiv 2604.26256, equations 3
-    and 4): one version samples a whole trajectory (C1), so the recorded log-probs are pi_w. Also
-    Dr. GRPO (arXiv 2503.20783, equation 3) with loss = "constant" and plain advantages, and PPO
-    (arXiv 1707.06347, equation 7) with other advantages.
+    and 4): one version samples a trajectory (C1), so recorded log-probs are pi_w. With loss =
+    "constant" and plain advantages: Dr. GRPO (arXiv 2503.20783, equation 3). With other advantages:
+    PPO (arXiv 1707.06347, equation 7).
     """
     return _clipped((inputs.logprobs - inputs.around).exp(), inputs.advantages, keys)
 
 
 def decoupled_ppo(inputs: Inputs, keys: Objective) -> Terms:
-    """J_t = (p / w) min(u A, clip(u) A), u = pi_theta / p: clipped around p, corrected to w.
+    """J_t = (p / w) min(u A, clip(u) A), u = pi_theta / p.
 
-    AReaL (arXiv 2505.24298, section 5.2; after Hilton et al., arXiv 2110.00641). Leaves out tokens
-    with p / w above `weight_max`, as AReaL's code does (`behav_imp_weight_cap`). Without a proximal
-    policy p = w: identical to `grpo`.
+    AReaL (arXiv 2505.24298, section 5.2; after Hilton et al., arXiv 2110.00641). Drops tokens with
+    p / w above `weight_max`, as AReaL's `behav_imp_weight_cap`. Without a proximal policy: `grpo`.
     """
     if inputs.proximal is None:
         return grpo(inputs, keys)
@@ -57,10 +54,8 @@ def decoupled_ppo(inputs: Inputs, keys: Objective) -> Terms:
 def tis(inputs: Inputs, keys: Objective) -> Terms:
     """J_t = min(p / w, C) min(u A, clip(u) A), u = pi_theta / p, C = `weight_max`.
 
-    Truncated importance sampling ("Your efficient RL framework secretly brings you off-policy RL
-    training", fengyao.notion.site/off-policy-rl; FlashRL; `rollout_is` of verl). With level =
-    "sequence" p / w is the product over the trajectory. Without a proximal policy p = w: identical
-    to `grpo`.
+    Truncated importance sampling (fengyao.notion.site/off-policy-rl; FlashRL; verl's `rollout_is`).
+    level = "sequence": p / w is the trajectory's product. Without a proximal policy: `grpo`.
     """
     terms = grpo(inputs, keys)
     if inputs.proximal is None:
@@ -71,10 +66,10 @@ def tis(inputs: Inputs, keys: Objective) -> Terms:
 
 
 def gspo(inputs: Inputs, keys: Objective) -> Terms:
-    """Clip s = (product of ratios) ^ (1 / length), one per trajectory.
+    """Clip s = (product of ratios) ^ (1 / length), one per trajectory, without masked tokens.
 
-    GSPO (arXiv 2507.18071, equations 5 and 7), in the per-token form with equal value and gradient
-    (equations 13 and 14): s_t = sg(s) pi_theta(o_t) / sg(pi_theta(o_t)). s excludes masked tokens.
+    GSPO (arXiv 2507.18071, equations 5 and 7) in per-token form with equal value and gradient
+    (equations 13 and 14): s_t = sg(s) pi_theta(o_t) / sg(pi_theta(o_t)).
     """
     log_ratio = inputs.logprobs - inputs.around
     ratio = row_geometric(log_ratio, inputs.lengths, inputs.kept)

@@ -1,7 +1,6 @@
-"""Objectives by name, and their shared parts: masks, KL term, teacher.
+"""Objectives by name, and their shared masks, KL term and teacher.
 
-Masked tokens have no loss or KL but still count in the mean, so other tokens' weights do not
-change.
+Masked tokens still count in the mean, so other tokens keep their weight.
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ class ObjectiveKind:
     """Function and options of an objective."""
 
     terms: Callable[[Inputs, Any], Terms]
-    """Pure loss per token, without a torch import. Second argument: the options, or [objective]."""
+    """Pure loss per token, without torch import; second argument: the options or [objective]."""
     options: type[Any] | None = None
-    """Frozen dataclass or msgspec.Struct of [objective.options] (numbers, strings, booleans)."""
+    """Frozen dataclass or msgspec.Struct of [objective.options]."""
     per_token: bool = False
-    """True if a token's loss depends on no other; contexts may then be split across passes."""
+    """True if a token's loss depends on no other token."""
 
     def argument(self, keys: Objective) -> Any:
-        """Return the second argument of `terms` for a step's keys. Raises ConfigError for unknown
-        options.
-        """
+        """Return the second argument of `terms`. Raises ConfigError for unknown options."""
         if self.options is None:
             if keys.options:
                 raise ConfigError(f"objective.options: {keys.kind} has none")
@@ -59,9 +56,8 @@ class ObjectiveKind:
 
 
 def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
-    """Return the objective of this name, importing a user's file from `directory`.
-
-    Raises ConfigError if the module or attribute is missing or is not an objective.
+    """Return an objective, importing user code from `directory`. Raises ConfigError if it is not
+    one.
     """
     below = "" if is_own(name) else f"{__package__}."
     reference = name if is_own(name) else BUILT_IN[name].function
@@ -76,7 +72,7 @@ def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
 
 
 def need_objective(config: Config) -> None:
-    """Raise ConfigError, before anything starts, if the objective is unusable."""
+    """Raise ConfigError if the objective is unusable."""
     objective_kind(config.objective.kind, config.task.directory).argument(config.objective)
 
 
@@ -86,12 +82,11 @@ def needs_reference(keys: Objective) -> bool:
 
 
 def with_teacher(inputs: Inputs, keys: Objective) -> Inputs:
-    """Add weight (log T - log pi_theta) to the advantage of every token, T being the teacher.
+    """Add weight (log T - log pi_theta) to every token's advantage; T is the teacher.
 
-    On tokens of pi_theta the gradient is that of -weight KL(pi_theta, T): the reverse KL of
-    on-policy distillation (Agarwal et al., arXiv 2306.13649, section 3; Thinking Machines,
-    "On-Policy Distillation", 2025). On tokens of an older version the objective's ratio multiplies
-    it. pi_theta is detached here.
+    On-policy, the gradient is that of -weight KL(pi_theta, T): reverse KL of on-policy distillation
+    (Agarwal et al., arXiv 2306.13649, section 3; Thinking Machines, "On-Policy Distillation",
+    2025). Off-policy, the objective's ratio multiplies it. pi_theta is detached here.
     """
     if not keys.teacher_weight:
         return inputs
@@ -101,9 +96,7 @@ def with_teacher(inputs: Inputs, keys: Objective) -> Inputs:
 
 
 def needs_whole(keys: Objective) -> bool:
-    """Return whether the loss of a token may depend on other tokens of its trajectory, in any
-    context: through a sequence ratio, or because a user's objective does not declare `per_token`.
-    """
+    """Return whether a token's loss may depend on other tokens of its trajectory."""
     if keys.mask in ("sequence", "geometric"):
         return True
     if is_own(keys.kind):
@@ -117,11 +110,7 @@ def needs_proximal(keys: Objective) -> bool:
 
 
 def terms_of(inputs: Inputs, keys: Objective) -> Terms:
-    """Return the loss of every token, masks and KL included.
-
-    Example: ``(terms_of(inputs, step.objective).loss * weights).sum().backward()`` with
-    `token_weights`.
-    """
+    """Return the loss of every token, masks and KL included."""
     kind = objective_kind(keys.kind)
     argument = kind.argument(keys)
     inputs = with_teacher(inputs, keys)
@@ -136,19 +125,18 @@ def terms_of(inputs: Inputs, keys: Objective) -> Terms:
     return replace(terms, loss=loss, kept=kept if terms.kept is None else kept & terms.kept)
 
 
-# Masks of tokens on which trainer and engine disagree.
+# Masks of tokens on which trainer and engine disagree
 
 
 def kept_tokens(inputs: Inputs, mask: Mask, *, low: float, high: float) -> Tensor:
     """Return bool [N]: low <= ratio <= high.
 
-    The ratio is proximal / behavior if the trainer computed proximal log-probs (equal weights, so
-    only the engine's error), else pi_theta / behavior.
+    The ratio is proximal / behavior (engine error only) if the trainer computed proximal log-probs,
+    else pi_theta / behavior.
 
-    token: the token's own ratio (IcePop, Ring-1T, arXiv 2510.18855).
-    sequence: the product over the trajectory (masked importance sampling, "When speed kills
-       stability", richardli.xyz/rl-collapse).
-    geometric: that product to the power 1 / length, independent of length (same source, part 3).
+    token: per token (IcePop, Ring-1T, arXiv 2510.18855).
+    sequence: product over the trajectory (masked importance sampling, richardli.xyz/rl-collapse).
+    geometric: that product to the power 1 / length (same source, part 3).
     """
     trained = inputs.logprobs if inputs.proximal is None else inputs.proximal
     log_ratio = (trained - inputs.behaviour).detach()
@@ -162,10 +150,9 @@ def kept_tokens(inputs: Inputs, mask: Mask, *, low: float, high: float) -> Tenso
     return (ratio >= low) & (ratio <= high)
 
 
-# Estimates of KL(pi_theta, pi_ref) per token (Schulman, "Approximating KL divergence",
-# joschu.net/blog/kl-approx.html) with log_r = log pi_ref - log pi_theta. Over tokens of pi_theta
-# the mean of k1 and k3 is KL, that of k2 approximately. Mean gradients: k1 zero (only noise), k2
-# that of KL, k3 that of KL(pi_ref, pi_theta).
+# Estimates of KL(pi_theta, pi_ref) per token (Schulman, joschu.net/blog/kl-approx.html); log_r is
+# log pi_ref - log pi_theta. On-policy mean: KL for k1 and k3, nearly KL for k2. Mean gradient: zero
+# for k1 (only noise), that of KL for k2, of KL(pi_ref, pi_theta) for k3.
 
 
 def k1(logprobs: Tensor, reference: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Objectives with a detached ratio as weight: CISPO, TOPR, weighted TOPR.
+"""Objectives with a detached ratio as weight.
 
-   J_t = sg(weight_t) A log pi_theta(o_t)
+    J_t = sg(weight_t) A log pi_theta(o_t)
 
-The bound limits a token's weight but never removes its gradient, unlike a clipped ratio. Pure
-functions on tensors.
+The bound limits a token's weight but, unlike clipping, keeps its gradient.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 def cispo(inputs: Inputs, keys: Objective) -> Terms:
     """weight = clip(pi_theta / p, 1 - low, 1 + high).
 
-    CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5). clip_low = 1 means no lower bound, as
-    published. With clip_low = 1 and clip_high near 0 it is the REINFORCE with a ratio truncated to
-    [0, 1] that ROLL Flash calls TIS (arXiv 2510.11345).
+    CISPO (MiniMax-M1, arXiv 2506.13585, equations 4 and 5); clip_low = 1 is no lower bound, as
+    published. With clip_high near 0 also the TIS of ROLL Flash (arXiv 2510.11345).
     """
     assert keys.clip_low is not None
     assert keys.clip_high is not None
@@ -34,15 +32,14 @@ def cispo(inputs: Inputs, keys: Objective) -> Terms:
 def topr(inputs: Inputs, keys: Objective) -> Terms:
     """weight = 1 where A >= 0, else clip(pi_theta / w, 0, 1).
 
-    TOPR (arXiv 2503.14286, equation 8). The sign of the advantage separates good from bad. The
-    ratio is that of the trajectory, as published; level = "token" uses that of each token, as ROLL
-    does.
+    TOPR (arXiv 2503.14286, equation 8). The ratio is the trajectory's, as published; level =
+    "token" uses each token's, as ROLL does.
     """
     return _tapered(inputs, keys, 1.0, 1.0)
 
 
 def weighted_topr(inputs: Inputs, keys: Objective) -> Terms:
-    """TOPR with separate weights for good and bad trajectories (ROLL Flash, arXiv 2510.11345)."""
+    """TOPR with weights for good and bad trajectories (ROLL Flash, arXiv 2510.11345)."""
     assert keys.positive_weight is not None
     assert keys.negative_weight is not None
     return _tapered(inputs, keys, keys.positive_weight, keys.negative_weight)

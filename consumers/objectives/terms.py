@@ -1,7 +1,4 @@
-"""Inputs and outputs of objectives, and metrics per trajectory.
-
-Imports no torch: tensors bring their own operations.
-"""
+"""Inputs and outputs of objectives, and metrics per trajectory; imports no torch."""
 
 from __future__ import annotations
 
@@ -15,28 +12,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOG_MAX: Final = 80.0
-"""Bound of summed log ratios before `exp`: beyond it float32 overflows."""
+"""Bound of summed log ratios: `exp` overflows float32 beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """One entry per sampled token, shape [N], contiguous per trajectory and context."""
+    """Inputs per sampled token, shape [N], contiguous per trajectory and context."""
 
     logprobs: Tensor
     """Trained policy (theta); the only field with a gradient."""
     behaviour: Tensor
-    """Sampling version, as its engine recorded them (w)."""
+    """Sampling version, as recorded (w)."""
     advantages: Tensor
     lengths: Sequence[int]
     """Tokens per trajectory (or context, if `per_token`), >= 1; sum N."""
     proximal: Tensor | None = None
-    """Weights at the start of the step, as the trainer computed them (p)."""
+    """First weights of the step, computed by the trainer (p)."""
     reference: Tensor | None = None
-    """Version 0; required by a KL term."""
+    """Required by a KL term."""
     teacher: Tensor | None = None
-    """Teacher; required by `objective.teacher_weight`, which adds them to the advantages first."""
+    """Required by `objective.teacher_weight`."""
     kept: Tensor | None = None
-    """Bool: False for masked tokens; None without a mask."""
+    """False for masked tokens."""
 
     @property
     def around(self) -> Tensor:
@@ -44,9 +41,8 @@ class Inputs:
         return self.behaviour if self.proximal is None else self.proximal
 
     def without(self, kept: Tensor) -> Inputs:
-        """Return a copy without gradient for unkept tokens.
-
-        Zeroing the loss alone leaves NaN gradients where ratios are infinite.
+        """Return a copy without gradient for unkept tokens; zero loss times infinite ratios is
+        NaN.
         """
         kept = kept if self.kept is None else kept & self.kept
         logprobs = self.logprobs.where(kept, self.logprobs.detach())
@@ -55,7 +51,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """One entry per sampled token, shape [N]; only `loss` has a gradient."""
+    """Results per sampled token, shape [N]; only `loss` has a gradient."""
 
     loss: Tensor
     """-J_t, before `token_weights`."""
@@ -64,9 +60,8 @@ class Terms:
     """Bool: the bound changed this token's gradient."""
     kl: Tensor | None = None
     weight: Tensor | None = None
-    """proximal / behavior as multiplied in; None if it was not."""
+    """proximal / behavior as multiplied in."""
     kept: Tensor | None = None
-    """Bool: False for masked tokens; None without a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +79,7 @@ class RowFigures:
 
 
 def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:
-    """Combine metrics of parts of a trajectory, each given with its token count."""
+    """Combine metrics of parts, given with token counts."""
     total = sum(tokens for _, tokens in parts)
 
     def mean(name: str) -> float:
@@ -104,7 +99,7 @@ def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:
 
 
 def row_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return, per token, the sum over its trajectory, [N], in double precision.
+    """Return trajectory sums per token, [N], in double precision.
 
     `index_add` is deterministic on a CPU and, in deterministic mode, on a GPU.
     """
@@ -114,15 +109,15 @@ def row_sums(values: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def row_ratios(log_ratio: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return, per token, the product of its trajectory's ratios, [N]; detached and finite."""
+    """Return trajectory products of ratios per token, [N]; detached and finite."""
     total = row_sums(log_ratio.detach(), lengths).clamp(-LOG_MAX, LOG_MAX)
     return total.exp().to(log_ratio.dtype)
 
 
 def row_geometric(log_ratio: Tensor, lengths: Sequence[int], kept: Tensor | None = None) -> Tensor:
-    """Return, per token, the geometric mean of its trajectory's ratios, [N]; detached and finite.
+    """Return geometric means of trajectory ratios per token, [N]; detached and finite.
 
-    With `kept`, the mean over kept tokens, and 1 for a trajectory without any.
+    With `kept`, over kept tokens; 1 without any.
     """
     log_ratio = log_ratio.detach()
     if kept is None:
@@ -135,7 +130,7 @@ def row_geometric(log_ratio: Tensor, lengths: Sequence[int], kept: Tensor | None
 
 
 def row_figures(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[RowFigures]:
-    """Return metrics per trajectory from contiguous tokens; every length is >= 1."""
+    """Return metrics per trajectory of contiguous tokens; every length is >= 1."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.intp)
     counts = np.asarray(lengths, dtype=np.float64)
     ratio = _numbers(terms.ratio)

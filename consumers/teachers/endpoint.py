@@ -1,7 +1,6 @@
-"""Teacher behind an OpenAI completions endpoint with `prompt_logprobs`, as in vLLM.
+"""Teacher on an OpenAI completions endpoint with `prompt_logprobs`, as in vLLM.
 
-Each request samples one token and discards it. `at_once` threads send requests and retry transient
-failures `retries_max` times. Results depend on the endpoint's batching: not bitwise repeatable.
+Results depend on the endpoint's batching: not bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from dora_pipe.core.errors import DoraError, NonFinite, ResourceError
 from dora_pipe.core.json_endpoint import EndpointAway, JsonEndpoint
 
 ANSWER_BYTES_MAX: Final = 256 << 20
-"""Roughly a hundred bytes per token of a request."""
+"""About a hundred bytes per token."""
 
 PAUSE_S: Final = 0.5
 PAUSE_MAX_S: Final = 15.0
-"""Bounds of the retry backoff, which doubles."""
+"""Retry backoff doubles up to this."""
 
 _TURN_S: Final = 0.2
 
@@ -56,7 +55,7 @@ class EndpointOptions:
 
 
 class EndpointTeacher:
-    """Example: ``EndpointTeacher("http://host:8000/v1", EndpointOptions(model="teacher"))``."""
+    """Teacher that scores trajectories as prompts, sampling one discarded token each."""
 
     repeatable = False
 
@@ -77,7 +76,7 @@ class EndpointTeacher:
         return f"endpoint {self._options.model}"
 
     def logprobs(self, rows: Sequence[Row]) -> Scores:
-        """See Teacher. Raises ResourceError if the endpoint rejects a request or fails too long."""
+        """See `Teacher`. Raises ResourceError if requests are rejected or keep failing."""
         size = self._options.batch
         todo: queue.SimpleQueue[Numbered] = queue.SimpleQueue()
         for start in range(0, len(rows), size):

@@ -1,4 +1,4 @@
-"""Choice of the teacher, and the check that its tokens are the policy's."""
+"""Choice and checks of the teacher."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ TOKENIZER: Final = "tokenizer.json"
 
 
 def with_digest(config: Config, policy: Path) -> Config:
-    """Return the configuration with the teacher's weights digest, after checking that it fits the
-    model directory `policy`. Raises ConfigError, PolicyError.
+    """Check the teacher against the model directory `policy`; return the config with its digest.
+    Raises ConfigError, PolicyError.
     """
     teacher = config.teacher
     if not teacher.path:
@@ -31,9 +31,8 @@ def with_digest(config: Config, policy: Path) -> Config:
 
 
 def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
-    """Return the teacher of a run, if any; `assets` has the policy's tokenizer.
-
-    Raises ConfigError, PolicyError.
+    """Return the teacher, if any; `assets` has the policy's tokenizer. Raises ConfigError,
+    PolicyError.
     """
     teacher, trainer = config.teacher, config.trainer
     if teacher.path:
@@ -59,9 +58,7 @@ def open_teacher(config: Config, assets: Path, device: str) -> Teacher | None:
 
 
 def key_of(config: Config) -> str:
-    """Return the endpoint's key, empty if it needs none. Raises ConfigError if the variable is
-    unset.
-    """
+    """Return the endpoint's key, or empty. Raises ConfigError if its variable is unset."""
     name = config.teacher.key_env
     return variable("teacher.", "key_env", name) if name else ""
 

@@ -1,7 +1,6 @@
 """Reader of trajectories with a bounded cache.
 
-Evicts the latest deadline first and reads evicted entries again from the log, so memory is bounded
-whatever the staleness.
+Evicts the latest deadline first; reads evicted entries again from the log.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ BYTES_MAX: Final = 256 * 1024 * 1024
 
 POLL_RECORDS_MAX: Final = 500
 SEEK_GAP: Final = 64
-"""Offsets this close are read together instead of with a seek each."""
+"""Offsets this close are read together."""
 
 STALE_MIN: Final = 1024
 """Stale heap entries tolerated before a rebuild."""
@@ -48,7 +47,7 @@ STALE_MIN: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedRecord:
-    """Result of reading a place: a record, or an error."""
+    """A record, or the reason why it is unusable."""
 
     record: Record | None = None
     headers: Headers | None = None
@@ -61,13 +60,7 @@ class FetchedRecord:
 
 
 class BatchReader:
-    """Trainer's view of the trajectories topic; not thread-safe.
-
-    `starts` are the first offsets by partition; others start at the log's beginning. Example::
-
-       reader = BatchReader(bus, "demo.trajectories", run="demo", starts={}, clock=clock)
-       while (found := reader.find([RecordPlace(0, 17)], timeout_s=0.05)) is None: ...
-    """
+    """Reader of the trajectories topic from `starts` (by partition); not thread-safe."""
 
     def __init__(
         self,
@@ -91,7 +84,7 @@ class BatchReader:
         self._bytes_max = bytes_max
         self._partitions = retry_bus("reading", lambda: bus.partitions(topic), clock)
         partitions = [TopicPartition(topic, number) for number in range(self._partitions)]
-        # Retention may have deleted records that no open group needs.
+        # Retention may have deleted unneeded records.
         begins = retry_bus("reading", lambda: [bus.begin(tp) for tp in partitions], clock)
         positions = {
             tp: max(starts.get(tp.partition, 0), begin)
@@ -113,13 +106,11 @@ class BatchReader:
 
     @property
     def records(self) -> int:
-        """Return the number of cached records."""
         return len(self._cache)
 
     def read_ahead(self, *, timeout_s: float) -> int:
-        """Read available records, waiting up to `timeout_s` for the first; return their number.
-
-        Raises BusError if the log stays unavailable, LogTruncated.
+        """Read available records, waiting up to `timeout_s`; return their number. Raises BusError,
+        LogTruncated.
         """
         with self.meter.spend("bus"):
             records = retry_bus(
@@ -135,10 +126,10 @@ class BatchReader:
     def find(
         self, places: Sequence[RecordPlace], *, timeout_s: float
     ) -> dict[RecordPlace, FetchedRecord] | None:
-        """Return the records at these places; None while some are not reached (call again).
+        """Return the records at these places; None until all are reached.
 
-        Raises LogTruncated for a place after the log's end, once its partition gave nothing for
-        `DELIVERY_TIMEOUT_S`.
+        Raises LogTruncated for a place after the log's end, after `DELIVERY_TIMEOUT_S` without
+        records.
         """
         behind = self._behind(places)
         if behind is not None:
@@ -173,7 +164,7 @@ class BatchReader:
         return found
 
     def dead_letter(self, record: Record, error: SchemaError) -> DeadLetter:
-        """Return a dead letter for a record whose value cannot be decoded."""
+        """Return a dead letter of an undecodable record."""
         return DeadLetter(
             topic=record.topic,
             partition=record.partition,
@@ -206,7 +197,6 @@ class BatchReader:
         return f"partition {behind.partition} is read up to {position}, not yet {behind.offset}"
 
     def _wait_on(self, behind: RecordPlace | None) -> None:
-        """Check the log's end when a partition gives nothing for long: lost, or slow?"""
         if behind is None:
             self._stuck = None
             return
@@ -240,7 +230,6 @@ class BatchReader:
             self._keep(RecordPlace(record.partition, record.offset), found)
 
     def _look_at(self, record: Record) -> FetchedRecord:
-        """Check headers and digest; the value is decoded for training only."""
         try:
             headers = parse_headers(record.headers)
             parse_trajectory_id(headers.trajectory)
@@ -294,15 +283,12 @@ def _lateness(place: RecordPlace, found: FetchedRecord) -> tuple[int, int, int]:
 
 
 WAIT_S: Final = 0.05
-"""One wait for records of a step."""
 
 
 def committed_batch(
     reader: BatchReader, commit: StepCommitted, *, strict: bool
 ) -> Generator[None, None, TrainBatch]:
-    """Return the batch of a commit, read from the log. Raises InvariantBroken if it is not the
-    committed one.
-    """
+    """Return a commit's batch from the log. Raises InvariantBroken if it differs."""
     found = yield from find(reader, commit.groups)
     trajectories: dict[str, Trajectory] = {}
     sha256s: dict[str, str] = {}
@@ -324,7 +310,7 @@ def committed_batch(
 
 
 def batch_of_commit(bus: Bus, topics: Topics, commit: StepCommitted, *, clock: Clock) -> TrainBatch:
-    """Return the batch of a commit. Raises InvariantBroken if its bytes changed, BusError."""
+    """Return a commit's batch. Raises InvariantBroken if bytes changed, BusError."""
     starts = smallest_offsets(commit)
     reader = BatchReader(bus, topics.trajectories, run=topics.run, starts=starts, clock=clock)
     try:
@@ -369,9 +355,8 @@ def batch_of(
     *,
     parts: Sequence[int] = (),
 ) -> TrainBatch:
-    """Return a batch for the learner: groups of each part in dispatch order, trajectories by id.
-
-    `sha256s` are digests of the values in the log now, if they may differ from the decided ones.
+    """Return a batch in the learner's order; `sha256s` are the logged digests, if they may have
+    changed.
     """
     ordered = [
         _group(one, trajectories, sha256s)
@@ -403,7 +388,7 @@ def _group(
 
 
 def with_reward(one: Trajectory, rewards: Mapping[str, float]) -> Trajectory:
-    """Return the trajectory with its group's reward, if the group was scored together."""
+    """Return the trajectory with its group reward, if any."""
     if one.trajectory not in rewards:
         return one
     return replace(one, reward=rewards[one.trajectory])

@@ -1,7 +1,7 @@
-"""Checks of a batch decision against its records. Pure: no bus, no clock.
+"""Checks of a batch decision against its records.
 
-Trajectory headers repeat deadline and digest, so violations of C1 (one version per trajectory) and
-C3 (step <= deadline) are rejected whatever the decision says.
+Headers repeat deadline and digest, so violations of C1 (one version per trajectory) and C3 (step <=
+deadline) are rejected whatever the decision says.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from dora_pipe.schemas.trajectory import Headers, Trajectory, mixing_error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """State known independently of the decision."""
+    """State known without the decision."""
 
     run: str
     next_step: int
     digests: Mapping[int, str]
     """Weights digests, by version."""
     interruptible: bool
-    """True for partial rollout: segments may have later versions."""
+    """Partial rollout: segments may have later versions."""
     trained: Mapping[str, int]
     """Step by group, as far back as a deadline can reach."""
 
@@ -44,7 +44,7 @@ class Arrived:
 def check_batch(
     decision: TakeBatch | TakePart, arrived: Mapping[str, Arrived], known: Known
 ) -> tuple[Offender, ...]:
-    """Return why the batch or part is unacceptable, one entry per trajectory or group."""
+    """Return why the batch or part is unacceptable, by trajectory or group."""
     return tuple(_offenders(decision, arrived, known))
 
 
@@ -126,7 +126,6 @@ def _wrong_identity(
 
 
 def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
-    """C1: version and weights are the group's."""
     if headers.version != group.version:
         return f"C1: it is of version {headers.version}, its group of {group.version}"
     if headers.digest != known.digests[group.version]:
@@ -135,8 +134,8 @@ def _wrong_version(group: TakenGroup, headers: Headers, known: Known) -> str:
 
 
 def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known: Known) -> str:
-    """C1: segments have the group's version, or later ones in order (partial rollout), none newer
-    than the version before this step.
+    """C1: segments have the group's version, or with partial rollout later ones in order, up to the
+    version this step starts from.
     """
     versions = set(trajectory.versions)
     if not versions - {group.version}:
@@ -153,7 +152,6 @@ def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known:
 
 
 def _wrong_deadline(group: TakenGroup, headers: Headers, step: int) -> str:
-    """C3: the deadline in the trajectory's headers counts."""
     if step > headers.deadline:
         return f"C3: its headers say deadline {headers.deadline}, this is step {step}"
     if headers.deadline != group.deadline:
@@ -171,7 +169,7 @@ def _wrong_value(headers: Headers, trajectory: Trajectory) -> str:
 
 
 def _wrong_reward(group: TakenGroup, trajectory: Trajectory) -> str:
-    """Groups scored together have a reward for exactly the valid trajectories."""
+    """A group scored together rewards exactly its valid trajectories."""
     scored, valid = trajectory.trajectory in group.rewards, trajectory.reward is not None
     if group.rewards and scored != valid:
         return "the batch has a reward for it, or none, unlike its record"

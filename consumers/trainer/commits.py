@@ -1,9 +1,8 @@
 """Committed steps of a run, and retention of versions; see docs/storage.md.
 
-Keeps one note per commit, so memory does not grow with batches. Only the trainer deletes, after a
-commit that names the dropped versions. Pins of the committed batch are complete: dispatches and
-workers use the newest version or one of an open group, so an older unpinned version is never pinned
-later.
+Keeps notes, not batches, to bound memory. Only the trainer deletes, after a commit that names the
+dropped versions. A commit's pins suffice: dispatches and workers use the newest version or one of
+an open group, so an older unpinned version is never pinned later.
 """
 
 from __future__ import annotations
@@ -21,49 +20,44 @@ from dora_pipe.schemas.rounds import TakeBatch, TakePart
 CHANGED_SHARE: Final = "changed_share"
 PATCH_SHARE: Final = "patch_share"
 OF_PATCHES: Final = frozenset({CHANGED_SHARE, PATCH_SHARE})
-"""Storage metrics: changed share of the weights, and delta bytes as a share of the full
-checkpoint.
-"""
+"""Storage metrics: changed share of the weights, delta bytes relative to a full checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitNote:
-    """A committed step; `offset` is that of its commit in control."""
+    """A committed step; `offset` locates its commit, `digest` its weights."""
 
     step: int
     attempt: int
     offset: int
     digest: str
-    """Weights after the step."""
     checkpoint: Blob | None
     whole: bool = True
-    """False if stored as a delta."""
+    """False if stored only as a delta."""
     starts: Mapping[int, int] = field(default_factory=dict)
     """Smallest offset taken, by partition."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CommitHistory:
-    """Committed steps, contiguous from 0, and other state for a restart."""
+    """Committed steps, contiguous from 0."""
 
     run_started: RunStarted | None = None
     role_epoch: int = -1
     """Newest trainer incarnation, or -1."""
     notes: list[CommitNote] = field(default_factory=list)
     decisions_next: int = 0
-    """Next offset of the decisions topic."""
     trained: dict[str, tuple[int, int]] = field(default_factory=dict)
     """(step, deadline) by group, until the deadline passes."""
     kept: set[int] = field(default_factory=lambda: {0})
-    """Versions that no commit has dropped."""
 
     @property
     def starts(self) -> dict[int, int]:
-        """Return, by partition, the first offset of the last commit that used it."""
+        """Return, by partition, the first offset of the last commit using it."""
         return {at: offset for note in self.notes for at, offset in note.starts.items()}
 
     def starts_from(self, step: int) -> dict[int, int]:
-        """Return, by partition, the smallest offset used since this step."""
+        """Return, by partition, the smallest offset since this step."""
         found: dict[int, int] = {}
         for note in self.notes[step:]:
             for at, offset in note.starts.items():
@@ -114,9 +108,7 @@ class CommitHistory:
     def known(
         self, decision: TakeBatch | TakePart, *, run: str, after: TakeBatch | None = None
     ) -> Known:
-        """Return input for `check_batch`; `after` is the batch trained but not committed yet, if
-        any.
-        """
+        """Return inputs of `check_batch`; `after` is a trained, uncommitted batch."""
         versions = {group.version for group in decision.groups}
         if self.interruptible and versions:
             versions.update(range(max(0, min(versions)), self.next_step + 1))
@@ -136,9 +128,9 @@ class CommitHistory:
     def add(self, offset: int, commit: StepCommitted) -> bool:
         """Add a commit; return whether it counts.
 
-        A higher attempt of the last step replaces its commit, which the orchestrator rejected
-        (`fail-batch`). Other commits except of the next step are rejected; their dropped versions
-        are gone anyway.
+        A higher attempt of the last step replaces its commit, rejected by the orchestrator
+        (`fail-batch`). Other commits except of the next step are rejected; what they dropped is
+        gone anyway.
         """
         self.kept.difference_update(commit.dropped)
         if self.notes and commit.step == self.next_step - 1:
@@ -186,25 +178,25 @@ def smallest_offsets(commit: StepCommitted) -> dict[int, int]:
 
 
 RECOVERY_CHECKPOINTS: Final = 2
-"""Always kept: a restart uses the second newest if the newest is rejected or damaged."""
+"""Newest checkpoints always kept: the last may be rejected or damaged."""
 
 DROPPED_MAX: Final = 1000
-"""Versions dropped per commit; later commits drop the rest."""
+"""Versions dropped per commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """Names in the policy store: weights digests, and sha256 of optimizer states."""
+    """Weights digests, and sha256 of optimizer states, in the policy store."""
 
     weights: tuple[str, ...]
     optimizers: tuple[str, ...]
 
 
 def retained(commits: Sequence[Blob | None], pins: Collection[int], keep_every: int) -> set[int]:
-    """Return the versions to keep; `commits` has the checkpoint of each step or None.
+    """Return the versions to keep, given the checkpoint of each step or None.
 
     Keeps 0, the two newest (the last commit may be rejected), pins, every `keep_every`-th
-    checkpoint and the newest checkpoints; everything if `keep_every` is 0.
+    checkpoint and the newest checkpoints; all if `keep_every` is 0.
     """
     newest = len(commits)
     if keep_every == 0:
@@ -227,7 +219,7 @@ def droppable(
 
 
 def made_again(run: str, versions: Collection[int]) -> str:
-    """Return a message that names dropped versions and how to rebuild them."""
+    """Return a message on dropped versions and how to rebuild them."""
     first, last = min(versions), max(versions)
     if len(versions) == 1:
         return f"version {first}; `dora-pipe export policy {run} {first} DIR` makes it again"

@@ -1,7 +1,7 @@
-"""Handlers of the trainer's slow effects: restore, fetch, train, publish.
+"""Handlers of the trainer's slow effects.
 
-Effects are generators that yield None while waiting for the log; they run in threads or, in tests,
-step by step. Single-threaded, except that publishing may overlap with a part of the next step.
+Effects are generators that yield None while waiting, so they run in threads or step by step. One
+thread, except that publishing may overlap with a part of the next step.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ from dora_pipe.store.store import PolicyStore, PublishedVersion
 LOG = logging.getLogger(__name__)
 
 Key = tuple[int, int]
-"""(step, attempt)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +81,6 @@ class HandlersSetup:
     started: RunStarted
     """Version 0, with optimizer state if any."""
     starts: Mapping[int, int]
-    """First offsets, by partition."""
     adopt: bool = False
     leaves_device: bool = False
     """True to free the device between steps."""
@@ -159,7 +157,7 @@ class EffectHandlers:
         return self._learner
 
     def _restore(self, effect: Restore) -> Iterator[Event | None]:
-        """Load the newest usable checkpoint; replay and compare later steps."""
+        """Load a checkpoint, replay later steps, compare digests."""
         self._fetched = self._trained = None
         learner = self.learner
         base = load_base(self._store, learner, self._setup.started, effect.notes)
@@ -188,7 +186,9 @@ class EffectHandlers:
     def _diverged(
         self, replayed: ReplayedStep, *, last: bool
     ) -> Generator[None, None, Adopted | None]:
-        """Adopt the committed weights if allowed. Raises ReplayDiverged, PolicyError."""
+        """Adopt committed weights if allowed, skipping dropped ones. Raises ReplayDiverged,
+        PolicyError.
+        """
         other = replayed.other_numerics
         because = f"other {', '.join(other)}" if other else "although the numerics are the same"
         why = f"tensor {replayed.tensor} differs ({because})"
@@ -200,7 +200,7 @@ class EffectHandlers:
         if not last and not self._store.has_weights(replayed.digest_committed):
             LOG.warning("step %d: %s; its committed weights were dropped", replayed.step, why)
             return None
-        # A learner loads from files only; the replayed optimizer state is the best available.
+        # A learner loads only from files; the replay's optimizer state is the best available.
         blob = yield from self._blob("optimizer", self.learner.save_optimizer)
         self.learner.load(
             self._store.weights(replayed.digest_committed),
@@ -367,4 +367,3 @@ def _all_whole(arrived: Mapping[str, Arrived]) -> dict[str, Trajectory]:
 
 
 EFFECTS: Final = (Restore, TrainPart, FetchBatch, TrainStep, PublishPolicy, DropFiles)
-"""Effects that `EffectHandlers.run` accepts."""

@@ -32,12 +32,11 @@ class FetchBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainPart:
-    """Fetch, check and compute a part of the next batch; errors are left to the batch."""
+    """Fetch, check and compute a part of the next batch."""
 
     decision: TakePart
     known: Known
     reference: str = ""
-    """See `TrainStep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +66,7 @@ class PublishPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropFiles:
-    """Delete files of dropped versions (digests and sha256); answered by no event."""
+    """Delete files of dropped versions; answered by no event."""
 
     weights: tuple[str, ...]
     optimizers: tuple[str, ...]

@@ -1,9 +1,9 @@
-"""State machine of the trainer, without IO: decisions and events in, commits and effects out.
+"""State machine of the trainer, without IO.
 
 phase        waits for                 then
 restoring    Restored                  idle
 idle         a batch of the next step  reading
-            a part of that            part
+             a part of that            part
 part         the part's PartTrained    idle
 reading      BatchFetched              training, or refusing if there are offenders
 refusing     the refusal is durable    idle, for another attempt
@@ -12,14 +12,12 @@ publishing   PolicyPublished           committing
 committing   the commit is durable     idle for the next step; part if one is being computed
 ended
 
-Rules:
-
 1. Only the commit record commits a step; files without it are orphans.
-2. Only the newest attempt of the next step counts. A newer one cancels an attempt in progress;
-  weights it changed are restored. A newer attempt of the last committed step revokes its commit.
+2. Only the newest attempt of a step counts. A newer one cancels an attempt in progress or
+   revokes the last commit; changed weights are restored.
 3. Nothing starts before the log as of startup is read: a batch may have been replaced.
-4. Parts are speculative work, used if the batch has the same parts. A part of the following step
-  may be computed while the present one is published and committed.
+4. Parts are speculative, used if the batch has the same parts. A part of the following step
+   may be computed while the present one is published and committed.
 5. After a stop request a step in training completes, and no other starts.
 """
 
@@ -97,16 +95,12 @@ class TrainerSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Taken:
-    """A decision, and the offset after its round."""
-
     decision: TakeBatch
     decisions_next: int
 
 
 @dataclass(slots=True, kw_only=True)
 class _StepParts:
-    """Decided parts of a step whose batch is undecided."""
-
     decisions: list[TakePart] = field(default_factory=list)
     begun: int = 0
     ahead_s: list[float] = field(default_factory=list)
@@ -147,7 +141,7 @@ class TrainerMachine:
         self._cached = cached
         self._guard = EpochGuard()
         self._taken: dict[int, _Taken] = {}  # newest attempt by step
-        self._parts: dict[int, _StepParts] = {}  # by step
+        self._parts: dict[int, _StepParts] = {}
         self._part_in_work = False
         self._free_ns = 0  # start of the time in which only parts can be computed
         self._present: _Taken | None = None
@@ -365,7 +359,6 @@ class TrainerMachine:
             self.phase = "ended"
 
     def _begin_part(self, step: int, after: TakeBatch | None = None) -> bool:
-        """Start the next part of this step, if possible."""
         parts = self._parts.get(step)
         if self._part_in_work or parts is None or parts.begun == len(parts.decisions):
             return False
@@ -384,7 +377,7 @@ class TrainerMachine:
         return True
 
     def _must_wait(self, part: TakePart) -> bool:
-        """Return whether the reference is uncommitted or an update would change weights being
+        """Return whether the reference is uncommitted, or an update would change weights being
         written.
         """
         if self.phase == "publishing" and int(part.settings.get(MINIBATCHES, 1)) > 1:
@@ -436,7 +429,6 @@ class TrainerMachine:
         )
 
     def _restore(self) -> None:
-        """Restore the weights before the next step."""
         self._end_attempt("restoring")
         for parts in self._parts.values():
             parts.again()

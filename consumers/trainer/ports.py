@@ -1,8 +1,4 @@
-"""Ports that run effects in threads, or step by step in the loop.
-
-A second thread publishes, so that the first can compute a part of the next step. Idle threads read
-ahead.
-"""
+"""Ports that run effects in threads or in the loop."""
 
 from __future__ import annotations
 
@@ -18,21 +14,20 @@ from dora_pipe.core.effect_runner import EffectRunner, Handler, ends_role, unans
 from dora_pipe.core.runtime import Meter
 
 EFFECTS_MAX: Final = 4
-"""Queued effects: at most a part, a drop and a restore."""
+"""A part, a drop and a restore."""
 
 EVENTS_MAX: Final = 1024
 """Queued events; then the thread waits."""
 
 READ_AHEAD_EVERY_S: Final = 0.5
-"""Poll interval of an idle thread; a poll costs about twenty record reads."""
+"""Poll interval of an idle thread; a poll costs about twenty reads."""
 
 CLOSE_S: Final = 5.0
 """Wait on close; a longer step dies with the process."""
 
 
 class ThreadPort:
-    """Runs handlers in one thread, publishing in another; a failed effect ends the role through
-    `poll`.
+    """Runs effects in one thread, publishing in another; `poll` raises their errors.
 
     `open_handlers` is entered in the first thread, with its own bus.
     """
@@ -66,7 +61,7 @@ class ThreadPort:
 
     @property
     def busy(self) -> bool:
-        """Return False: the loop never waits for a thread."""
+        """Return False: threads need no polling loop."""
         return False
 
     def start(self, effect: Any) -> None:
@@ -74,7 +69,7 @@ class ThreadPort:
         runner.start(effect)
 
     def poll(self) -> list[Any]:
-        """Return the events since the last call. Raises the error that ended a thread."""
+        """Return the events since the last call. Raises a thread's error."""
         cost = self._own.cost()
         for name, spent_s in (("bus", cost.bus_s), ("codec", cost.codec_s)):
             self._meter.add(name, spent_s - self._metered[name])
@@ -110,7 +105,7 @@ class ThreadPort:
 
 
 class InlinePort:
-    """Runs handlers in the loop, one event per `poll`, for tests and the simulator.
+    """Runs effects in the loop, one event per `poll`, for tests and the simulator.
 
     Two ports may share handlers if one only publishes.
     """
@@ -125,7 +120,6 @@ class InlinePort:
 
     @property
     def busy(self) -> bool:
-        """Return whether an effect is in progress."""
         return bool(self._todo)
 
     def start(self, effect: Any) -> None:
@@ -134,7 +128,7 @@ class InlinePort:
         self._todo.append(self._handlers.run(effect))
 
     def poll(self) -> list[Any]:
-        """Return the next event of the present effect, if available."""
+        """Return the next event, if available."""
         if not self._todo:
             return list(self._handlers.idle()) if self._reads_ahead else []
         for event in self._todo[0]:

@@ -1,4 +1,4 @@
-"""Reader of committed steps in control."""
+"""Reader of committed steps in control; keeps one note per commit to bound memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 _KINDS: Final = (b'"run-started"', b'"role-started"', b'"step-committed"', b'"versions-dropped"')
-"""Decoded kinds; most control records are others."""
 
 
 def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
@@ -49,7 +48,7 @@ def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
 def read_commits(
     bus: Bus, topics: Topics, notes: Sequence[CommitNote], clock: Clock
 ) -> Iterator[StepCommitted]:
-    """Yield the commits of notes, in order. Raises LogTruncated if one is gone, BusError."""
+    """Yield the commits of notes, in order. Raises LogTruncated, BusError."""
     if not notes:
         return
     wanted = {note.offset: note for note in notes}

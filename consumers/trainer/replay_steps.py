@@ -27,7 +27,6 @@ from dora_pipe.store.store import PolicyStore
 LOG = logging.getLogger(__name__)
 
 Alter = Callable[[TrainBatch, Settings], tuple[TrainBatch, Settings]]
-"""Returns batch and settings to train instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +49,11 @@ class ReplayedStep:
 
     @property
     def equal(self) -> bool:
-        """Return whether the weights are bit-equal."""
         return self.digest_committed == self.digest_replayed
 
     @property
     def other_numerics(self) -> list[str]:
-        """Return differing fingerprint keys; bit-equality is guaranteed only without any."""
+        """Return differing fingerprint keys; without any, weights must be bit-equal."""
         keys = self.numerics_committed.keys() | self.numerics_replayed.keys()
         return sorted(
             key
@@ -102,11 +100,10 @@ def replay_steps(
     clock: Clock,
     alter: Alter | None = None,
 ) -> Iterator[ReplayedStep]:
-    """Replay the contiguous steps of `commits`.
+    """Replay contiguous steps from the learner's state (`load_base`).
 
-    `learner` holds the state before them (`load_base`). Trajectories are used as logged now, even
-    if changed; `alter` changes batches and settings. Raises InvariantBroken if one is unreadable,
-    BusError.
+    Uses trajectories as logged now, even if changed; `alter` changes batches and settings. Raises
+    InvariantBroken if one is unreadable, BusError.
     """
     files = StepFiles(store, history.digest_of)
     first = next(commits := iter(commits), None)
@@ -126,9 +123,8 @@ def replay_steps(
 def load_base(
     store: PolicyStore, learner: Learner, started: RunStarted, notes: Sequence[CommitNote]
 ) -> int:
-    """Load the newest usable checkpoint of `notes`, else version 0; return the next step.
-
-    Raises PolicyError if version 0 is needed and unusable.
+    """Load the newest usable checkpoint, else version 0; return the next step. Raises
+    PolicyError.
     """
     for note in reversed(notes):
         if note.checkpoint is None:
@@ -191,7 +187,7 @@ def steps_again(
 
 
 def numerics_again(learner: Learner, commit: StepCommitted) -> dict[str, str]:
-    """Return the learner's numerics for this step; all learners support masked packing."""
+    """Return the learner's numerics for this step; all support masked packing."""
     own = learner.numerics()
     packed = {"packing": MASKED} if "packing" in own else {}
     return own | (packed if commit.numerics.get("packing") == MASKED else {})

@@ -1,13 +1,13 @@
-"""Trainer process: fence the predecessor, recover, train.
+"""Trainer process.
 
 1. Wait for `run started`.
-2. Take the exclusive writer: no other trainer of this run can commit any more.
-3. Wait for pending transactions, then read control: committed steps, last incarnation.
+2. Take the exclusive writer, which fences the predecessor.
+3. Wait for pending transactions, then read commits and last incarnation from control.
 4. Append `role started` with the next incarnation.
-5. Run the machine; its first effect restores the weights by checkpoint and replay.
+5. Run the machine, which first restores the weights.
 
-An append with unknown outcome ends the role with `OutcomeUnknown`; a restart reads whether the
-commit is there.
+An append with unknown outcome ends the role (`OutcomeUnknown`); a restart reads whether it
+succeeded.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from dora_pipe.store.store import PolicyStore
 LOG = logging.getLogger(__name__)
 
 CACHE_SHARE: Final = 2
-"""Cache capacity in multiples of the trajectories in flight; superseded ones take space."""
+"""Cache capacity per trajectory in flight: superseded ones take space."""
 
 
 class LearnerFactory(Protocol):
@@ -94,12 +94,12 @@ def run_trainer(
 ) -> None:
     """Run the trainer until the run is over or `stop` returns True.
 
-    `open_bus` is called twice: for the loop and for the working thread. Free keys (timing,
-    checkpoints, threads) come from `config`, others from the log. `adopt` accepts committed weights
-    that cannot be reproduced. `transfers` is the address of this process's weight server.
+    Calls `open_bus` twice, for loop and working thread. Free keys (timing, checkpoints, threads)
+    come from `config`, others from the log. `adopt` accepts committed weights that cannot be
+    reproduced. `transfers` is this process's weight server.
 
-    Raises UsageError if the run does not start, ReplayDiverged, NonFinite, Fenced, OutcomeUnknown,
-    PolicyError, ResourceError, BusError.
+    Raises UsageError, ReplayDiverged, NonFinite, Fenced, OutcomeUnknown, PolicyError,
+    ResourceError, BusError.
     """
     clock, meter = clock or SystemClock(), meter or Meter()
     with closing(open_bus()) as bus:
@@ -136,7 +136,7 @@ def handlers_setup(
     *,
     adopt: bool,
 ) -> HandlersSetup:
-    """Return the handlers' settings: start offsets and cache bounds."""
+    """Return start offsets and cache bounds."""
     in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
     return HandlersSetup(
         topics=topics,
@@ -179,7 +179,7 @@ def _serve(
 
 
 def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
-    """Return the settings of an incarnation from its configuration and `own` fields."""
+    """Return an incarnation's settings."""
     timing = config.timing
     return TrainerSetup(
         checkpoint_every=config.trainer.checkpoint_every,
@@ -242,7 +242,6 @@ def _announce(writer: Writer, topics: Topics, history: CommitHistory, clock: Clo
 
 
 def _config_of(run: RunStarted, local: Config | None) -> Config:
-    """Return the run's configuration with this machine's free keys."""
     config = logged_config(run.config)
     if local is None:
         return config

@@ -49,9 +49,7 @@ def waits(
     """Return what the next step waits for; empty while the trainer works.
 
     `replayed` is the next step to replay, `refused` the last rejected (step, attempt), `reading` a
-    pending read, teacher or disk wait, `parts` the computed parts.
-
-    Example: ``waits("idle", 7, ...)[0].words == "batch of step 7: no decision yet"``
+    pending wait of a port, `parts` the computed parts.
     """
     key, here = str(step), (Blocker("step", str(step)),)
     decided = (Blocker("role", "orchestrator"), *here)

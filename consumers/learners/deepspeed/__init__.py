@@ -23,15 +23,13 @@ CUBLAS: Final = ":4096:8"
 
 
 def prepare(device: str) -> None:
-    """Set the environment that torch and DeepSpeed read at startup; `device` is `cpu` or
-    `cuda[:N]`.
-    """
+    """Set environment that torch and DeepSpeed read at startup; `device` is `cpu` or `cuda[:N]`."""
     os.environ["DS_ACCELERATOR"] = device.partition(":")[0]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS)
 
 
 def import_deepspeed(device: str) -> Any:
-    """Import DeepSpeed on torch's existing process group. Raises ConfigError if it is missing."""
+    """Import DeepSpeed on torch's process group. Raises ConfigError."""
     prepare(device)
     try:
         with redirect_stdout(sys.stderr):  # its logger keeps the stdout it finds

@@ -1,7 +1,7 @@
-"""Commands from rank 0, replies to it, and the split of an update's passes over ranks.
+"""Commands of rank 0, replies, and the split of passes over ranks.
 
-Trajectories are not sent: each rank reads its own from the log. Ranks synchronize after every pass
-(ZeRO 2 and 3 reduce gradients, ZeRO 3 gathers weights), so a round has passes of similar size.
+Ranks read trajectories from the log. They synchronize after every pass (ZeRO 2 and 3 reduce
+gradients, ZeRO 3 gathers weights), so a round has passes of similar size.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Plain = float | int | str | bool
 
 
 class RankCommand(msgspec.Struct, frozen=True, kw_only=True, tag_field="command"):
-    """Base of commands. `learner` numbers a process's learners; `retired` are unused ones."""
+    """Base; `learner` numbers a process's learners, `retired` are unused ones."""
 
     learner: int
     retired: tuple[int, ...] = ()
 
 
 class Open(RankCommand, frozen=True, kw_only=True, tag="open"):
-    """Create an engine. Paths are rank 0's; a rank on another machine uses its own store."""
+    """Create an engine; other machines map rank 0's paths to their store."""
 
     assets: str
     log: LogLocation | None
@@ -36,22 +36,21 @@ class Open(RankCommand, frozen=True, kw_only=True, tag="open"):
     """`EngineOptions` without the device."""
     threads: int
     modules: str
-    """Directory of a user's objective."""
 
 
 class LoadBase(RankCommand, frozen=True, kw_only=True, tag="load-base"):
-    """Load the adapter's base, sent by rank 0 tensor by tensor."""
+    """Load the adapter's base from rank 0."""
 
 
 class Load(RankCommand, frozen=True, kw_only=True, tag="load"):
-    """Load the trained tensors, sent by rank 0 one by one, and with `moments` AdamW's."""
+    """Load trained tensors, and with `moments` AdamW's, from rank 0."""
 
     moments: bool
     updates: int
 
 
 class Read(RankCommand, frozen=True, kw_only=True, tag="read"):
-    """Help to read all trained tensors, or all `moments`, in name order."""
+    """Help to read trained tensors or moments, by name."""
 
     moments: bool
 
@@ -61,18 +60,15 @@ class UnitCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     at: LoggedAt
     contexts: list[int]
-    """Contexts of the record, in row order."""
     length: int
-    """Counted tokens."""
     advantage: float
     weight: float
-    """Weight of each token in the minibatch mean."""
     teacher: list[float] | None = None
-    """Teacher log-probs of the counted tokens; only rank 0 calls the teacher."""
+    """Only rank 0 calls the teacher."""
 
 
 class PassCommand(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One forward and backward pass; `parts` cut its rows in order."""
+    """A forward and backward pass; `parts` cut its rows in order."""
 
     units: list[UnitCommand]
     parts: list[Part]
@@ -83,15 +79,13 @@ class ShareCommand(RankCommand, frozen=True, kw_only=True):
 
     settings: dict[str, Plain]
     reference: str
-    """Path of the KL reference on rank 0; other machines use their store."""
+    """Path on rank 0."""
     updates: list[list[list[PassCommand]]]
-    """Passes by update and rank. Ranks with fewer passes or parts run idle ones in step."""
+    """Passes by update and rank; ranks with fewer run idle ones."""
 
 
 class Train(ShareCommand, frozen=True, kw_only=True, tag="train"):
-    """Train a step, or the only update of a part; `later` takes proximal log-probs from the kept
-    weights.
-    """
+    """Train a step, or a part's update; `later` takes proximal log-probs from kept weights."""
 
     later: bool = False
 
@@ -100,7 +94,6 @@ class Gather(ShareCommand, frozen=True, kw_only=True, tag="gather"):
     """Add the gradient of a part."""
 
     fresh: bool
-    """True to start from zero."""
 
 
 class Finish(RankCommand, frozen=True, kw_only=True, tag="finish"):
@@ -142,7 +135,6 @@ class UpdateReply(msgspec.Struct, kw_only=True):
 
     loss: float = 0.0
     router_aux: float = 0.0
-    """Unweighted router loss."""
     norm: float = 0.0
     """Global gradient norm; 0 if only gathered."""
     padded_tokens: int = 0
@@ -161,12 +153,9 @@ _NOWHERE: Final = LoggedAt(partition=0, offset=0, sha256="")
 
 
 def shares(passes: Sequence[Pass], *, ranks: int) -> list[list[Pass]]:
-    """Return the passes of each rank, in order and renumbered.
+    """Return the passes of each rank, renumbered; counts differ by at most one.
 
-    Halves large passes until every rank has one, if there are enough units. Ranks differ by at most
-    one pass.
-
-    Example: five passes on two ranks: ``[[0, 3, 4], [1, 2]]`` by falling size.
+    Halves large passes until every rank has one.
     """
     cut = _halved(list(passes), ranks)
     cut.sort(key=lambda one: (-one.padded_tokens, one.number))
@@ -214,7 +203,7 @@ def places_of(batch: TrainBatch) -> dict[str, LoggedAt]:
 def share_commands(
     by_rank: Sequence[Sequence[Pass]], places: dict[str, LoggedAt]
 ) -> list[list[PassCommand]]:
-    """Return the pass commands of each rank; `places` may be empty for a single rank."""
+    """Return the pass commands of each rank; one rank needs no `places`."""
     return [[pass_command(one, places) for one in own] for own in by_rank]
 
 

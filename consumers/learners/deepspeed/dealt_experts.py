@@ -1,10 +1,8 @@
-"""Expert parallelism: experts of each layer split over `size` consecutive ranks.
+"""Expert parallelism: each layer's experts split over `size` consecutive ranks.
 
-Token rows are exchanged with the ranks of their experts and back; routing weights stay. The
-network's own router and experts compute; split tensors keep their names (GShard, arXiv 2006.16668,
-section 3.3). ZeRO reduces and partitions each split among ranks with the same experts, by
-DeepSpeed's groups. DeepSpeed's AutoEP is not used: it replaces the whole block, for some families
-only.
+Token rows go to their experts' ranks and back (GShard, arXiv 2006.16668, section 3.3); the
+network's own router and experts compute. ZeRO reduces and partitions among ranks with equal
+experts. DeepSpeed's AutoEP replaces the whole block, for some families only.
 """
 
 from __future__ import annotations
@@ -28,13 +26,10 @@ _PROBE_TOKENS: Final = 8
 
 
 class DealtExperts:
-    """This rank's experts. Construction and all later passes are collective.
-
-    Example: ``DealtExperts(network, 2)`` leaves this rank half of the experts.
-    """
+    """This rank's experts; construction and later passes are collective."""
 
     def __init__(self, network: Any, size: int) -> None:
-        """Raises PolicyError if the experts cannot be split over `size` ranks."""
+        """Raises PolicyError if the experts cannot be split."""
         self.size = size
         self._modules = list(_expert_modules(network))
         self.experts = self._modules[0].num_experts if self._modules else 0
@@ -57,12 +52,10 @@ class DealtExperts:
         dealt = [one for module in self._modules for one in module.parameters()]
         self._dealt = {id(one) for one in dealt}
         self.mark = _mark(self.experts) if dealt[0].requires_grad else None
-        """Must be in ZeRO's module if experts are trained: DeepSpeed detects experts by it."""
+        """Needed in ZeRO's module: DeepSpeed detects trained experts by it."""
 
     def _deal(self, module: Any, hidden: Tensor) -> bool:
-        """Reduce the module to this rank's experts; return whether a probe [tokens, H] still
-        agrees.
-        """
+        """Keep this rank's experts; return whether a probe [tokens, H] still agrees."""
         local = self.experts // self.size
         chosen = torch.arange(2 * len(hidden)).reshape(-1, 2) % local
         weights = torch.linspace(0.1, 0.9, chosen.numel()).reshape(chosen.shape)
@@ -111,7 +104,7 @@ class DealtExperts:
         return [one for one in found if one["params"]]
 
     def square_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the squared norm of expert gradients over all experts; collective."""
+        """Return the squared norm of all experts' gradients; collective."""
         norms = torch.stack([one.norm() for one in gradients])
         total = norms.square().sum()
         dist.all_reduce(total, group=self._group)
@@ -139,17 +132,13 @@ class DealtExperts:
 
 
 def _weighted(rows: Tensor, weights: Tensor) -> Tensor:
-    """Sum expert outputs [T * K, H] by weights [T, K] to [T, H]."""
+    """Sum rows [T * K, H] by weights [T, K] to [T, H]."""
     apart = rows.reshape(*weights.shape, -1) * weights.unsqueeze(-1)
     return apart.sum(1).to(rows.dtype)
 
 
 def _computed(compute: Callable[..., Tensor], rows: Tensor, whose: Tensor) -> Tensor:
-    """Apply experts to rows, unweighted.
-
-    An added zero row gives a rank without tokens a backward path; otherwise the others would hang
-    in the exchange.
-    """
+    """A zero row gives a rank without tokens a backward path; others would hang."""
     rows = torch.cat((rows, rows.new_zeros((1, rows.shape[1]))))
     whose = torch.cat((whose, whose.new_zeros((1, 1))))
     ones = torch.ones_like(whose, dtype=rows.dtype)
@@ -157,8 +146,6 @@ def _computed(compute: Callable[..., Tensor], rows: Tensor, whose: Tensor) -> Te
 
 
 class _Crossed(torch.autograd.Function):
-    """Differentiable `crossed`."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         ctx.back = (received, sent, group)
@@ -170,8 +157,8 @@ class _Crossed(torch.autograd.Function):
 
 
 def crossed(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
-    """Exchange rows [N, H] in a group (None: all ranks), `sent` per rank; return rows in rank
-    order. Sent as bytes: gloo lacks some types.
+    """Exchange rows [N, H] in a group (None: all ranks), `sent` per rank, in rank order. As bytes:
+    gloo lacks some types.
     """
     found = rows.new_empty((sum(received), rows.shape[1]))
     arrived, left = found.view(torch.uint8), rows.contiguous().view(torch.uint8)
@@ -189,7 +176,7 @@ def _expert_modules(network: Any) -> Iterator[Any]:
 
 
 def _groups(size: int) -> tuple[str, Any, Any]:
-    """Return DeepSpeed's group name, the group that shares experts, and that of replicas."""
+    """Return DeepSpeed's group name, the group sharing experts, and the replicas."""
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     name = f"ep_size_{size}"
     groups._create_expert_and_data_parallel(size)
@@ -201,7 +188,7 @@ def _groups(size: int) -> tuple[str, Any, Any]:
 
 
 def _mark(experts: int) -> torch.nn.Module:
-    """Return a layer of the class by which DeepSpeed detects experts, without its behavior."""
+    """Return an inert layer of the class by which DeepSpeed detects experts."""
     layer: Any = importlib.import_module("deepspeed.module_inject.auto_ep_layer").AutoEPMoELayer
 
     class Mark(layer):  # type: ignore[misc]

@@ -1,8 +1,7 @@
-"""DeepSpeed engine around a causal LM: log-probs, gradients, updates, weights in and out.
+"""DeepSpeed engine around a causal LM.
 
-ZeRO shards float32 weights and AdamW moments over ranks; tensors enter and leave whole, one at a
-time. Every rank must make collective calls in the same order. No meta device: probes compute with
-the network.
+ZeRO shards float32 weights and moments; tensors enter and leave whole, one at a time. Ranks make
+collective calls in the same order. No meta device: probes compute.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from dora_pipe.store.carried_tensors import further_layers
 from dora_pipe.store.network_names import Piece, pieces, untied
 
 Moment = Literal["exp_avg", "exp_avg_sq", "remainder"]
-"""Checkpoint tensors of a weight: AdamW moments, and the master's remainder."""
+"""Checkpoint tensors of a weight."""
 
 BUCKET_ELEMENTS: Final = {"cpu": 1_000_000, "cuda": 50_000_000}
-"""Elements per reduce and gather bucket. DeepSpeed's default fills 2 GB each, seconds per step on a
-CPU. Constant, because sums depend on it.
+"""Bucket elements, constant because sums depend on them. DeepSpeed's default fills 2 GB each:
+seconds per step on a CPU.
 """
 
 
@@ -53,20 +52,16 @@ class EngineOptions:
     zero_stage: int = 2
     offload: Literal["none", "optimizer", "all"] = "none"
     dtype: ComputeDtype = "float32"
-    """Compute dtype of passes."""
     published: PolicyDtype = "float32"
     """Published dtype (`policies.dtype`); passes use the published values."""
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     device: str = "cpu"
     lora: LoraOptions | None = None
-    """None trains all weights."""
     temperature: float = 1.0
     memory: MemoryOptions = AT_ONCE
     routes: bool = False
-    """Records name the experts of tokens (`sampling.routes`)."""
     router_aux_loss: float = 0.0
-    """Weight of the router load-balancing loss."""
     expert_parallel: int = 1
     """Ranks that share a layer's experts; divides ranks and experts."""
 
@@ -87,9 +82,7 @@ class _Shard:
 
 
 class _Scored(torch.nn.Module):
-    """Network with log-probs inside `forward`, which ZeRO hooks; adapter and experts are submodules
-    so that ZeRO finds them.
-    """
+    """Module with log-probs inside `forward`, which ZeRO hooks."""
 
     def __init__(
         self,
@@ -131,9 +124,7 @@ class _Scored(torch.nn.Module):
             )
 
     def _chunks(self, tokens: int) -> int:
-        """Return the number of head chunks; equal on all ranks under ZeRO 3, which gathers the head
-        per chunk.
-        """
+        """Equal on all ranks under ZeRO 3, which gathers the head per chunk."""
         options = self.options
         count = options.memory.head_chunks(tokens, self.network.config.vocab_size)
         if options.zero_stage < 3 or not options.memory.head_chunk_tokens:
@@ -144,10 +135,7 @@ class _Scored(torch.nn.Module):
 
 
 class Engine:
-    """DeepSpeed engine; construction is collective.
-
-    Example: ``Engine(assets, EngineOptions(zero_stage=2))``
-    """
+    """DeepSpeed engine; construction is collective."""
 
     def __init__(self, assets: Path, options: EngineOptions) -> None:
         self.options = options
@@ -168,25 +156,22 @@ class Engine:
         self.unassigned: UnassignedRows = network.unassigned
         self.mlp_width = mlp_width(network)
         self.further = further_layers(network.config.get_text_config().to_dict())
-        """Layers in files that the network lacks."""
+        """Layers in files only."""
         whole = pieces(network)
         adapter = {
             name: Piece(name, tuple(one.shape), tuple(one.stride()))
             for name, one in _named(self.pairs).items()
         }
         self.files: dict[str, Piece] = whole if self.pairs is None else adapter
-        """Stored tensors by file name, sorted."""
+        """Stored tensors, or those of the adapter's base, by file name, sorted."""
         self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
-        """Tensors of the adapter's base, by file name."""
         deepspeed = import_deepspeed(options.device)
         many = options.expert_parallel
         self._dealt = DealtExperts(network, many) if many > 1 else None
         module = _Scored(network, self.pairs, options, lean=lean, narrow=narrow, dealt=self._dealt)
         stored = _stored(network, self.pairs)
         self.names: tuple[str, ...] = tuple(stored)
-        """Network names of stored tensors (parameters and persistent buffers, or the adapter's),
-        sorted.
-        """
+        """Network names of stored tensors, sorted."""
         parameters = [one for one in stored.values() if isinstance(one, torch.nn.Parameter)]
         groups = decay_groups(parameters, options.weight_decay)
         groups = groups if self._dealt is None else self._dealt.groups(groups)
@@ -200,7 +185,6 @@ class Engine:
                     one._buffers[name] = buffer.to(options.device)
         self._stored = _stored(network, self.pairs)
         self._base: dict[str, Any] = {} if self.pairs is None else untied(network)
-        """Adapter's base: loaded, never trained or read."""
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self._shards = {name: self._shard(one) for name, one in self.parameters()}
         self._extents = self._extents_by_rank()
@@ -211,7 +195,6 @@ class Engine:
 
     @property
     def base_names(self) -> tuple[str, ...]:
-        """Return the base's names, sorted."""
         return tuple(self._base)
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
@@ -224,38 +207,38 @@ class Engine:
 
     def logprobs(self, passage: Passage) -> Tensor:
         """Return log-probs of the counted tokens, [N] float32; collective under ZeRO 3. Raises
-        PolicyError for routes of another mixture.
+        PolicyError.
         """
         if self._routed is not None:
             self._routed.take(passage.routes)
         given = (passage.ids, passage.places, passage.targets, passage.positions)
-        # A keyword: ZeRO 3 inspects positional arguments and supports only tensors there.
+        # A keyword: ZeRO 3 supports only tensors as positional arguments.
         found: Tensor = self._engine(*given, cuts=passage.cuts if self.varlen else None)
         return found
 
     def logprobs_and_balance(
         self, passage: Passage, weights: Sequence[float]
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs, and the weighted sum of the rows' load-balancing losses."""
+        """Return log-probs, and the weighted load-balancing losses."""
         assert self._balance is not None, "the engine was made without a loss of routers"
         return self._balance.beside(lambda: self.logprobs(passage), passage.spans, weights)
 
     def logprobs_instead(self, passage: Passage, matrices: Mapping[str, Tensor]) -> Tensor:
-        """Return log-probs with another adapter, or the base's without any; collective."""
+        """Return log-probs with another adapter, or none; collective."""
         assert self.pairs is not None, "whole weights have no base"
         with torch.no_grad(), self.pairs.instead(matrices):
             return self.logprobs(passage)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of this rank's loss; collective. `last`: an update follows.
+        """Add this rank's gradient; collective. `last`: an update follows.
 
-        Scaled by the number of ranks: DeepSpeed averages gradients, but losses add up.
+        Scaled by the ranks: DeepSpeed averages gradients, but losses add up.
         """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._ranks, scale_wrt_gas=False)
 
     def update(self, learning_rate: float, norm_max: float, divisor: float = 1.0) -> float:
-        """Divide, clip and update; return the norm after division, possibly not finite.
+        """Divide, clip and update; return the norm before clipping, possibly not finite.
         Collective.
         """
         for group in self._adamw.param_groups:
@@ -284,7 +267,7 @@ class Engine:
         return norm if norm >= 0.0 else math.inf  # DeepSpeed returns -1 if it is not finite
 
     def _clip(self, own: Sequence[Tensor], norm_max: float) -> float:
-        """Clip gradients to this norm; return the norm, including other ranks' experts."""
+        """Clip gradients; return the norm including other ranks' experts."""
         dealt = [one for one in own if self._dealt and self._dealt.is_dealt(one)]
         if self._dealt is None or not dealt:
             return float(torch.nn.utils.clip_grad_norm_(own, norm_max))
@@ -305,7 +288,7 @@ class Engine:
         return 0
 
     def read(self, name: str, moment: Moment | None = None) -> Tensor:
-        """Return a tensor as stored: weights, or a moment; collective. Complete on rank 0 only."""
+        """Return a tensor as stored, or a moment; complete on rank 0 only; collective."""
         tensor, shard = self._stored[name], self._shards.get(name)
         found, options = tensor.detach(), self.options
         beside = moment is None and options.zero_stage < 3 and options.dtype == "float32"
@@ -314,7 +297,7 @@ class Engine:
         return found.to(self.stored_dtype(name, moment))
 
     def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """Return all ranks' parts of a tensor on rank 0; no other rank receives any."""
+        """Return all parts on rank 0; other ranks receive none."""
         extents, shape, others = self._extents[name], self.shape(name), [0] * (self._ranks - 1)
         sizes = [elements for _, elements in extents]
         mine = part[: sizes[self._rank]].to(self.options.device)
@@ -350,7 +333,7 @@ class Engine:
         return start, max(0, min(shard.elements, size - shard.start))
 
     def read_files(self) -> Iterator[Tensor]:
-        """Yield every tensor of `files`, in order; collective. Gathers each network tensor once."""
+        """Yield every tensor of `files`, gathering each network tensor once; collective."""
         last = {piece.name: name for name, piece in self.files.items()}
         held: dict[str, Tensor] = {}
         for name, piece in self.files.items():
@@ -362,7 +345,7 @@ class Engine:
             yield found
 
     def write(self, name: str, value: Tensor, moment: Moment | None = None) -> None:
-        """Store this rank's shard of a full tensor; the caller checks the shape."""
+        """Store this rank's shard of a full tensor."""
         tensor, shard = self._tensor(name), self._shards.get(name)
         if self._dealt is not None and self._dealt.is_dealt(tensor):
             value = self._dealt.part_of(value)
@@ -456,7 +439,7 @@ class Engine:
         return [getattr(one, "ds_tensor", one).data for _, one in self.parameters()]
 
     def written(self) -> None:
-        """Invalidate weights prefetched by ZeRO 3, after `weights` were written."""
+        """Invalidate weights prefetched by ZeRO 3, after writes."""
         if self.options.zero_stage == 3:
             self._zero.parameter_offload.partition_all_parameters()
 
@@ -476,7 +459,6 @@ class Engine:
         return found
 
     def _shard(self, parameter: Any) -> _Shard:
-        """Return this rank's shard; without elements if it has none."""
         stage, zero = self.options.zero_stage, self._zero
         if stage == 0:
             return _Shard(flat=parameter, at=0, start=0, elements=parameter.numel())
@@ -505,9 +487,7 @@ class Engine:
 def _initialized(
     deepspeed: Any, module: torch.nn.Module, adamw: torch.optim.AdamW, options: EngineOptions
 ) -> Any:
-    """Return DeepSpeed's engine, whose parameters get own memory, or shards in stage 3, to be
-    loaded. Collective.
-    """
+    """Parameters get own memory, or shards in stage 3, loaded later. Collective."""
     if options.zero_stage < 3:
         for one in module.parameters():
             one.data = torch.empty(one.shape, dtype=one.dtype)
@@ -555,7 +535,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _config(options: EngineOptions) -> dict[str, Any]:
-    """Return DeepSpeed's configuration; `Engine.backward` handles gradient accumulation."""
+    """`Engine.backward` handles gradient accumulation."""
     device = options.device.partition(":")[0]
     bucket = BUCKET_ELEMENTS[device]
     zero: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Follower process of a trainer: ranks above 0, which execute rank 0's commands."""
+"""Process of a rank above 0, which executes rank 0's commands."""
 
 from __future__ import annotations
 
@@ -43,15 +43,12 @@ if TYPE_CHECKING:
     from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
 
 ORPHAN_EVERY_S: Final = 0.5
-"""Interval of checks that rank 0 is alive."""
 
 
 def follow_environment(device: str, log: LogLocation, store: PolicyStore) -> bool:
     """Run as the rank that the environment names, if any; return whether it did.
 
-    Uses this machine's log and store; does nothing if the run is over. Raises ConfigError,
-    UsageError if the run does not start, BusError, ResourceError if other ranks are missing or
-    lost.
+    Raises ConfigError, UsageError, BusError, ResourceError if ranks are missing or lost.
     """
     from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup, environment_rank
 
@@ -80,9 +77,7 @@ def _is_over(log: LogLocation) -> bool:
 
 
 class Follower:
-    """Executes rank 0's commands. `log` and `store` are this machine's; None if rank 0's are
-    accessible.
-    """
+    """Executes rank 0's commands; `log` and `store` replace rank 0's."""
 
     def __init__(
         self, group: RankGroup, log: LogLocation | None = None, store: PolicyStore | None = None

@@ -1,7 +1,6 @@
 """DeepSpeed learner on rank 0: port methods as commands to all ranks.
 
-Bit-equality needs the same number of ranks and ZeRO stage, which determine summation order; both
-are in the numerics fingerprint.
+Ranks and ZeRO stage set the summation order, so both are in the numerics fingerprint.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ from dora_pipe.store.safetensors_file import (
 from dora_pipe.store.verified import need_digest
 
 VERSION: Final = "1"
-"""Version of the arithmetic, in the numerics fingerprint."""
 
 _NUMBERS = itertools.count(1)
 _RETIRED: list[int] = []
@@ -100,23 +98,15 @@ class DeepspeedOptions:
     """Options fixed for a run; see `dora_pipe.config.training.Trainer`."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
-    """Without device: set from `device` and rank."""
     ranks: int = 1
     micro_batch_tokens: int = 16384
     threads: int = 1
     device: str = "cpu"
     modules: str = ""
-    """Directory of a user's objective."""
 
 
 class DeepspeedLearner:
-    """Learner on DeepSpeed. Several ranks need logged batches (`TrainGroup.places`).
-
-    Example::
-
-       trainer = DeepspeedLearner(assets, reference=weights_0, log=None)
-       trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
-    """
+    """Learner on DeepSpeed; several ranks need logged batches (`TrainGroup.places`)."""
 
     name = "deepspeed"
     version = VERSION
@@ -129,13 +119,12 @@ class DeepspeedLearner:
         log: LogLocation | None = None,
         options: DeepspeedOptions | None = None,
     ) -> None:
-        """Raises PolicyError, ConfigError, ResourceError if ranks are missing."""
+        """Raises PolicyError, ConfigError, ResourceError."""
         self._options = _publishing(options or DeepspeedOptions(), reference)
         self._group = rank_group(self._options.ranks, self._options.device)
         self._number = next(_NUMBERS)
         self._first = reference
         self._parts = StepInParts()
-        """Their gathered gradient is in the ranks' engines."""
         self._one_by_one = threading.Lock()
         """Serializes collectives of several threads."""
         self._kept_updated = False
@@ -180,9 +169,7 @@ class DeepspeedLearner:
             self._rank.load(command, given)
 
     def leave_device(self) -> None:
-        """Move all ranks' shards, frozen tensors and reference to host memory until the next
-        command. Raises ResourceError.
-        """
+        """See `LeavesDevice`; on every rank."""
         with self._one_by_one:
             self._send(LeaveDevice)
             self._rank.leave_device()
@@ -289,7 +276,6 @@ class DeepspeedLearner:
             self._adapter_base.updated = True
 
     def _reference_of(self, batch: TrainBatch, step: StepSettings) -> Path:
-        """Return the KL reference's weights. Raises PolicyError if they changed."""
         wanted = batch.reference
         if wanted is None or not needs_reference(step.objective):
             return self._first
@@ -313,9 +299,7 @@ class DeepspeedLearner:
             return self._weights(lambda sources: write_tensors(path, sources))
 
     def save_optimizer(self, path: Path) -> None:
-        """Write the full optimizer state by name, loadable by any number of ranks. Raises
-        OSError.
-        """
+        """Write the full optimizer state by name, for any number of ranks. Raises OSError."""
         with self._one_by_one:
             self._parts.settle(self)
         updates = self._engine.updates
@@ -373,9 +357,7 @@ class DeepspeedLearner:
 
     @contextmanager
     def _trained(self, weights: Path) -> Iterator[Callable[[str], Tensor]]:
-        """Return trained tensors of a file by name, after loading the base into all ranks. Raises
-        PolicyError.
-        """
+        """Load the base into all ranks; return trained tensors by name. Raises PolicyError."""
         if self._adapter_base is not None:
             assert self._engine.pairs is not None
             layers = self._engine.pairs.layers
@@ -393,7 +375,6 @@ class DeepspeedLearner:
     def _whole_tensors(
         self, weights: Path, files: Mapping[str, Piece]
     ) -> Iterator[Callable[[str], Tensor]]:
-        """Return network tensors, assembled from a file's pieces. Raises PolicyError."""
         entries = {entry.name: entry for entry in read_entries(weights)}
         names = sorted(carried_names(entries, self._engine.further))
         self._carried = CarriedTensors(weights, [entries.pop(name) for name in names])
@@ -450,9 +431,8 @@ class DeepspeedLearner:
         *,
         moments: bool,
     ) -> Manifest:
-        """Pass every full tensor (file name, dtype, shape) to `use`, in order.
-
-        Always reads all of them: the other ranks take part.
+        """Pass every full tensor to `use`; read all of them in any case, as other ranks take
+        part.
         """
         self._send(Read, moments=moments)
         following = self._rank.read(moments=moments)
@@ -469,7 +449,6 @@ class DeepspeedLearner:
     # Other ranks
 
     def _send(self, kind: type[_Command], **fields: Any) -> _Command:
-        """Send a command to all ranks; return it. Raises ResourceError."""
         command = kind(learner=self._number, retired=_retired(), **fields)
         self._group.send(command)
         return command
@@ -538,7 +517,6 @@ def _next(following: Iterator[Tensor]) -> Callable[[], memoryview]:
 
 
 def _sums(shared: Sequence[Sequence[Sequence[Pass]]], replies: Sequence[StepReply]) -> Sums:
-    """Sum the ranks' results in rank order. Raises NonFinite."""
     sums = Sums()
     for number, by_rank in enumerate(shared):
         of_ranks = [reply.updates[number] for reply in replies]

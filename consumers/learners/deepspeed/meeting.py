@@ -1,9 +1,8 @@
 """Rendezvous of ranks on several machines, and detection of lost ranks.
 
-Ranks register in a store served by rank 0. A restarted rank finds its predecessor's entry and
-reports it there, since the others notice nothing between steps; all ranks watch the store and
-restart. A store that does not answer means rank 0's machine is lost. torchrun is no alternative: it
-hides exit codes, and its rendezvous unpickles state from an open port.
+Ranks register in rank 0's store. A restarted rank finds its predecessor's entry and reports it
+there; all ranks watch the store and restart. A silent store means rank 0 is lost. torchrun hides
+exit codes, and its rendezvous unpickles state from an open port.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import torch.distributed as dist
 from dora_pipe.core.errors import ResourceError
 
 MEET_S: Final = 600.0
-"""Timeout of the rendezvous: includes allocating machines and pulling images."""
+"""Includes allocating machines and pulling images."""
 
 ANSWER_S: Final = 60.0
-"""Timeout of rank 0's store."""
 
 LOOK_S: Final = 1.0
-"""Interval of checks for lost ranks."""
 
 LOST: Final = "lost"
 
@@ -33,10 +30,7 @@ _STORE: Any = dist  # torch exports its stores without declaring them
 
 
 class Meeting:
-    """Store of rank 0, and its watcher.
-
-    Example: ``Meeting("10.0.0.7", 29400, rank=1, ranks=2).store``
-    """
+    """Store of rank 0, and its watcher."""
 
     def __init__(
         self, host: str, port: int, *, rank: int, ranks: int, wait_s: float = MEET_S
@@ -44,7 +38,6 @@ class Meeting:
         """Raises ResourceError if ranks do not meet, or this rank had registered before."""
         self._at, self._rank = f"{host}:{port}", rank
         self.lost = ""
-        """Lost rank, in words."""
         try:
             self.store = _STORE.TCPStore(
                 host, port, ranks, is_master=rank == 0, timeout=timedelta(seconds=wait_s)
@@ -64,8 +57,8 @@ class Meeting:
             )
 
     def watch(self, lost: Callable[[], None]) -> None:
-        """Watch the store; call `lost` once, in a thread, when a rank is lost. Raises ResourceError
-        if the store is gone.
+        """Watch the store; call `lost` once, in a thread. Raises ResourceError if the store is
+        gone.
         """
         host, _, port = self._at.rpartition(":")
         try:
@@ -93,7 +86,7 @@ class Meeting:
 
 
 def meeting_of(rank: int, ranks: int) -> Meeting | None:
-    """Return the rendezvous named by the environment; None under torchrun, which has its own."""
+    """Return the rendezvous of the environment; None under torchrun."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -1,7 +1,4 @@
-"""Execution of commands on every rank, including rank 0.
-
-Same arithmetic as the torch learner, with passes split over ranks and weights sharded.
-"""
+"""Commands executed on every rank, including rank 0; arithmetic as in the torch learner."""
 
 from __future__ import annotations
 
@@ -62,25 +59,20 @@ from dora_pipe.store.adapters import base_of
 from dora_pipe.store.store import PolicyStore
 
 GAP: Final = 2
-"""Offsets this close are read together: Kafka puts transaction markers between records."""
+"""Read together: Kafka puts transaction markers between records."""
 
 
 class ShareReader:
-    """Reader of a rank's trajectories.
-
-    Example: ``ShareReader(bus, "demo.trajectories", clock).read([LoggedAt(...), ...])``
-    """
+    """Reader of a rank's trajectories."""
 
     def __init__(self, bus: Bus, topic: str, clock: Clock) -> None:
         self._topic = topic
         self._reader = PlaceReader(bus, topic, clock, gap=GAP)
         self.records = 0
-        """Records read so far, including unrequested ones between."""
 
     def read(self, places: Sequence[LoggedAt]) -> list[Trajectory]:
-        """Return the trajectories at these places, in order.
-
-        Raises InvariantBroken for missing or changed bytes, BusError.
+        """Return the trajectories at these places. Raises InvariantBroken for other bytes,
+        BusError.
         """
         found: dict[tuple[int, int], Record] = {}
         wanted = dict.fromkeys(RecordPlace(one.partition, one.offset) for one in places)
@@ -119,7 +111,6 @@ class _Round:
     """Passes between two synchronizations: this rank's, or none."""
 
     turns: int
-    """Largest number of parts of a pass."""
     given: PassInputs | None
     padded_tokens: int = 0
 
@@ -133,9 +124,9 @@ class _Round:
 
 
 class Rank:
-    """A learner's part in this process: engine and log reader.
+    """A learner's part in this process. Opens the log on first use.
 
-    Construction, `read`, `compute` and `finish` are collective. Opens the log on first use.
+    Construction, `read`, `compute` and `finish` are collective.
     """
 
     def __init__(self, group: RankGroup, command: Open, store: PolicyStore | None = None) -> None:
@@ -156,7 +147,6 @@ class Rank:
             self.engine = Engine(self._assets, options)
         self._idle = passage_of([IDLE], width=len(IDLE[0]), device=self._device)
         self._gathered = False
-        """True with a gradient that no update has used."""
         self._kept: list[Tensor] = []
         self._states = DeviceStates(self._resident, self._device)
 
@@ -208,7 +198,6 @@ class Rank:
     def _shared(
         self, wanted: str, name: str, dtype: torch.dtype, given: Callable[[str], Tensor] | None
     ) -> Tensor:
-        """Return rank 0's tensor."""
         if given is not None:
             value = given(wanted).to(dtype).contiguous()
         else:
@@ -216,9 +205,7 @@ class Rank:
         return self._group.share(value).to(self._device)
 
     def read(self, *, moments: bool) -> Iterator[Tensor]:
-        """Yield every trained tensor or moment, one at a time; collective. Complete on rank 0
-        only.
-        """
+        """Yield every trained tensor or moment; complete on rank 0 only; collective."""
         self._states.come_back()
         with self._group.together():
             if moments:
@@ -280,7 +267,6 @@ class Rank:
         return StepReply(updates=done)
 
     def _gather(self, command: Gather, trajectories: Sequence[Trajectory]) -> StepReply:
-        """Add the gradient of a part."""
         step = step_settings(command.settings)
         (by_rank,), following = command.updates, iter(trajectories)
         with deterministic(self._threads), self._group.together():
@@ -298,17 +284,13 @@ class Rank:
             return self._end_gathered(command.learning_rate, command.grad_norm_max, command.divisor)
 
     def _end_gathered(self, learning_rate: float, norm_max: float, divisor: float) -> float:
-        """Close the gathered gradient with an empty last pass: ranks reduce only at the last pass,
-        unknown until now.
-        """
+        """An empty last pass: ranks reduce only in a last pass, unknown until now."""
         self._gathered = False
         self.engine.backward(self.engine.logprobs(self._idle).sum() * 0.0, last=True)
         return self.engine.update(learning_rate, norm_max, divisor)
 
     def _drop_gathered(self) -> None:
-        """Discard the gathered gradient: DeepSpeed can only update with it, so update and
-        restore.
-        """
+        """DeepSpeed can drop a gradient only by an update: update and restore."""
         if not self._gathered:
             return
         with deterministic(self._threads), self._group.together():
@@ -329,7 +311,6 @@ class Rank:
 
     @contextmanager
     def _at_kept(self) -> Iterator[None]:
-        """Use the copied weights temporarily."""
         weights = self.engine.weights()
         present = [one.clone() for one in weights]
         _put(self._kept[: len(weights)], weights)
@@ -383,7 +364,7 @@ class Rank:
     def _accumulate(
         self, rounds: Sequence[_Round], step: StepSettings, *, ends: bool
     ) -> UpdateReply:
-        """Add the gradients of these rounds; `ends`: an update follows."""
+        """`ends`: an update follows."""
         update = UpdateReply()
         for number, one in enumerate(rounds):
             losses = self._losses(one, step, update)
@@ -393,7 +374,6 @@ class Rank:
         return update
 
     def _losses(self, one: _Round, step: StepSettings, update: UpdateReply) -> Iterator[Tensor]:
-        """Yield the loss of each turn of a round; store metrics in `update`."""
         passages, weights = one.passages(self._idle), one.row_weights()
         base = [self._base_logprobs(passage, step) for passage in passages]
         if one.turns == 1:
@@ -416,8 +396,8 @@ class Rank:
     def _with_balance(
         self, passage: Passage, weights: Sequence[float], step: StepSettings, update: UpdateReply
     ) -> tuple[Tensor, Tensor | float]:
-        """As in the torch learner. Idle ranks take the same path with weight 0, so that gradients
-        become ready in the same order.
+        """Idle ranks take the same path with weight 0, so gradients become ready in the same
+        order.
         """
         if not step.router_aux_loss:
             return self.engine.logprobs(passage), 0.0
@@ -448,13 +428,12 @@ class Rank:
         return loss
 
     def _base_logprobs(self, passage: Passage, step: StepSettings) -> Tensor | None:
-        """Return the reference log-probs of an adapter policy; all ranks call it, idle or not."""
+        """Collective: idle ranks call it too."""
         if self.engine.pairs is None or not needs_reference(step.objective):
             return None
         return self.engine.logprobs_instead(passage, self._adapter)
 
     def _refer_to(self, path: str) -> None:
-        """Load the KL reference: full weights, or an adapter on the base."""
         weights, pairs = _reference(path, self._store), self.engine.pairs
         options = self.engine.options
         if pairs is not None:
@@ -488,13 +467,11 @@ def _put(values: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def _assets(path: str, store: PolicyStore | None) -> Path:
-    """Rank 0's path, or this rank's store."""
     there = Path(path)
     return there if store is None or there.is_dir() else store.assets(there.name)
 
 
 def _reference(path: str, store: PolicyStore | None) -> Path:
-    """File names are digests."""
     there = Path(path)
     return there if store is None or there.is_file() else store.held_weights(there.stem)
 

@@ -1,8 +1,7 @@
-"""Processes of a trainer: start, communication, and loss of ranks.
+"""Processes of a trainer: start, communication, loss.
 
-On several nodes the environment names existing ranks (`meeting`, or torchrun); otherwise rank 0
-starts the others. A lost rank ends the trainer: collectives cannot continue, and only an
-uncommitted step is lost.
+Ranks come from the environment (`meeting`, or torchrun), or rank 0 starts them. A lost rank ends
+the trainer: only an uncommitted step is lost.
 """
 
 from __future__ import annotations
@@ -33,21 +32,19 @@ from dora_pipe.consumers.learners.deepspeed.meeting import Meeting, meeting_of
 from dora_pipe.core.errors import ConfigError, ResourceError
 
 COMMAND_TIMEOUT: Final = timedelta(days=7)
-"""Wait for a command: batches may be slow, and a dead rank 0 is noticed at once."""
+"""Batches may be slow; a dead rank 0 is noticed at once."""
 
 STEP_TIMEOUT: Final = timedelta(minutes=30)
-"""Timeout of one collective in a step."""
 
 LOST_GRACE_S: Final = 10.0
-"""Exit if a rank died and collectives have not failed after this time."""
+"""Exit if collectives have not failed this long after a rank died."""
 
 WATCH_S: Final = 0.2
 STDERR: Final = 2
 BUSY_S: Final = 1.0
-"""On exit, a longer collective is abandoned."""
+"""A longer collective is abandoned on exit."""
 
 END_S: Final = 10.0
-"""Wait for ranks to end."""
 
 _ENVIRONMENT: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -60,7 +57,7 @@ class RankInfo:
     ranks: int
     local_rank: int
     rendezvous: str = ""
-    """Rendezvous file of ranks on one machine; empty: from the environment."""
+    """Rendezvous file on one machine; empty: environment."""
 
 
 def environment_rank() -> RankInfo | None:
@@ -77,7 +74,7 @@ def environment_rank() -> RankInfo | None:
 
 
 class RankGroup:
-    """Rank membership of this process, one per process; see `rank_group`."""
+    """Rank membership of this process; see `rank_group`."""
 
     def __init__(self, info: RankInfo, device: str) -> None:
         self.info = info
@@ -91,7 +88,6 @@ class RankGroup:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks."""
         return self.info.ranks
 
     def start_others(self) -> None:
@@ -283,8 +279,7 @@ _GROUP: list[RankGroup] = []
 def rank_group(ranks: int, device: str) -> RankGroup:
     """Return the group of this process, rank 0, created on first use.
 
-    `device` is `cpu` or `cuda`. Raises ConfigError for other ranks than configured, ResourceError
-    if they do not come.
+    Raises ConfigError for other ranks than configured, ResourceError if they are missing.
     """
     info = environment_rank()
     there = _GROUP[0].ranks if _GROUP else info.ranks if info else ranks

@@ -1,8 +1,8 @@
 """Dense blocks and norms computed on chunks of tokens.
 
-A gated block holds several times its hidden state per token, and norms hold float32 copies. Both
-act per token, so they run in chunks that backward recomputes (tiled MLP, arXiv 2506.13996, section
-3.1). Memory: the input plus the inside of one chunk.
+A gated block holds several times its hidden state, norms float32 copies. Chunks, recomputed in
+backward (tiled MLP, arXiv 2506.13996, section 3.1), reduce that to the input plus one chunk's
+inside.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dora_pipe.consumers.learners.torch.memory import MemoryOptions, chunk_slice
 _PROBE_TOKENS: Final = 8
 
 NEAR: Final = 1e-4
-"""Relative tolerance of chunked against unchunked probe logits: summation order only."""
+"""Relative probe tolerance: summation order only."""
 
 
 def mlp_width(network: Any) -> int:
@@ -29,9 +29,7 @@ def mlp_width(network: Any) -> int:
 
 
 def chunk_layers(network: Any, memory: MemoryOptions) -> None:
-    """Chunk blocks and norms as `memory` requires, unless a probe shows that they do not act per
-    token.
-    """
+    """Chunk blocks and norms, unless a probe shows that they do not act per token."""
     width = mlp_width(network)
     if not memory.mlp_chunk_tokens or not width:
         return
@@ -49,7 +47,7 @@ def chunk_layers(network: Any, memory: MemoryOptions) -> None:
 
 
 def _blocks(network: Any) -> Iterator[Any]:
-    """Yield dense blocks; blocks with experts need all tokens at once."""
+    """Blocks with experts need all tokens at once."""
     for layer in decoder_layers(network):
         block = getattr(layer, "mlp", None)
         if block is not None and not any("expert" in name for name, _ in block.named_modules()):

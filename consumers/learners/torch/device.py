@@ -23,8 +23,8 @@ def device_class(device: str) -> str:
 
 
 def capability(device: str) -> str:
-    """Return instruction set and libraries. Raises ResourceError for a cuDNN that torch was not
-    compiled against: steps would fail later or differ in bits.
+    """Return instruction set and libraries. Raises ResourceError for a cuDNN unlike torch's, which
+    would fail later or change bits.
     """
     if device.startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(device)
@@ -60,14 +60,13 @@ def compute_clock(device: str, threads: int) -> Callable[[], float]:
 
 
 def _settled(device: str) -> float:
-    """Return the time after a GPU has finished its queue."""
     torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 @contextmanager
 def deterministic(threads: int) -> Iterator[None]:
-    """Fix thread count, deterministic kernels and full float32 products; restore on exit."""
+    """Fix threads, deterministic kernels and full float32 products; restore on exit."""
     filling: Any = torch.utils.deterministic  # a module replaced by an object
     before = (
         torch.get_num_threads(),

@@ -1,9 +1,8 @@
-"""Moves a trainer's device memory to the host between steps.
+"""Moves device memory to the host between steps.
 
-Moves storages, not tensors: bytes go to the host, the device memory is freed, and both return
-before anything computes. All views (tied weights, ZeRO's flat buffers, moments) stay valid, so this
-works for every optimizer and ZeRO stage. DeepSpeed's `offload_states` moves only its own Adam's
-moments in stage 3, and neither remainders, reference nor frozen base.
+Moves storages, so all views (tied weights, ZeRO's flat buffers, moments) stay valid, for every
+optimizer and ZeRO stage. DeepSpeed's `offload_states` covers only its own Adam's moments in stage
+3.
 """
 
 from __future__ import annotations
@@ -18,35 +17,29 @@ from torch import Tensor
 from dora_pipe.core.errors import ResourceError
 
 PIECE_BYTES: Final = 2**28
-"""Size of pinned buffers; torch rounds pinned sizes up to a power of two."""
+"""Pinned buffer size; torch rounds up to a power of two."""
 
 SMALL_BYTES: Final = 4096
 """Smaller storages stay: counters, rotations, biases."""
 
 
 class DeviceStates:
-    """Offloadable storages of a device; `tensors` returns what they hold at each offload.
-
-    On a CPU they move within host memory.
-
-    Example: ``states = DeviceStates(lambda: network.parameters(), "cuda:0")``
-    """
+    """Offloadable storages of a device, found by `tensors` at each offload."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: str) -> None:
         self._tensors = tensors
         self._device = torch.device(device)
         self._away: list[tuple[Any, int, list[Tensor]]] = []
         self._pinned: dict[int, list[Tensor]] = {}
-        """Free pinned buffers by size; pinning is slower than copying."""
+        """Free pinned buffers by size: pinning is slower than copying."""
 
     @property
     def away_bytes(self) -> int:
-        """Return the number of offloaded bytes."""
         return sum(size for _, size, _ in self._away)
 
     def leave(self) -> None:
-        """Offload; nothing may compute until `come_back`. Raises ResourceError, with nothing moved,
-        if the host lacks memory.
+        """Offload; nothing may compute until `come_back`. Raises ResourceError, moving nothing, if
+        the host lacks memory.
         """
         if self._away:
             return

@@ -76,23 +76,14 @@ class TorchOptions:
     dtype: ComputeDtype = "float32"
     """Compute dtype of passes; updates use float32."""
     lora: LoraOptions | None = None
-    """None trains all weights."""
     temperature: float = 1.0
     """Divisor of logits (`sampling.logprob_temperature`)."""
     memory: MemoryOptions = AT_ONCE
     router_aux_loss: float = 0.0
-    """Weight of the router load-balancing loss."""
 
 
 class TorchLearner:
-    """Objectives of `consumers.objectives` on a Hugging Face causal LM.
-
-    Example::
-
-       trainer = TorchLearner(assets, reference=store.weights_path(version_0))
-       trainer.load(store.weights_path(digest), digest=digest, optimizer=None)
-       trainer.train(batch, {"trainer.learning_rate": 3e-4, ...}).figures["loss"]
-    """
+    """Objectives of `consumers.objectives` on a Hugging Face causal LM."""
 
     name = "torch"
     version = VERSION
@@ -109,12 +100,9 @@ class TorchLearner:
             _ = self._model.balance  # raises PolicyError for a model without one
         self._reference: TorchModel | None = None
         self._reference_digest: str | None = None
-        """Digest; empty for version 0, None before the first use."""
         self._optimizer = self._fresh_optimizer()
         self._parts = StepInParts()
-        """Their gathered gradient is in the optimizer."""
         self._kept: tuple[KeptState, bool] | None = None
-        """State before a step in parts, and whether it was ever updated."""
         self._states = DeviceStates(self._held, self._options.device)
 
     def leave_device(self) -> None:
@@ -238,7 +226,7 @@ class TorchLearner:
     ) -> list[list[float]]:
         """Return log-probs of rows (token ids, mask) where the mask is 1, never of the first token.
 
-        `choices` are the experts of their tokens, if routers do not choose.
+        `choices` are recorded experts, if any.
         """
         self._settle()
         options = self._options
@@ -254,10 +242,9 @@ class TorchLearner:
     def score_through(
         self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], choices: Sequence[Choices | None]
     ) -> tuple[list[list[float]], int, int]:
-        """Score with tokens routed through these experts (`schemas.routes`).
+        """Score with recorded experts (`schemas.routes`); also return differing and all choices.
 
-        Also returns how many choices (token and layer) differ from the router's own, and their
-        total. Raises PolicyError for an unsupported model.
+        Raises PolicyError for an unsupported model.
         """
         routed = self._model.routed
         before = routed.differing, routed.seen
@@ -312,12 +299,10 @@ class TorchLearner:
         )
 
     def _settle(self) -> None:
-        """Restore the device, discard speculative updates."""
         self._states.come_back()
         self._parts.settle(self)
 
     def _held(self) -> Iterator[Tensor]:
-        """Yield the tensors on the device between steps."""
         networks = [self._model.network] + ([self._reference.network] if self._reference else [])
         for network in networks:
             yield from tensors_in([*network.parameters(), *network.buffers()])
@@ -344,7 +329,6 @@ class TorchLearner:
             return [self._model.logprobs(part) for part in parts]
 
     def _update(self, passes: Sequence[Pass], step: StepSettings, sums: Sums) -> None:
-        """Run one update; none if no pass has a gradient."""
         if not passes:
             return
         self._optimizer.clear()
@@ -358,7 +342,6 @@ class TorchLearner:
         self._model.updated = True
 
     def _accumulate(self, one: Pass, step: StepSettings, sums: Sums) -> None:
-        """Add the gradient of one pass; store its units' metrics."""
         given = inputs_of(one, self._options.device)
         parts, weights = given.passages, given.row_weights()
         if len(parts) == 1:
@@ -380,7 +363,6 @@ class TorchLearner:
     def _with_balance(
         self, part: Passage, weights: Sequence[float], step: StepSettings, sums: Sums
     ) -> tuple[Tensor, Tensor | float]:
-        """Return log-probs of a part, and its weighted router loss."""
         if not step.router_aux_loss:
             return self._model.logprobs(part), 0.0
         logprobs, balance = self._model.logprobs_and_balance(part, weights)
@@ -388,7 +370,7 @@ class TorchLearner:
         return logprobs, step.router_aux_loss * balance
 
     def _refer_to(self, wanted: Reference | None) -> None:
-        """Load the KL reference; None is version 0. Raises PolicyError."""
+        """Load the KL reference (None: version 0). Raises PolicyError."""
         digest = "" if wanted is None else wanted.digest
         if digest == self._reference_digest:
             return

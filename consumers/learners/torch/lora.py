@@ -1,11 +1,9 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685): x W^T + scale (x A^T) B^T.
 
-Only A [rank, in] and B [out, rank] learn. Forward hooks add the adapter to the unchanged layers. A
-starts uniform in +-1/sqrt(in), as in peft, seeded by base digest and layer name; B starts at zero.
-Before its first update a policy therefore equals its base, also in digest.
-
-If version 0 is bfloat16, adapters are published so with float32 masters (`masters`), and the base
-is held in bfloat16 only (`narrow_weights`).
+Hooks add A [rank, in] and B [out, rank] to unchanged layers. A starts uniform in +-1/sqrt(in), as
+in peft, seeded by base digest and layer name; B starts at zero, so an untrained policy equals its
+base, also in digest. A bfloat16 base is held in that type only (`narrow_weights`); its adapters
+have float32 masters (`masters`).
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ class LoraOptions:
 
     @property
     def scale(self) -> float:
-        """Return alpha / rank."""
         return self.alpha / self.rank
 
     @property
@@ -75,9 +72,8 @@ class Pair(torch.nn.Module):
 
 
 class Pairs(torch.nn.Module):
-    """Adapter of a network, which it freezes.
-
-    A module outside the network: ZeRO finds what is trained, and layer calls stay unchanged.
+    """Adapter of a network, which it freezes; a separate module, so that ZeRO finds what is
+    trained.
     """
 
     def __init__(self, network: Any, options: LoraOptions) -> None:
@@ -87,7 +83,6 @@ class Pairs(torch.nn.Module):
         self._instead: Mapping[str, Tensor] | None = None
         self._by_layer: dict[str, Pair] = {}
         self.layers: dict[str, tuple[int, int]] = {}
-        """Adapted layers, sorted, with (out, in)."""
         for name, linear in _adapted(network, options.targets):
             self._by_layer[name] = Pair(linear.weight, options)
             self.layers[name] = tuple(linear.weight.shape)
@@ -138,9 +133,9 @@ class AdapterBase:
     def take(
         self, weights: Path, *, layers: Mapping[str, tuple[int, int]], have: Callable[[Path], None]
     ) -> dict[str, Tensor]:
-        """Return adapter matrices: initial ones for full weights, or those of a file on version 0.
+        """Return adapter matrices: initial ones for full weights, else a file's.
 
-        Calls `have` to load another base into the network. Raises PolicyError on a mismatch.
+        Calls `have` to load another base. Raises PolicyError on a mismatch.
         """
         base = base_of(weights)
         if base is None and published_dtype(weights) != self.dtype:
@@ -163,9 +158,8 @@ class AdapterBase:
     def other(
         self, weights: Path | None, layers: Mapping[str, tuple[int, int]]
     ) -> dict[str, Tensor]:
-        """Return the matrices of another version; empty for version 0 (None).
-
-        Raises PolicyError for another base.
+        """Return another version's matrices; empty for version 0. Raises PolicyError for another
+        base.
         """
         if weights is None:
             return {}
@@ -181,13 +175,9 @@ class AdapterBase:
 
 
 class LoraModel(TorchModel):
-    """Network on frozen weights with a trained adapter.
-
-    Example: ``LoraModel(assets, base=version_0, options=options, device="cpu").load(weights)``
-    """
+    """Network on frozen weights with a trained adapter."""
 
     def __init__(self, assets: Path, *, base: Path, options: LoraOptions, **how: Any) -> None:
-        """`how` are further arguments of `TorchModel`."""
         self._adapter_base = AdapterBase(base, options)
         self._narrow = NarrowWeights() if self._adapter_base.dtype == "bfloat16" else None
         super().__init__(assets, bfloat16=bfloat16_names(base), narrow=self._narrow, **how)
@@ -195,10 +185,7 @@ class LoraModel(TorchModel):
         self._reference: Mapping[str, Tensor] = {}
 
     def load(self, weights: Path) -> None:
-        """Load full weights, with a new adapter, or an adapter on version 0.
-
-        Raises PolicyError on a mismatch.
-        """
+        """Load full weights with a new adapter, or an adapter on version 0. Raises PolicyError."""
         matrices = self._adapter_base.take(weights, layers=self.pairs.layers, have=super().load)
         with torch.no_grad():
             for name, matrix in self.parameters():
@@ -229,7 +216,7 @@ class LoraModel(TorchModel):
             return self.logprobs(passage)
 
     def sources(self) -> list[TensorSource]:
-        """Return adapter and base reference; before the first update the base itself."""
+        """Return the adapter; before the first update the base itself."""
         if not self._adapter_base.updated:
             return super().sources()
         kind = DTYPES_OF[self._adapter_base.dtype]
@@ -260,7 +247,7 @@ def _adapted(network: Any, targets: tuple[str, ...]) -> list[tuple[str, Any]]:
 def _begun(
     base: str, layers: Mapping[str, tuple[int, int]], rank: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return initial float32 matrices with values representable in `dtype`."""
+    """Float32 matrices with values representable in `dtype`."""
     found: dict[str, Tensor] = {}
     for layer, (out, in_) in layers.items():
         seed = hashlib.sha256(f"{base} {layer}".encode()).digest()
@@ -277,7 +264,7 @@ def read_matrices(
     options: LoraOptions,
     dtype: PolicyDtype = "float32",
 ) -> dict[str, Tensor]:
-    """Read an adapter's float32 matrices, checking layers, scale and dtype. Raises PolicyError."""
+    """Read an adapter's float32 matrices, which must fit. Raises PolicyError."""
     adapter = read_adapter(weights, digest=read_manifest(weights).digest)
     if odd := sorted(adapter.pairs.keys() ^ layers.keys()):
         raise PolicyError(f"{weights} does not fit the run: {odd[0]!r} is on one side only")

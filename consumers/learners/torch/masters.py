@@ -1,11 +1,10 @@
 """Float32 masters of parameters published in bfloat16.
 
-Passes use the published values, as the sampler does; the optimizer needs float32, since most
-updates are below half a unit in bfloat16's last place. A parameter holds the published value; an
-int16 remainder holds the difference of the bit patterns. Cost: two bytes per parameter, also in
-checkpoints.
+Passes use published values, as the sampler does; the optimizer needs masters, since most updates
+are below half a unit in bfloat16's last place. A parameter holds the published value; an int16
+remainder, the difference of bit patterns, costs two bytes, also in checkpoints.
 
-A master halfway between two values that rounds down has remainder 32,768, which int16 cannot hold:
+A master halfway between two values that rounds down has remainder 32,768, one too many for int16:
 it moves down by one float32 unit. Truncation would always fit but biases weights toward 0.
 """
 
@@ -22,13 +21,9 @@ REMAINDER_MAX: Final = 2**15 - 1
 
 
 class Masters:
-    """Int16 remainders of named float32 parameters.
-
-    Example: ``with Masters({"lm_head.weight": parameter}).present(): adamw.step()``
-    """
+    """Int16 remainders of named float32 parameters."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        """Start with the parameters' values as masters."""
         self._parameters = dict(parameters)
         self.remainders: dict[str, Tensor] = {
             name: torch.zeros_like(one, dtype=torch.int16) for name, one in parameters.items()
@@ -36,7 +31,7 @@ class Masters:
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Replace the published values by their masters; on exit, publish the changed masters."""
+        """Replace published values by masters; on exit publish the changed masters."""
         for name, one in self._parameters.items():
             _bits(one).add_(self.remainders[name])
         yield
@@ -53,9 +48,7 @@ class Masters:
             one.copy_(before)
 
     def fit(self) -> None:
-        """Zero remainders that do not match their values: those of a checkpoint of other
-        weights.
-        """
+        """Zero remainders that do not match their values (a checkpoint of other weights)."""
         for name, one in self._parameters.items():
             master = one.detach().clone()
             _bits(master).add_(self.remainders[name])

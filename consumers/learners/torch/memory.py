@@ -1,8 +1,7 @@
-"""Memory options of a training step, and chunked log-probs of a head.
+"""Memory options of a step, and chunked log-probs of a head.
 
-Logits of 16,384 tokens and 152,000 words take 10 GB in float32, and backward needs several copies.
-The head therefore runs in chunks that backward recomputes (as in Liger's fused cross entropy, arXiv
-2410.10989).
+Logits of 16,384 tokens and 152,000 words take 10 GB in float32, several times over in backward.
+Chunks are recomputed instead (as Liger's fused cross entropy, arXiv 2410.10989).
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from dora_pipe.consumers.learners.settings import MASKED, VARLEN
 from dora_pipe.core.errors import PolicyError
 
 HEAD_ELEMENTS: Final = 2**24
-"""Logits per automatic head chunk: 67 MB in float32, about four copies at once."""
+"""Logits per automatic chunk: 67 MB in float32, about four copies at once."""
 
 MLP_ELEMENTS: Final = 2**22
-"""Tokens times width per automatic MLP chunk on a CPU: 17 MB in float32, about eight copies,"""
+"""Tokens times width per automatic chunk: 17 MB in float32, about eight copies at once."""
 
 MLP_ELEMENTS_MIN: Final = 2**24
-"""used for passes with more than this."""
+"""Smallest pass that is chunked automatically."""
 
 MLP_ELEMENTS_GPU: Final = 2**25
-"""The same on a GPU, where smaller kernels are launch-bound,"""
+"""Same on a GPU, where smaller kernels are launch-bound."""
 
 MLP_ELEMENTS_MIN_GPU: Final = 2**26
-"""used for passes with more than this."""
+"""Smallest pass that is chunked automatically on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +45,10 @@ class MemoryOptions:
     mlp_chunk_tokens: int | Literal["auto"] = 0
     """Tokens per chunk of a layer's block and norms; 0: all."""
     gradient_checkpointing: bool = False
-    """Keep only each layer's input; recompute the rest in backward."""
+    """Keep only each layer's input."""
     activation_offload: bool = False
     """Keep these inputs in host memory."""
     packing: bool = False
-    """Put several isolated sequences in a line."""
 
     def head_chunk(self, vocabulary: int) -> int:
         """Return the tokens per head chunk; 0: all."""
@@ -84,11 +82,10 @@ class MemoryOptions:
         *,
         varlen: bool = False,
     ) -> dict[str, str]:
-        """Return its fingerprint entries, empty unless they change how a pass of `pass_tokens` is
+        """Return fingerprint entries of options that change how a pass of `pass_tokens` is
         computed.
 
-        `width` is that of dense blocks, 0 without any; `varlen`: packed passes use attention per
-        sequence.
+        `width` is that of dense blocks, 0 without any; `varlen`: attention per sequence.
         """
         chunks = {
             "head_chunk_tokens": self.head_chunk(vocabulary),
@@ -127,10 +124,9 @@ def decoder_layers(network: Any) -> list[Any]:
 
 
 def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
-    """Checkpoint each layer, keeping only its input; bits do not change. With `offload` inputs are
-    in host memory.
+    """Checkpoint each layer, with equal bits; `offload` keeps inputs on the host.
 
-    Raises PolicyError for a network without such layers or with dropout.
+    Raises PolicyError for a network with dropout or without such layers.
     """
     layers = decoder_layers(network)
     ids = torch.arange(_PROBE_TOKENS).reshape(1, -1) % network.config.vocab_size
@@ -170,8 +166,8 @@ class UnassignedRows:
         self._mask[list(ids)] = True
 
     def leave_out(self, logits: Tensor) -> Tensor:
-        """Mask these columns of logits [N, V] with -inf; in place unless a gradient is required,
-        since ZeRO returns views.
+        """Mask these columns of logits [N, V] with -inf; in place only without a gradient, since
+        ZeRO returns views.
         """
         if not self.count:
             return logits
@@ -204,8 +200,8 @@ def head_logprobs(
     chunks: int,
     unassigned: UnassignedRows | None = None,
 ) -> Tensor:
-    """Return float32 log-probs of `targets` [N] from hidden states [N, H], in `chunks` chunks; some
-    are empty with fewer tokens.
+    """Return float32 log-probs of `targets` [N] from hidden states [N, H], chunked; chunks may be
+    empty.
     """
     unassigned = unassigned or UnassignedRows((), 0)
     if chunks <= 1:
@@ -228,7 +224,7 @@ def _checkpointed(
     temperature: float,
     chunks: int,
 ) -> Tensor:
-    """Log-probs of any head; peak memory adds one chunk's weight gradient."""
+    """Peak memory adds one chunk's weight gradient."""
 
     def compute(some: Tensor, wanted: Tensor) -> Tensor:
         return token_logprobs(head(some), wanted, temperature)
@@ -249,7 +245,7 @@ def _checkpointed(
 
 
 def chunk_slices(tokens: int, count: int) -> Iterator[slice]:
-    """Yield slices of nearly equal size: a single-row product may sum in another order."""
+    """Yield nearly equal slices: products of a single row may sum in another order."""
     for number in range(count):
         yield slice(tokens * number // count, tokens * (number + 1) // count)
 

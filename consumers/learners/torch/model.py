@@ -1,7 +1,7 @@
-"""Hugging Face causal LM for the trainer: log-probs of chosen tokens, weights in and out.
+"""Hugging Face causal LM: log-probs of chosen tokens, weights in and out.
 
-Computes logits only where they predict a counted token. A probe detects models whose logits are
-more than the head on hidden states (soft caps, scales); they take a general path. Dropout is off.
+Computes logits only where they predict a counted token, unless a probe shows that logits are more
+than the head on hidden states (soft caps, scales). Dropout is off.
 """
 
 from __future__ import annotations
@@ -71,8 +71,7 @@ DTYPES_OF: Final[Mapping[PolicyDtype, torch.dtype]] = {
 class Passage:
     """Right-padded rows of one pass, and their counted tokens.
 
-    `places` are flat indices (row * width + position) of the hidden states that predict the counted
-    tokens, row by row; `targets` and `behaviour` match them.
+    `places` are flat indices (row * width + position) of the hidden states predicting `targets`.
     """
 
     ids: Tensor  # [rows, width] int64
@@ -82,23 +81,19 @@ class Passage:
     lengths: tuple[int, ...]
     """Counted tokens per row, adding up to N."""
     positions: Tensor | None = None  # [rows, width] int64
-    """Positions within each sequence if rows are shared, else None. A position that does not follow
-    the previous starts a sequence; attention stays within it.
+    """Positions within sequences, if rows are shared. Attention stays within a sequence, which
+    starts where a position does not follow the previous.
     """
     cuts: Cuts | None = None
-    """Sequence bounds for attention without a mask."""
     routes: Tensor | None = None  # [rows * width, layers, per_token] int64
-    """Recorded experts of each token, -1 where the router chooses; None if it always does."""
+    """Recorded experts, -1 where the router chooses."""
     spans: tuple[tuple[int, int], ...] = ()
     """Flat indices [start, end) of each row."""
 
 
 class TorchModel:
-    """Network of a model directory with weights of the store.
-
-    Its policy is softmax(logits / `temperature`) over ids that have a token.
-
-    Example: ``TorchModel(assets, device="cpu").load(store.weights_path(digest))``
+    """Network of a model directory; its policy is softmax(logits / `temperature`) over assigned
+    ids.
     """
 
     def __init__(
@@ -112,8 +107,8 @@ class TorchModel:
         dtype: ComputeDtype = "float32",
         narrow: NarrowWeights | None = None,
     ) -> None:
-        """`bfloat16` names tensors stored in that type; `dtype` is the compute type of passes.
-        `narrow` holds frozen matrices in bfloat16.
+        """`bfloat16` names tensors stored in that type; `dtype` is the compute type; `narrow` holds
+        frozen matrices in bfloat16.
         """
         self.device = device
         self._dtype = dtype
@@ -129,7 +124,6 @@ class TorchModel:
         self._carried = CarriedTensors()
         self.lean = False
         self.varlen = memory.packing and goes_by_sequences(self.network, dtype, device)
-        """Packed passes use attention per sequence."""
 
     def load(self, weights: Path) -> None:
         """Load a safetensors file. Raises PolicyError on a mismatch."""
@@ -143,7 +137,7 @@ class TorchModel:
     def logprobs(self, passage: Passage) -> Tensor:
         """Return log-probs of the counted tokens at the model's temperature, [N] float32.
 
-        Needs no padding mask: padding is on the right and attention causal.
+        Needs no padding mask: right padding, causal attention.
         """
         if passage.routes is not None or self._routed is not None:
             self.routed.take(passage.routes)
@@ -163,9 +157,7 @@ class TorchModel:
     def logprobs_and_balance(
         self, passage: Passage, weights: Sequence[float]
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probs, and the weighted sum of the rows' load-balancing losses. Raises
-        PolicyError.
-        """
+        """Return log-probs, and the weighted load-balancing losses. Raises PolicyError."""
         if passage.routes is not None:
             _ = self.routed  # created here: its probe must not be recorded
         return self.balance.beside(lambda: self.logprobs(passage), passage.spans, weights)
@@ -203,9 +195,7 @@ class TorchModel:
         """Ignore: all parameters are always stored."""
 
     def sources(self) -> list[TensorSource]:
-        """Return the tensors to store: parameters and persistent buffers, tied ones once, and extra
-        tensors of the file.
-        """
+        """Return the tensors to store, tied ones once, with extra tensors of the file."""
         own = [
             tensor_source(name, tensor, torch.bfloat16 if name in self._bfloat16 else tensor.dtype)
             for name, tensor in stored(self.network).items()
@@ -223,9 +213,7 @@ def computing(dtype: ComputeDtype, device: str) -> AbstractContextManager[Any]:
 
 
 def load_weights(network: Any, weights: Path) -> CarriedTensors:
-    """Copy a safetensors file into a network; return its extra layers for multi-token prediction.
-    Raises PolicyError.
-    """
+    """Copy a safetensors file into a network; return its extra layers. Raises PolicyError."""
     wanted = stored(network)
     found = {entry.name: entry for entry in read_entries(weights)}
     further = further_layers(network.config.get_text_config().to_dict())
@@ -255,8 +243,7 @@ def tensor_source(name: str, tensor: Tensor, dtype: torch.dtype | None = None) -
     kind = dtype or tensor.dtype
 
     def data() -> memoryview:
-        # Convert on the device: otherwise torch copies all bits of a GPU tensor and rounds on the
-        # CPU.
+        # Convert on the device: else torch copies all bits and rounds on the CPU.
         plain = tensor.detach().to(kind).to("cpu").contiguous().reshape(-1)
         bytes_: Any = plain.view(torch.uint8).numpy()
         return memoryview(bytes_)
@@ -291,9 +278,8 @@ def passage_of(
 ) -> Passage:
     """Return rows (token ids, loss mask, log-probs) as one pass, padded to `width`.
 
-    `lines` lists the rows of each line, by index; `choices` the experts of each row's tokens
-    (`schemas.routes`). `masked` forces a mask for shared lines. The first token of a row never
-    counts.
+    `lines` lists the rows of each line, by index; `choices` are recorded experts by row; `masked`
+    forces a mask. The first token of a row never counts.
     """
     lines = lines or [[row] for row in range(len(rows))]
     starts = _starts([len(token_ids) for token_ids, _, _ in rows], lines, width)
@@ -349,7 +335,7 @@ def _starts(lengths: Sequence[int], lines: Sequence[Sequence[int]], width: int) 
 
 
 def _positions(starts: Sequence[int], lines: int, width: int) -> Tensor:
-    """Return positions within rows; padding continues the row before it, which does not see it."""
+    """Padding continues the positions of the row before it."""
     first = np.zeros(lines * width, dtype=np.int64)
     first[list(starts)] = starts
     flat = np.arange(lines * width) - np.maximum.accumulate(first)
@@ -373,10 +359,9 @@ def score(
     positions: Tensor | None = None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """Return log-probs of `targets` at `places` (see `Passage`), [N] float32, from logits /
-    `temperature` without those of `network.unassigned`.
+    """Return log-probs of `targets` at `places` (see `Passage`), [N] float32.
 
-    `lean` is `head_is_all`: compute logits only at `places`, in chunks.
+    `lean` (`head_is_all`) computes logits only at `places`, in chunks.
     """
     given = {} if positions is None else {"position_ids": positions}
     if cuts is not None:
@@ -393,7 +378,6 @@ def score(
 
 
 def passages_of(one: Pass, device: str) -> list[Passage]:
-    """Return a pass as passages."""
     rows = [row for unit in one.units for row in unit.sequences()]
     choices = [found for unit in one.units for found in unit.choices()]
     return cut_passages(rows, one.parts, device, choices)
@@ -439,7 +423,6 @@ class PassInputs:
     lengths: Sequence[int]
     advantages: Sequence[float]
     weights: Sequence[float]
-    """Weight of each token in the minibatch mean."""
     teacher: Sequence[Sequence[float] | None]
     proximal: Tensor | None = None
     """[N]; None in a step's first update, which uses its own."""
@@ -452,7 +435,6 @@ class PassInputs:
 
 
 def inputs_of(one: Pass, device: str) -> PassInputs:
-    """Return the inputs of a pass."""
     return PassInputs(
         passages=passages_of(one, device),
         rows=[len(unit.rows) for unit in one.units],
@@ -471,10 +453,7 @@ def pass_loss(
     reference: Callable[[Passage], Tensor],
     step: StepSettings,
 ) -> tuple[Tensor, list[RowFigures]]:
-    """Return the weighted loss of a pass, and metrics by unit; `logprobs` are per token, [N].
-
-    Calls `reference` per part if the objective needs it.
-    """
+    """Return the weighted loss of a pass, and metrics by unit; `logprobs` is [N]."""
     objective, device = step.objective, logprobs.device
     proximal = given.proximal
     if not needs_proximal(objective):
@@ -511,10 +490,10 @@ def _teacher(rows: Sequence[Sequence[float] | None], logprobs: Tensor) -> Tensor
 
 
 def leaf_of(parts: Sequence[Tensor]) -> Tensor:
-    """Return log-probs of a pass's parts as one leaf tensor.
+    """Return log-probs of a pass's parts as one leaf.
 
-    A loss may need all tokens of a trajectory whose rows exceed one graph. It is taken of log-probs
-    without a graph; `pulled` returns its gradient per part, which is then recomputed with a graph.
+    The rows of a trajectory may exceed one graph: the loss is taken of log-probs without a graph;
+    `pulled` returns its gradient by part, which is recomputed with a graph.
     """
     return joined(parts).detach().requires_grad_()
 

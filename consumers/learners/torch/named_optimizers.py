@@ -1,7 +1,6 @@
-"""Optimizers of `trainer.optimizer`: their parameters, construction and checkpoint state.
+"""Optimizers of `trainer.optimizer`; AdamW takes the remaining parameters.
 
-AdamW takes the remaining parameters. DeepSpeed does not support `muon`: its own differs in bits and
-checkpoint.
+DeepSpeed's own Muon differs in bits and checkpoint, so `muon` is rejected there.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ MUON_MOMENTUM: Final = 0.95
 """Keller Jordan (https://kellerjordan.github.io/posts/muon/), with Nesterov momentum."""
 
 MUON_SCALE: Final = "match_rms_adamw"
-"""Matches the RMS of AdamW updates, so learning rates carry over (arXiv 2502.16982, section
-2.2).
-"""
+"""Matches AdamW's RMS, so learning rates carry over (arXiv 2502.16982, section 2.2)."""
 
 EIGHT_BITS_LIBRARY: Final = "bitsandbytes"
 EIGHT_BITS_NUMBERS_MIN: Final = 4096
@@ -30,7 +27,6 @@ EIGHT_BITS_BLOCK: Final = 256
 """Values per scale, as in the library."""
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-"""Moments of AdamW."""
 
 _MOMENTS: Final[dict[OptimizerName, tuple[str, ...]]] = {
     "adamw": MOMENTS,

@@ -1,12 +1,9 @@
 """Frozen weights held in bfloat16 for passes in float32.
 
-A module widens its matrices (exactly) only while it computes. Autograd keeps a reference to the
-narrow matrix instead of the widened copy and widens again in backward, so one module is float32 at
-a time. Bits equal those of a float32 base with the same values.
-
-Vectors (norms, biases) are always float32. Under autocast a plain linear layer uses its bfloat16
-weights directly. With recomputation (`trainer.gradient_checkpointing`, chunks) the checkpoint's
-hooks come first: one layer's copies exist during its backward.
+A module widens its matrices only while it computes; autograd keeps the narrow ones and widens again
+in backward. So one module is float32 at a time, with the bits of a float32 base. Norms and biases
+are always float32. Under autocast plain linear layers use bfloat16 directly. Recomputation
+(`trainer.gradient_checkpointing`, chunks) keeps one layer's copies during its backward.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ HELD = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A view of a widened matrix, stored as a view of the narrow one."""
-
     held: Any
     """The parameter itself: ZeRO 3 gathers its values only while needed."""
     size: torch.Size
@@ -41,21 +36,14 @@ class _Part:
 
 
 class NarrowWeights:
-    """Frozen matrices of one network.
-
-    Example: ``narrow = NarrowWeights(); network = build(assets, narrow=narrow)``, and then ``with
-    narrow.kept_narrow(): loss = ...``
-    """
+    """Frozen matrices of one network."""
 
     def __init__(self) -> None:
         self._widened: dict[int, Any] = {}
-        """Narrow matrices by the storage of their present widened copies."""
 
     @contextmanager
     def registered(self) -> Iterator[None]:
-        """Create matrices in bfloat16 from the start, without a float32 network; one thread at a
-        time.
-        """
+        """Create matrices in bfloat16 at once, avoiding a float32 network; one thread at a time."""
         handle = register_module_parameter_registration_hook(_narrow)
         try:
             yield

@@ -30,10 +30,10 @@ _PROBE_TOKENS: Final = 4
 
 
 class SharedMemory:
-    """Shared memory of equal-shaped parameters of all layers during probing.
+    """Memory shared by equal-shaped parameters of all layers during probing, to hold one layer at
+    most.
 
-    Limits a process that will keep only a shard to one layer's memory. Each parameter has its own
-    storage over that memory, because file names are found by storage.
+    Storages over it are separate, because file names are found by storage.
     """
 
     def __init__(self) -> None:
@@ -69,9 +69,7 @@ def build(
     narrow: NarrowWeights | None = None,
     shared: SharedMemory | None = None,
 ) -> Any:
-    """Build the network of a config.json with arbitrary weights, optionally `shared` by all layers.
-    Raises PolicyError.
-    """
+    """Build a network with arbitrary weights, optionally `shared`. Raises PolicyError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     make: Any = AutoModelForCausalLM.from_config
@@ -96,9 +94,7 @@ def build(
 
 
 def _compute_experts_in_autocast(network: Any) -> None:
-    """Run grouped expert products in autocast's type; torch's autocast does not cover the
-    operation.
-    """
+    """torch's autocast does not cover grouped expert products."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if getattr(network.config, "_experts_implementation", None) != GROUPED:
@@ -119,7 +115,7 @@ def _experts_in_autocast(experts: Any, hidden: Tensor, *routing: Tensor) -> Tens
 
 
 class _Narrowed:
-    """Proxy of a module that returns its matrices in another type, also widened ones."""
+    """Proxy of a module that converts its matrices on access."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype

@@ -1,7 +1,7 @@
-"""AdamW and other optimizers, with state saved to safetensors bit for bit.
+"""Optimizers with state in safetensors.
 
-Tensor names: `steps`; `exp_avg/<name>` and `exp_avg_sq/<name>`, or those of another optimizer
-(`named_optimizers`); int16 `remainder/<name>` for bfloat16 parameters (`masters`).
+Tensors: `steps`, `exp_avg/<name>`, `exp_avg_sq/<name>` or those of `named_optimizers`, int16
+`remainder/<name>` (`masters`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def decay_groups(parameters: Sequence[Tensor], weight_decay: float) -> list[dict
 
 @dataclass(slots=True)
 class KeptState:
-    """Copy of trained state; three times the size of the trained weights."""
+    """Copy of trained state: three times the weights."""
 
     weights: list[Tensor]
     remainders: list[Tensor]
@@ -48,7 +48,7 @@ class KeptState:
 
 
 class Optimizer:
-    """AdamW over named parameters, another optimizer over some; clips by the global norm."""
+    """AdamW, with another optimizer over some parameters; clips by the global norm."""
 
     def __init__(
         self,
@@ -60,9 +60,7 @@ class Optimizer:
         other: OptimizerName = "adamw",
         others: Collection[str] = (),
     ) -> None:
-        """`bfloat16` names parameters that are bfloat16 between updates, `others` those that
-        `other` updates.
-        """
+        """`bfloat16` names parameters with masters, `others` those that `other` updates."""
         self._names = [name for name, _ in parameters]
         self._parameters = [parameter for _, parameter in parameters]
         self._kinds = [other if name in others else "adamw" for name in self._names]
@@ -85,7 +83,7 @@ class Optimizer:
                 parameter.grad.div_(divisor)
 
     def gradient_norm(self, norm_max: float) -> float:
-        """Clip the gradients to `norm_max`; return their norm before, possibly not finite."""
+        """Clip the gradients; return their norm before, possibly not finite."""
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, norm_max)
         return float(norm)
 

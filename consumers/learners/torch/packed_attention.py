@@ -1,7 +1,7 @@
 """Attention of packed passes: per sequence, or per line under a mask.
 
-A mask costs n x n for a line of n tokens, mostly masked. torch's variable-length kernel
-(`torch.nn.attention.varlen`) avoids that on GPUs in half precision.
+A mask costs n x n per line of n tokens. `torch.nn.attention.varlen` avoids it on GPUs in half
+precision.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dora_pipe.consumers.learners.torch.memory import computed_in
 from dora_pipe.core.errors import PolicyError
 
 NAME: Final = "dora_pipe_varlen"
-"""Name of `attend` in transformers."""
 
 HEAD_MULTIPLE: Final = 8
 """FlashAttention 2 limit: head width multiple."""
@@ -34,15 +33,15 @@ HEAD_MAX_ELSEWHERE: Final = 192
 _PROBE_TOKENS: Final = 4
 
 APART: Final = 0.01
-"""Tolerance of a packed sequence's logits, relative to their change when it sees others,"""
+"""Tolerance of a packed sequence's logits, relative to the effect of seeing others."""
 
 NOISE: Final = 1e-5
-"""plus this absolute tolerance."""
+"""Absolute tolerance, in addition."""
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Cuts", float, int], Tensor]
-"""Causal attention per sequence of queries, keys and values [tokens, heads, width]; keys and values
-may have fewer heads. Further arguments: scale, and visible tokens back (-1: all).
+"""Causal attention within sequences, [tokens, heads, width]; keys and values may have fewer heads.
+Then scale, and visible tokens back (-1: all).
 """
 
 
@@ -54,11 +53,10 @@ class Cuts:
     longest: int
     """Longest sequence, including its line's padding."""
     kernel: Kernel | None = None
-    """None: torch's kernel."""
 
 
 def cuts_of(positions: Tensor, device: str = "cpu") -> Cuts:
-    """Return the bounds from positions [lines, width] on a CPU.
+    """Return the bounds of positions [lines, width].
 
     Example: ``cuts_of(tensor([[0, 1, 0], [0, 1, 2]])).starts.tolist() == [0, 2, 3, 6]``
     """
@@ -68,7 +66,7 @@ def cuts_of(positions: Tensor, device: str = "cpu") -> Cuts:
 
 
 def by_sequences(cuts: Cuts) -> dict[str, Any]:
-    """Return the network arguments that select attention per sequence, also in recomputation."""
+    """Return the arguments that select attention per sequence, also in recomputation."""
     # Four dimensions: transformers takes it as its final mask.
     return {"packed": cuts, "attention_mask": torch.empty(0, 0, 0, 0)}
 
@@ -84,10 +82,9 @@ def attend(
     packed: Cuts | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Attention for transformers, [rows, heads, tokens, width] to [rows, tokens, heads, width]: per
-    sequence if `packed`, else torch's.
+    """Attention for transformers, [rows, heads, tokens, width] to [rows, tokens, heads, width].
 
-    Pads narrow values and odd head widths with zeros, which changes no result.
+    Zero-pads narrow values and odd head widths, which changes no result.
     """
     if packed is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -118,9 +115,7 @@ def head_width(width: int, values: int) -> int:
 def varlen(
     query: Tensor, key: Tensor, value: Tensor, cuts: Cuts, scale: float, window: int
 ) -> Tensor:
-    """torch's kernel (a `Kernel`). Deterministic mode accumulates query gradients in several
-    float32 copies.
-    """
+    """Run torch's kernel; deterministic mode sums query gradients in several float32 copies."""
     from torch.nn.attention.varlen import varlen_attn
 
     # torch 2.11 detects grouped heads; later versions need the argument.
@@ -149,7 +144,7 @@ def plain(
 
 
 def goes_by_sequences(network: Any, dtype: ComputeDtype, device: str) -> bool:
-    """Return whether packed passes support attention per sequence; if so, install `attend`."""
+    """Install `attend` if supported; return whether packed passes use it."""
     if not device.startswith("cuda") or dtype != "bfloat16":
         return False
     capability = torch.cuda.get_device_capability(device)
@@ -158,9 +153,7 @@ def goes_by_sequences(network: Any, dtype: ComputeDtype, device: str) -> bool:
 
 
 def set_attention(network: Any, width: int = HEAD_MAX) -> bool:
-    """Install `attend` if heads are at most `width` and a probe shows isolated sequences; return
-    whether it did.
-    """
+    """Install `attend` if heads fit and a probe shows isolated sequences; return whether it did."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 

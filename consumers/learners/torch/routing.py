@@ -1,9 +1,8 @@
-"""Routing of tokens through recorded experts (rollout routing replay, arXiv 2510.11370).
+"""Routing through recorded experts (rollout routing replay, arXiv 2510.11370).
 
-Routers choose the k highest scores; near ties two computations of the same weights choose
-differently, and log-probs then differ by more than rounding. Only the choice is replaced: scores
-and gradients stay the network's own. Works for any family in which `topk` over all experts' scores
-is the choice; a probe checks that.
+Near ties, equal weights choose different experts, and log-probs differ by more than rounding. Only
+the choice (`topk` over all experts' scores) is replaced; scores and gradients stay the network's
+own. A probe checks that a family works so.
 """
 
 from __future__ import annotations
@@ -24,18 +23,15 @@ _PROBE_TOKENS: Final = 4
 
 
 class RoutedExperts:
-    """Blocks with experts of a network, and the routes of tokens.
-
-    Routes set by `take` hold until the next call, so recomputation uses them too.
-
-    Example: ``RoutedExperts(network).take(routes)`` before a pass.
+    """Blocks with experts of a network; routes hold until the next `take`, also for
+    recomputation.
     """
 
     def __init__(self, network: Any) -> None:
-        """Raises PolicyError for a network without supported blocks."""
+        """Raises PolicyError for an unsupported network."""
         self._routes: Tensor | None = None
         self.differing = self.seen = 0
-        """Recorded choices that differ from the router's, and all; one per token and layer."""
+        """Recorded choices that differ from the router's, and all (one per token and layer)."""
         self._blocks = list(_sparse_blocks(network))
         config = network.config.get_text_config()
         self.per_token = int(getattr(config, "num_experts_per_tok", 0) or 0)
@@ -47,12 +43,11 @@ class RoutedExperts:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers with experts."""
         return len(self._blocks)
 
     def take(self, routes: Tensor | None) -> None:
-        """Set the experts of the next passes, [tokens, layers, per_token] int64, -1 where the
-        router chooses; None clears. Raises PolicyError.
+        """Set experts of the next passes, [tokens, layers, per_token] int64, -1: router's choice.
+        Raises PolicyError.
         """
         if routes is not None:
             shape, wanted = tuple(routes.shape[1:]), (self.layers, self.per_token)
@@ -88,7 +83,6 @@ class RoutedExperts:
         return torch.where(there, logged, own)
 
     def is_choice(self, scores: Any, count: Any) -> bool:
-        """Return whether a topk of these scores chooses experts."""
         return (
             isinstance(scores, Tensor)
             and scores.dim() == 2
@@ -119,15 +113,14 @@ class RoutedExperts:
 
 
 class BalanceLoss:
-    """Router load-balancing loss, by transformers' function of the family (Switch Transformer,
-    arXiv 2101.03961, equations 4 to 6).
+    """Router load-balancing loss by transformers' own function (Switch Transformer, arXiv
+    2101.03961, equations 4 to 6).
 
-    Taken per sequence: a product of two token means does not add up over passes, and would depend
-    on packing.
+    Per sequence: a product of two token means does not add up over passes.
     """
 
     def __init__(self, network: Any) -> None:
-        """Raises PolicyError for a family without one, or a dense model."""
+        """Raises PolicyError for an unsupported family."""
         of_family = sys.modules[type(network).__module__]
         self._function: Any = getattr(of_family, "load_balancing_loss_func", None)
         blocks = list(_sparse_blocks(network))

@@ -1,7 +1,4 @@
-"""Teacher from a model directory, computed by the trainer.
-
-Frozen; loaded once. Uses the policy's temperature, so both are compared as they would sample.
-"""
+"""Teacher from a model directory, at the policy's temperature."""
 
 from __future__ import annotations
 
@@ -32,24 +29,18 @@ class ModelOptions:
     device: str = "cpu"
     temperature: float = 1.0
     padded_tokens_max: int = 16384
-    """Tokens of one pass (`trainer.micro_batch_tokens`)."""
     threads: int = 1
     memory: MemoryOptions = AT_ONCE
 
 
 class ModelTeacher:
-    """Teacher from a model directory.
-
-    Example: ``ModelTeacher(Path("teacher"), digest="", options=ModelOptions())``
-    """
+    """Frozen teacher from a model directory."""
 
     repeatable = True
     waits_for = ""
 
     def __init__(self, directory: Path, *, digest: str, options: ModelOptions) -> None:
-        """Raises PolicyError if the directory is not a model or its weights do not match
-        `digest`.
-        """
+        """Raises PolicyError for an unusable directory or another digest."""
         self._digest = weights_digest(directory)
         if digest and digest != self._digest:
             raise PolicyError(

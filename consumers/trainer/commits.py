@@ -35,7 +35,6 @@ class CommitNote:
     whole: bool = True
     """False if stored only as a delta."""
     starts: Mapping[int, int] = field(default_factory=dict)
-    """Smallest offset taken, by partition."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -65,8 +65,6 @@ def _token_wise(network: Any) -> Iterator[Any]:
 def _in_chunks(
     compute: Callable[[Tensor], Tensor], memory: MemoryOptions, width: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return the same function of hidden states [rows, tokens, H], chunked."""
-
     def forward(hidden: Tensor) -> Tensor:
         rows, tokens = hidden.shape[:2]
         count = memory.mlp_chunks(rows * tokens, width, hidden.device.type)

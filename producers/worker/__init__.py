@@ -1,1 +1,1 @@
-"""The rollout worker: its machine, the requests it runs, and the ports that do its work."""
+"""Rollout worker: state machine, requests and ports."""

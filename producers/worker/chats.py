@@ -1,4 +1,5 @@
-"""The chats of a run, where prompts are messages; decides that by the first row of each task."""
+"""Chat rendering for each source of a run; the first row of a task tells whether its prompts are
+messages."""
 
 from __future__ import annotations
 
@@ -22,10 +23,8 @@ from dora_pipe.schemas.wire import sha256_hex
 POLL_S: Final = 0.25
 
 _FIRST: Final = "first-prompt"
-"""A request that no trajectory has the name of."""
 
 Pools = Sequence[tuple[PoolSpec, TaskPool]]
-"""Each with what it serves."""
 
 
 def chats_of(
@@ -36,10 +35,9 @@ def chats_of(
     *,
     stop: Callable[[], bool],
 ) -> dict[str, Chat]:
-    """The chat of every source whose prompts are messages; the pools have opened their tasks.
+    """Return the chat of every source whose prompts are messages.
 
-    Raises ConfigError or PolicyError where the model has no chat template, or one that does not do
-    for the task. `started_ns` is the wall clock of `run started`.
+    Raises ConfigError or PolicyError if the model has no suitable chat template.
     """
     found: dict[str, Chat] = {}
     for one, pool in pools:
@@ -56,8 +54,8 @@ def recorded_chats(
     tokenizer: Tokenizer,
     digests: Collection[str],
 ) -> dict[str, Chat]:
-    """The chats that workers of a run had, by source: those of the most tasks that together have
-    a digest which was logged; of all tasks where there is none. No digest: no chat."""
+    """Return the chats of a recorded run by source: the most tasks whose combined digest is in
+    `digests`, else all tasks."""
     if not digests:
         return {}
     opened = [
@@ -77,7 +75,7 @@ def _joined(chats: Sequence[Mapping[str, Chat]]) -> dict[str, Chat]:
 
 
 def digest_of(chats: Mapping[str, Chat]) -> str:
-    """Of all chats of a run; that of the chat where there is one, empty without any."""
+    """Return the combined digest; empty without chats."""
     digests = list(dict.fromkeys(one.digest for one in chats.values()))
     if len(digests) <= 1:
         return "".join(digests)
@@ -85,7 +83,7 @@ def digest_of(chats: Mapping[str, Chat]) -> str:
 
 
 def chat_options(task: Task, started_ns: int) -> ChatOptions:
-    """Read a task's keys about its chat; `started_ns` is now for its template."""
+    """Read the chat keys of a task; `started_ns` is the current time for its template."""
     return ChatOptions(
         kwargs=task.chat_template_kwargs,
         renderer=task.renderer,
@@ -121,18 +119,15 @@ def _chat_of(
 
 
 def agent_chat(task: Task, started_ns: int, assets: Path, tokenizer: Tokenizer) -> Chat | None:
-    """What the calls of an agent are rendered with; None where the model has no chat template, and
-    agents have to bring token ids."""
+    """Return the chat for an agent's calls; None if agents must send token ids."""
     if find_templates(assets) is None:
         return None
     return Chat.open(assets, tokenizer, chat_options(task, started_ns))
 
 
 def _first_prompt(pool: TaskPool, split: Split, stop: Callable[[], bool]) -> PromptReady | None:
-    """The prompt of the first row; None where the task's code fails on it.
-
-    Raises ConfigError where what it gives is no prompt.
-    """
+    """Return the first row's prompt; None if the task's code fails. Raises ConfigError for an
+    invalid prompt."""
     pool.start(PromptCall(request=_FIRST, split=split, index=0))
     while not stop():
         for event in pool.poll(POLL_S):

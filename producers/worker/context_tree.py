@@ -1,10 +1,7 @@
-"""The contexts of an agent's session: where a call belongs, and the record that they become;
-decides that by token ids alone.
+"""Contexts of an agent's session.
 
-A call whose prompt begins with the whole of a context goes on with it. Any other one opens a
-context, behind as much of an earlier one as its prompt begins with. Calls are added when they are
-answered, in the order in which they are logged, so that of two calls that go on with the same
-context the first to be answered does, and the other one branches off where it was asked.
+A call extends the context that its prompt starts with. Otherwise it opens a context that shares the
+longest common prefix with an earlier one. Calls are added in log order.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class CallPlace(NamedTuple):
-    """Where a call belongs; as the fields of `TurnProgress`."""
+    """Position of a call, as fields of `TurnProgress`."""
 
     context: int
     parent: int
@@ -34,24 +31,21 @@ class CallPlace(NamedTuple):
 
 
 class Record(NamedTuple):
-    """All contexts as a trajectory's record has them."""
+    """All contexts as stored in a trajectory record."""
 
     sequence: TokenSequence
     contexts: tuple[Context, ...]
     calls: tuple[Call, ...]
-    """In the order in which they were answered."""
+    """In the order of their answers."""
 
 
 class ContextTree:
-    """The answered calls of a session.
-
-    Example: ``tree.add(turn)`` for every `TurnProgress` of a chain, then ``tree.place(prompt)`` for
-    the next call and ``tree.record()`` at the end.
-    """
+    """Answered calls of a session: ``add`` each `TurnProgress`, ``place`` the next call, finally
+    ``record``."""
 
     def __init__(self) -> None:
         self.turns: list[TurnProgress] = []
-        self._ids: list[Ids] = []  # of every context, with what it shares
+        self._ids: list[Ids] = []  # per context, including the shared prefix
 
     def place(self, prompt: Sequence[int]) -> CallPlace:
         ids = np.asarray(prompt, np.int32)
@@ -65,7 +59,8 @@ class ContextTree:
         return CallPlace(len(self._ids), parent, shared, ids[shared:].tolist())
 
     def add(self, turn: TurnProgress) -> str:
-        """Take a call that was answered; why it cannot follow those before it, empty if it can."""
+        """Add an answered call; return why it cannot follow the earlier ones, or an empty
+        string."""
         known = turn.context < len(self._ids)
         before = self._ids[turn.context] if known else self._begun(turn)
         if before is None or (known and turn.shared):
@@ -79,13 +74,11 @@ class ContextTree:
         return ""
 
     def prompt(self, place: int) -> list[int]:
-        """The whole prompt of a call, by its place in `turns`."""
         turn = self.turns[place]
         ids: list[int] = self._ids[turn.context][: turn.call.start].tolist()
         return ids
 
     def only(self, places: Collection[int]) -> ContextTree:
-        """The contexts of these calls alone, as if there had been no others."""
         tree = ContextTree()
         for at, turn in enumerate(self.turns):
             if at in places:
@@ -95,7 +88,6 @@ class ContextTree:
         return tree
 
     def record(self) -> Record:
-        """The record of at least one call."""
         sequence = TokenSequence((), at_ns=0)
         contexts: list[Context] = []
         calls: dict[int, Call] = {}
@@ -118,7 +110,7 @@ class ContextTree:
         return Record(sequence, tuple(contexts), in_order)
 
     def _begun(self, turn: TurnProgress) -> Ids | None:
-        """What a context that begins with this call shares; None if there is no such thing."""
+        """Return the shared prefix of a new context; None if its fields are invalid."""
         if turn.context != len(self._ids):
             return None
         if turn.parent < 0:
@@ -129,7 +121,7 @@ class ContextTree:
 
 
 def placed(turn: TurnProgress, place: CallPlace) -> TurnProgress:
-    """The same call where it belongs."""
+    """Return the call with another position."""
     return replace(turn, **place._asdict())
 
 

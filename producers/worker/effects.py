@@ -1,4 +1,4 @@
-"""What the worker's machine asks of its ports, and the events that they answer with.
+"""Effects that the worker's state machine sends to its ports, and the events they return.
 
     effect            port          answers with                                   done by
     PromptCall        TaskPort      PromptReady, TaskFailed, EpisodeLost           a task process
@@ -25,10 +25,9 @@
     EncodeTrajectory  CodecPort     TrajectoryEncoded, EncodeFailed                the loop
     EncodeProgress    CodecPort     ProgressEncoded, EncodeFailed                  the loop
 
-EngineFailed may take the place of any event of the engine. A request is named by its key (see
-`request.key_of`): trajectory and attempt, so that what belongs to an attempt that was given up can
-never be taken for the next one's. Calls and events of tasks have the names of `tasks.calls`; where
-those carry text, token ids stand here, for the machine knows no text.
+EngineFailed may replace any engine event. A request key (`request.key_of`) includes the attempt, so
+events of an abandoned attempt never match the next one. Names follow `tasks.calls`, with token ids
+in place of text.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from dora_pipe.schemas.trajectory_codec import AnyProgress
 
 
 class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An effect or event of one request."""
+    """Effect or event of one request."""
 
     request: str
 
@@ -63,7 +62,7 @@ class OfRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptReady(OfRequest, frozen=True, kw_only=True):
-    """The prompt of a request; with `episode`, its turns go to an environment."""
+    """Prompt of a request; with `episode`, its turns go to an environment."""
 
     token_ids: Sequence[int]
     episode: bool
@@ -72,14 +71,14 @@ class PromptReady(OfRequest, frozen=True, kw_only=True):
 
 
 class EnvStep(OfRequest, frozen=True, kw_only=True):
-    """Hand a model turn to the request's episode."""
+    """Send a model turn to the request's episode."""
 
     token_ids: Sequence[int]
     source: str = ""
 
 
 class EnvObserved(OfRequest, frozen=True, kw_only=True):
-    """What the environment answered; see `tasks.port.Observation`."""
+    """Answer of the environment; see `tasks.port.Observation`."""
 
     token_ids: Sequence[int]
     done: bool
@@ -89,34 +88,30 @@ class EnvObserved(OfRequest, frozen=True, kw_only=True):
 
 
 class RewardCall(OfRequest, frozen=True, kw_only=True):
-    """Ask for the reward of a finished trajectory."""
+    """Compute the reward of a finished trajectory."""
 
     split: Split
     index: int
     answer: Sequence[int]
-    """Token ids of the last model turn."""
     turns: Sequence[Sequence[int]]
-    """Token ids of every turn but the prompt, in order."""
+    """All turns after the prompt, in order."""
     before: Sequence[int] = ()
-    """Of an agent: what the model saw when it said `answer`."""
+    """For agents: token ids before `answer`."""
     text: str | None = None
-    """What an agent says is the answer, in place of the text of `answer`."""
+    """For agents: replaces `answer`."""
     source: str = ""
 
 
 class SampledTurns(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sibling of a `GroupCall` said, as token ids."""
+    """Turns of one trajectory of a `GroupCall`; see `RewardCall`."""
 
     answer: Sequence[int]
-    """Of the last model turn."""
     turns: Sequence[Sequence[int]]
-    """Of every turn but the prompt, in order."""
     before: Sequence[int]
-    """What stands before the last model turn."""
 
 
 class GroupCall(OfRequest, frozen=True, kw_only=True):
-    """Ask what the siblings of a group deserve beside each other."""
+    """Score the trajectories of a group together."""
 
     split: Split
     index: int
@@ -128,46 +123,40 @@ class GroupCall(OfRequest, frozen=True, kw_only=True):
 
 
 class AgentCall(OfRequest, frozen=True, kw_only=True):
-    """Run the agent on its row, until it returns: the TaskPort answers with `AgentEnded`,
-    `TaskFailed` or `EpisodeLost`. `Forget` stops it. It is called again for the same request where
-    its process was lost; then its calls are answered from the record as long as they are the
-    same."""
+    """Run the agent on its row. After a loss it is called again, and identical calls are answered
+    from the record."""
 
     split: Split
     index: int
     source: str = ""
     start: int = 0
-    """As its `OpenSession` has it: each start has an address of its own."""
 
 
 class AgentEnded(OfRequest, frozen=True, kw_only=True):
-    """The agent has returned, and will call no more."""
+    """The agent has returned and makes no more calls."""
 
     rewarded: Rewarded | None = None
-    """Its reward, where it gave one; else a `RewardCall` follows."""
+    """Reward given by the agent; None: a `RewardCall` follows."""
     text: str | None = None
-    """What it says is the answer; None: what the model said last."""
+    """Answer stated by the agent; None: the last model turn."""
 
 
 class OpenSession(OfRequest, frozen=True, kw_only=True):
-    """From now on the agent of this request may call the model: the SessionPort tells `CallAsked`,
-    any number of times. Said before its `AgentCall`."""
+    """Open a session before its `AgentCall`; the SessionPort returns `CallAsked` for each call."""
 
     source: str = ""
     start: int = 0
-    """Of the agent's starts here: which."""
+    """Number of the agent's start on this worker."""
 
 
 class CallAsked(OfRequest, frozen=True, kw_only=True):
-    """An agent calls the model. Answered by exactly one `AnswerCall` or `RefuseCall`, or by the
-    request's `CloseSession`. Several choices are as many calls with the same prompt."""
+    """Model call, ended by `AnswerCall`, `RefuseCall` or `CloseSession`."""
 
     call: int
-    """The endpoint's own number of it, never given twice for a request."""
+    """Unique within a request."""
     token_ids: Sequence[int]
-    """The whole prompt."""
     max_tokens: int | None = None
-    """As asked for; None: as many as the run allows."""
+    """Requested limit; None: the limit of the run."""
     api: str = ""
     caller: str = ""
     asked: dict[str, Any] = {}
@@ -177,7 +166,7 @@ class CallAsked(OfRequest, frozen=True, kw_only=True):
 
 
 class AnswerCall(OfRequest, frozen=True, kw_only=True):
-    """What the model said. It is durable in the log."""
+    """Send the model's answer, which is durable in the log."""
 
     call: int
     token_ids: Sequence[int]
@@ -187,18 +176,16 @@ class AnswerCall(OfRequest, frozen=True, kw_only=True):
 
 
 class RefuseCall(OfRequest, frozen=True, kw_only=True):
-    """The call gets no answer; `status` and `code` as HTTP and OpenAI's errors have them."""
+    """Reject a call; `status` and `code` follow HTTP and OpenAI errors."""
 
     call: int
     status: int
     code: str
     message: str
-    """A sentence that says what to wait for."""
 
 
 class CloseSession(OfRequest, frozen=True, kw_only=True):
-    """The agent may call no more: open calls and later ones are answered with 410. The same key may
-    be opened again: what was asked before is not told then."""
+    """Reject open and later calls with 410; the same key may be opened again."""
 
     source: str = ""
 
@@ -207,7 +194,7 @@ class CloseSession(OfRequest, frozen=True, kw_only=True):
 
 
 class EngineAdd(msgspec.Struct, frozen=True, kw_only=True):
-    """Take a request into a slot, as soon as one is free."""
+    """Put a request into the next free slot."""
 
     request: EngineRequest
 
@@ -217,96 +204,92 @@ class EngineStarted(OfRequest, frozen=True, kw_only=True):
 
     at_ns: int
     imported: bool = False
-    """It goes on from the KV cache that it came with; else it is prefilled."""
+    """False: it is prefilled."""
     why: str = ""
-    """Why the KV cache that it came with was not taken."""
 
 
 class EngineCancel(OfRequest, frozen=True, kw_only=True):
-    """Let go of a request, in its slot or ahead of it."""
+    """Drop a running or queued request."""
 
 
 class EngineExport(OfRequest, frozen=True, kw_only=True):
-    """Take a running request out of its slot: a last `TokensSampled`, then `EngineExported`."""
+    """Remove a running request from its slot: a last `TokensSampled`, then `EngineExported`."""
 
 
 class EngineExported(OfRequest, frozen=True, kw_only=True):
-    """A request has left its slot; None: its KV cache is not to be had."""
+    """A request has left its slot, with its KV cache if available."""
 
     kv: Kv | None
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine raised while it worked: it is not used any more, and its worker leaves."""
+    """The engine raised during work; it is not used again and its worker leaves."""
 
     message: str
 
 
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Load a version. Without `keep` no slot may be taken, unless it becomes resident beside
-    others."""
+    """Load a version. Without `keep`, no slot may be in use on a single-version engine."""
 
     version: int
     digest: str
     keep: bool = False
-    """Running requests go on under it: what they had sampled is emitted before `WeightsLoaded`."""
+    """Running requests continue; their earlier tokens come before `WeightsLoaded`."""
 
 
 class DropWeights(msgspec.Struct, frozen=True, kw_only=True):
-    """Forget these resident versions; nothing runs under them."""
+    """Unload these versions; no request uses them."""
 
     versions: tuple[int, ...]
 
 
 class Sleep(msgspec.Struct, frozen=True, kw_only=True):
-    """Let go of the weights, and of the memory for what runs under them: nothing does. The answer
-    is of version -1."""
+    """Release weights and KV memory while idle. The answer has version -1."""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine keeps the weights it had, or is gone."""
+    """Loading failed; the engine keeps its previous weights or is unusable."""
 
     version: int
     message: str
     here: bool = False
-    """What failed is this process or machine and not the version: another may host it."""
+    """Another worker may succeed."""
     hint: str | None = None
-    """What to do about it."""
 
 
 # KV caches of requests that move
 
 
 class PutKv(OfRequest, frozen=True, kw_only=True):
-    """Hand a KV cache over to whoever goes on with its request."""
+    """Offer a KV cache to the worker that continues its request."""
 
     label: KvLabel
     kv: Kv
 
 
 class KvPut(OfRequest, frozen=True, kw_only=True):
-    """Where the KV cache can be fetched; None when it was not kept, and `why`."""
+    """Reference to the offered KV cache; None with the reason in `why`."""
 
     blob: Blob | None
     why: str = ""
 
 
 class FetchKv(OfRequest, frozen=True, kw_only=True):
-    """Get the KV cache that another worker handed over."""
+    """Fetch the KV cache that another worker offered."""
 
     label: KvLabel
     blob: Blob
 
 
 class KvFetched(OfRequest, frozen=True, kw_only=True):
-    """The KV cache, its digest and label checked; None when there is none, and `why`."""
+    """KV cache with verified digest and label; None with the reason in `why`."""
 
     kv: Kv | None
     why: str = ""
 
 
 class DropKv(msgspec.Struct, frozen=True, kw_only=True):
-    """Nobody will go on from this KV cache any more."""
+    """Delete a KV cache that no request will use."""
 
     blob: Blob
 
@@ -321,7 +304,7 @@ class FetchProgress(OfRequest, frozen=True, kw_only=True):
 
 
 class ProgressFetched(OfRequest, frozen=True, kw_only=True):
-    """The chain as it was found, oldest first; empty when it could not be read, and `why`."""
+    """Chain, oldest record first; empty with the reason in `why` if it was unreadable."""
 
     chunks: Sequence[AnyProgress]
     why: str = ""
@@ -334,21 +317,20 @@ class FetchGroup(OfRequest, frozen=True, kw_only=True):
 
 
 class GroupFetched(OfRequest, frozen=True, kw_only=True):
-    """The records, in order, checked down to their bytes; empty where one is not as it should be,
-    and `why`."""
+    """Verified records, in order; empty with the reason in `why` if one is invalid."""
 
     trajectories: Sequence[Trajectory]
     why: str = ""
 
 
 class EncodeTrajectory(OfRequest, frozen=True, kw_only=True):
-    """Make the value and headers of a trajectory."""
+    """Encode value and headers of a trajectory."""
 
     trajectory: Trajectory
 
 
 class TrajectoryEncoded(OfRequest, frozen=True, kw_only=True):
-    """A trajectory as the bus takes it."""
+    """Encoded trajectory."""
 
     value: bytes
     headers: tuple[tuple[str, bytes], ...]
@@ -356,19 +338,19 @@ class TrajectoryEncoded(OfRequest, frozen=True, kw_only=True):
 
 
 class EncodeProgress(OfRequest, frozen=True, kw_only=True):
-    """Make the value of a progress record."""
+    """Encode the value of a progress record."""
 
     progress: AnyProgress
 
 
 class ProgressEncoded(OfRequest, frozen=True, kw_only=True):
-    """A progress record as the bus takes it."""
+    """Encoded progress record."""
 
     value: bytes
 
 
 class EncodeFailed(OfRequest, frozen=True, kw_only=True):
-    """The record broke a rule of its schema, so nothing may be logged of this request."""
+    """The record violates its schema and must not be logged."""
 
     message: str
 
@@ -418,4 +400,4 @@ RequestEvent = (
     | ProgressEncoded
     | EncodeFailed
 )
-"""What becomes of one request; the machine takes what concerns the engine as a whole."""
+"""Events of one request."""

@@ -1,7 +1,4 @@
-"""The worker's port to its engine; it decides when rows are advanced, and when weights change.
-
-Weights are fetched, and loaded, in threads.
-"""
+"""Worker's port to its engine. Threads fetch and load weights."""
 
 from __future__ import annotations
 
@@ -49,51 +46,42 @@ from dora_pipe.schemas.policy import Fallback
 from dora_pipe.store.fallbacks import Fallbacks
 
 STEP_NS: Final = 10_000_000
-"""The engine steps until so much time has passed, so that a turn of the loop costs little beside
-it; no slot waits for that, the port has requests ahead."""
+"""Time of engine steps in one poll; slots are refilled between steps."""
 
 STEPS_MAX: Final = 64
-"""Steps in one poll, also where no time passes."""
 
 CLOSE_S: Final = 30.0
-"""Closing waits so long for weights that are being loaded."""
 
 
 class Policies(Protocol):
-    """What a worker needs of the run's store: `store.store.PolicyStore`."""
+    """Part of `store.store.PolicyStore` that a worker needs."""
 
     def weights(self, digest: str) -> Path:
-        """The file of a version's weights."""
+        """Return the weights file of a version."""
 
     def verify(self, digest: str) -> object:
-        """Raises PolicyError where that file is not what its digest says."""
+        """Raises PolicyError if the weights file does not match its digest."""
 
     @property
     def fallbacks(self) -> Fallbacks:
-        """What was lost or damaged there since it was asked last."""
+        """Files found missing or damaged since the last call."""
 
     def assets(self, digest: str) -> Path:
-        """The directory of the model's config and tokenizer files."""
+        """Return the directory of the model's config and tokenizer files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """Weights that are here, to be loaded."""
-
     effect: LoadWeights
     path: Path
 
 
 class EnginePort:
-    """Drives an engine, and refills its slots between two steps from the requests it was handed.
+    """Drives an engine and refills its slots between steps.
 
-    With `in_thread`, weights are had and loaded beside the loop: rows go on under those there are
-    until the file of the next ones is here, be it fetched or made of patches. An engine that fails
-    in the loop is not touched any more: its worker hears `EngineFailed` and leaves.
-
-    A file that the engine refuses may have been damaged since it was had: `verify` reads it, takes
-    a damaged copy away or raises PolicyError, and then it is had and loaded again, once.
-    `fallbacks` tells which files of versions were lost or damaged meanwhile.
+    With `in_thread`, rows continue under the current weights until the next file is ready. An
+    engine that fails is not used again. If it rejects a file, `verify` removes a damaged copy or
+    raises PolicyError, and loading is retried once.
     """
 
     effects: tuple[type, ...] = (
@@ -119,7 +107,7 @@ class EnginePort:
         self._steps_max = steps_max
         self._events: list[Any] = []
         self._ahead: dict[str, EngineRequest] = {}
-        self._later: list[Any] = []  # weights are being loaded
+        self._later: list[Any] = []  # effects deferred while weights load
         self._gone = False
         self._handlers: Handlers = {
             EngineAdd: Handler(do=self._add, failed=self._failed),
@@ -128,7 +116,7 @@ class EnginePort:
             DropWeights: Handler(do=self._drop, failed=self._failed),
             Sleep: Handler(do=self._sleep, failed=self._failed),
         }
-        self._file = Path()  # what is loaded, or was last
+        self._file = Path()  # current or last loaded
         fetching: Handlers = {LoadWeights: Handler(do=self._fetch, failed=_not_loaded)}
         self._fetching = EffectRunner("fetch-weights", fetching, in_thread=in_thread)
         loading: Handlers = {LoadWeights: Handler(do=self._load, failed=_not_loaded)}
@@ -143,12 +131,11 @@ class EnginePort:
             self._fetching.start(effect)
             self._take_fetched()
         elif self._loading.working and not self._is_ahead(effect):
-            self._later.append(effect)  # the thread has the engine
+            self._later.append(effect)  # the thread owns the engine
         else:
             self._events += run_effect(self._handlers, effect)
 
     def poll(self) -> list[Any]:
-        """Steps for the budget; or whether loading has come to an end."""
         self._take_fetched()
         if self._loading.working:
             events, self._events = self._events, []
@@ -166,18 +153,17 @@ class EnginePort:
 
     @property
     def busy(self) -> bool:
-        """Whether there are tokens to sample."""
         if self._events or self._fetching.busy or self._loading.busy:
             return True
         return not self._gone and (bool(self._ahead) or self._engine.active > 0)
 
     def close(self) -> None:
-        """Wait a while for weights under way. Who made the engine closes it."""
+        """Wait up to `CLOSE_S` for weights; the creator of the engine closes it."""
         self._fetching.close(wait_s=CLOSE_S)
         self._loading.close(wait_s=CLOSE_S)
 
     def _take_fetched(self) -> None:
-        """Load what has been fetched; from then on the thread has the engine."""
+        """Load fetched weights; the thread then owns the engine."""
         for event in self._fetching.poll():
             if not isinstance(event, _Fetched):
                 self._events.append(event)
@@ -186,7 +172,7 @@ class EnginePort:
                 self._loading.start(event.effect)
 
     def _is_ahead(self, effect: Any) -> bool:
-        """Whether it concerns no slot: a request to come, or one that has none yet."""
+        """Whether the effect needs no slot."""
         return isinstance(effect, EngineAdd) or (
             isinstance(effect, EngineCancel) and effect.request in self._ahead
         )
@@ -202,7 +188,6 @@ class EnginePort:
                 break
 
     def _refill(self) -> Iterator[Any]:
-        """Fill free slots in order. A request that the engine refuses has ended with an error."""
         while self._ahead and self._engine.active < self._engine.slots:
             name = next(iter(self._ahead))
             request, why = self._ahead.pop(name), None
@@ -240,7 +225,6 @@ class EnginePort:
             yield self._engine.sleep()
 
     def _export(self, effect: EngineExport) -> Iterator[Any]:
-        """Take a request out. One that has ended tells of that itself."""
         if self._gone:
             yield EngineExported(request=effect.request, kv=None)
             return
@@ -269,7 +253,7 @@ class EnginePort:
                 yield one
 
     def _failed(self, effect: Any, error: Exception) -> list[Any]:
-        """The engine is in no state that anybody knows. Raises InvariantBroken."""
+        """Mark the engine as unusable. Raises InvariantBroken."""
         if isinstance(error, InvariantBroken):
             raise error
         self._gone = True
@@ -281,10 +265,10 @@ class EnginePort:
 
 
 def _not_loaded(effect: LoadWeights, error: Exception) -> list[LoadFailed]:
-    """Raises InvariantBroken: no other worker would help."""
+    """Raises InvariantBroken, which another worker would not avoid."""
     if isinstance(error, InvariantBroken):
         raise error
-    # What is known to be wrong with a version, or with the run, is wrong everywhere.
+    # Known faults of a version or of the run occur on every worker.
     here = not isinstance(error, DoraError) or isinstance(error, ResourceError | BusError)
     hint = error.hint if isinstance(error, DoraError) else None
     return [LoadFailed(version=effect.version, message=reason(error), here=here, hint=hint)]

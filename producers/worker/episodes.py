@@ -1,25 +1,11 @@
-"""Episodes that survive: requests whose environment can be told again what the model has said.
-Decides how such an episode goes on when its worker, its task process or its place is lost.
+"""Replayable episodes: a fresh environment replays the model's turns after a loss.
 
-    another worker had it: PROMPTING -> RESUMING -> ENVIRONMENT (again and again) -> FETCHING -> ...
-    its process has died:  any phase up to REWARDING -> PROMPTING -> ENVIRONMENT (again and again)
+    another worker had it: PROMPTING -> RESUMING -> ENVIRONMENT (repeated) -> FETCHING -> ...
+    its process has died:  any phase up to REWARDING -> PROMPTING -> ENVIRONMENT (repeated)
 
-A fresh environment is told the turns that the model has said, one after the other, and must answer
-each with the very tokens that stand in the sequence. Then the episode goes on where it was: in the
-middle of a turn, or with a turn that nobody has answered yet. Its tokens are in the log (a record
-at the end of every turn, and every `checkpoint_tokens` within one), so that nothing is sampled
-twice that was recorded.
-
-Rules:
-
-1. The prompt and every answer are compared, by token ids, with what the model has seen. The first
-   difference fails the request as `ReplayDiffers`: its trajectory would hold what its environment
-   never said. The orchestrator forgets its progress, and it begins again from its prompt, under the
-   same version, as one more of its attempts.
-2. What was answered to the last turn, and nothing was sampled behind, is asked again and not
-   compared: no token depends on it.
-3. An episode may be told again so often (`RETELLINGS_MAX`): what has died is not its environment's
-   fault, and only what starts again from its prompt counts as such (`EPISODE_RESTARTS_MAX`).
+The environment receives the recorded turns and must return the recorded tokens; the first
+difference fails the request as `ReplayDiffers`, and it restarts from the prompt. An answer without
+later sampled tokens is not compared. Recorded tokens are never sampled twice.
 """
 
 from __future__ import annotations
@@ -47,28 +33,26 @@ from dora_pipe.producers.worker.sequence import Exchange
 from dora_pipe.schemas.control import REPLAY_DIFFERS, FinishReason
 
 FINISHES: Final[dict[str, FinishReason | None]] = {"": None, "stop": "stop", "length": "length"}
-"""Of `EpisodeProgress.finish`."""
 
 
 TOLD_AGAIN: Final = "episodes told again"
-"""What is counted of an episode that another environment takes up."""
+"""Counter of replays."""
 
 RETELLINGS_MAX: Final = 16
-"""Times a request's episode is told again here; then the request fails."""
+"""Replays before the request fails."""
 
 BETWEEN: Final = (Phase.PROMPTING, Phase.ENVIRONMENT, Phase.WAITING)
-"""Phases in which the last turn may not be durable yet."""
+"""Phases in which the last turn may not be durable."""
 
 
 class Episodes:
     """All replayable episodes of one incarnation."""
 
     def __init__(self, requests: Requests) -> None:
-        """`requests`: of which they are some."""
         self._requests = requests
 
     def handle(self, event: Any, now: Now) -> bool:
-        """Take an event of such an episode; False for one that is no different for it."""
+        """Handle an event of a replayable episode; return False if `Requests` must handle it."""
         request = self._requests.by_key.get(getattr(event, "request", ""))
         if request is None or not request.replayable:
             return False
@@ -76,8 +60,8 @@ class Episodes:
         return handler is not None and handler(self, request, event, now)
 
     def handle_published(self, event: Published, now: Now) -> bool:
-        """Take the acknowledgement of a turn's record that comes behind the turn's end; False for
-        any other."""
+        """Handle the acknowledgement of a record after its turn's end; return False for any
+        other."""
         request = self._requests.by_key.get(event.tag.removeprefix(PROGRESS_TAG))
         if request is None or not request.replayable or request.phase not in BETWEEN:
             return False
@@ -95,14 +79,12 @@ class Episodes:
     # From its prompt, or from its progress
 
     def _prompted(self, request: RequestState, event: PromptReady, now: Now) -> bool:
-        """Another environment of an episode whose process has died."""
         if not request.sequence.sampled_tokens:
             return False
         self._replay(request, event.token_ids, now)
         return True
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> bool:
-        """A fresh environment of an episode that another worker has begun."""
         requests = self._requests
         found = requests.progress_error(request, event) or sequence_of(event.chunks)
         if isinstance(found, str):
@@ -115,7 +97,6 @@ class Episodes:
         return True
 
     def _lost(self, request: RequestState, event: EpisodeLost, now: Now) -> bool:
-        """Its process died: what was sampled stays, and another environment is told it."""
         requests, sequence = self._requests, request.sequence
         if sequence.in_stay:
             setup, version = requests.setup, request.hosted.version
@@ -135,7 +116,6 @@ class Episodes:
     # Its turns, told again
 
     def _replay(self, request: RequestState, prompt: Sequence[int], now: Now) -> None:
-        """Tell a fresh environment, whose prompt this is, what the model has said."""
         sequence = request.sequence
         recorded = sequence.token_ids[: sequence.prompt_tokens].tolist()
         if recorded != list(prompt):
@@ -146,7 +126,6 @@ class Episodes:
         self._tell(request, now)
 
     def _tell(self, request: RequestState, now: Now) -> None:
-        """The next turn; behind the last one it goes on as it would have where it was."""
         requests = self._requests
         if request.replay:
             requests.counts["turns told again"] += 1
@@ -183,7 +162,6 @@ class Episodes:
 
 
 def _answer_difference(event: EnvObserved, recorded: Exchange) -> str:
-    """What of an answer is not as it was; empty where all is."""
     if list(event.token_ids) != recorded.answer:
         return _difference(event.token_ids, recorded.answer)
     if event.done:
@@ -194,7 +172,6 @@ def _answer_difference(event: EnvObserved, recorded: Exchange) -> str:
 
 
 def _difference(now: Sequence[int], before: Sequence[int]) -> str:
-    """Where two texts of token ids part."""
     pairs = zip(now, before, strict=False)
     at = next((at for at, (one, other) in enumerate(pairs) if one != other), None)
     if at is None:

@@ -1,12 +1,8 @@
-"""How KV caches of moved requests go from worker to worker, and what the bytes of one must be.
+"""Transfer of KV caches between workers.
 
-A KV cache is worth nothing but time: whoever does not get one prefills, with the same result. So
-nothing here is an error. What cannot be kept or got is `Lost`, with the reason in a few words, the
-same words every time, so that they can be counted.
-
-Through `Transfers` a cache goes as safetensors: one array per name of the engine's own layout, and
-one metadata entry with the rest as JSON. Equal caches have equal bytes. They are written here, not
-by the library, because that would copy every array once more; any reader of safetensors reads them.
+A lost cache costs only a prefill, so failures return `Lost` with a fixed reason. A cache is a
+safetensors file with one array per name and one JSON metadata entry; equal caches have equal bytes.
+Written here because the library would copy every array.
 """
 
 from __future__ import annotations
@@ -37,14 +33,13 @@ from dora_pipe.store.transfers.port import (
 )
 
 OTHER_REQUEST: Final = "another request"
-"""Of those reasons that only a cache can have; the others are those of every transfer."""
 
 METADATA: Final = "dora-pipe kv"
-"""The one text of a file: a `_Beside` as JSON. Several would stand in an order left to chance."""
+"""Single metadata entry, since the order of several is not fixed."""
 
 WAIT_S: Final = 2.0
 BYTES_PER_S_MIN: Final = 50_000_000
-"""A cache that comes more slowly than this, after `WAIT_S`, is prefilled instead."""
+"""A slower transfer, after `WAIT_S`, is replaced by a prefill."""
 
 _DTYPES: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4"} | {
     "U64": "<u8",
@@ -56,68 +51,58 @@ _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLabel:
-    """Whose KV cache it is: written beside it, and asked for when it is fetched."""
+    """Identity of a KV cache, compared on fetch."""
 
     trajectory: str
     prefix: str
-    """sha256 (hex) of the token ids that the cache covers, 8 bytes each, little endian."""
+    """sha256 (hex) of the covered token ids, 8 bytes each, little endian."""
 
 
 class Handover(Protocol):
-    """Keeps KV caches until they are fetched. Calls may block; they come from one thread.
-
-    `KvHandover` is the one for production, through any way of transfer.
-    """
+    """Stores KV caches until they are fetched. Calls may block and come from one thread."""
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        """Keep a cache under the digest of its bytes."""
+        """Store a cache under the digest of its bytes."""
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        """The cache with this digest and label."""
+        """Return the cache with this digest and label."""
 
     def drop(self, blob: Blob) -> None:
-        """Forget a cache; unknown ones are ignored."""
+        """Delete a cache; unknown ones are ignored."""
 
     def clear(self) -> None:
-        """Forget all of them, whoever put them: the run is over."""
+        """Delete all caches at the end of the run."""
 
 
 def label_of(trajectory: str, token_ids: Sequence[int]) -> KvLabel:
-    """The label of the cache of a sequence: of all its tokens but the last."""
+    """Return the label of a sequence's cache, which covers all tokens but the last."""
     covered = np.asarray(token_ids[:-1], "<i8").tobytes()
     return KvLabel(trajectory=trajectory, prefix=hashlib.sha256(covered).hexdigest())
 
 
 class NoHandover:
-    """For a worker that has no place to hand anything over: its requests are prefilled."""
+    """Handover that stores nothing; requests are prefilled."""
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        """Nothing is kept."""
         return Lost(NO_ROOM)
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        """Nothing is there."""
         return Lost(GONE)
 
     def drop(self, blob: Blob) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def clear(self) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
 
 @dataclass(slots=True)
 class MemoryHandover:
-    """For workers of one process: tests and the simulator.
-
-    Example: ``MemoryHandover()``, shared by all workers that are said to run on one machine.
-    """
+    """Handover within one process, for tests and the simulator."""
 
     kept: dict[str, tuple[KvLabel, Kv]] = field(default_factory=dict)
-    """By digest; a test may take away what it likes."""
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        """Keep the object itself."""
         digest = hashlib.sha256(f"{label}{kv.layout}{kv.weights}{kv.tokens}".encode())
         for name in sorted(kv.arrays):
             digest.update(name.encode())
@@ -126,7 +111,6 @@ class MemoryHandover:
         return Blob(sha256=digest.hexdigest(), bytes=kv.bytes)
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        """The object that was kept."""
         if blob.sha256 not in self.kept:
             return Lost(GONE)
         found, kv = self.kept[blob.sha256]
@@ -140,8 +124,6 @@ class MemoryHandover:
 
 
 class _Beside(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands beside the arrays; see `KvLabel` and `Kv`."""
-
     trajectory: str
     prefix: str
     weights: str
@@ -153,36 +135,29 @@ _BESIDE: Final = msgspec.json.Decoder(_Beside)
 
 
 class KvHandover:
-    """See `Handover`; the bytes go through `transfers`.
-
-    Example: ``KvHandover(MappedFiles(Path("runs/demo/handover"), clock=SystemClock()))``
-    """
+    """Production `Handover`, based on `Transfers`."""
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
 
     def put(self, label: KvLabel, kv: Kv) -> Blob | Lost:
-        """Offer a cache."""
         if kv.bytes > BLOB_BYTES_MAX:
             return Lost(TOO_LARGE)
         return self._transfers.offer(packed(label, kv))
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        """Get a cache, as long as that takes less time than to make it again."""
         found = self._transfers.fetch(blob, timeout_s=WAIT_S + blob.bytes / BYTES_PER_S_MIN)
         return found if isinstance(found, Lost) else unpacked(label, found)
 
     def drop(self, blob: Blob) -> None:
-        """Forget it, here and at the peer that offered it."""
         self._transfers.drop(blob)
 
     def clear(self) -> None:
-        """Forget all of this place."""
         self._transfers.clear()
 
 
 def packed(label: KvLabel, kv: Kv) -> list[memoryview]:
-    """The bytes of a cache; arrays are not copied."""
+    """Encode a cache without copying its arrays."""
     beside = _Beside(
         trajectory=label.trajectory,
         prefix=label.prefix,
@@ -191,7 +166,7 @@ def packed(label: KvLabel, kv: Kv) -> list[memoryview]:
         tokens=kv.tokens,
     )
     fields: dict[str, Any] = {"__metadata__": {METADATA: encode(beside).decode()}}
-    # Wide types first, as the library has it: so every array is aligned.
+    # Widest types first, so that every array is aligned.
     ordered = sorted(kv.arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
     at = 0
     for name, array in ordered:
@@ -208,7 +183,7 @@ def packed(label: KvLabel, kv: Kv) -> list[memoryview]:
 
 
 def unpacked(label: KvLabel, data: Array) -> Kv | Lost:
-    """The cache in these bytes (uint8), if it is this request's; its arrays share their memory."""
+    """Decode the cache in these bytes (uint8) and verify its label; arrays share their memory."""
     try:
         entries, metadata = parse_header(data.data, "a KV cache")
         beside = decode(metadata.get(METADATA, "").encode(), _BESIDE)

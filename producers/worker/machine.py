@@ -1,15 +1,11 @@
-"""The rollout worker without IO: obeys decisions meant for its own incarnation, and checks them.
+"""State machine of a rollout worker, without IO.
 
-It reads the decisions topic and nothing else, from a position taken before it joined: whatever was
-decided about this incarnation lies behind it. It hosts one version and has a target. While the two
-differ, requests of the hosted version that it already has are finished (a decision may take them
-away), then the target is loaded; requests of the target wait for it. Any other version is refused.
+It reads the decisions topic from a position before it joined. Before loading its target version, it
+finishes requests of the hosted one.
 
-Three ways out. Drained: nothing more is taken, what is here is finished, then `worker left`. Asked
-to stop: running requests get a last progress record, finished ones are still logged, then
-`worker left` says how far each had come. Fenced: everything is dropped, nothing is published any
-more under this epoch, the loop ends; the role joins again under a new epoch, if nobody else has
-taken its name.
+A drained worker finishes its requests, then publishes `worker left`. A stopped worker writes last
+progress records and reports the progress in `worker left`. A fenced worker drops everything and
+publishes nothing more under its epoch.
 """
 
 from __future__ import annotations
@@ -77,27 +73,21 @@ from dora_pipe.schemas.wire import encode
 from dora_pipe.store.transfers.port import weights_url
 
 Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
-"""`replaced`: a decision names a later incarnation of this worker's name."""
+"""`replaced`: a decision names a later incarnation of this worker."""
 
 CALLS_SAID_MAX: Final = 8
-"""Open calls that a status names, the oldest ones."""
 
 PROGRESS_STATUS_NS: Final = BUS_TURN_NS
-"""A status follows an acknowledged progress record at once, but so long after the last one, and
-when that one is paid for (`StatusSchedule`): what it names is what a lost request goes on from."""
+"""Least interval between statuses after progress records; a lost request resumes from the last
+status."""
 
 
 OFF_ENGINE_NEWS_SHARE: Final = 8
-"""So does one when so small a share of the slots more, or less, is needed than the orchestrator
-knows. It does not wait to be paid for: there are no more of them than requests allow."""
+"""Divisor: a change in off-engine requests by 1/8 of the slots triggers a status early."""
 
 
 class LoadedVersions:
-    """The versions of a worker that hosts several at once; with one at a time, never any.
-
-    The orchestrator decides which those are. Every request runs under its own, and goes on under it
-    while another one is loaded.
-    """
+    """Loaded versions of a worker that hosts several; otherwise empty."""
 
     def __init__(self, most: int) -> None:
         self.several = most > 1
@@ -105,7 +95,6 @@ class LoadedVersions:
 
     @property
     def versions(self) -> list[int]:
-        """Those that requests may run under, ascending."""
         return sorted(self._digests)
 
     def has(self, version: int, digest: str) -> bool:
@@ -115,16 +104,11 @@ class LoadedVersions:
         self._digests[hosted.version] = hosted.digest
 
     def drop(self, versions: tuple[int, ...]) -> tuple[int, ...]:
-        """Forget versions; answers with those that were here."""
         return tuple(one for one in versions if self._digests.pop(one, None) is not None)
 
 
 class WorkerMachine:
-    """One incarnation of a rollout worker.
-
-    Example: ``Runtime(WorkerMachine(setup, cost=meter.cost, kv_used=...), ...).run(stop)``;
-    afterwards `outcome` and `error` say how it ended.
-    """
+    """Incarnation of a rollout worker; `outcome` and `error` report its end."""
 
     def __init__(
         self,
@@ -147,10 +131,8 @@ class WorkerMachine:
         self.outcome: Outcome = "running"
         self.error = ""
         self.error_here = False
-        """What went wrong is of this process or machine; see `LoadFailed`."""
         self.error_hint: str | None = None
         self.fenced_for = ""
-        """Why the orchestrator has fenced it."""
         self.run_over = False
         self._cost = cost
         self._kv_used = kv_used
@@ -163,29 +145,24 @@ class WorkerMachine:
         self._delta = ProgressDelta()
         self._waits = WaitTracker(setup.worker, setup.limits)
         self._loading_ns = 0
-        self._tokens = (0, 0)  # how many, and when there were fewer, or nothing to sample
-        self._off_engine = (0, 0)  # requests that need no slot, and those that had ended, as said
+        self._tokens = (0, 0)  # count, and time of the last change or of no running request
+        self._off_engine = (0, 0)  # off-engine and ended requests in the last status
         self._off_engine_due_ns = NEVER_NS
         self._guard = EpochGuard()
 
     @property
     def finished(self) -> bool:
-        """Whether this incarnation is over."""
         return self.outcome != "running"
 
     def positions(self) -> Mapping[TopicPartition, int]:
-        """The decisions, from before this incarnation joined."""
         decisions = TopicPartition(self.setup.topics.decisions, 0)
         return {decisions: self.setup.decisions_from}
 
     def wake_at(self) -> int:
-        """When the next status is due, or what is known of who needs no slot is not so any more; or
-        the end of patience while leaving."""
         due_ns = min(self._schedule.due_ns, self._off_engine_due_ns)
         return min(due_ns, self._leave_by_ns) if self._leaving else due_ns
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        """Take the inputs in order, then start whatever has become possible."""
         out = self.requests.begin_turn(now.mono_ns)
         for one in inputs:
             if not self.finished:
@@ -198,7 +175,6 @@ class WorkerMachine:
         return out
 
     def waits(self, now_ns: int) -> list[PendingWait]:
-        """What it waits for at this monotonic time."""
         at = Situation(
             hosted=self.hosted.version,
             loading=self.loading.version if self.loading else None,
@@ -231,14 +207,14 @@ class WorkerMachine:
             case StopAsked():
                 self._leave("its process was asked to stop", now)
             case CaughtUp() | HeldBack():
-                pass  # what concerns it was decided after it joined; what comes late is obeyed late
+                pass  # decisions about it come after it joined; late ones are still obeyed
             case _:
                 apart = (self.scorings, self.sessions, self.episodes)
                 if not any(some.handle(one, now) for some in apart):
                     self.requests.handle(one, now)
 
     def _on_record(self, record: Record, now: Now) -> None:
-        """A round. Raises SchemaError, InvariantBroken: what was decided must not be skipped."""
+        """Raises SchemaError or InvariantBroken, since no decision may be skipped."""
         round_ = self._guard.read(record.offset, record.value)
         if round_ is None:
             self.requests.counts["rounds of an older orchestrator"] += 1
@@ -272,7 +248,6 @@ class WorkerMachine:
     # Decisions
 
     def _obey(self, decision: Decision, now: Now) -> None:
-        """Do what a decision says; those of other types are somebody else's."""
         match decision:
             case Place():
                 self._on_place(decision, now)
@@ -295,7 +270,7 @@ class WorkerMachine:
                 self._left(now)
 
     def _mine(self, decision: Assign | Cancel | Drain | Fence | Move | Place | ScoreGroup) -> bool:
-        """Whether it is meant for this incarnation; a later one means that this is replaced."""
+        """Whether a decision names this incarnation; a later epoch replaces it."""
         if decision.worker != self.setup.worker:
             return False
         if decision.epoch > self.setup.epoch:
@@ -309,7 +284,7 @@ class WorkerMachine:
             return
         mine = self._mine(place)
         if self.finished or (mine and (self._leaving or self._draining)):
-            return  # `worker left` hands them back, with all others
+            return  # `worker left` hands back all requests
         for request in place.requests():
             refusal = self._refusal(request)
             if refusal is None:
@@ -320,7 +295,7 @@ class WorkerMachine:
                 self.requests.fail(request, now, error, message, retryable=retryable)
 
     def _refusal(self, place: PlacedRequest) -> tuple[str, str, bool] | None:
-        """(error, message, retryable) of what cannot be taken."""
+        """Return (error, message, retryable) if the request cannot be taken."""
         setup, spec = self.setup, place.spec
         where = f"{place.trajectory} was placed on worker {setup.worker}"
         if place.epoch != setup.epoch:
@@ -353,7 +328,7 @@ class WorkerMachine:
         if self.target == self.hosted and self.loading is None:
             self._ready(0.0, now)
 
-    # What follows
+    # Next actions
 
     def _go_on(self, now: Now) -> None:
         requests = self.requests
@@ -380,13 +355,11 @@ class WorkerMachine:
         self._off_engine_due_ns = self._off_engine_news_ns()
 
     def _hurry_status(self, now: Now) -> None:
-        """How many requests need no slot is news when it is another number than is known."""
         known, least = self._known_off_engine()
         if abs(self._off_engine_now(now) - known) >= least:
             self._schedule.bring_forward(BUS_TURN_NS, unpaid=True)
 
     def _off_engine_news_ns(self) -> int:
-        """When it will be, if nothing changes."""
         known, least = self._known_off_engine()
         reaches_ns = self.requests.off_engine.reaches_ns
         if not self.requests.tokens_total:
@@ -394,19 +367,19 @@ class WorkerMachine:
         return min(reaches_ns(known + least), reaches_ns(known - least))
 
     def _known_off_engine(self) -> tuple[int, int]:
-        """What was said, as the fold counts it down; and the difference that is news."""
+        """Return the last reported number less ended requests, and the difference worth a
+        status."""
         said, ended = self._off_engine
         known = max(0, said - (self.requests.ended - ended))
         return known, max(1, self.setup.slots // OFF_ENGINE_NEWS_SHARE)
 
     def _off_engine_now(self, now: Now) -> int:
-        """Before its first token, a worker's task processes are still starting: nothing counts."""
+        """Counting starts at the first token, after task processes have started."""
         if not self.requests.tokens_total:
             self.requests.off_engine.begin(now.mono_ns)
         return self.requests.off_engine.mean(now.mono_ns, self.requests.placed)
 
     def _versions(self) -> list[int]:
-        """Those that requests may wait for here."""
         others = self.loaded.versions if self.loaded.several else [self.hosted.version]
         return [*others, self.target.version]
 
@@ -423,7 +396,8 @@ class WorkerMachine:
         self.requests.ask(effect)
 
     def _ready(self, load_ms: float, now: Now, fallbacks: tuple[Fallback, ...] = ()) -> None:
-        """The hosted version may be the target, or one that was replaced while it was loaded."""
+        """Publish `worker ready`; the hosted version may differ from a target replaced during
+        loading."""
         hosted = self.hosted
         self.requests.hold_versions(now, *self._versions())
         record = WorkerReady(

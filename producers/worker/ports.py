@@ -1,8 +1,4 @@
-"""The worker's ports: to its task pool, the handover of KV caches, and its records. The one to its
-engine is `engine_port`.
-
-KV caches are moved in a thread; the rest in the loop's own, in bounded bits.
-"""
+"""Worker's ports to task pools, KV handover and codec. Only KV caches are moved in a thread."""
 
 from __future__ import annotations
 
@@ -59,46 +55,45 @@ CODEC_BUDGET_NS: Final = 5_000_000
 
 
 class Tasks(Protocol):
-    """What the task port needs of a `TaskPool`."""
+    """Part of `TaskPool` that the task port needs."""
 
     @property
     def busy(self) -> bool:
-        """Whether it has work for the next poll."""
+        """Whether there is work for the next poll."""
 
     def start(self, effect: TaskCall | Forget) -> None:
         """Begin a call."""
 
     def poll(self) -> Sequence[TaskEvent]:
-        """Events since the last call."""
+        """Return events since the last call."""
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the pool."""
 
 
 class TextCodec(Protocol):
-    """What the task port needs of a `Tokenizer`."""
+    """Part of `Tokenizer` that the task port needs."""
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt."""
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text that is appended."""
+        """Return the token ids of appended text."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens."""
+        """Return the text of sampled tokens."""
 
     def check_unrendered(self, text: str) -> None:
-        """Raise TaskError for a text that is a rendered conversation."""
+        """Raises TaskError for text that is a rendered conversation."""
 
 
 TaskEffect = PromptCall | EnvStep | RewardCall | GroupCall | AgentCall | Forget
 
 
 class TaskPort:
-    """Text or messages on one side, token ids on the other: prompts, environments and rewards.
+    """Translates between text or messages of tasks and token ids.
 
-    A request whose prompt is messages has a conversation until its reward is asked for, or it is
-    forgotten, failed or lost; one that begins again begins another.
+    A request with messages has a conversation until its reward call or its end.
     """
 
     effects: tuple[type, ...] = (PromptCall, EnvStep, RewardCall, GroupCall, AgentCall, Forget)
@@ -110,7 +105,6 @@ class TaskPort:
         chat: Chat | None = None,
         addresses: Addresses | None = None,
     ) -> None:
-        """`addresses`: where agents call the model, of a task that has one."""
         self._addresses = addresses
         self._tasks = tasks
         self._texts = texts
@@ -127,11 +121,9 @@ class TaskPort:
         }
 
     def start(self, effect: TaskEffect) -> None:
-        """Hand a call to the pool."""
         self._failures += run_effect(self._handlers, effect)
 
     def poll(self) -> list[Any]:
-        """The pool's events, texts as token ids; a text that has none fails its request alone."""
         events, self._failures = self._failures, []
         for event in self._tasks.poll():
             translated, failed = partial(self._translated, event), partial(self._failed, event)
@@ -140,11 +132,9 @@ class TaskPort:
 
     @property
     def busy(self) -> bool:
-        """Whether the pool has calls to hand out or events to give."""
         return bool(self._failures) or self._tasks.busy
 
     def close(self) -> None:
-        """Stop the pool."""
         self._tasks.close()
 
     def _pass_on(self, effect: PromptCall) -> Iterator[Any]:
@@ -194,9 +184,7 @@ class TaskPort:
             turn = self._chat.parse(effect.answer, effect.before, ())
             answer, reasoning = turn.text, turn.reasoning
         if conversation is not None:
-            if (
-                len(effect.turns) + 1
-            ) // 2 > conversation.turns:  # Nobody has answered the last one.
+            if (len(effect.turns) + 1) // 2 > conversation.turns:  # The last turn was not answered.
                 conversation.say(effect.answer)
             answer, reasoning = conversation.text, conversation.reasoning
             messages = conversation.messages()
@@ -230,7 +218,6 @@ class TaskPort:
         return calls.Said(text=turn.text, turns=turns, turn=turn)
 
     def _failed(self, effect: Any, error: Exception) -> list[TaskFailed]:
-        """As any call that failed; its episode is of no use any more."""
         forgotten = run_effect(self._handlers, Forget(request=effect.request))
         message = calls.one_line(reason(error))
         failed = TaskFailed(request=effect.request, error=type(error).__name__, message=message)
@@ -283,8 +270,8 @@ class TaskPort:
 def prompt_of(
     event: calls.PromptReady, texts: TextCodec, chat: Chat | None
 ) -> Conversation | Sequence[int]:
-    """A prompt as a conversation, or as token ids where it is text. Raises TaskError, PolicyError
-    and ConfigError where the model's tokenizer or chat template does not take it."""
+    """Return a prompt as a conversation or token ids. Raises TaskError, PolicyError or
+    ConfigError."""
     if not event.messages:
         return texts.prompt_ids(event.text)
     if chat is None:
@@ -296,8 +283,7 @@ def prompt_of(
 
 
 class TaskPorts:
-    """The task ports of a worker, one per pool of task processes; who asks says by `source` which
-    one is meant."""
+    """Task ports of a worker, selected by the `source` of a call."""
 
     effects: tuple[type, ...] = TaskPort.effects
 
@@ -306,7 +292,6 @@ class TaskPorts:
         self._ports = list({id(port): port for port in ports.values()}.values())
 
     def start(self, effect: TaskEffect) -> None:
-        """Hand a call to the pool that serves its source."""
         self._of[effect.source].start(effect)
 
     def poll(self) -> list[Any]:
@@ -317,18 +302,12 @@ class TaskPorts:
         return any(port.busy for port in self._ports)
 
     def close(self) -> None:
-        """Stop all pools."""
         for port in self._ports:
             port.close()
 
 
 class HandoverPort(EffectRunner):
-    """Runs a `Handover`, one cache after the other: in a thread, as writing, hashing and mapping
-    files takes time that grows with the cache, or at once (virtual time).
-
-    A cache that is lost on the way costs a prefill, whatever it was lost by, for a
-    reason in the same words every time.
-    """
+    """Runs a `Handover` in a thread, or directly for virtual time. A lost cache costs a prefill."""
 
     effects: tuple[type, ...] = (PutKv, FetchKv, DropKv)
 
@@ -367,7 +346,7 @@ def _not_fetched(effect: FetchKv, error: Exception) -> list[KvFetched]:
 
 
 class CodecPort:
-    """Makes the bytes of trajectories and progress records, booked to the meter as `codec`."""
+    """Encodes trajectories and progress records."""
 
     effects: tuple[type, ...] = (EncodeTrajectory, EncodeProgress)
 
@@ -381,11 +360,9 @@ class CodecPort:
         }
 
     def start(self, effect: EncodeTrajectory | EncodeProgress) -> None:
-        """Queue a record."""
         self._queue.append(effect)
 
     def poll(self) -> list[Any]:
-        """Records for the budget, in order."""
         if not self._queue:
             return []
         events: list[Any] = []
@@ -399,11 +376,9 @@ class CodecPort:
 
     @property
     def busy(self) -> bool:
-        """Whether records wait."""
         return bool(self._queue)
 
     def close(self) -> None:
-        """Forget what waits."""
         self._queue.clear()
 
 

@@ -1,4 +1,4 @@
-"""Progress records of a worker's requests: when what was sampled is written to the log."""
+"""Progress records of a worker's requests."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.schemas.trajectory_codec import AnyProgress
 
 PROGRESS_TAG: Final = "p:"
-"""Tag of what a request publishes; its key follows."""
 
 
 class ProgressRecords(RequestTable):
-    """The requests of one incarnation, and which of their tokens are on their way to the log."""
+    """Request table that writes progress records."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         super().__init__(setup)
         self.grown: dict[str, None] = {}
-        """Keys of requests that have sampled since it was last looked at them."""
 
     def write_progress(self) -> None:
-        """Start a progress record of every request that has sampled enough since the last one."""
+        """Start progress records of requests with enough new tokens."""
         for key in self.grown:
             request = self.by_key.get(key)
             if request is not None and request.phase is Phase.RUNNING:
@@ -33,7 +31,7 @@ class ProgressRecords(RequestTable):
         self.grown.clear()
 
     def begin_chunk(self, request: RequestState, tokens_min: int) -> bool:
-        """Start a progress record if none is under way and there is enough to write."""
+        """Start a progress record unless one is open or tokens are too few."""
         unwritten = request.sequence.sampled_tokens - request.chunk_end
         if request.chunk_open or unwritten < tokens_min or not request.recorded:
             return False
@@ -49,11 +47,10 @@ class ProgressRecords(RequestTable):
         return True
 
     def all_durable(self, request: RequestState) -> bool:
-        """Whether its progress records hold all that was sampled; if not, the last is begun."""
+        """Return whether progress records cover all sampled tokens; if not, start the last one."""
         return not self.begin_chunk(request, 1) and not request.chunk_open
 
     def append_progress(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
-        """Publish a progress record under the request's tag."""
         append = Append(
             topic=self.setup.topics.progress,
             partition=request.place.spec.partition,

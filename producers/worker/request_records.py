@@ -1,4 +1,4 @@
-"""The records that a worker logs of a request, made of its state; decides nothing."""
+"""Records that a worker logs for a request, built from its state."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 
 def trajectory_of(request: RequestState, setup: WorkerSetup) -> Trajectory:
+    """Return the trajectory of a finished request."""
     place, spec, sequence = request.place, request.place.spec, request.sequence
     return Trajectory(
         trajectory=place.trajectory,
@@ -90,7 +91,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
 
 
 def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
-    """What one version has sampled since the last one. Only for single-turn requests."""
+    """Return the next record of a single-turn request."""
     place, sequence, start = request.place, request.sequence, request.chunk_end
     version, end = sequence.stretch(start, now=request.hosted.version)
     token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
@@ -116,7 +117,7 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
 
 
 def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodeProgress:
-    """What one version has sampled since the last one, and all that stands before it."""
+    """Return the next record of an episode."""
     place, sequence, version = request.place, request.sequence, request.hosted.version
     start, segments = sequence.part(
         request.chunk_end, worker=setup.worker, epoch=setup.epoch, version=version
@@ -146,7 +147,7 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
 
 
 def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSetup) -> TurnProgress:
-    """What the model has answered to a call of a session, behind what stands in its chain."""
+    """Return the record of an answered call."""
     session, mine, sequence = request.session, call.call, call.sequence
     assert session is not None and mine is not None and call.started_ns is not None
     prompt, end = sequence.prompt_tokens, len(sequence)
@@ -187,7 +188,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
 
 
 def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
-    """The fact that the trajectory lies in the log at this offset of its group's partition."""
+    """Return the entry of a logged trajectory."""
     return LoggedEntry(
         trajectory=request.place.trajectory,
         attempt=request.place.attempt,
@@ -208,7 +209,7 @@ def logged_of(request: RequestState, *, offset: int) -> LoggedEntry:
 
 
 def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestReleased:
-    """The fact that a request goes on elsewhere, and from where."""
+    """Return the record of a move."""
     sampled = not request.episode or request.sequence.in_stay
     released = request.phase is Phase.RELEASING and sampled
     return RequestReleased(

@@ -1,32 +1,24 @@
-"""The way of a request through a worker, from its placement to its record in the log.
+"""Transitions of a request in a worker.
 
     place -> PROMPTING -> (RESUMING) -> WAITING -> RUNNING -> REWARDING -> ENCODING -> LOGGING
-          -> gone (and reported, with all others of the same turn)
-    several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ... (and see `episodes`)
-    the worker leaves: RUNNING -> LEAVING (its last progress record) -> gone
+    several turns: RUNNING -> ENVIRONMENT -> WAITING -> RUNNING -> ... (see `episodes`)
+    the worker leaves: RUNNING -> LEAVING (its last progress record)
     it came with a KV cache: RESUMING -> FETCHING -> WAITING
-    it moves: RUNNING -> EXPORTING -> RELEASING -> gone
-    it is between two turns: ENVIRONMENT or WAITING -> RELEASING (it moves), LEAVING -> gone
-    an agent is its source: see `sessions`
+    it moves: RUNNING -> EXPORTING -> RELEASING
+    between two turns: ENVIRONMENT or WAITING -> RELEASING (it moves) or LEAVING
+    of an agent: see `sessions`
 
-Methods stand in the order of that way. One calls the next where nothing lies between; where a port
-does its part, the method ends with the effect, and `_TRANSITIONS` (`_ACKNOWLEDGED` for records that
-have become durable) says with which method its answer goes on. These tables are all there is: an
-event of a request that was dropped is ignored, one that its phase does not know is refused. Both
-are counted and change nothing.
+Methods follow this order. A method that needs a port ends with an effect; `_TRANSITIONS` and
+`_ACKNOWLEDGED` map the answer to the next method. Other events are only counted.
 
 Rules:
 
-1. Of an attempt at most one trajectory is handed to the log. Once it has its reward, a
-   cancellation comes too late: it is logged, and the fold decides.
-2. Progress records of a request form a chain, so at most one is under way; the offset of the last
-   acknowledged one is its `Resume`.
-3. A request in ENVIRONMENT holds no slot: its next turn goes in as a fresh request, and how much of
-   it is prefilled is the engine's affair (`prefix_reuse`). One of several turns stays where it is
-   when others move, unless another environment can be told its turns: then it has progress records
-   as others have, and one more at the end of every turn.
-4. A KV cache that is lost on any way costs a prefill and is counted, with the reason; the tokens
-   are the same.
+1. An attempt publishes at most one trajectory. After the reward, cancellation is too late.
+2. Progress records form a chain, so at most one is open. `Resume` has the offset of the last
+   acknowledged one.
+3. A request in ENVIRONMENT has no slot; each turn is a new engine request. Requests with several
+   turns move only if their environment is replayable.
+4. A lost KV cache costs a prefill; the tokens stay the same.
 """
 
 from __future__ import annotations
@@ -86,14 +78,12 @@ from dora_pipe.schemas.rounds import PlacedRequest
 from dora_pipe.schemas.trajectory import Progress
 
 EMIT_EVERY_TOKENS: Final = 32
-"""The engine reports a single-turn request's tokens at least so often: what has not been reported
-is lost when the worker stops."""
+"""Report interval in tokens; unreported tokens are lost if the worker stops."""
 
 VALUE_BYTES_MAX: Final = 192 * 1024 * 1024
-"""No reader decodes a larger one. What is above the topic's own limit lies beside the log."""
+"""Limit of readers; values above the topic's limit are stored as blobs."""
 
 TRAJECTORY_TAG: Final = "t:"
-"""Tag of what a request publishes, as `PROGRESS_TAG`."""
 
 
 class Requests(ProgressRecords):
@@ -102,23 +92,19 @@ class Requests(ProgressRecords):
     def __init__(self, setup: WorkerSetup) -> None:
         super().__init__(setup)
         self.hosted = NOTHING
-        """What the engine has; the machine says so."""
         self.tokens_total = 0
         self.left: dict[str, Resume] = {}
-        """Progress of requests that were put down because the worker leaves."""
 
     def handle(self, event: RequestEvent, now: Now) -> None:
-        """Take an event of a port to the request that it names."""
         request = self.by_key.get(event.request)
         if request is None:
             self.counts["ignored"] += 1
             if isinstance(event, KvPut) and event.blob is not None:
-                self.ask(DropKv(blob=event.blob))  # handed over while its request was dropped
+                self.ask(DropKv(blob=event.blob))  # the request was dropped during the handover
             return
         self._go_on(_TRANSITIONS.get((request.phase, type(event))), request, event, now)
 
     def handle_published(self, event: Published, now: Now) -> None:
-        """Take an acknowledgement to the request that its tag names."""
         request = self.by_key.get(event.tag[2:])
         if request is None:
             self.counts["ignored"] += 1
@@ -134,16 +120,13 @@ class Requests(ProgressRecords):
     # Placed: PROMPTING, RESUMING, FETCHING
 
     def place(self, place: PlacedRequest, now: Now) -> None:
-        """Take a request; the same placement twice is one.
-
-        Its prompt is asked for at once: a refill must not wait for it."""
+        """Take a request; free slots do not wait for its prompt."""
         request = self.new_state(place, now)
         if request is not None:
             self.insert(request)
             self.ask_prompt(request)
 
     def ask_prompt(self, request: RequestState) -> None:
-        """Ask for the prompt, which begins an episode where there is one."""
         self.enter(request, Phase.PROMPTING)
         key, spec = request.key, request.place.spec
         self.ask(
@@ -178,7 +161,7 @@ class Requests(ProgressRecords):
 
     def _resumed(self, request: RequestState, event: ProgressFetched, now: Now) -> None:
         chunks = [chunk for chunk in event.chunks if isinstance(chunk, Progress)]
-        if self.progress_error(request, event) or not chunks:  # Of an episode, which this is not.
+        if self.progress_error(request, event) or not chunks:  # progress of an episode
             self.resume_without(request)
             return
         request.sequence.resume(chunks)
@@ -190,7 +173,6 @@ class Requests(ProgressRecords):
             self.complete(request, finish, now)
 
     def progress_error(self, request: RequestState, event: ProgressFetched) -> str | None:
-        """Why the progress that was fetched cannot be gone on from; None where it can."""
         assert request.resume is not None
         spec = request.place.spec
         why = event.why or chain_error(
@@ -204,13 +186,11 @@ class Requests(ProgressRecords):
         return why or prompt_error(event.chunks, len(request.sequence))
 
     def resume_without(self, request: RequestState) -> None:
-        """Its progress cannot be used: it begins from the prompt that it has."""
         self.counts["progress unusable"] += 1
         request.resume = None
         self._wait(request)
 
     def fetch_kv(self, request: RequestState) -> None:
-        """All its tokens are there: get the KV cache that belongs to them, if it has one."""
         if request.blob is None:
             self._wait(request)
             return
@@ -228,15 +208,11 @@ class Requests(ProgressRecords):
     # WAITING, RUNNING
 
     def _wait(self, request: RequestState) -> None:
-        """A request is ready for a slot."""
         self.enter(request, Phase.WAITING)
         self.enqueue(request)
 
     def fill(self, *versions: int) -> None:
-        """Hand waiting requests to the engine, which has these versions: for its slots, and ahead.
-
-        Its port refills a slot between two steps, without a turn of the loop.
-        """
+        """Send waiting requests to the engine, some ahead of its slots."""
         emit_every = min(self.setup.checkpoint_tokens, EMIT_EVERY_TOKENS)
         for _ in range(self.room):
             request = self.next_waiting(*versions)
@@ -246,7 +222,6 @@ class Requests(ProgressRecords):
             self.ask(EngineAdd(request=engine_request_of(request, emit_every)))
 
     def _started(self, request: RequestState, event: EngineStarted, now: Now) -> None:
-        """It has its slot; whatever it came with is used up."""
         self.slot_taken(request)
         self.enter(request, Phase.RUNNING)
         request.under(self.hosted)
@@ -270,8 +245,7 @@ class Requests(ProgressRecords):
             self.grown[request.key] = None
 
     def weights_replaced(self, hosted: Hosted, now: Now) -> None:
-        """The engine has another version from now on, and goes on with all that runs: it has
-        prefilled it again, and emitted before what it had sampled under the old one."""
+        """Continue running requests, prefilled again under another version."""
         self.hosted = hosted
         setup = self.setup
         for request in self.by_key.values():
@@ -303,13 +277,12 @@ class Requests(ProgressRecords):
     # ENVIRONMENT
 
     def ask_environment(self, request: RequestState, said: Sequence[int], now: Now) -> None:
-        """Hand a turn of the model to the environment."""
         self.enter(request, Phase.ENVIRONMENT)
         request.asked_ns = now.wall_ns
         self.ask(EnvStep(request=request.key, token_ids=said, source=request.source))
 
     def _observed(self, request: RequestState, event: EnvObserved, now: Now) -> None:
-        """What does not fit is not appended; then the request ends by length, if not by itself."""
+        """Append an observation; one that does not fit ends the request by length."""
         sequence, setup = request.sequence, self.setup
         request.tool_error = request.tool_error or event.error
         fits = len(sequence) + len(event.token_ids) <= setup.context_tokens
@@ -334,7 +307,6 @@ class Requests(ProgressRecords):
         self.broken(request, f"{event.error}: {event.message}", now)
 
     def _episode_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
-        """The request starts again from its prompt, under the same version and seed."""
         request.restarts += 1
         if self.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
             self.counts[STARTED_AGAIN] += 1
@@ -355,10 +327,9 @@ class Requests(ProgressRecords):
         text: str | None = None,
         rewarded: Rewarded | None = None,
     ) -> None:
-        """The sequence is complete: ask for its reward, where it is not known yet.
+        """Request the reward of a complete sequence, unless it is known.
 
-        `answer`, `before` and `text` (see `RewardCall`) are of a session, whose last answer need
-        not be its record's last tokens.
+        In sessions the last answer may differ from the last tokens.
         """
         request.finish, request.finished_ns = finish, now.wall_ns
         request.rewarded_by = "task" if rewarded is None else "agent"
@@ -382,7 +353,6 @@ class Requests(ProgressRecords):
         )
 
     def broken(self, request: RequestState, error: str, now: Now) -> None:
-        """The sequence ended in an error: logged as invalid, without asking for a reward."""
         request.finish, request.finished_ns, request.error = "error", now.wall_ns, error
         request.reward_error = f"not scored: {error}"
         if request.episode:
@@ -404,7 +374,6 @@ class Requests(ProgressRecords):
         self.encode(request)
 
     def encode(self, request: RequestState) -> None:
-        """All is known: make the record."""
         self.enter(request, Phase.ENCODING)
         trajectory = trajectory_of(request, self.setup)
         self.ask(EncodeTrajectory(request=request.key, trajectory=trajectory))
@@ -430,7 +399,6 @@ class Requests(ProgressRecords):
         self.give_up(request, now, "SchemaError", event.message, retryable=False)
 
     def _trajectory_published(self, request: RequestState, event: Published, now: Now) -> None:
-        """Its trajectory is durable: to be reported, and done with."""
         self.counts["logged"] += 1
         spec = request.place.spec
         entries = self.logged.setdefault((spec.version, spec.digest), [])
@@ -440,14 +408,13 @@ class Requests(ProgressRecords):
     # Progress records
 
     def _chunk_needless(self, request: RequestState, event: ProgressEncoded, now: Now) -> None:
-        """The request has finished: only an episode that loses its reward's environment goes on."""
+        """An episode may still lose its reward's process and need this record."""
         if request.episode:
             self.append_progress(request, event, now)
         else:
             self.counts["progress needless"] += 1
 
     def chunk_published(self, request: RequestState, event: Published, now: Now) -> None:
-        """A progress record is durable: what is not written yet may follow."""
         request.resume = Resume(
             tokens=request.chunk_end, partition=event.partition, offset=event.offset
         )
@@ -459,15 +426,15 @@ class Requests(ProgressRecords):
         elif request.phase is Phase.RUNNING:
             self.grown[request.key] = None
         elif request.episode:
-            self.begin_chunk(request, 1)  # A turn has ended meanwhile.
+            self.begin_chunk(request, 1)  # a turn has ended meanwhile
 
     # Moving to another worker: EXPORTING, RELEASING
 
     def move(self, trajectory: str, attempt: int, now: Now) -> None:
-        """A decision wants a request to go on elsewhere; one that is about to end here, ends here.
+        """Release a request to another worker.
 
-        What runs leaves the engine with its KV cache; then its last tokens go to the progress topic
-        and the cache to the handover, beside each other. What does not run is released as it came.
+        A running request leaves the engine; its last tokens go to the progress topic and its KV
+        cache to the handover, in parallel.
         """
         request = self.by_key.get(key_of(trajectory, attempt))
         if request is not None and not request.recorded:
@@ -485,13 +452,11 @@ class Requests(ProgressRecords):
             self.counts["moved too late"] += 1
 
     def _leave_between_turns(self, request: RequestState, now: Now) -> None:
-        """An episode goes on elsewhere when its turns are durable; its environment stays."""
         self.leave_engine(request)
         self.enter(request, Phase.RELEASING)
         self._release_if_durable(request, now)
 
     def _exported(self, request: RequestState, event: EngineExported, now: Now) -> None:
-        """It is out of the engine. Without a token of its own it has nothing to go on from."""
         self.enter(request, Phase.RELEASING)
         sequence, kv = request.sequence, event.kv
         if kv is not None and sequence.sampled_tokens and kv.tokens == len(sequence) - 1:
@@ -501,7 +466,6 @@ class Requests(ProgressRecords):
         self._release_if_durable(request, now)
 
     def _kv_put(self, request: RequestState, event: KvPut, now: Now) -> None:
-        """Its KV cache lies where another worker finds it, or was not kept."""
         request.kv_open, request.blob = False, event.blob
         if event.blob is None:
             self.counts[f"KV cache not handed over: {event.why}"] += 1
@@ -512,7 +476,6 @@ class Requests(ProgressRecords):
             self._release(request, now)
 
     def _release(self, request: RequestState, now: Now) -> None:
-        """Say where what it goes on from lies, and have no more to do with it."""
         self.say(request.place.trajectory, released_of(request, self.setup, now))
         self.counts["released"] += 1
         self.let_go(request)
@@ -520,7 +483,6 @@ class Requests(ProgressRecords):
     # Leaving with the worker
 
     def leave(self) -> None:
-        """Put down what is not finished, running requests with a last progress record."""
         self.versions = frozenset()
         for request in self.all_generating():
             if request.recorded and (request.episode or request.phase is Phase.RUNNING):

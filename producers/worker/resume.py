@@ -1,5 +1,4 @@
-"""What a request goes on from that another worker has begun: the chain of its progress records,
-read back to its beginning, and whether it is one."""
+"""Progress records of requests that another worker began."""
 
 from __future__ import annotations
 
@@ -24,10 +23,8 @@ from dora_pipe.schemas.trajectory import EpisodeProgress, Progress, TurnProgress
 from dora_pipe.schemas.trajectory_codec import AnyProgress, decode_any_progress
 
 CHAIN_MAX: Final = 4096
-"""Progress records of one request; a longer chain is not followed."""
 
 CHAIN_TIMEOUT_NS: Final = 10_000_000_000
-"""A chain that could not be read in this time is given up: its request starts from the prompt."""
 
 
 def chain_error(
@@ -39,12 +36,11 @@ def chain_error(
     tokens: int,
     newest: int | None = None,
 ) -> str | None:
-    """Why these chunks, oldest first, are not the first `tokens` tokens of this request; None if
-    they are. A chain that is not leaves the request to start from its prompt.
+    """Return why these chunks, oldest first, are not the first `tokens` tokens of the request.
 
-    With `newest` (a run that may mix versions) later versions up to that may have made them, never
-    an older one after a newer one. The places of an episode's chunks are those of its sequence,
-    prompt and answers included, the others' those behind the prompt."""
+    Runs that mix versions allow later ones up to `newest`, ascending. Positions count from the
+    start of the sequence in episodes, else from the end of the prompt.
+    """
     if not chunks:
         return "no progress record was found"
     at = sampled = 0
@@ -75,7 +71,7 @@ def _alike(one: Routes | None, other: Routes | None) -> bool:
 
 
 def prompt_error(chunks: Sequence[AnyProgress], prompt_tokens: int) -> str | None:
-    """Why the first of a request's chunks says of another prompt through which experts it went."""
+    """Return why the routed experts belong to another prompt."""
     first = chunks[0]
     routes = first.routed_experts if isinstance(first, Progress) else None
     if routes is None or routes.tokens == prompt_tokens + len(first.token_ids):
@@ -84,7 +80,7 @@ def prompt_error(chunks: Sequence[AnyProgress], prompt_tokens: int) -> str | Non
 
 
 def sequence_of(chunks: Sequence[AnyProgress]) -> TokenSequence | str:
-    """The sequence of an episode whose chain `chain_error` has nothing against; or what has."""
+    """Return the sequence of a valid chain, or why its segments are invalid."""
     parts = [one for one in chunks if isinstance(one, EpisodeProgress)]
     kinds = [one.kind for part in parts for one in part.segments]
     if kinds[:1] != ["prompt"] or "prompt" in kinds[1:] or "model" not in kinds:
@@ -104,8 +100,8 @@ def session_of(
     digest: str,
     tokens: int,
 ) -> Session | str:
-    """The session whose calls these are, oldest first, before its agent has begun again; or why
-    they are not the first `tokens` tokens of this one."""
+    """Return the session of these calls, oldest first, or why they are not its first `tokens`
+    tokens."""
     session = Session()
     if not chunks:
         return "no progress record was found"
@@ -132,17 +128,16 @@ def session_of(
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """Records of one partition that are read one by one, for a request."""
+    """Records of one partition, read one by one for a request."""
 
     request: str
     tp: TopicPartition
     wanted: int
-    """Offset of the record that is read next."""
     until_ns: int
     reader: Reader | None = None
 
     def read(self, bus: Bus) -> Record | None:
-        """The first record from the wanted offset on; None as long as the bus has none to give."""
+        """Return the first record from the wanted offset, if available."""
         try:
             if self.reader is None:
                 self.reader = bus.reader({self.tp: self.wanted})
@@ -155,24 +150,17 @@ class Reading:
         return records[0] if records else None
 
     def close(self) -> None:
-        """Let go of the reader."""
         if self.reader is not None:
             self.reader.close()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Chain(Reading):
-    """A chain while it is read, newest record first."""
-
     found: list[AnyProgress] = field(default_factory=list)
 
 
 class ProgressPort:
-    """Follows chains of progress records back to their beginning.
-
-    A chain that breaks (a record that is not there, cannot be read, or names a later one as the
-    one before it) comes back empty, with the reason.
-    """
+    """Reads chains of progress records back to their start; a broken chain is empty."""
 
     effects: tuple[type, ...] = (FetchProgress,)
 
@@ -184,7 +172,6 @@ class ProgressPort:
         self._chains: deque[_Chain] = deque()
 
     def start(self, effect: FetchProgress) -> None:
-        """Begin at the newest record."""
         chain = _Chain(
             request=effect.request,
             tp=TopicPartition(self._topic, effect.resume.partition),
@@ -194,7 +181,6 @@ class ProgressPort:
         self._chains.append(chain)
 
     def poll(self) -> list[Any]:
-        """The next record of the chain whose turn it is."""
         if not self._chains:
             return []
         chain = self._chains.popleft()
@@ -207,16 +193,13 @@ class ProgressPort:
 
     @property
     def busy(self) -> bool:
-        """Whether a chain is being read."""
         return bool(self._chains)
 
     def close(self) -> None:
-        """Give up what is being read."""
         while self._chains:
             self._chains.popleft().close()
 
     def _next(self, chain: _Chain) -> Iterator[ProgressFetched]:
-        """What has become of the chain; nothing as long as it is being read."""
         with self._meter.spend("bus"):
             record = chain.read(self._bus)
         if record is None:
@@ -247,7 +230,7 @@ def _broken(chain: _Chain, why: str) -> ProgressFetched:
 
 
 def _lost(chain: _Chain, error: Exception) -> list[ProgressFetched]:
-    """Raises a BusError: those of one chain were taken before, others are the role's."""
+    """Raises BusError: those of a chain were handled before."""
     if isinstance(error, BusError):
         raise error
     return [_broken(chain, reason(error))]

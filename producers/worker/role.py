@@ -1,11 +1,8 @@
-"""The worker as a role: decides when it may join, and whether it joins again after a fence.
+"""Worker role: joins the run, serves, and joins again after a fence.
 
-1. Wait for `run started`. 2. Open the task's processes, the tokenizer, the engine and,
-where prompts are messages, the chat template; a data set or model directory of other digests is
-refused. 3. Append `worker joined`: its offset is the role
-epoch. 4. Tick until the machine is finished. 5. Fenced (it was stopped beyond its lease, say): all
-is closed and it joins again under a new epoch, with fresh processes and engine but torch imported.
-If another process has joined under its name meanwhile, it ends: two fence each other for ever.
+Data and model files with other digests are rejected. The offset of `worker joined` is the role
+epoch. A fenced worker ends if another process took its name, since the two would fence each other
+repeatedly.
 """
 
 from __future__ import annotations
@@ -80,38 +77,33 @@ POLL_S: Final = 0.25
 
 
 FAILING_SAID_MAX: Final = 8
-"""Places of tasks that a status names, those that fail."""
 
 REJOINS_MAX: Final = 8
-"""Fences that a process survives; a worker that is fenced more often than that is not well."""
 
 TASK_CALLS: Final = 3
-"""Time limits of a task call that a request may wait for one: others may be before it."""
+"""Time limits of calls before a waiting request raises an alarm."""
 
 
 Joined = Callable[[WorkerSetup, Mapping[str, TaskFacts]], None]
-"""Hears that a worker has joined, before it reads its first decision; with what the task of each
-source brings here."""
+"""Called after joining, before the first decision."""
 
 
 class EngineFactory(Protocol):
-    """Makes an engine for a model directory's config; `decode` is for stop strings."""
+    """Creates an engine; `decode` is for stop strings."""
 
     def __call__(self, *, assets: Path, config: model.Config, decode: Decode) -> Engine:
-        """Raises PolicyError for a model that the engine cannot run."""
+        """Raises PolicyError if the engine cannot run the model."""
 
 
 class OpenPool(Protocol):
     """Starts the processes of a task."""
 
     def __call__(self, task: model.Task, *, clock: Clock) -> TaskPool:
-        """See `TaskPool`, which the worker closes."""
+        """Return a `TaskPool`, which the worker closes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Worker:
-    """What every incarnation of this process shares."""
-
     bus: Bus
     topics: Topics
     name: str
@@ -130,13 +122,11 @@ class _Worker:
 
     @property
     def pools(self) -> list[PoolSpec]:
-        """The pools of tasks that are started here."""
         every = pool_specs(self.config)
         return [one for one in every if not self.source or self.source in one.sources]
 
     @property
     def elastic(self) -> bool:
-        """Whether it shares its GPUs with the trainer."""
         return self.config.workers.is_elastic(self.name)
 
 
@@ -157,14 +147,14 @@ def run_worker(
     joined: Joined = lambda setup, facts: None,
     source: str = "",
 ) -> None:
-    """Be the worker of this name until the run ends or `stop` says so.
+    """Run the worker of this name until the run ends or `stop` returns True.
 
-    `config` is this machine's: free keys (slots, timing, task processes) are taken from it, all
-    else from the log. Without a `handover` moved requests are prefilled; `transfers` is where this
-    process serves weights; `joined` may write decisions, where nobody else does; of several tasks
-    that of `source` alone is started, where one is named. Call it in the process's main thread.
-    Raises ConfigError, TaskError or PolicyError for what is not the run's, ResourceError where this
-    machine cannot host a version, Fenced when another took the name, what ends a role.
+    `config` supplies the free keys of this machine; all others come from the log. `transfers` is
+    the address of its weights. `joined` may write decisions if no orchestrator does. `source`
+    limits the process to one task. Call it in the main thread.
+
+    Raises ConfigError, TaskError or PolicyError if files differ from the run's, ResourceError if
+    this machine cannot host a version, Fenced if another process took the name.
     """
     check_worker_name(worker)
     clock = clock or SystemClock()
@@ -202,7 +192,7 @@ def run_worker(
 
 
 def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> SamplingParams:
-    """The engine's settings for a section of the configuration."""
+    """Return the engine's settings for a sampling section."""
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -219,7 +209,7 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
 def params_by_source(
     config: model.Config, stop_ids: tuple[int, ...], chats: Mapping[str, Chat]
 ) -> dict[str, SamplingParams]:
-    """How each source (`GroupSpec.source`) is sampled: where it has a chat, that ends its turns."""
+    """Return sampling settings by source; a chat supplies its stop ids."""
 
     def params(source: str, sampling: model.Sampling) -> SamplingParams:
         chat = chats.get(source)
@@ -229,32 +219,32 @@ def params_by_source(
 
 
 def sampling_by_source(config: model.Config) -> dict[str, model.Sampling]:
-    """The section that says how each source is sampled."""
+    """Return sampling sections by source."""
     train = [(source_of("train", one.name), config.sampling) for one in config.tasks]
     apart = [(source_of("eval", one.name), config.eval_sampling(one)) for one in config.evaluations]
     return dict((*train, *apart))
 
 
 def turns_by_source(config: model.Config) -> dict[str, int]:
-    """Turns of the model in one trajectory of each source, at most."""
+    """Return the turn limits by source."""
     return {source: one.task.most_turns for one in pool_specs(config) for source in one.sources}
 
 
 def agents_by_source(config: model.Config) -> dict[str, model.Task]:
+    """Return the tasks with an agent by source."""
     agents = [one for one in pool_specs(config) if one.task.has_agent]
     return {source: one.task for one in agents for source in one.sources}
 
 
 def requests_move(config: model.Config, facts: Mapping[str, TaskFacts]) -> bool:
-    """Whether every request can go on elsewhere: one of a single turn with its tokens, a session by
-    starting its agent again, an episode where another environment can be told its turns."""
+    """Return whether every request can move: a single turn, a session or a replayable episode."""
     agents = agents_by_source(config)
     moving = (one.single_turn or one.replayable or at in agents for at, one in facts.items())
     return all(moving)
 
 
 def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
-    """The run's configuration with this machine's free keys."""
+    """Return the run's configuration with local free keys."""
     config = logged_config(run.config)
     if local is None:
         return config
@@ -265,10 +255,10 @@ def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
 
 
 def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
-    """One role epoch from joining to its end: (epoch, outcome); (-1, "left") if it never joined."""
+    """Run one role epoch; epoch -1 if it never joined."""
     with ExitStack() as stack:
         reach_directly(here.config.workers.endpoint)
-        # The order: task processes import and read their data while the engine is made.
+        # Task processes import and read data while the engine starts.
         pools = [
             (one, stack.enter_context(here.open_pool(one.task, clock=here.clock)))
             for one in here.pools
@@ -278,7 +268,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
         stack.callback(engine.close)
         check_capabilities(engine, here.config, assets, elastic=here.elastic)
-        if here.config.lora.rank:  # Versions are adapters on the first one.
+        if here.config.lora.rank:  # Versions are adapters of version 0.
             policy = here.run.policy
             engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)
             engine.drop(0)
@@ -311,7 +301,7 @@ def task_ports(
     chats: Mapping[str, Chat],
     addresses: Addresses | None = None,
 ) -> TaskPorts:
-    """The ports of the tasks, each with its own rule for control tokens in texts."""
+    """Return a port per source, with the task's rule for control tokens in text."""
     ports: dict[str, TaskPort] = {}
     for one, pool in pools:
         chat = chats.get(one.sources[0])
@@ -324,7 +314,7 @@ def task_ports(
 def _endpoint(
     here: _Worker, stack: ExitStack, engine: Engine, assets: Path, chats: Mapping[str, Chat]
 ) -> SessionPort | None:
-    """Where agents call the model; None without agents. Raises ConfigError."""
+    """Raises ConfigError."""
     specs = [one for one in here.pools if one.task.has_agent]
     if not specs:
         return None
@@ -351,7 +341,6 @@ def _endpoint(
 
 
 def _failing(pools: Pools) -> tuple[FailingPlace, ...]:
-    """Where tasks run and do not work; a task with data of two sources has a pool for each."""
     found = {(one.task, one.url): one for _, pool in pools for one in pool.failing}
     return tuple(found.values())[:FAILING_SAID_MAX]
 
@@ -376,7 +365,7 @@ def _serve(
         machine,
         bus=here.bus,
         writer=writer,
-        ports=[  # in the order in which they are polled: the engine takes its time
+        ports=[  # in polling order
             *asked,
             CodecPort(here.meter, clock=here.clock),
             ProgressPort(here.bus, here.topics.progress, here.meter, clock=here.clock),
@@ -407,7 +396,7 @@ def _serve(
     if machine.error:
         kind = ResourceError if machine.error_here else PolicyError
         raise kind(machine.error, hint=machine.error_hint)
-    if machine.fenced_for.startswith(NO_WORKER_NAME):  # by a rule that this package does not know
+    if machine.fenced_for.startswith(NO_WORKER_NAME):  # a naming rule of a newer version
         raise ConfigError(machine.fenced_for, hint=RULE)
     LOG.info("worker %s: %s %s", here.name, machine.outcome, dict(machine.requests.counts))
     return machine.outcome
@@ -421,7 +410,7 @@ def _setup(
     epoch: int,
     decisions_from: int,
 ) -> WorkerSetup:
-    # Task calls that are killed by their own time limit are no alarm.
+    # Calls that reach their own limit raise no alarm.
     calls_s = TASK_CALLS * max(_longest_call_s(one) for one in here.config.tasks)
     return worker_setup(
         here.config,
@@ -441,10 +430,7 @@ def _setup(
 
 
 def worker_setup(config: model.Config, *, calls_s: float = 0.0, **own: Any) -> WorkerSetup:
-    """What a worker incarnation is told once: by its configuration, and `own` fields.
-
-    Task calls that take up to `calls_s` are no alarm.
-    """
+    """Build a `WorkerSetup`; task calls of up to `calls_s` raise no alarm."""
     timing = config.timing
     return WorkerSetup(
         checkpoint_tokens=config.workers.checkpoint_tokens,
@@ -460,14 +446,14 @@ def worker_setup(config: model.Config, *, calls_s: float = 0.0, **own: Any) -> W
 
 
 def _longest_call_s(task: model.Task) -> float:
-    return max(task.reward_timeout_s, 2 * task.environment_timeout_s)  # A step and its tools.
+    return max(task.reward_timeout_s, 2 * task.environment_timeout_s)  # a step and its tools
 
 
 # Before joining
 
 
 def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
-    """Control records from `start` to what is the end now; nothing while there is no topic."""
+    """Yield control records up to the current end."""
     tp = TopicPartition(topics.control, 0)
     try:
         end = bus.end(tp)
@@ -480,7 +466,7 @@ def _control(bus: Bus, topics: Topics, start: int) -> Iterator[Record]:
 
 
 def _checked_assets(here: _Worker) -> Path:
-    """The directory of the run's config and tokenizer files. Raises PolicyError."""
+    """Raises PolicyError."""
     path = here.store.assets(here.run.assets_digest)
     if not path.is_dir():
         raise PolicyError(
@@ -493,8 +479,7 @@ def _checked_assets(here: _Worker) -> Path:
 
 
 def _checked_facts(here: _Worker, pools: Pools) -> dict[str, TaskFacts]:
-    """What the task of each source brings here; nothing when asked to stop. Raises TaskError for
-    other data."""
+    """Return task facts by source; empty after a stop. Raises TaskError."""
     found: dict[str, TaskFacts] = {}
     for one, pool in pools:
         while pool.facts is None:
@@ -540,7 +525,7 @@ def _joined(
 
 
 def _join(here: _Worker, writer: Writer, joined: WorkerJoined) -> int:
-    """Append `worker joined`; its offset. After an unknown outcome it is looked for first."""
+    """Return the offset; after an unknown outcome, search for the record first."""
     start = here.bus.end(TopicPartition(here.topics.control, 0))
     append = Append(topic=here.topics.control, key=joined.worker.encode(), value=encode(joined))
 
@@ -558,14 +543,14 @@ def _join(here: _Worker, writer: Writer, joined: WorkerJoined) -> int:
 
 def _joins(here: _Worker, start: int) -> Iterator[tuple[Record, WorkerJoined]]:
     for record in _control(here.bus, here.topics, start):
-        if b'"worker-joined"' in record.value:  # most records are not, and cost no decoding
+        if b'"worker-joined"' in record.value:  # avoids decoding most records
             decoded = decode_control(record.value)
             if isinstance(decoded, WorkerJoined):
                 yield record, decoded
 
 
 def _check_name_is_free(here: _Worker, epoch: int, instances: set[str]) -> None:
-    """Raises Fenced where another process has joined under this worker's name since `epoch`."""
+    """Raises Fenced if another process joined under this name after `epoch`."""
     for record, joined in _joins(here, epoch):
         if joined.worker == here.name and joined.instance not in instances:
             raise Fenced(

@@ -1,9 +1,6 @@
-"""Groups that this worker scores together: decides what is asked of the task, and what is answered.
+"""Scoring of groups: their trajectories are read from the log and scored together.
 
-A `score group` names the records of the siblings. They are read back from the log and checked, each
-down to its bytes; the task is asked; `group scored` has what each sibling counts from now on. No
-slot is held meanwhile. What the log does not give back, and what failed outside the task's code,
-may be asked again; the orchestrator bounds how often.
+Unreadable records and failures outside the task's code are retryable.
 """
 
 from __future__ import annotations
@@ -40,25 +37,21 @@ from dora_pipe.schemas.wire import REWARD_MAX
 
 
 def key_of(decision: ScoreGroup) -> str:
-    """The name of a question inside its worker; no request has it."""
+    """Return the key of a scoring."""
     return f"{decision.spec.group}/{decision.attempt}"
 
 
 @dataclass(slots=True, kw_only=True)
 class _Open:
-    """A question that is not answered yet."""
-
     decision: ScoreGroup
     since_ns: int
     trajectories: Sequence[Trajectory] = ()
-    """As they were read; empty while they are."""
 
 
 class Scorings:
-    """All groups that one incarnation scores now."""
+    """Open scorings of one incarnation."""
 
     def __init__(self, requests: Requests) -> None:
-        """`requests`: whose outputs they share."""
         self._requests = requests
         self._setup = requests.setup
         self._open: dict[str, _Open] = {}
@@ -67,7 +60,6 @@ class Scorings:
         return len(self._open)
 
     def ask(self, decision: ScoreGroup, now: Now) -> None:
-        """Read the records of a group."""
         spec, key = decision.spec, key_of(decision)
         self._open[key] = _Open(decision=decision, since_ns=now.mono_ns)
         mine = self._setup.digests.get(spec.source, "none")
@@ -79,7 +71,7 @@ class Scorings:
         self._requests.ask(fetch)
 
     def handle(self, event: Any, now: Now) -> bool:
-        """Take an event of a group that is scored here; False for one of another request."""
+        """Handle an event of a scoring; return False for others."""
         one = self._open.get(getattr(event, "request", ""))
         if one is None:
             return False
@@ -98,13 +90,12 @@ class Scorings:
         return True
 
     def drop_all(self) -> None:
-        """Put down everything: another worker will be asked."""
         for key, one in self._open.items():
             self._requests.ask(Forget(request=key, source=one.decision.spec.source))
         self._open.clear()
 
     def wait(self, now_ns: int, patience_ns: int) -> PendingWait | None:
-        """The wait for the scores of the oldest, if it is one worth a word."""
+        """Return the wait for the oldest scoring, unless it is short."""
         oldest = min(self._open.values(), key=lambda one: one.since_ns, default=None)
         if oldest is None or now_ns - oldest.since_ns < patience_ns:
             return None
@@ -118,7 +109,6 @@ class Scorings:
         )
 
     def _rewarded(self, key: str, one: _Open, event: GroupRewarded, now: Now) -> None:
-        """What the group's scores add to the reward of each record."""
         both = zip(one.trajectories, event.rewards, event.parts, strict=True)
         siblings = tuple(
             ScoredSibling(
@@ -159,7 +149,7 @@ class Scorings:
 
 
 def call_of(key: str, decision: ScoreGroup, trajectories: Sequence[Trajectory]) -> GroupCall:
-    """What the task is asked about these records."""
+    """Build the task call for these records."""
     spec = decision.spec
     return GroupCall(
         request=key,
@@ -171,7 +161,7 @@ def call_of(key: str, decision: ScoreGroup, trajectories: Sequence[Trajectory]) 
 
 
 def turns_said(one: Trajectory) -> SampledTurns:
-    """The turns of a record, and what stands before its last one."""
+    """Return the turns of a record and the tokens before the last one."""
     turns = turns_of(one.segments, one.token_ids)
     answers = [ids for kind, ids in turns if kind == "model"]
     last = max((part.turn for part in one.segments if part.kind == "model"), default=0)
@@ -185,14 +175,12 @@ def turns_said(one: Trajectory) -> SampledTurns:
 
 @dataclass(slots=True, kw_only=True)
 class _Group(Reading):
-    """The records of a group while they are read, in order."""
-
     left: deque[TakenTrajectory]
     found: list[Trajectory] = field(default_factory=list)
 
 
 class GroupPort:
-    """Reads the records of groups, one record per poll, and checks that they are those meant."""
+    """Reads and verifies the records of groups."""
 
     effects: tuple[type, ...] = (FetchGroup,)
 
@@ -202,7 +190,6 @@ class GroupPort:
         self._groups: deque[_Group] = deque()
 
     def start(self, effect: FetchGroup) -> None:
-        """Begin with the first sibling; all of a group lie in one partition."""
         first = effect.trajectories[0]
         group = _Group(
             request=effect.request,
@@ -214,7 +201,6 @@ class GroupPort:
         self._groups.append(group)
 
     def poll(self) -> list[Any]:
-        """The next record of the group whose turn it is."""
         if not self._groups:
             return []
         group = self._groups.popleft()
@@ -227,11 +213,9 @@ class GroupPort:
 
     @property
     def busy(self) -> bool:
-        """Whether a group is being read."""
         return bool(self._groups)
 
     def close(self) -> None:
-        """Give up what is being read."""
         while self._groups:
             self._groups.popleft().close()
 
@@ -252,7 +236,6 @@ class GroupPort:
             group.wanted = group.left[0].offset
 
     def _add(self, group: _Group, taken: TakenTrajectory, record: Record) -> str:
-        """Keep what the record holds; why it is not the one that is meant."""
         if (record.partition, record.offset) != (taken.partition, taken.offset):
             return f"there is no record at offset {taken.offset}"
         if record_digest(record) != taken.sha256:
@@ -277,7 +260,7 @@ def _broken(group: _Group, why: str) -> GroupFetched:
 
 
 def _lost(group: _Group, error: Exception) -> list[GroupFetched]:
-    """Raises a BusError: those of one group were taken before, others are the role's."""
+    """Raises BusError: those of a group were handled before."""
     if isinstance(error, BusError):
         raise error
     return [_broken(group, reason(error))]

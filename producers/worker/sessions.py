@@ -1,26 +1,19 @@
-"""Sessions: requests whose source is an agent, a program of its own that calls the model until it
-returns. Decides what each call gets.
+"""Sessions: requests of agents, programs that call the model until they return.
 
-    place -> (RESUMING) -> AGENT -> REWARDING -> ENCODING -> LOGGING -> gone
-    a call: WAITING -> RUNNING -> ANSWERING (its record in the progress topic) -> gone
+    place -> (RESUMING) -> AGENT -> REWARDING -> ENCODING -> LOGGING
+    a call: WAITING -> RUNNING -> ANSWERING (its record in the progress topic)
 
-A call is a request of its own to the engine, with a key behind its session's (`key#n`), and holds a
-slot as any other does. The session itself is in AGENT from when its agent is started to when that
-returns: it keeps its version here, and needs no slot while no call of it does.
+A call is an engine request with its session's key and a number (`key#n`).
 
 Rules:
 
-1. An answer leaves when its record is durable. Records of a session form a chain, in the order in
-   which its calls ended, so one is under way at a time; the newest is its `Resume`.
-2. A call is known by its prompt's tokens and by how many calls had the same ones before. Its seed
-   is made of these; and an agent that is started again, here or on another worker, is answered with
-   the very tokens that are recorded as long as its calls are the same. One whose tokens are still
-   sampled is waited for. What it does not ask again is no part of its trajectory.
-3. What cannot be taken is refused, in a sentence, and leaves no trace but that the trajectory ends
-   by length, also where its agent raises for it. Too many calls at once are refused until one is
-   answered, and leave none.
-4. A session that moves is put down at once, with the calls that are not answered, and its agent is
-   started again elsewhere. So it is when its worker leaves.
+1. An answer is sent when its record is durable. These records form a chain in the order in which
+   calls ended; the newest is the session's `Resume`.
+2. A call is identified by its prompt and the number of earlier calls with it; its seed derives from
+   both. A restarted agent gets the recorded tokens while its calls are the same. Calls that it does
+   not repeat are not part of the trajectory.
+3. After a rejected call the trajectory ends by length, unless too many calls were open.
+4. A session that moves is dropped immediately; its agent restarts elsewhere.
 """
 
 from __future__ import annotations
@@ -60,17 +53,15 @@ from dora_pipe.schemas.rounds import PlacedRequest
 
 TOO_LONG: Final = "context_length_exceeded"
 CALLS_OPEN_MAX: Final = 8
-"""Calls of one session that may wait for an answer."""
 
 TOO_MANY_CALLS: Final = "turns_max"
 TOO_MANY_TOKENS: Final = "tokens_max"
 TOO_MANY_OPEN: Final = "too_many_open"
 ENGINE_FAILED: Final = "engine_error"
-"""Codes of refusals."""
 
 
 class Refusal(NamedTuple):
-    """As `RefuseCall` has it."""
+    """Fields of `RefuseCall`."""
 
     status: int
     code: str
@@ -81,17 +72,14 @@ class Sessions:
     """All sessions of one incarnation."""
 
     def __init__(self, requests: Requests) -> None:
-        """`requests`: of which they are some."""
         self._requests = requests
         self._setup = requests.setup
 
     def takes(self, place: PlacedRequest) -> bool:
-        """Whether an agent is the source of a request."""
         return place.spec.source in self._setup.agents
 
     def place(self, place: PlacedRequest, now: Now) -> None:
-        """Take a session; the same placement twice is one. Its agent starts at once: what it does
-        before its first call takes no slot."""
+        """Take a session and start its agent, which needs no slot."""
         requests = self._requests
         request = requests.new_state(place, now)
         if request is None:
@@ -107,7 +95,7 @@ class Sessions:
             requests.ask(FetchProgress(request=request.key, resume=request.resume))
 
     def handle(self, event: Any, now: Now) -> bool:
-        """Take an event of a session, or of a call; False for one that is no different for it."""
+        """Handle an event of a session or call; return False for others."""
         request = self._requests.by_key.get(getattr(event, "request", ""))
         if request is None or (request.session is None and request.call is None):
             return False
@@ -120,7 +108,7 @@ class Sessions:
         return handler is not None
 
     def handle_published(self, event: Published, now: Now) -> bool:
-        """Take an acknowledgement of a call's record; False for any other."""
+        """Handle a record's acknowledgement; return False for others."""
         call = self._requests.by_key.get(event.tag[2:])
         if call is None or call.phase is not Phase.ANSWERING:
             return False
@@ -162,8 +150,7 @@ class Sessions:
         )
 
     def _agent_lost(self, request: RequestState, event: EpisodeLost, now: Now) -> None:
-        """Its process died, or the endpoint's: then it is still there, and stopped. What was
-        answered is in the log, and what is sampled goes on."""
+        """Restart the agent; sampling continues."""
         requests, session = self._requests, _session(request)
         request.restarts += 1
         if requests.starts_again(request, event, now, request.restarts <= EPISODE_RESTARTS_MAX):
@@ -179,8 +166,7 @@ class Sessions:
             self._ask_agent(request)
 
     def _agent_failed(self, request: RequestState, event: TaskFailed, now: Now) -> None:
-        """It raised. Behind a limit of the run that is how most agents end: a call was refused, or
-        its answer cut, and their frameworks raise for it."""
+        """After a limit of the run, raising is a normal end of an agent."""
         session = _session(request)
         raised = fault_of(event.error) == "code"
         if session.limited and session.used and raised:
@@ -192,9 +178,8 @@ class Sessions:
     # A call: asked
 
     def _asked(self, request: RequestState, event: CallAsked, now: Now) -> None:
-        """Answer it from the record, or have it sampled."""
         session = _session(request)
-        if session.begun == self._requests.turn:  # what has just begun anew cannot have called
+        if session.begun == self._requests.turn:  # the agent cannot have called yet
             self._requests.counts["calls too late"] += 1
             return
         if event.call in session.numbers:
@@ -217,7 +202,6 @@ class Sessions:
         session.asked[digest] += 1
 
     def _refusal(self, request: RequestState, event: CallAsked) -> Refusal | None:
-        """Why a call cannot be taken."""
         setup, session = self._setup, _session(request)
         tokens, context_tokens = len(event.token_ids), setup.context_tokens
         if not 1 <= tokens < context_tokens:
@@ -237,7 +221,6 @@ class Sessions:
         return None
 
     def _waiting(self, session: Session) -> int:
-        """Calls that somebody waits for."""
         by_key = self._requests.by_key
         return sum(_call(by_key[key]).number is not None for key in session.open.values())
 
@@ -250,7 +233,6 @@ class Sessions:
         )
 
     def _sample(self, request: RequestState, name: CallKey, event: CallAsked, now: Now) -> None:
-        """Have a call's tokens sampled, no more than are left of the session's."""
         session = _session(request)
         left = request.params.max_tokens - session.tokens
         asked_max = event.max_tokens
@@ -301,7 +283,6 @@ class Sessions:
         self._log(request)
 
     def _log(self, request: RequestState) -> None:
-        """Begin the record of the next call whose tokens are all there, if none is under way."""
         session = _session(request)
         if session.logging is None and session.sampled:
             call = self._requests.by_key[session.open[session.sampled[0]]]
@@ -316,7 +297,6 @@ class Sessions:
         self._requests.give_up(request, now, "SchemaError", event.message, retryable=False)
 
     def _durable(self, call: RequestState, event: Published, now: Now) -> None:
-        """Its record is in the log: now its agent may have it."""
         mine = _call(call)
         request = self._requests.by_key[mine.session]
         session = _session(request)
@@ -336,7 +316,6 @@ class Sessions:
         self._log(request)
 
     def _answer(self, request: RequestState, place: int, number: int) -> None:
-        """Tell the agent what stands in the log."""
         session = _session(request)
         session.used.add(place)
         turn = session.tree.turns[place]
@@ -354,8 +333,7 @@ class Sessions:
     # Its end
 
     def _agent_ended(self, request: RequestState, event: AgentEnded, now: Now) -> None:
-        """It has returned: what it was answered is the trajectory, and its answer what the model
-        said last, as `answer_of` finds it in the record."""
+        """The answer is the last one, as `answer_of` finds it in the record."""
         session = _session(request)
         if not session.used:
             message = "the agent has returned without an answer of the model"
@@ -376,7 +354,6 @@ class Sessions:
         )
 
     def _broken(self, request: RequestState, error: str, message: str, now: Now) -> None:
-        """Something failed: what it was answered is an invalid trajectory."""
         requests = self._requests
         if not _session(request).used:
             requests.give_up(request, now, error, message, retryable=False)
@@ -386,7 +363,6 @@ class Sessions:
         requests.broken(request, f"{error}: {message}", now)
 
     def _make(self, request: RequestState) -> None:
-        """Close it, and make the sequence of the calls that its agent has heard the answer of."""
         session, counts = _session(request), self._requests.counts
         self._requests.end_session(request)
         unused = len(session.tree.turns) - len(session.used)
@@ -409,7 +385,6 @@ def _call(request: RequestState) -> OpenCall:
 
 
 def _cut(call: OpenCall, tokens: int) -> bool:
-    """Whether the run's limits have ended it, and not the agent's own."""
     return call.finish == "length" and (call.asked_max is None or tokens < call.asked_max)
 
 

@@ -1,4 +1,4 @@
-"""What a worker's status says: what it waits for, and which progress has changed."""
+"""Waits and progress in a worker's status."""
 
 from __future__ import annotations
 
@@ -31,32 +31,29 @@ NAMES: Final[Mapping[Phase, str]] = {
     Phase.EXPORTING: "export",
     Phase.RELEASING: "handover",
 }
-"""Phases by urgency, with the name of the wait. A worker that samples waits for no other. An agent
-that thinks, or begins beside many others, works: its limit is that of work."""
+"""Names of waits, most urgent first. An agent works while it thinks."""
 
 TOKENS_QUIET_NS: Final = 5_000_000_000
-"""An engine with requests that reports no token for so long is waited for. A slow one reports every
-few seconds, because it gathers tokens before it reports them."""
+"""Time without a token that counts as a wait; slow engines report every few seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a worker's waits depend on beside its requests. Times are monotonic ns."""
+    """State that determines a worker's waits. Times are monotonic ns."""
 
     hosted: int
     """-1 for none."""
     loading: int | None
     loading_ns: int
-    """When loading began."""
     tokens_ns: int
-    """When the last token came, or when there was nothing to sample."""
+    """Last token, or last time without running requests."""
     now_ns: int
     heartbeat_ns: int
-    """What is younger is not worth a word, unless the worker does nothing else."""
+    """Shorter waits are omitted unless the worker is idle."""
 
 
 def waits(requests: Iterable[RequestState], at: Situation) -> list[PendingWait]:
-    """What the worker waits for; with requests that get tokens, only what takes its time."""
+    """Return a worker's waits."""
     phases: dict[Phase, list[RequestState]] = {}
     for request in requests:
         if request.session is None or not request.session.open:
@@ -77,7 +74,7 @@ def waits(requests: Iterable[RequestState], at: Situation) -> list[PendingWait]:
 
 
 _ENDLESS: Final = (Phase.RUNNING, Phase.WAITING)
-"""Sampling takes its time, and a wait for a slot ends when others have finished."""
+"""Phases that are normal waits."""
 
 
 def _standing(phases: Mapping[Phase, list[RequestState]], at: Situation) -> list[PendingWait]:
@@ -124,14 +121,14 @@ def _still(name: str, words: str, key: str, since_ns: int | None, blocker: Block
 
 
 class ProgressDelta:
-    """Progress as the statuses of one incarnation have said it so far."""
+    """Reduces the progress in statuses to changes."""
 
     def __init__(self) -> None:
         self._whole: dict[str, Resume] = {}
         self._statuses = 0
 
     def shorten(self, status: WorkerStatus) -> WorkerStatus:
-        """What the next status says, when this one is whole; `schemas.metrics.merged` undoes it."""
+        """Return a status with changed progress; `schemas.metrics.merged` reverses this."""
         whole = status.progress
         before, self._whole = self._whole, whole
         since = self._statuses % WHOLE_EVERY > 0

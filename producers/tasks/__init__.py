@@ -1,1 +1,1 @@
-"""Data sources, environments and rewards."""
+"""Tasks: data sources, environments and rewards."""

@@ -1,10 +1,8 @@
-"""An agent of the user's: a function or a command line that calls the model as it likes. Decides
-what it is given, and what of it is an answer.
+"""User-defined agents: functions or commands that call the model.
 
-A function is called with those of `base_url`, `api_key` and `row` that it names. A command line has
-them in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`, `DORA_PIPE_ROW` as JSON), and may
-write what it gives back as JSON into the file `DORA_PIPE_RESULT`: null, a text, a number, or an
-object with the fields of a `Reward`.
+A function receives those of `base_url`, `api_key` and `row` that it names. A command reads
+`OPENAI_BASE_URL`, `OPENAI_API_KEY` and `DORA_PIPE_ROW` (JSON) and may write its result as JSON to
+the file `DORA_PIPE_RESULT`: null, text, a number, or an object with the fields of `Reward`.
 """
 
 from __future__ import annotations
@@ -32,30 +30,24 @@ from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.port import Reward, Row, Task
 
 GIVEN: Final = ("base_url", "api_key", "row")
-"""What an agent's function may take, by name."""
+"""Parameters of an agent function."""
 
 RESULT_BYTES_MAX: Final = 1024 * 1024
 TAIL_CHARACTERS: Final = 200
-"""Of what a command wrote last, for the error that it ended with."""
 
 READ_BYTES: Final = 1 << 16
 DRAIN_S: Final = 1.0
-"""For what an ended command has left in its pipe."""
 
 END_S: Final = 2.0
-"""For an agent that is ended to be gone; one that does not go is left behind."""
 
 
 class AgentFailed(Exception):
-    """A command line that ended with another status than 0."""
+    """A command exited with a status other than 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentAsked:
-    """What an agent is told.
-
-    Example: ``AgentAsked(base_url="http://127.0.0.1:4711/s/.../v1", api_key="dora-...", row={})``.
-    """
+    """Arguments of an agent."""
 
     base_url: str
     api_key: str
@@ -63,8 +55,8 @@ class AgentAsked:
 
 
 class FunctionAgent:
-    """`task.agent`. Raises TaskError where it cannot be imported, ConfigError where it is no
-    function that can be called so."""
+    """Function of `task.agent`. Raises TaskError if the import fails, ConfigError if it cannot be
+    called with `GIVEN`."""
 
     def __init__(self, reference: str) -> None:
         self.function: Callable[..., Any] = load_attribute("task.agent", reference, TaskError)
@@ -83,28 +75,27 @@ class FunctionAgent:
 
     @property
     def source(self) -> Any:
-        """What decides what it does, for the digest of the reward."""
+        """Input of the reward digest."""
         return self.function
 
     async def run(self, asked: AgentAsked) -> Any:
-        """What it gives back; in the loop where it is `async`, else in a thread."""
         given = {name: getattr(asked, name) for name in self._names}
         return await call_beside(partial(self.function, **given))
 
 
 class CommandAgent:
-    """A command line of `task.agent`, a process with a group of its own that ends with its call."""
+    """Command of `task.agent`, run in its own process group."""
 
     def __init__(self, command: Sequence[str], directory: str) -> None:
         self._command, self._directory = tuple(command), directory or None
 
     @property
     def source(self) -> Any:
-        """What decides what it does, for the digest of the reward: its words, and no files."""
+        """Input of the reward digest: its words, not files."""
         return "\0".join(self._command)
 
     async def run(self, asked: AgentAsked) -> Any:
-        """What it wrote as its result. Raises AgentFailed, NoAnswer, OSError."""
+        """Raises AgentFailed, NoAnswer, OSError."""
         with tempfile.TemporaryDirectory(prefix="dora-pipe-agent-") as folder:
             result = Path(folder) / "result.json"
             environment = {
@@ -130,26 +121,25 @@ class CommandAgent:
 
 
 class AgentTask(Task):
-    """A task of `config.model.Task.is_agent`: an episode calls the model itself."""
+    """Task that is its own agent (`config.model.Task.is_agent`)."""
 
     async def play(self, base_url: str, api_key: str, row: Row) -> Any:
-        """What an agent's function gives back."""
+        """Run the agent on a row."""
         raise NotImplementedError
 
 
 class OwnAgent:
-    """A task that is its own agent."""
+    """Agent of an `AgentTask`."""
 
     def __init__(self, task: AgentTask) -> None:
         self._task = task
 
     @property
     def source(self) -> Any:
-        """What decides what it does, for the digest of the reward."""
+        """Input of the reward digest."""
         return type(self._task)
 
     async def run(self, asked: AgentAsked) -> Any:
-        """What it gives back."""
         return await self._task.play(asked.base_url, asked.api_key, asked.row)
 
 
@@ -157,7 +147,7 @@ Agent = FunctionAgent | CommandAgent | OwnAgent
 
 
 def open_agent(config: model.Task, task: Task) -> Agent | None:
-    """The agent that a task has, if it has one. Raises as `FunctionAgent`."""
+    """Return the agent of a task. Raises as `FunctionAgent`."""
     if isinstance(task, AgentTask):
         return OwnAgent(task)
     if isinstance(config.agent, str):
@@ -166,13 +156,13 @@ def open_agent(config: model.Task, task: Task) -> Agent | None:
 
 
 async def _run_to_its_end(process: asyncio.subprocess.Process) -> str:
-    """The end of what it wrote. Whoever is cancelled here leaves no process behind."""
+    """Return the tail of the output; cancellation kills the process."""
     draining = asyncio.create_task(_tail(process.stdout))
     try:
         await process.wait()
     finally:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+            os.killpg(process.pid, signal.SIGKILL)  # including its children
         if process.returncode is None:
             await process.wait()
         await asyncio.wait([draining], timeout=DRAIN_S)
@@ -189,7 +179,7 @@ async def _tail(stream: asyncio.StreamReader | None) -> str:
 
 
 def _result(path: Path) -> Any:
-    """Raises NoAnswer for a file that is no such result."""
+    """Raises NoAnswer if the file is not a valid result."""
     try:
         with path.open("rb") as file:
             written = file.read(RESULT_BYTES_MAX + 1)

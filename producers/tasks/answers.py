@@ -1,5 +1,4 @@
-"""What counts as an answer of users' code: a reward is a number within `REWARD_MAX`, a prompt and
-an observation are text or messages. Whatever else it gives raises NoAnswer."""
+"""Validation of values returned by users' code."""
 
 from __future__ import annotations
 
@@ -21,14 +20,14 @@ from dora_pipe.producers.tasks.values import in_order
 from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
 
 AGENT_ANSWER_MAX: Final = 1 << 20
-"""Characters of an agent's answer, which stands in its trajectory's record."""
+"""Most characters of an agent's answer."""
 
 
 def prompted(
     request: str, said: object, tools: Sequence[Tool], shown: Sequence[Mapping[str, Any]] = ()
 ) -> PromptReady:
-    """A prompt as an answer; `shown` are schemas that the model is shown in place of those of
-    `tools`. Raises NoAnswer where it is neither text nor messages."""
+    """Return a prompt of text or messages; `shown` replaces the schemas of `tools`. Raises
+    NoAnswer."""
     if isinstance(said, str):
         if tools or shown:
             raise NoAnswer("the prompt of a row with tools is text, not messages")
@@ -45,7 +44,7 @@ def prompted(
 
 
 def observed(request: str, seen: object) -> EnvObserved:
-    """An observation as an answer. Raises NoAnswer where it is none."""
+    """Return a validated observation. Raises NoAnswer."""
     if not isinstance(seen, Observation):
         raise NoAnswer(f"the environment gave {type(seen).__name__}, not an Observation")
     for name in ("text", "tool"):
@@ -63,17 +62,14 @@ def observed(request: str, seen: object) -> EnvObserved:
 
 
 def _truth(name: str, value: object) -> bool:
-    """As a bool, also one of numpy. A text such as "false" is none."""
+    """Accepts numpy; text such as "false" is rejected."""
     if value is None or isinstance(value, str | bytes) or hasattr(value, "__len__"):
         raise NoAnswer(f"the observation's `{name}` is {type(value).__name__}, not true or false")
     return bool(value)
 
 
 def scored(request: str, found: float | Reward | None) -> Rewarded:
-    """A reward as an answer. Raises NoAnswer unless all its numbers are finite numbers.
-
-    The reward itself is trained with, and may be `REWARD_MAX` at most, positive or negative.
-    """
+    """Return a reward within `REWARD_MAX` whose numbers are all finite. Raises NoAnswer."""
     if found is None:
         raise NoAnswer("the reward abstained (None), and there is no other")
     reward = found if isinstance(found, Reward) else Reward(value=found)
@@ -87,7 +83,7 @@ def scored(request: str, found: float | Reward | None) -> Rewarded:
 
 
 def agent_ended(request: str, found: object) -> AgentEnded:
-    """What an agent gave back as an answer. Raises NoAnswer for what is none."""
+    """Return the result of an agent. Raises NoAnswer."""
     if found is None or isinstance(found, str):
         if found and len(found) > AGENT_ANSWER_MAX:
             raise NoAnswer(f"the agent's answer has more than {AGENT_ANSWER_MAX} characters")
@@ -96,7 +92,7 @@ def agent_ended(request: str, found: object) -> AgentEnded:
 
 
 def answer_text(answer: str) -> str:
-    """As it is logged. Raises NoAnswer where it is no text."""
+    """Return an answer as logged. Raises NoAnswer."""
     if not isinstance(answer, str):
         raise NoAnswer(f"the reward's answer is {type(answer).__name__}, not a text")
     line = printable(" ".join(answer.split()))
@@ -107,7 +103,7 @@ def answer_text(answer: str) -> str:
 
 
 def scored_together(request: str, found: object, count: int) -> GroupRewarded:
-    """A group's rewards as an answer. Raises NoAnswer unless there is a good one for each."""
+    """Return one reward per completion. Raises NoAnswer."""
     try:
         rewards = [scored(request, one) for one in in_order("score_group", found, count)]
     except (TypeError, ValueError) as error:
@@ -120,7 +116,7 @@ def scored_together(request: str, found: object, count: int) -> GroupRewarded:
 
 
 def finite(what: str, value: object) -> float:
-    """`value` as a finite float; numbers of numpy and others will do. Raises NoAnswer."""
+    """Return a finite float, also from numpy. Raises NoAnswer."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise NoAnswer(f"{what} is {type(value).__name__}, not a number")
     number = float(value)

@@ -1,11 +1,8 @@
-"""A chain of additions modulo 10 with a scratchpad: what the small policy of the demo learns.
+"""Built-in task `arithmetic`: additions modulo 10 with a scratchpad.
 
-The prompt ``3 7 c12 |`` asks for 3 + 12 * 7 modulo 10. The answer counts down and carries the
-running sum, ``c12 0 c11 7 ... c1 7 = 7``, so that its length is 2 * 12 + 2 words (and the end of
-the sequence). Lengths have a long tail: the count is log-normal. Only the outcome is rewarded.
-
-A policy trained on perfect demonstrations has nothing left to learn, so a quarter of their sums
-is wrong, and carried on from there: what it must then find out by itself is which sums are right.
+The prompt ``3 7 c12 |`` asks for 3 + 12 * 7 modulo 10. The answer counts down with the running sum,
+``c12 0 c11 7 ... c1 7 = 7``. Counts are log-normal. Only the final sum is rewarded. Some
+demonstrated sums are wrong, so that training has something to learn.
 """
 
 from __future__ import annotations
@@ -20,10 +17,9 @@ from dora_pipe.schemas.identity import derive_seed
 
 MODULUS = 10
 COUNT_MAX = 60
-"""Largest count that has a word."""
 
 EVAL_SEED = 999
-"""Evaluation rows do not depend on the `seed` option: runs can be compared."""
+"""Fixed, so that evaluations are comparable."""
 
 WORDS: tuple[str, ...] = (
     "|",
@@ -31,11 +27,11 @@ WORDS: tuple[str, ...] = (
     *(str(digit) for digit in range(MODULUS)),
     *(f"c{count}" for count in range(1, COUNT_MAX + 1)),
 )
-"""Every word of prompts and answers, for `write_word_tokenizer`."""
+"""Vocabulary for `write_word_tokenizer`."""
 
 
 class Arithmetic(Task):
-    """The built-in task `arithmetic`.
+    """Built-in task `arithmetic`.
 
     Example: ``Arithmetic(count=64).prompt({"start": 3, "step": 7, "count": 12}) == "3 7 c12 |"``.
     """
@@ -51,7 +47,7 @@ class Arithmetic(Task):
         n_max: int = COUNT_MAX,
         noise: float = 0.25,
     ) -> None:
-        """`mu`, `sigma`: of the logarithm of the count. `noise`: share of wrong sums shown."""
+        """`mu` and `sigma` describe the log of the count; `noise` is the share of wrong sums."""
         if not 1 <= n_max <= COUNT_MAX:
             raise ConfigError(f"task.options.n_max: {n_max} is not between 1 and {COUNT_MAX}")
         if not 0 <= noise <= 1:
@@ -69,7 +65,7 @@ class Arithmetic(Task):
         return f"{row['start']} {row['step']} c{row['count']} |"
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
-        """1 if the text ends with the right sum behind its `=`, else 0."""
+        """Return 1 if the text ends with `=` and the correct sum, else 0."""
         total = (row["start"] + row["count"] * row["step"]) % MODULUS
         return float(text.split()[-2:] == ["=", str(total)])
 
@@ -79,7 +75,7 @@ class Arithmetic(Task):
         return [(self.prompt(row), self.answer(row, chance)) for row in rows]
 
     def answer(self, row: Row, chance: random.Random) -> str:
-        """A demonstration, its sums wrong (and carried on) with probability `noise`."""
+        """Return a demonstration; a share `noise` of its sums is wrong and carried on."""
         words, total = [], row["start"]
         for left in range(row["count"], 0, -1):
             total = (total + row["step"]) % MODULUS

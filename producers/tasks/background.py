@@ -1,16 +1,11 @@
-"""Threads of a task process: an asyncio loop in a thread of its own, and threads for functions that
-would block it.
+"""Event loop and threads of a task process.
 
-A call is a coroutine. It starts in the main thread and stays there as long as users' functions
-give their results at once; where one gives an awaitable, or is to run in a thread, the call goes
-on in the loop, from exactly there (`call_user_code`). A function that belongs into the main thread
-is called there also from the loop (`main_thread`).
+A call starts in the main thread and continues in the loop when a user's function returns an
+awaitable or needs a thread.
 
-Of `Threads` there are so many at a time; what finds none waits for one. A thread whose result
-nobody waits for any more is given up: an exception is raised in it, which ends code that is written
-in Python. Code that is not, or that catches everything, stays: that thread is *hung*. It takes
-no room of others; so many of them (`HUNG_MAX`) are borne before the process asks to be replaced,
-and `HUNG_MOST` before it ends.
+A cancelled call raises an exception in its thread, which ends most Python code; a thread that
+continues is hung. Above `HUNG_MAX` hung threads the process asks for a replacement, above
+`HUNG_MOST` it ends.
 """
 
 from __future__ import annotations
@@ -32,23 +27,19 @@ from dora_pipe.producers.tasks.main_thread import MAIN, GivenUp, Work
 T = TypeVar("T")
 
 HUNG_MAX: Final = 8
-"""Threads that a process holds for nobody before it gets no new episodes."""
 
 HUNG_MOST: Final = 256
-"""Such threads with which it ends, whatever episodes it has."""
 
 THREADS_ELSEWHERE: Final = 256
-"""Of code that runs outside of calls."""
 
 
 class Threads:
-    """Threads for what would block the loop. Used in the loop alone, but for `hung`.
+    """Thread pool for blocking functions, used in the loop.
 
     Example: ``found = await Threads(64).call(world.step, "north")``.
     """
 
     def __init__(self, most: int) -> None:
-        """`most`: of those that somebody waits for."""
         self._room = asyncio.Semaphore(most)
         self._home: asyncio.AbstractEventLoop | None = None
         self._idle: list[_Thread] = []
@@ -56,19 +47,18 @@ class Threads:
 
     @property
     def hung(self) -> int:
-        """Threads that still run although nobody waits for them."""
         return sum(thread.is_alive() for thread in list(self._given_up))
 
     async def call(
         self, function: Callable[..., Any], *arguments: Any, waits: Callable[[bool], None]
     ) -> Any:
-        """What a function gives that is called in a thread; cancelled, the thread is given up.
+        """Call a function in a thread.
 
-        `waits` is told True where no thread is free, and False when there is one.
+        `waits` is called with True if no thread is free, then with False.
         """
         loop = asyncio.get_running_loop()
         self._home = self._home or loop
-        if loop is not self._home:  # One that users' code runs, in a thread that counts already.
+        if loop is not self._home:  # a loop of users' code, in a thread that already counts
             return await self._call(function, arguments)
         if not self._room.locked():
             async with self._room:
@@ -99,8 +89,6 @@ class Threads:
 
 
 class _Thread:
-    """A thread that calls one function after the other, until it is given up."""
-
     def __init__(self) -> None:
         self.queue: SimpleQueue[Work | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -109,7 +97,7 @@ class _Thread:
         self.thread.start()
 
     def give_up(self) -> None:
-        """End it: at once where it runs Python's code, else when that gives its result."""
+        """End the thread, immediately in Python code."""
         self.queue.put(None)
         with self._lock:
             if self._busy and self.thread.ident is not None:
@@ -128,15 +116,14 @@ class _Thread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where functions of a call run that are not `async`."""
+    """Place to run functions that are not `async`."""
 
     threads: Threads
     beside: bool = False
-    """In threads; else in the main thread."""
+    """Run in threads."""
     waits: Callable[[bool], None] = field(default=lambda _: None)
-    """Called with True where the call waits for a thread, with False when it has one."""
+    """Called with True and False around a wait for a thread."""
     limit_s: float = 0.0
-    """Limit of a function in the main thread; 0: none."""
 
 
 ELSEWHERE: Final = Place(threads=Threads(THREADS_ELSEWHERE))
@@ -145,13 +132,7 @@ PLACE: Final[ContextVar[Place]] = ContextVar("place")
 
 
 class Background:
-    """A loop in a thread of its own; any thread may run something in it.
-
-    Example::
-
-        background = Background()
-        background.run(server.answered(call))
-    """
+    """Event loop in its own thread, usable from any thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,7 +140,7 @@ class Background:
         self._starting = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Go on with a coroutine in the loop; `cancel` of what this gives cancels it."""
+        """Continue a coroutine in the loop."""
         with self._starting:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -168,7 +149,6 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        """End the loop, with whatever still runs in it."""
         self._stopped = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -176,30 +156,29 @@ class Background:
     def _forever(self, loop: asyncio.AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
         while not self._stopped:
-            # A task of users' that exits ends the loop's turn, not the other calls.
+            # A user's task that exits ends the loop's turn, not the other calls.
             with contextlib.suppress(SystemExit, KeyboardInterrupt):
                 loop.run_forever()
         loop.close()
 
 
 def in_loop() -> bool:
-    """Whether this code runs in a loop already."""
-    return asyncio._get_running_loop() is not None  # the one that raises nothing: it costs a tenth
+    """Return whether this code runs in a loop."""
+    return asyncio._get_running_loop() is not None  # 10x faster than get_running_loop
 
 
 @dataclass(frozen=True, slots=True)
 class ContinueInLoop:
-    """Awaited in the main thread, it stops a coroutine, which then goes on in the loop."""
+    """Awaitable that moves a coroutine from the main thread to the loop."""
 
     pause_s: float = 0.0
-    """What it will do there first is wait for so long."""
 
     def __await__(self) -> Generator[ContinueInLoop, None, None]:
         yield self
 
 
 def begin(work: Coroutine[Any, Any, None]) -> ContinueInLoop | None:
-    """Drive a coroutine in this thread, to its end or to where it has to go on in the loop."""
+    """Run a coroutine until it ends or must continue in the loop."""
     try:
         switch = work.send(None)
     except StopIteration:
@@ -209,11 +188,8 @@ def begin(work: Coroutine[Any, Any, None]) -> ContinueInLoop | None:
 
 
 async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a user's function gives, or what that awaits to.
-
-    A function that is not `async` is called in the main thread, or in a thread where `PLACE` says
-    so. An awaitable is awaited in the loop, after a `ContinueInLoop`.
-    """
+    """Return the awaited result of a user's function, called in the main thread or where `PLACE`
+    says."""
     place = PLACE.get(ELSEWHERE)
     if inspect.iscoroutinefunction(function):
         found = function(*arguments)
@@ -231,7 +207,7 @@ async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def call_beside(function: Callable[..., Any], *arguments: Any) -> Any:
-    """As `call_user_code`, of what may run beside others of its kind: in a thread."""
+    """Same as `call_user_code`, in a thread."""
     if inspect.iscoroutinefunction(function):
         return await _awaited(function(*arguments))
     return await _awaited(await _call_in_thread(PLACE.get(ELSEWHERE), function, arguments))

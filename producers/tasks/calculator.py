@@ -1,23 +1,18 @@
-"""Sums of several numbers modulo 100 with a calculator: a task of several turns.
+"""Built-in task `calculator`: sums of several numbers modulo 100, over several turns.
 
     user         n3 7 n2 5 n1 4
     assistant    n2 call calculator 7 5           tool   12
     assistant    n1 call calculator 12 4          tool   16
     assistant    answer 16
 
-With `options.tools` the calculator is a Python function that the model calls, prompts are messages,
-and `CHAT_TEMPLATE` says how all that is written. Without, it is an environment that reads and
-writes words:
+`options.tools` makes the calculator a Python function. Otherwise it is a text environment:
 
     prompt       n3 7 n2 5 n1 4 |
     model        n2 call 7 + 5            environment   result 12
     model        n1 call 12 + 4           environment   result 16
     model        answer 16                done
 
-Adding is a table of a thousand entries and more, too much for a small policy; copying numbers
-into a call is not. The word in front of a call names the number that it adds: a line of
-scratchpad, not checked. Every turn ends at the end-of-sequence token. Only the outcome is
-rewarded; a turn that is neither a call nor an answer is told so and costs a turn.
+The word before a call names the added number and is not checked. Only the answer is rewarded.
 """
 
 from __future__ import annotations
@@ -43,14 +38,12 @@ from dora_pipe.schemas.identity import derive_seed
 
 MODULUS = 100
 NUMBERS_MAX = 9
-"""Most numbers of one sum that have words."""
 
 EVAL_SEED = 999
-"""Evaluation rows do not depend on the `seed` option: runs can be compared."""
+"""Fixed, so that evaluations are comparable."""
 
 TOOL = "calculator"
 SPARE_TURNS = 2
-"""Turns of an episode beyond those that a perfect policy needs."""
 
 WORDS: tuple[str, ...] = (
     "|",
@@ -63,10 +56,9 @@ WORDS: tuple[str, ...] = (
     *(str(number) for number in range(MODULUS)),
     TOOL,
 )
-"""Every word of prompts, turns and observations, for `write_word_tokenizer`."""
+"""Vocabulary for `write_word_tokenizer`."""
 
 ROLES: tuple[str, ...] = ("<|tools|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
-"""Special tokens of the template."""
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|tools|>{% for one in tools %} {{ one.function.name }}{% endfor %}<eos>{% endif -%}
@@ -77,7 +69,6 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}
 """
-"""How conversations are written in words; `read_turn` reads them."""
 
 _CALL = re.compile(r"(?:^|\s)call (\d{1,2}) \+ (\d{1,2})$")
 _WRITTEN_CALL = re.compile(r"(?:^|\s)call(?=\s|$)")
@@ -95,7 +86,7 @@ def calculator(a: int, b: int) -> int:
 
 
 def read_turn(text: str) -> Turn:
-    """``read_turn("n2 call calculator 7 5")`` has the text `n2`, and a call: `task.tool_parser`."""
+    """Parse a turn (`task.tool_parser`)."""
     said, *calls = _WRITTEN_CALL.split(text)
     return Turn(text=said.strip(), tool_calls=tuple(map(_read_call, calls)))
 
@@ -109,7 +100,7 @@ def _read_call(written: str) -> ToolCall:
 
 
 class Calculator(Environment):
-    """One episode: adds what it is asked to add, until there is an answer."""
+    """Text environment that adds numbers until there is an answer."""
 
     def reset(self, row: Row) -> str:
         numbers = row["numbers"]
@@ -129,7 +120,7 @@ class Calculator(Environment):
 
 
 class CalculatorTask(Task):
-    """The built-in task `calculator`.
+    """Built-in task `calculator`.
 
     Example: ``CalculatorTask().prompt({"numbers": [7, 5, 4]}) == "n3 7 n2 5 n1 4 |"``.
     """
@@ -149,11 +140,8 @@ class CalculatorTask(Task):
         end: str = "<eos>",
         tools: bool = False,
     ) -> None:
-        """`largest`: of the numbers. `noise`: share of wrong numbers in demonstrated calls.
-
-        `end`: how the end-of-sequence token is written between the turns of a demonstration.
-        `tools`: prompts are messages, and the calculator is a function.
-        """
+        """`noise` is the share of wrong numbers in demonstrated calls, `end` the end-of-sequence
+        token between demonstrated turns."""
         if not 1 <= numbers_min <= numbers_max <= NUMBERS_MAX:
             raise ConfigError(
                 f"task.options: numbers_min {numbers_min} and numbers_max {numbers_max} are not "
@@ -187,13 +175,12 @@ class CalculatorTask(Task):
         return None if self._tools else Calculator()
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
-        """1 if the last turn answers with the sum of all numbers, else 0."""
+        """Return 1 if the last turn answers with the sum of all numbers, else 0."""
         found = _ANSWER.search(text.strip())
         return float(found is not None and int(found[1]) == sum(row["numbers"]) % MODULUS)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
-        """One pair per turn of as many episodes as give `count` pairs (the last is cut); with tools
-        as many conversations."""
+        """Return pairs, one per turn, or conversations with tools."""
         chance = random.Random(derive_seed("calculator", "demonstrations", seed))
         if self._tools:
             return [self.conversation(self._row(chance), chance) for _ in range(count)]
@@ -203,7 +190,7 @@ class CalculatorTask(Task):
         return pairs[:count]
 
     def conversation(self, row: Row, chance: random.Random) -> Row:
-        """A demonstrated episode with a tool, as `sft` takes it."""
+        """Return a demonstrated episode for `sft`."""
         total, *others = row["numbers"]
         messages = [*self.prompt(row)]
         for at, number in enumerate(others):
@@ -219,7 +206,7 @@ class CalculatorTask(Task):
         return {"messages": messages, "tools": [tool_schema(calculator)]}
 
     def episode(self, row: Row, chance: random.Random) -> list[tuple[str, str]]:
-        """(everything before, turn) of one demonstrated episode."""
+        """Return (everything before, turn) pairs of a demonstrated episode."""
         world = Calculator()
         context, pairs = world.reset(row), []
         total, *others = row["numbers"]

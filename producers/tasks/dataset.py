@@ -1,8 +1,7 @@
-"""Rows of files, and rewards by name: the built-in task `dataset`.
+"""Built-in task `dataset`: rows of files, scored by named rewards.
 
-It decides what of a row is the prompt: the text of a column, or its conversation without the
-assistant's message that ends it, which is then the answer where the row has no other. Further
-columns are there for the rewards.
+The prompt is the text of a column, or its conversation without the last assistant message, which is
+the default answer.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from dora_pipe.producers.adapters.mcp import McpTools
 
 NOTED_ROWS: Final = 256
-"""Rows whose columns `DatasetTask.notes` looks at."""
 
 PROMPT: Final = "prompt"
 ANSWER: Final = "answer"
@@ -51,10 +49,10 @@ _EXAMPLE: Final = 'for instance "rewards:score"'
 
 
 class DatasetTask(Task):
-    """The built-in task `dataset`.
+    """Built-in task `dataset`.
 
     Example: ``DatasetTask(data="train.parquet", reward="rewards:score")``. The reward's module is
-    imported when it is first needed, so that rows can be read without running the user's code.
+    imported on first use.
     """
 
     played = False
@@ -76,8 +74,7 @@ class DatasetTask(Task):
         mcp: McpTools | None = None,
         reward: str | Rewards = "",
     ) -> None:
-        """Each is the key of [task]; without `eval_data`, `eval_split` and `eval_share` there are
-        no evaluation rows. Raises ConfigError."""
+        """Parameters are keys of [task]. Raises ConfigError."""
         train, evaluation = _sources(data), _sources(eval_data)
         if not train:
             raise ConfigError("task.data: `dataset` needs a file", hint="or a glob, or hf:NAME")
@@ -107,15 +104,14 @@ class DatasetTask(Task):
         self._rewards = reward if isinstance(reward, Rewards) else single(reward)
 
     def rows(self, split: Split) -> Sequence[Row]:
-        """See Task. Raises TaskError naming the row that cannot be read."""
+        """Raises TaskError with the first unreadable row."""
         if split not in self._open:
             spec = self._specs.get(split)
             self._open[split] = [] if spec is None else open_rows(spec)
         return self._open[split]
 
     def check(self) -> None:
-        """The first row makes a prompt and has what the rewards ask for; the tools can be told.
-        Raises TaskError."""
+        """Check prompt, tools and answer of the first row. Raises TaskError."""
         first = self.rows("train")[0]
         try:
             if not isinstance(prompt := self.prompt(first), str):
@@ -164,7 +160,7 @@ class DatasetTask(Task):
         return tuple(by_name[name] for name in wanted)
 
     def shown_tools(self, row: Row) -> Sequence[Mapping[str, Any]]:
-        """The row's own tools, where its prompt is messages. Raises TaskError."""
+        """Return the row's tools. Raises TaskError."""
         tools = row.get(TOOLS)
         if not tools or isinstance(self.prompt(row), str):
             return ()
@@ -194,11 +190,8 @@ class DatasetTask(Task):
         return self._rewards.scores_groups
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
-        """Prompts and answers of the training data, in an order drawn from `seed`, again and again;
-        conversations where prompts are messages.
-
-        Raises TaskError where a row has no answer, or is not of the kind of the others.
-        """
+        """Return prompts and answers, or conversations, shuffled by `seed` and repeated. Raises
+        TaskError if a row has no answer."""
         rows = self.rows("train")
         chance = random.Random(derive_seed("dataset", "demonstrations", seed))
         places = list(_drawn(chance, len(rows), count))
@@ -209,13 +202,12 @@ class DatasetTask(Task):
         return [self._conversation(place, rows[place]) for place in places]
 
     def reward_sources(self) -> Sequence[Any]:
-        """Of the rewards, this class, the tools, and which servers have some."""
         servers = (f"{name} {version}" for name, version in self.packages().items())
         own = (tool for tool in self.tools({}) if not isinstance(tool, DescribedTool))
         return (*self._rewards.sources(), type(self), *own, *servers)
 
     def notes(self) -> Sequence[str]:
-        """Columns that mean something to a chat, and are not shown."""
+        """Return notes on columns that are not shown."""
         rows, used = self.rows("train")[:NOTED_ROWS], (PROMPT, ANSWER)
         chat = bool(rows) and not isinstance(self.prompt(rows[0]), str)
         notes = unshown_columns(rows, used, tools=chat)
@@ -229,17 +221,16 @@ class DatasetTask(Task):
         return said_of(self._specs["train"].sources)
 
     def _parts(self, row: Row) -> tuple[Prompt, Mapping[str, Any] | None]:
-        """The prompt, and the message that answers it in the data."""
         return prompt_of(row[PROMPT], chat=self._chat, system=self._system)
 
     def _answered(self, row: Row) -> Row:
-        """With an answer where the conversation has one and the row none."""
+        """Add the conversation's answer, if the row has none."""
         if row.get(ANSWER) is not None:
             return row
         answer = self._parts(row)[1]
         text = text_of(answer) if answer else ""
         if answer is None or (not text and answer.get("tool_calls")):
-            return row  # Calls alone are no text to compare with.
+            return row  # calls alone have no text
         return {**row, ANSWER: text}
 
     def _pair(self, place: int, row: Row) -> tuple[str, str]:
@@ -250,7 +241,6 @@ class DatasetTask(Task):
         raise self._no_demonstration(place, column)
 
     def _conversation(self, place: int, row: Row) -> Row:
-        """Prompt and answer: the message that the data end with, else the text of the answer."""
         asked, said = self._parts(row)
         if said is None and isinstance(answer := row.get(ANSWER), str):
             said = {"role": "assistant", "content": answer}
@@ -277,7 +267,7 @@ def _sources(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _drawn(chance: random.Random, rows: int, count: int) -> Iterator[int]:
-    """`count` places, every one before any a second time."""
+    """Yield `count` indices; each row once before any repeats."""
     left = count if rows else 0
     while left > 0:
         yield from chance.sample(range(rows), rows)[:left]

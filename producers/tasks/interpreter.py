@@ -1,5 +1,4 @@
-"""Which interpreter runs a task: the worker's own, or that of another virtual environment, which is
-asked first whether it will do."""
+"""Python interpreter of a task."""
 
 from __future__ import annotations
 
@@ -15,42 +14,35 @@ from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.tasks.calls import one_line
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-"""The package; another environment need not have it."""
 
 TOKEN_VARIABLE: Final = "DORA_PIPE_TASK_TOKEN"
-"""What opens servers of tasks. Users' code does not see it."""
+"""Hidden from users' code."""
 
 OLDEST: Final = (3, 11)
 
 _QUESTION: Final = "import sys; print('%d.%d' % sys.version_info[:2]); import msgspec"
 _ANSWER_S: Final = 60.0
 _FIXED: Final = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-"""One thread, and the same order of sets in every process: rewards do not depend on it."""
+"""Rewards must not depend on threads or set order."""
 
 
 class Interpreter:
-    """How modules of this package are run for a task.
-
-    Example: ``Interpreter("/srv/games/bin/python").command("dora_pipe.producers.tasks.process")``.
-    """
+    """Runs modules of this package for a task."""
 
     def __init__(self, python: str) -> None:
-        """`python`: a path; empty: the one that runs this. Raises ConfigError where it will not
-        do."""
+        """`python`: path; empty: the current interpreter. Raises ConfigError."""
         self._python = python or sys.executable
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if python:
             _check(python)
-            # Only this package, not what is installed beside it, is to be found from there.
+            # Exposes this package, not those installed next to it.
             self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-")
             Path(self._folder.name, "dora_pipe").symlink_to(ROOT, target_is_directory=True)
 
     def command(self, module: str, *words: str) -> Sequence[str]:
-        """The words that run a module."""
         return [self._python, "-P", "-m", module, *words]
 
     def environment(self) -> Mapping[str, str]:
-        """The variables to run it with."""
         found = {**os.environ, **_FIXED}
         found.pop(TOKEN_VARIABLE, None)
         if self._folder is not None:
@@ -60,13 +52,12 @@ class Interpreter:
         return found
 
     def close(self) -> None:
-        """Nothing is run any more."""
         if self._folder is not None:
             self._folder.cleanup()
 
 
 def _check(python: str) -> None:
-    """Raise ConfigError unless it runs, is new enough and has msgspec."""
+    """Raises ConfigError."""
     words = [python, "-c", _QUESTION]
     key = f"task.python: `{python}`"
     try:

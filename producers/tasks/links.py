@@ -1,7 +1,4 @@
-"""What a task is reached by: the pipes of a process here, or a connection to a server of tasks.
-
-Both use the same frames, so the rules for lost or hung processes exist only once.
-"""
+"""Links to a task: pipes of a local process, or a connection to a server."""
 
 from __future__ import annotations
 
@@ -24,41 +21,39 @@ MODULE: Final = "dora_pipe.producers.tasks.process"
 
 KEEPALIVE_S: Final = 10
 LOST_MS: Final = 30_000
-"""A connection whose other end acknowledges nothing for so long has ended."""
+"""Time without acknowledgement that ends a connection."""
 
 
 class Link(Protocol):
-    """Two file descriptors that do not block, and how what is behind them is ended."""
+    """Two non-blocking file descriptors of a task."""
 
     url: str
-    """Of the server; empty for a process here."""
 
     @property
     def inbox(self) -> int:
-        """To write to."""
+        """Descriptor to write to."""
 
     @property
     def outbox(self) -> int:
-        """To read from."""
+        """Descriptor to read from."""
 
     def hang_up(self) -> None:
-        """Write nothing more, so that what is there closes its episodes and goes."""
+        """Close the input; the process closes its episodes and exits."""
 
     def kill(self) -> str:
-        """End it, and say how it ended. What it wrote is readable."""
+        """End the process and return how it ended."""
 
     def close(self) -> None:
-        """Let the descriptors go."""
+        """Close the descriptors."""
 
 
 class ProcessLink:
-    """A process with a session of its own, so that it can be killed with all it started."""
+    """Process with its own session, so that its children are killed too."""
 
     url = ""
 
     def __init__(self, interpreter: Interpreter, name: str) -> None:
-        """`name`: of the task, where there are several. Raises OSError where it cannot be
-        started."""
+        """Raises OSError."""
         self._process = subprocess.Popen(
             interpreter.command(MODULE, " ".join(f"task {name} of {own_name()}".split())),
             stdin=subprocess.PIPE,
@@ -90,10 +85,10 @@ class ProcessLink:
 
 
 class SocketLink:
-    """A connection, which stands for a process of the server: it ends with it."""
+    """Connection to a server process."""
 
     def __init__(self, url: str, token: bytes) -> None:
-        """Begin to connect, and say the token. Raises OSError where no such host is known."""
+        """Raises OSError for an unknown host."""
         self.url = url
         host, port = host_and_port(url)
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -103,7 +98,7 @@ class SocketLink:
         self._socket.setblocking(False)
         watch(self._socket)
         self._socket.connect_ex(address)
-        # One descriptor cannot be waited for in two ways.
+        # A selector can register a descriptor only once.
         self.outbox, self.inbox = self._socket.fileno(), os.dup(self._socket.fileno())
         self.first = framed(token, FRAME_BYTES_MAX)
 
@@ -123,7 +118,7 @@ class SocketLink:
 
 
 def open_link(url: str, interpreter: Interpreter, *, token: bytes, task: str) -> Link:
-    """To a server, or without an `url` a process here. Raises TaskError."""
+    """Connect to a server, or start a process. Raises TaskError."""
     try:
         return SocketLink(url, token) if url else ProcessLink(interpreter, task)
     except OSError as error:
@@ -132,24 +127,24 @@ def open_link(url: str, interpreter: Interpreter, *, token: bytes, task: str) ->
 
 
 KILLED: Final = "its process was killed by signal 9"
-"""From outside, as a rule: by who is short of memory, or by hand. A crash has another signal."""
+"""Usually for lack of memory; a crash has another signal."""
 
 
 def how_it_ended(status: int) -> str:
-    """``how_it_ended(-9) == KILLED``."""
+    """Describe an exit status."""
     if status < 0:
         return f"its process was killed by signal {-status}"
     return f"its process ended with status {status}"
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Of ``tcp://host:port``, or ``host:port``. Raises ValueError."""
+    """Parse ``tcp://host:port`` or ``host:port``. Raises ValueError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def server_token() -> bytes:
-    """Return the token of servers of tasks, in `TOKEN_VARIABLE`. Raises ConfigError."""
+    """Return the token in `TOKEN_VARIABLE`. Raises ConfigError."""
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
     if len(token) < TOKEN_CHARACTERS_MIN:
         raise ConfigError(
@@ -160,7 +155,7 @@ def server_token() -> bytes:
 
 
 def watch(connection: socket.socket) -> None:
-    """Have it end when its other end is gone without a word, and send at once what is written."""
+    """Detect a lost peer and send without delay."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

@@ -1,8 +1,7 @@
-"""The main thread of a task process: calls from the pipe, and functions that the loop hands to it.
+"""Main thread of a task process.
 
-Some libraries work there alone (those that use signals, such as math-verify), so a user's function
-that is not `async` runs there on every attempt. What exceeds its limit is interrupted by a signal:
-`GivenUp` is raised in it. What ignores that, or holds the interpreter, ends the process.
+Users' functions that are not `async` run here, since some libraries need its signals (math-verify).
+A late function is interrupted by a signal that raises `GivenUp`; if that fails, the process ends.
 """
 
 from __future__ import annotations
@@ -22,31 +21,28 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 WATCH_S: Final = 0.25
-"""Interval of the watch over the limit."""
 
 STUCK_S: Final = 2.0
-"""Time that an interrupted function has to end."""
 
 INTERRUPT: Final = signal.SIGURG
-"""A signal that by default does nothing and that no common library uses."""
+"""Ignored by default and unused by common libraries."""
 
 
 class GivenUp(BaseException):
-    """Raised in a function whose result is not awaited any more."""
+    """Raised in a function whose result is not needed."""
 
 
 @dataclass(slots=True)
 class Limit:
-    """When a call in the main thread is late."""
+    """Time limit of a call in the main thread."""
 
     number: int = 0
-    """The call from the pipe; 0: a function of the loop."""
     late_at_s: float = math.inf
 
 
 @dataclass(slots=True)
 class Work:
-    """A function to be called, and the future of its result."""
+    """Function to call, with its future."""
 
     run: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -54,20 +50,19 @@ class Work:
     done: asyncio.Future[Any]
     limit_s: float = 0.0
     waits: Callable[[bool], None] | None = None
-    """Called with False when a call that waited begins."""
+    """Called with False when the function starts."""
     limit: Limit = field(default_factory=Limit)
 
     def do(self) -> None:
-        """Call it, and hand its result, or what it raised, to the loop."""
         set_it: Callable[[Any], None] = self.done.set_exception
         outcome: Any
         try:
             outcome, set_it = self.run(*self.arguments), self.done.set_result
-        except StopIteration as error:  # no future takes one
+        except StopIteration as error:  # futures reject StopIteration
             outcome = RuntimeError(f"it raised StopIteration: {error}")
         except BaseException as error:  # raised where the result is awaited
             outcome = error
-        with contextlib.suppress(RuntimeError):  # the loop is gone: the process ends
+        with contextlib.suppress(RuntimeError):  # no loop: the process is ending
             self.loop.call_soon_threadsafe(self._tell, set_it, outcome)
 
     def _tell(self, set_it: Callable[[Any], None], outcome: Any) -> None:
@@ -76,12 +71,10 @@ class Work:
 
 
 class MainThread:
-    """Functions of the main thread, with a limit for the present one. `serve` and what follows it
-    are called in that thread, `call_from_loop` in the loop."""
+    """Runs functions with a time limit. Only `call_from_loop` is called in the loop."""
 
     def __init__(self) -> None:
         self.serves = False
-        """Whether functions of the loop are taken."""
         self._work: deque[Work] = deque()
         self._present: Limit | None = None
         self._inside = False
@@ -89,11 +82,9 @@ class MainThread:
 
     @property
     def is_here(self) -> bool:
-        """Whether this code runs in it."""
         return threading.current_thread() is self._thread
 
     def serve(self, inbox: int) -> None:
-        """Take functions of the loop until `stop`, while `wait` waits for the pipe."""
         signal.signal(INTERRUPT, self._interrupted)
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -104,11 +95,9 @@ class MainThread:
         self.serves = True
 
     def stop(self) -> None:
-        """Take no more functions of the loop."""
         self.serves = False
 
     def wait(self) -> None:
-        """Call what the loop hands over, until the pipe has something, or its end."""
         while True:
             ready = {descriptor for descriptor, _ in self._poll.poll()}
             if self._woken in ready:
@@ -118,7 +107,6 @@ class MainThread:
                 return
 
     def run_work(self) -> None:
-        """Call what the loop has handed over."""
         while self._work:
             work = self._work.popleft()
             if not work.done.cancelled():
@@ -129,7 +117,7 @@ class MainThread:
 
     @contextlib.contextmanager
     def limited(self, limit: Limit, limit_s: float) -> Iterator[None]:
-        """Limit the time of what is called inside; 0: no limit."""
+        """Limit the time of the block."""
         if limit_s:
             limit.late_at_s = min(limit.late_at_s, time.monotonic() + limit_s)
         self._present = limit
@@ -139,7 +127,7 @@ class MainThread:
             self._present = None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a user's function. Raises GivenUp where it was interrupted."""
+        """Raises GivenUp if interrupted."""
         if not self.is_here:
             return function(*arguments)
         self._inside = True
@@ -155,15 +143,14 @@ class MainThread:
         limit_s: float,
         waits: Callable[[bool], None],
     ) -> Any:
-        """Return what a function gives that is called in the main thread; cancelled, it is
-        interrupted. `waits`: see `Place`."""
+        """Call a function in the main thread."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         called = (copy_context().run, function, *arguments)
         waits(True)
         work = Work(self.call, called, loop, done, limit_s, waits)
         self._work.append(work)
-        with contextlib.suppress(BlockingIOError):  # full: it wakes up anyway
+        with contextlib.suppress(BlockingIOError):  # pipe full: it wakes up anyway
             os.write(self._wake, b".")
         try:
             return await done
@@ -172,8 +159,7 @@ class MainThread:
                 work.limit.late_at_s = time.monotonic()
 
     def watch(self, stuck: Callable[[int], None]) -> None:
-        """Interrupt what exceeds its limit, until a call does not end then: `stuck` gets its
-        number. Blocks: called in a thread of its own."""
+        """Interrupt late functions until one does not end; `stuck` gets its number. Blocks."""
         while True:
             time.sleep(WATCH_S)
             limit = self._present
@@ -186,8 +172,7 @@ class MainThread:
             signal.pthread_kill(self._thread.ident, INTERRUPT)
 
     def _interrupted(self, *_: object) -> None:
-        """In the main thread: raise, where it is in a user's function that is late. Once: then it
-        is on its way out."""
+        """Raise GivenUp once in a late function."""
         limit = self._present
         if self._inside and limit is not None and time.monotonic() >= limit.late_at_s:
             self._inside = False

@@ -1,8 +1,7 @@
-"""Chat messages in the one form that everything behind users' code knows, and the schema of a
-Python function that the model may call; decides nothing.
+"""Normal form of chat messages, and schemas of Python functions as tools.
 
-    {"role": "assistant", "content": "", "reasoning_content": "...", "tool_calls": [
-        {"type": "function", "id": "call-0", "function": {"name": "add", "arguments": {"a": 1}}}]}
+{"role": "assistant", "content": "", "reasoning_content": "...", "tool_calls": [
+    {"type": "function", "id": "call-0", "function": {"name": "add", "arguments": {"a": 1}}}]}
 """
 
 from __future__ import annotations
@@ -21,15 +20,14 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 class NoAnswer(Exception):
-    """What the user's code gave is no answer to the call."""
+    """Users' code returned an invalid value."""
 
 
 def normal(messages: Any, where: str = "messages") -> tuple[dict[str, Any], ...]:
-    """Messages as users, data sets and APIs write them, as plain objects of one form.
+    """Return messages in normal form.
 
-    `content` is text: parts of text are joined. Arguments of tool calls are objects, also where
-    they came as JSON in a string. Keys whose value is None are left out (columns of a table have
-    them), keys that are not known are kept. Raises NoAnswer, with the place: `messages[3].role`.
+    Joins text parts, decodes arguments and drops keys with None. Raises NoAnswer with the position:
+    `messages[3].role`.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise NoAnswer(f"{where} is {type(messages).__name__}, not a list of messages")
@@ -79,7 +77,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A call, given as OpenAI's API writes it or as the function's name and arguments alone."""
+    """Accepts OpenAI's format, or name and arguments."""
     if not isinstance(call, Mapping):
         raise NoAnswer(f"{where} is {type(call).__name__}, not a call")
     plain = {str(key): value for key, value in call.items() if value is not None}
@@ -102,8 +100,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def tool_schemas(tools: Any) -> tuple[dict[str, Any], ...]:
-    """The value of a row's column `tools`: schemas of functions, functions, or JSON of schemas in a
-    text; empty where there are none. Raises NoAnswer."""
+    """Return the schemas in a row's column `tools`. Raises NoAnswer."""
     if isinstance(tools, str):
         try:
             tools = msgspec.json.decode(tools or "[]")
@@ -120,7 +117,7 @@ def tool_schemas(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def tool_name(function: Tool) -> str:
-    """What the model calls it. Raises NoAnswer for what has no name of its own (a partial)."""
+    """Return a tool's name. Raises NoAnswer."""
     if isinstance(function, DescribedTool):
         return function.name
     name = getattr(function, "__name__", None)
@@ -130,11 +127,8 @@ def tool_name(function: Tool) -> str:
 
 
 def tool_schema(function: Tool) -> dict[str, Any]:
-    """A function as chat templates and OpenAI's API describe a tool: from its signature, and from
-    its docstring in Google's, numpy's or Sphinx's form.
-
-    Raises NoAnswer for a parameter that has no annotation, or one that JSON has no values for.
-    """
+    """Return a tool's schema in OpenAI's format, from signature and docstring. Raises NoAnswer if a
+    parameter has no JSON type."""
     if isinstance(function, DescribedTool):
         said = {"name": function.name, "description": function.about}
         return {"type": "function", "function": {**said, "parameters": dict(function.parameters)}}
@@ -157,10 +151,8 @@ def tool_schema(function: Tool) -> dict[str, Any]:
 
 
 def arguments_of(function: Tool) -> type[msgspec.Struct]:
-    """The arguments of a function as a type that `msgspec.convert` can make of JSON's values.
-
-    Fields with a default are None there where nothing is given. Raises NoAnswer as `tool_schema`.
-    """
+    """Return arguments as a type for `msgspec.convert`; optional ones default to None. Raises
+    NoAnswer."""
     name = tool_name(function)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -185,7 +177,7 @@ def arguments_of(function: Tool) -> type[msgspec.Struct]:
 
 
 def _inlined(schema: Any, components: Mapping[str, Any], within: tuple[str, ...]) -> Any:
-    """A schema with what it refers to in its place: models read it, not programs."""
+    """Replace references by their targets, for readability."""
     if isinstance(schema, list):
         return [_inlined(one, components, within) for one in schema]
     if not isinstance(schema, dict):
@@ -204,7 +196,7 @@ def _inlined(schema: Any, components: Mapping[str, Any], within: tuple[str, ...]
         case {"enum": [*values]} if all(isinstance(value, str) for value in values):
             return {"type": "string", **plain}
         case {"anyOf": [dict(one), {"type": "null"}]}:
-            return {**one, "nullable": True}  # as transformers says it to templates
+            return {**one, "nullable": True}  # the form of transformers' templates
         case _:
             return plain
 
@@ -219,7 +211,7 @@ _ENTRY = re.compile(r"^\*{0,2}(\w+)[ \t]*(?:\([^)\n]*\))?[ \t]*:[ \t]*(.*(?:\n[ 
 
 
 def described(doc: str) -> tuple[str, dict[str, str]]:
-    """What a docstring (without its indentation) says of the function, and of each parameter.
+    """Return the description of a function and of each parameter from its docstring.
 
     Example: ``described("Add.\\n\\nArgs:\\n    a: One.") == ("Add.", {"a": "One."})``.
     """

@@ -1,8 +1,4 @@
-"""A task with another reward than its own; its rows, prompts, tools and environments stay.
-
-It decides that the functions of `task.reward` score every trajectory, whatever
-the task's own `reward`, or that of an environment, would say.
-"""
+"""Task whose reward is replaced by `task.reward`."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from dora_pipe.producers.tasks.port import (
 
 
 class OtherReward(Task):
-    """`task`, scored by `rewards`: they are given the columns of its rows by name.
+    """`task`, scored by `rewards`, which receive the columns of its rows by name.
 
     Example: ``OtherReward(Arithmetic(), open_rewards(config.task))``.
     """
@@ -36,7 +32,6 @@ class OtherReward(Task):
 
     @property
     def inner(self) -> Task:
-        """The task that is scored otherwise."""
         return self._task
 
     def rows(self, split: Split) -> Sequence[Row]:
@@ -52,7 +47,6 @@ class OtherReward(Task):
         return self._task.tools(row)
 
     def environment(self, row: Row) -> Environment | None:
-        """See Task: an episode as it was, without a reward of its own."""
         found = self._task.environment(row)
         return None if found is None else _Unscored(found)
 
@@ -79,7 +73,6 @@ class OtherReward(Task):
         return self._task.demonstrations(seed, count)
 
     def reward_sources(self) -> Sequence[Any]:
-        """Of the rewards, and of the task, which decides what they are shown."""
         return (*self._rewards.sources(), type(self._task))
 
     def packages(self) -> Mapping[str, str]:
@@ -87,8 +80,6 @@ class OtherReward(Task):
 
 
 class _Unscored(Environment):
-    """An environment whose own reward is not asked."""
-
     def __init__(self, world: Environment) -> None:
         self._world = world
 

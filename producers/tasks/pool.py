@@ -1,13 +1,10 @@
-"""The processes that run a task, driven without threads from one loop.
+"""Pool of processes that run a task, driven from one loop without threads.
 
-It decides which process gets a call, when one has hung, and who is to blame when one dies: the call
-that it was working on or, of several, the one under which others die too. What it had not begun or
-had deferred goes to another; episodes that it held are lost, and their requests are told so. A
-deferred call that is late is abandoned and fails alone. `poll` never waits unless asked to.
+When a process dies, its current call is to blame or, with several candidates, the one under which
+others die too. Other calls are repeated; episodes are lost. A late deferred call fails alone.
 
-Bounds: `QUEUE_MAX` calls at a time, `WINDOW` of them in one process's pipe, `DEFERRED_MAX` that it
-has in all, a time limit per try at a call, `RETRIES_MAX` more tries, and `DEATHS_MAX`
-processes in a row that die without answering anything.
+Bounds: `QUEUE_MAX`, `WINDOW`, `DEFERRED_MAX`, `RETRIES_MAX`, `DEATHS_MAX`, and a time limit per
+try.
 """
 
 from __future__ import annotations
@@ -64,31 +61,27 @@ from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_workin
 from dora_pipe.schemas.metrics import FailingPlace
 
 QUEUE_MAX: Final = 8192
-"""Calls without an event; a worker has at most one per request it holds."""
 
 START_LIMIT_S: Final = 120.0
-"""For importing users' modules and reading the data, from the last word on data that are made
-ready."""
+"""Limit from the last `StillOpening`."""
 
 DEATHS_MAX: Final = 32
-"""Processes of a place that die in a row without one answer before the pool gives up."""
+"""Consecutive deaths without an answer before the pool gives up."""
 
 UNREACHED_MAX: Final = 8
-"""Connections to each server that end before one opens the task: about a minute, to start again."""
+"""Failed connections per server: about one minute for a restart."""
 
 CONNECT_S: Final = 10.0
-"""For the first word of a server."""
 
 _NS: Final = 1_000_000_000
 _WAIT_S: Final = 0.25
 
 
 class TaskPool:
-    """Runs prompts, environments and rewards of one task in `task.processes` processes.
+    """Runs prompts, environments and rewards of a task in processes.
 
-    It is a port of the runtime: its effects are each `TaskCall` and `Forget`, its events those of
-    `calls`. Make it, and use it, in the process's main thread (on Linux the task processes die with
-    the thread that made them).
+    A port of the runtime. Create and use it in the main thread: on Linux its processes die with
+    that thread.
 
     Example::
 
@@ -111,53 +104,47 @@ class TaskPool:
         self._queue: deque[OpenCall] = deque()
         self._open: dict[str, OpenCall] = {}
         self._episodes: dict[str, tuple[Child, int, PromptReady]] = {}
-        """Where a request's episode is, its number, and how it began."""
+        """Process, number and prompt."""
         self._ends_ns: dict[str, int] = {}
-        """When a request's episode has taken too long, where there is such a limit."""
         self._lost: dict[str, tuple[str, Child]] = {}
-        """Why a request's episode was lost, and where."""
+        """Reason and process."""
         self._suspected: dict[str, int] = {}
-        """How many processes died while a request's call was deferred there."""
+        """Deaths while a request's call was deferred."""
         self._events: list[TaskEvent] = []
         self._facts: TaskFacts | None = None
         self._number = 0
         self._deaths = Deaths(elsewhere=self._places.elsewhere)
         self._closed = False
         self.deaths = 0
-        """Processes that died or were killed for a time-out, since the start."""
         self._start_missing(self._clock.now_ns())
 
-    # What the loop calls.
+    # Methods for the loop
 
     @property
     def facts(self) -> TaskFacts | None:
-        """What the task brings; None until the first process has opened it."""
+        """Properties of the task; unknown until a process has opened it."""
         return self._facts
 
     @property
     def busy(self) -> bool:
-        """Whether calls or events wait for the next `poll`."""
         pinned = any(child.pinned for child in self._children if child.roomy)
         return bool(self._events or pinned or (self._queue and self._takers()))
 
     @property
     def failing(self) -> list[FailingPlace]:
-        """Its servers, or its processes here, that have failed and not answered since."""
         return self._places.failing(self._clock.now_ns())
 
     @property
     def pending(self) -> int:
-        """Calls without an event."""
         return len(self._open)
 
     def wait(self) -> TaskFacts:
-        """Block until the task is open. Raises ConfigError or TaskError where it cannot be."""
+        """Block until the task is open. Raises ConfigError, TaskError."""
         while self._facts is None:
             self._turn(_WAIT_S)
         return self._facts
 
     def start(self, effect: TaskCall | Forget) -> None:
-        """Begin an effect (see `submit`, `forget`)."""
         if isinstance(effect, Forget):
             self.forget(effect.request)
             self._suspected.pop(effect.request, None)
@@ -165,10 +152,9 @@ class TaskPool:
             self.submit(effect)
 
     def submit(self, call: TaskCall) -> None:
-        """Take a call; it leaves with the next `poll`.
+        """Queue a call; a `PromptCall` or `AgentCall` first forgets its request.
 
-        A `PromptCall` or `AgentCall` drops what its request had. Raises ValueError where it has
-        a call already, ResourceError beyond `QUEUE_MAX` calls.
+        Raises ValueError if the request has an open call, ResourceError above `QUEUE_MAX` calls.
         """
         lost = self._lost.get(call.request)
         if isinstance(call, PromptCall | AgentCall):
@@ -187,7 +173,6 @@ class TaskPool:
         self._enqueue(call, avoid=None if lost is None else lost[1])
 
     def forget(self, request: str) -> None:
-        """Drop a request's call, its events and its episode."""
         call = self._open.pop(request, None)
         if call is not None:
             call.forgotten = True
@@ -202,24 +187,22 @@ class TaskPool:
         self._end_episode(request)
 
     def poll(self, wait_s: float = 0.0) -> list[TaskEvent]:
-        """Events since the last call; waits up to `wait_s` seconds for the first.
+        """Return events since the last call.
 
-        Raises TaskError where the task cannot be run at all: its processes die one after the
-        other, or its data or code changed while the run went on.
+        Raises TaskError if processes die in a row, or the task's data or code changed.
         """
         self._turn(wait_s)
         events, self._events = self._events, []
         return events
 
     def close(self) -> None:
-        """Stop: 1. end the pipes, so that episodes close; 2. wait for it; 3. kill; 4. let go."""
         if self._closed:
             return
         self._closed = True
         for child in self._children:
             child.hang_up(self._clock.now_ns())
         for child in self._children:
-            # One that is in a call does not look at its pipe.
+            # Processes within a call do not read their pipe.
             if not child.sent:
                 child.wait(child.closing_s(self._clock.now_ns()))
             child.kill()
@@ -234,7 +217,7 @@ class TaskPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Calls on their way down.
+    # Calls to processes
 
     def _enqueue(self, call: TaskCall, *, avoid: Child | None = None) -> None:
         self._number += 1
@@ -247,7 +230,7 @@ class TaskPool:
                 left_s, limit_s(self._task, call, tools=held is not None and bool(held[2].tools))
             )
             frame = pack(Call(self._number, held[1] if held else None, call, seconds))
-        except ValueError as error:  # too long, or no Unicode
+        except ValueError as error:  # too long, or invalid Unicode
             self._fail(call.request, type(error).__name__, str(error))
             return
         opened = OpenCall(
@@ -269,7 +252,6 @@ class TaskPool:
             held[0].pinned.append(opened)
 
     def _left_ns(self, request: str) -> float:
-        """What is left of the time of a request's episode."""
         ends_ns = self._ends_ns.get(request)
         return math.inf if ends_ns is None else ends_ns - self._clock.now_ns()
 
@@ -290,10 +272,9 @@ class TaskPool:
             child.flush()
 
     def _takers(self) -> list[Child]:
-        """Those that a call which any process can do may go to."""
         return [child for child in self._children if child.roomy and not child.exhausted]
 
-    # Answers on their way up.
+    # Answers from processes
 
     def _turn(self, wait_s: float) -> None:
         now_ns = self._clock.now_ns()
@@ -352,18 +333,16 @@ class TaskPool:
             )
             self._retire(child, Exhausted("a call exceeded its limit there"), now_ns)
         self._settle(child, call, event)
-        if not call.forgotten:  # else it may be but the end of a call that was abandoned
+        if not call.forgotten:  # may be the end of an abandoned call
             self._judge(child, event, now_ns)
 
     def _head(self, child: Child, number: int, now_ns: int) -> OpenCall:
-        """Take the call that it works on in its main thread."""
         if not child.sent or child.sent[0].number != number:
             raise ValueError(f"an answer to call {number}, which is not its turn")
         child.head_since_ns = now_ns
         return child.sent.popleft()
 
     def _settle(self, child: Child, call: OpenCall, event: Answered | EpisodeLost) -> None:
-        """Keep account of episodes, and pass an event on whose request was not forgotten."""
         if isinstance(event, PromptReady) and event.episode:
             child.episodes[call.number] = call.request
             if call.forgotten:
@@ -385,7 +364,6 @@ class TaskPool:
         self._events.append(event)
 
     def _judge(self, child: Child, event: Answered | EpisodeLost, now_ns: int) -> None:
-        """What an answer says of who gave it."""
         works = is_working(event)
         if works:
             child.bad = 0
@@ -394,8 +372,8 @@ class TaskPool:
             self._went_wrong(child, words_of(event), now_ns)
 
     def _went_wrong(self, child: Child, what: str, now_ns: int) -> None:
-        """A call failed for what is no fault of its task's code. A process where call after call
-        does ends with the episodes that it has; a place where they do is left alone."""
+        """Retire the process, or pause its location, after `BAD_MAX` failures in a row outside the
+        task's code."""
         place, child.bad = child.link.url, child.bad + 1
         everywhere = self._places.bad(place) >= BAD_MAX
         if child.left_alone or not (everywhere or child.bad >= BAD_MAX):
@@ -418,7 +396,7 @@ class TaskPool:
         child.ready = True
 
     def _retire(self, child: Child, said: Exhausted, now_ns: int) -> None:
-        """Let its episodes end, beside a fresh process; not more than `processes` such."""
+        """Let the process finish its episodes; above `processes` such, end the oldest."""
         child.exhausted = said.why
         exhausted = [one for one in self._children if one.exhausted]
         if said.at_once and child.sent and child.sent[0].number == said.number:
@@ -428,7 +406,7 @@ class TaskPool:
         elif len(exhausted) > self._task.processes:
             self._end_process(exhausted[0], now_ns, "", exhausted[0].exhausted)
 
-    # Time limits and deaths.
+    # Time limits and deaths
 
     def _limit(self, child: Child, now_ns: int) -> None:
         if child.link.url and not child.ready:
@@ -449,13 +427,12 @@ class TaskPool:
             self._limit_deferred(child, now_ns)
 
     def _head_is_late(self, child: Child, now_ns: int) -> None:
-        """End the process for the call that it works on in its main thread."""
         call = child.sent[0]
         self._end_process(child, now_ns, call.late, late(self._task, call))
         self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
 
     def _limit_deferred(self, child: Child, now_ns: int) -> None:
-        """Each has a limit of its own. A process that does not cancel them cannot be used."""
+        """Abandon late calls; a process that does not cancel them is ended."""
         found = child.late(now_ns)
         for call in found:
             if call.forgotten:
@@ -467,10 +444,7 @@ class TaskPool:
             self._went_wrong(child, f"{call.late}: {late(self._task, call)}", now_ns)
 
     def _end_process(self, child: Child, now_ns: int, error: str, message: str) -> None:
-        """Kill a process, take the answers it still gave, and settle what it leaves behind.
-
-        Without an `error` no call is to blame.
-        """
+        """Kill a process and settle its calls. An empty `error` blames none."""
         self._children.remove(child)
         ended = child.kill()
         last = len(child.sent)
@@ -483,7 +457,7 @@ class TaskPool:
         if child.link.url:
             if not child.exhausted:
                 self._places.failed(child.link.url, now_ns, message)
-            error = "" if error == "ProcessDied" else error  # it may be the network
+            error = "" if error == "ProcessDied" else error  # may be a network error
         answered_after_all = error in LATE and len(child.sent) < last
         others = any(one.threaded for one in child.deferred.values())
         alone = not (child.link.url or from_outside or others)
@@ -496,14 +470,14 @@ class TaskPool:
 
     def _blame(self, call: OpenCall, error: str, message: str) -> None:
         if call.forgotten:
-            return  # its request may have another call, even another episode, by now
+            return  # its request may have another call by now
         del self._open[call.request]
         self._suspected.pop(call.request, None)
         self._end_episode(call.request)
         self._fail(call.request, error, message)
 
     def _suspect(self, call: OpenCall, message: str) -> None:
-        """It was not alone in a process that died: to blame when others have died under it, too."""
+        """Blame one of several calls after `DEFERRED_DEATHS_MAX`."""
         call.tries, call.deaths = 0, call.deaths + 1
         if call.deaths >= DEFERRED_DEATHS_MAX:
             self._blame(call, "ProcessDied", message)
@@ -512,7 +486,7 @@ class TaskPool:
             self._suspected[call.request] = call.deaths
 
     def _inherit(self, child: Child, message: str) -> None:
-        """Calls that any process can do go to the front of the queue, in order; episodes end."""
+        """Requeue calls without an episode; other episodes are lost."""
         for call in child.deferred.values():
             self._suspect(call, message)
         calls = (*child.deferred.values(), *child.sent, *child.pinned)

@@ -1,9 +1,6 @@
-"""The process that runs users' code: opens a task and serves calls until its pipe ends.
+"""Process that runs users' code: opens a task and serves calls until its pipe ends.
 
-It never imports torch by itself, speaks over private copies of its standard streams (what users
-print goes to stderr), and dies with the process that started it.
-
-    python -m dora_pipe.producers.tasks.process      started by `pool.TaskPool`, of no use by hand
+It never imports torch and redirects users' prints to stderr.
 """
 
 from __future__ import annotations
@@ -43,19 +40,17 @@ from dora_pipe.producers.tasks.server import TaskServer
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 
 SERVED: Final = "DORA_PIPE_SERVED_TASK"
-"""Names the file that says which task a process serves, whatever the connection asks for."""
+"""File with the served task; overrides the connection's."""
 
 READ_BYTES: Final = 1 << 18
 END_S: Final = 5.0
-"""Time that a pool has to end a process whose main thread hangs."""
 
 
 class PlainLines(io.TextIOWrapper):
-    """A stream for what users print: it may quote what a model sampled, and steers no terminal."""
+    """Output stream with control characters escaped."""
 
     @classmethod
     def of(cls, stream: TextIO) -> PlainLines:
-        """In place of a standard stream."""
         return cls(
             stream.buffer,
             encoding=stream.encoding,
@@ -64,13 +59,12 @@ class PlainLines(io.TextIOWrapper):
         )
 
     def write(self, text: str) -> int:
-        """Text, with every character that a terminal obeys as an escape."""
         super().write("\n".join(map(printable, text.split("\n"))))
         return len(text)
 
 
 def main() -> None:
-    """Serve until the pipe ends; the words behind it are what the process is called."""
+    """Serve until the pipe ends; arguments are the process name."""
     faulthandler.enable()
     name_process(*sys.argv[1:])
     inbox, outbox = _private_pipes()
@@ -98,14 +92,14 @@ def main() -> None:
 
 
 def _watch(server: TaskServer) -> None:
-    """End a process whose main thread hangs, also where no pool can kill it."""
+    """End a hanging process, also without a pool."""
     MAIN.watch(server.hangs)
     time.sleep(END_S)
     os._exit(1)
 
 
 def _serve(frames: Iterator[Down], server: TaskServer) -> None:
-    """Take one frame after the other, to the end of the pipe. Raises what is wrong with one."""
+    """Raises errors of invalid frames."""
     for frame in frames:
         if isinstance(frame, Call):
             with MAIN.limited(Limit(frame.number), frame.limit_s):
@@ -134,7 +128,7 @@ def _still_opening(text: str, write: Callable[[bytes], None]) -> None:
 
 
 def _private_pipes() -> tuple[int, int]:
-    """Move the protocol off the standard streams, where users' code reads and prints."""
+    """Separate the protocol from the standard streams."""
     inbox, outbox = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -145,7 +139,6 @@ def _private_pipes() -> tuple[int, int]:
 
 
 def _frames(inbox: int) -> Iterator[Down]:
-    """To the end of the pipe, or of a connection, which may be lost."""
     buffer = bytearray()
     with contextlib.suppress(ConnectionError, TimeoutError):
         while data := _read(inbox):
@@ -160,8 +153,7 @@ def _read(inbox: int) -> bytes:
 
 
 def _writer(outbox: int) -> Callable[[bytes], None]:
-    """Writes whole frames, from whichever thread; for nobody, where nobody reads any more: then
-    there is nothing more to be read, either."""
+    """Return a thread-safe writer that ignores a closed pipe."""
     whole = threading.Lock()
 
     def write(data: bytes) -> None:
@@ -181,4 +173,4 @@ if __name__ == "__main__":
     try:
         main()
     except (ConnectionError, TimeoutError, msgspec.DecodeError):
-        sys.exit(1)  # the pool is gone, or is not one
+        sys.exit(1)  # the pool is gone or invalid

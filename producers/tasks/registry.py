@@ -1,5 +1,4 @@
-"""Which class a configured task is, the digests of what it brings (data and reward), and whether
-those are the run's."""
+"""Opens a configured task and compares its digests with the run's."""
 
 from __future__ import annotations
 
@@ -39,24 +38,23 @@ ADAPTERS: Final[Mapping[str, str]] = {
     "openenv": "openenv:OpenEnvTask",
     "verifiers": "verifiers:VerifiersTask",
 }
-"""What stands before the colon of `task.kind` for environments of others: the module of
-`producers.adapters`, and its class, which is given what stands behind the colon."""
+"""Class in `producers.adapters` per prefix of `task.kind`; it receives the rest."""
 
 HANDED: Final = (
     *("data", "eval_data", "split", "eval_split", "eval_share", "filter", "columns"),
     *("chat", "system_prompt", "tools"),
 )
-"""Keys of [task] that are the task's own arguments, beside its reward."""
+"""Keys of [task] passed to the task."""
 
 
 def open_task(config: model.Task) -> Task:
-    """The task that a configuration names: a built-in one, or `module:attribute` of a user's.
+    """Open a built-in task or `module:attribute`.
 
-    A class or function is called with `options`, with those keys of `HANDED` that are set, and with
-    `task.reward` as a scorer (`rewards.registry`); a Task object is taken as it is. A reward that
-    it does not take is asked in place of its own (`OtherReward`). Raises ConfigError for an unknown
-    kind or option (with the nearest name), TaskError where the user's module or data cannot be
-    used. A user's module runs in the calling process: roles ask a pool instead (`TaskPool.facts`).
+    A class or function is called with `options`, the set keys of `HANDED` and `task.reward`; a task
+    without a reward parameter is wrapped in `OtherReward`. Users' modules run in this process;
+    roles use a pool.
+
+    Raises ConfigError for an unknown kind or option, TaskError if module or data cannot be used.
     """
     factory = _factory(config.kind)
     if config.reward and not _takes_reward(factory):
@@ -123,7 +121,7 @@ def _takes_reward(factory: Task | Callable[..., Any]) -> bool:
     try:
         takes = inspect.signature(factory).parameters
     except (TypeError, ValueError):
-        return True  # no signature to be known: calling it will tell
+        return True  # no signature: the call will fail if needed
     anything = any(one.kind is one.VAR_KEYWORD for one in takes.values())
     return anything or "reward" in takes
 
@@ -131,11 +129,11 @@ def _takes_reward(factory: Task | Callable[..., Any]) -> bool:
 def _check_arguments(
     kind: str, factory: Callable[..., Any], arguments: Mapping[str, Any], keys: set[str]
 ) -> None:
-    """Raise ConfigError unless the factory takes these arguments."""
+    """Raises ConfigError."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        return  # no signature to be known: calling it will tell
+        return  # no signature: the call will fail if needed
     takes = signature.parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
         return
@@ -150,15 +148,12 @@ def _check_arguments(
 
 
 def dataset_digest(task: Task, split: Split) -> tuple[str, int]:
-    """sha256 (hex) over the canonical JSON of a split's rows, one line each, and their number.
-
-    Raises TaskError where a row is not made of plain JSON values.
-    """
+    """Return sha256 (hex) and number of rows. Raises TaskError unless rows are plain JSON."""
     return rows_digest(task.rows(split), split)
 
 
 def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
-    """As `dataset_digest`, of rows at hand; rows of files bring it."""
+    """Same as `dataset_digest`; files have a stored digest."""
     if isinstance(rows, DataRows):
         return rows.digest, len(rows)
     digest = hashlib.sha256()
@@ -172,11 +167,9 @@ def rows_digest(rows: Sequence[Row], split: Split) -> tuple[str, int]:
 
 
 def reward_digest(task: Task, *more: Any) -> str:
-    """sha256 (hex) over the source of the modules that decide the reward, and what else does.
+    """Return the sha256 (hex) of the source of reward modules, without imports, and of text.
 
-    These are the modules of `task.reward_sources()`, not what they import in turn; a text there
-    (weights and options of rewards, versions of libraries) counts itself; `more` are others, such
-    as an agent. "" where the source of one cannot be known (typed in, or compiled).
+    Returns "" if a source is unknown.
     """
     digest = hashlib.sha256()
     for source in (*task.reward_sources(), *more):
@@ -194,7 +187,7 @@ def reward_digest(task: Task, *more: Any) -> str:
 
 
 def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
-    """Of all tasks of a run; that of the task where there is one."""
+    """Return the combined digest of a run's tasks."""
     digests = list(dict.fromkeys(one.reward_digest for one in facts))
     if len(digests) == 1 or "" in digests:
         return "" if "" in digests else digests[0]
@@ -202,12 +195,12 @@ def reward_digest_of(facts: Iterable[TaskFacts]) -> str:
 
 
 def packages_of(facts: Iterable[TaskFacts]) -> dict[str, str]:
-    """Of all tasks of a run (`Task.packages`), in the order of their names."""
+    """Return the packages of a run's tasks, sorted."""
     return dict(sorted(one for facts_of_task in facts for one in facts_of_task.packages.items()))
 
 
 def check_scoring(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
-    """Whether a task scores siblings together here where the run does. Raises TaskError."""
+    """Raises TaskError if group scoring differs from the run's."""
     for source in sources:
         if facts.scores_groups != (source in run.scored_together):
             raise TaskError(
@@ -218,8 +211,8 @@ def check_scoring(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> 
 
 
 def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> None:
-    """Whether a task has here what the run has of these sources. Raises TaskError, InvariantBroken
-    where `run started` says another number of rows than the data with its digest has."""
+    """Raises TaskError if data differ from the run's, InvariantBroken for another number of
+    rows."""
     for source in sources:
         what = "data set" if source.startswith("train") else "evaluation data"
         if "/" in source:

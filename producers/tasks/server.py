@@ -1,11 +1,7 @@
-"""An open task that answers calls, in the process that runs users' code.
+"""Answers the calls of an open task.
 
-Functions that give their results at once are called in the main thread, one after the other, on
-every attempt (`main_thread`). Calls that await something, that wait to be tried again, or whose
-functions are to run in threads, go on beside them, all at the same time (`background`).
-
-It decides where a call goes on, and that what users' code raises is an answer too (`answers` has
-what else counts as one). `process` is the process around it.
+Functions run in the main thread; calls that await, retry or use threads run concurrently.
+Exceptions of users' code are answers.
 """
 
 from __future__ import annotations
@@ -90,30 +86,23 @@ from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.identity import derive_seed
 
 ERRORS_MAX: Final = 20
-"""So many errors are shown per process; those after them only travel."""
 
 RETRY_FIRST_S: Final = 0.5
 RETRY_MAX_S: Final = 30.0
-"""Before the second, third, ... try at a call that raised `Retry`: twice as long each time, less up
-to a half of it by chance."""
+"""Pause before each further try: doubles, less up to half at random."""
 
 CLOSE_S: Final = 1.0
-"""For environments whose `close` awaits something, when the process ends."""
 
 
 AGENT_THREADS_MAX: Final = 1024
-"""Agents that are plain functions, at a time; they mostly wait for the model."""
+"""Most concurrent agents that are functions."""
 
 
 class TaskServer:
-    """An open task with its rows and running episodes.
-
-    Frames are taken in the main thread, and so are calls whose functions give their results at
-    once. The others go on in `Background` (see there), and are answered from its thread.
-    """
+    """Open task with its rows and episodes."""
 
     def __init__(self, task: Task, setup: Setup, write: Callable[[bytes], None]) -> None:
-        """`write`: puts packed frames into the pipe, from either thread."""
+        """`write` is called from two threads."""
         config = setup.task
         self._task, self._config, self._write = task, config, write
         self._rows: dict[Split, Sequence[Row]] = {
@@ -135,7 +124,7 @@ class TaskServer:
         self._shown = 0
 
     def facts(self) -> TaskFacts:
-        """Digests of data and reward; imports the reward's module. Raises as `Task.check` does."""
+        """Compute digests. Raises as `Task.check`."""
         self._task.check()
         train, train_rows = rows_digest(self._rows["train"], "train")
         evaluation, eval_rows = rows_digest(self._rows["eval"], "eval")
@@ -154,7 +143,6 @@ class TaskServer:
         )
 
     def take(self, frame: Call | EndEpisode | Abandon) -> None:
-        """Do what a frame says; whatever goes wrong in a call is an answer."""
         match frame:
             case Call():
                 self._begin(frame)
@@ -166,7 +154,7 @@ class TaskServer:
                     running.work.cancel()
 
     def end(self, episode: int) -> None:
-        """Close an episode, if there is one, when its call has ended."""
+        """Close an episode after its call."""
         world = self._episodes.pop(episode, None)
         if world is None:
             return
@@ -178,7 +166,6 @@ class TaskServer:
             work.add_done_callback(self._closing.discard)
 
     def close(self) -> None:
-        """Close every episode; what takes longer than `CLOSE_S` is left."""
         self._closed = True
         for number in list(self._running):
             self.take(Abandon(number))
@@ -193,20 +180,17 @@ class TaskServer:
         if switch is not None:
             self._write(pack(Deferred(call.number, switch.pause_s)))
             running = _Running(episode=call.episode)
-            self._running[call.number] = running  # its answer takes it out, maybe at once
+            self._running[call.number] = running  # its answer removes it
             running.work = self._background.run(work)
 
     def exhaust(self, why: str, *, at_once: bool = False, number: int = 0) -> None:
-        """Ask for another process in its place."""
         self._exhausted = True
         self._write(pack(Exhausted(why, at_once, number)))
 
     def hangs(self, number: int) -> None:
-        """Its main thread hangs, in the call with this number."""
         self.exhaust("its main thread hangs", at_once=True, number=number)
 
     async def _answer(self, call: Call) -> None:
-        """Answer a call, in the thread in which it ends."""
         PLACE.set(self._place(call))
         try:
             answer = pack(CallAnswer(call.number, await self._tried(call)))
@@ -226,11 +210,11 @@ class TaskServer:
             self.end(call.episode)
         self._write(answer)
         if in_loop():
-            await asyncio.sleep(0)  # threads that it has just left are counted as hung
+            await asyncio.sleep(0)  # so that threads it has just left count as hung
         self._count_hung()
 
     def _failure(self, call: Call, error: str, message: str) -> TaskFailed | EpisodeLost:
-        """What failed outside is no fault of an episode: it starts again, elsewhere."""
+        """An external failure restarts the episode elsewhere."""
         request = call.call.request
         if error == "Retry" and (
             isinstance(call.call, EnvStep | AgentCall)
@@ -247,8 +231,7 @@ class TaskServer:
             self.exhaust(f"more than {HUNG_MAX} of its threads hang")
 
     def _place(self, call: Call) -> Place:
-        """Where the functions of a call run: those of an episode beside each other, the others one
-        after the other unless they may be beside each other."""
+        """Functions of episodes run concurrently, others serially."""
         waits = partial(self._waits, call.number)
         match call.call:
             case PromptCall() if self._episodic:
@@ -270,7 +253,6 @@ class TaskServer:
         return self._episodes[episode]
 
     async def _tried(self, call: Call) -> Answered:
-        """The event of a call, made again as often as it raises `Retry`, if not for ever."""
         for tries in itertools.count():
             try:
                 return await self._event(call)
@@ -308,7 +290,7 @@ class TaskServer:
         rows = self._rows[split]
         if not 0 <= index < len(rows):
             raise NoAnswer(f"row {index} of {len(rows)} in `{split}`")
-        return dict(rows[index])  # a copy: what users change in it does not stay
+        return dict(rows[index])  # a copy, since users' code may change it
 
     async def _prompt(self, number: int, call: PromptCall) -> PromptReady:
         row = self._row(call.split, call.index)
@@ -353,7 +335,7 @@ class TaskServer:
         return agent_ended(call.request, await self._agent.run(asked))
 
     async def _completion(self, row: Row, one: Said) -> Completion:
-        """Of a single turn also the conversation, where the prompt is messages."""
+        """Single turns include the conversation."""
         if one.turn is None or len(one.turns) > 1:
             thoughts = "" if one.turn is None else one.turn.reasoning
             return Completion(text=one.text, turns=one.turns, reasoning=thoughts)
@@ -372,7 +354,7 @@ class TaskServer:
                 await asyncio.gather(*map(asyncio.wrap_future, under_way))
             await call_user_code(world.close)
         except (Exception, SystemExit) as error:
-            self._show(error)  # nobody waits for an answer
+            self._show(error)  # no answer is expected
 
     def _show(self, error: BaseException) -> None:
         self._shown += 1
@@ -388,7 +370,7 @@ class TaskServer:
 
 @contextlib.contextmanager
 def _naming_row(call: RewardCall | GroupCall) -> Iterator[None]:
-    """Name the row in an error that its data, or the reward's configuration, cause."""
+    """Add the row to errors of its data."""
     try:
         yield
     except TaskError as error:
@@ -396,7 +378,6 @@ def _naming_row(call: RewardCall | GroupCall) -> Iterator[None]:
 
 
 def _awaits(world: Environment) -> bool:
-    """Whether a step gives an awaitable at once, which needs no thread."""
     if isinstance(world, ToolEnvironment):
         return True
     plain = type(world).respond is Environment.respond
@@ -405,8 +386,6 @@ def _awaits(world: Environment) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """A deferred call: its episode, what says that it has ended, and what cancels it."""
-
     episode: int | None
     ended: Future[None] = field(default_factory=Future)
     work: Future[None] | None = None

@@ -1,5 +1,4 @@
-"""A server of tasks: every connection that says the token gets a task process of its own, which
-reads and writes the connection itself, and ends with it."""
+"""Task server: every connection with the token gets its own task process."""
 
 from __future__ import annotations
 
@@ -34,19 +33,14 @@ from dora_pipe.producers.tasks.process import SERVED
 LOG = logging.getLogger(__name__)
 
 TOKEN_S: Final = 10.0
-"""For the token, from a connection's beginning."""
 STRANGERS_MAX: Final = 64
-"""Connections that have not said the token."""
 GOES_S: Final = 2.0
-"""For a process to close its episodes, when its connection has ended."""
 TURN_S: Final = 0.1
 _ENDS: Final = getattr(select, "POLLRDHUP", select.POLLHUP) | select.POLLHUP | select.POLLERR
 
 
 @dataclass(slots=True, kw_only=True)
 class _Guest:
-    """A connection, with its process once it has said the token."""
-
     connection: socket.socket
     since_s: float
     said: bytes = b""
@@ -71,7 +65,7 @@ class TaskHost:
         token: bytes,
         processes_max: int,
     ) -> None:
-        """Raises OSError where it cannot listen there, ConfigError as `Interpreter`."""
+        """Raises OSError, ConfigError."""
         self._token, self._processes_max = token, processes_max
         self._interpreter = Interpreter(task.python)
         self._listening = socket.create_server(address, backlog=STRANGERS_MAX)
@@ -87,7 +81,6 @@ class TaskHost:
         return host, port
 
     def serve(self, stop: Callable[[], bool]) -> None:
-        """Until `stop` says so; it is asked every tenth of a second."""
         while not stop():
             self._wait()
             self._accept()
@@ -141,7 +134,7 @@ class TaskHost:
             self._listen_to(guest)
 
     def _listen_to(self, guest: _Guest) -> None:
-        """Read the token, and not a byte more: what follows is its process's."""
+        """The bytes after the token belong to its process."""
         wanted = framed(self._token, FRAME_BYTES_MAX)
         try:
             guest.said += guest.connection.recv(len(wanted) - len(guest.said))
@@ -188,8 +181,7 @@ class TaskHost:
 def serve_task(
     path: Path, overrides: Sequence[str], *, listen: str, name: str, processes: int
 ) -> None:
-    """Serve, and say where. Raises ConfigError for an unknown task or address, ResourceError where
-    nobody can listen there."""
+    """Serve a task and print the address. Raises ConfigError, ResourceError."""
     tasks = {one.name: one for one in load_config(path, overrides).tasks}
     if name not in tasks and (name or len(tasks) > 1):
         raise ConfigError(f"there is no task `{name}`", hint=nearest(name, tasks))

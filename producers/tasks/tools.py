@@ -1,6 +1,4 @@
-"""Python functions that the model calls: all calls of a turn at the same time, each told what came
-of it. It decides what is the model's mistake, of which it is told, and what is not (`Retry`).
-"""
+"""Runs the model's tool calls. Errors of the model are returned to it."""
 
 from __future__ import annotations
 
@@ -34,10 +32,9 @@ from dora_pipe.producers.tasks.port import (
 from dora_pipe.producers.tasks.values import NoValue, as_text
 
 CALLS_MAX: Final = 32
-"""Calls of one turn that are made."""
 
 REFUSED_MAX: Final = 20
-"""Kinds of errors, and of values without a form as text, that the log has."""
+"""Most kinds of logged errors."""
 
 _refused: set[tuple[str, str]] = set()
 
@@ -47,18 +44,14 @@ TOOL_LIMIT_S: ContextVar[float] = ContextVar("tool limit", default=10.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What the model is told of a call.
-
-    Example: ``Told(text="error: ZeroDivisionError: division by zero", ok=False)``.
-    """
+    """Result of a call as shown to the model."""
 
     text: str
     ok: bool
 
 
 class ToolEnvironment(Environment):
-    """The episode of a row that has tools and no environment of its own: the model's calls are made
-    until it makes none."""
+    """Episode of a row with tools and no environment."""
 
     def __init__(self, task: Task, functions: Sequence[Tool]) -> None:
         self._task = task
@@ -87,11 +80,9 @@ async def call_tools(
     turn: Turn,
     known: dict[int, Told] | None = None,
 ) -> Observation:
-    """Make the calls of a turn and answer them, in their order, with messages of tools.
+    """Run the calls of a turn concurrently and return tool messages in order.
 
-    Functions run at the same time, each within `task.environment_timeout_s`: those that are not
-    `async` in threads. What was made already, by its place in the turn, stands in `known` and is
-    not made again. Raises Retry, when all others have ended, where a function did.
+    Results in `known`, by position, are not repeated. Raises Retry after all calls have ended.
     """
     known = {} if known is None else known
     by_name = {tool_name(function): function for function in functions}
@@ -170,7 +161,7 @@ def _outcome(task: asyncio.Task[Told], error: BaseException | None) -> Told:
 
 
 def _raised(name: str, error: BaseException | None) -> str:
-    """Describe what a function raised; the log gets the first traceback of each class."""
+    """Log the first traceback of each class."""
     if error is None or isinstance(error, ToolFailed):
         return ""
     kind = type(error).__name__

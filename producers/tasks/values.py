@@ -1,8 +1,7 @@
-"""Values of users' code as JSON: what a tool returns, or a row contains, as a model reads it.
+"""JSON form of values from users' code.
 
-Types of heavy libraries (numpy, pandas, pydantic, torch, polars) are recognized by their methods;
-none is imported here. A value keeps its meaning or is refused: infinity is `Infinity` and never
-null, a table keeps its index, and two columns of one name are an error.
+Types of numpy, pandas, pydantic, torch and polars are recognized by their methods. A value keeps
+its meaning or is rejected.
 """
 
 from __future__ import annotations
@@ -22,20 +21,17 @@ from typing import Any, Final
 import msgspec
 
 _METHODS: Final = ("model_dump", "to_dicts", "to_pylist", "tolist", "to_list", "_asdict", "to_dict")
-"""Methods that return a value's plain form, in the order of trust."""
+"""Most trusted first."""
 
 _INTEGER_MAX: Final = 2**63
 
 
 class NoValue(TypeError):
-    """A value that has no plain form."""
+    """The value has no plain form."""
 
 
 def as_text(value: Any) -> str:
-    """Return a value as a model reads it: text as it is, everything else as JSON.
-
-    Raises NoValue. Half a character (a lone surrogate) becomes its escape.
-    """
+    """Return text unchanged, other values as JSON. Raises NoValue."""
     found = plain(value)
     if isinstance(found, Decimal):
         return str(found)
@@ -44,7 +40,7 @@ def as_text(value: Any) -> str:
 
 
 def escaped(value: Any) -> Any:
-    """Return a plain value with half characters (lone surrogates) as their escapes."""
+    """Return a plain value with lone surrogates escaped."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
@@ -53,15 +49,14 @@ def escaped(value: Any) -> Any:
 
 
 def observation_text(value: Any) -> str:
-    """As `as_text`. Raises NoValue also for None: a function without `return`."""
+    """Same as `as_text`, but raises NoValue for None."""
     if value is None:
         raise NoValue("the observation is None")
     return as_text(value)
 
 
 def in_order(what: str, found: Any, count: int) -> list[Any]:
-    """Return what a function gave for several, as a list. Raises TypeError for what has no order,
-    and ValueError for another number of items."""
+    """Return results as a list. Raises TypeError without order, ValueError for a wrong number."""
     if isinstance(found, str | bytes | Mapping | AnySet) or not hasattr(found, "__iter__"):
         raise TypeError(f"{what} gave {type(found).__name__}, not a number per completion")
     items = list(found)
@@ -100,7 +95,6 @@ def plain(value: Any) -> Any:
 
 
 def _of_library(value: Any) -> Any:
-    """Return the plain form of a type that a library or the user defines."""
     kind = type(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [one.name for one in dataclasses.fields(value)]
@@ -110,7 +104,7 @@ def _of_library(value: Any) -> Any:
     if getattr(getattr(value, "dtype", None), "kind", "") in ("m", "M") and hasattr(
         value, "astype"
     ):
-        value = value.astype(str)  # numpy's times, which `tolist` makes numbers of nanoseconds
+        value = value.astype(str)  # `tolist` turns numpy's times into nanoseconds
     if hasattr(value, "reset_index"):
         return _of_pandas(value)
     for name in _METHODS:
@@ -122,8 +116,7 @@ def _of_library(value: Any) -> Any:
 
 
 def _of_pandas(value: Any) -> Any:
-    """Return a table as a list of rows, a series as a list or, with an index of its own, as one
-    row."""
+    """Return rows, a list or, for a series with an index, one row."""
     numbered = list(value.index) == list(range(len(value)))
     if not hasattr(value, "columns"):
         if numbered:
@@ -155,7 +148,7 @@ def _decoded(value: bytes) -> str:
 
 
 def _encodable(value: Any) -> Any:
-    """Return a plain value with numbers that JSON's encoder cannot write as their digits."""
+    """Write numbers beyond the JSON encoder as digits."""
     match value:
         case dict():
             return {escaped(key): _encodable(item) for key, item in value.items()}

@@ -1,1 +1,1 @@
-"""What a finished or living log proves: audit, replay, why, export."""
+"""Checks and queries over a finished or running log: audit, replay, why, export."""

@@ -1,17 +1,8 @@
-"""Proves a run from its log: C1, C2, C3, steps, batches, rounds, decisions, records, policies.
+"""Run all checks of a log, piece by piece, in the order of the fold.
 
-One pass in the order of the fold: rounds with their facts (the ledger, the chain, the recorded
-states), and beside them the trajectories topic as far as facts name its records. What holds is
-counted, what does not is named; a broken chain hides nothing, and a mended one neither: every other
-check reads the log by itself. `Auditor` may be asked again and again while a run goes on.
-
-A piece is some rounds with the facts they fold. Then the records that those facts name are read;
-groups that have ended are held against their records, steps against their groups, files against
-their steps; and what nobody will ask for again is put away. What is kept in memory so depends on
-what is open, not on how long the run is.
-
-What this cannot see: a run whose every record was rewritten consistently. Whether the weights came
-from these trajectories is for `replay` to show.
+A piece is a few rounds with the events they fold and the records that those events name. Ended
+groups, steps and files are checked and spilled, so memory depends on what is open. The audit cannot
+detect a run whose every record was rewritten consistently.
 """
 
 from __future__ import annotations
@@ -43,17 +34,17 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.store import PolicyStore, as_store
 
 PIECE_RECORDS: Final = 2000
-"""Logged trajectories after which a piece ends."""
+"""Logged trajectories that end a piece."""
 
 PIECE_ROUNDS: Final = 500
 
 VERSIONS_KEPT: Final = 8
-"""The newest versions, steps and batches stay in memory, and those that open groups carry."""
+"""Newest versions, steps and batches kept in memory, plus those that open groups use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditProgress:
-    """How far an audit has come."""
+    """Progress of an audit."""
 
     rounds: int
     steps: int
@@ -63,7 +54,7 @@ class AuditProgress:
 
 
 class AuditState:
-    """Everything an audit knows of the log that it has read."""
+    """Everything an audit has read from the log."""
 
     def __init__(self, run: str, *, whole: bool) -> None:
         self.findings = Findings()
@@ -74,13 +65,13 @@ class AuditState:
         self.cursor = Cursor()
         self.gathering = EvidenceBuffer()
         self.shorter: list[str] = []
-        """Partitions that were found shorter than they had been."""
+        """Partitions that are shorter than when they were read."""
 
 
 class Auditor:
-    """See the head of this file. Example: ``auditor.advance(); auditor.finish().holds``.
+    """Incremental audit of one run. Example: ``auditor.advance(); auditor.finish().holds``.
 
-    With `whole`, values are opened and plans made again.
+    With `whole`, it decodes record values and remakes plans.
     """
 
     def __init__(
@@ -104,12 +95,12 @@ class Auditor:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run has ended and everything of it was read."""
+        """Report whether the run has ended and all of it was read."""
         return self.books.ledger.stopped is not None
 
     @property
     def progress(self) -> AuditProgress:
-        """How far this has come."""
+        """Return the progress of this audit."""
         books = self.books
         return AuditProgress(
             rounds=books.ledger.rounds,
@@ -120,7 +111,7 @@ class Auditor:
         )
 
     def advance(self) -> None:
-        """Read every round that is there now, and what it names. Raises BusError."""
+        """Read every available round and the records it names. Raises BusError."""
         with gc_paused():
             self._advance()
 
@@ -152,12 +143,12 @@ class Auditor:
         self._settle()
 
     def compare(self, look: LastLook, mark: str) -> None:
-        """Report what is gone or changed since the last audit. Raises BusError."""
+        """Report what is missing or changed since the last audit. Raises BusError."""
         if line := changed_since(look, self._bus, self._topics, mark):
             self.books.findings.add("records", "log", line)
 
     def look(self, mark: str) -> LastLook | None:
-        """The log as far as it was read; None before the first round, or if it does not hold."""
+        """Return what was read of the log; None before the first round or after a violation."""
         books = self.books
         at = books.cursor
         if books.findings.total or at.offset < 0 or at.first[0] < 0:
@@ -171,9 +162,9 @@ class Auditor:
         )
 
     def finish(self) -> AuditReport:
-        """Look at what no round has folded and nobody has named, too, and report.
+        """Check unfolded events and unnamed records too, and return the report.
 
-        The books are of no use then: what was looked at ahead of its round would be booked twice.
+        The ledger is unusable afterwards: it would book those events twice.
         """
         assert self._rounds is not None, "nothing was read yet"
         self._apply(self._rounds.rest())
@@ -191,13 +182,13 @@ class Auditor:
         return report.report_of(books.ledger, books.fold, books.records.seen)
 
     def close_rounds(self) -> None:
-        """Let go of control and decisions."""
+        """Close the readers of control and decisions."""
         if self._rounds is not None:
             self._rounds.close()
             self._rounds = None
 
     def close(self) -> None:
-        """Let go of the log."""
+        """Close all readers."""
         self.close_rounds()
         self.books.gathering.close()
         self._spill.close()
@@ -212,7 +203,6 @@ class Auditor:
                     self._acknowledged(fact.record)
 
     def _acknowledged(self, fact: StepCommitted) -> None:
-        """A commit says how far its trainer had read decisions: that cannot be gone."""
         assert self._horizon is not None
         books, end = self.books, self._horizon.decisions
         if fact.decisions_next > end and not books.cursor.decisions_cut:
@@ -222,7 +212,6 @@ class Auditor:
             books.findings.add("rounds", "decisions", message, expected=expected, found=end)
 
     def _compare(self, ends: dict[int, int]) -> None:
-        """What was read once cannot be gone: partitions only become longer."""
         assert self._horizon is not None
         books, found = self.books, []
         read = [("decisions", self._horizon.decisions, books.cursor.decisions_next)]
@@ -238,7 +227,6 @@ class Auditor:
             books.findings.add("records", name, message, expected=expected, found=end)
 
     def _settle(self) -> None:
-        """Look at what has ended, and let go of it."""
         books = self.books
         ledger, accounts = books.ledger, books.ledger.accounts
         ended = accounts.settle()
@@ -253,7 +241,6 @@ class Auditor:
         ledger.spill(VERSIONS_KEPT)
 
     def _judge(self, unread: dict[Place, Logged]) -> None:
-        """Hold these against their records, reading as far as that takes."""
         books, unread_places = self.books, self.books.ledger.accounts.unread
         furthest: dict[int, int] = {}
         for partition, offset in unread:
@@ -283,7 +270,7 @@ class Auditor:
                 self.books.records.missing(one)
 
     def _check_topics(self) -> None:
-        """Every topic has the partitions that the run has: readers look at no others."""
+        """Check partition counts: readers ignore partitions that the run does not have."""
         config, topics, bus = self.books.ledger.config, self._topics, self._bus
         many = () if config is None else (topics.trajectories, topics.progress)
         there = set(bus.topics())
@@ -298,10 +285,7 @@ class Auditor:
                 self.books.findings.notes.append(f"topic {name} is none that this version knows")
 
     def _judge_unnamed(self) -> None:
-        """Records that nobody has named: of workers that were lost, or have yet to say so.
-
-        One that came after this look began is none of its business.
-        """
+        """Check records that no event names, except those appended after this audit began."""
         assert self._horizon is not None
         before = {tp.partition: end for tp, end in self._horizon.trajectories_before.items()}
         for one in self.books.gathering.rest():
@@ -317,7 +301,7 @@ where staleness is not null group by staleness"""
 
 
 def check_catalogue(catalogue: Catalogue, ledger: Ledger, findings: Findings) -> None:
-    """Groups, trajectories and tokens by fate, staleness, records, steps, versions."""
+    """Compare the catalogue with the ledger: groups, records, staleness, steps and versions."""
     sums = ledger.accounts.summed()
     fates = {
         fate: (groups, sums.trajectories[fate], sums.tokens[fate])
@@ -339,7 +323,7 @@ def _same(findings: Findings, table: str, expected: object, found: object) -> No
 
 
 def build_ledger(bus: Bus, topics: Topics, findings: Findings | None = None) -> Ledger:
-    """The ledger alone: one pass over control and decisions."""
+    """Build the ledger in one pass over control and decisions."""
     ledger = Ledger(topics.run, Findings() if findings is None else findings)
     for turn in folded_rounds(bus, topics, ledger.findings):
         ledger.apply(turn)
@@ -347,10 +331,9 @@ def build_ledger(bus: Bus, topics: Topics, findings: Findings | None = None) -> 
 
 
 def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:
-    """Look at everything once; raises nothing for what is wrong (see `AuditReport.holds`).
+    """Audit a whole log; violations are in the report (see `AuditReport.holds`).
 
-    Without `store` the policy files are not looked at. Raises BusError when the log cannot
-    be read.
+    Skips the policy files without `store`. Raises BusError if the log cannot be read.
     """
     auditor = Auditor(bus, topics, store)
     try:
@@ -361,7 +344,7 @@ def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditRe
 
 
 def raise_if_broken(found: AuditReport) -> None:
-    """Raise InvariantBroken, naming the first violation, unless everything holds."""
+    """Raise InvariantBroken with the first violation unless everything holds."""
     if found.holds:
         return
     first = found.violations[0]

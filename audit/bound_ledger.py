@@ -1,8 +1,7 @@
-"""The bound's own books: which groups are in U, which of them are finished, what may be done next.
+"""Independent implementation of the staleness bound, to check the orchestrator's.
 
-Written a second time, in another form than the orchestrator's, so that the one checks the other:
-U is kept as the groups themselves, and feasibility is asked of the sorted deadlines, the k-th
-earliest of which must not lie before step + ceil(k / B) - 1.
+It keeps U (groups dispatched and not yet taken) as groups. U is feasible if the k-th earliest
+deadline is at least step + ceil(k / B) - 1, with B groups a step.
 """
 
 from __future__ import annotations
@@ -18,61 +17,61 @@ from dora_pipe.config.model import Groups, in_flight_batches
 from dora_pipe.schemas.rounds import GroupSpec, TakePart
 
 Outlook = Literal["running", "finished", "filtered", "failed", "evaluated"]
-"""Of an open group: siblings are awaited; complete, for a batch; or the fate that it must get."""
+"""State of an open group: running, finished (ready for a batch), or the outcome it must get."""
 
 _ROUNDING: Final = 1e-9
-"""C * B is a product of floats: 1.1 * 10 groups are 11, not 12."""
+"""`async_batches` * B is a product of floats: 1.1 * 10 groups must give 11, not 12."""
 
 _AUTOMATIC_MIN: Final = 2.0
-"""What C begins with where it is automatic, and never falls below; `max_staleness` may say less."""
+"""Initial and smallest automatic `async_batches`; `max_staleness` may lower it."""
 
 _CHANGE_MAX: Final = 0.25
-"""By which such a C may change at a batch."""
+"""Largest change of an automatic `async_batches` per batch."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BoundLedger:
-    """Training groups that were dispatched and not yet taken, and the step that comes next."""
+    """Training groups dispatched and not yet taken (U), and the next step."""
 
     version: int = 0
-    """t: committed steps."""
+    """Committed steps (t)."""
     training: tuple[int, int] | None = None
-    """(step, attempt) of the batch that is being trained."""
+    """(step, attempt) of the batch in training."""
     u: dict[str, GroupSpec] = field(default_factory=dict)
     finished: dict[str, GroupSpec] = field(default_factory=dict)
-    """Those of U that are, and in no part."""
+    """Finished groups of U that are in no part."""
     in_flight: float = _AUTOMATIC_MIN
-    """C where it is automatic, as the newest batch says."""
+    """Automatic `async_batches`, as recorded by the newest batch."""
     parts: list[tuple[str, ...]] = field(default_factory=list)
-    """The parts of the next step, while its batch is not whole: their groups are due at it."""
+    """Parts of the next step until its batch is complete."""
 
     @property
     def step(self) -> int:
-        """s: the next step to be taken."""
+        """Next step to take (s)."""
         return self.version if self.training is None else self.version + 1
 
     @property
     def size(self) -> int:
-        """|U|."""
+        """Number of groups in U."""
         return len(self.u)
 
     @property
     def deadlines(self) -> list[int]:
-        """Of the groups in U."""
+        """Deadlines of the groups in U."""
         held = self.held
         return [self.step if one in held else spec.deadline for one, spec in self.u.items()]
 
     @property
     def held(self) -> dict[str, None]:
-        """The groups of all parts, in order."""
+        """Groups of all parts, in order."""
         return dict.fromkeys(name for part in self.parts for name in part)
 
     def add(self, spec: GroupSpec) -> None:
-        """A group enters U."""
+        """Add a group to U."""
         self.u[spec.group] = spec
 
     def settle(self, group: GroupEntry, outlook: Outlook) -> None:
-        """A sibling of a group in U has ended."""
+        """Update a group after one of its trajectories ended."""
         spec = group.spec
         if spec.group not in self.u:
             return
@@ -82,12 +81,12 @@ class BoundLedger:
             self.remove(spec.group)
 
     def remove(self, group: str) -> None:
-        """A group leaves U: taken, or ended."""
+        """Remove a taken or ended group from U."""
         self.u.pop(group, None)
         self.finished.pop(group, None)
 
     def give_back(self, spec: GroupSpec) -> None:
-        """A group of a refused batch returns, finished as it was."""
+        """Return a finished group of a refused batch to U."""
         self.u[spec.group] = spec
         self.finished[spec.group] = spec
 
@@ -97,23 +96,23 @@ class BoundLedger:
             self.finished.pop(name, None)
 
     def give_up_parts(self) -> None:
-        """The groups of all parts are finished as before."""
+        """Return the groups of all parts to the finished groups."""
         held, self.parts = self.held, []
         self.finished |= {name: self.u[name] for name in held if name in self.u}
 
     def end_training(self) -> None:
-        """The batch in training comes to nothing, and a part of the step after it is given up."""
+        """Cancel the batch in training and the parts of the next step."""
         self.give_up_parts()
         self.training = None
 
     def take(self, batch: tuple[int, int], groups: Sequence[str]) -> None:
-        """A batch, (step, attempt), is in training."""
+        """Start training a batch (step, attempt)."""
         self.training, self.parts = batch, []
         for name in groups:
             self.remove(name)
 
     def why_not_admit(self, deadline: int, in_force: EffectiveConfig) -> str:
-        """What forbids one more group with this deadline; empty when nothing does."""
+        """Return why one more group with this deadline is not allowed, or ""."""
         config, per_step = in_force.config, in_force.config.groups.per_step
         busy = len(self.u) + (per_step if self.training is not None else 0)
         batches = in_flight_batches(config.staleness)
@@ -128,7 +127,7 @@ class BoundLedger:
         return why_infeasible([*self.deadlines, deadline], self.step, per_step)
 
     def why_not_part(self, take: TakePart, in_force: EffectiveConfig) -> str:
-        """What forbids a part of the next step; empty when nothing does."""
+        """Return why a part of the next step is not allowed, or ""."""
         config, groups = in_force.config, [one.group for one in take.groups]
         per_step, parts = config.groups.per_step, config.trainer.parts
         if why := self._why_not_next(take.step, in_force):
@@ -147,9 +146,9 @@ class BoundLedger:
         return why_infeasible([*rest, *due], take.step, per_step)
 
     def why_not_in_flight(self, batches: float | None, in_force: EffectiveConfig) -> str:
-        """What forbids that a batch says so much for C; empty when nothing does.
+        """Return why a batch may not record this `async_batches`, or "".
 
-        That it follows from what was counted is known to who makes the plans again.
+        Remade plans check that it follows from the counts.
         """
         staleness, before = in_force.config.staleness, self.in_flight
         if staleness.in_flight_batches != "auto":
@@ -158,7 +157,7 @@ class BoundLedger:
             return "it does not say C"
         most = max(_AUTOMATIC_MIN, staleness.max_staleness + 1.0)
         if batches == before:
-            return ""  # A lower bound holds beside it (`why_not_admit`) until C is decided again.
+            return ""  # a lower bound applies too (`why_not_admit`) until the next decision
         if not _AUTOMATIC_MIN <= batches <= most:
             return f"C is {batches:g}, and not between {_AUTOMATIC_MIN:g} and {most:g}"
         if abs(batches - min(before, most)) > _CHANGE_MAX:
@@ -172,7 +171,7 @@ class BoundLedger:
         in_force: EffectiveConfig,
         parts: Sequence[int] = (),
     ) -> str:
-        """What forbids these groups as the batch of a step; empty when nothing does."""
+        """Return why these groups may not be the batch of a step, or ""."""
         per_step, held = in_force.config.groups.per_step, list(self.held)
         if why := self._why_not_step(step, in_force):
             return why
@@ -203,7 +202,7 @@ class BoundLedger:
 
 
 def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
-    """Which deadline cannot be kept from `step` on with `per_step` groups a step; or empty.
+    """Return which deadline is missed from `step` on with `per_step` groups a step, or "".
 
     Example: ``why_infeasible([4, 4, 5, 5, 5], 4, 2)`` names the fifth group: its turn is step 6.
     """
@@ -215,7 +214,7 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
 
 
 def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
-    """What a group can still come to, from how its siblings ended."""
+    """Return the state of a group from how its trajectories ended."""
     size, siblings, ended = group.spec.size, group.spec.siblings, 0
     valid: list[float] = []
     for entry in group.requests.values():

@@ -1,12 +1,7 @@
-"""Folds the rounds with the orchestrator's own code: the states it recorded, the plans it made.
+"""Fold the rounds with the orchestrator's code; compare recorded states and plans.
 
-The chain is checked where rounds are read (`folded_rounds`), link by link; here it is taken as it
-stands, so that a log whose chain was mended is still held against its states and its plans.
-
-A plan changes the state it is made on. One that is the recorded one has led where the record leads;
-after one that differs the recorded decisions hold, not the ones that would have been right: the
-state is folded again, from a copy that is kept from some rounds before, and every later plan is
-still compared.
+`folded_rounds` checks the chain. Remaking a plan changes the state: if the plan differs, the state
+is folded again by the recorded decisions from an earlier copy.
 """
 
 from __future__ import annotations
@@ -36,10 +31,10 @@ from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import AnyDecision, Dispatch, Round
 
 REMADE_WRONG_MAX: Final = 100
-"""After so many plans that differ no more are made: each costs a copy of the state."""
+"""Differing plans after which no more are made; each costs a copy of the state."""
 
 ANCHOR_BYTES: Final = 2 * 1024 * 1024
-"""Of rounds and facts that are kept beside the copy of the state."""
+"""Bytes of rounds and events kept since the last copy of the state."""
 
 DECISION_BYTES: Final = 500
 
@@ -50,30 +45,29 @@ NOTHING: Final = "nothing"
 
 
 class FoldCheck:
-    """Follows the rounds for as long as they can be folded; the first that cannot ends it."""
+    """Fold of the rounds, up to the first that cannot be folded."""
 
     def __init__(self, findings: Findings, *, plans: bool = True) -> None:
         self._findings = findings
         self.digests = 0
-        """States that were compared."""
+        """Compared states."""
         self.plans = 0
-        """Plans that were made again, and were the same."""
+        """Remade plans that equal the recorded ones."""
         self.planner = ""
-        """Who made them, as `run started` says."""
+        """Planner of the run, from `run started`."""
         self.makes_plans = plans
-        """Plans are made again."""
         self.wrong = 0
-        """Plans that differed."""
+        """Remade plans that differ."""
         self._samplers: Samplers | None = None
-        """Of the users' functions; None until they were looked for."""
+        """Samplers from user code; None until they are loaded."""
         if not plans:
             findings.notes.append("plans were not made again: --quick")
         self.go_on(State())
 
     def go_on(self, state: State) -> None:
-        """Go on from a state, and keep a copy of it."""
+        """Continue from a state and keep a copy of it."""
         self.state: State | None = state
-        """After the last round; None once a round could not be folded."""
+        """State after the last round; None after a round that could not be folded."""
         self._anchor = _copied(state) if self.makes_plans else None
         self._since: list[tuple[Round, Control]] = []
         self._since_bytes = 0
@@ -117,7 +111,6 @@ class FoldCheck:
         self.makes_plans, self._anchor, self._since = False, None, []
 
     def _plan_again(self, state: State, round_: Round, control: Control) -> None:
-        """Whether the plan of a round is what its planner decides on the state of the log."""
         self._since.append((round_, control))
         size_bytes = sum(len(value) for _, value in control)
         self._since_bytes += size_bytes + DECISION_BYTES * (1 + len(round_.decisions))
@@ -141,8 +134,8 @@ class FoldCheck:
             self._findings.notes.append("after so many plans that differ no more were made again")
 
     def _draws(self, state: State, round_: Round) -> Samplers | None:
-        """What rows are drawn with: the user's functions, if they are those that chose then; else
-        the rows of this round are taken from it, and a note says so."""
+        """Return the user's samplers if their code is unchanged. Otherwise note it and use the rows
+        that the round recorded."""
         if state.config is None or not any(one.sampler for one in state.config.tasks):
             return None
         if self._samplers is None:
@@ -163,7 +156,7 @@ class FoldCheck:
                 self._findings.notes.append(note)
 
     def _fold_again(self) -> None:
-        """The state by the recorded decisions alone. Raises InvariantBroken."""
+        """Fold the recorded decisions alone. Raises InvariantBroken."""
         state = self._anchor
         assert state is not None
         for round_, control in self._since:
@@ -181,7 +174,7 @@ def _loaded(config: Config) -> Samplers:
 
 
 def _copied(state: State) -> State:
-    """A state that goes its own way; what never changes, most of it, both of them have."""
+    """Copy a state; immutable parts are shared."""
     groups = state.groups.values()
     results = (one for group in groups for one in group.results if one is not None)
     unchanging = [state.config, state.facts, *(group.spec for group in groups), *results]
@@ -191,7 +184,7 @@ def _copied(state: State) -> State:
 def _first_difference(
     expected: Sequence[AnyDecision], found: Sequence[AnyDecision]
 ) -> tuple[str, str]:
-    """The first decision in which two plans differ, each told by what it has of its own."""
+    """Describe the first decision in which two plans differ, by the differing fields."""
     for one, other in zip(expected, found, strict=False):
         if one != other:
             return _differing(one, other)
@@ -208,7 +201,7 @@ def _differing(one: AnyDecision, other: AnyDecision) -> tuple[str, str]:
 
 
 def _words(decision: AnyDecision, names: Sequence[str] = ()) -> str:
-    """A decision as its kind and whom it concerns, or as the named fields.
+    """Format a decision with its subject, or with the named fields.
 
     Example: ``move (trajectory g0000000042-002, worker w0, to w1)``.
     """

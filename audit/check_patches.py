@@ -1,7 +1,6 @@
-"""Holds the patches of the policy store against the commits that name them.
+"""Check the deltas of the policy store against the commits that name them.
 
-Versions are made of them in a folder that is gone afterwards, one after the other: copies that were
-made before are not looked at, since nothing rests on them.
+Versions are rebuilt in a temporary folder; cached copies in the store are not checked.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dora_pipe.store.store import PolicyStore
 
 
 class PatchCheck:
-    """Looks at patches in the order of their versions; `absent` gets what may have been dropped.
+    """Check of deltas in version order. Deltas that may have been dropped are put into `absent`.
 
     Example: ``with PatchCheck(store, findings, absent) as patches: patches.look(fact)``
     """
@@ -35,7 +34,7 @@ class PatchCheck:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._last: tuple[str, Path] | None = None
         self._unproven = -1
-        """The newest version that could not be made."""
+        """Newest version that could not be rebuilt."""
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +44,7 @@ class PatchCheck:
             self._folder.cleanup()
 
     def look(self, fact: StepCommitted) -> None:
-        """The patch is what the commit names, and makes its version of the one before."""
+        """Check that the committed delta builds its version from the previous one."""
         version = fact.step + 1
         who = f"patch of version {version}"
         if fact.patch is None:
@@ -57,11 +56,11 @@ class PatchCheck:
             self._unproven = -1 if fact.whole else version
             return
         if fact.whole and self._unproven == fact.step:
-            return  # The version before was lost, which was said of it; this one is there whole.
+            return  # the previous version was lost and reported; this one is a full checkpoint
         try:
             made = self._made(fact.digest_before, fact.digest_after)
         except PolicyError as error:
-            # One beside a whole file is of no use once the version before was dropped.
+            # A delta next to a full checkpoint is useless once the previous version was dropped.
             self._absent[who, fact.step if fact.whole else version] = error.message
             self._unproven = -1 if fact.whole else version
             return
@@ -75,7 +74,6 @@ class PatchCheck:
         self._findings.same("policies", who, message, expected=share, found=told)
 
     def _is_named(self, who: str, fact: StepCommitted) -> bool:
-        """Whether the file is there and is the one that the commit names."""
         assert fact.patch is not None
         try:
             path = self._store.patch(fact.digest_after)
@@ -91,8 +89,8 @@ class PatchCheck:
         return self._findings.same("policies", who, message, expected=expected, found=found)
 
     def _made(self, before: str, after: str) -> Manifest:
-        """What the patch makes of the version before: of the one made last, or of what lies in the
-        store. Raises PolicyError, ResourceError."""
+        """Apply the delta to the version built last or to the one in the store. Raises PolicyError,
+        ResourceError."""
         with opened_patch(self._store.patch(after)) as patch:
             if (patch.before, patch.after) != (before, after):
                 raise PolicyError(f"{patch.where} is between other versions than its commit")

@@ -1,4 +1,4 @@
-"""Holds the policy store against the commits: weights, contributions, checkpoints, assets."""
+"""Check the policy store against the commits: weights, contributions, checkpoints, assets."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 
 _TOLERANCE = 1e-9
-"""Relative; advantages are computed from the same numbers by the same sums."""
+"""Relative tolerance; advantages are recomputed with the same sums from the same numbers."""
 
 
 class PolicyCheck:
-    """Looks at files once, when the log names them; `finish` judges those that were not there.
+    """Check of each file when the log names it.
 
-    A file of a version that a later commit drops may be gone already: that is known at the end.
+    A later commit may have dropped a missing file's version, so `finish` reports missing files.
     """
 
     _store: PolicyStore
-    """That is looked at."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._findings = ledger.findings
         self.absent: dict[tuple[str, int], str] = {}
-        """(whose file, version) of what was not there, and what is to be said of it."""
+        """Messages about missing files, by (file, version)."""
         self.storeless = False
 
     def look(
         self, store: PolicyStore, versions: Iterable[VersionEntry], steps: Iterable[StepEntry]
     ) -> None:
-        """Every file that these versions and steps name is there and is what the log says."""
+        """Check every file that these versions and steps name."""
         self._store = store
         steps = list(steps)
         facts = {entry.step + 1: entry.fact for entry in steps}
@@ -74,19 +73,18 @@ class PolicyCheck:
         self._excuse()
 
     def finish(self) -> None:
-        """Nothing more comes."""
+        """Report missing files that no commit dropped."""
         self._excuse()
         for (who, _), message in self.absent.items():
             self._findings.add("policies", who, message)
 
     def _excuse(self) -> None:
-        """What commits have dropped may be gone; who is not there then needs no memory."""
+        """Forget missing files that commits have dropped."""
         dropped = self._ledger.dropped
         for who, version in [one for one in self.absent if one[1] in dropped]:
             del self.absent[who, version]
 
     def _weights(self, version: int, manifest: Manifest) -> None:
-        """The weights of a version, tensor by tensor."""
         who = f"version {version}"
         self._findings.looked["policies"] += 1
         try:
@@ -113,7 +111,6 @@ class PolicyCheck:
         self._findings.same("policies", who, message, expected=manifest.bytes, found=found.bytes)
 
     def _assets(self, digest: str) -> None:
-        """The files of configuration and tokenizer."""
         try:
             folder = self._store.assets(digest)
         except PolicyError as error:
@@ -124,7 +121,8 @@ class PolicyCheck:
         self._findings.same("policies", "assets", message, expected=digest, found=there)
 
     def _checkpoint(self, entry: StepEntry, blob: Blob) -> None:
-        """The optimizer's state after a step; it goes with the version that the step made."""
+        """Check the optimizer state after a step; it is dropped with the version that the step
+        made."""
         who = f"checkpoint of step {entry.step}"
         self._findings.looked["policies"] += 1
         try:
@@ -136,7 +134,7 @@ class PolicyCheck:
                 self.absent[who, entry.step + 1] = error.message
 
     def _begun_with(self, blob: Blob | None) -> None:
-        """The optimizer's state that version 0 begins with stays as long as the run."""
+        """Check the optimizer state of version 0; it is kept for the whole run."""
         if blob is None or self.storeless:
             return
         who = "the optimizer's state that version 0 begins with"
@@ -152,7 +150,6 @@ class PolicyCheck:
         self._findings.same("policies", who, message, expected=blob.bytes, found=found)
 
     def _contributions(self, entry: StepEntry) -> None:
-        """The contributions of a step have one row per trajectory of its batch, and agree."""
         who = f"contributions of step {entry.step}"
         self._findings.looked["policies"] += 1
         try:
@@ -173,8 +170,8 @@ class PolicyCheck:
             self._rows(entry, {row["trajectory"]: row for row in rows})
 
     def rows_of(self, entry: StepEntry) -> list[str]:
-        """The trajectories that have a row, in its order: a trainer takes a batch in dispatch
-        order; deadlines may have another one (`set`)."""
+        """Return the trajectories of a step in the row order of its contributions file: dispatch
+        order, which differs from deadline order after `set`."""
         return sorted(one.trajectory for group in entry.fact.groups for one in group.trajectories)
 
     def _rows(self, entry: StepEntry, rows: dict[str, dict[str, Any]]) -> None:
@@ -210,7 +207,7 @@ class PolicyCheck:
 
 
 def close_to(first: float | None, second: float | None) -> bool:
-    """Whether two advantages are the same number, computed from the same numbers."""
+    """Report whether two advantages are equal within the tolerance."""
     if first is None or second is None:
         return first is second
     return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

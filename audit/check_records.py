@@ -1,8 +1,7 @@
-"""Holds every record of the trajectories topic against what control and decisions say of it.
+"""Check every trajectories record against control and decisions.
 
-A record is looked at when its group has ended, since what became of the group is part of what is
-asked. What stays of it is a count, unless its bytes are not those that were logged: then its real
-sha256 is kept, so that batches can be digested from the bytes that are there.
+A record is checked when its group has ended. Only counts are kept, and the actual sha256 of records
+that differ from what was logged.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _HEADERS: Final = (
     "digest",
     "reward",
 )
-"""What `trajectory logged` repeats of the headers, as it is told of."""
+"""Header fields that `trajectory logged` repeats, as named in messages."""
 
 
 class _Asked(NamedTuple):
-    """What is held at once against what was dispatched."""
+    """Fields compared with the dispatch."""
 
     checks: Mapping[str, Check]
-    """Its names, and whose concern each is."""
+    """Check of each field, by name."""
     counts: Mapping[Check, int]
 
 
@@ -60,27 +59,26 @@ _OF_VALUE: Final = _asked(
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """What the pass over the trajectories topic leaves behind."""
+    """Results of the pass over the trajectories topic."""
 
     records: int = 0
     bytes: int = 0
     standings: Counter[str] = field(default_factory=Counter)
-    """Records by standing; `pending` are those that nobody has logged."""
+    """Records by standing; `pending` ones have no event."""
     other_bytes: dict[Place, str] = field(default_factory=dict)
-    """Real sha256 of records whose bytes are not those that were logged."""
+    """Actual sha256 of records that differ from what was logged."""
     mixed: Counter[int] = field(default_factory=Counter)
     """Logged records by the number of versions that sampled them."""
     one_version: int = 0
-    """Records all of whose evidence names one version and its published digest."""
+    """Records whose evidence names a single version and its published digest."""
     mixture: tuple[int, int, int] | None = None
-    """Sizes of the mixture that the first record which has some says (`Content.mixture`)."""
+    """Mixture sizes of the first record that has some (`Content.mixture`)."""
 
 
 class RecordCheck:
-    """Judges evidence. `seen` is what it has come to.
+    """Check of evidence; results are in `seen`.
 
-    A record that cannot be read is a violation, unless it is among the dead letters and its group
-    was not trained: then the run has dealt with it.
+    An unreadable record is a violation unless it is a dead letter whose group was not trained.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -90,7 +88,7 @@ class RecordCheck:
         self.seen = Seen()
 
     def judge(self, one: Evidence, logged: Logged | None) -> None:
-        """Check one record; it is told by its place until its headers are known."""
+        """Check one record."""
         self._findings.looked["records"] += 1
         self.seen.records += 1
         self.seen.bytes += one.bytes
@@ -111,14 +109,14 @@ class RecordCheck:
         self._logged(one, one.headers, logged)
 
     def missing(self, logged: Logged) -> None:
-        """A record that control names and the topic does not have: something was lost."""
+        """Report a record that control names and the topic lacks."""
         partition, offset = logged.place
         where = f"trajectories:{partition}:{offset}"
         message = f"was logged, but its record is not there at {where}"
         self._wrong(logged.fact.trajectory, message)
 
     def cut(self, partition: int, end: int, gone: Iterable[Logged]) -> None:
-        """Records that control names lie behind the end of their partition: one line for all."""
+        """Report logged records after the end of their partition, in one line."""
         offsets = [logged.fact.offset for logged in gone]
         message = f"was cut: {len(offsets)} records that were logged lie behind its end"
         expected = f"end > {max(offsets)}"
@@ -139,7 +137,7 @@ class RecordCheck:
         self._findings.add("records", subject, message, expected=expected, found=found)
 
     def _not_logged(self, one: Evidence, headers: Headers) -> None:
-        """A record that control does not name: its worker was lost, or has yet to say so."""
+        """Check a record without an event: its worker was lost or has not reported it yet."""
         entry = self._ledger.accounts.request(headers.trajectory)
         worker = self._ledger.accounts.workers.get(headers.epoch)
         if entry is None:
@@ -160,7 +158,7 @@ class RecordCheck:
     def _logged(self, one: Evidence, headers: Headers, logged: Logged) -> None:
         fact, before = logged.fact, self._findings.total
         who = fact.trajectory
-        if one.lost:  # Nothing else can be said of it.
+        if one.lost:  # nothing else can be checked
             self._unreadable(one, logged, f"cannot be read: {one.lost}")
             return
         self._bytes(one, headers, fact)
@@ -191,7 +189,7 @@ class RecordCheck:
         self._same("records", fact.trajectory, "bytes", fact.bytes, one.bytes)
 
     def _headers(self, headers: Headers, fact: TrajectoryLogged) -> None:
-        """What `trajectory logged` repeats; all at once, and one by one where that differs."""
+        """Compare headers with `trajectory logged`; field by field only if the whole differs."""
         expected = (
             fact.trajectory,
             fact.tokens,
@@ -220,7 +218,6 @@ class RecordCheck:
             self._same(_check_of(name), fact.trajectory, name, one, other)
 
     def _spec(self, headers: Headers, group: GroupEntry, one: Evidence) -> None:
-        """What the dispatch stamped stands in the headers, and on a published version."""
         spec, who = group.spec, headers.trajectory
         stamped = (spec.group, spec.partition, spec.deadline, spec.version)
         found = (headers.group, one.partition, headers.deadline, headers.version)
@@ -270,8 +267,8 @@ class RecordCheck:
         self._versions(content, versions, logged, group)
 
     def _mixture(self, content: Content, group: GroupEntry, who: str) -> None:
-        """Where the run asks for it, training's records say through which experts tokens went, all
-        of one model. That each is one of its experts was seen when the value was opened."""
+        """Check that training records have routed experts if the run requires them, all of one
+        model. Expert ids were checked when the value was decoded."""
         config = self._ledger.config
         asked = config is not None and config.sampling.routes and group.spec.purpose == "train"
         wanted, found = asked and bool(content.sampled), content.mixture
@@ -312,7 +309,7 @@ class RecordCheck:
     def _dispatched(
         self, who: str, asked: _Asked, expected: tuple[object, ...], found: tuple[object, ...]
     ) -> None:
-        """What the dispatch says; all at once, and one by one where that differs."""
+        """Compare with the dispatch; field by field only if the whole differs."""
         for check, count in asked.counts.items():
             self._findings.looked[check] += count
         if expected == found:
@@ -334,7 +331,7 @@ Wrong = tuple[str, object, object]
 def wrong_mixture(
     content: Content, group: GroupEntry, logged: Logged, ledger: Ledger
 ) -> Iterator[Wrong]:
-    """Everything that a mixed trajectory must not be."""
+    """Yield every violation of a trajectory that several versions sampled."""
     newest = ledger.version if group.step is None else group.step
     if why := mixing_error(content, newest):
         yield f"its versions are not in order: {why}", "", ""

@@ -1,4 +1,4 @@
-"""Holds every committed step against the ledger: C3, its batch, its records, its weights."""
+"""Check every committed step against the ledger: C3, its batch, records and weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from dora_pipe.schemas.rounds import TakeBatch
 
 
 def check_steps(ledger: Ledger, seen: Seen, entries: Iterable[StepEntry]) -> None:
-    """Commits; a second one of a step is held against everything, unless it is the same.
+    """Check commits; a second commit of a step is checked unless it is identical.
 
-    What was logged of their groups has been looked at before.
+    The records of their groups must have been checked before.
     """
     look = _Look(ledger, seen.other_bytes)
     for entry in entries:
@@ -32,7 +32,7 @@ def check_steps(ledger: Ledger, seen: Seen, entries: Iterable[StepEntry]) -> Non
         look.claims(entry)
         first = ledger.steps[entry.step]
         if first.at != entry.at and first.fact.groups == entry.fact.groups:
-            continue  # The same commit again: that it is there twice is said already.
+            continue  # a repeated commit is reported elsewhere
         for group in entry.fact.groups:
             look.group(entry, group)
 
@@ -44,7 +44,7 @@ class _Look:
         self._other_bytes = other_bytes
 
     def weights(self, entry: StepEntry) -> None:
-        """The step starts from the weights of its version, and its manifest is of what it left."""
+        """Check that the step starts from its version's weights and that its manifest is valid."""
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         before = self._ledger.versions.get(fact.step)
         if before is not None:
@@ -57,7 +57,7 @@ class _Look:
         findings.same("steps", who, message, expected=digest, found=fact.policy.digest)
 
     def batch(self, entry: StepEntry) -> None:
-        """The batch is the one that was taken, and is digested from the bytes in the log."""
+        """Check that the batch is the taken one, with the digest of the logged bytes."""
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         if entry.take is not None and entry.taken_at is not None:
             self._as_taken(entry, entry.take)
@@ -79,7 +79,7 @@ class _Look:
         findings.same("batches", who, message, expected=digest, found=fact.batch_digest)
 
     def claims(self, entry: StepEntry) -> None:
-        """What a commit says of itself: that weights were adopted, and which versions it drops."""
+        """Check adopted weights and dropped versions of a commit."""
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         findings.looked["steps"] += 1
         if fact.adopted and not any(
@@ -88,14 +88,13 @@ class _Look:
             findings.add("steps", who, "says it adopted weights, which its trainer never said")
         if not fact.dropped or entry.take is None:
             return
-        # Retention keeps these whatever its settings are (docs/storage.md).
+        # Retention always keeps these (docs/storage.md).
         kept = {0, fact.step, fact.step + 1, *entry.take.pins}
         for version in sorted(kept.intersection(fact.dropped)):
             message = f"drops version {version}, which retention keeps"
             findings.add("policies", who, message, expected="kept", found=list(fact.dropped))
 
     def _as_taken(self, entry: StepEntry, take: TakeBatch) -> None:
-        """The groups of a commit are those of the decision, record by record."""
         taken = {group.group: group for group in take.groups}
         trained = {group.group: group for group in entry.fact.groups}
         for name in sorted(taken.keys() | trained.keys()):
@@ -111,7 +110,7 @@ class _Look:
                 )
 
     def group(self, entry: StepEntry, taken: TakenGroup) -> None:
-        """Deadline, staleness and every record of one group of the batch."""
+        """Check deadline, staleness and every record of one group of the batch."""
         group, findings = self._ledger.accounts.groups.get(taken.group), self._findings
         if group is None:
             return
@@ -142,7 +141,7 @@ class _Look:
         self._whole(group, taken, step)
 
     def _whole(self, group: GroupEntry, taken: TakenGroup, step: int) -> None:
-        """Every logged sibling of a trained group is in the batch, whatever its length."""
+        """Check that the batch has every logged trajectory of a trained group, of any length."""
         bound = [logged.fact.trajectory for logged in group.results]
         trained = [one.trajectory for one in taken.trajectories]
         message = f"step {step} does not hold exactly its logged siblings, in order"
@@ -177,8 +176,10 @@ class _Look:
             findings.add("batches", who, message, expected=expected, found=found)
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
-        """The group of a batch with what the log has at its places: epochs, attempts, bytes."""
-        entry = self._ledger.accounts.groups.get(group.group)  # Its records are there from now on.
+        """Replace the epochs, attempts and digests of a batch's group by those in the log."""
+        entry = self._ledger.accounts.groups.get(
+            group.group
+        )  # its records are in memory from here on
         siblings = {} if entry is None else entry.requests
         found = tuple([self._found(one, siblings) for one in group.trajectories])
         if all(map(is_, found, group.trajectories)):
@@ -186,7 +187,6 @@ class _Look:
         return msgspec.structs.replace(group, trajectories=found)
 
     def _found(self, one: TakenTrajectory, siblings: Mapping[str, RequestEntry]) -> TakenTrajectory:
-        """What the log has at its place; itself where that is the same."""
         place = (one.partition, one.offset)
         entry = siblings.get(one.trajectory) or self._ledger.accounts.request(one.trajectory)
         bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(place)
@@ -200,7 +200,6 @@ class _Look:
 
 
 def _is_named(logged: Logged, one: TakenTrajectory) -> bool:
-    """Whether a batch names just this record."""
     fact = logged.fact
     return (
         fact.trajectory == one.trajectory

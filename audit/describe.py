@@ -1,7 +1,7 @@
-"""Everything the log knows of one trajectory, group or step, as plain values in reading order.
+"""Describe one trajectory, group or step from the log, as plain values in reading order.
 
-A description is an ordered mapping of sections; a section is a mapping of facts or a list of rows.
-The command line prints it, `--json` gives it as it is.
+A description maps section names to a mapping of values or a list of rows. The command line prints
+it; `--json` returns it unchanged.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from dora_pipe.store.store import PolicyStore, as_store
 
 Description = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, special tokens written out."""
+"""Token ids to text, with special tokens."""
 
 CUT_AT: Final = 120
-"""Characters of an agent's answer."""
+"""Characters of an agent's answer that are shown."""
 
 TRACE: Final = "trace"
-"""The section whose rows are the spans of a tree (`telemetry.tree`)."""
+"""Section with the spans of a tree (`telemetry.tree`)."""
 
 CONTEXTS: Final = "contexts"
-"""The section whose rows are the contexts of a trajectory, each with its parent."""
+"""Section with the contexts of a trajectory, each with its parent."""
 
 CALLS: Final = "calls"
-"""The section whose rows are the calls of its agent, each with its context."""
+"""Section with the calls of an agent, each with its context."""
 
 DAMAGE: Final = "damage"
-"""The section that says why the record that counts is not what was logged."""
+"""Section with why the record that counts differs from what was logged."""
 
 _STEP: Final = re.compile(r"^(?:step[- ]?)?(\d+)$")
 _TRAJECTORY: Final = re.compile(r"^[ge]\d{10}-\d{3}$")
@@ -63,10 +63,10 @@ def describe(
     *,
     decoder: Callable[[Path], Decode | None] = lambda assets: None,
 ) -> Description:
-    """The description of an id: ``g0000000042-003``, ``g0000000042`` or ``7`` (a step).
+    """Describe ``g0000000042-003``, ``g0000000042`` or ``7`` (a step).
 
-    `decoder` opens the tokenizer in a directory of assets; without one, texts are token ids.
-    Raises UsageError for an id that the log does not know.
+    `decoder` opens the tokenizer of an assets directory; without it, texts are token ids. Raises
+    UsageError for an unknown id.
     """
     store = as_store(store)
     step = _STEP.match(wanted)
@@ -112,7 +112,6 @@ class _Describer:
         self._traces = Traces(bus, topics, history)
 
     def step(self, number: int) -> Description:
-        """A training step: what it was made of and what it made."""
         ended = self._history.step
         if ended is None:
             last = max(self._history.staleness, default=-1)
@@ -155,7 +154,6 @@ class _Describer:
         }
 
     def group(self, ended: GroupEnded) -> Description:
-        """A group: dispatch, siblings, fate."""
         trace = self._traces.group()
         damage = self._traces.damage.lines
         return {
@@ -169,7 +167,6 @@ class _Describer:
         }
 
     def trajectory(self, name: str, ended: GroupEnded) -> Description:
-        """A trajectory: where it came from, how it was made, what became of it."""
         group = ended.group
         request = group.requests.get(name, RequestHistory(trajectory=name))
         description: Description = {
@@ -241,7 +238,7 @@ class _Describer:
         return int(started.config["groups"]["attempts_max"])
 
     def _scoring(self, ended: GroupEnded) -> dict[str, Any]:
-        """Who scored its siblings together, where that was to be done."""
+        """Describe who scored the trajectories together, if the task asks for that."""
         group, started = ended.group, self._history.account.started
         if started is None or group.spec.source not in started.scored_together:
             return {}
@@ -349,7 +346,7 @@ class _Describer:
         return read_contributions(self._store.blob("contributions", sha256))
 
     def _lineage(self, ended: GroupEnded) -> dict[str, Any]:
-        """Back: what made its version. Forward: what its step made."""
+        """Describe what made its version and what its step made."""
         back = self._lineage_of_version(ended.group.spec.version)
         if ended.fate != "trained" or ended.step is None:
             return back
@@ -395,7 +392,7 @@ def _group_row(name: str, group: GroupHistory | None, step: int) -> dict[str, An
 
 
 def _by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
-    """Each segment with the number of the context that it is of."""
+    """Yield each segment with the number of its context."""
     number = -1
     for segment in trajectory.segments:
         number += segment.kind == "prompt"
@@ -403,7 +400,6 @@ def _by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
 
 
 def _given_by_agent(meta: Meta) -> dict[str, Any]:
-    """What an agent gave back, where it gave something."""
     given: dict[str, Any] = {}
     if meta.rewarded_by == "agent":
         given["rewarded by"] = "its agent"
@@ -413,7 +409,7 @@ def _given_by_agent(meta: Meta) -> dict[str, Any]:
 
 
 def _branches(trajectory: Trajectory) -> Description:
-    """The contexts and calls of a trajectory that has several contexts, or an agent."""
+    """Describe contexts and calls, if there are several contexts or an agent."""
     meta, found = trajectory.meta, list(call_rows(trajectory))
     description: Description = {}
     if meta.contexts or found:
@@ -476,7 +472,7 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
 
 
 def _parts(fact: StepCommitted) -> dict[str, Any]:
-    """Of a batch in parts: how many groups each had, and what was computed before it was whole."""
+    """Describe a batch taken in parts: groups of each, and what was computed early."""
     if not fact.parts:
         return {}
     sizes = [len(groups) for groups in parts_of(fact.groups, fact.parts)]
@@ -487,7 +483,7 @@ def _parts(fact: StepCommitted) -> dict[str, Any]:
 
 
 def _times(times: Times) -> dict[str, Any]:
-    """When it was placed (ns since 1970), then how many ms later everything else was."""
+    """Return the placement (ns since 1970) and every later time in ms after it."""
     found: dict[str, Any] = {"placed": times.placed}
     for name in ("started", "first_token", "finished", "rewarded"):
         at = getattr(times, name)

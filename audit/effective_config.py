@@ -1,10 +1,8 @@
-"""Which configuration was in force: `run started`, then what users' commands changed of it; and
-whether a run directory's `config.toml` says the same. The log is what counts.
+"""Effective configuration of a run: `run started` plus the users' commands; and its differences
+from `config.toml`.
 
-Free keys may differ: they are each machine's own. So may paths, since what lies there has a digest
-of its own. A frozen key that differs, or a logged one with a value that was never in force, was
-changed behind the run's back: no role obeys it, and people read it. (`dora-pipe tell RUN set`
-changes the log and no file.)
+The log is authoritative. Free keys and paths may differ between machines. A differing frozen key,
+or a logged key with a value that was never in force, is a drift.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from dora_pipe.schemas.topics import Topics
 
 @dataclass(slots=True)
 class EffectiveConfig:
-    """Follows the commands of a run; a command that cannot be obeyed changes nothing."""
+    """Configuration after each command; invalid commands change nothing."""
 
     config: Config
     stop_at: int | None = None
@@ -35,19 +33,19 @@ class EffectiveConfig:
 
     @property
     def steps(self) -> int:
-        """The run ends when so many steps are committed."""
+        """Return the number of steps after which the run ends."""
         steps = self.config.run.steps
         return steps if self.stop_at is None else min(steps, self.stop_at)
 
     def command(self, command: Command, *, step: int, waiting: int) -> None:
-        """A user's command, given the next step s and the size of U."""
+        """Apply a user's command, given the next step s and the size of U."""
         if command.verb == "set":
             self._set(command.args, step)
         elif command.verb == "stop":
             self._stop(command.args, step, waiting)
 
     def stop_soon(self, *, step: int, waiting: int) -> None:
-        """The orchestrator has decided to stop early: the groups in flight are trained."""
+        """Apply an early stop by the orchestrator: it still trains the groups in flight."""
         self._stop({}, step, waiting)
 
     def _stop(self, args: dict[str, Any], step: int, waiting: int) -> None:
@@ -66,23 +64,23 @@ class EffectiveConfig:
 
 
 _KINDS: Final = (b'"run-started"', b'"command"', b'"step-committed"')
-"""Records that say what is in force; the others are not decoded."""
+"""Tags of the records that change the configuration; others are not decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Keys that differ, each with (in the log, in the file)."""
+    """Differing keys, each with its values (in the log, in the file)."""
 
     frozen: Mapping[str, tuple[Any, Any]]
     logged: Mapping[str, tuple[Any, Any]]
 
     def __bool__(self) -> bool:
-        """Whether anything differs that may not."""
+        """Report whether any key differs."""
         return bool(self.frozen or self.logged)
 
     @property
     def line(self) -> str:
-        """For people. Example: ``groups.size is 8 in the log and 16 in config.toml``."""
+        """Format for people. Example: ``groups.size is 8 in the log and 16 in config.toml``."""
         found = {**self.frozen, **self.logged}
         said = [
             f"{key} is {log!r} in the log and {file!r} in config.toml"
@@ -92,7 +90,7 @@ class Drift:
 
 
 def config_drift(bus: Bus, topics: Topics, local: Config) -> Drift:
-    """What of `local` is not in force by the log; nothing before a run has started.
+    """Return the drift of `local` from the log; empty before the run has started.
 
     Raises BusError.
     """
@@ -116,7 +114,7 @@ def check_change(bus: Bus, topics: Topics, command: Command) -> None:
 
 
 def _in_force(bus: Bus, topics: Topics) -> tuple[list[Config], int]:
-    """Every configuration that was in force, in order, and the number of committed steps."""
+    """Return all configurations in order and the number of committed steps."""
     at = TopicPartition(topics.control, 0)
     found: EffectiveConfig | None = None
     configs: list[Config] = []
@@ -141,4 +139,4 @@ def _decoded(value: bytes) -> object:
     try:
         return decode_control(value)
     except SchemaError:
-        return None  # audit says so
+        return None  # audit reports it

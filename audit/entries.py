@@ -1,6 +1,6 @@
-"""What the ledger writes down of a run: groups, requests, records, steps, versions; only values.
+"""Entries of the ledger: groups, requests, records, steps, versions.
 
-What there is as many of as of trajectories is a Struct: it is made and written often.
+Entries as numerous as trajectories are Structs, which are fast to create and encode.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import Fate, GroupSpec, ScoreGroup, SiblingFate, TakeBatch
 
 Standing = Literal["bound", "superseded", "fenced"]
-"""Of a logged trajectory: part of its group's result; another one is; its worker was out."""
+"""Standing of a logged trajectory: counts for its group; replaced by another; its worker was out.
+"""
 
 Departure = Literal["", "fenced", "left", "replaced"]
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Where in the log a decision or a fact took effect.
+    """Place in the log where a decision or an event took effect.
 
-    Example: ``Moment(round=12, offset=31, now_ns=8_000_000_000)``; `round` is -1 for facts that no
-    round has folded yet, `offset` that of the record in its own topic.
+    Example: ``Moment(round=12, offset=31, now_ns=8_000_000_000)``. `round` is -1 for unfolded
+    events; `offset` is that of the record in its topic.
     """
 
     round: int
@@ -59,16 +60,16 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     standing: Standing
     at: Moment
     engine: int
-    """Number of the engine that made it, in `GroupLedger.engines`."""
+    """Index of its engine in `GroupLedger.engines`."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Partition and offset of the record it names."""
+        """Partition and offset of the record."""
         return self.fact.partition, self.fact.offset
 
     @property
     def taken(self) -> TakenTrajectory:
-        """As batches name it."""
+        """The record as batches name it."""
         fact = self.fact
         return TakenTrajectory(
             trajectory=fact.trajectory,
@@ -81,36 +82,36 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 
 class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
-    """One sibling of a group: its attempts and what came of them."""
+    """One trajectory of a group, with its attempts."""
 
     trajectory: str
     placements: list[Placement] = []
     bound: Logged | None = None
     errors: list[str] = []
-    """Of failed attempts: ``attempt 2: Timeout: ...``."""
+    """Errors of failed attempts: ``attempt 2: Timeout: ...``."""
     moving: bool = False
-    """Its worker was asked to let go of it."""
+    """Its worker was asked to release it."""
     waiting: bool = False
-    """Its newest attempt lost its worker; it queues for another placement."""
+    """Its newest attempt lost its worker; it waits for another placement."""
     faults: int = 0
     """Attempts that ended in an error or with the loss of the worker."""
     failed: bool = False
-    """It failed for good: not retryable, or all its attempts were used."""
+    """It failed for good: not retryable, or no attempts left."""
     trained: int | None = None
     """Step that trained it."""
     left: SiblingFate | None = None
-    """How it ended, where its group did not wait for it."""
+    """Its own outcome, if the group did not wait for it."""
     left_ns: int = 0
-    """Round time of that."""
+    """Round time of `left`."""
 
     @property
     def runs(self) -> bool:
-        """Whether its newest attempt has neither ended nor lost its worker."""
+        """Report whether its newest attempt has neither ended nor lost its worker."""
         return bool(self.placements) and not (self.waiting or self.over)
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, in whichever way of its own."""
+        """Report whether it has ended."""
         return self.bound is not None or self.failed or self.left is not None
 
     def was_placed(self, attempt: int, worker: str, epoch: int) -> bool:
@@ -119,60 +120,60 @@ class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
 
 
 class Scoring(msgspec.Struct, kw_only=True, array_like=True):
-    """Of a group whose siblings are scored together: who was asked, and what came of it."""
+    """Scoring of a group whose trajectories are scored together."""
 
     asked: list[ScoreGroup] = []
     open: bool = False
     """Its newest attempt is neither answered nor lost."""
     faults: int = 0
     failed: bool = False
-    """It failed for good: none of its siblings has a reward that counts."""
+    """It failed for good: no trajectory of the group has a valid reward."""
     answer: GroupScored | None = None
-    """That which counts."""
+    """The answer that counts."""
 
     @property
     def siblings(self) -> dict[str, ScoredSibling]:
-        """What that says, by trajectory."""
+        """Scores of the answer, by trajectory."""
         return {} if self.answer is None else {one.trajectory: one for one in self.answer.siblings}
 
     @property
     def rewards(self) -> dict[str, float]:
-        """What each counts."""
+        """Rewards of the answer, by trajectory."""
         return {name: one.reward for name, one in self.siblings.items()}
 
     def was_asked(self, attempt: int, worker: str, epoch: int) -> ScoreGroup | None:
-        """The decision that asked this incarnation under this attempt."""
+        """Return the decision that asked this incarnation under this attempt."""
         wanted = (attempt, worker, epoch)
         found = (one for one in self.asked if (one.attempt, one.worker, one.epoch) == wanted)
         return next(found, None)
 
 
 class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
-    """A dispatched group with its siblings."""
+    """A dispatched group with its trajectories."""
 
     spec: GroupSpec
     reason: str
     at: Moment
     requests: dict[str, RequestEntry] = {}
     taken: tuple[int, int] | None = None
-    """(step, attempt) of the batch that holds it now."""
+    """(step, attempt) of the batch that contains it."""
     fate: Fate | None = None
     why: str = ""
     step: int | None = None
     ended: Moment | None = None
     records: list[Logged] = []
-    """Everything that was logged of it, whatever its standing, in the order of the fold."""
+    """All its logged records of any standing, in fold order."""
     scoring: Scoring | None = None
-    """Where its siblings are scored together."""
+    """Set if its trajectories are scored together."""
     expired: bool = False
-    """It was open for longer than groups may be."""
+    """It exceeded the group timeout."""
     part: int = 0
-    """Where it was trained in a batch that was taken in parts: in which, from 1 on."""
+    """Part of the batch that trained it, from 1; 0 if the batch had no parts."""
 
     @property
     def closed(self) -> SiblingFate | None:
-        """What becomes of its siblings that are still open, where it waits for none of them: as
-        many as it is complete with were valid before, or its time is over."""
+        """Outcome of its open trajectories, if it waits for none of them: enough were valid, or it
+        timed out."""
         if self.expired:
             return "expired"
         if not self.spec.spare:
@@ -183,18 +184,18 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
 
     @property
     def open_siblings(self) -> tuple[int, ...]:
-        """Those that have not ended, in order."""
+        """Indices of trajectories that have not ended."""
         named = enumerate(sorted(self.requests))
         return tuple(place for place, name in named if not self.requests[name].over)
 
     @property
     def results(self) -> list[Logged]:
-        """The bound records, in order of the siblings."""
+        """Bound records, ordered by trajectory."""
         entries = (self.requests[trajectory] for trajectory in sorted(self.requests))
         return [entry.bound for entry in entries if entry.bound is not None]
 
     def reward_of(self, fact: TrajectoryLogged) -> float | None:
-        """What a bound record counts: what its siblings were scored together with, or its own."""
+        """Return the reward of a bound record: from group scoring, or its own."""
         if self.scoring is None:
             return fact.reward
         found = self.scoring.siblings.get(fact.trajectory)
@@ -208,7 +209,7 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
 
 @dataclass(slots=True, kw_only=True)
 class EngineEntry:
-    """One kind of engine: the incarnations that had it, and the capabilities it lacks."""
+    """One kind of engine, with its incarnations and missing capabilities."""
 
     number: int
     workers: int = 0
@@ -222,31 +223,31 @@ class WorkerEntry:
     joined: WorkerJoined
     epoch: int
     hosted: dict[int, int] = field(default_factory=dict)
-    """Version to the offset in control at which it was first ready."""
+    """Offset in control at which each version was first ready."""
     target: int = -1
     assigned: set[int] = field(default_factory=set)
-    """Versions that decisions gave it, from those on that open groups carry."""
+    """Versions assigned to it, from those of open groups on."""
     held: set[int] = field(default_factory=set)
-    """Versions that it has beside each other, where it hosts several at once."""
+    """Versions it serves at once, if it can serve several."""
     awake: bool = False
-    """It was assigned a version, and has not said since that it sleeps."""
+    """It was assigned a version and has not reported sleep since."""
     departure: Departure = ""
     departed: Moment | None = None
 
     @property
     def several(self) -> bool:
-        """Whether it hosts several versions at once."""
+        """Report whether it serves several versions at once."""
         return self.joined.versions_resident > 1
 
     @property
     def out(self) -> str:
-        """How it went, as the end of a sentence."""
+        """How it left, as the end of a sentence."""
         return "left" if self.departure == "left" else "was fenced"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A batch decision where it was made."""
+    """A batch decision with its place in the log."""
 
     take: TakeBatch
     at: Moment
@@ -254,7 +255,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """A `step committed` where it lies, with the decision it carries out (if there was one)."""
+    """A `step committed` with the decision it executes, if any."""
 
     fact: StepCommitted
     at: Moment
@@ -282,7 +283,7 @@ class VersionEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
-    """A batch decision that was not carried out: refused, or overtaken by a newer attempt."""
+    """A batch decision that was refused or overtaken by a newer attempt."""
 
     step: int
     attempt: int
@@ -291,9 +292,9 @@ class Attempted:
 
 @dataclass(slots=True, kw_only=True)
 class Hosting:
-    """Sums up how long several versions were hosted at once, by the clock of the rounds.
+    """Time in which several versions were served at once, by the round clock.
 
-    A worker hosts a version from the round that folds its `worker ready` to the round that folds
+    A worker serves a version from the round that folds its `worker ready` to the round that folds
     the next one, its leaving or its fencing.
     """
 
@@ -304,7 +305,7 @@ class Hosting:
     several_ns: int = 0
 
     def advance(self, now_ns: int) -> None:
-        """A round at this time; time that goes back adds nothing."""
+        """Advance to a round's time; time that goes back adds nothing."""
         if self.now_ns is not None and now_ns > self.now_ns:
             self.span_ns += now_ns - self.now_ns
             if len({one for held in self.hosts.values() for one in held}) > 1:
@@ -312,19 +313,19 @@ class Hosting:
         self.now_ns = now_ns if self.now_ns is None else max(now_ns, self.now_ns)
 
     def ready(self, epoch: int, *versions: int) -> None:
-        """This incarnation hosts these versions from now on; one, unless it hosts several."""
+        """Set the versions that an incarnation serves from now on."""
         self.hosts[epoch] = versions
 
     def keep(self, epochs: Collection[int]) -> None:
-        """Incarnations that are not among these host nothing any more."""
+        """Forget all other incarnations."""
         self.hosts = {epoch: one for epoch, one in self.hosts.items() if epoch in epochs}
 
     @property
     def seconds(self) -> float:
-        """From the first round to the last."""
+        """Seconds from the first round to the last."""
         return self.span_ns / 1e9
 
     @property
     def several_seconds(self) -> float:
-        """Seconds in which at least two versions were hosted."""
+        """Seconds in which at least two versions were served."""
         return self.several_ns / 1e9

@@ -1,8 +1,7 @@
 """Evidence: the content of a trajectories record that audit compares with control and decisions.
 
-Evidence is a function of the record alone, and small however long the trajectory is.
-`check_records` compares it with the ledger. Evidence that no event has named yet waits in memory;
-beyond `WAITING_MAX` the oldest waits on disk.
+Evidence depends on the record alone and has a bounded size. Evidence without an event waits in
+memory; beyond `WAITING_MAX` the oldest is spilled to disk.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Place = tuple[int, int]
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the value says, as far as control says it too; of a value that holds in itself."""
+    """Content of a valid value that control repeats."""
 
     group_size: int
     sibling: int
@@ -44,43 +43,41 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weights: tuple[Sampler, ...]
     answer: str = ""
     parts: dict[str, float] = {}
-    """Those that control repeats."""
+    """Reward parts, as control repeats them."""
     contexts: int = 1
     calls: int = 0
     fault: str = ""
-    """Why its calls do not follow from its tokens; empty where they do, or there are none."""
+    """Why its calls do not follow from its tokens; empty if they do or there are none."""
     mixture: tuple[int, int, int] | None = None
-    """Experts, layers that have some, and experts for a token, where it says through which ones its
-    tokens went."""
-    """As control repeats it."""
+    """Experts, layers with experts, and experts per token, if the record has routed experts."""
 
     @property
     def versions(self) -> list[int]:
-        """The version of everything that was sampled, in order."""
+        """Versions of the sampled segments, in order."""
         return [one.version for one in self.sampled]
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A record: where it lies, its digest, and what headers and value say."""
+    """Evidence of one record: place, digest, headers and content."""
 
     topic: str
     partition: int
     offset: int
     bytes: int
     sha256: str
-    """Of the value as it lies in the log."""
+    """Digest of the value as stored in the log."""
     headers: Headers | None
     header_error: str = ""
     """Why the headers cannot be read."""
     content: Content | None = None
-    """None where the value cannot be read, or was not opened."""
+    """None if the value cannot be read or was not decoded."""
     value_error: str = ""
     disagree: tuple[str, ...] = ()
     """Header fields that the value contradicts."""
     lost: str = ""
-    """Why the value, which lay beside the log, is not there: its claim by digest."""
+    """Why the value's blob is missing."""
     other_key: str = ""
-    """The record's key, where it is not its group's id."""
+    """The record's key, if it is not its group's id."""
 
     @property
     def place(self) -> Place:
@@ -89,12 +86,12 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def where(self) -> str:
-        """The same for people."""
+        """The place, for people."""
         return f"trajectories:{self.partition}:{self.offset}"
 
 
 def evidence_of(record: Record, *, opened: bool) -> Evidence:
-    """Look at one record; if `opened`, read and check its value, too."""
+    """Return the evidence of one record; `opened` also decodes and checks the value."""
     headers, header_error = None, ""
     try:
         headers = parse_headers(record.headers)
@@ -166,35 +163,35 @@ def _mixture(seen: Described) -> tuple[int, int, int] | None:
 
 
 WAITING_MAX: Final = 20_000
-"""Evidence in memory; a piece is about a kilobyte."""
+"""Evidence kept in memory; one is about 1 kB."""
 
 POLL_RECORDS: Final = 256
 POLL_BYTES: Final = 4 * 1024 * 1024
 
 
 class SpillStore(Protocol):
-    """Where evidence waits that is too much for memory."""
+    """Storage for evidence that does not fit in memory."""
 
     def put(self, pieces: Iterable[Evidence]) -> None: ...
 
     def pop(self, place: Place) -> Evidence | None:
-        """Give back one, which is not kept any longer."""
+        """Remove and return one."""
         ...
 
     def all(self) -> Iterator[Evidence]:
-        """What is kept, by partition and offset."""
+        """Yield all, by partition and offset."""
         ...
 
 
 class EvidenceBuffer:
-    """Evidence that was read and not judged yet; `ends` bounds what is read."""
+    """Evidence that was read and not checked yet; `ends` bounds the reading."""
 
     def __init__(self) -> None:
         self.spilled: SpillStore | None = None
         self.positions: dict[int, int] = {}
-        """Per partition: everything below was read."""
+        """Next unread offset per partition."""
         self.last: dict[int, tuple[int, str]] = {}
-        """Per partition: offset and sha256 of the last record that was read."""
+        """Offset and sha256 of the last record read, per partition."""
         self.waiting: dict[Place, Evidence] = {}
         self._topic = ""
         self._reader: Reader | None = None
@@ -202,7 +199,7 @@ class EvidenceBuffer:
         self._ends: dict[int, int] = {}
 
     def begin(self, bus: Bus, topic: str, ends: Mapping[int, int], *, opened: bool) -> None:
-        """Read on up to these ends; with `opened` values are opened and checked."""
+        """Continue reading up to these ends; `opened` decodes values."""
         self.close()
         self._topic, self._ends = topic, dict(ends)
         self._opened = opened
@@ -216,7 +213,7 @@ class EvidenceBuffer:
         self._reader = bus.reader(behind) if behind else None
 
     def read_to(self, partition: int, offset: int) -> None:
-        """Read until this offset has been passed, or the end. Raises BusError."""
+        """Read past this offset or to the end. Raises BusError."""
         target = min(offset + 1, self._ends.get(partition, 0))
         reader, empty = self._reader, 0
         while self.positions.get(partition, target) < target:
@@ -237,19 +234,19 @@ class EvidenceBuffer:
         self._overflow()
 
     def read_all(self) -> None:
-        """Read up to the ends."""
+        """Read to the ends."""
         for partition, end in self._ends.items():
             self.read_to(partition, end)
 
     def pop(self, place: Place) -> Evidence | None:
-        """The evidence of a place, if it was read; it waits no longer."""
+        """Remove and return the evidence of a place, if it was read."""
         found = self.waiting.pop(place, None)
         if found is None and self.spilled is not None:
             found = self.spilled.pop(place)
         return found
 
     def rest(self) -> Iterator[Evidence]:
-        """What nobody has taken, by partition and offset."""
+        """Yield the remaining evidence, by partition and offset."""
         waiting = sorted(self.waiting.values(), key=lambda one: one.place)
         if self.spilled is None:
             yield from waiting

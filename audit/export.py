@@ -1,7 +1,6 @@
-"""Hands a run to other tools: trajectories as Parquet, with their texts and the row of data that
-each is of; a policy as a model directory.
+"""Export trajectories as Parquet, with texts and data rows, and a policy as a model directory.
 
-It decides how turns are cut and what type a column of the data has; what is not there is null.
+Missing values are null.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from dora_pipe.store.model_dir import export_model
 from dora_pipe.store.store import PolicyStore, as_store
 
 ROW: Final = "row_"
-"""Begins the name of a column that is one of the data."""
+"""Prefix of columns from the data."""
 
 JSON: Final = pa.large_utf8()
-"""Of a column whose values are lists, objects, or of several types: each is JSON there."""
+"""Type of columns with lists, objects or mixed types, stored as JSON."""
 
 TURN: Final = pa.struct(
     [("kind", pa.utf8()), ("turn", pa.int32()), ("context", pa.int32()), ("text", pa.utf8())]
 )
-"""`turn` is its number within its context."""
+"""`turn` is numbered within its context."""
 
 FIELDS: Final = (
     pa.field("prompt", pa.utf8()),
@@ -61,14 +60,14 @@ _KINDS: Final[tuple[tuple[type, pa.DataType], ...]] = (
 
 
 class Words(Protocol):
-    """A run's tokenizer."""
+    """Tokenizer of a run."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Without special tokens."""
+        """Decode without special tokens."""
         ...
 
     def full_text(self, token_ids: Sequence[int]) -> str:
-        """With special tokens written out."""
+        """Decode with special tokens."""
         ...
 
 
@@ -77,14 +76,14 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TextColumns:
-    """What texts are made with. Example: ``TextColumns(Tokenizer(assets), {digest: rows})``."""
+    """Inputs of the text columns. Example: ``TextColumns(Tokenizer(assets), {digest: rows})``."""
 
     words: Words | None = None
     data: Mapping[str, Rows] = field(default_factory=dict)
     """Rows by the digest of their data set."""
 
     def fields(self) -> list[pa.Field]:
-        """Of the columns; a column of the data has one type, or is JSON."""
+        """Return the fields; a data column of mixed types is JSON."""
         found: dict[str, set[type]] = {}
         for rows in self.data.values():
             for row in rows:
@@ -94,7 +93,7 @@ class TextColumns:
         return [*FIELDS, *(pa.field(ROW + name, _type(kinds)) for name, kinds in found.items())]
 
     def columns(self, trajectory: Trajectory, types: Mapping[str, pa.DataType]) -> dict[str, Any]:
-        """The trajectory's; `types` are those of the columns."""
+        """Return a trajectory's values; `types` are the column types."""
         texts = {} if self.words is None else _texts(trajectory, self.words)
         rows = self.data.get(trajectory.meta.dataset_digest, ())
         at = trajectory.meta.index
@@ -107,13 +106,13 @@ class TextColumns:
 
 
 def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
-    """A turn that was sampled in pieces, on several workers, is one text."""
+    """Return texts by turn; a turn sampled in pieces on several workers is one text."""
     ids, contexts = trajectory.token_ids, trajectory.meta.contexts
     turns = []
     for (kind, turn), of in groupby(trajectory.segments, lambda one: (one.kind, one.turn)):
         pieces = list(of)
         start, end = pieces[0].start, pieces[-1].end
-        if kind == "prompt" and start == end:  # Of a context that adds nothing to what it shares.
+        if kind == "prompt" and start == end:  # a context may add nothing to what it shares
             continue
         turns.append((kind, turn, context_at(contexts, start), ids[start:end]))
     said = [tokens for kind, _, _, tokens in turns if kind == "model"]
@@ -129,7 +128,7 @@ def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> type:
-    """Its Python type; that of an integer that no column holds is `object`."""
+    """Return the Python type; `object` for integers that exceed 64 bits."""
     if type(value) is int and not -(2**63) <= value < 2**63:
         return object
     return type(value)
@@ -148,7 +147,7 @@ def _cell(value: Any, kind: pa.DataType) -> Any:
 
 
 NO_TEXTS: Final = TextColumns()
-"""Columns that people read, and nothing in them."""
+"""No text columns."""
 
 ENDED: Final = """
     select g.version, list(t.reward order by t.sibling)
@@ -156,7 +155,7 @@ ENDED: Final = """
     where g.fate = 'evaluated' and g.evaluation = ?
     group by g.rowid, g.version order by g.rowid
 """
-"""The groups of an evaluation in the order in which they ended."""
+"""Groups of an evaluation in the order in which they ended."""
 
 LOGGED: Final = """
     select version, reward from evaluations
@@ -165,10 +164,10 @@ LOGGED: Final = """
 """
 
 ROWS_PER_GROUP: Final = 1024
-"""Trajectories in one Parquet row group; so many are in memory at a time."""
+"""Trajectories per Parquet row group, all in memory at once."""
 
 STEPS_HELD_MAX: Final = 32
-"""Contributions files held at a time: groups lie in the log roughly in the order of their steps."""
+"""Contributions files kept open; the log has groups roughly in step order."""
 
 _ARRAYS: Final = ("token_ids", "logprobs", "sampler_logprobs", "loss_mask", "segments")
 _CONTRIBUTED: Final = (
@@ -184,7 +183,7 @@ _CONTRIBUTED: Final = (
     "weight_mean",
     "masked_share",
 )
-"""Columns of the contributions file that a trained trajectory carries over."""
+"""Columns copied from the contributions file for trained trajectories."""
 
 
 DECIDED: Final = """
@@ -194,7 +193,7 @@ DECIDED: Final = """
            case when standing = 'bound' and fate = 'trained' then groups.part end as part,
            case when standing = 'bound' then staleness end as staleness, {more}
     from records join trajectories using (trajectory_id) join groups using (group_id)"""
-"""What control and decisions say of a record: columns that its value does not have."""
+"""Columns of a record that come from control and decisions."""
 
 
 def _fields(kind: pa.DataType, *names: str) -> list[pa.Field]:
@@ -202,7 +201,7 @@ def _fields(kind: pa.DataType, *names: str) -> list[pa.Field]:
 
 
 BRANCH: Final = pa.struct([(name, pa.int32()) for name in Context.__struct_fields__])
-"""A context behind the first (`schemas.contexts.Context`)."""
+"""A context after the first (`schemas.contexts.Context`)."""
 
 SCHEMA: Final = pa.schema(
     [
@@ -227,30 +226,30 @@ SCHEMA: Final = pa.schema(
         *(CONTRIBUTIONS.field(name).with_nullable(True) for name in _CONTRIBUTED),
     ]
 )
-"""One row per trajectory. `dispatched_ns` is the orchestrator's round clock, the rest wall clocks;
-all in ns. What is null did not happen: a trajectory that was not trained has no step, and one of a
-batch that came at once has no part."""
+"""One row per trajectory; times in ns. `dispatched_ns` is by the orchestrator's round clock, others
+are wall clocks. Null means that it did not happen.
+"""
 
 SAID_OTHERWISE: Final = frozenset({"trajectory_id", "group_id", "record_offset"})
-"""Columns of the catalogue's trajectories that `SCHEMA` has under another name."""
+"""Columns of the catalogue's trajectories that `SCHEMA` names otherwise."""
 
 
 def more_fields() -> list[pa.Field]:
-    """The other columns of the catalogue's trajectories: one that it gets is exported, too."""
+    """Return the catalogue's trajectory columns that are not in `SCHEMA`."""
     known = SAID_OTHERWISE.union(SCHEMA.names)
     return [one for one in arrow_schema(TrajectoryRow) if one.name not in known]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """What an export wrote."""
+    """Result of an export."""
 
     rows: int
     bytes: int
     left_out: int
-    """Records that do not count, or could not be read."""
+    """Records that do not count or could not be read."""
     damage: Damage
-    """Trajectories that were logged and whose record is gone or another one."""
+    """Logged trajectories whose record is missing or differs."""
 
 
 def export_parquet(
@@ -263,10 +262,9 @@ def export_parquet(
     everything: bool = False,
     texts: TextColumns = NO_TEXTS,
 ) -> ExportResult:
-    """Write one row per trajectory that counts for its group; `everything`: also those that do not.
+    """Write one row per trajectory that counts; `everything` includes the others.
 
-    `texts` makes the columns that people read. What is damaged is left out and named; what is sound
-    is written. A file that is there is replaced when the new one is whole.
+    Damaged records are left out and reported. An existing file is replaced atomically.
     """
     schema = pa.schema([*SCHEMA, *more_fields(), *texts.fields()])
     where = "true" if everything else COUNTS
@@ -293,9 +291,9 @@ def export_parquet(
 def export_policy(
     catalogue: Catalogue, store: PolicyStore | Path, version: int, directory: Path
 ) -> str:
-    """Write a version as a directory that `from_pretrained` loads; its weights digest.
+    """Write a version as a directory for `from_pretrained`; return its weights digest.
 
-    Raises UsageError for a version that was not published, PolicyError when its files are gone.
+    Raises UsageError for an unpublished version, PolicyError if its files are missing.
     """
     published = dict(catalogue.query("select version, digest from versions"))
     run = catalogue.one("select assets_digest from runs")
@@ -310,10 +308,9 @@ def export_policy(
 
 
 def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | None:
-    """The version that the watched evaluation found the best, and its figure. None where no
-    evaluation is watched, or none of its figures is there.
+    """Return the best version by the watched evaluation and its metric; None without one.
 
-    It is found as in the fold, by the same sums in the same order, so that they agree about equals.
+    Sums are in the order of the fold, so that both agree about ties.
     """
     evaluation = watched.watched_evaluation(config)
     if evaluation is None:
@@ -328,9 +325,9 @@ def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | No
 
 
 def logged_versions(catalogue: Catalogue, evaluation: str) -> list[tuple[int, float]]:
-    """Return (version, mean valid reward) of a complete evaluation, the best first, then by number.
+    """Return (version, mean valid reward) of complete evaluations, best first, then by number.
 
-    An evaluation is complete that has as many prompts as any of its name.
+    An evaluation is complete if it has as many prompts as any of its name.
     """
     return catalogue.query(LOGGED, [evaluation])
 
@@ -347,8 +344,6 @@ def _tables(rows: Iterator[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.Ta
 
 
 class _Rows:
-    """Makes rows of records; holds the contributions of a few steps."""
-
     def __init__(
         self,
         catalogue: Catalogue,
@@ -373,7 +368,6 @@ class _Rows:
         self.damage = Damage()
 
     def of(self, records: Iterator[Record]) -> Iterator[dict[str, Any]]:
-        """Rows, in the order of the log."""
         for record in records:
             place = (record.partition, record.offset)
             logged = self._wanted.pop(place, None)
@@ -392,7 +386,7 @@ class _Rows:
 
     def _row(self, trajectory: Trajectory, decided: dict[str, Any]) -> dict[str, Any]:
         row = _about(trajectory) | decided | self._texts.columns(trajectory, self._types)
-        if decided["standing"] == "bound":  # Scored with its siblings, it counts other than alone.
+        if decided["standing"] == "bound":  # group scoring replaces the record's own reward
             row["reward"] = decided["counts"]
         if decided["step"] is not None:
             of_step = self._of_step(decided["step"]).get(trajectory.trajectory, {})
@@ -415,7 +409,6 @@ class _Rows:
 
 
 def _about(trajectory: Trajectory) -> dict[str, Any]:
-    """What the record itself says."""
     meta, times = trajectory.meta, trajectory.meta.times
     same = ("run", "group", "purpose", "sibling", "group_size", "attempt", "deadline", "worker")
     also = ("dataset_digest", "index", "data_epoch", "seed", "finish", "error")

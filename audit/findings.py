@@ -1,4 +1,4 @@
-"""What a look at a log finds wrong: named violations, collected instead of raised."""
+"""Violations that checks of a log find, collected instead of raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Check = Literal[
     "policies",
     "catalogue",
 ]
-"""The checks of `audit`, in the order in which they are reported."""
+"""Checks of `audit`, in report order."""
 
 CHECKS: Final[dict[Check, str]] = {
     "C1": "every trajectory comes from one policy version, with its published digest",
@@ -34,21 +34,21 @@ CHECKS: Final[dict[Check, str]] = {
     "policies": "weights, contributions and checkpoints that commits name are there, unchanged",
     "catalogue": "the tables that are kept beside the run count what audit counts",
 }
-"""What holds when a check finds nothing."""
+"""What holds if a check finds nothing."""
 
 MIXED: Final = (
     "declared off (interruptible): versions never decrease, from the dispatch to the trainer's, "
     "each hosted then with its published digest; evaluations are of one version"
 )
-"""What C1 becomes where a run lets trajectories mix versions."""
+"""Description of C1 in runs with partial rollout."""
 
 NAMED_MAX: Final = 10_000
-"""Violations kept by name; those beyond are counted."""
+"""Violations kept by name; more are only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One promise that does not hold.
+    """One violation.
 
     Example: ``Violation(check="C3", subject="g0000000042", message="trained beyond its deadline",
     expected="step <= 5", found="step 7")``
@@ -56,7 +56,7 @@ class Violation:
 
     check: Check
     subject: str
-    """The id of what is wrong: a group, a trajectory, ``step 7``, ``round 12``, a file."""
+    """Id: a group, a trajectory, ``step 7``, ``round 12``, a file."""
     message: str
     expected: str = ""
     found: str = ""
@@ -68,14 +68,14 @@ class Violation:
 
 
 class Findings:
-    """Collects violations and counts what was looked at; `notes` are no violations."""
+    """Collector of violations and counts; `notes` are no violations."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
         self.count: Counter[Check] = Counter()
-        """Violations per check, those that were not kept among them."""
+        """Violations per check, including those not kept."""
         self.looked: Counter[Check] = Counter()
-        """Things that a check compared."""
+        """Comparisons per check."""
         self.notes: list[str] = []
         self.total = 0
         """Violations of all checks."""
@@ -83,7 +83,7 @@ class Findings:
     def add(
         self, check: Check, subject: str, message: str, *, expected: object = "", found: object = ""
     ) -> None:
-        """A promise that does not hold."""
+        """Add a violation."""
         self.count[check] += 1
         self.total += 1
         if len(self.violations) < NAMED_MAX:
@@ -99,7 +99,7 @@ class Findings:
     def same(
         self, check: Check, subject: str, message: str, *, expected: object, found: object
     ) -> bool:
-        """Compare; what differs is a violation. Whether they are the same."""
+        """Compare two values, add a violation if they differ, and return whether they are equal."""
         self.looked[check] += 1
         if expected == found:
             return True

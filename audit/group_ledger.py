@@ -1,15 +1,14 @@
-"""The accounts of groups, requests and workers: what became of each, by facts and decisions.
+"""Ledger of groups, requests and workers, from control and decisions.
 
 Rules:
 
-1. The first `trajectory logged` of a request's present attempt, by an incarnation that is not out,
-   binds. Every other record of that trajectory is superseded, or fenced if its incarnation was out.
-2. An attempt ends with its record, its failure, or the loss of its worker; losses and retryable
-   failures are faults, and a request with `attempts_max` faults has failed.
+1. The first `trajectory logged` of a request's current attempt, by an incarnation that is not out,
+   is bound. Other records of that trajectory are superseded, or fenced if the incarnation was out.
+2. An attempt ends with its record, its failure, or the loss of its worker. Losses and retryable
+   failures are faults; a request with `attempts_max` faults has failed.
 
-What has ended may be put away on a disk, and is fetched again when it is asked for: whoever reads a
-`SpillDict` cannot tell the difference. Its groups are added up in `Sums`, so that a report needs
-none of them.
+Ended entries may be spilled to disk; `SpillDict` loads them on access. `Sums` holds the totals of
+spilled groups, so that a report needs no group from disk.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.rounds import Dispatch, EndSiblings, Fate, Move, PlacedRequest, ScoreGroup
 
 CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
-"""What an engine may declare; what it does not, `replay RUN TRAJECTORY` cannot promise."""
+"""Capabilities of an engine; a replay guarantee needs those declared."""
 
 EngineKey = tuple[str, str, str, str]
-"""Name, version, device and type of numbers."""
+"""Name, version, device and dtype."""
 
 Bucket = tuple[int, int]
 """Sampled tokens, both ends included."""
 
 
 def bucket_of(tokens: int) -> Bucket:
-    """The length bucket of so many sampled tokens: powers of two.
+    """Return the length bucket of a number of sampled tokens: powers of two.
 
     Example: ``bucket_of(20) == (17, 32)``, ``bucket_of(1) == (1, 1)``, ``bucket_of(0) == (0, 0)``
     """
@@ -67,25 +66,25 @@ def bucket_of(tokens: int) -> Bucket:
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """Sums over groups; what was added can be taken off again."""
+    """Sums over groups; groups can be subtracted again."""
 
     groups: Counter[str] = field(default_factory=Counter)
-    """By fate, `open` among them."""
+    """By outcome, including `open`."""
     trajectories: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
-    """Trained groups."""
+    """Trained groups by staleness."""
     bounds: Counter[int] = field(default_factory=Counter)
     """Trained groups by deadline minus version."""
     lengths: Counter[tuple[Bucket, str]] = field(default_factory=Counter)
-    """Training trajectories by length and fate."""
+    """Training trajectories by length and outcome."""
     length_tokens: Counter[Bucket] = field(default_factory=Counter)
     engines: Counter[int] = field(default_factory=Counter)
-    """Trajectories by the engine whose record counts."""
+    """Trajectories by the engine of the record that counts."""
     engine_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
-        """Count a group; -1 takes it off."""
+        """Add a group; -1 subtracts it."""
         fate, results = group.fate or "open", group.results
         self.groups[fate] += times
         self.trajectories[fate] += times * len(results)
@@ -112,27 +111,27 @@ V = TypeVar("V")
 
 
 class Storage(Protocol[Key, V]):
-    """Where entries of one kind are kept."""
+    """Disk storage of entries of one kind."""
 
     def keeps(self, key: Key) -> bool:
-        """Whether an entry with such a key can be put away at all."""
+        """Report whether an entry with this key can be spilled."""
         ...
 
     def fetch(self, key: Key) -> V | None:
-        """The entry, if it was put away; it stays where it is until it is put away again."""
+        """Return a spilled entry without removing it."""
         ...
 
     def store(self, entries: Iterable[tuple[Key, V]]) -> None:
-        """Keep these, instead of what was kept under their keys."""
+        """Store entries, replacing those with the same keys."""
         ...
 
 
 class SpillDict(dict[K, V]):
-    """Live entries are the dictionary's own: iterating, `values` and `len` see only those."""
+    """Dictionary that spills entries; iteration, `values` and `len` cover only those in memory."""
 
     storage: Storage[K, V] | None = None
     on_fetch: Callable[[V], None] | None = None
-    """Is told of every entry that is live again."""
+    """Called with each entry loaded from disk."""
 
     def __missing__(self, key: K) -> V:
         found = self._fetch(key)
@@ -144,14 +143,14 @@ class SpillDict(dict[K, V]):
         return dict.__contains__(self, key) or self._fetch(key) is not None
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dictionary, with what was put away."""
+        """Return an entry from memory or disk."""
         found: Any = dict.get(self, key)
         if found is None:
             found = self._fetch(key)
         return default if found is None else found
 
     def spill(self, keys: Iterable[K]) -> list[V]:
-        """Let go of these live entries, if there is a place for them; those that have gone."""
+        """Spill these entries if there is a storage; return the spilled ones."""
         storage = self.storage
         if storage is None:
             return []
@@ -174,9 +173,9 @@ class SpillDict(dict[K, V]):
 
 
 class GroupLedger:
-    """Groups with their requests, and the incarnations of workers.
+    """Groups with their requests, and worker incarnations.
 
-    `sibling_ended` is called with a group whenever one of its siblings ended.
+    `sibling_ended` is called with a group whenever one of its trajectories ended.
     """
 
     def __init__(self, findings: Findings) -> None:
@@ -184,37 +183,37 @@ class GroupLedger:
         self.groups: SpillDict[str, GroupEntry] = SpillDict()
         self.groups.on_fetch = self.fetched
         self.open: dict[str, GroupEntry] = {}
-        """Those without a fate."""
+        """Groups without an outcome."""
         self.workers: SpillDict[int, WorkerEntry] = SpillDict()
         """By role epoch."""
         self.engines: dict[EngineKey, EngineEntry] = {}
         self._packages: dict[str, set[str]] = {}
-        """Versions of each environment that workers had."""
+        """Versions of each environment package that workers had."""
         self.logged: dict[tuple[int, int], Logged] = {}
-        """Logged records by (partition, offset), as far as their groups are live; of one logged
-        twice, the first."""
+        """Logged records by (partition, offset) of groups in memory; the first one if
+        logged twice."""
         self.records = 0
-        """Logged records, those of groups that were put away among them."""
+        """Logged records, including those of spilled groups."""
         self.unread: dict[tuple[int, int], Logged] = {}
-        """Logged records that nobody has held against the log yet; they are taken out here."""
+        """Logged records that are not checked yet; the checker removes them."""
         self.ended: dict[str, None] = {}
-        """Groups that have ended, or were spoken of after their end; `settle` takes them out."""
+        """Groups that have ended or got events after their end; `settle` clears it."""
         self.sums = Sums()
-        """Groups that were put away."""
+        """Totals of spilled groups."""
         self.attempts_max = 0
-        """Faults after which a request has failed; 0 while unknown."""
+        """Faults after which a request fails; 0 while unknown."""
         self.scored_together: frozenset[str] = frozenset()
-        """Sources of groups whose siblings are scored together."""
+        """Sources of groups whose trajectories are scored together."""
         self.sibling_ended: Callable[[GroupEntry], None] = lambda group: None
 
     def request(self, trajectory: str) -> RequestEntry | None:
-        """A dispatched sibling; None if it was never dispatched."""
+        """Return a dispatched trajectory; None if it was never dispatched."""
         name = group_of(trajectory)
         group = self.open.get(name) or self.groups.get(name)
         return None if group is None else group.requests.get(trajectory)
 
     def was_placed(self, trajectory: str, epoch: int) -> bool:
-        """Whether a request was ever given to this incarnation of a worker."""
+        """Report whether a request was ever placed on this incarnation."""
         entry = self.request(trajectory)
         return entry is not None and any(one.epoch == epoch for one in entry.placements)
 
@@ -225,14 +224,13 @@ class GroupLedger:
         return sums
 
     def settle(self) -> list[GroupEntry]:
-        """The groups that have ended since this was asked last."""
+        """Return the groups that ended since the last call."""
         found = [self.groups[name] for name in self.ended]
         self.ended = {}
         return found
 
     def spill(self, groups: Iterable[GroupEntry]) -> None:
-        """Let go of these groups, which have ended, and of incarnations that are out, if there is
-        a place for them."""
+        """Spill these ended groups and the incarnations that are out, if there is a storage."""
         self.workers.spill([epoch for epoch, one in self.workers.items() if one.departure])
         for group in self.groups.spill(group.spec.group for group in groups):
             self.sums.add(group)
@@ -240,18 +238,18 @@ class GroupLedger:
                 del self.logged[logged.place]
 
     def sampled_from(self, version: int) -> int:
-        """How many groups were dispatched under a version."""
+        """Return the number of groups dispatched under a version."""
         return sum(group.spec.version == version for group in self.groups.values())
 
     def fetched(self, group: GroupEntry) -> None:
-        """A group that was put away is spoken of again."""
+        """Subtract a group that was loaded again from the totals."""
         self.sums.add(group, -1)
         self.ended[group.spec.group] = None
         for logged in group.records:
             self.logged[logged.place] = logged
 
     def joined(self, fact: WorkerJoined, at: Moment) -> None:
-        """A new incarnation; an earlier one of that name is out from now on."""
+        """Add an incarnation; an earlier one of that name is out."""
         for worker in self.workers.values():
             if worker.joined.worker == fact.worker and not worker.departure:
                 self.depart(worker, "replaced", at)
@@ -262,7 +260,7 @@ class GroupLedger:
         self.workers[at.offset] = WorkerEntry(joined=fact, epoch=at.offset)
 
     def _note_packages(self, fact: WorkerJoined) -> None:
-        """Environments of another version are no violation; rewards beside each other may be."""
+        """Note differing environment versions: no violation, but rewards may differ."""
         for name, version in fact.packages.items():
             known = self._packages.setdefault(name, set())
             others = known - {version}
@@ -274,7 +272,7 @@ class GroupLedger:
                     self._findings.notes.append(note)
 
     def depart(self, worker: WorkerEntry, departure: Departure, at: Moment) -> None:
-        """An incarnation is out; its open requests wait for another one."""
+        """Mark an incarnation as out; its open requests wait for another worker."""
         if worker.departure:
             return
         worker.departure, worker.departed = departure, at
@@ -287,7 +285,7 @@ class GroupLedger:
                 self._not_scored(group, scoring, fault=departure != "left")
 
     def dispatched(self, decision: Dispatch, at: Moment) -> None:
-        """A group is open from now on."""
+        """Open a group."""
         spec = decision.spec
         if spec.group in self.groups:
             self._findings.add("C2", spec.group, f"is dispatched a second time in round {at.round}")
@@ -300,7 +298,7 @@ class GroupLedger:
         self.groups[spec.group] = self.open[spec.group] = entry
 
     def placed(self, decision: PlacedRequest, at: Moment) -> None:
-        """A new attempt at a request."""
+        """Start an attempt at a request."""
         name = decision.spec.group
         group = self.open.get(name) or self.groups.get(name)
         entry = None if group is None else group.requests.get(decision.trajectory)
@@ -318,7 +316,7 @@ class GroupLedger:
         entry.placements.append(placement)
 
     def log(self, fact: TrajectoryLogged, at: Moment) -> None:
-        """A record lies in the log: which standing it has."""
+        """Book a logged record and its standing."""
         name = group_of(fact.trajectory)
         present = self.open.get(name)
         group = self.groups.get(name) if present is None else present
@@ -338,7 +336,7 @@ class GroupLedger:
         place = fact.partition, fact.offset
         known = self.logged.get(place)
         if known is not None:
-            # A writer that was not told whether an append landed appends the same bytes again.
+            # A writer that missed the acknowledgment of an append appends the same bytes again.
             if known.fact != fact:
                 self._wrong(at, f"logs the record at {place} a second time, otherwise")
             return
@@ -363,13 +361,13 @@ class GroupLedger:
         return "bound" if same else "superseded"
 
     def moved(self, decision: Move) -> None:
-        """A worker was asked to let go of a request."""
+        """Mark a request that its worker was asked to release."""
         entry = self.request(decision.trajectory)
         if entry is not None:
             entry.moving = True
 
     def released(self, fact: RequestReleased, at: Moment) -> None:
-        """A worker has let go of a request that moves; it waits for another placement."""
+        """Book the release of a moving request; it waits for another placement."""
         entry = self.request(fact.trajectory)
         if entry is None:
             self._wrong(at, f"{fact.trajectory} is released, which was never dispatched")
@@ -387,7 +385,7 @@ class GroupLedger:
         self._lost(group, entry, fault=False)
 
     def failed(self, fact: RequestFailed, at: Moment) -> None:
-        """An attempt came to nothing."""
+        """Book a failed attempt."""
         entry = self.request(fact.trajectory)
         if entry is None:
             self._wrong(at, f"{fact.trajectory} failed, which was never dispatched")
@@ -406,12 +404,12 @@ class GroupLedger:
             self._fail(group, entry)
 
     def expire(self, group: GroupEntry) -> None:
-        """A group is not waited for any longer."""
+        """Mark a group as timed out."""
         group.expired = True
         self.sibling_ended(group)
 
     def end_siblings(self, decision: EndSiblings, at: Moment) -> None:
-        """The siblings of a group that it does not wait for have ended."""
+        """End the trajectories that a group does not wait for."""
         group = self.groups.get(decision.group)
         for sibling in () if group is None else decision.siblings:
             entry = group and group.requests.get(trajectory_id(decision.group, sibling))
@@ -419,14 +417,14 @@ class GroupLedger:
                 entry.left, entry.left_ns, entry.waiting = decision.fate, at.now_ns, False
 
     def asked(self, decision: ScoreGroup) -> None:
-        """A worker is to score the siblings of a group together."""
+        """Book a scoring attempt."""
         group = self.groups.get(decision.spec.group)
         if group is not None and group.scoring is not None:
             group.scoring.asked.append(decision)
             group.scoring.open = True
 
     def scored(self, fact: GroupScored, at: Moment) -> None:
-        """What a worker answered; it counts once, and only of the newest attempt."""
+        """Book a scoring answer; it counts once and only from the newest attempt."""
         group = self.groups.get(fact.group)
         scoring = None if group is None else group.scoring
         asked = scoring and scoring.was_asked(fact.attempt, fact.worker, fact.epoch)
@@ -452,7 +450,6 @@ class GroupLedger:
     def _not_scored(
         self, group: GroupEntry, scoring: Scoring, *, fault: bool, final: bool = False
     ) -> None:
-        """The newest attempt at the scores of a group came to nothing."""
         scoring.open = False
         scoring.faults += fault
         if final or (fault and self.attempts_max and scoring.faults >= self.attempts_max):
@@ -469,7 +466,7 @@ class GroupLedger:
         step: int | None = None,
         part: int = 0,
     ) -> None:
-        """A group has its fate; a second one is a violation, and so is one of a stranger."""
+        """Set a group's outcome; a second outcome or an unknown group is a violation."""
         group = self.groups.get(name)
         if group is None:
             self._findings.add("C2", name, f"is {_said(fate, step)} but was never dispatched")
@@ -484,7 +481,6 @@ class GroupLedger:
             del self.open[name]
 
     def _lost(self, group: GroupEntry, entry: RequestEntry, *, fault: bool) -> None:
-        """The present attempt came to nothing, if it still ran."""
         if entry.over or entry.waiting:
             return
         entry.waiting = True

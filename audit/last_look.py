@@ -1,6 +1,6 @@
-"""Record of the last audit beside a run: a log that was cut or rewritten since then is reported.
+"""Record of the last audit next to a run, to detect a log that was truncated or rewritten since.
 
-The file is disposable, and only a log without a violation is written to it.
+The file may be deleted. Only an audit without violations writes it.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ Seen = tuple[int, str]
 
 
 class LastLook(msgspec.Struct, frozen=True, kw_only=True):
-    """What the log had when an audit found nothing wrong."""
+    """State of the log at an audit without violations."""
 
     run: str
     mark: str
-    """Of the log's file, where it is one: a copy has another."""
+    """Id of the log's file, if it is one; a copy has another."""
     control: Seen
     """The first record."""
     decisions: Seen
-    """The last round: its chain covers all of control and decisions before it."""
+    """The last round; its chain covers control and decisions before it."""
     trajectories: dict[int, Seen]
     """The last record by partition."""
 
 
 def read_last_look(path: Path) -> LastLook | None:
-    """The record; None where there is none that can be read."""
+    """Return the record; None if there is none that can be read."""
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=LastLook)
     return None
 
 
 def write_last_look(path: Path, look: LastLook) -> None:
-    """Write the record; a directory that cannot be written keeps none."""
+    """Write the record; ignore a directory that is not writable."""
     with suppress(OSError):
         path.write_bytes(msgspec.json.encode(look))
 
 
 def changed_since(look: LastLook, bus: Bus, topics: Topics, mark: str) -> str:
-    """What is gone or changed since then; empty if nothing is, or if it is another log.
+    """Return what is missing or changed; "" if nothing is, or for another log.
 
     Raises BusError.
     """

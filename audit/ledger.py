@@ -1,10 +1,7 @@
-"""The conserved ledger of a run, from control and decisions alone: what was dispatched, what became
-of it, and which record of the log counts for it.
+"""Ledger of a run from control and decisions: dispatched groups, outcomes, records that count.
 
-The ledger keeps its own books: it shares the shapes with the orchestrator and nothing else, so
-that a mistake there is found here (whether the rounds also fold to the recorded states is
-`check_fold`'s question). What is wrong is written down, and the books go on with the facts: a
-commit is believed also where no decision allowed it, because the weights are what it made of them.
+It shares only record types with the orchestrator, to find the orchestrator's mistakes. It reports
+violations and follows the events: a commit counts even without a decision.
 """
 
 from __future__ import annotations
@@ -71,7 +68,7 @@ from dora_pipe.store.adapters import stands_on
 
 
 class Ledger:
-    """The books of one run; `build_ledger` makes them."""
+    """Ledger of one run; see `build_ledger`."""
 
     def __init__(self, run: str, findings: Findings) -> None:
         self.run = run
@@ -79,30 +76,29 @@ class Ledger:
         self.accounts = GroupLedger(findings)
         self.started: RunStarted | None = None
         self.config: Config | None = None
-        """As of `run started`; what commands changed is the legality's to know."""
+        """Configuration of `run started`; `Legality` follows later changes."""
         self.steps: SpillDict[int, StepEntry] = SpillDict()
-        """The first commit of each step, in the order of the log."""
+        """First commit of each step, in log order."""
         self.versions: SpillDict[int, VersionEntry] = SpillDict()
         self.version = -1
-        """The newest; -1 before version 0."""
+        """Newest version; -1 before version 0."""
         self.takes: SpillDict[tuple[int, int], Taken] = SpillDict()
         """By (step, attempt)."""
         self.unread_steps: list[StepEntry] = []
-        """Commits that nobody has held against the log yet, second ones of a step among them;
-        whoever does empties it."""
+        """Commits that are not checked yet, including repeated ones; the checker clears it."""
         self.unread_versions: list[VersionEntry] = []
         self.committed = 0
-        """Steps."""
+        """Committed steps."""
         self.published = 0
-        """Versions."""
+        """Published versions."""
         self.not_trained: list[Attempted] = []
         self.adopted: list[WeightsAdopted] = []
         self.dropped: set[int] = set()
-        """Versions that commits have dropped: their files may be gone."""
+        """Versions that commits have dropped; their files may be gone."""
         self.commands: list[Command] = []
         self.roles: list[RoleStarted] = []
         self.unknown: Counter[str] = Counter()
-        """Records of kinds that this version does not know."""
+        """Records of unknown kinds."""
         self.rounds = 0
         self.now_ns = 0
         self.stopped: Moment | None = None
@@ -112,12 +108,11 @@ class Ledger:
 
     @property
     def interruptible(self) -> bool:
-        """Whether the run declared C1 off: trajectories may mix versions."""
+        """Report whether partial rollout is on, so that trajectories may mix versions."""
         return self.config is not None and self.config.staleness.interruptible
 
     def spill(self, newest: int) -> None:
-        """Let go of versions that no open group carries, of their steps and batches, and of what
-        workers hosted then, if there is a place for them; the newest stay."""
+        """Spill old versions that no open group uses, with their steps, batches and hostings."""
         if self.versions.storage is None:
             return
         oldest = min(
@@ -132,7 +127,7 @@ class Ledger:
             worker.assigned = {one for one in worker.assigned if one >= before}
 
     def apply(self, turn: FoldedRound) -> None:
-        """Book one turn, in the order of the fold."""
+        """Book a round and its events, in fold order."""
         ordinal = -1 if turn.round is None else turn.round.ordinal
         if turn.round is not None:
             self.rounds += 1
@@ -146,7 +141,7 @@ class Ledger:
             self.round(turn.round, Moment(round=ordinal, offset=turn.offset, now_ns=self.now_ns))
 
     def round(self, round_: Round, at: Moment) -> None:
-        """Check a round's decisions, and book them one by one."""
+        """Check and book a round's decisions."""
         self.legality.round(round_, self.roles)
         for one in round_.observations:
             if isinstance(one, GroupExpired) and (group := self.legality.expired(one, at)):
@@ -229,7 +224,6 @@ class Ledger:
         self.legality.in_force = EffectiveConfig(self.config)
 
     def _check_start(self, fact: RunStarted, config: Config, at: Moment) -> None:
-        """What a run's first record says twice."""
         where, findings = f"control:{at.offset}", self.findings
         message = "the configuration of `run started` is not the one of its digest"
         found = config_digest(fact.config)
@@ -260,21 +254,22 @@ class Ledger:
             if fact.version not in worker.assigned and fact.version not in worker.hosted:
                 self._undecided(f"{fact.worker} hosts version {fact.version}", "assigned it", at)
             worker.hosted.setdefault(fact.version, at.offset)
-            # Said twice, after an append of unknown outcome, it may be dropped by now.
+            # A report repeated after an unacknowledged append may name a version dropped since.
             if worker.several and fact.version == worker.target:
                 worker.held.add(fact.version)
             if not worker.departure:
                 self.hosting.ready(fact.epoch, *(sorted(worker.held) or [fact.version]))
 
     def _sleeps(self, worker: WorkerEntry, fact: WorkerReady, at: Moment) -> None:
-        """Said twice, after an append of unknown outcome, it may be awake by now."""
+        """Book a sleep; one repeated after an unacknowledged append may be outdated."""
         if not worker.joined.elastic:
             self._undecided(f"{fact.worker} sleeps", "told it to", at)
         elif worker.target == NO_VERSION:
             worker.awake = False
 
     def _check_hosted(self, fact: TrajectoriesLogged) -> None:
-        """Who hosts several versions has said so of each before it logs what it sampled under."""
+        """Check that a worker with several versions reported each before it logged
+        samples of it."""
         worker = self.accounts.workers.get(fact.epoch)
         if worker is None or not worker.several or fact.version in worker.hosted:
             return
@@ -297,7 +292,7 @@ class Ledger:
             self.hosting.keep(self._living())
 
     def _undecided(self, what: str, verb: str, at: Moment) -> None:
-        """A fact that answers a decision which is not there: decisions were cut, or it lies."""
+        """Report an event without its decision: decisions are incomplete or the event is wrong."""
         self._wrong(at, f"{what}, but no decision {verb}")
 
     def _worker(self, name: str, epoch: int, verb: str, at: Moment) -> WorkerEntry | None:
@@ -337,7 +332,7 @@ class Ledger:
                 self.accounts.end(group.group, "trained", why, at, step=fact.step, part=number)
 
     def _check_adapter(self, fact: StepCommitted) -> None:
-        """In a LoRA run every later version is an adapter on version 0, or that itself."""
+        """Check that each later version of a LoRA run is an adapter on version 0, or version 0."""
         if self.started is None or self.config is None or not self.config.lora.rank:
             return
         first = self.started.policy.digest
@@ -346,7 +341,7 @@ class Ledger:
             self.findings.add("policies", who, "is no adapter on version 0", expected=first)
 
     def _dropped(self, fact: StepCommitted, at: Moment) -> None:
-        """Versions whose files may be gone from now on; no open group may carry one."""
+        """Book dropped versions; no open group may use one."""
         for version in sorted(self.dropped.intersection(fact.dropped)):
             message = f"drops version {version}, which an earlier commit dropped"
             self.findings.add("policies", f"step {fact.step}", message)
@@ -374,7 +369,7 @@ class Ledger:
                 group.taken = None
 
     def decision(self, decision: AnyDecision, at: Moment) -> None:
-        """Check one decision, and book it."""
+        """Check and book one decision."""
         self.legality.decision(decision, at)
         accounts = self.accounts
         match decision:
@@ -415,7 +410,7 @@ class Ledger:
 
 
 def key_of(record: AnyControl) -> bytes:
-    """The key that a fact may have; it may also have none. Empty for one that has none."""
+    """Return the key that a control record may have; empty if it has none."""
     match record:
         case WorkerJoined() | WorkerReady() | WorkerLeft() | TrajectoriesLogged() | GroupScored():
             return record.worker.encode()

@@ -1,8 +1,7 @@
-"""Whether each decision followed from what stood in the log before it.
+"""Check that each decision follows from the log before it, independently of the orchestrator.
 
-The rules are those of the design, written a second time. What depends on more than the log says
-(which worker got which request, when a plan was made) is the orchestrator's to choose: only what a
-decision must not do is checked there.
+Choices that depend on more than the log (placement, time of a plan) are only checked for
+violations.
 """
 
 from __future__ import annotations
@@ -56,24 +55,25 @@ if TYPE_CHECKING:
 
 
 class Legality:
-    """Looks at decisions before the ledger books them, and keeps account of the bound."""
+    """Check of decisions before the ledger books them, with the bound ledger."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._findings = ledger.findings
         self.bound = BoundLedger()
         self.attempt = 1
-        """Of the next batch decision."""
+        """Attempt of the next batch decision."""
         self.in_force: EffectiveConfig | None = None
-        """The configuration as it stands after the last record; None before `run started`."""
+        """Configuration after the last record; None before `run started`."""
         self.ordinals: Counter[str] = Counter()
-        """Dispatches by purpose, and of tasks with a name by source; rows skipped, by source."""
+        """Dispatches by purpose and by source of named tasks; skipped rows by source."""
         self.rows = RowLedger()
 
     def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
-        """A round is written under the newest role epoch that an orchestrator announced.
+        """Check that a round has the newest announced orchestrator epoch.
 
-        One that catches up may fold less than its own announcement, and decides nothing then.
+        An orchestrator that catches up may fold less than its own announcement; it decides nothing
+        then.
         """
         newest = max((one.role_epoch for one in roles if one.role == "orchestrator"), default=-1)
         where = f"round {round_.ordinal}"
@@ -85,7 +85,7 @@ class Legality:
             self._wrong(where, message, f"role epoch {newest}", round_.role_epoch)
 
     def command(self, command: Command) -> None:
-        """A user's command that changes what is in force."""
+        """Apply a user's command to the configuration."""
         if self.in_force is None:
             return
         bound, before = self.bound, self.in_force.config
@@ -97,14 +97,15 @@ class Legality:
             self.attempt += 1
 
     def ended_by(self, command: Command) -> tuple[int, int] | None:
-        """The batch in training, if the command ends it: one that names another step does not."""
+        """Return the batch in training if the command ends it; one that names another step does
+        not."""
         training = self.bound.training
         if command.verb != "fail-batch" or training is None:
             return None
         return training if command.args.get("step", training[0]) == training[0] else None
 
     def sibling_ended(self, group: GroupEntry) -> None:
-        """A sibling of an open group was logged or failed for good."""
+        """Update the bound for a trajectory that was logged or failed for good."""
         if self.in_force is None:
             return
         config = self.in_force.config
@@ -114,16 +115,16 @@ class Legality:
             self.rows.ended(group, config)
 
     def counts(self, fact: StepCommitted) -> bool:
-        """Whether a commit counts: not if its batch had been ended before it came.
+        """Report whether a commit counts; it does not if its batch had already ended.
 
-        A trainer that commits while a user ends its batch loses that race: the orchestrator leaves
-        such a commit aside, and the step is trained again from another batch.
+        A trainer may commit while a user ends its batch. The orchestrator ignores such a commit and
+        trains the step again with another batch.
         """
         taken = (fact.step, fact.attempt) in self._ledger.takes
         return not taken or self.bound.training == (fact.step, fact.attempt)
 
     def committed(self, entry: StepEntry, roles: Sequence[RoleStarted]) -> None:
-        """A step was committed: of the batch that is in training, and the one after the last."""
+        """Check a commit: its batch is in training and its step is the next."""
         fact, bound = entry.fact, self.bound
         who = f"step {fact.step}"
         if fact.step > bound.version:
@@ -144,7 +145,7 @@ class Legality:
             bound.version, bound.training, self.attempt = fact.step + 1, None, 1
 
     def refused(self, fact: BatchRefused, take: TakeBatch) -> None:
-        """The groups of a refused batch are finished again, but for the offenders."""
+        """Return the groups of a refused batch, except the offenders, to the finished groups."""
         offenders = {one.group for one in fact.offenders}
         self.bound.end_training()
         self.attempt = fact.attempt + 1
@@ -154,7 +155,7 @@ class Legality:
                 self.bound.give_back(group.spec)
 
     def decision(self, decision: AnyDecision, at: Moment) -> None:
-        """Check one decision; called before it is booked. What `place` says, `placed` checks."""
+        """Check one decision before it is booked; `placed` checks placements."""
         where = f"round {at.round}"
         if self._ledger.stopped is not None:
             self._wrong(where, "decides after the run was stopped", "nothing", _kind(decision))
@@ -185,7 +186,7 @@ class Legality:
                     self.bound.give_up_parts()
 
     def placed(self, requests: Sequence[PlacedRequest], at: Moment) -> None:
-        """Check the requests of a placement; called before they are booked."""
+        """Check the requests of a placement before they are booked."""
         where = f"round {at.round}"
         for one in requests:
             self._place(one, where)
@@ -194,7 +195,7 @@ class Legality:
         self._findings.add("decisions", subject, message, expected=expected, found=found)
 
     def _worker(self, name: str, epoch: int, where: str, *verb: str) -> WorkerEntry | None:
-        """The worker a decision speaks to; it must have joined and must not be out."""
+        """Return the worker of a decision, if it has joined and is not out."""
         worker: WorkerEntry | None = self._ledger.accounts.workers.get(epoch)
         if worker is None or worker.joined.worker != name:
             said = " ".join(verb)
@@ -223,7 +224,7 @@ class Legality:
         self.bound.add(spec)
 
     def _why_not_row(self, decision: Dispatch, config: Config) -> str:
-        """What forbids this row, and to skip those that it skips."""
+        """Return why this row may not be dispatched or the skipped ones not skipped."""
         started, spec = self._ledger.started, decision.spec
         data = started and started.data(spec.source)
         task = next((one for one in config.tasks if one.name == spec.task), None)
@@ -263,7 +264,7 @@ class Legality:
             self._wrong(who, message, group.spec.version, worker.target)
 
     def _move(self, decision: Move, where: str) -> None:
-        """Only what runs there now may move, and only to a worker of its version (C1)."""
+        """Check a move: the request runs there now, and the target serves its version (C1)."""
         who, entry = decision.trajectory, self._ledger.accounts.request(decision.trajectory)
         if self._ledger.interruptible:
             self._wrong(who, f"moves in {where}, although nothing moves in an interruptible run")
@@ -287,7 +288,8 @@ class Legality:
             self._wrong(who, message, group.spec.version, to.target)
 
     def _score(self, decision: ScoreGroup, where: str) -> None:
-        """Asked about exactly the valid siblings, when all have ended, of one worker at a time."""
+        """Check a scoring: exactly the valid trajectories, after all ended, one worker
+        at a time."""
         who = decision.spec.group
         group = self._ledger.accounts.open.get(who)
         if group is None or group.scoring is None:
@@ -311,8 +313,8 @@ class Legality:
         self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
 
     def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
-        """Whether a worker may sample for a group: under its own version, or a later one where
-        that is declared."""
+        """Report whether a worker may sample for a group: at its version, or a later one with
+        partial rollout."""
         if self._ledger.interruptible and spec.purpose == "train":
             return worker.target >= spec.version
         return _has(worker, spec.version)
@@ -337,8 +339,8 @@ class Legality:
             self._wrong(where, message, worker.joined.versions_resident, sorted(held))
 
     def _may_be_assigned(self, worker: WorkerEntry, decision: Assign, where: str) -> bool:
-        """Whether what is asked of a version is asked of this: an elastic worker has none while a
-        step is computed, and only such a worker is ever told to have none."""
+        """Report whether a version may be assigned. A colocated worker has none during a step, and
+        only such a worker may be assigned none."""
         sleeps, elastic = decision.version == NO_VERSION, worker.joined.elastic
         if sleeps and not elastic:
             self._wrong(where, f"tells {decision.worker} to sleep, which is not elastic")
@@ -415,7 +417,7 @@ class Legality:
         self.bound.remove(decision.group)
 
     def _end_siblings(self, decision: EndSiblings, where: str) -> None:
-        """Only of a group that waits for none of them, and then all."""
+        """Check that the group waits for none of its trajectories and that all of them end."""
         group = self._ledger.accounts.open.get(decision.group)
         if group is None:
             self._wrong(decision.group, f"loses siblings in {where} but is not open")
@@ -428,7 +430,7 @@ class Legality:
         same("decisions", decision.group, message, expected=left, found=decision.siblings)
 
     def expired(self, seen: GroupExpired, at: Moment) -> GroupEntry | None:
-        """The group of which a round says that its time is over; None where that cannot be."""
+        """Return the group that a round reports as timed out; None if that is impossible."""
         where, group = f"round {at.round}", self._ledger.accounts.open.get(seen.group)
         if group is None or self.in_force is None:
             self._wrong(seen.group, f"expires in {where} but is not open")
@@ -455,7 +457,7 @@ class Legality:
 
 
 def _has(worker: WorkerEntry, version: int) -> bool:
-    """Whether a worker was assigned a version, and, where it hosts several, has it now."""
+    """Report whether a worker was assigned a version and, if it serves several, has it now."""
     return version in worker.held if worker.several else worker.target == version
 
 
@@ -464,7 +466,6 @@ def _kind(decision: AnyDecision) -> str:
 
 
 def _differing(first: GroupSpec, second: GroupSpec) -> tuple[str, str]:
-    """The fields in which two specs differ, as each has them."""
     names = [one for one in first.__struct_fields__ if getattr(first, one) != getattr(second, one)]
     values = [
         ", ".join(f"{name} {getattr(spec, name)}" for name in names) for spec in (first, second)
@@ -473,7 +474,7 @@ def _differing(first: GroupSpec, second: GroupSpec) -> tuple[str, str]:
 
 
 NO_DEADLINE = -1
-"""Of evaluation groups."""
+"""Deadline of evaluation groups."""
 
 
 def _skipped(spec: GroupSpec) -> str:
@@ -481,9 +482,8 @@ def _skipped(spec: GroupSpec) -> str:
 
 
 def check_spec(decision: Dispatch, before: Counter[str], ledger: Ledger, config: Config) -> None:
-    """Everything a dispatch stamps must follow from the log before it, and from how many were
-    dispatched `before`, by purpose and by source. Which rows are solved, and what a sampler draws,
-    is asked of the fold and of the plans that are made again."""
+    """Check what a dispatch stamps against the log before it and the dispatches `before`, by
+    purpose and source. The fold and remade plans check solved rows and sampler draws."""
     started, spec = ledger.started, decision.spec
     assert started is not None
     findings, who = ledger.findings, spec.group
@@ -548,13 +548,14 @@ def _expected(
 
 
 def _in_turn(skipped: Sequence[int], seed: int, place: int, rows: int) -> int:
-    """How many of these rows come in turn from a place on: all, unless it was not their turn."""
+    """Return how many of these rows are consecutive in the order from a place; all, unless one was
+    out of turn."""
     turns = (identity.prompt_index(seed, place + one, rows)[1] for one in range(len(skipped)))
     return sum(one == other for one, other in zip(skipped, turns, strict=True))
 
 
 def _task(config: Config, before: Counter[str]) -> Task:
-    """Whose turn it is, by the ratios."""
+    """Return the task whose turn it is, by the ratios."""
     shares = identity.whole_shares(tuple(one.ratio for one in config.tasks))
     given = [before[identity.source_of("train", one.name)] for one in config.tasks]
     return config.tasks[identity.next_task(shares, given)]

@@ -1,28 +1,23 @@
-"""Splits the ratios of a recorded batch by cause: staleness, numerics, sampling, tokenisation.
+"""Split the ratios of a recorded batch by cause: staleness, numerics, sampling, tokenization.
 
-For a token that version w sampled and step s trains, the ratio of the trained policy to what the
-token was drawn from is a product, and its logarithm a sum:
+For a token that version w sampled and step s trains, the log of the ratio is a sum:
 
     log pi_s(o) - log q_w(o) =   log pi_s(o)  - log pi_w(o)      staleness: other weights
                                + log pi_w(o)  - log pi'_w(o)     numerics: same weights, other code
                                + log pi'_w(o) - log q_w(o)       sampling: top-k, top-p, min-p
 
-pi is computed by the trainer, pi' was recorded by the engine (`logprobs`), and so was q, the
-distribution the sampler drew from (`sampler_logprobs`). The objective's own ratio is the first two.
-pi and pi' are at the temperature of the run, so that sampling is truncation
-alone; in runs whose log-probs are raw, temperature is in it too.
-pi_s is that of the step's first weights: what later minibatches move is the step's own doing.
+The trainer computes pi. The engine recorded pi' (`logprobs`) and the distribution q that it sampled
+from (`sampler_logprobs`). The objective's ratio is the first two terms. pi and pi' include the
+temperature, except in runs with raw log-probs, where the sampling term contains it. pi_s has the
+weights before the first minibatch of the step.
 
-Where the log says through which experts of a mixture tokens went, all of these pi went through the
-same ones, as the step does, and there is a fourth cause:
+With recorded routed experts, all pi above use them, as the step does. A fourth term then measures
+the trainer's own routing; it is in no ratio of the step:
 
     log pi_w(o), experts by the trainer's own router  - log pi_w(o)     routing
 
-It is in no ratio of the step. In the sum it stands for what the step would see without the log's
-choice.
-
-Tokenisation is no part of this sum, since a step trains the ids that were sampled. What it would
-add is measured apart: who encodes the recorded text again gets other ids for some trajectories.
+Tokenization is not in the sum, since a step trains the sampled ids. It is measured apart, as the
+trajectories whose text encodes to other ids.
 """
 
 from __future__ import annotations
@@ -49,44 +44,44 @@ from dora_pipe.schemas.trajectory import Segment, Trajectory
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 Row = tuple[Sequence[int], Sequence[int]]
-"""Token ids, and 1 where a log-prob is wanted."""
+"""Token ids, and a mask with 1 where a log-prob is needed."""
 
 CAUSES: Final = ("staleness", "numerics", "sampling")
 ROUTING: Final = "routing"
 
 
 class Scorer(Protocol):
-    """A trainer as it is needed here: it loads weights and computes log-probs."""
+    """Trainer that loads weights and computes log-probs."""
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
-        """Take weights. Raises PolicyError."""
+        """Load weights. Raises PolicyError."""
         ...
 
     def score(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Log-probs of the tokens of each row whose mask is 1, but the first of a row."""
+        """Return log-probs of the tokens with mask 1, except the first of each row."""
         ...
 
     def score_through(
         self, rows: Sequence[Row], choices: Sequence[Choices | None]
     ) -> tuple[list[list[float]], int, int]:
-        """The same with tokens sent through these experts; in how many choices, each of a token in
-        a layer, the router's own would be others, and of how many. Raises PolicyError."""
+        """Return log-probs with these experts, then the differing and all choices (one per token
+        and layer) compared with the router's own. Raises PolicyError."""
         ...
 
 
 class Encoder(Protocol):
-    """A tokenizer."""
+    """Tokenizer."""
 
     def again(self, token_ids: Sequence[int]) -> list[int]: ...
 
 
 WeightsOf = Callable[[int], tuple[Path, str]]
-"""File and digest of a version."""
+"""Function from a version to its file and digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """The log ratios of one trajectory's tokens by cause; arrays [n], nats."""
+    """Log ratios of one trajectory's tokens by cause; arrays [n], nats."""
 
     trajectory: str
     stale: np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -95,23 +90,23 @@ class Split:
     numerics: Numbers
     sampling: Numbers
     routing: Numbers | None = None
-    """None where the log does not say through which experts tokens went."""
+    """None without recorded experts."""
 
     @property
     def total(self) -> Numbers:
-        """log pi_s - log q_w, and what the log's choice of experts keeps away."""
+        """log pi_s - log q_w, plus the routing term."""
         found = self.staleness + self.numerics + self.sampling
         return found if self.routing is None else found + self.routing
 
     @property
     def trained(self) -> Numbers:
-        """log pi_s - log pi'_w: the ratio that the objective sees."""
+        """log pi_s - log pi'_w: the ratio of the objective."""
         return self.staleness + self.numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one cause, or their sum, did to the ratios of a batch.
+    """Metrics of one cause, or of the sum, over a batch.
 
     Example: ``Figures(cause="staleness", tokens=4096, mean=-.002, size=.03, p99=.2, largest=1.4,
     share=.98)``.
@@ -120,61 +115,60 @@ class Figures:
     cause: str
     tokens: int
     mean: float
-    """Of the log ratios, nats."""
+    """Mean log ratio, nats."""
     size: float
-    """Mean of their absolute values, nats."""
+    """Mean absolute log ratio, nats."""
     p99: float
-    """99th percentile of their absolute values, nats."""
+    """99th percentile of the absolute log ratio, nats."""
     largest: float
-    """Largest absolute value, nats."""
+    """Largest absolute log ratio, nats."""
     share: float | None
-    """Of the mean square of the sum: mean of the product with it over the mean of its square; the
-    causes' shares add up to 1. What shifts all tokens alike counts. None where the sum is 0."""
+    """Share of the sum's mean square: mean product with the sum over that mean square. Shares add
+    up to 1, and shifts of all tokens count. None if the sum is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retokenised:
-    """What encoding the sampled text again would do to a batch."""
+    """Effects of encoding the sampled text of a batch again."""
 
     trajectories: int
     differing: int
-    """Trajectories that get other ids."""
+    """Trajectories with other ids."""
     tokens: int
     tokens_after: int
-    """Sampled tokens from the first difference of their context on: all that would be trained
-    on another context than they were sampled in."""
+    """Sampled tokens from the first difference of their context on; their context would differ."""
     logprob_mean: float | None
-    """Mean over differing trajectories of log pi_w(text as encoded again) - log pi_w(text as
-    sampled), nats per trajectory. None without any, or where nothing was scored."""
+    """Mean over differing trajectories of log pi_w(text encoded again) - log pi_w(text as sampled),
+    nats per trajectory. None without any, or without scores."""
     logprob_largest: float | None
     """Largest absolute value of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerouted:
-    """Choices of experts, each of a token in a layer, under the weights that sampled."""
+    """Choices of experts, one per token and layer, under the sampling weights."""
 
     choices: int
-    """That the log has."""
+    """Recorded choices."""
     differing: int
-    """In which the trainer's own router chooses others."""
+    """Choices that differ from the trainer's own router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The report on one step."""
+    """Report on one step."""
 
     step: int
     trajectories: int
     tokens: int
     figures: tuple[Figures, ...]
-    """Per cause, then "trained" (what the objective sees) and "all"."""
+    """Per cause, then "trained" (the objective's ratio) and "all"."""
     by_staleness: Mapping[int, Figures]
-    """Of the part that staleness made, by the staleness of the token."""
+    """Staleness metrics by the staleness of the token."""
     tokenisation: Retokenised | None
-    """None where there was no tokenizer."""
+    """None without a tokenizer."""
     rerouted: Rerouted | None = None
-    """None where the log does not say through which experts tokens went."""
+    """None without recorded experts."""
 
     def plain(self) -> dict[str, Any]:
         retokenised = self.tokenisation
@@ -192,9 +186,9 @@ class Mismatch:
 def measure(
     batch: TrainBatch, scorer: Scorer, weights_of: WeightsOf, texts: Encoder | None = None
 ) -> Mismatch:
-    """The report on a step's batch. Every version in it is loaded once, ascending.
+    """Report on a step's batch; each version is loaded once, in ascending order.
 
-    Raises PolicyError for weights that cannot be used, and what `weights_of` raises.
+    Raises PolicyError for unusable weights, and what `weights_of` raises.
     """
     trajectories = [one for group in batch.groups for one in group.trajectories if one.sampled]
     now = {batch.step: list(range(len(trajectories)))}
@@ -239,7 +233,7 @@ def measure(
 
 
 class _Routes:
-    """Scores trajectories as a step computes them, and compares with what their own routers do."""
+    """Scores with recorded experts, compared with the routers' own choices."""
 
     def __init__(
         self, scorer: Scorer, trajectories: Sequence[Trajectory], rows: Sequence[Sequence[Row]]
@@ -255,17 +249,17 @@ class _Routes:
 
     @property
     def rerouted(self) -> Rerouted | None:
-        """None where the log does not say."""
+        """None without recorded experts."""
         return Rerouted(choices=self._seen, differing=self._differing) if self.there else None
 
     def scored(self, places: Sequence[int]) -> list[Numbers]:
-        """Log-probs of these trajectories' tokens, through the log's experts."""
+        """Return log-probs of these trajectories' tokens with the recorded experts."""
         rows = [self._rows[place] for place in places]
         return self._through(places)[0] if self.there else _scored(self._scorer, rows)
 
     def compare(self, own: Mapping[int, np.ndarray[Any, Any]], then: Sequence[Numbers]) -> None:
-        """What experts of the routers' own would do, of those tokens that the present weights have
-        sampled; `then` is what they have through the log's."""
+        """Compare the routers' own choices for tokens that the current weights sampled; `then` has
+        the log-probs with recorded experts."""
         places = [place for place, mine in own.items() if mine.any()]
         if not self.there or not places:
             return
@@ -290,7 +284,6 @@ def _joined(contexts: Iterable[Sequence[float]]) -> Numbers:
 
 
 def _scored(scorer: Scorer, trajectories: Sequence[Sequence[Row]]) -> list[Numbers]:
-    """Log-probs of each trajectory's tokens, context after context."""
     following = iter(scorer.score([row for rows in trajectories for row in rows]))
     return [_joined(islice(following, len(rows))) for rows in trajectories]
 
@@ -303,10 +296,10 @@ def split(
     then: Numbers,
     routing: Numbers | None = None,
 ) -> Split:
-    """One trajectory's log ratios by cause.
+    """Split one trajectory's log ratios by cause.
 
-    `trained` and `then` are the trainer's log-probs of its sampled tokens (but a first token of
-    a context) under the step's first weights and under those that sampled each.
+    `trained` and `then` are the trainer's log-probs of the sampled tokens (except the first of a
+    context) under the step's first weights and under the sampling weights.
     """
     counted = counted_places(trajectory)
     recorded = _chosen(trajectory.logprobs, counted)
@@ -328,7 +321,7 @@ def report(
     tokenisation: Retokenised | None,
     rerouted: Rerouted | None = None,
 ) -> Mismatch:
-    """Figures over all tokens of a batch."""
+    """Aggregate over all tokens of a batch."""
     causes = CAUSES if rerouted is None else (*CAUSES, ROUTING)
     joined = {cause: _join([getattr(one, cause) for one in splits]) for cause in causes}
     total = _join([one.total for one in splits])
@@ -352,7 +345,7 @@ def report(
 
 
 def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
-    """Figures of one cause; its share of `total` where that is given."""
+    """Return the metrics of one cause, with its share of `total` if given."""
     sizes = np.abs(values)
     return Figures(
         cause=cause,
@@ -366,11 +359,10 @@ def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
 
 
 def encoded_again(trajectory: Trajectory, texts: Encoder) -> list[Row] | None:
-    """The rows of its contexts with the text of every stretch that the policy sampled encoded
-    again; None if all are equal.
+    """Return the rows of its contexts with each sampled stretch encoded again; None if all ids are
+    equal.
 
-    Prompts and what environments said stand as recorded: they were encoded once already. So does
-    what a context shares with an earlier one.
+    Prompts, environment texts and tokens shared with an earlier context stay as recorded.
     """
     own, contexts = np.asarray(trajectory.token_ids).tolist(), trajectory.meta.contexts
     found: list[Row] = []
@@ -392,9 +384,9 @@ def encoded_again(trajectory: Trajectory, texts: Encoder) -> list[Row] | None:
 
 
 def stretches(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
-    """(start, end, whether the policy sampled it), neighbours of one kind joined.
+    """Return (start, end, sampled by the policy), with adjacent stretches of one kind joined.
 
-    A request that moved has several segments of one turn: a text is encoded whole.
+    A moved request has several segments of one turn, and a text is encoded whole.
     """
     found: list[tuple[int, int, bool]] = []
     turn = -1
@@ -435,7 +427,6 @@ def _chosen(values: Sequence[float | None], counted: np.ndarray[Any, Any]) -> Nu
 
 
 def _versions(trajectory: Trajectory) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """The version that sampled each counted token."""
     whole = np.full(len(trajectory.token_ids), trajectory.version, dtype=np.int64)
     for one in trajectory.segments:
         if one.kind == "model":

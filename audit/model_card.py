@@ -1,7 +1,6 @@
-"""What lies beside exported weights for whoever takes them: how they are sampled, and a model card
-that says where they come from; decides nothing.
+"""Files next to exported weights: generation config and model card.
 
-Nothing of a machine is in either: no path, no address, no name of a host.
+They contain no path, address or host name.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _SAMPLING: Final = frozenset({"do_sample", "temperature", "top_p", "top_k", "min
 def generation_config(
     known: Mapping[str, Any], sampling: Sampling, stop_ids: Collection[int]
 ) -> dict[str, Any]:
-    """transformers' generation config: a model's own (`known`), with the tokens that ended turns
-    and the sampling of the run."""
+    """Return a generation config for transformers: the model's own (`known`) with the run's stop
+    tokens and sampling."""
     found = {key: value for key, value in known.items() if key not in _SAMPLING}
     if stop_ids:
         found["eos_token_id"] = sorted(stop_ids)
@@ -39,7 +38,7 @@ def generation_config(
         "do_sample": True,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,  # 0 keeps every token there, too; their own default is 50
+        "top_k": sampling.top_k,  # 0 disables top-k; their default is 50
     }
     return found | ({"min_p": sampling.min_p} if sampling.min_p else {})
 
@@ -59,7 +58,7 @@ def write_beside(
 
 
 def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
-    """Base model, digests, objective, figures, and the command that makes the version again."""
+    """Return a card with base model, digests, objective, metrics and the command to rebuild."""
     run = catalogue.records("select * from runs")[0]
     name = run["run"]
     parts = [

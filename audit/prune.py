@@ -1,14 +1,11 @@
-"""Decides which files of a policy store nobody needs: orphans, leftovers, what retention drops; and
-which values that lie beside the log nobody claims.
+"""Plan and delete unneeded files of a policy store: orphans, dropped versions, unclaimed blobs.
 
-Nothing else deletes what no commit names: a file may have been written by a trainer that is about
-to commit it. So a run that is not finished is pruned only where its user says that no trainer of it
-is running, and then only of orphans and leftovers.
+A trainer may be about to commit a file. An unfinished run is pruned only if its user says that no
+trainer is running, and then only of orphans and leftovers.
 
-A value is written before the record that claims it is appended (`bus.claim_check`). A worker that
-dies in between, or whose append fails for good, leaves a value that no record will ever name. It
-may go when it is so old that nobody can be about to name it: every record of the log was
-read after the file was listed, and a file that was written again meanwhile is young.
+A blob is written before the record that names it (`bus.claim_check`), so a failed append leaves an
+unclaimed blob. It may be deleted once older than `AGE_MIN_S`: the log is read after the listing,
+and a blob written again meanwhile is young.
 """
 
 from __future__ import annotations
@@ -37,14 +34,14 @@ from dora_pipe.store.names import blob_name, digest_in, patch_name, weights_name
 from dora_pipe.store.store import PolicyStore
 
 Why = Literal["orphan", "copy", "dropped before", "retention", "unclaimed"]
-"""A copy was made of patches, and is again when it is wanted. The last one is `prune_claims`'s."""
+"""`copy` is a rebuildable full checkpoint; `unclaimed` is from `plan_claims`."""
 
 STOP_RUN: Final = b'"kind":"stop-run"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PruneCandidate:
-    """A file that nobody needs.
+    """An unneeded file.
 
     Example: ``PruneCandidate(file=Listed(name="weights/ab.safetensors", bytes=9), why="orphan")``
     """
@@ -56,21 +53,20 @@ class PruneCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What would be deleted: of policies, or of claimed values."""
+    """Files to delete: of policies, or of blobs."""
 
     candidates: tuple[PruneCandidate, ...] = ()
     versions: tuple[int, ...] = ()
-    """Those that retention drops now."""
+    """Versions that retention drops now."""
     files: int = 0
-    """Of the whole store, or of all claimed values in it."""
+    """Files of the whole store, or all blobs in it."""
     bytes: int = 0
     note: str = ""
-    """Which versions are not kept, now or before; or why no claimed value is deleted although there
-    are old ones. Empty if that is not so."""
+    """Versions that are not kept, or why old blobs stay; else empty."""
 
     @property
     def freed_bytes(self) -> int:
-        """Room that becomes free."""
+        """Bytes of the candidates."""
         return sum(one.file.bytes for one in self.candidates)
 
 
@@ -84,11 +80,11 @@ def plan_prune(
     clock: Clock,
     keep: Collection[int] = (),
 ) -> PrunePlan:
-    """Look; nothing is changed. `stopped`: the user says that no trainer of this run is running.
-    `keep` are versions that stay whatever their number is.
+    """Plan without changing anything. `stopped`: the user says that no trainer is running; versions
+    in `keep` stay.
 
-    The store is listed before the log is read: a commit that names a listed file is then seen.
-    Raises UsageError for a run that may be living, ResourceError, BusError.
+    The store is listed before the log is read, so that a commit of a listed file is seen. Raises
+    UsageError for a run that may be running, ResourceError, BusError.
     """
     listed = store.everything()
     await_stable_offset(bus, [TopicPartition(topics.control, 0)], clock)
@@ -122,7 +118,7 @@ def plan_prune(
 def prune(
     bus: Bus, topics: Topics, store: PolicyStore, plan: PrunePlan, *, user: str, clock: Clock
 ) -> int:
-    """Delete what a plan names; how many files there were. First the log says which versions go.
+    """Record the dropped versions in the log, delete the planned files, and return their number.
 
     Raises BusError (then nothing is deleted), ResourceError.
     """
@@ -142,7 +138,6 @@ def _candidates(
     kept: set[int],
     now: frozenset[int],
 ) -> Iterator[PruneCandidate]:
-    """Files by name: kept, of a dropped version, or nobody's."""
     assert history.run_started is not None
     named = {history.run_started.assets_digest, *_begun_with(history.run_started)}
     for commit in read_commits(bus, topics, history.notes, clock):
@@ -170,7 +165,7 @@ def _candidates(
 
 
 def _begun_with(started: RunStarted) -> Iterator[str]:
-    """Digests of what a run begins with that has come from another one."""
+    """Yield digests of the initial state that came from another run."""
     if started.optimizer is not None:
         yield started.optimizer.sha256
 
@@ -183,13 +178,13 @@ def _names(history: CommitHistory, version: int) -> list[str]:
 
 
 def _weights(history: CommitHistory, version: int) -> list[str]:
-    """The files that a version is had from: whole, or by a patch."""
+    """Return the files of a version: a full checkpoint or a delta."""
     digest = history.digest_of(version)
     return [weights_name(digest), patch_name(digest)]
 
 
 def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:
-    """Whether the orchestrator has ended the run; that comes after the last batch."""
+    """Report whether the orchestrator has ended the run, which follows the last batch."""
     decisions = TopicPartition(topics.decisions, 0)
     ends = {decisions: bus.end(decisions)}
     with closing(records_of(bus, ends, start=history.decisions_next)) as records:
@@ -197,10 +192,10 @@ def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:
 
 
 AGE_MIN_S: Final = 3600.0
-"""A role gives an append up after 120 s; the rest is for clocks that differ and frozen machines."""
+"""Roles give up an append after 120 s; the rest covers clock skew and frozen machines."""
 
 _OURS: Final = re.compile(rf"{DIGEST.pattern}|\..*")
-"""A digest, or an unfinished file. Nothing else is touched."""
+"""A digest or an unfinished file; nothing else is deleted."""
 
 
 def plan_claims(
@@ -211,7 +206,7 @@ def plan_claims(
     clock: Clock,
     age_min_s: float = AGE_MIN_S,
 ) -> PrunePlan:
-    """Look; nothing is changed. The log is only read if there is a value that is old enough.
+    """Plan the deletion of blobs; the log is only read if one is old enough.
 
     Raises ResourceError, BusError.
     """
@@ -235,7 +230,7 @@ def plan_claims(
 
 
 def prune_claims(store: PolicyStore, plan: PrunePlan) -> int:
-    """Delete what a plan names and nobody has written again since; how many files there were."""
+    """Delete the planned blobs that were not written again, and return their number."""
     if not plan.candidates:
         return 0
     times = {one.name: one.modified_ns for one in store.claims()}
@@ -244,8 +239,8 @@ def prune_claims(store: PolicyStore, plan: PrunePlan) -> int:
 
 
 def _named_in_log(bus: Bus, topics: Topics) -> Iterator[str]:
-    """From the first record on: LogTruncated where retention has deleted it."""
-    raw = bus.inner if isinstance(bus, ClaimBus) else bus  # Names are wanted, not the values.
+    """Yield blob names in the log. Raises LogTruncated if retention deleted its beginning."""
+    raw = bus.inner if isinstance(bus, ClaimBus) else bus  # names only, without loading blobs
     for topic in filter(may_be_claimed, topics.all()):
         for tp, end in ends_of(raw, topic).items():
             yield from _named(records_of(raw, {tp: end}))

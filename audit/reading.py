@@ -1,5 +1,4 @@
-"""Reads topics from end to end, and records that control names; it decides only when a log that
-gives nothing more is given up."""
+"""Reads of whole topics and of records that control names."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 
 Buried = tuple[str, int, int]
-"""Topic, partition and offset of a record that could not be read and is among the dead letters."""
+"""Topic, partition and offset of an unreadable record among the dead letters."""
 
 GARBAGE_MIN: Final = 50_000
-"""New objects, less those that have gone, after which a reader looks for cycles among them."""
+"""Net new objects before the garbage collector runs."""
 
 
 class OpenLog(Protocol):
-    """A run whose log is open."""
+    """A run with an open log."""
 
     @property
     def bus(self) -> Bus: ...
@@ -36,7 +35,7 @@ class OpenLog(Protocol):
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Whoever reads a long log makes many values and no cycles: to look for some takes a tenth."""
+    """Collect garbage rarely: reading a long log makes no cycles, and the search takes 10 %."""
     before = gc.get_threshold()
     gc.set_threshold(GARBAGE_MIN, *before[1:])
     try:
@@ -47,11 +46,11 @@ def gc_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Horizon:
-    """How far a look at a living run goes: ends of topics, taken in an order that makes sense.
+    """Ends of topics up to which a running run is read, taken in a consistent order.
 
-    A round names only facts that were there before it, a fact only records that were: so those ends
-    are taken after. What nobody has named yet is looked at up to ends taken before: a fact that
-    speaks of a decision behind the horizon would look impossible.
+    A round names only earlier events and an event only earlier records, so their ends are taken
+    after the round's. Ends for records and events without a name are taken before, since later ones
+    may refer to decisions past the horizon.
     """
 
     trajectories_before: dict[TopicPartition, int]
@@ -62,7 +61,7 @@ class Horizon:
 
 
 def horizon_of(bus: Bus, topics: Topics) -> Horizon:
-    """The present horizon. The calls below happen in this order. Raises BusError."""
+    """Return the current horizon. The order of the calls matters. Raises BusError."""
     control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
     return Horizon(
         trajectories_before=ends_of(bus, topics.trajectories),
@@ -81,18 +80,18 @@ def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
 def records_of(
     bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0
 ) -> Generator[Record, None, None]:
-    """Every record below these ends, in offset order per partition. Raises BusError."""
+    """Yield every record before these ends, in offset order per partition. Raises BusError."""
     with closing(bus.reader(dict.fromkeys(ends, start))) as reader:
         yield from records_until(reader, ends)
 
 
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
-    """The record at exactly this place; None where there is none."""
+    """Return the record at an offset; None if there is none."""
     return next(iter(records_at(bus, tp, [offset])), None)
 
 
 def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:
-    """The records of one partition at these offsets, in offset order; missing ones are left out."""
+    """Yield the existing records of one partition at these offsets, in offset order."""
     end = bus.end(tp)
     with closing(bus.reader({tp: 0})) as reader:
         for offset in sorted(offsets):
@@ -105,8 +104,8 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
 def trajectories_of(
     log: OpenLog, left: dict[tuple[int, int], LoggedRecord], damage: Damage
 ) -> Iterator[Trajectory]:
-    """The trajectories of these records, in the order of the log, which is read from end to end;
-    each is held against control, and `left` is emptied."""
+    """Yield the trajectories of these records in one pass over the log, checked against control;
+    removes them from `left`."""
     for record in records_of(log.bus, ends_of(log.bus, log.topics.trajectories)):
         named = left.pop((record.partition, record.offset), None)
         if named is not None and damage.is_sound(record, named):
@@ -117,8 +116,7 @@ def trajectories_of(
 def named_records(
     log: OpenLog, rows: Iterable[LoggedRecord], damage: Damage
 ) -> Iterator[tuple[Record, LoggedRecord]]:
-    """Some records of many, each looked up at its place and held against control, partition by
-    partition."""
+    """Look up records one by one, checked against control, partition by partition."""
     places: dict[int, dict[int, LoggedRecord]] = {}
     for row in rows:
         places.setdefault(row.partition, {})[row.offset] = row
@@ -131,7 +129,7 @@ def named_records(
 
 
 def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:
-    """Where the dead letters came from; what is no dead letter is left out."""
+    """Return the sources of the dead letters; skips other records."""
     found: set[Buried] = set()
     for record in records_of(bus, ends_of(bus, topics.dead_letters)):
         with suppress(SchemaError):

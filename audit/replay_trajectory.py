@@ -1,14 +1,11 @@
-"""Generates a trajectory again from seed, sampling settings and the weights that sampled it.
+"""Regenerate a trajectory from its seed, sampling settings and weights, and compare bit for bit.
 
-A trajectory is cut into *prefill segments*: tokens that were sampled behind one prefill. The
-recorded prefill points say where each began (a request that went on elsewhere, or whose
-environment answered, or whose weights changed, was prefilled again), so each segment is generated
-from the recorded tokens before it in its context under the version that sampled it, and what an
-environment said is fed back as it was recorded. An agent's call has a seed of its own. Tokens and
-both log-probs of every one must come out bit for bit.
+A trajectory is split at its recorded prefill points (moves, environment turns, weight updates).
+Each *prefill segment* is generated from the recorded tokens before it, under the version that
+sampled it; environment tokens are taken from the record.
 
-What that promises depends on what the engine declares: equal bits need `counter_sampling`, and
-`batch_invariant` where the trajectory was sampled beside others.
+Bit equality needs the engine capability `counter_sampling`, and `batch_invariant` if the trajectory
+was sampled in a batch with others.
 """
 
 from __future__ import annotations
@@ -44,46 +41,46 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
 
 STEPS_MAX: Final = 10_000_000
-"""Engine steps for all trajectories of one version; beyond that it does not end by itself."""
+"""Engine steps for all trajectories of one version before giving up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSegment:
-    """Tokens [start, end) of a record, sampled behind one prefill of its context's before them."""
+    """Tokens [start, end) of a record, sampled after one prefill of the context before them."""
 
     start: int
     end: int
     version: int
-    """Which one sampled it; in an interruptible run not always the trajectory's own."""
+    """Sampling version; may differ from the trajectory's with partial rollout."""
     whole: bool
-    """Whether the engine itself ended there; else the request was taken away from it."""
+    """True if the engine ended there; False if the request was interrupted."""
     finish: FinishReason | None = None
-    """Why it ended there, where the record says so."""
+    """Recorded finish reason, if any."""
     call: Call | None = None
-    """Of an agent, that they are of."""
+    """The agent's call that it belongs to, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regenerated:
-    """A trajectory and what came out when it was generated again."""
+    """Result of regenerating a trajectory."""
 
     trajectory: str
     version: int
     prefills: int
     tokens: int
-    """Sampled ones, all compared."""
+    """Compared sampled tokens."""
     difference: str
-    """The first difference in words; empty when everything is bit-equal."""
+    """First difference; empty if everything is bit-equal."""
 
     @property
     def equal(self) -> bool:
-        """Whether every token and log-prob is bit-equal."""
+        """Report whether every token and log-prob is bit-equal."""
         return not self.difference
 
 
 @dataclass(slots=True)
 class _Run:
-    """A trajectory while it is generated again."""
+    """Trajectory in regeneration."""
 
     recorded: Trajectory
     params: SamplingParams
@@ -92,18 +89,17 @@ class _Run:
     logprobs: list[float] = field(default_factory=list)
     sampler: list[float] = field(default_factory=list)
     routes: GrowingRoutes = field(default_factory=GrowingRoutes)
-    """Of the whole context that the segment is part of."""
+    """Routed experts of the segment's whole context."""
     difference: str = ""
     prefills: int = 0
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is generated of it."""
         return not self.left or bool(self.difference)
 
 
 def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
-    """A trajectory's segments, in order. Raises InvariantBroken where none can be made of it.
+    """Return a trajectory's segments, in order. Raises InvariantBroken if it cannot be split.
 
     Example: prompt of 5, prefilled at 5 and (on another worker) at 12, 20 tokens: 5..12 and 12..20.
     """
@@ -141,7 +137,6 @@ def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
 
 
 def _of_call(trajectory: Trajectory, start: int, end: int) -> PrefillSegment:
-    """What was sampled of an agent's call behind one prefill."""
     calls = [one for one in trajectory.meta.calls if one.start <= start and end <= one.end]
     if len(calls) != 1:
         raise InvariantBroken(f"{trajectory.trajectory}: tokens {start} to {end} are of no call")
@@ -158,7 +153,7 @@ def _of_call(trajectory: Trajectory, start: int, end: int) -> PrefillSegment:
 
 
 def _turn_start(trajectory: Trajectory, start: int) -> int:
-    """Where the turn begins that a segment belongs to, in its context."""
+    """Return the start of the segment's turn in its context."""
     contexts = trajectory.meta.contexts
     first, end = bounds(contexts, trajectory.length)[context_at(contexts, start)]
     model = [one for one in trajectory.segments if one.kind == "model" and first <= one.start < end]
@@ -167,7 +162,6 @@ def _turn_start(trajectory: Trajectory, start: int) -> int:
 
 
 def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
-    """The version that sampled a segment."""
     found = {
         one.version
         for one in trajectory.segments
@@ -180,9 +174,9 @@ def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
 
 
 def pick(catalogue: Catalogue, count: int, seed: int) -> list[str]:
-    """So many random trajectories that count, by a seed; sorted. Evaluation groups are among them.
+    """Return random trajectories that count, by a seed, sorted; includes evaluation groups.
 
-    Raises UsageError when there are none.
+    Raises UsageError if there are none.
     """
     found = catalogue.query(
         "select trajectory_id from trajectories where finish <> 'error' order by 1"
@@ -196,10 +190,10 @@ def pick(catalogue: Catalogue, count: int, seed: int) -> list[str]:
 def engines_of(
     bus: Bus, topics: Topics, catalogue: Catalogue, wanted: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Trajectories by the name of the engine that sampled them.
+    """Return trajectories by the engine that sampled them.
 
     Raises UsageError for an id without a record, and for one that several engines sampled: their
-    random streams differ, so that none of them can generate it again.
+    random streams differ.
     """
     found: dict[str, list[str]] = {}
     engine_of = dict(catalogue.query("select incarnation, engine from workers"))
@@ -214,7 +208,7 @@ def engines_of(
 
 
 def joins_of(bus: Bus, topics: Topics, catalogue: Catalogue) -> Iterator[WorkerJoined]:
-    """What the workers of a run said when they joined."""
+    """Yield the `worker joined` events of a run."""
     offsets = [one for (one,) in catalogue.query("select incarnation from workers order by 1")]
     for record in records_at(bus, TopicPartition(topics.control, 0), offsets):
         if isinstance(fact := decode_control(record.value), WorkerJoined):
@@ -232,16 +226,15 @@ def regenerate(
     *,
     weights_of: Callable[[int], Path] | None = None,
 ) -> Iterator[Regenerated]:
-    """Generate trajectories again, version by version; in order of their last version, then id.
+    """Regenerate trajectories version by version; yield them by last version, then id.
 
-    `weights_of` gives the file of a version; without it, it must lie in the store.
-
-    Raises UsageError for an id without a record, PolicyError when weights are gone.
+    `weights_of` returns the file of a version; by default it is read from the store. Raises
+    UsageError for an id without a record, PolicyError if weights are missing.
     """
     store = as_store(store)
     run = "select config, digest from runs, versions where version = 0"
     for config, first in catalogue.query(run):
-        if logged_config(json.loads(config)).lora.rank:  # The other versions stand on this one.
+        if logged_config(json.loads(config)).lora.rank:  # later versions are adapters on this one
             engine.load(store.weights(first), version=0, digest=first)
             engine.drop(0)
     recorded = [recorded_trajectory(bus, topics, catalogue, name) for name in sorted(wanted)]
@@ -258,8 +251,8 @@ def generate_again(
     params: Mapping[str, SamplingParams],
     weights: Callable[[int, str], Path],
 ) -> Iterator[Regenerated]:
-    """As `regenerate`, of trajectories that were read; `weights` gives the file of a version and
-    its digest. Raises PolicyError when weights are gone."""
+    """Regenerate trajectories that were read; `weights` returns the file of a version and digest.
+    Raises PolicyError if weights are missing."""
     open_ = [
         _Run(recorded=one, params=params[one.meta.source], left=deque(prefill_segments(one)))
         for one in recorded
@@ -283,7 +276,7 @@ def raise_if_different(found: Regenerated) -> None:
 
 
 def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
-    """The record that counts for a trajectory. Raises UsageError where there is none."""
+    """Return the record that counts for a trajectory. Raises UsageError if there is none."""
     found = counting_record(catalogue, name)
     if found is None:
         raise UsageError(f"{name} has no record that counts", hint="`dora-pipe show` says why")
@@ -291,7 +284,7 @@ def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
 
 
 def recorded_trajectory(bus: Bus, topics: Topics, catalogue: Catalogue, name: str) -> Trajectory:
-    """The record that counts, checked down to its bytes. Raises UsageError, InvariantBroken."""
+    """Read the record that counts and verify its bytes. Raises UsageError, InvariantBroken."""
     named = counted_record(catalogue, name)
     record = record_at(bus, TopicPartition(topics.trajectories, named.partition), named.offset)
     return logged_trajectory(record, named)
@@ -306,7 +299,7 @@ def _digest_of(trajectory: Trajectory, version: int) -> str:
 
 
 def _generate(engine: Engine, runs: Sequence[_Run], version: int) -> None:
-    """Drive the engine until every segment of this version was generated, all slots in use."""
+    """Run the engine until every segment of this version is done, using all slots."""
     waiting = deque(runs)
     active: dict[str, _Run] = {}
     for _ in range(STEPS_MAX):
@@ -333,10 +326,10 @@ def _generate(engine: Engine, runs: Sequence[_Run], version: int) -> None:
 
 
 def _request(run: _Run) -> EngineRequest:
-    """The request that the worker made for this segment.
+    """Build the worker's request for this segment.
 
-    Every turn of an episode is a request of its own, with what is left of `max_tokens`; a turn that
-    goes on behind another prefill counts what was sampled of it before. So is every call.
+    Each turn and each call is a request with the remaining `max_tokens`; after another prefill,
+    earlier tokens of the turn count too.
     """
     segment, recorded = run.left[0], run.recorded
     run.ids, run.logprobs, run.sampler, run.routes = [], [], [], GrowingRoutes()
@@ -347,7 +340,7 @@ def _request(run: _Run) -> EngineRequest:
     else:
         turn, seed = call.start, call.seed
         params = params.ended_by(call.stop, call.stop_ids)
-        # What an agent asked for, and what other calls had left, is not in the record.
+        # The agent's own limit and the usage of other calls are not recorded.
         most = call.end - call.start if call.finish == "length" else most
     return EngineRequest(
         request=recorded.trajectory,
@@ -368,7 +361,7 @@ def _take(run: _Run, event: TokensSampled) -> None:
 
 
 def _ended(run: _Run, event: RequestFinished | None) -> bool:
-    """Compare the segment that is over; whether the run has another one to generate."""
+    """Compare the finished segment and return whether another one follows."""
     segment = run.left.popleft()
     run.prefills += 1
     run.difference = _compare(run, segment)
@@ -383,7 +376,7 @@ def _ended(run: _Run, event: RequestFinished | None) -> bool:
 
 
 def _compare(run: _Run, segment: PrefillSegment) -> str:
-    """The first difference; log-probs are compared as the float32 that are recorded."""
+    """Return the first difference; log-probs are compared as recorded, in float32."""
     size, recorded = segment.end - segment.start, run.recorded
     ids = list(recorded.token_ids[segment.start : segment.end])
     made = run.ids if segment.whole else run.ids[:size]
@@ -405,14 +398,14 @@ def _compare(run: _Run, segment: PrefillSegment) -> str:
 
 
 def _context_start(recorded: Trajectory, place: int) -> int:
-    """Where the context of a place begins: in front of the record, where it shares tokens."""
+    """Return the record offset at which the context begins, less the tokens that it shares."""
     number = context_at(recorded.meta.contexts, place)
     start, _ = bounds(recorded.meta.contexts, recorded.length)[number]
     return start - recorded.meta.contexts[number - 1].shared if number else start
 
 
 def _compare_routes(run: _Run, segment: PrefillSegment) -> str:
-    """The first token of the context that went through other experts than recorded."""
+    """Return the first token of the context with other experts than recorded."""
     number = context_at(run.recorded.meta.contexts, segment.start)
     recorded = choices_of(run.recorded, number)
     if recorded is None:

@@ -1,4 +1,4 @@
-"""What an audit says of a run, in figures; it decides only how they are grouped."""
+"""Report of an audit, as metrics."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dora_pipe.audit.ledger import Ledger
 from dora_pipe.schemas.rounds import SiblingFate
 
 FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
-"""The fates of groups, and what has none yet."""
+"""Outcomes of groups; `open` has none yet."""
 
 SIBLING_FATES: Final = (*FATES, *get_args(SiblingFate))
-"""The fates of siblings: their groups', or one of their own."""
+"""Outcomes of trajectories: their group's, or their own."""
 
 CANNOT_SEE: Final = (
     "whether these weights sampled these tokens, or these trajectories produced these weights: "
@@ -27,11 +27,11 @@ CANNOT_SEE: Final = (
     "fields recorded only once: times, hosts, users, reasons, what an engine declares",
     "a log rewritten from end to end, with every digest and the chain recomputed",
 )
-"""Limits of an audit, with the commands that check more; docs/audit.md repeats them."""
+"""Limits of an audit, with the commands that check more; also in docs/audit.md."""
 
 
 class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One check: what it holds, how much it looked at, how often it does not hold."""
+    """One check: what it requires, comparisons and violations."""
 
     check: Check
     holds: str
@@ -40,7 +40,7 @@ class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FateLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that ended in one way, with the records that count for them."""
+    """Groups with one outcome, and their records that count."""
 
     fate: str
     groups: int
@@ -49,25 +49,25 @@ class FateLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Training trajectories of one length bucket: how their groups ended.
+    """Training trajectories of one length bucket by their groups' outcome.
 
-    Example: sampled tokens 17..32: 210 trajectories, 5 020 tokens, 208 of them trained.
+    Example: sampled tokens 17..32: 210 trajectories, 5,020 tokens, 208 of them trained.
     """
 
     low: int
     high: int
-    """Sampled tokens, both ends included; 0..0 are siblings without a record."""
+    """Sampled tokens, both ends included; 0..0 are trajectories without a record."""
     trajectories: int
     tokens: int
     fates: dict[str, int]
     trained_share: float | None
-    """Of those whose group has ended."""
+    """Share of the trajectories whose group has ended."""
 
 
 class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine generated: trajectories whose record counts, and their sampled tokens.
+    """One engine: trajectories whose record counts, and their sampled tokens.
 
-    Example: vllm 0.32.0 on cpu in float32, 2 incarnations of workers, 4 112 trajectories.
+    Example: vllm 0.32.0 on cpu in float32, 2 incarnations of workers, 4,112 trajectories.
     """
 
     engine: str
@@ -75,13 +75,13 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     workers: int
-    """Incarnations of workers, each a role epoch."""
+    """Incarnations of workers (role epochs)."""
     trajectories: int
     tokens: int
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `audit` has to say of a run."""
+    """Result of `audit`."""
 
     run: str
     finished: bool
@@ -89,15 +89,15 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     versions: int
     adopted: tuple[int, ...]
-    """Steps whose weights were adopted instead of replayed: a break in what can be reproduced."""
+    """Steps with adopted weights, which cannot be reproduced."""
     records: int
     record_bytes: int
     standings: dict[str, int]
     """Trajectory records: bound, superseded, fenced, pending."""
     one_version_share: float | None
-    """C1: logged records all of whose evidence names one version and its published digest."""
+    """C1: share of logged records whose evidence names one version and its published digest."""
     interruptible: bool
-    """Whether C1 is declared off: trajectories may mix versions."""
+    """C1 is off (partial rollout): trajectories may mix versions."""
     versions_each: dict[int, int]
     """Logged records by the number of versions that sampled them."""
     fates: tuple[FateLine, ...]
@@ -108,16 +108,16 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Largest deadline minus version of a trained group."""
     lengths: tuple[LengthLine, ...]
     engines: tuple[EngineLine, ...]
-    """Every trajectory with a record that counts is in one of them."""
+    """Each trajectory with a record that counts belongs to one."""
     seconds: float
     several_versions_seconds: float
-    """Of `seconds`: with at least two versions hosted."""
+    """Part of `seconds` with at least two versions served."""
     state_digests: int
     """Recorded states that the fold reproduced."""
     plans: int
-    """Plans that were made again and were the recorded ones."""
+    """Remade plans that equal the recorded ones."""
     not_declared: dict[str, tuple[str, ...]]
-    """Engine to capabilities that it does not declare: nothing is promised of them."""
+    """Missing capabilities by engine."""
     unknown_records: dict[str, int]
     checks: tuple[CheckLine, ...]
     violations: tuple[Violation, ...]
@@ -127,7 +127,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_share(self) -> float | None:
-        """Of the logged records: those that more than one version sampled."""
+        """Share of logged records that several versions sampled."""
         total = sum(self.versions_each.values())
         mixed = sum(count for versions, count in self.versions_each.items() if versions > 1)
         return mixed / total if total else None
@@ -138,16 +138,16 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dispatched(self) -> int:
-        """Groups: the left side of C2's equation."""
+        """Dispatched groups: the left side of C2's equation."""
         return sum(line.groups for line in self.fates)
 
 
 def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
-    """Everything that the books say."""
+    """Build the report from the ledger and the checks."""
     findings = ledger.findings
     sums = ledger.accounts.summed()
     staleness = {one: count for one, count in sorted(sums.staleness.items()) if count}
-    order = ["steps", *CHECKS]  # A missing step has many consequences: it goes first.
+    order = ["steps", *CHECKS]  # a missing step has many consequences, so it is first
     logged = ledger.accounts.records
     return AuditReport(
         run=ledger.run,
@@ -182,7 +182,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
 
 
 def notes_of(ledger: Ledger) -> list[str]:
-    """What is no violation and should be known."""
+    """Return notes that are no violations."""
     notes = [
         f"step {one.step}: its weights were adopted, not reproduced ({one.why})"
         for one in ledger.adopted
@@ -216,7 +216,7 @@ def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
 
 
 def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
-    """Groups, trajectories and tokens by fate; the groups add up to what was dispatched."""
+    """Return groups, trajectories and tokens by outcome; groups add up to the dispatched ones."""
     return tuple(
         FateLine(
             fate=fate,
@@ -230,7 +230,7 @@ def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
 
 
 def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
-    """The test of bias: were long trajectories trained as often as short ones?"""
+    """Return trained shares by length, to detect a bias against long trajectories."""
     fates: dict[Bucket, dict[str, int]] = {}
     for (bucket, fate), count in sums.lengths.items():
         if count:
@@ -254,7 +254,7 @@ def _share(fates: dict[str, int]) -> float | None:
 
 
 def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
-    """By engine, what its workers generated."""
+    """Return what each engine generated."""
     return tuple(
         EngineLine(
             engine=key[0],
@@ -270,12 +270,12 @@ def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
 
 
 def not_declared(ledger: Ledger) -> dict[str, tuple[str, ...]]:
-    """By engine, what it does not promise."""
+    """Return the missing capabilities of each engine."""
     engines = ledger.accounts.engines.items()
     return {f"{key[0]} {key[1]}": engine.missing for key, engine in engines if engine.missing}
 
 
 def plain(report: AuditReport) -> dict[str, Any]:
-    """The report as plain values, for JSON."""
+    """Return the report as plain values, for JSON."""
     values: dict[str, Any] = msgspec.to_builtins(report, str_keys=True)
     return {"holds": report.holds, "dispatched": report.dispatched, **values}

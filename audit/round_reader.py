@@ -1,9 +1,8 @@
-"""Walks control and decisions in the order in which they are folded; checks what joins rounds.
+"""Read control and decisions in fold order and check the links between rounds.
 
-A round folds the control records below its `control_next`, then its observations, then its
-decisions. Control records that no round has folded yet come last, without a round. What is wrong
-is collected and walked over, so that one break hides nothing behind it: a round's chain is
-recomputed from the chain that the round before it carries.
+A round folds the control records before its `control_next`, then its observations, then its
+decisions. Unfolded control records come last, without a round. Each link is recomputed from the
+previous round's recorded chain, so that one break does not hide others.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dora_pipe.schemas.wire import Unknown, sha256_hex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A control record where it lies; `record` is None when it could not be read."""
+    """A control record with its offset; `record` is None if unreadable."""
 
     offset: int
     key: bytes
@@ -39,33 +38,33 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedRound:
-    """A round with the facts it folds; without a round: facts that wait for one."""
+    """A round with the events it folds; without a round, unfolded events."""
 
     offset: int
-    """Of the round in the decisions topic; -1 without one."""
+    """Offset of the round in decisions; -1 without one."""
     round: Round | None
     facts: tuple[Fact, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Cursor:
-    """Where a walk stands between two rounds: what it needs to go on."""
+    """Position between two rounds."""
 
     decisions_next: int = 0
     control_next: int = 0
-    """Facts below were told."""
+    """Control offset up to which events were returned."""
     cut: bool = False
-    """Control was found to end too early; that is said once."""
+    """Control ended too early; reported once."""
     decisions_cut: bool = False
-    """The same of decisions."""
+    """Decisions ended too early; reported once."""
     round: int = -1
     """Ordinal of the last round; -1 before the first."""
     offset: int = -1
-    """Of the last round."""
+    """Offset of the last round."""
     sha256: str = ""
-    """Of the last round's bytes."""
+    """Digest of the last round's bytes."""
     first: tuple[int, str] = (-1, "")
-    """Offset and sha256 of the first fact."""
+    """Offset and sha256 of the first event."""
     now_ns: int = 0
     role_epoch: int = 0
     chain: str = GENESIS_CHAIN
@@ -79,10 +78,9 @@ def folded_rounds(
     horizon: Horizon | None = None,
     buried: Collection[Buried] = (),
 ) -> Iterator[FoldedRound]:
-    """Every round with its facts, then the facts that no round has folded yet.
+    """Yield every round with its events, then the unfolded events.
 
-    A control record that cannot be read is a violation unless it is among the dead letters: then
-    the run has dealt with it.
+    An unreadable control record is a violation unless it is a dead letter.
     """
     ends = horizon or horizon_of(bus, topics)
     path = RoundReader(bus, topics, findings, horizon=ends, buried=buried)
@@ -91,7 +89,7 @@ def folded_rounds(
 
 
 class RoundReader:
-    """Goes on from a cursor, which moves along; `rest` comes after the last round."""
+    """Reader that continues from a cursor and advances it; call `rest` after the last round."""
 
     def __init__(
         self,
@@ -113,7 +111,7 @@ class RoundReader:
         self._rounds = records_of(bus, {decisions: horizon.decisions}, start=at.decisions_next)
 
     def rounds(self) -> Iterator[FoldedRound]:
-        """Every round from the cursor on. What is told of one is behind the cursor then."""
+        """Yield every round from the cursor on; the cursor is advanced before each yield."""
         at, findings = self.cursor, self._findings
         for record in self._rounds:
             at.decisions_next = record.offset + 1
@@ -134,19 +132,19 @@ class RoundReader:
             yield FoldedRound(offset=record.offset, round=round_, facts=folded)
 
     def rest(self) -> FoldedRound:
-        """The facts that no round has folded yet; the cursor is of no use then."""
+        """Return the unfolded events; the cursor is unusable afterwards."""
         return FoldedRound(
             offset=-1, round=None, facts=self._facts.rest(self._horizon.control_before)
         )
 
     def close(self) -> None:
-        """Let go of the log."""
+        """Close the readers."""
         self._rounds.close()
         self._facts.close()
 
 
 class _Facts:
-    """Control records, taken piece by piece."""
+    """Control records, read piece by piece."""
 
     def __init__(
         self,
@@ -164,11 +162,10 @@ class _Facts:
         self._next: Record | None = next(records, None)
 
     def close(self) -> None:
-        """Let go of the log."""
         self._records.close()
 
     def below(self, position: int, who: str) -> tuple[Fact, ...]:
-        """Facts with a smaller offset that were not taken yet."""
+        """Return unread events before an offset."""
         if position < self._at.control_next:
             self._findings.add(
                 "rounds",
@@ -194,7 +191,7 @@ class _Facts:
         return tuple(taken)
 
     def rest(self, before: int) -> tuple[Fact, ...]:
-        """Facts that were not taken yet, as far as they speak of what was walked over."""
+        """Return unread events that refer to what was read."""
         return self.below(max(before, self._at.control_next), "the end")
 
     def _fact(self, record: Record) -> Fact:
@@ -211,7 +208,7 @@ class _Facts:
 
 
 def _check_link(at: Cursor, round_: Round, folded: tuple[Fact, ...], findings: Findings) -> None:
-    """What must hold from one round to the next: ordinal, role epoch, time, chain."""
+    """Check the link between two rounds: ordinal, role epoch, time, chain."""
     who, first = f"round {round_.ordinal}", at.offset < 0
     findings.same("rounds", who, "wrong ordinal", expected=at.round + 1, found=round_.ordinal)
     if not first and round_.now_ns < at.now_ns:

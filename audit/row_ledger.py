@@ -1,7 +1,6 @@
-"""What rows of the data have come to, where those that are solved are skipped.
+"""Mean rewards of data rows, to check skipped solved rows.
 
-Written a second time, from the log alone: which rows a dispatch skips, and that it is of one which
-is not solved, follows from the groups that had ended when the newest version was committed.
+Rows that a dispatch skips follow from the groups that ended before the newest commit.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dora_pipe.schemas.rounds import Dispatch
 
 @dataclass(slots=True, kw_only=True)
 class RowLedger:
-    """Mean rewards of groups by row, as `train/math#17`, the oldest first."""
+    """Mean rewards of groups by row such as `train/math#17`, oldest first."""
 
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    """Of the last groups that count, as many as the window looks at."""
+    """Rewards of the last groups that count, up to the window."""
     held: dict[str, list[tuple[str, float, int]]] = field(default_factory=dict)
-    """By source, what does not count yet: row, mean reward, how many groups its window looks at."""
+    """Results that do not count yet, by source: row, mean reward, window."""
 
     def ended(self, group: GroupEntry, config: Config) -> None:
-        """All siblings of a training group have ended, enough of them with a reward."""
+        """Add a training group whose trajectories have ended, if enough have a reward."""
         spec = group.spec
         task = next(one for one in config.tasks if one.name == spec.task)
         if task.drop_solved is None:
@@ -40,7 +39,7 @@ class RowLedger:
             self._count(spec.source)
 
     def committed(self) -> None:
-        """A version is there: what ended before it counts."""
+        """Count the results that ended before a commit."""
         for source in list(self.held):
             self._count(source)
 
@@ -49,9 +48,9 @@ class RowLedger:
             self.rewards[row] = [*self.rewards.get(row, []), reward][-of:]
 
     def why_not(self, decision: Dispatch, task: Task, turns: Iterable[int]) -> str:
-        """What forbids to skip these rows for this one; empty when nothing does.
+        """Return why this row may not be dispatched and the others skipped, or "".
 
-        `turns`: the rows whose turn it is, in order, of which all but the last may be skipped.
+        `turns`: rows in order; all but the last may be skipped.
         """
         spec = decision.spec
         if task.drop_solved is None or task.sampler:

@@ -1,7 +1,7 @@
-"""Temporary file for what an audit has finished with, so that its memory follows what is open.
+"""Temporary file for finished entries of an audit, so that memory depends on what is open.
 
-It holds ended groups, incarnations of workers that are out, old versions, steps and batches, and
-evidence of records that no event has named yet.
+It holds ended groups, workers that are out, old versions, steps and batches, and evidence of
+records without an event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ATTEMPT_BITS: Final = 20
 
 _PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
 _PARITIES: Final = {group_id(purpose, 0)[0]: place for place, purpose in enumerate(_PURPOSES)}
-"""What a group's number says of its purpose, by the letter of its id."""
+"""Purpose by the first letter of a group's id, as part of its number."""
 
 _TABLES: Final = """
 CREATE TABLE groups (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class SpillFile:
-    """One temporary file, which SQLite removes when it is closed."""
+    """Temporary SQLite file, removed on close."""
 
     def __init__(self) -> None:
         self.connection = sqlite3.connect("", isolation_level=None)
@@ -48,7 +48,7 @@ class SpillFile:
         self.connection.execute("BEGIN")
 
     def attach(self, ledger: Ledger, gathering: EvidenceBuffer) -> None:
-        """Let this ledger and this evidence spill here."""
+        """Spill this ledger and this evidence to the file."""
         ledger.accounts.groups.storage = _Table(self, "groups", _GroupCodec(), _group_number)
         ledger.accounts.workers.storage = _Table(self, "workers", _EntryCodec(WorkerEntry), _whole)
         ledger.versions.storage = _Table(self, "versions", _EntryCodec(VersionEntry), _whole)
@@ -62,15 +62,13 @@ class SpillFile:
 
 
 class _EntryCodec(Generic[T]):
-    """An entry as bytes."""
-
     def __init__(self, kind: type[T]) -> None:
         self.decode = msgspec.msgpack.Decoder(kind).decode
         self.encode: Callable[[T], bytes] = msgspec.msgpack.Encoder().encode
 
 
 class _GroupCodec(_EntryCodec[GroupEntry]):
-    """A group with each record once: which of them are bound, their standing says."""
+    """Encoding of a group with each record once; standings restore the bound ones."""
 
     def __init__(self) -> None:
         plain: _EntryCodec[GroupEntry] = _EntryCodec(GroupEntry)
@@ -97,7 +95,7 @@ def _bind(group: GroupEntry) -> None:
 
 
 class _Table(Generic[K, T]):
-    """A `Storage` in one table, numbered by `number`; -1 for what stays in memory."""
+    """`Storage` in one table, keyed by `number`; -1 stays in memory."""
 
     def __init__(
         self, file: SpillFile, name: str, codec: _EntryCodec[T], number: Callable[[K], int]
@@ -121,7 +119,7 @@ class _Table(Generic[K, T]):
 
 
 class _Waiting:
-    """A `SpillStore`."""
+    """`SpillStore` in one table."""
 
     def __init__(self, file: SpillFile) -> None:
         self._sql, self._codec = file.connection, _EntryCodec(Evidence)
@@ -131,7 +129,6 @@ class _Waiting:
         self._sql.executemany("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?)", rows)
 
     def pop(self, place: Place) -> Evidence | None:
-        """Take one out."""
         sql = "DELETE FROM waiting WHERE part = ? AND position = ? RETURNING entry"
         found = self._sql.execute(sql, place).fetchone()
         return None if found is None else self._codec.decode(found[0])
@@ -152,7 +149,7 @@ def _take_number(key: tuple[int, int]) -> int:
 
 
 def _group_number(name: str) -> int:
-    """Of an id as `group_id` makes it; -1 for any other."""
+    """Return the number of an id made by `group_id`; -1 for any other."""
     digits = name[1:]
     if len(digits) != ORDINAL_DIGITS or not (digits.isascii() and digits.isdecimal()):
         return -1

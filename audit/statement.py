@@ -1,7 +1,7 @@
-"""The statement of exported weights: an unsigned in-toto Statement v1 over the files of a model.
+"""Statement of exported weights: an unsigned in-toto Statement v1 over the files of a model.
 
-Its subject is each file with its sha256. Its predicate says which log, data, rewards and code the
-weights came from, and which policy versions sampled the trajectories that trained them.
+The subject is each file with its sha256. The predicate names log, data, rewards and code, and the
+policy versions that sampled the trained trajectories.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.topics import Topics
 
 FILE: Final = "statement.json"
-"""Of a statement, in the folder of the model."""
+"""File name of a statement in the model directory."""
 
 STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Final = "urn:dora-pipe:weights:v1"
@@ -44,15 +44,15 @@ TRAINED: Final = (
     "standing = 'bound' and trajectory_id in (select trajectory_id from trajectories"
     " join groups using (group_id) where own_fate is null and fate = 'trained' and step < ?)"
 )
-"""Records that steps before a version have trained."""
+"""Condition on `records`: trained by steps before a version."""
 
 
 def write_statement(
     bus: Bus, topics: Topics, catalogue: Catalogue, directory: Path, version: int
 ) -> Path:
-    """Write the statement of an exported version into its folder, and return the file.
+    """Write the statement of an exported version and return the file.
 
-    Raises UsageError where the log's chain does not cover the version yet, InvariantBroken where a
+    Raises UsageError if the log's chain does not cover the version yet, InvariantBroken if a
     trained trajectory is damaged, ResourceError.
     """
     (directory / FILE).unlink(missing_ok=True)
@@ -71,7 +71,6 @@ def write_statement(
 
 
 def _subject(directory: Path) -> list[dict[str, Any]]:
-    """Every file below the folder, by its path there."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return [
         {"name": path.relative_to(directory).as_posix(), "digest": {"sha256": _sha256(path)}}
@@ -113,7 +112,7 @@ def _predicate(bus: Bus, topics: Topics, catalogue: Catalogue, version: int) -> 
 
 
 def _facts(bus: Bus, topics: Topics) -> list[tuple[int, Control]]:
-    """Control records that can be read, with their offsets."""
+    """Return readable control records with their offsets."""
     found: list[tuple[int, Control]] = []
     for record in records_of(bus, ends_of(bus, topics.control)):
         with suppress(SchemaError):
@@ -126,7 +125,7 @@ def _facts(bus: Bus, topics: Topics) -> list[tuple[int, Control]]:
 def _log(
     bus: Bus, topics: Topics, facts: Sequence[tuple[int, Control]], version: int
 ) -> dict[str, Any]:
-    """The chain of the last round, which must cover the commit of the version."""
+    """Return the chain of the last round, which must cover the version's commit."""
     last = last_round(bus, topics, bus.end(TopicPartition(topics.decisions, 0)))
     committed = (
         at for at, fact in facts if isinstance(fact, StepCommitted) and fact.step + 1 == version
@@ -167,7 +166,7 @@ def _data(started: RunStarted) -> list[dict[str, Any]]:
 
 
 def _rewards(started: RunStarted, joined: Sequence[WorkerJoined]) -> list[dict[str, Any]]:
-    """Per task the names of its rewards, and the digests of the code that scored for it."""
+    """Return per task the names of its rewards and the digests of their code."""
     found = []
     for task in logged_config(started.config).tasks:
         source = source_of("train", task.name)
@@ -187,7 +186,7 @@ def _base(started: RunStarted) -> dict[str, Any]:
 def _sampled(
     bus: Bus, topics: Topics, catalogue: Catalogue, version: int
 ) -> dict[int, tuple[int, int]]:
-    """Trajectories and tokens that each version sampled, of those that were trained."""
+    """Return trained trajectories and tokens by the version that sampled them."""
     wanted = logged_records(catalogue, TRAINED, [version])
     trajectories: Counter[int] = Counter()
     tokens: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""One pass over control and decisions, keeping what concerns one group or one step."""
+"""History and traces of one group or step, in one pass over control and decisions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 
 class History:
-    """History of one group or step, and what its lineage needs of the run. A `LogReader`."""
+    """History of one group or step and its lineage. A `LogReader`."""
 
     def __init__(self, *, group: str = "", step: int = -1) -> None:
         self.account = RunAccount()
         self.group: GroupEnded | None = None
-        """The group, as it ended or as it is now."""
+        """The group, ended or in its current state."""
         self.group_round = -1
-        """The round that ended it, or that folded its commit."""
+        """Round that ended it or folded its commit."""
         self.records: list[RecordLogged] = []
-        """Records of the group, whatever their standing."""
+        """Records of the group of any standing."""
         self.step: StepEnded | None = None
         self.members: list[GroupEnded] = []
         """Groups of the step."""
@@ -43,14 +43,14 @@ class History:
         self.staleness: dict[int, Counter[int]] = {}
         """Groups by staleness, by step."""
         self.contributions: dict[int, str] = {}
-        """Digest of its contributions file, by step."""
+        """Digest of the contributions file, by step."""
         self.engines: dict[int, str] = {}
         """Engine of every incarnation."""
         self._wanted, self._step, self._now_ns = group, step, 0
         self._events: list[Event] = []
 
     def read(self, bus: Bus, topics: Topics) -> None:
-        """Read the log up to its present end. Raises BusError, LogTruncated."""
+        """Read the log up to its current end. Raises BusError, LogTruncated."""
         with closing(LogFollower(bus, topics, self)) as follower:
             while follower.advance():
                 pass
@@ -64,7 +64,7 @@ class History:
         self._events += self.account.fact(offset, fact)
 
     def round(self, round_: Round, offset: int) -> None:
-        """Apply a round, after the facts that it folds."""
+        """Apply a round, after its events."""
         self._now_ns = round_.now_ns
         for one in round_.decisions:
             if isinstance(one, Dispatch):
@@ -95,10 +95,10 @@ class Traces:
     def __init__(self, bus: Bus, topics: Topics, history: History) -> None:
         self._bus, self._topics, self._history = bus, topics, history
         self.damage = Damage()
-        """Records that were asked for and are not what was logged: facts alone tell of them."""
+        """Requested records that differ from what was logged; their rows come from events alone."""
 
     def group(self, *, only: str = "") -> list[Row]:
-        """The group's trace; `only` leaves other siblings than this one out."""
+        """Return the group's trace; `only` selects one trajectory."""
         run, ended = self._run, self._history.group
         if run is None or ended is None:
             return []
@@ -106,7 +106,7 @@ class Traces:
         return tree.rows(tree.branch(spans, only) if only else spans)
 
     def step(self) -> list[Row]:
-        """The step's trace, and under it a row for each group of its batch."""
+        """Return the step's trace, with a row for each group of its batch."""
         run, step = self._run, self._history.step
         if run is None or step is None:
             return []
@@ -140,7 +140,7 @@ def _came_ns(ended: GroupEnded) -> int:
 
 
 def _member(run: RunFacts, ended: GroupEnded, origin_ns: int) -> Row:
-    """A group of a batch: from its dispatch until its last sibling was published."""
+    """Return a row from a group's dispatch to its last published trajectory."""
     root: Span = group_spans(run, ended, {})[0]
     last = ended.group.last
     came = "" if last is None else f"; last came {last.trajectory} from {last.worker}"

@@ -1,1 +1,1 @@
-"""Replay with one change: rescore, retrain, bisect, fork and diff."""
+"""Replays with one change: rescore, retrain, bisect, fork and diff."""

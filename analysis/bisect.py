@@ -1,14 +1,14 @@
-"""Bisect: the step after which a probe's value falls, then the group whose removal mends it.
+"""Find the step after which a probe's value falls, then the groups that caused it.
 
-A probe gives a value per draw, and draw i has the same row and seed for all weights. Two versions
-are compared by pairs; a third is compared with the middle of both:
+Draw i of a probe has the same row and seed for all weights, so two versions are compared by pairs.
+A third version is compared with the middle of both:
 
     d_i = v_i - (good_i + bad_i) / 2
 
-It is like the good one where mean(d) is above 0, for certain where the 95 % interval is.
+It is good if mean(d) > 0, with confidence if the 95 % interval is above 0.
 
-The cause is looked for among the groups that stand out (`suspects`): steps are repeated without the
-first one where it stands out alone, else without all of them, then without halves.
+The cause is searched among outlier groups (`suspects`): steps are repeated without the first one if
+it dominates, else without all, then without halves.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from dora_pipe.analysis.suspects import Suspect
 from dora_pipe.ledger.evaluations import Interval, interval_of
 
 Verdict = Literal["good", "bad", "open"]
-"""`open`: the interval holds the middle."""
+"""`open`: the interval contains the middle."""
 
 Values = Sequence[float | None]
-"""By draw; None where an answer has no reward."""
+"""Values by draw; None if an answer has no reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Steps `first` .. `last` without some groups; all of them by default."""
+    """Steps `first` .. `last` without some groups; all groups by default."""
 
     first: int
     last: int
@@ -37,19 +37,19 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        """How many are repeated."""
+        """Number of repeated steps."""
         return self.last - self.first + 1
 
 
 Subject = int | Trial
-"""A version, or what steps come to without some groups."""
+"""A version, or a trial."""
 
 Measure = Callable[[Subject], Values]
-"""Values of the draws of a subject; fewer where the probe has no more."""
+"""Function from a subject to its values by draw; fewer if the probe has no more."""
 
 
 def words(subject: Subject) -> str:
-    """A subject for people."""
+    """Format a subject for people."""
     if isinstance(subject, int):
         return f"version {subject}"
     steps = f"steps {subject.first} to {subject.last}"
@@ -58,38 +58,39 @@ def words(subject: Subject) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How much is measured and repeated."""
+    """Limits on draws and repeated steps."""
 
     draws: int = 512
     """Draws per version and trial."""
     before: int = 2
-    """Steps before the found one whose groups are suspects too: an optimizer carries on moments."""
+    """Steps before the found one whose groups are suspects too, since optimizer moments
+    carry over."""
     after: int = 1
     """Steps after the found one that a trial repeats too."""
     steps: int = 20
-    """Repeated steps, in all trials."""
+    """Repeated steps of all trials."""
     suspects: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A subject, and what its draws say."""
+    """A subject with its comparison."""
 
     subject: Subject
     better: bool
-    """Whether it is nearer to the good one than to the bad one."""
+    """True if it is nearer to the good version than to the bad one."""
     verdict: Verdict
     value: Interval
     gain: Interval
-    """Over the bad one, by pairs; above 0 is better."""
+    """Gain over the bad version, by pairs; above 0 is better."""
     before: float
-    """The value of the bad one, for the same draws."""
+    """Value of the bad version for the same draws."""
     draws: int
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Compares subjects with a good and a bad one; a `direction` of -1 says that less is better."""
+    """Comparison with a good and a bad subject; `direction` -1 means less is better."""
 
     measure: Measure
     good: Subject
@@ -98,7 +99,7 @@ class Comparison:
     measured: list[Measured] = field(default_factory=list)
 
     def judge(self, subject: Subject) -> Measured:
-        """Measure a subject, and say which of the two it is like."""
+        """Measure a subject and classify it."""
         rows = paired(self.measure(subject), self.measure(self.good), self.measure(self.bad))
         middle = interval_of([self.direction * (v - (g + b) / 2) for v, g, b in rows])
         found = Measured(
@@ -114,13 +115,13 @@ class Comparison:
         return found
 
     def fall(self) -> Interval:
-        """By how much the bad one is worse, by pairs."""
+        """Return by how much the bad one is worse, by pairs."""
         rows = paired(self.measure(self.good), self.measure(self.bad))
         return interval_of([self.direction * (g - b) for g, b in rows])
 
 
 def paired(*columns: Values) -> list[tuple[float, ...]]:
-    """The draws that every column has a value of; one row of 0 where there is none."""
+    """Return the draws for which every column has a value; one row of 0 if there are none."""
     rows = [
         tuple(float(value) for value in row if value is not None)
         for row in zip(*columns, strict=False)
@@ -131,26 +132,26 @@ def paired(*columns: Values) -> list[tuple[float, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fall:
-    """Where the value fell. Example: ``step=96``: the first bad version is 97."""
+    """Location of the fall. Example: ``step=96``: the first bad version is 97."""
 
     fell: Interval
-    """By how much from the first to the last version, by pairs; above 0 is worse."""
+    """Fall from the first to the last version, by pairs; above 0 is worse."""
     measured: Sequence[Measured]
-    """The two given versions, then those between in the order in which they were measured."""
+    """The two given versions, then others in measurement order."""
     step: int
-    """The step that made the first bad version from the last good one."""
+    """Step that made the first bad version from the last good one."""
     direction: float
 
     @property
     def sure(self) -> bool:
-        """Whether the two given versions can be told apart."""
+        """Report whether the two given versions differ with confidence."""
         return self.fell.low > 0
 
 
 def search(measure: Measure, good: int, bad: int, *, direction: float | None = None) -> Fall:
-    """Halve the versions between a good one and a later bad one.
+    """Bisect the versions between a good one and a later bad one.
 
-    Without a `direction` the good version tells whether more is better.
+    Without a `direction`, the good version defines it.
     """
     if direction is None:
         pairs = paired(measure(good), measure(bad))
@@ -172,19 +173,19 @@ def search(measure: Measure, good: int, bad: int, *, direction: float | None = N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What the trials say."""
+    """Result of the trials."""
 
     suspects: Sequence[Suspect]
     trials: Sequence[Measured]
-    """In the order in which they were made."""
+    """Trials in the order in which they were made."""
     cause: Sequence[Suspect]
-    """The smallest tried set without which the value recovers; empty: there is none."""
+    """Smallest tried set without which the value recovers; empty if there is none."""
     proof: Measured | None
-    """The trial without the cause; without all suspects where there is none."""
+    """Trial without the cause; without all suspects if there is no cause."""
     steps: int
-    """Repeated steps."""
+    """Number of repeated steps."""
     over: bool
-    """Whether a trial was not made for want of steps."""
+    """True if the step limit prevented a trial."""
 
 
 @dataclass(slots=True)
@@ -196,7 +197,7 @@ class _Trials:
     tried: dict[frozenset[str], Measured] = field(default_factory=dict)
 
     def without(self, suspects: Sequence[Suspect]) -> Measured | None:
-        """What steps come to without these; None where too few steps are left to try."""
+        """Run a trial without these; None if the step limit does not allow it."""
         names = frozenset(one.name for one in suspects)
         if names not in self.tried:
             trial = Trial(first=min(one.step for one in suspects), last=self.last, drop=names)
@@ -211,9 +212,9 @@ class _Trials:
 def explain(
     comparison: Comparison, suspects: Sequence[Suspect], last: int, steps: int
 ) -> Explanation:
-    """Find the suspect without which steps up to `last` come to what is good.
+    """Find the suspects without which the steps up to `last` give a good value.
 
-    All trials repeat at most so many steps.
+    All trials together repeat at most `steps` steps.
     """
     trials = _Trials(comparison, last, steps)
     if suspects and not (_stands_alone(suspects) and _mends(trials, suspects[:1])):
@@ -238,7 +239,7 @@ def _mends(trials: _Trials, suspects: Sequence[Suspect]) -> bool:
 
 
 def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
-    """Try one of two halves, go on with the one that holds the cause, and try what is left."""
+    """Try one half, continue with the half that contains the cause, then try the rest."""
     while len(suspects) > 1 and not trials.over:
         part, other = halves(suspects)
         found = trials.without(part)
@@ -247,12 +248,12 @@ def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
 
 
 def _stands_alone(suspects: Sequence[Suspect]) -> bool:
-    """Whether the first stands out more, by variance, than all others together."""
+    """Report whether the first deviates more, by variance, than all others together."""
     return suspects[0].deviations ** 2 >= sum(one.deviations**2 for one in suspects[1:])
 
 
 def halves(suspects: Sequence[Suspect]) -> tuple[Sequence[Suspect], Sequence[Suspect]]:
-    """Two parts of about equal weight of at least two suspects, each with one at least.
+    """Split at least two suspects into nonempty parts of similar weight.
 
     Example: weights 9, 3, 2, 1 give the first alone, and the others.
     """

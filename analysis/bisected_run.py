@@ -1,4 +1,4 @@
-"""Bisects a run: makes the weights of versions and trials, and asks a probe for their values."""
+"""Bisect a run: build the weights of versions and trials, and measure them with a probe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(slots=True, kw_only=True)
 class Repeater:
-    """Repeats steps of a run from any version; the state before a step is kept in `folder`."""
+    """Repeats steps of a run from any version; `folder` keeps the state before a step."""
 
     run: SourceRun
     folder: Path
@@ -45,18 +45,18 @@ class Repeater:
     _contributions: dict[int, Rows] = field(default_factory=dict)
 
     def version(self, version: int) -> Path:
-        """The weights of a version, from the store or repeated. Raises as `replay_steps`."""
+        """Return the weights of a version, from the store or repeated. Raises as `replay_steps`."""
         if self.is_kept(version):
             return self.run.store.weights(self.run.history.digest_of(version))
         return self.before(version).weights
 
     def is_kept(self, version: int) -> bool:
-        """Whether the store has a version."""
+        """Report whether the store has a version."""
         digest = self.run.history.digest_of(version)
         return bool(digest) and self.run.store.has_weights(digest)
 
     def before(self, step: int) -> Start:
-        """The state before a step. Raises as `replay_steps`."""
+        """Return the state before a step. Raises as `replay_steps`."""
         if step not in self._states:
             learner, stem = self.run.learner, self.folder / f"before-{step}"
             self._lead_to(step)
@@ -69,7 +69,7 @@ class Repeater:
         return self._states[step]
 
     def trial(self, trial: Trial) -> Path:
-        """The weights that a trial ends with; the next trial replaces them."""
+        """Return the final weights of a trial; the next trial overwrites them."""
         change = Change(drop=trial.drop, start=self.before(trial.first))
         for result in replay_steps(self.run, range(trial.first, trial.last + 1), change):
             self._look(result, unchanged=not trial.drop)
@@ -77,11 +77,11 @@ class Repeater:
         return self.folder / TRIAL
 
     def other_numerics(self, step: int) -> bool:
-        """Whether this machine makes other bits of a step than the run has."""
+        """Report whether this machine's numerics differ from those of a step."""
         return numerics_again(self.run.learner, self._commit(step)) != self._commit(step).numerics
 
     def contributions(self, step: int) -> Rows:
-        """What each trajectory of a step did; the step is repeated where the store lacks that."""
+        """Return the contributions of a step; repeat the step if the store lacks them."""
         if step not in self._contributions and self.run.altered is None:
             sha256 = self._commit(step).contributions.sha256
             stored = stored_contributions(self.run.store, sha256)
@@ -97,7 +97,6 @@ class Repeater:
         return commit
 
     def _lead_to(self, step: int) -> None:
-        """Bring the learner to where it was before a step."""
         kept = max((one for one in self._states if one <= step), default=-1)
         checkpoints = (note.step + 1 for note in self.run.history.notes[:step] if note.checkpoint)
         if kept >= max(checkpoints, default=0):
@@ -126,13 +125,13 @@ class BisectedRun:
     _values: dict[Subject, Values] = field(default_factory=dict)
 
     def search(self, good: int, bad: int) -> Fall:
-        """The step after which the value fell. Raises as the probe and the repeater."""
+        """Find the step after which the value fell. Raises as the probe and the repeater."""
         return search(self.measure, good, bad, direction=self.probe.direction)
 
     def explain(self, fall: Fall, good: int) -> Explanation:
-        """Which group of the step that made the fall, or of those before it, caused it.
+        """Find the group that caused a fall, in its step or in those before it.
 
-        No trial begins before version `good`.
+        Trials begin at version `good` or later.
         """
         first = max(fall.step - self.limits.before, good)
         rows = {one: self.repeater.contributions(one) for one in range(first, fall.step + 1)}
@@ -141,7 +140,7 @@ class BisectedRun:
         return explain(comparison, suspects, last, self.limits.steps)
 
     def measure(self, subject: Subject) -> Values:
-        """Values of a subject; known ones are not asked again."""
+        """Return the values of a subject; known ones are cached."""
         if subject not in self._values:
             self.report(words(subject))
             repeater = self.repeater
@@ -155,7 +154,7 @@ class BisectedRun:
         return self._values[subject]
 
     def _reference(self, fall: Fall, first: int) -> tuple[Comparison, int]:
-        """What trials are compared with, and their last step: some steps after the found one, where
+        """Return the comparison for trials and their last step: some steps after the found one if
         the value is still bad there."""
         committed = self.repeater.run.history.next_step
         for last in range(min(fall.step + self.limits.after, committed - 1), fall.step, -1):
@@ -168,7 +167,8 @@ class BisectedRun:
         return Comparison(self.measure, fall.step, bad, fall.direction)
 
     def _unchanged(self, first: int, last: int) -> Subject:
-        """What steps up to `last` come to with every group: the run's version under its bits."""
+        """Return the subject with all groups: the run's version if the numerics are equal, else a
+        trial."""
         if self.repeater.other_numerics(last):
             return Trial(first=first, last=last)
         return last + 1

@@ -1,12 +1,11 @@
-"""A change of a replay: other rewards, fewer or weighted rows, other settings, another start.
+"""Changes of a replay: other rewards, dropped or weighted rows, other settings, another start.
 
-1. A dropped trajectory gives no gradient, and its siblings are compared without it. A dropped group
-   leaves the batch.
-2. A reward replaces the logged one. None says that the trajectory has no valid reward.
-3. A weight is a factor of the trajectory's loss; the divisor of the mean stays as it was.
+1. A dropped trajectory gives no gradient and no baseline to its group. A dropped group leaves the
+   batch.
+2. A reward replaces the logged one. None means no valid reward.
+3. A weight is a factor of the trajectory's loss; the divisor of the mean stays the same.
 
-The learner decides what follows for a group: advantages are 0 where fewer than two rewards are
-left, or where all are equal.
+The learner sets a group's advantages to 0 if fewer than two rewards are left or all are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dora_pipe.schemas.wire import canonical, sha256_hex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A checkpoint to start from: the weights and the optimizer's state before a step."""
+    """Checkpoint to start from: weights and optimizer state before a step."""
 
     weights: Path
     digest: str
@@ -36,7 +35,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """The difference between a replay and its run.
+    """Difference between a replay and its run.
 
     Example: ``Change(drop=frozenset({"g0000000042"}), weights={"g0000000043-001": 0.5})``
     """
@@ -44,16 +43,16 @@ class Change:
     drop: frozenset[str] = frozenset()
     """Groups and trajectories that do not count."""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """By trajectory, instead of the logged ones."""
+    """Rewards by trajectory, instead of the logged ones."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """By trajectory, factor of its loss; 1 for all others."""
+    """Loss factors by trajectory; 1 for all others."""
     settings: Settings = field(default_factory=dict)
     """Logged keys of the trainer and the objective, instead of those in force."""
     start: Start | None = None
     """State before the first step, instead of the run's own."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a reward that is not finite, and a weight that is below 0."""
+        """Raises UsageError for a reward that is not finite or a weight below 0."""
         for name, reward in self.rewards.items():
             if reward is not None and not math.isfinite(reward):
                 raise UsageError(f"the reward of {name} is {reward}", hint="a finite number")
@@ -63,7 +62,7 @@ class Change:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """The change as JSON has it."""
+        """Return the change as plain values for JSON."""
         return {
             "drop": sorted(self.drop),
             "rewards": dict(self.rewards),
@@ -82,9 +81,9 @@ EMPTY: Final = Change()
 
 
 def changed_batch(batch: TrainBatch, change: Change) -> TrainBatch:
-    """Return the batch as it is trained: the same object where nothing of it changes.
+    """Return the batch to train; the same object if nothing changes.
 
-    Raises UsageError where no group is left.
+    Raises UsageError if no group is left.
     """
     groups = [_group(one, change) for one in batch.groups if one.group not in change.drop]
     if batch.groups and not groups:
@@ -101,7 +100,6 @@ def changed_batch(batch: TrainBatch, change: Change) -> TrainBatch:
 
 
 def _weights(weights: Mapping[str, float], groups: Collection[TrainGroup]) -> dict[str, float]:
-    """The weights of these groups that are not 1."""
     names = (one.trajectory for group in groups for one in group.trajectories) if weights else ()
     return {name: weights[name] for name in names if weights.get(name, 1.0) != 1.0}
 
@@ -114,7 +112,6 @@ def _group(group: TrainGroup, change: Change) -> TrainGroup:
 
 
 def _trajectory(trajectory: Trajectory, change: Change) -> Trajectory:
-    """The trajectory with the reward that counts, None where it does not."""
     name = trajectory.trajectory
     reward = None if name in change.drop else change.rewards.get(name, trajectory.reward)
     return trajectory if reward == trajectory.reward else replace(trajectory, reward=reward)
@@ -125,11 +122,11 @@ class RewardLine(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectory: str
     reward: float | None
-    """None: it has no valid reward."""
+    """None: no valid reward."""
 
 
 def write_rewards(file: Path, rows: Iterable[RewardLine]) -> None:
-    """Write a rewards file, all or nothing."""
+    """Write a rewards file atomically."""
     partial = file.with_name(f"{file.name}.partial")
     with partial.open("wb") as lines:
         lines.writelines(msgspec.json.encode(row) + b"\n" for row in rows)

@@ -1,9 +1,8 @@
-"""Find the first record where two runs part, and why.
+"""Find the first record in which two runs differ, and the possible reasons.
 
-Runs of one configuration can part by time alone: the machine decides which group finishes first.
-So records are compared by what they stand for: dispatched groups by their order, batches and
-versions by number, trajectories by id where both runs sampled them with equal weights from the same
-row. The first record is the one that the first run logged earliest.
+Timing alone can make runs of one configuration differ. So groups are matched by dispatch order,
+batches and versions by number, and trajectories by id if both were sampled with equal weights from
+the same row. The first record is the one that the first run logged earliest.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ RECORDS: Final[Mapping[Kind, str]] = {
         from groups where fate = 'trained' group by step""",
     "version": "select version, published_ns, digest from versions",
 }
-"""Number, time and content of the records of each kind."""
+"""Queries for number, time and content of the records of each kind."""
 
 Records = Mapping[int | str, tuple[int, Any]]
 """Time and content by number or id."""
@@ -62,7 +61,7 @@ Records = Mapping[int | str, tuple[int, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """The compared properties of a run."""
+    """Compared properties of a run."""
 
     config: Mapping[str, Any]
     """Plain values by dotted key."""
@@ -74,7 +73,7 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parting:
-    """The first record of a kind that differs.
+    """First record of a kind that differs.
 
     Example: ``Parting(kind="version", name="3", at_ns=17, values=("ab12", "cd34"))``
     """
@@ -82,27 +81,28 @@ class Parting:
     kind: Kind
     name: str
     at_ns: int
-    """When the first run logged it."""
+    """Time at which the first run logged it."""
     values: tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDiff:
-    """Where two runs part, and why."""
+    """Differences of two runs."""
 
     changes: tuple[Sequence[tuple[int, str]], Sequence[tuple[int, str]]]
-    """Of each run, (step, change) of settings that changed in it; empty where both are equal."""
+    """(step, change) of settings that changed in each run; empty if both are equal."""
     config: Mapping[str, tuple[Any, Any]]
-    """Keys whose values differ."""
+    """Keys with different values."""
     made_of: Mapping[str, tuple[Any, Any]]
-    """Seeds, versions, digests of data and code, engines and devices that differ."""
+    """Differing seeds, versions, digests of data and code, engines and devices."""
     partings: Sequence[Parting]
-    """The first record of each kind that differs, in the order of the first run."""
+    """First differing record of each kind, in the order of the first run."""
     compared: Mapping[Kind, int]
-    """Records of each kind that both runs have and that can be compared."""
+    """Comparable records that both runs have, by kind."""
 
     def reasons(self, names: tuple[str, str]) -> list[str]:
-        """Return what can explain the difference: changes in mid-run first, then settings."""
+        """Return possible reasons of the difference: changes during the run first, then
+        settings."""
         mid_run = [
             f"{name} changed {change} at step {step}"
             for name, changes in zip(names, self.changes, strict=True)
@@ -118,7 +118,7 @@ class RunDiff:
 
 
 def diff_runs(one: OpenRun, other: OpenRun, damage: Damage) -> RunDiff:
-    """Compare two runs; both logs are read from end to end. Raises BusError, LogTruncated."""
+    """Compare two runs, reading both logs completely. Raises BusError, LogTruncated."""
     return compare(_compared_run(one, damage), _compared_run(other, damage))
 
 
@@ -145,8 +145,7 @@ def compare(one: ComparedRun, other: ComparedRun) -> RunDiff:
 def comparable(kind: Kind, one: Records, other: Records) -> list[int | str]:
     """Return the records that both have, in the order of the first run.
 
-    Of trajectories those that were sampled from equal weights and rows: their content starts with
-    both.
+    Trajectories must have equal weights and rows, which their content starts with.
     """
     both = (name for name in one if name in other)
     if kind == "trajectory":
@@ -155,7 +154,7 @@ def comparable(kind: Kind, one: Records, other: Records) -> list[int | str]:
 
 
 def parting(kind: Kind, one: Records, other: Records) -> Parting | None:
-    """Return the first comparable record that differs; None where there is none."""
+    """Return the first comparable record that differs; None if there is none."""
     for name in comparable(kind, one, other):
         (at_ns, here), (_, there) = one[name], other[name]
         if here != there:
@@ -189,7 +188,7 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
 
 
 def _content(one: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
-    """Return what a trajectory was sampled from, a digest of its tokens, and its reward."""
+    """Return a trajectory's weights and row, the digest of its tokens, and its reward."""
     meta = one.meta
     tokens = np.asarray(one.token_ids, "<i8").tobytes()
     return (one.digest, meta.purpose, meta.index, meta.source), sha256_hex(tokens), one.reward

@@ -1,9 +1,8 @@
 """Continue a recorded trajectory from its turns with new seeds and compare the rewards.
 
 The *value* of a turn is the mean reward of continuations from the recorded tokens before it, under
-one policy version. Each continuation is a request that lost its worker at that place: a worker
-resumes from the recorded prefix, gives an environment the recorded turns again, and the answers
-must be the recorded ones.
+one policy version. A continuation is a request that lost its worker at that place: the worker
+resumes from the recorded prefix, and the environment's answers must equal the recorded ones.
 
     turn that begins at token 40, sample 3 -> request g0000000040-003
 """
@@ -28,7 +27,7 @@ from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.trajectory import EpisodeProgress, Segment, Trajectory
 
 CONFIDENCE: Final = 1.96
-"""Standard errors of a normal distribution that 95 % lie within."""
+"""Standard errors of a normal distribution for 95 %."""
 
 BINARY: Final = frozenset({0.0, 1.0})
 REASON: Final = "a continuation of a recorded trajectory"
@@ -36,10 +35,10 @@ REASON: Final = "a continuation of a recorded trajectory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """The beginning of a turn. Example: ``Cut(token=40, turn=4)``."""
+    """Beginning of a turn. Example: ``Cut(token=40, turn=4)``."""
 
     token: int
-    """Tokens before it, prompt included."""
+    """Tokens before it, including the prompt."""
     turn: int
 
 
@@ -54,7 +53,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForkedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuations from one turn; those without a valid reward count in no mean."""
+    """Continuations from one turn; means exclude those without a valid reward."""
 
     token: int
     turn: int
@@ -74,7 +73,7 @@ class Decided(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True):
-    """The values of a trajectory's turns under one version."""
+    """Values of a trajectory's turns under one version."""
 
     run: str
     trajectory: str
@@ -101,7 +100,7 @@ def turn_starts(trajectory: Trajectory) -> dict[int, int]:
 def check_forkable(trajectory: Trajectory, scored_together: Sequence[str] = ()) -> None:
     """Raise UsageError for a trajectory that cannot be continued.
 
-    `scored_together` are the sources whose trajectories are scored as a group (`RunStarted`).
+    `scored_together`: sources whose trajectories are scored as a group (`RunStarted`).
     """
     name = trajectory.trajectory
     if trajectory.meta.source in scored_together:
@@ -129,9 +128,9 @@ def cuts_of(trajectory: Trajectory, turn: int | None) -> list[Cut]:
 def continuations(
     recorded: Trajectory, cuts: Sequence[Cut], samples: int, worker: TemporaryWorker
 ) -> tuple[dict[Cut, list[Trajectory]], list[RequestFailed]]:
-    """Sample so many continuations from each cut; return them, and those that were lost.
+    """Sample continuations from each cut; return them and the failed ones.
 
-    Raises ReplayDiverged for an environment that answers differently, and as the worker does.
+    Raises ReplayDiverged if an environment answers differently, and what the worker raises.
     """
     wanted = {
         cut: [_wanted(recorded, cut, sample, worker) for sample in range(samples)] for cut in cuts
@@ -152,7 +151,7 @@ def continuations(
 
 
 def check_replayable(recorded: Trajectory, facts: Mapping[str, TaskFacts]) -> None:
-    """Raise UsageError for an environment that does not declare that it can be repeated."""
+    """Raise UsageError for an environment that does not declare itself replayable."""
     here = facts[recorded.meta.source]
     if not (here.single_turn or here.replayable):
         raise UsageError(
@@ -195,11 +194,10 @@ def _wanted(recorded: Trajectory, cut: Cut, sample: int, worker: TemporaryWorker
 def prefix_of(
     recorded: Trajectory, cut: Cut, name: str, worker: TemporaryWorker
 ) -> EpisodeProgress | None:
-    """Return the tokens before a cut as the progress record that a worker resumes from.
+    """Return the tokens before a cut as the progress record to resume from; None at the prompt.
 
-    None where the cut is at the prompt. The record names the worker's version as the version of
-    its tokens. It ends with the model's last turn before the cut: the worker asks the environment
-    again for the answer to that turn.
+    The record names the worker's version for its tokens. It ends with the model's last turn, so
+    that the worker asks the environment for its answer again.
     """
     models = [one for one in recorded.segments if one.kind == "model" and one.start < cut.token]
     if not models:
@@ -233,7 +231,7 @@ def _segments_before(segments: Sequence[Segment], end: int, version: int) -> Ite
 
 
 def prefix_difference(recorded: Trajectory, continued: Trajectory, cut: Cut) -> str:
-    """Describe what differs before a cut from the recorded trajectory; empty where nothing does."""
+    """Describe the difference to the recorded trajectory before a cut; empty if there is none."""
     answers = _answers(continued)
     for number, before in enumerate(_answers(recorded)):
         if before.end > cut.token:
@@ -263,8 +261,8 @@ def _answers(trajectory: Trajectory) -> list[Segment]:
 def mean_of(rewards: Sequence[float]) -> tuple[float, float, float] | tuple[None, None, None]:
     """Return the mean of these rewards and its 95 % interval.
 
-    Rewards of 0 and 1 get Wilson's interval, which has a width even where all are equal; others
-    the interval of resampled means.
+    Rewards of 0 and 1 use Wilson's interval, which has a width even if all are equal; others use a
+    bootstrap interval.
     """
     if not rewards:
         return None, None, None
@@ -285,7 +283,7 @@ def fork_of(
     samples: Mapping[Cut, Sequence[Trajectory]],
     worker: TemporaryWorker,
 ) -> Fork:
-    """Return the values of these cuts by their continuations."""
+    """Return the values of these cuts from their continuations."""
     turns = tuple(_turn(cut, samples[cut]) for cut in sorted(samples, key=lambda cut: cut.token))
     return Fork(
         run=run,
@@ -316,10 +314,10 @@ def _turn(cut: Cut, continued: Sequence[Trajectory]) -> ForkedTurn:
 
 
 def decided_by(turns: Sequence[ForkedTurn], reward: float | None) -> Decided | None:
-    """Return the turn that changed the value most, the first of equals.
+    """Return the turn that changed the value most, the first of ties.
 
-    The recorded reward is the value after the last turn. Only turns count whose interval does not
-    overlap the next one's; None where there is none.
+    The recorded reward is the value after the last turn. A turn counts only if its interval does
+    not overlap the next one's; None if there is no such turn.
     """
     values = [
         (one.turn, one.mean, one.low, one.high)

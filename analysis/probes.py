@@ -1,13 +1,13 @@
 """Probes: a value per draw for any weights, from an evaluation of the run or a user's function.
 
-The *draws* of an evaluation are its trajectories, row after row, then again with further seeds:
+The *draws* of an evaluation are its trajectories, row by row, then again with new seeds:
 
     2 rows of 2 trajectories:   draw    0  1  2  3  4  5 ...
                                 group   0  0  1  1  2  2      2 is row 0 once more
                                 sample  0  1  0  1  0  1
 
-Groups and seeds are those of the run's own evaluation (`orchestrator.evaluations`), so draw i has
-the same row and seed for all weights. A draw without a valid reward has no value.
+Groups and seeds equal those of the run's evaluation (`orchestrator.evaluations`), so draw i has the
+same row and seed for all weights. A draw without a valid reward has no value.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ Values = Sequence[float | None]
 
 
 class Probe(Protocol):
-    """Gives a value for every draw; draw i has the same row and seed for all weights."""
+    """Source of a value per draw; draw i has the same row and seed for all weights."""
 
     @property
     def direction(self) -> float | None:
-        """1 where more is better; None where the given versions tell."""
+        """1 if more is better; None if the given versions define it."""
         ...
 
     def values(self, weights: Path, digest: str, draws: int) -> Values:
-        """Values of so many draws; fewer where there are no more. Raises TaskError."""
+        """Return values of up to `draws` draws. Raises TaskError."""
         ...
 
 
@@ -95,7 +95,7 @@ def opened_probe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionProbe:
-    """A user's function: the folder of a model to a number, or one per row."""
+    """User function from a model directory to a number, or to one per row."""
 
     probe: str
     function: Any
@@ -104,7 +104,7 @@ class FunctionProbe:
     direction: float | None = None
 
     def values(self, weights: Path, digest: str, draws: int) -> Values:
-        """See the protocol; the function decides how many there are. Raises TaskError."""
+        """Return the function's values, however many. Raises TaskError."""
         with tempfile.TemporaryDirectory(prefix="dora-pipe-probe-") as folder:
             model, dtype = Path(folder) / "model", read_manifest(weights).dtype
             write_policy_dir(self.store, weights, digest, dtype, self.assets, model)
@@ -112,17 +112,17 @@ class FunctionProbe:
                 found = self.function(model)
                 many = hasattr(found, "__len__")
                 return [float(one) for one in found] if many else [float(found)]
-            except Exception as error:  # A probe is a user's code.
+            except Exception as error:  # user code
                 raise TaskError(f"--probe {self.probe}: {reason(error)}") from error
 
 
 @dataclass(slots=True, kw_only=True)
 class EvaluationProbe:
-    """Rewards of an evaluation's rows, each sampled as a worker of the run samples it."""
+    """Rewards of an evaluation's rows, sampled as by a worker of the run."""
 
     started: RunStarted
     config: Config
-    """Of the run, with one evaluation."""
+    """The run's configuration with one evaluation."""
     local: Config
     """This machine's part of the worker's configuration."""
     store: PolicyStore
@@ -132,7 +132,7 @@ class EvaluationProbe:
     direction: float | None = 1.0
 
     def values(self, weights: Path, digest: str, draws: int) -> Values:
-        """See the protocol. Raises TaskError where no draw has a valid reward."""
+        """Sample the draws. Raises TaskError if no draw has a valid reward."""
         parts = WorkerParts(
             store=_OtherWeights(store=self.store, file=weights, digest=digest),
             config=self.local,
@@ -159,7 +159,6 @@ class EvaluationProbe:
         return cast("TaskPool", _Kept(pool))
 
     def _wanted(self, draw: int, digest: str) -> SampleRequest:
-        """The request of a draw: rows repeat with other seeds."""
         evaluation = self.config.evaluation
         ordinal, sample = divmod(draw, evaluation.siblings)
         again, row = divmod(ordinal, evaluation_rows(self.started, evaluation))
@@ -178,7 +177,7 @@ class EvaluationProbe:
 
 
 def _check(results: Sequence[Trajectory | RequestFailed]) -> None:
-    """Report the draws without a value. Raises TaskError where none has one."""
+    """Report the draws without a value. Raises TaskError if none has one."""
     errors = Counter(
         one.error if isinstance(one, RequestFailed) else error_class(one.meta.reward_error or "")
         for one in results
@@ -193,7 +192,7 @@ def _check(results: Sequence[Trajectory | RequestFailed]) -> None:
 
 
 class _Kept:
-    """An engine or the processes of a task, which a worker cannot close."""
+    """Engine or task processes that stay open when a worker closes them."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -274,7 +273,7 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
 
 
 def _named(config: Config, name: str) -> Evaluation:
-    """The evaluation of a name; without one, the only one. Raises UsageError."""
+    """Return the named evaluation, or the only one without a name. Raises UsageError."""
     found = {one.name: one for one in config.evaluations}
     if name not in found and (name or len(found) > 1):
         known = ", ".join(f"eval:{one}" if one else EVAL for one in found)
@@ -283,7 +282,8 @@ def _named(config: Config, name: str) -> Evaluation:
 
 
 def asking_only(started: RunStarted, evaluation: Evaluation) -> RunStarted:
-    """`run started` of a log with this evaluation alone: its worker starts no other task."""
+    """Return a `run started` with this evaluation alone, so that its worker starts no
+    other task."""
     names = {
         "task": logged_config(started.config).task_of(evaluation).name,
         "evaluation": evaluation.name,

@@ -1,10 +1,9 @@
-"""Repeats committed steps from the log and a checkpoint, with one change or none.
+"""Repeat committed steps from the log and a checkpoint, with one change or none.
 
-Steps between the checkpoint and the first wanted one are repeated as they were, because nothing
-else leads there. Without a change, weights, figures and contributions must be the committed ones
-bit for bit; only times may differ. The first step with other weights ends such a replay, unless the
-numerics fingerprint differs (another machine, another version of torch): then only the distance is
-of interest. There is no tolerance, because errors would hide in it.
+Steps between the checkpoint and the first requested one are repeated unchanged. Without a change,
+weights, metrics and contributions must equal the committed ones bit for bit; there is no tolerance,
+since errors would hide in it. The replay ends at the first difference, unless the numerics
+fingerprint differs (another machine or torch version): then only the distance is reported.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.", "objective.")))
-"""Keys that a change may set: the settings that a commit carries."""
+"""Keys that a change may set: the settings that a commit contains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance:
-    """How far a replayed tensor is from the committed one.
+    """Distance of a replayed tensor from the committed one.
 
     Example: ``TensorDistance(tensor="lm_head.weight", differing=12, elements=4096,
     absolute_max=1.2e-7, relative_max=3e-6)``.
@@ -59,7 +58,7 @@ class TensorDistance:
 
     tensor: str
     differing: int
-    """Elements with other bits."""
+    """Elements with different bits."""
     elements: int
     absolute_max: float
     relative_max: float
@@ -68,10 +67,10 @@ class TensorDistance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureDifference:
-    """A figure that came out otherwise.
+    """A metric that differs.
 
-    Example: ``FigureDifference(name="loss", committed=0.25, replayed=0.5)``; what a trajectory
-    contributed is called ``g0000000042-003 advantage``.
+    Example: ``FigureDifference(name="loss", committed=0.25, replayed=0.5)``; contributions have
+    names such as ``g0000000042-003 advantage``.
     """
 
     name: str
@@ -80,24 +79,24 @@ class FigureDifference:
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Format for people."""
         return f"{self.name} is {self.replayed!r}, committed is {self.committed!r}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One repeated step; `wanted` is False for those that only lead to the first wanted one."""
+    """One repeated step; `wanted` is False for steps before the first requested one."""
 
     replayed: ReplayedStep
     wanted: bool
     distances: tuple[TensorDistance, ...] = ()
-    """Of every tensor that differs, largest first; empty with a change."""
+    """Distances of differing tensors, largest first; empty with a change."""
     figures: tuple[FigureDifference, ...] = ()
-    """Figures of the commit and of its contributions that differ."""
+    """Metrics and contributions that differ from the commit."""
 
     @property
     def equal(self) -> bool:
-        """Whether weights and figures are those that were committed."""
+        """Report whether weights and metrics equal the committed ones."""
         return self.replayed.equal and not self.figures
 
     @property
@@ -109,7 +108,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuilt:
-    """A version that the store lacks, and the replay that makes it again.
+    """A version that the store lacks, with the replay that rebuilds it.
 
     Example: ``Rebuilt(version=7, digest="ab..", base=4, steps=3)``: from the checkpoint of version
     4, by three steps.
@@ -118,12 +117,12 @@ class Rebuilt:
     version: int
     digest: str
     base: int
-    """The version that the replay began at; 0 is the model that the run was started with."""
+    """Version of the starting checkpoint; 0 is the initial model."""
     steps: int
 
     @property
     def line(self) -> str:
-        """For people."""
+        """Format for people."""
         from_ = f"the checkpoint of version {self.base}" if self.base else "version 0"
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         return (
@@ -134,7 +133,7 @@ class Rebuilt:
 
 @dataclass(kw_only=True)
 class SourceRun:
-    """A run whose steps are repeated; its learner is made once, when it is needed."""
+    """Run whose steps are repeated; its learner is created on first use."""
 
     bus: Bus
     topics: Topics
@@ -142,13 +141,13 @@ class SourceRun:
     make: Callable[[RunStarted], Learner]
     clock: Clock
     altered: Alter | None = None
-    """Applied to every step before a change: a run as it could have gone, for studies."""
+    """Change of every step that applies before any `Change`, for studies."""
     on_rebuilt: Callable[[Rebuilt], None] = lambda rebuilt: LOG.warning("%s", rebuilt.line)
-    """Hears of every version that `weights` makes again."""
+    """Called with every version that `weights` rebuilds."""
 
     @classmethod
     def of(cls, run: OpenRun) -> SourceRun:
-        """The steps of an open run, repeated on this machine's device."""
+        """Open the steps of a run for replay on this machine's device."""
 
         def make(started: RunStarted) -> Learner:
             config = logged_config(started.config)
@@ -161,12 +160,12 @@ class SourceRun:
 
     @cached_property
     def history(self) -> CommitHistory:
-        """The committed steps as control has them when this is first read."""
+        """Committed steps in control when first read."""
         return read_history(self.bus, self.topics, self.clock)
 
     @property
     def started(self) -> RunStarted:
-        """The first record. Raises InvariantBroken."""
+        """First control record. Raises InvariantBroken."""
         started = self.history.run_started
         if started is None:
             raise InvariantBroken(f"{self.topics.control} has no `run started`")
@@ -174,11 +173,11 @@ class SourceRun:
 
     @cached_property
     def learner(self) -> Learner:
-        """Holds the state after the last repeated step."""
+        """Learner with the state after the last repeated step."""
         return self.make(self.started)
 
     def steps(self, first: int | None, end: int | None) -> range:
-        """Return the steps `first` .. `end - 1`, all of them by default. Raises UsageError."""
+        """Return the steps `first` .. `end - 1`, all by default. Raises UsageError."""
         committed = self.history.next_step
         steps = range(0 if first is None else first, committed if end is None else end)
         check_steps(self, steps)
@@ -187,10 +186,10 @@ class SourceRun:
         return steps
 
     def weights(self, version: int) -> Path:
-        """The file of a version, made again if the store lacks it.
+        """Return the file of a version; rebuild it if the store lacks it.
 
-        Raises UsageError for a version that was not committed, ReplayDiverged when this machine
-        makes other bytes, PolicyError, BusError.
+        Raises UsageError for an uncommitted version, ReplayDiverged if this machine computes other
+        bytes, PolicyError, BusError.
         """
         history = self.history
         if version and not 0 <= version <= history.next_step:
@@ -204,7 +203,8 @@ class SourceRun:
         return self.store.weights(digest)
 
     def _has_weights(self, digest: str) -> bool:
-        """Whether the store can give it: what deltas are damaged or lost is made again, too."""
+        """Report whether the store can provide it; versions with damaged or lost deltas are
+        rebuilt."""
         if not self.store.has_weights(digest):
             return False
         try:
@@ -233,7 +233,7 @@ class SourceRun:
 
 
 def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:
-    """A trainer as the run has it, without weights yet. Raises ConfigError, PolicyError."""
+    """Open the run's trainer without weights. Raises ConfigError, PolicyError."""
     store, config = run.policies, config or logged_config(started.config)
     return make_learner(
         assets=store.assets(started.assets_digest),
@@ -244,23 +244,22 @@ def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None
 
 
 def with_modules(config: Config, run: OpenRun) -> Config:
-    """The configuration, with the folder of the user's modules and the teacher that this machine
-    has."""
+    """Return the configuration with this machine's user modules and teacher."""
     task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
     teacher = config.teacher.on(run.config.teacher)
     return msgspec.structs.replace(config, task=task, teacher=teacher)
 
 
 def replay_steps(run: SourceRun, steps: range, change: Change = EMPTY) -> Iterator[StepResult]:
-    """Repeat `steps` with a change; yields one result per step, lead-in steps among them.
+    """Repeat `steps` with a change; yield one result per step, including lead-in steps.
 
-    The change applies from the first of `steps` on. `change.start` needs no lead-in, and an empty
-    range is lead-in alone. Afterwards `run.learner` has the last weights. Without a change, the
-    replay ends after the first step that differs although the numerics are equal.
+    The change applies from the first of `steps` on. `change.start` needs no lead-in; an empty range
+    is lead-in only. Afterwards `run.learner` has the last weights. Without a change, the replay
+    ends after the first step that differs under equal numerics.
 
-    Raises UsageError for steps that were not committed, ConfigError for a setting that cannot be,
-    ReplayDiverged for a lead-in step of a change that differs although the numerics are equal,
-    InvariantBroken for a trajectory that cannot be read.
+    Raises UsageError for uncommitted steps, ConfigError for an invalid setting, ReplayDiverged for
+    a lead-in step of a change that differs under equal numerics, InvariantBroken for an unreadable
+    trajectory.
     """
     check_steps(run, steps)
     alter = run.altered if change == EMPTY else _alter(run, steps, change)
@@ -293,7 +292,7 @@ def check_steps(run: SourceRun, steps: range) -> None:
 
 
 def _load(run: SourceRun, first: int, change: Change) -> int:
-    """Load the state to begin with; the step that comes next."""
+    """Load the initial state and return the next step."""
     start = change.start
     if start is None:
         return load_base(run.store, run.learner, run.started, run.history.notes[:first])
@@ -302,7 +301,8 @@ def _load(run: SourceRun, first: int, change: Change) -> int:
 
 
 def _alter(run: SourceRun, steps: range, change: Change) -> Alter:
-    """What a change makes of batches and settings. Raises UsageError for an unknown setting."""
+    """Return the change as a function of batch and settings. Raises UsageError for unknown
+    settings."""
     if unknown := sorted(change.settings.keys() - SETTABLE):
         there = f"there are: {', '.join(sorted(SETTABLE))}"
         raise UsageError(f"{unknown[0]} is not a setting of a training step", hint=there)
@@ -321,7 +321,6 @@ def _alter(run: SourceRun, steps: range, change: Change) -> Alter:
 
 
 def _compared(run: SourceRun, result: StepResult) -> StepResult:
-    """The result with every figure and tensor that differs from the committed one."""
     step, store = result.replayed, run.store
     return StepResult(
         replayed=step,
@@ -332,7 +331,7 @@ def _compared(run: SourceRun, result: StepResult) -> StepResult:
 
 
 def raise_if_diverged(line: StepResult) -> None:
-    """Raise ReplayDiverged, naming step and first tensor or figure, unless everything is equal."""
+    """Raise ReplayDiverged with the step and first difference, unless everything is equal."""
     step = line.replayed
     if line.equal:
         return
@@ -350,9 +349,9 @@ def raise_if_diverged(line: StepResult) -> None:
 
 
 def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, ...]:
-    """Every tensor of two safetensors files that differs, largest relative distance first.
+    """Return every tensor of two safetensors files that differs, largest relative distance first.
 
-    Tensors that only one of them has, or that have another shape, count as wholly different.
+    Tensors that only one file has, or of another shape, differ in every element.
     """
     from safetensors.torch import load_file
 
@@ -365,7 +364,7 @@ def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, .
 def _distance(
     name: str, committed: torch.Tensor | None, replayed: torch.Tensor | None
 ) -> TensorDistance | None:
-    """The distance of two tensors; None where all bits are equal."""
+    """Return the distance of two tensors; None if all bits are equal."""
     a, b = committed, replayed
     if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return TensorDistance(
@@ -387,14 +386,13 @@ def _distance(
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element."""
     import torch
 
     return tensor.flatten().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
 
 
 def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
-    """Of the commit; one that this version computes and the commit does not have is a later one."""
+    """Yield differing metrics; ignore metrics that the commit does not have."""
     for name, committed in sorted(replayed.figures_committed.items()):
         if name in OF_PATCHES:
             continue
@@ -404,7 +402,7 @@ def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
 
 
 def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator[FigureDifference]:
-    """Of the commit's contributions; nothing where the store does not have them any more."""
+    """Yield differing contributions; none if the store no longer has them."""
     sha256 = replayed.contributions_committed
     if not store.has_blob("contributions", sha256):
         return
@@ -419,7 +417,7 @@ def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator
 
 
 def distances_of(run: SourceRun, step: ReplayedStep) -> tuple[TensorDistance, ...]:
-    """How far the learner's weights are from the committed ones; empty where those are gone."""
+    """Return the distances from the committed weights; empty if those are gone."""
     try:
         committed = run.store.weights(step.digest_committed)
     except PolicyError:

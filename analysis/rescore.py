@@ -1,12 +1,11 @@
-"""Score logged trajectories again with a task: the run's own, or one with other rewards.
+"""Score logged trajectories again with the run's own task, or with other rewards.
 
-The task is called through the worker's own port, so it sees what the run's workers gave it: the
-prompt must be equal token by token, the environment receives every recorded turn and must answer
-as it did, and the reward, its raw value, its parts and its answer are compared exactly. A
-trajectory whose group is scored together is scored alone first; then the group adds its scores.
+The task runs through the worker's port with the inputs of the run. Prompts, environment answers,
+and rewards with raw value, parts and answer must be equal. A trajectory of a group that is scored
+together is first scored alone; then the group's scores are added.
 
-Not compared, but counted: what infrastructure lost (a time limit, a dead process, `Retry`), then or
-now, and rewards that an agent gave itself.
+Answers that infrastructure lost (timeout, dead process, `Retry`), now or in the run, and rewards
+that agents gave are counted, not compared.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, answer_of, tur
 from dora_pipe.schemas.wire import REWARD_MAX
 
 IN_FLIGHT_MAX: Final = 64
-"""Trajectories that the task works on at a time."""
+"""Trajectories in the task at a time."""
 
 POLL_S: Final = 0.005
-"""Pause between two polls without an answer; each call has its own time limit in the pool."""
+"""Pause after an empty poll; the pool limits the time of each call."""
 
 AGENTS_OWN: Final = "its agent gave the reward"
 IN_ERROR: Final = "it ended in an error"
 
 
 class Tasks(Protocol):
-    """Runs calls of the task: `producers.worker.ports.TaskPorts`."""
+    """Interface to run task calls: `producers.worker.ports.TaskPorts`."""
 
     def start(self, effect: PromptCall | EnvStep | RewardCall | GroupCall | Forget) -> None: ...
 
@@ -61,27 +60,27 @@ class Tasks(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescored:
-    """A trajectory with its reward now.
+    """A trajectory with its new reward.
 
-    Example: ``Rescored(trajectory="g0000000042-003", recorded=1.0, reward=0.0,
-    difference="its reward is 0.0, recorded is 1.0")``
+    Example: ``Rescored(trajectory="g0000000042-003", recorded=1.0, reward=0.0, difference="its
+    reward is 0.0, recorded is 1.0")``
     """
 
     trajectory: str
     recorded: float | None
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the reward now, by name."""
+    """Parts of the new reward, by name."""
     error: str = ""
-    """Why it has no reward now."""
+    """Why it has no new reward."""
     difference: str = ""
-    """First difference to the record; empty where there is none."""
+    """First difference to the record; empty if there is none."""
     not_compared: str = ""
     """Why it cannot be compared."""
 
     @property
     def lost(self) -> bool:
-        """Whether infrastructure lost the answer: another try may get one."""
+        """Report whether infrastructure lost the answer, so that a retry may succeed."""
         return self.reward is None and bool(self.error) and bool(self.not_compared)
 
 
@@ -92,18 +91,18 @@ class ScoredTogether:
     size: int
     """Trajectories of the group that count."""
     valid_min: int
-    """Valid rewards without which the group fails and is not scored."""
+    """Minimum valid rewards; with fewer, the group fails and is not scored."""
     recorded: Mapping[str, tuple[float | None, Mapping[str, float]]]
-    """By trajectory, the recorded reward within the group, and the group's parts of it."""
+    """Recorded group reward and its parts, by trajectory."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A trajectory that the task is working on."""
+    """A trajectory in the task."""
 
     recorded: Trajectory
     left: deque[tuple[SegmentKind, list[int]]]
-    """Turns that the environment has not seen yet."""
+    """Turns that the environment has not received yet."""
 
 
 def rescore(
@@ -115,11 +114,11 @@ def rescore(
     together: Mapping[str, ScoredTogether] | None = None,
     agents: bool = False,
 ) -> Iterator[Rescored]:
-    """Score every trajectory, several at a time, in the order in which the answers come.
+    """Score trajectories concurrently; yield them in completion order.
 
-    `stopped` tells whether a turn of the model ended by itself, not by its length: then its
-    environment received it. `together` has the groups that are scored together. `agents`: score
-    trajectories too whose agent gave the reward. Raises TaskError where the task cannot run.
+    `stopped` reports whether a turn ended by itself, not by its length: only then did the
+    environment receive it. `together`: groups that are scored together. `agents` includes
+    trajectories whose agent gave the reward. Raises TaskError if the task cannot run.
     """
     scoring = _Scoring(tasks, stopped, together or {}, agents=agents)
     waiting = iter(trajectories)
@@ -151,12 +150,12 @@ class _Scoring:
         self._tasks, self._stopped, self._agents = tasks, stopped, agents
         self._together = together
         self.open: dict[str, _Asked | list[Rescored]] = {}
-        """By trajectory, and by group those that are being scored together."""
+        """By trajectory; by group during group scoring."""
         self.done: list[Rescored] = []
         self._gathered: defaultdict[str, list[tuple[Trajectory, Rescored]]] = defaultdict(list)
 
     def begin(self, one: Trajectory) -> None:
-        """Ask for its prompt; a trajectory that ended in an error was never scored."""
+        """Request its prompt; a trajectory that ended in an error was never scored."""
         meta = one.meta
         if meta.finish == "error":
             wrong = "" if one.reward is None else "it ended in an error and has a reward"
@@ -180,7 +179,7 @@ class _Scoring:
                 )
 
     def handle(self, event: Any) -> None:
-        """Take an answer of the task."""
+        """Handle an answer of the task."""
         asked = self.open.get(event.request)
         match asked, event:
             case list(), GroupRewarded() | TaskFailed():
@@ -207,7 +206,7 @@ class _Scoring:
             self._score(recorded)
 
     def _step(self, asked: _Asked) -> None:
-        """Give the environment the model's next turn, if it received it in the run."""
+        """Send the model's next turn to the environment, if it received it in the run."""
         recorded = asked.recorded
         if not asked.left:
             self._score(recorded)
@@ -220,7 +219,7 @@ class _Scoring:
             self._score(recorded)
 
     def _observed(self, asked: _Asked, event: EnvObserved) -> None:
-        """Compare an answer; the end of one that did not fit was not recorded."""
+        """Compare an environment's answer; the record lacks the end of one that did not fit."""
         if asked.left:
             _, ids = asked.left.popleft()
             if list(event.token_ids) != ids:
@@ -275,7 +274,6 @@ class _Scoring:
         self._end(one, error=difference, difference=difference)
 
     def _end(self, one: Trajectory, *, reward: float | None = None, **found: Any) -> None:
-        """Note the result of a trajectory alone."""
         name, group = one.trajectory, group_of(one.trajectory)
         self.open.pop(name, None)
         result = Rescored(trajectory=name, recorded=one.reward, reward=reward, **found)
@@ -287,7 +285,6 @@ class _Scoring:
             self._score_group(group, self._gathered.pop(group))
 
     def _score_group(self, group: str, members: list[tuple[Trajectory, Rescored]]) -> None:
-        """Score a group whose trajectories all have their results."""
         members.sort(key=lambda member: member[0].trajectory)
         lost = next((result for _, result in members if result.lost), None)
         if lost is not None:
@@ -315,7 +312,6 @@ class _Scoring:
         )
 
     def _group_ended(self, alone: list[Rescored], event: GroupRewarded | TaskFailed) -> None:
-        """Add the group's scores to the rewards that its trajectories have alone."""
         del self.open[event.request]
         if isinstance(event, TaskFailed):
             error = f"{event.error}: {event.message}"
@@ -346,7 +342,6 @@ def _with_group(
     parts: dict[str, float],
     recorded: tuple[float | None, Mapping[str, float]] | None,
 ) -> Rescored:
-    """Return the result of a trajectory with its group's scores."""
     found = replace(alone, reward=reward, parts={**alone.parts, **parts})
     if recorded is None:
         return found

@@ -1,7 +1,6 @@
 """Compare two rewards of a run's trajectories: outcomes of groups, advantage signs, means.
 
-The groups of each batch stay as they were, so the comparison shows where the rewards would have
-mattered, not what would have followed.
+Batches keep their groups, so the comparison shows direct effects only.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ ENDED: Final = """
     where own_fate is null and record_offset is not null
       and fate in ('trained', 'filtered', 'failed', 'evaluated')
     group by all order by group_id"""
-"""The groups that have ended, with the trajectories that count."""
+"""Groups that have ended, with their trajectories that count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """A group that has ended, with both rewards of the trajectories that count."""
+    """An ended group with both rewards of its trajectories that count."""
 
     group: str
     version: int
@@ -50,7 +49,7 @@ class ScoredGroup:
     outcome: str
     """`trained`, `filtered`, `failed` or `evaluated`, as logged."""
     step: int
-    """The step that trained it; else the first one whose batch was taken after its end."""
+    """Step that trained it, else the first one whose batch was taken after its end."""
     trajectories: tuple[str, ...]
     old: tuple[float | None, ...]
     new: tuple[float | None, ...]
@@ -69,7 +68,7 @@ class ChangedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """The differences that other rewards make."""
+    """Effects of other rewards."""
 
     trajectories: int
     """Trajectories that count and were scored."""
@@ -85,9 +84,9 @@ class Comparison:
     advantages: int
     """Advantages of trained trajectories."""
     signs: Sequence[str]
-    """Trajectories whose advantage has another sign: positive, zero, negative."""
+    """Trajectories with another sign (positive, zero, negative) of the advantage."""
     first: int | None
-    """The first step with another outcome or advantage."""
+    """First step with another outcome or advantage."""
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -95,7 +94,7 @@ class Comparison:
 
 
 def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Comparison:
-    """Compare these rewards with the logged ones; groups that they do not cover are left out."""
+    """Compare these rewards with the logged ones; skips groups that they do not cover."""
     taken = [one for (one,) in tables.query("select taken_ns from steps order by step")]
     rows = tables.records(ENDED)
     groups = [
@@ -120,13 +119,13 @@ def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Com
 
 
 def rules_of(tables: Catalogue) -> Groups:
-    """Return the rules of groups that the run started with."""
+    """Return the group rules that the run started with."""
     ((config,),) = tables.query("select config from runs")
     return logged_config(msgspec.json.decode(config)).groups
 
 
 def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, ScoredTogether]:
-    """Return the groups that have ended and whose sources are scored together, by id."""
+    """Return the ended groups of these sources, by id."""
     rules = rules_of(tables)
     return {
         row["group_id"]: ScoredTogether(
@@ -183,7 +182,7 @@ def compare(
 
 
 def outcome_of(rewards: Rewards, size: int, rules: Groups) -> str:
-    """Return the outcome of a group whose trajectories have all ended (`state_ops.outcome_of`).
+    """Return the outcome of a complete group (`state_ops.outcome_of`).
 
     Example: with filtering, ``outcome_of([1.0, 1.0], 2, rules) == "filtered"``
     """
@@ -216,7 +215,7 @@ def _differing(
 
 
 def _distance(one: tuple[str, float | None, float | None]) -> float:
-    """Return the distance of two rewards; infinite where one is missing."""
+    """Return the distance of two rewards; infinite if one is missing."""
     _, old, new = one
     return math.inf if old is None or new is None else abs(new - old)
 

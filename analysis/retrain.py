@@ -1,12 +1,11 @@
-"""Retrain: repeat steps of a run with a change, and write what comes of it into a directory.
+"""Repeat steps of a run with a change and write the result into a directory:
 
     model.safetensors, config.json, ...   the weights after the last step, as a model
     optimizer.safetensors                 the optimizer's state after it
     steps.jsonl                           per step: its digest, that of the source, its metrics
     change.json                           the source, its log and the change; written last
 
-The same command gives the same bytes. A directory without `change.json` is unfinished: the same
-command starts over.
+The same command gives the same bytes. It starts over in a directory without `change.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from dora_pipe.store.model_dir import write_policy_dir
 
 STEPS: Final = "steps.jsonl"
 WEIGHTS: Final = "weights.partial"
-"""Weights on their way into the model."""
+"""Temporary weights file."""
 
 
 class RetrainedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,13 +41,13 @@ class RetrainedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     digest: str
-    """Of the weights after the step."""
+    """Digest of the weights after the step."""
     digest_source: str
     figures: dict[str, float]
 
     @property
     def equal(self) -> bool:
-        """Whether the weights are those of the source."""
+        """Report whether the weights equal those of the source."""
         return self.digest == self.digest_source
 
 
@@ -60,11 +59,10 @@ def retrain(
     *,
     report: Callable[[int], None] = lambda step: None,
 ) -> list[RetrainedStep]:
-    """Repeat `steps` with a change and write the directory `out`; its steps.
+    """Repeat `steps` with a change, write the directory `out`, and return the steps.
 
-    Raises UsageError for a directory that is taken and for rows that no step has, ConfigError for
-    a trainer that cannot weigh rows, ReplayDiverged where an unchanged step differs, and what the
-    trainer raises.
+    Raises UsageError for a directory in use and for unknown rows, ConfigError for a trainer without
+    row weights, ReplayDiverged if an unchanged step differs, and what the trainer raises.
     """
     _check_change(run, steps, change)
     _begin(out)
@@ -89,7 +87,7 @@ def retrain(
 
 
 def _begin(out: Path) -> None:
-    """Make the directory, or start over in it. Raises UsageError, ResourceError."""
+    """Create the directory or clear an unfinished one. Raises UsageError, ResourceError."""
     if (out / CHANGE).exists():
         raise UsageError(f"{out} holds a retrained model", hint="choose another --out")
     if (out / STEPS).exists():
@@ -103,7 +101,7 @@ def _begin(out: Path) -> None:
 
 
 def _check_change(run: SourceRun, steps: range, change: Change) -> None:
-    """Refuse rows that are in none of the steps, and weights that the trainer does not take."""
+    """Reject unknown rows, and weights that the trainer does not support."""
     config = logged_config(run.started.config)
     if change.weights and not learner_kind(config.trainer.kind, config.task.directory).weights:
         raise ConfigError(
@@ -122,7 +120,6 @@ def _check_change(run: SourceRun, steps: range, change: Change) -> None:
 
 
 def _rows(run: SourceRun, steps: range) -> Iterator[str]:
-    """Groups and trajectories of the steps."""
     notes = run.history.notes[steps.start : steps.stop]
     for commit in read_commits(run.bus, run.topics, notes, run.clock):
         for group in commit.groups:
@@ -141,7 +138,6 @@ def _step_of(result: StepResult) -> RetrainedStep:
 
 
 def _write_model(run: SourceRun, out: Path) -> None:
-    """The learner's weights as a model, and its optimizer's state."""
     weights = out / WEIGHTS
     manifest = run.learner.save_weights(weights)
     assets = run.store.assets(run.started.assets_digest)

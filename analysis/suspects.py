@@ -1,9 +1,8 @@
-"""Ranks the groups of a step by how far they stand out; pure.
+"""Rank the groups of a step by how much they deviate from the others.
 
-Each measure of a group is compared with those of the other groups of its step: how many robust
-standard deviations (from the median absolute deviation) it lies above their median. Measures
-without an upper end are logarithms. A group ranks by its most extreme measure. Standing out is no
-proof: trials decide.
+A measure's deviation is its distance above the median of the step's groups, in robust standard
+deviations (from the median absolute deviation). Unbounded measures use logarithms. A group ranks by
+its largest deviation.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from statistics import fmean, median
 from typing import Any, Final
 
 STANDS_OUT: Final = 3.0
-"""Standard deviations from which a measure is named."""
+"""Standard deviations from which a measure is reported."""
 
 MAD_TO_STD: Final = 1.4826
 """Standard deviation over the median absolute deviation, for a normal distribution."""
 
 MEAN_TO_STD: Final = 1.2533
-"""The same over the mean absolute deviation, for measures that are equal in most groups."""
+"""Standard deviation over the mean absolute deviation, for measures that most groups share."""
 
 SHARE_MIN: Final = 1e-6
-"""Smaller shares of a step's loss count as this."""
+"""Lower bound for shares of a step's loss."""
 
 DEVIATIONS_MIN: Final = 0.1
-"""Deviations of a group that does not stand out."""
+"""Deviations of a group that is not an outlier."""
 
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a contributions file."""
@@ -43,27 +42,27 @@ class Suspect:
     name: str
     step: int
     deviations: float
-    """How far it stands out, in standard deviations; above 0."""
+    """Standard deviations, above 0."""
     reasons: Sequence[str] = ()
 
     @property
     def weight(self) -> float:
-        """Its share when suspects are halved."""
+        """Weight for halving suspects."""
         return 1.0 + self.deviations**2
 
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """`value` compares groups, with the median reward of the step; `shown` is for people."""
+    """`value` compares groups, given the step's median reward; `shown` is for people."""
 
     value: Callable[[Rows, float], float]
     shown: Callable[[Rows], float]
     spread_min: float
-    """Groups of a step that differ by less are alike."""
+    """Smaller differences between groups do not count."""
 
 
 def _most(rows: Rows, column: str, default: float = 0.0) -> float:
-    """The value of the largest magnitude."""
+    """Return the value of largest magnitude."""
     values = (row[column] for row in rows if row.get(column) is not None)
     return float(max(values, key=abs, default=default))
 
@@ -99,9 +98,9 @@ MEASURES: Final[Mapping[str, _Measure]] = {
 
 
 def suspects_of(steps: Mapping[int, Rows], most: int) -> list[Suspect]:
-    """The groups of some steps that stand out most, each within its step, the first the most.
+    """Return the groups that deviate most within their steps, largest deviation first.
 
-    One group of every step is never among them: a step keeps at least one group.
+    It leaves out one group of every step, since a step keeps at least one group.
     """
     found: list[Suspect] = []
     for step, rows in steps.items():
@@ -140,7 +139,7 @@ def _ranked(step: int, rows: Rows) -> list[Suspect]:
 
 
 def deviations(values: Sequence[float], spread_min: float) -> list[float]:
-    """How many robust standard deviations each value lies above the median; 0 below it."""
+    """Return the robust standard deviations of each value above the median; 0 below it."""
     middle = median(values)
     far = [abs(value - middle) for value in values]
     scale = max(MAD_TO_STD * median(far) or MEAN_TO_STD * fmean(far), spread_min)

@@ -1,7 +1,7 @@
 """Open the task of a run on this machine, to score its texts again.
 
-A difference to the workers of the run (code of a reward, rendering of a chat) is printed first: it
-explains differing results.
+Differences to the run's workers (reward code, chat rendering) are printed first, since they explain
+differing results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dora_pipe.producers.worker.role import task_ports
 from dora_pipe.schemas.control import RunStarted, WorkerJoined
 
 NAMED: Final = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
-"""`--reward` of one task; an inline table has its `=` inside."""
+"""`--reward` of one task; an inline table also contains `=`."""
 
 INLINE_HINT: Final = (
     '{use = "module:function", weight = 0.2, group = true}, or a list: docs/rewards.md'
@@ -42,24 +42,24 @@ INLINE_HINT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTask:
-    """A run's task, open as its workers had it open."""
+    """A run's task, opened as by its workers."""
 
     ports: TaskPorts
     reward_digest: str
-    """Of the code of its rewards here."""
+    """Digest of the reward code here."""
     recorded: frozenset[str]
-    """The same of the workers of the run."""
+    """Digests of the reward code of the run's workers."""
     stopped: Callable[[Sequence[int]], bool]
-    """Whether a turn ended by a stop token or a stop string."""
+    """Function that reports whether a turn ended by a stop token or a stop string."""
     together: frozenset[str]
-    """Sources of the groups whose siblings are also scored together here."""
+    """Sources of the groups that are also scored together here."""
 
 
 @contextmanager
 def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) -> Iterator[OpenTask]:
-    """Start the processes of the task; `other_rewards`: it need not score groups as the run does.
+    """Start the task's processes; `other_rewards` need not score groups as the run does.
 
-    Raises TaskError, ConfigError, InvariantBroken where the data are not those of the run.
+    Raises TaskError, ConfigError, InvariantBroken if the data differ from the run's.
     """
     started, _ = policy_after(run.bus, run.topics, 0)
     assets = run.policies.assets(started.assets_digest)
@@ -92,7 +92,7 @@ def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) ->
 def chats_of_run(
     tables: Catalogue, config: Config, started: RunStarted, assets: Path, tokenizer: Tokenizer
 ) -> dict[str, Chat]:
-    """The chats that workers of the run had, by source; none where its prompts are text."""
+    """Return the chats of the run's workers, by source; empty if its prompts are text."""
     digests = {one for (one,) in tables.query("select template_digest from workers")} - {""}
     chats = recorded_chats(config, started.at_ns, assets, tokenizer, digests)
     if chats:
@@ -106,7 +106,7 @@ def codes_of(joins: Iterable[WorkerJoined], source: str) -> set[str]:
 
 
 def say_other_code(what: str, digests: set[str] | frozenset[str], here: str) -> None:
-    """Print each digest that workers had and that is not the one here."""
+    """Print each digest that workers had and that differs from the one here."""
     for digest in sorted(digests - {here}):
         then, now = digest[:12] or "unknown", here[:12] or "unknown"
         say(f"the {what} differs: {now} here, {then} on workers of the run")
@@ -115,7 +115,6 @@ def say_other_code(what: str, digests: set[str] | frozenset[str], here: str) -> 
 def _stopped(
     config: Config, tokenizer: Tokenizer, chats: Mapping[str, Chat]
 ) -> Callable[[Sequence[int]], bool]:
-    """Whether a turn ended by a stop token or a stop string."""
     texts = config.sampling.stop
     stop_ids = set(tokenizer.stop_ids).union(*(one.stop_ids for one in chats.values()))
 
@@ -128,9 +127,8 @@ def _stopped(
 
 
 def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None) -> Config:
-    """The configuration with other rewards of its tasks: ``module:function``, a built-in one, or
-    what `task.reward` may be, for all; ``NAME=...`` for the task of that name. Raises UsageError.
-    """
+    """Return the configuration with other rewards: ``module:function``, a built-in one, or a
+    `task.reward` value for all tasks; ``NAME=...`` for one task. Raises UsageError."""
     by_name = {"": ""}
     for one in rewards:
         named = NAMED.fullmatch(one)
@@ -157,7 +155,7 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
 
 
 def _uses(words: str) -> tuple[RewardUse, ...]:
-    """An inline table, or a list of them, as `task.reward` has it. Raises UsageError."""
+    """Parse an inline table or a list of them, as in `task.reward`. Raises UsageError."""
     try:
         found = tomllib.loads(f"rewards = {words}")["rewards"]
         listed = found if isinstance(found, list) else [found]

@@ -1,7 +1,7 @@
-"""A temporary log with one worker that samples what an analysis needs, then leaves.
+"""Temporary log with one worker that samples for an analysis, then leaves.
 
-The log starts with the `run started` of the analyzed run, so the worker prepares prompts, calls
-environments, tools and agents, samples and checks data and weights as the workers of the run did.
+The log starts with the `run started` of the analyzed run, so the worker behaves as the run's
+workers did.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ class SampleRequest:
 
     @property
     def name(self) -> str:
-        """Its trajectory id."""
+        """Trajectory id."""
         return trajectory_id(self.spec.group, self.sample)
 
 
 Sampled = dict[str, Trajectory | RequestFailed]
-"""The result of each request by its name."""
+"""Result of each request by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What such a worker is made of."""
+    """Components of a temporary worker."""
 
     store: Policies
     config: Config
-    """Of this machine; see `alone`."""
+    """Configuration of this machine; see `alone`."""
     engine: EngineFactory
     pool: OpenPool | None = None
-    """None: its own, which end with it."""
+    """None: a new pool, closed with the worker."""
     source: str = ""
     """The only source whose task is started; empty: all tasks of the configuration."""
     left: Callable[[], object] = lambda: None
@@ -81,7 +81,7 @@ class WorkerParts:
 
 
 def alone(config: Config, engine: str) -> Config:
-    """Configure such a worker on this machine: no progress records, no elastic workers."""
+    """Return the configuration of a temporary worker: no progress records, not colocated."""
     config = with_engine(config, engine)
     workers = msgspec.structs.replace(
         config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
@@ -90,8 +90,8 @@ def alone(config: Config, engine: str) -> Config:
 
 
 def started_of(started: RunStarted, name: str) -> RunStarted:
-    """The first record of such a log: the run's, with one version that does not change and without
-    routed experts."""
+    """Return the first record of such a log: the run's, with one fixed version and without routed
+    experts."""
     plain: dict[str, Any] = dict(started.config)
     plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
     plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
@@ -102,7 +102,7 @@ def started_of(started: RunStarted, name: str) -> RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemporaryWorker:
-    """Samples under one version, with one worker after the other.
+    """Sampler under one version, with one worker after another.
 
     Example: ``TemporaryWorker(started=started, parts=parts, version=7, ...).sample(wanted)``
     """
@@ -116,12 +116,12 @@ class TemporaryWorker:
     """Reason of every decision in the log."""
     report: Report
     check: Callable[[Mapping[str, TaskFacts]], None] = lambda facts: None
-    """Receives the facts of the tasks, by source, before anything is sampled."""
+    """Receives the facts of the tasks, by source, before sampling."""
 
     def sample(self, wanted: Sequence[SampleRequest]) -> Sampled:
         """Sample until every request has a record or has failed.
 
-        Raises what `run_worker` and `check` do, InvariantBroken for a worker that leaves early.
+        Raises what `run_worker` and `check` raise, InvariantBroken for a worker that leaves early.
         """
         with (
             tempfile.TemporaryDirectory(prefix="dora-pipe-sample-") as folder,
@@ -144,7 +144,6 @@ class TemporaryWorker:
         return Topics(self.started.run)
 
     def _work(self, bus: Bus, missing: Sequence[SampleRequest], total: int) -> None:
-        """Run a worker on the log until it has left."""
         at = TopicPartition(self._topics.trajectories, 0)
 
         def never_stop() -> bool:
@@ -183,7 +182,7 @@ class TemporaryWorker:
         setup: WorkerSetup,
         facts: Mapping[str, TaskFacts],
     ) -> None:
-        """Place what the worker that has joined can hold, after which it leaves."""
+        """Place as many requests as the joined worker can hold, after which it leaves."""
         self.check(facts)
         worker, epoch, reason = setup.worker, setup.epoch, self.reason
         groups: dict[str, list[SampleRequest]] = {}
@@ -213,7 +212,7 @@ class TemporaryWorker:
             writer.append([Append(topic=self._topics.decisions, value=encode(round_))])
 
     def _placed(self, writer: Writer, one: SampleRequest) -> PlacedSibling:
-        """The placement of a request, after its prefix is written."""
+        """Return the placement of a request, after writing its prefix."""
         prefix, resume = one.prefix, None
         if prefix is not None:
             value, key = encode_any_progress(prefix), one.name.encode()

@@ -1,1 +1,1 @@
-"""The log as tables: what was decided, what became of it, and where its records lie."""
+"""The log as tables: decisions, outcomes, and the places of records."""

@@ -1,13 +1,11 @@
-"""What became of groups and steps, from control and decisions alone; only values, no tables.
+"""Outcomes of groups and steps, from control and decisions alone.
 
-It decides which record of a trajectory counts: the first `trajectory logged` of a request's present
-attempt, by an incarnation that is not out. Every other one is `superseded`, or `fenced` where its
-incarnation had been fenced; and so is every one of a group that waits for none of its siblings any
-more. A commit counts where it is of the batch in force. Memory is bounded by
-what is open: what has ended is handed over by the call that ended it.
+The record of a trajectory that counts is the first `trajectory logged` of a request's current
+attempt, by an incarnation that is not out, while the group waits for it. Others are `superseded`,
+or `fenced` if their incarnation was. A commit counts if its batch is in force. Memory is bounded by
+what is open.
 
-It shares the records' shapes with the orchestrator and nothing else, so that it and the fold are
-two independent accounts of one log; audit compares them.
+This account and the orchestrator's fold share only record types, so that audit can compare them.
 """
 
 from __future__ import annotations
@@ -76,28 +74,28 @@ from dora_pipe.schemas.rounds import (
 )
 
 Standing = Literal["bound", "superseded", "fenced"]
-"""Of a logged record: part of its group's result; another one is; its worker was out."""
+"""Standing of a logged record: counts for its group; replaced by another; its worker was out."""
 
 REPORTS_KEPT: Final = 16
-"""Reports of a worker among which one that it repeats is known again: it repeats its last turn."""
+"""Reports kept per worker to detect a repeated one; a worker repeats only its last turn."""
 
 JOINED_AGAIN: Final = "it joined again"
-"""Why an incarnation is out whose worker came back before anybody missed it."""
+"""Reason for an incarnation whose worker rejoined before it was missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEnded:
-    """A group has its fate, at `ended_ns`."""
+    """A group with its outcome at `ended_ns`."""
 
     group: GroupHistory
     fate: Fate | Literal["open"]
-    """`open`: it has none yet, and is looked at as it is."""
+    """`open`: a snapshot of a group without an outcome."""
     why: str
     ended_ns: int
     batch: Batch | None = None
-    """That it was trained in."""
+    """Batch that trained it."""
     batch_last: TrajectoryLogged | None = None
-    """The record that this batch waited for."""
+    """Record that this batch waited for."""
 
     @property
     def step(self) -> int | None:
@@ -106,84 +104,83 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded:
-    """A step is committed. `groups` are of its batch, those that were not met left out."""
+    """A committed step; `groups` are those of its batch that are known."""
 
     fact: StepCommitted
     offset: int
-    """Of the commit in control."""
+    """Offset of the commit in control."""
     batch: Batch
     groups: tuple[GroupHistory, ...]
     stops: tuple[Stop, ...] = ()
-    """Stops of the run so far, whose time does not count."""
+    """Stops of the run so far, excluded from durations."""
 
     @property
     def results(self) -> list[TrajectoryLogged]:
-        """The records of the batch, by group and sibling."""
+        """Records of the batch, by group and trajectory."""
         return [one for group in self.groups for one in group.results]
 
     @property
     def last(self) -> TrajectoryLogged | None:
-        """The record that came last of the batch."""
+        """Last record of the batch."""
         return self.batch.last
 
     @property
     def staleness(self) -> list[int]:
-        """Of its groups."""
+        """Staleness of its groups."""
         return [staleness_of(self.fact.step, group.version) for group in self.fact.groups]
 
     @property
     def late(self) -> int:
-        """Groups behind their deadline: C3 is broken where there is one."""
+        """Groups trained after their deadline, which violates C3."""
         return sum(group.deadline < self.fact.step for group in self.fact.groups)
 
     @property
     def free_ns(self) -> int:
-        """The trainer was free; where that is not known, when the batch was decided."""
+        """Time at which the trainer became free; if unknown, at which the batch was decided."""
         return self.batch.free_ns or self.batch.taken_ns
 
     @property
     def seconds(self) -> float | None:
-        """Since the commit before, or since the trainer began; None where that is not known."""
+        """Seconds since the previous commit or the trainer's start; None if unknown."""
         return self._going_s(self.batch.free_ns, self.fact.at_ns) if self.batch.free_ns else None
 
     @property
     def stopped_s(self) -> float:
-        """The run was stopped between the commit before and this one."""
+        """Seconds between both commits in which the run was stopped."""
         return stopped_ns(self.stops, self.free_ns, self.fact.at_ns) / 1e9
 
     @property
     def waited_s(self) -> float:
-        """The trainer was free and had neither a batch nor a part of it to compute."""
+        """Seconds in which the trainer was free without a batch or part."""
         if self.batch.parts:
             return sum(one.waited_s for one in self.parts)
         return self._going_s(self.free_ns, self.batch.taken_ns)
 
     @property
     def training_s(self) -> float:
-        """From when the batch was there and the trainer was free, its parts so far computed."""
+        """Seconds since the batch was taken and the trainer had finished the earlier parts."""
         found = self.parts
         free_ns = found[-1].free_ns if found else self.free_ns
         return self._going_s(max(self.batch.taken_ns, free_ns), self.fact.at_ns)
 
     @property
     def parts(self) -> list[PartComputed]:
-        """Of its batch, the last one too; none where that was taken as one."""
+        """All parts of its batch; none if it was taken whole."""
         return list(computed(self.batch.parts, self.fact.ahead_s, self.free_ns, self.stops))
 
     def _going_s(self, from_ns: int, until_ns: int) -> float:
-        """Seconds of a time in which the run was not stopped."""
         return max(0, until_ns - from_ns - stopped_ns(self.stops, from_ns, until_ns)) / 1e9
 
     @property
     def waited_for(self) -> TrajectoryLogged | None:
-        """The record that the trainer waited for; None where nobody was waited for."""
+        """Record that the trainer waited for; None if it did not wait."""
         last = self.last if self.waited_s else None
         return last if last is not None and last.at_ns > self.free_ns else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEnded:
-    """A batch decision came to nothing: refused, overtaken, or ended by a user."""
+    """A batch that was refused, overtaken, or ended by a user."""
 
     batch: Batch
     outcome: Literal["refused", "overtaken", "failed"]
@@ -193,67 +190,67 @@ class BatchEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLogged:
-    """A trajectory's record lies in the log; whether it counts."""
+    """A logged record with its standing."""
 
     fact: TrajectoryLogged
     standing: Standing
     offset: int
-    """Of the report in control."""
+    """Offset of the report in control."""
 
 
 Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded | Mark
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """None of nothing."""
+    """Return the mean; None without values."""
     return sum(values) / len(values) if values else None
 
 
 class RunAccount:
-    """All open groups of a run. Example: ``account.fact(offset, record)``, then
-    ``account.round(round_, offset)``; both give what has happened by it, in order."""
+    """Account of a run's open groups. Example: ``account.fact(offset, record)``, then
+    ``account.round(round_, offset)``; both return the resulting events, in order."""
 
     def __init__(self) -> None:
         self.started: RunStarted | None = None
-        """The first one: another does not count."""
+        """The first one; others do not count."""
         self.open: dict[str, GroupHistory] = {}
         self.workers: dict[int, WorkerHistory] = {}
-        """By incarnation; one that is out leaves, and no record of it counts."""
+        """Workers that are in, by incarnation; records of others do not count."""
         self.named: dict[str, WorkerHistory] = {}
-        """The newest incarnation of every worker."""
+        """Newest incarnation of every worker."""
         self.over = False
-        """The run was stopped, or has done its steps."""
+        """The run was stopped, or has finished its steps."""
         self.free_ns = 0
-        """When the trainer was free last: a commit, or its own start."""
+        """Time at which the trainer last became free: a commit, or its own start."""
         self.batch: Batch | None = None
-        """The one that is being trained."""
+        """Batch in training."""
         self.parts: list[PartTaken] = []
-        """Of the next batch, those that were taken ahead of it."""
+        """Parts of the next batch taken early."""
         self._reports: dict[int, deque[TrajectoriesLogged]] = {}
-        """The newest of every incarnation that is there, and of the last few that are out."""
+        """Newest reports of incarnations that are in, and of the last few that are out."""
         self._marks = MarkAccount()
         self._next = 0
-        """The step after the newest commit."""
+        """Step after the newest commit."""
         self._trainer_epoch = -1
         """-1 before a trainer started."""
         self._evaluating = Evaluating()
 
     def present(self) -> list[WorkerHistory]:
-        """Workers that are not gone, by name."""
+        """Workers that are in, by name."""
         return [one for _, one in sorted(self.named.items()) if one.gone is None]
 
     @property
     def stops(self) -> Sequence[Stop]:
-        """The times in which the run was stopped."""
+        """Periods in which the run was stopped."""
         return self._marks.stops
 
     @property
     def step(self) -> int:
-        """The step in training, or else the next one."""
+        """Step in training, else the next one."""
         return self._next if self.batch is None else self.batch.take.step
 
     def fact(self, offset: int, fact: AnyControl) -> list[Event]:
-        """Return what a control record made happen."""
+        """Apply a control record and return the resulting events."""
         next_ = self.step + (self.batch is not None)
         marks = self._marks.fact(offset, fact, open_=self.step, next_=next_)
         events = self._happened(offset, fact)
@@ -294,7 +291,7 @@ class RunAccount:
         return []
 
     def round(self, round_: Round, offset: int) -> list[Event]:
-        """The decisions of a round, after the facts that it folds."""
+        """Apply a round after the events that it folds."""
         for seen in round_.observations:
             if isinstance(seen, GroupExpired) and (group := self.open.get(seen.group)):
                 group.expired = True
@@ -304,7 +301,7 @@ class RunAccount:
         return found
 
     def now(self, group: str, now_ns: int) -> GroupEnded | None:
-        """An open group as it is at this moment; None for one that is not open."""
+        """Return a snapshot of an open group; None for a group that is not open."""
         history, batch = self.open.get(group), self.batch
         if history is None:
             return None
@@ -441,7 +438,7 @@ class RunAccount:
     def _present(
         self, trajectory: str, attempt: int, epoch: int
     ) -> tuple[RequestHistory, Attempt] | None:
-        """The attempt that is meant, if it is the present one and has not ended."""
+        """Return the current attempt if it is the given one and has not ended."""
         group = self.open.get(group_of(trajectory))
         request = None if group is None else group.requests.get(trajectory)
         if request is None:
@@ -459,7 +456,8 @@ class RunAccount:
             found[1].outcome, found[1].ended_ns, found[1].why = outcome, at_ns, why
 
     def _repeated(self, fact: TrajectoriesLogged) -> bool:
-        """A writer that was not told whether an append landed appends the same bytes again."""
+        """Detect a repeated report: a writer that missed an append's acknowledgment sends the same
+        bytes."""
         reports = self._reports.setdefault(fact.epoch, deque(maxlen=REPORTS_KEPT))
         if fact in reports:
             return True
@@ -482,7 +480,6 @@ class RunAccount:
         return RecordLogged(fact=fact, standing="bound", offset=offset)
 
     def _outdated(self, fact: TrajectoryLogged) -> Standing:
-        """Standing of a record by an incarnation that is out."""
         group = self.open.get(group_of(fact.trajectory))
         request = None if group is None else group.requests.get(fact.trajectory)
         attempts = () if request is None else request.attempts
@@ -532,7 +529,7 @@ class RunAccount:
     def _committed(self, offset: int, fact: StepCommitted) -> list[Event]:
         batch = self.batch
         if batch is None or (batch.take.step, batch.take.attempt) != (fact.step, fact.attempt):
-            return []  # it does not count: its batch was ended meanwhile
+            return []  # its batch had ended, so it does not count
         self.batch, self.free_ns, self._next = None, fact.at_ns, fact.step + 1
         popped = (self.open.pop(one.group, None) for one in fact.groups)
         groups = tuple(one for one in popped if one is not None)

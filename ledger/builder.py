@@ -1,6 +1,6 @@
-"""Makes rows of a log, record by record; only values. It decides what stands in which column.
+"""Build the catalogue's rows from log records.
 
-Rows of what has ended are made once and let go of; those of what is open when somebody asks.
+Rows of what has ended are built once; rows of what is open are built on request.
 """
 
 from __future__ import annotations
@@ -86,13 +86,13 @@ MESSAGE_MAX: Final = 2000
 """Characters of an error's message that are kept."""
 
 _WHO: Final = ("worker", "trajectory", "group")
-"""Whom an observation is about: the first of these that it has."""
+"""Subject of an observation: the first of these fields that it has."""
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 class FallbackAccount:
-    """Hears commits and workers that are ready, in the order of the log."""
+    """Fallback rows from commits and ready workers, in log order."""
 
     def __init__(self) -> None:
         self._patched: set[str] = set()
@@ -100,7 +100,7 @@ class FallbackAccount:
         self._versions: dict[str, int] = {}
 
     def committed(self, fact: StepCommitted) -> Iterator[FallbackRow]:
-        """A version is in the store, in these forms; what the trainer says with it."""
+        """Note the forms in which a version is stored, and yield the trainer's fallbacks."""
         self._versions.setdefault(fact.policy.digest, fact.step + 1)
         if fact.patch is not None:
             self._patched.add(fact.policy.digest)
@@ -112,7 +112,7 @@ class FallbackAccount:
             yield from self._rows(one, **who, version=version, at_ns=at_ns)
 
     def ready(self, fact: WorkerReady) -> Iterator[FallbackRow]:
-        """What a worker says with a version, without what never was there."""
+        """Yield a worker's fallbacks, without those for forms that were never published."""
         who, at_ns = {"worker": fact.worker, "incarnation": fact.epoch}, fact.at_ns
         for one in fact.fallbacks:
             yield from self._rows(one, **who, version=fact.version, at_ns=at_ns)
@@ -122,38 +122,37 @@ class FallbackAccount:
             yield FallbackRow(why=one.why, taken=one.taken, bytes=one.bytes, **of)
 
     def _was_there(self, one: Fallback) -> bool:
-        """Whether the form of the version that the store does not have was published once."""
         if one.taken.startswith("weights/"):
             return one.digest in self._patched
         return one.digest not in self._not_whole
 
 
 class CatalogueBuilder:
-    """One run. Example: ``builder.fact(offset, record)``, ``builder.round(round_, offset)``; then
-    `drain` for what has ended, and `live` for what is open."""
+    """Builder of one run's rows. Example: ``builder.fact(offset, record)``, ``builder.round(round_,
+    offset)``; then `drain` for what has ended, and `live` for what is open."""
 
     def __init__(self) -> None:
         self.account = RunAccount()
         self.first_ns = 0
         self.last_ns = 0
-        """The first and the latest moment that a record names; 0 before there is one."""
+        """Earliest and latest time of a record; 0 before the first."""
         self.rounds = 0
         self._fallbacks = FallbackAccount()
         self._rows: list[Row] = []
 
     @property
     def made(self) -> int:
-        """Rows that wait to be drained."""
+        """Number of rows to drain."""
         return len(self._rows)
 
     def drain(self) -> list[Row]:
-        """The rows of what has ended since the last call."""
+        """Return the rows of what has ended since the last call."""
         rows, self._rows = self._rows, []
         return rows
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """A control record, which a round folds."""
-        if not isinstance(fact, Command | VersionsDropped):  # of users, also when the run is over
+        """Apply a control record that a round folds."""
+        if not isinstance(fact, Command | VersionsDropped):  # allowed after the run is over
             self._seen(fact.at_ns)
         match fact:
             case RunStarted() if self.account.started is None:
@@ -187,7 +186,7 @@ class CatalogueBuilder:
         self._happened(self.account.fact(offset, fact))
 
     def round(self, round_: Round, offset: int) -> None:
-        """A round, after the facts that it folds."""
+        """Apply a round after the events that it folds."""
         self.rounds += 1
         self._seen(round_.now_ns)
         for seen in round_.observations:
@@ -202,7 +201,7 @@ class CatalogueBuilder:
         self._happened(self.account.round(round_, offset))
 
     def live(self) -> Iterator[Row]:
-        """The rows of what is open: the run, its workers, its batch, groups without a fate."""
+        """Yield the rows of what is open: run, workers, batch, groups without an outcome."""
         if self.account.started is not None:
             yield self._run_row(self.account.started)
         if self.account.batch is not None:
@@ -215,7 +214,7 @@ class CatalogueBuilder:
 
     def _seen(self, at_ns: int) -> None:
         if not at_ns:
-            return  # a record that names no moment
+            return  # no time recorded
         self.first_ns = min(self.first_ns, at_ns) if self.first_ns else at_ns
         self.last_ns = max(self.last_ns, at_ns)
 
@@ -227,7 +226,7 @@ class CatalogueBuilder:
         self._event(at_ns, None, kind, subject, reason)
 
     def _skipped(self, decision: Dispatch, round_: Round) -> None:
-        """Rows that were not dispatched have no group: they are events."""
+        """Add events for skipped rows, which have no group."""
         spec = decision.spec
         for row in decision.skipped:
             who, why = f"{spec.source}#{row}", f"it is solved; {spec.group} is dispatched"
@@ -264,7 +263,7 @@ class CatalogueBuilder:
                 case WorkerGone():
                     self._gone(event)
                 case EvaluationEnded():
-                    pass  # the view `evaluations` has it
+                    pass  # see the view `evaluations`
                 case Mark():
                     self._rows.append(_row(MarkRow, event))
 
@@ -297,7 +296,7 @@ class CatalogueBuilder:
 
 
 def _row(kind: type[AnyRow], record: object, **others: Any) -> AnyRow:
-    """A row of what a record says under the names of the columns, and of these others."""
+    """Return a row with the record's fields of the same names, and other columns."""
     same = (name for name in kind.__struct_fields__ if name not in others)
     return kind(**{name: getattr(record, name) for name in same}, **others)
 
@@ -426,7 +425,7 @@ def _step_row(event: StepEnded) -> StepRow:
 
 
 def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
-    """A group with its siblings and their attempts, ended or open."""
+    """Yield a group's rows with its trajectories and attempts, ended or open."""
     group, spec = ended.group, ended.group.spec
     results, rewards = group.results, group.rewards
     trained = ended.fate == "trained"
@@ -520,17 +519,17 @@ def _attempt_row(name: str, one: Attempt) -> AttemptRow:
 
 
 def _json(values: Mapping[str, Any]) -> str | None:
-    """In their order; None of nothing."""
+    """Encode in order; None if empty."""
     return msgspec.json.encode(values).decode() if values else None
 
 
 def _decile(ordered: list[int], tenths: int) -> int | None:
-    """The value that so many tenths do not exceed, by nearest rank."""
+    """Return the decile by nearest rank."""
     return ordered[-(-tenths * len(ordered) // 10) - 1] if ordered else None
 
 
 def _quartiles(values: list[float]) -> tuple[float | None, float | None]:
-    """First and third, interpolated between the values themselves."""
+    """Return the first and third quartile, interpolated."""
     if not values:
         return None, None
     if len(values) == 1:

@@ -1,8 +1,6 @@
-"""The table `calls`: what agents asked of the model, read from records for each statement that
-names it.
+"""The table `calls`: model calls of agents, read from records for each statement that names it.
 
-Control has the number of calls of a record and nothing else of them; the catalogue reads no records
-by itself.
+Control contains only their number, and the catalogue reads no records by itself.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def ask(
     sql: str,
     parameters: Sequence[Any] = (),
 ) -> tuple[list[str], list[tuple[Any, ...]], Damage]:
-    """Answer as `Catalogue.ask`, also from `calls`; and the records that could not be read.
+    """Answer as `Catalogue.ask`, also from `calls`; return the unreadable records too.
 
     Raises BusError, UsageError, ResourceError.
     """
@@ -56,7 +54,7 @@ def ask(
 
 
 def call_rows(found: Described) -> Iterator[CallRow]:
-    """The calls of a record, in the order in which they were answered."""
+    """Yield the calls of a record in the order of their answers."""
     idle = _idle_before(found.meta.calls, found.meta.times.placed)
     for number, call in enumerate(found.meta.calls):
         context, prompt_tokens = place_of(call, found.meta.contexts)
@@ -78,7 +76,7 @@ def call_rows(found: Described) -> Iterator[CallRow]:
 
 
 def _idle_before(calls: Sequence[Call], placed_ns: int) -> list[int]:
-    """Before each call, ns in which none was open: its agent thought, or did something else."""
+    """Return the ns without an open call before each call."""
     found = [0] * len(calls)
     busy_until_ns = placed_ns
     for number in sorted(range(len(calls)), key=lambda one: calls[one].asked_ns):
@@ -101,7 +99,7 @@ def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Ite
 
 
 def _records(bus: Bus, at: TopicPartition, wanted: Mapping[int, Any]) -> Iterator[Record]:
-    """Those that are there, in one pass."""
+    """Yield the existing records in one pass."""
     with closing(bus.reader({at: min(wanted)})) as reader:
         for records in polls_until(reader, {at: max(wanted) + 1}):
             yield from (one for one in records if one.offset in wanted)

@@ -1,8 +1,8 @@
-"""The catalogue as a database: tables that grow, and the rows of what is open beside them.
+"""The catalogue as a DuckDB database.
 
-A table whose rows may still change is two tables and a view over both: what has ended is only ever
-appended, and what is open is written anew when somebody asks. DuckDB is imported when a catalogue
-is opened, and fetches nothing.
+A table whose rows may change is two tables and a view over both: ended rows are only appended, and
+open rows are rewritten on refresh. DuckDB is imported when a catalogue is opened, and fetches
+nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 MEMORY_MAX: Final = "4GB"
-"""Of one catalogue in memory; a query that needs more says so."""
+"""Memory limit of a catalogue; queries that exceed it fail."""
 
 COMPRESSED_ROWS: Final = 100_000
-"""Rows that are appended before they are compressed: a sixth of the memory, .1 s of work."""
+"""Appended rows before they are compressed: a sixth of the memory, 0.1 s of work."""
 
 LAID_ROWS: Final = 4096
-"""Rows from elsewhere that are taken at once."""
+"""Rows per chunk from other sources."""
 
 SIBLINGS: Final = ("attempts", "records", "failures", "trajectories")
 """Tables by trajectory."""
@@ -42,7 +42,7 @@ ByKey = dict[tuple[str, str, str], dict[Any, list[tuple[Any, ...]]]]
 """Rows by columns, source and key, then by the key's value."""
 
 QUIET: Final = "set enable_progress_bar = false"
-"""It would draw on stdout, between what a command prints."""
+"""The progress bar would be drawn on stdout, into a command's output."""
 
 VIEWS: Final = {
     "evaluations": """
@@ -119,10 +119,10 @@ VIEWS: Final = {
         select step, part, kind, worker, version, lasted_ns / 1e9 as seconds
         from left_over where lasted_ns > 0 order by step, part, place""",
 }
-"""What is asked often, by name."""
+"""Views for common questions, by name."""
 
 _PLACE = "catalogue_source"
-"""The table that says of which log a catalogue is, and how far it goes."""
+"""Table with the log of a catalogue and its position."""
 
 
 _NO_TABLE: Final = re.compile(r"Table with name (\w+) does not exist")
@@ -131,7 +131,7 @@ _HINT: Final = "docs/reference/catalogue.md lists the tables and their columns"
 
 
 class TableMissing(UsageError):
-    """A query names a table that is not there."""
+    """A query names a missing table."""
 
     def __init__(self, message: str, table: str) -> None:
         super().__init__(message, hint=_HINT)
@@ -139,25 +139,25 @@ class TableMissing(UsageError):
 
 
 class CatalogueSource(msgspec.Struct, frozen=True, kw_only=True):
-    """How far into which log a catalogue goes."""
+    """Position of a catalogue in its log."""
 
     form: int
     run: str
     control_next: int
     decisions_next: int
     chain: str
-    """Of the last round."""
+    """Chain of the last round."""
 
 
 class Catalogue:
-    """The tables of one run. Example: ``catalogue.query("select count(*) from groups")``.
+    """Tables of one run. Example: ``catalogue.query("select count(*) from groups")``.
 
-    One thread uses it. Raises ResourceError where a query needs too much, UsageError for one that
-    cannot be understood.
+    Use it from one thread. Raises ResourceError if a query exceeds its memory, UsageError for an
+    invalid query.
     """
 
     def __init__(self, path: Path | None = None, *, threads: int = 1) -> None:
-        """A new one in memory, or one that was saved, to be read only."""
+        """Create a catalogue in memory, or open a saved one read-only."""
         import duckdb
 
         self._errors = duckdb.Error
@@ -165,7 +165,7 @@ class Catalogue:
         self._schemas: dict[type[Row], Any] = {}
         self._memory = duckdb.OutOfMemoryException
         self._by_key: ByKey | None = None
-        """What was read by `keyed`, while the tables are narrowed."""
+        """Cache of `keyed` while the tables are narrowed."""
         config: dict[str, str | bool | int | float | list[str]] = {
             "threads": threads,
             "memory_limit": MEMORY_MAX,
@@ -199,7 +199,7 @@ class Catalogue:
             self._appended = 0
 
     def refresh(self, rows: Iterable[Row]) -> None:
-        """Write the rows of what is open in place of those that were there."""
+        """Replace the rows of what is open."""
         self._forget()
         found = _by_kind(rows)
         for table in TABLES:
@@ -211,19 +211,19 @@ class Catalogue:
         return self.ask(sql, parameters)[1]
 
     def one(self, sql: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...] | None:
-        """The first row of a query; None where there is none."""
+        """Return the first row of a query; None if there is none."""
         found = self.query(sql, parameters)
         return found[0] if found else None
 
     def records(self, sql: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """The rows of a query by the names of their columns."""
+        """Return the rows of a query as dictionaries."""
         names, rows = self.ask(sql, parameters)
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def ask(
         self, sql: str, parameters: Sequence[Any] = ()
     ) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Names of the columns, and the rows, of one statement."""
+        """Return column names and rows of one statement."""
         try:
             found = self._db.execute(sql, list(parameters))
             names = [one[0] for one in found.description or ()]
@@ -243,8 +243,8 @@ class Catalogue:
     def keyed(
         self, columns: str, source: str, key: str, value: Any, *, order: str
     ) -> list[tuple[Any, ...]]:
-        """The rows of a table in which a key has a value. While the tables are narrowed, those of
-        every value are read at once: who asks for one will ask for the others."""
+        """Return the rows of a table whose key has a value. While the tables are narrowed, rows of
+        all values are read once and cached."""
         if self._by_key is None:
             sql = f"select {columns} from {source} where {key} = ? order by {order}"
             return self.query(sql, [value])
@@ -257,8 +257,8 @@ class Catalogue:
 
     @contextmanager
     def narrowed(self, groups: Sequence[str]) -> Iterator[None]:
-        """While the block lasts, tables of siblings have those of these groups alone, for who asks
-        for thousands of them one by one. Temporary tables hide those behind them."""
+        """Restrict the tables by trajectory to these groups within the block, for thousands of
+        single lookups. Temporary tables shadow the full ones."""
         siblings = """(select trajectory_id from trajectories
                        where group_id in (select unnest(?::varchar[])))"""
         made: list[str] = []
@@ -279,14 +279,14 @@ class Catalogue:
 
     @property
     def source(self) -> CatalogueSource | None:
-        """How far it goes; None where nobody has said so."""
+        """Position in the log; None if not set."""
         found = self.one(f"select source from {_PLACE}")
         return msgspec.json.decode(found[0], type=CatalogueSource) if found else None
 
     def save(self, path: Path, source: CatalogueSource) -> None:
-        """Write it to a file that `Catalogue(path)` opens, all or nothing.
+        """Save atomically to a file for `Catalogue(path)`.
 
-        Raises ResourceError where it cannot be written.
+        Raises ResourceError if it cannot be written.
         """
         who = f"{os.getpid()}-{threading.get_ident()}"  # pages read a run in several threads
         unfinished = path.with_name(f".{path.name}.{who}.tmp")
@@ -309,12 +309,11 @@ class Catalogue:
             unfinished.with_name(f"{unfinished.name}.wal").unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        """What was read by keys is not what is there any more."""
         if self._by_key:
             self._by_key = {}
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the database."""
         self._db.close()
 
     def _create(self, table: Table) -> None:
@@ -328,8 +327,7 @@ class Catalogue:
         self._db.execute(f"create view {table.name} as {both}")
 
     def lay(self, table: Table, rows: Iterator[Row]) -> None:
-        """Make a table of rows that come from elsewhere, in place of the one that was made before;
-        it is not saved."""
+        """Replace a table by rows from another source; it is not saved."""
         fields = ", ".join(_definition(one) for one in columns_of(table.row))
         self._db.execute(f"create or replace temp table {table.name} ({fields})")
         while piece := list(islice(rows, LAID_ROWS)):
@@ -358,7 +356,7 @@ class Catalogue:
 
 
 def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
-    """A catalogue that was saved, if it is of this form and goes exactly so far into that log."""
+    """Open a saved catalogue if its form and its position in the log are exactly these."""
     if not path.is_file():
         return None
     import duckdb
@@ -366,18 +364,18 @@ def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
     try:
         found = Catalogue(path)
     except duckdb.Error:
-        return None  # of another version of DuckDB, or damaged: it is made again from the log
+        return None  # another DuckDB version or damaged: rebuilt from the log
     try:
         if found.source == source:
             return found
     except (UsageError, msgspec.DecodeError):
-        pass  # its tables are of another form
+        pass  # its tables have another form
     found.close()
     return None
 
 
 def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -> CatalogueSource:
-    """How far a catalogue of today's form goes."""
+    """Return a position for the current form."""
     return CatalogueSource(
         form=FORM, run=run, control_next=control_next, decisions_next=decisions_next, chain=chain
     )
@@ -395,7 +393,7 @@ def _definition(column: Column) -> str:
 
 
 def arrow_schema(row: type[Row]) -> Any:
-    """A table's columns as Arrow has them: rows are handed over so, and exported."""
+    """Return a table's Arrow schema, for appends and exports."""
     import pyarrow as pa
 
     kinds = {
@@ -411,7 +409,7 @@ def arrow_schema(row: type[Row]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers as Python counts and JSON writes them."""
+    """Convert numbers to JSON-compatible Python types."""
     return float(value) if isinstance(value, Decimal) else value
 
 
@@ -425,7 +423,7 @@ def _stated(error: BaseException) -> str:
 
 
 COUNTS = "standing = 'bound'"
-"""Of a record that counts for its group."""
+"""Condition for a record that counts for its group."""
 
 _COLUMNS = (
     "trajectory_id, attempt, incarnation, standing, logged_ns, partition, record_offset, sha256"
@@ -435,7 +433,7 @@ _ORDER = "partition, record_offset"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRecord:
-    """What control says of a record; `bus.logged` holds what lies there against it."""
+    """Properties of a record from control; `bus.logged` compares the actual record."""
 
     trajectory: str
     attempt: int
@@ -447,13 +445,14 @@ class LoggedRecord:
     partition: int
     offset: int
     sha256: str
-    """Of its value, hex."""
+    """Digest of its value, hex."""
 
 
 def logged_records(
     catalogue: Catalogue, where: str, parameters: Sequence[Any] = ()
 ) -> dict[tuple[int, int], LoggedRecord]:
-    """Records by partition and offset, in that order; `where` is a condition on `records`."""
+    """Return records by partition and offset, in that order; `where` is a condition on
+    `records`."""
     rows = catalogue.query(
         f"select {_COLUMNS} from records where {where} order by {_ORDER}", parameters
     )
@@ -462,7 +461,7 @@ def logged_records(
 
 
 def counting_record(catalogue: Catalogue, trajectory: str) -> LoggedRecord | None:
-    """The record that counts for a trajectory; None while there is none."""
+    """Return the record that counts for a trajectory; None if there is none."""
     source = f"(from records where {COUNTS})"
     found = catalogue.keyed(_COLUMNS, source, "trajectory_id", trajectory, order=_ORDER)
     return _record(found[-1]) if found else None

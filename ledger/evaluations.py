@@ -1,16 +1,14 @@
-"""What an evaluation says of a policy: mean@k, pass@k and maj@k with bootstrap intervals.
+"""Evaluation metrics of a policy: mean@k, pass@k and maj@k with bootstrap intervals.
 
-A prompt has k siblings; those without a valid reward are left out of its n. `mean@k` is the mean
-over prompts of the mean reward of each. `pass@j`, for j = 1, 2, 4, ... and k, is the mean over the
-prompts with n >= j of
+A prompt has k trajectories, n of them with a valid reward. `mean@k` is the mean over prompts of the
+mean reward of each. `pass@j` (j = 1, 2, 4, ... and k) is the mean over prompts with n >= j of
 
     1 - C(n - c, j) / C(n, j)
 
-of which c were successes (Chen et al., arXiv 2107.03374): the chance that one of j is one, without
-bias. A success is a reward of at least 1. `maj@k`, from k = 3 on, is the mean
-over prompts of `majority`, where a reward says which answer it read. `part/NAME` is the mean of a
-part of the reward, as mean@k is of the whole. An interval is that of 95 % of `RESAMPLES` means over
-as many prompts drawn with replacement, by a fixed seed.
+with c successes: the unbiased probability that one of j succeeds (Chen et al., arXiv 2107.03374). A
+success is a reward of at least 1. `maj@k`, for k >= 3, is the mean over prompts of `majority`, if
+rewards name the answer they read. `part/NAME` is the mean of a reward part. An interval contains
+95 % of `RESAMPLES` means over resampled prompts (with replacement, fixed seed).
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ SUCCESS: Final = 1.0
 """Reward of a success."""
 
 VOTES_MIN: Final = 3
-"""With fewer votes there is no majority against another."""
+"""Fewer votes give no majority."""
 
 QUERY: Final = """
     select g.version, g.evaluation, g.task, g.size, t.reward, t.reward_answer,
@@ -53,7 +51,7 @@ QUERY: Final = """
 
 
 class Sample(NamedTuple):
-    """A sibling with a valid reward. Example: ``Sample(1.0, "42", {"math": 1.0})``."""
+    """A trajectory with a valid reward. Example: ``Sample(1.0, "42", {"math": 1.0})``."""
 
     reward: float
     answer: str = ""
@@ -61,13 +59,13 @@ class Sample(NamedTuple):
 
 
 def samples_of(results: Iterable[TrajectoryLogged]) -> list[Sample]:
-    """Those of some records that have a valid reward."""
+    """Return the records with a valid reward as samples."""
     return [Sample(one.reward, one.answer, one.parts) for one in results if one.reward is not None]
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean of every part of their rewards, over the samples in which that reward did not
-    abstain; a sample without the part counts as 0."""
+    """Return the mean of every reward part over the samples that have a value for its reward; a
+    sample without the part counts as 0."""
     names = dict.fromkeys(name for one in samples for name in one.parts)
     means = {}
     for name in names:
@@ -89,15 +87,15 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """One evaluation of one version."""
+    """Metrics of one evaluation of one version."""
 
     version: int
     evaluation: str
-    """Its name; empty where it has none."""
+    """Its name; may be empty."""
     task: str
     prompts: int
     trajectories: int
-    """Valid ones."""
+    """Valid trajectories."""
     figures: Mapping[str, Interval]
     """By name: `mean@4`, `pass@1`, `pass@2`, `pass@4`, `maj@4`, `part/math`."""
 
@@ -108,20 +106,20 @@ class EvaluationEnded:
 
     version: int
     evaluation: str
-    """Its name; empty where it has none."""
+    """Its name; may be empty."""
     ended_ns: int
     reward: float | None
-    """Mean of its valid rewards; None where there is none."""
+    """Mean of its valid rewards; None if there are none."""
     figures: Mapping[str, float]
     """`mean@k`, `pass@k`, `maj@k`, `part/NAME`."""
 
 
 OPEN_MAX: Final = 32
-"""Evaluations that are under way or were left half-way."""
+"""Unfinished evaluations that are kept."""
 
 
 class Evaluating:
-    """Samples of prompts that were evaluated, until those of an evaluation are all of them."""
+    """Samples of evaluated prompts until the evaluation is complete."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], list[tuple[int, list[Sample]]]] = {}
@@ -129,7 +127,7 @@ class Evaluating:
     def ended(
         self, run: RunStarted, spec: GroupSpec, samples: list[Sample], ended_ns: int
     ) -> EvaluationEnded | None:
-        """A prompt with its valid samples; the evaluation, if it was the last one."""
+        """Add a prompt's valid samples; return the evaluation if it is complete."""
         name, key = spec.evaluation, (spec.version, spec.evaluation)
         found = self._found.setdefault(key, [])
         found.append((spec.ordinal, samples))
@@ -154,15 +152,15 @@ class Evaluating:
 
 
 def pass_at(samples: int, successes: int, tries: int) -> float:
-    """The chance that one of so many tries is a success. ``pass_at(4, 1, 2) == 0.5``"""
+    """Return the probability that one of several tries succeeds. ``pass_at(4, 1, 2) == 0.5``"""
     return 1.0 - math.comb(samples - successes, tries) / math.comb(samples, tries)
 
 
 def majority(samples: Sequence[tuple[str, bool]]) -> float:
-    """Return the share of successes of the most frequent answer; of several, their mean.
+    """Return the success rate of the most frequent answer; the mean for ties.
 
-    A sample without an answer has no vote; without a vote it is 0.
-    ``majority([("42", True), ("42", True), ("7", False), ("", False)]) == 1.0``
+    Samples without an answer do not vote; 0 without any vote. ``majority([("42", True), ("42",
+    True), ("7", False), ("", False)]) == 1.0``
     """
     found: dict[str, list[bool]] = {}
     for answer, won in samples:
@@ -174,12 +172,12 @@ def majority(samples: Sequence[tuple[str, bool]]) -> float:
 
 
 def tries_of(siblings: int) -> list[int]:
-    """The j of pass@j: powers of two, and all. ``tries_of(6) == [1, 2, 4, 6]``"""
+    """Return the j of pass@j: powers of two, and all. ``tries_of(6) == [1, 2, 4, 6]``"""
     return sorted({1 << bit for bit in range(siblings.bit_length())} | {siblings})
 
 
 def by_prompt(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, list[float]]:
-    """What each prompt's valid samples say, by figure; a figure of no prompt is left out."""
+    """Return the values of each prompt by metric, without metrics that no prompt has."""
     known = [own for own in prompts if own]
     found = {f"mean@{siblings}": [math.fsum(one.reward for one in own) / len(own) for own in known]}
     votes = [[(one.answer, one.reward >= SUCCESS) for one in own] for own in known]
@@ -198,13 +196,13 @@ def by_prompt(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str
 
 
 def figures_of(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, float]:
-    """The figures over these prompts' valid samples."""
+    """Return the metrics over these prompts' valid samples."""
     found = by_prompt(prompts, siblings=siblings)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """The mean of at least one value, and where the means of resampled ones lie."""
+    """Return the mean of at least one value, with its bootstrap interval."""
     import numpy as np
 
     own, drawn = np.asarray(values, dtype=np.float64), np.random.default_rng(SEED)
@@ -220,9 +218,10 @@ def interval_of(values: Sequence[float]) -> Interval:
 def evaluations_of(
     tables: Catalogue, config: Mapping[str, Any], versions: Collection[int] | None = None
 ) -> list[Evaluated]:
-    """The evaluations of all or some versions, also those that are under way, by version and name.
+    """Return the evaluations of all or some versions, including unfinished ones, by version and
+    name.
 
-    `config` is as `run started` has it. Raises ResourceError.
+    `config` is that of `run started`. Raises ResourceError.
     """
     return [
         Evaluated(
@@ -245,7 +244,8 @@ def evaluations_of(
 
 
 def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list[list[Sample]]]:
-    """The valid samples of each prompt, by version, evaluation, its task and siblings."""
+    """Return each prompt's valid samples, by version, evaluation, task and number of
+    trajectories."""
     found: dict[tuple[int, str, str, int], dict[str, list[Sample]]] = {}
     for version, name, task, size, reward, answer, parts, group in tables.query(QUERY):
         own = found.setdefault((version, name, task, size), {}).setdefault(group, [])
@@ -256,6 +256,6 @@ def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list
 
 
 def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The keys of an evaluation, from the plain configuration of `run started`."""
+    """Return an evaluation's keys in the configuration of `run started`."""
     every = [config.get("evaluation", {}), *config.get("more_evaluations", ())]
     return next((one for one in every if one.get("name", "") == name), {})

@@ -1,9 +1,8 @@
-"""Reads a log into whoever wants to know it, in the order of the fold; it decides how much at once.
+"""Read a log in fold order, piece by piece, and pass it to readers.
 
-A round comes behind the control records that it folds. Records that cannot be read are counted
-and left out: what is wrong with them is for audit to say. Trajectories and progress are not read.
-The metrics topic is read for those who ask for it: it is lossy by design, so only the last
-`STATUS_TAIL` records of a partition are, and a bus passes over what retention has deleted.
+A round follows the control records that it folds. Unreadable records are counted and skipped.
+Trajectories and progress are not read. The metrics topic is read on request, and only the last
+`STATUS_TAIL` records of each partition, since it is lossy.
 """
 
 from __future__ import annotations
@@ -23,39 +22,38 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
 PIECE_BYTES: Final = 512 * 1024
-"""Of each topic in one piece: what a question that is asked meanwhile waits for."""
+"""Bytes of each topic per piece; bounds the wait of concurrent queries."""
 
 RECORDS_MAX: Final = 500
 
 WAIT_S: Final = 0.02
-"""Of one look: a broker gives nothing to a reader that does not wait."""
+"""Wait of one poll; a broker returns nothing without one."""
 
 POLLS_MAX: Final = 64
-"""Looks for the control records of one round, within a piece."""
+"""Polls for the control records of one round, within a piece."""
 
 EMPTY_POLLS_MAX: Final = 1500
-"""Looks in vain for records that are there, one after the other, before the log counts as
-unreachable: half a minute of waits."""
+"""Consecutive empty polls before the log counts as unreachable: half a minute."""
 
 STATUS_TAIL: Final = 100_000
-"""Statuses at the end of a partition that are read; a day of ten roles has twenty times as many."""
+"""Statuses read from the end of a partition; ten roles write twenty times as many a day."""
 
 Read = TypeVar("Read")
 
 
 class LogReader(Protocol):
-    """Who follows a log."""
+    """Receiver of a log's records."""
 
     def fact(self, offset: int, fact: AnyControl, /) -> None: ...
 
     def round(self, round_: Round, offset: int, /) -> None:
-        """A round, after the facts that it folds."""
+        """Apply a round after the events that it folds."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class TopicCount:
-    """Records of a topic that were read, or were named by those that were."""
+    """Records of a topic that were read, or named by read ones."""
 
     records: int = 0
     bytes: int = 0
@@ -64,7 +62,7 @@ class TopicCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """How far a reader is in one partition."""
+    """Position of a reader in one partition."""
 
     position: int
     end: int
@@ -72,14 +70,14 @@ class Position:
 
 @dataclass(slots=True)
 class LogMeter:
-    """What was read of a log, by the end of each topic's name."""
+    """Counts of read records by topic suffix."""
 
     topics: dict[str, TopicCount] = field(default_factory=dict)
     positions: dict[tuple[str, int], Position] = field(default_factory=dict)
-    """By partition, as of when everything was read last."""
+    """Positions by partition, as of the last complete read."""
 
     def count(self, topic: str, size: int, *, unreadable: bool = False) -> None:
-        """A record of a topic was read, or named by one that was."""
+        """Count a record that was read or named."""
         counted = self.topics.setdefault(topic, TopicCount())
         counted.records += 1
         counted.bytes += size
@@ -87,7 +85,7 @@ class LogMeter:
 
 
 class LogFollower:
-    """Follows one run. Example: ``while follower.advance(): ...`` reads up to the present end."""
+    """Follower of one run. Example: ``while follower.advance(): ...`` reads to the current end."""
 
     def __init__(
         self,
@@ -97,12 +95,12 @@ class LogFollower:
         statuses: Callable[[AnyMetrics], None] | None = None,
         meter: LogMeter | None = None,
     ) -> None:
-        """`statuses` gets every record of the metrics topic, which is read for it alone."""
+        """Open the readers; the metrics topic is read only if `statuses` is given."""
         self.meter = meter or LogMeter()
         self.chain = GENESIS_CHAIN
-        """Of the last round that was read."""
+        """Chain of the last round read."""
         self.over = False
-        """A round has stopped the run: what comes after it is read too."""
+        """A round has stopped the run; later records are still read."""
         self._bus, self._run = bus, topics.run
         self._listeners = readers
         self._statuses = statuses
@@ -123,13 +121,13 @@ class LogFollower:
 
     @property
     def unreadable(self) -> Counter[str]:
-        """Records that could not be read, by `control`, `decisions` and `metrics`."""
+        """Unreadable records by `control`, `decisions` and `metrics`."""
         counted = self.meter.topics.items()
         return Counter({name: one.unreadable for name, one in counted if one.unreadable})
 
     @property
     def share(self) -> float:
-        """The share of control and decisions that was read, 0 to 1. Raises BusError."""
+        """Return the share of control and decisions that was read, 0 to 1. Raises BusError."""
         ends = [self._bus.end(one) for one in (self._control, self._decisions)]
         at = [min(*pair) for pair in zip(self.places, ends, strict=True)]
         return sum(at) / sum(ends) if sum(ends) else 1.0
@@ -140,7 +138,7 @@ class LogFollower:
         return self._position(self._control), self._position(self._decisions)
 
     def advance(self) -> bool:
-        """Read one piece; whether there is more. Raises BusError, LogTruncated."""
+        """Read one piece and return whether there is more. Raises BusError, LogTruncated."""
         found = self._read_statuses()
         found = self._read_rounds() or found
         while self._rounds and self._pass_round(*self._rounds[0]):
@@ -154,7 +152,7 @@ class LogFollower:
         return more
 
     def close(self) -> None:
-        """Let go of the log."""
+        """Close the readers."""
         for reader in self._readers.values():
             reader.close()
 
@@ -162,7 +160,7 @@ class LogFollower:
         return self._readers[at].position(at)
 
     def _has_more(self, at: TopicPartition) -> bool:
-        """Whether there is something to read; of control, only what rounds lead to is read."""
+        """Report whether there is more to read; control is read only as far as rounds need it."""
         ends = at != self._control or self.over
         return ends and self._position(at) < self._bus.end(at)
 
@@ -179,7 +177,7 @@ class LogFollower:
         return records
 
     def _decoded(self, at: Record, decode: Callable[[bytes], Read]) -> Read | None:
-        """What a record says, counted; None for one that cannot be read."""
+        """Decode and count a record; None if it is unreadable."""
         topic = at.topic.removeprefix(f"{self._run}.")
         try:
             found = decode(at.value)
@@ -210,7 +208,7 @@ class LogFollower:
         return bool(records)
 
     def _pass_round(self, offset: int, round_: Round) -> bool:
-        """Tell a round and what it folds; False while control was not read so far."""
+        """Pass a round and its events to the readers; False if control was not read far enough."""
         end = self._bus.end(self._control)
         if round_.control_next > end:
             raise LogTruncated(
@@ -233,7 +231,7 @@ class LogFollower:
         return True
 
     def _read_rest(self) -> bool:
-        """What was said behind the last round: workers that leave."""
+        """Read the events after the last round, such as leaving workers."""
         self._facts.extend(self._poll(self._control))
         found = bool(self._facts)
         while self._facts:

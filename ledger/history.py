@@ -1,4 +1,4 @@
-"""History of groups, requests, batches and workers: what became of each; only values."""
+"""Histories of groups, requests, batches and workers."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ from dora_pipe.schemas.rounds import GroupSpec, ScoreGroup, SiblingFate, TakeBat
 from dora_pipe.schemas.wire import canonical
 
 Outcome = Literal["", "logged", "moved", "left", "fenced", "failed", "cancelled"]
-"""How an attempt ended: with its record, because its request moved, with its worker, in an error,
-or because it was not needed any more; empty while it goes on."""
+"""End of an attempt: logged, moved, left or fenced with its worker, failed, or cancelled; empty
+while it runs.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One attempt at a request: from its placement on a worker until that lets go of it."""
+    """One attempt at a request, from its placement until the worker releases it."""
 
     attempt: int
     worker: str
     epoch: int
     host: WorkerHistory | None
-    """The incarnation that has it; None where it never joined."""
+    """Incarnation that runs it; None if it never joined."""
     round: int
     placed_ns: int
     reason: str
     resumed: int
-    """Sampled tokens it went on from."""
+    """Sampled tokens it resumed from."""
     outcome: Outcome = ""
     ended_ns: int = 0
     why: str = ""
     retryable: bool = True
-    """Whether another attempt may follow one that failed."""
+    """Another attempt may follow a failure."""
     move_ns: int = 0
-    """When the worker was asked to let go of it."""
+    """Time at which the worker was asked to release it."""
     move_to: str = ""
     move_why: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestHistory:
-    """One sibling: its attempts, and the record that counts."""
+    """One trajectory: its attempts, and the record that counts."""
 
     trajectory: str
     attempts: list[Attempt] = field(default_factory=list)
     logged: TrajectoryLogged | None = None
     offset: int = -1
-    """Of the report in control that says so."""
+    """Offset of the report in control."""
 
     @property
     def moved(self) -> bool:
-        """Whether it went from worker to worker."""
+        """Report whether it moved between workers."""
         return len(self.attempts) > 1
 
 
@@ -73,34 +74,34 @@ class WorkerGone:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerHistory:
-    """An incarnation of a worker, from when it joined on."""
+    """An incarnation of a worker since it joined."""
 
     joined: WorkerJoined
     epoch: int
     target: int = -1
-    """The version it was assigned; -1: none yet."""
+    """Assigned version; -1: none yet."""
     hosted: int = -1
-    """The version it reported ready last."""
+    """Version last reported ready."""
     assigned: dict[int, int] = field(default_factory=dict)
-    """When it was told to load the versions that it has not loaded yet."""
+    """Assignment times of versions that are not loaded yet."""
     draining: bool = False
     gone: WorkerGone | None = None
 
     @property
     def name(self) -> str:
-        """What all its incarnations are called."""
+        """Name of the worker, shared by its incarnations."""
         return self.joined.worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTaken:
-    """A part as it was decided; the last one of a batch is what was taken with that."""
+    """A decided part; the last one is taken with its batch."""
 
     groups: tuple[str, ...]
     taken_ns: int
     reason: str
     last: TrajectoryLogged | None
-    """The record that came last of it."""
+    """Last record of the part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,16 +112,16 @@ class Batch:
     taken_ns: int
     round: int
     free_ns: int
-    """The trainer was free: the commit before, or its own start; 0 while it is not there."""
+    """Time at which the trainer became free (commit or start); 0 without a trainer."""
     last: TrajectoryLogged | None
-    """The record that came last of it."""
+    """Last record of the batch."""
     parts: tuple[PartTaken, ...]
-    """All of them; none where it was taken as one."""
+    """All parts; none if taken whole."""
     part_of: Mapping[str, int]
-    """Which part each of its groups is in, where it has several."""
+    """Part of each group, if there are several."""
 
     def taken_of(self, group: str) -> PartTaken | None:
-        """The part that a group is in; None where the batch was taken as one."""
+        """Return a group's part; None if the batch was taken whole."""
         number = self.part_of.get(group)
         return None if number is None else self.parts[number]
 
@@ -136,24 +137,24 @@ class PartComputed:
     part: int
     taken: PartTaken
     free_ns: int
-    """The trainer was free for it."""
+    """Time at which the trainer was free for it."""
     seconds: float | None
-    """What was spent on it ahead of the batch; None: it was computed with that."""
+    """Seconds computed before the batch; None if computed with it."""
     stops: Sequence[Stop] = ()
 
     @property
     def begun_ns(self) -> int:
-        """It was there, and the trainer was free."""
+        """Time at which it was taken and the trainer was free."""
         return max(self.free_ns, self.taken.taken_ns)
 
     @property
     def ended_ns(self) -> int:
-        """The trainer was free again; of one that was computed with the batch, as if at once."""
+        """Time at which the trainer was free again; equals the start if computed with the batch."""
         return self.begun_ns + int((self.seconds or 0.0) * 1e9)
 
     @property
     def waited_s(self) -> float:
-        """The trainer was free and it was not there."""
+        """Seconds for which the free trainer waited for it."""
         stopped = stopped_ns(self.stops, self.free_ns, self.begun_ns)
         return (self.begun_ns - self.free_ns - stopped) / 1e9
 
@@ -161,7 +162,7 @@ class PartComputed:
 def computed(
     parts: Sequence[PartTaken], ahead_s: Sequence[float], free_ns: int, stops: Sequence[Stop] = ()
 ) -> Iterator[PartComputed]:
-    """All parts of a step, in order, for which the trainer was free at `free_ns`."""
+    """Yield all parts of a step, in order; the trainer became free at `free_ns`."""
     for number, taken in enumerate(parts):
         seconds = ahead_s[number] if number < len(ahead_s) else None
         one = PartComputed(part=number, taken=taken, free_ns=free_ns, seconds=seconds, stops=stops)
@@ -172,7 +173,7 @@ def computed(
 def batch_of(
     take: TakeBatch, parts: Sequence[PartTaken], *, taken_ns: int, round_: int, free_ns: int
 ) -> Batch:
-    """A batch that was taken in these parts, or as one."""
+    """Build a batch taken in these parts, or whole."""
     arrived = [one.last for one in parts if one.last is not None]
     several = tuple(parts) if len(parts) > 1 else ()
     numbered = enumerate(several)
@@ -188,76 +189,76 @@ def batch_of(
 
 
 def arrival(fact: TrajectoryLogged) -> tuple[int, str]:
-    """Orders records as they came."""
+    """Sort key of records by arrival."""
     return fact.at_ns, fact.trajectory
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupHistory:
-    """A group, from its dispatch on."""
+    """A group since its dispatch."""
 
     spec: GroupSpec
     reason: str
     round: int
     offset: int
-    """Of that round in decisions."""
+    """Offset of its dispatch round in decisions."""
     dispatched_ns: int
     requests: dict[str, RequestHistory] = field(default_factory=dict)
-    """Those that were placed at least once, by trajectory."""
+    """Requests placed at least once, by trajectory."""
     scoring: ScoreGroup | None = None
-    """Who was asked last to score its siblings together, while no answer has come."""
+    """Open scoring request."""
     asked: ScoreGroup | None = None
-    """Who was asked last at all."""
+    """Latest scoring request."""
     scores: GroupScored | None = None
-    """The answer that counts. The rewards of `requests` are those of it then."""
+    """Answer that counts; `requests` then have its rewards."""
     valid: int = 0
-    """Records that count and had a reward of their own."""
+    """Records that count with a reward of their own."""
     expired: bool = False
-    """It was open for too long."""
+    """It exceeded the group timeout."""
     left: dict[int, SiblingFate] = field(default_factory=dict)
-    """What became of the siblings that it did not wait for."""
+    """Outcomes of the trajectories that it did not wait for."""
 
     @property
     def closed(self) -> bool:
-        """Whether it waits for no sibling although some may be open."""
+        """Report whether it waits for no trajectory, although some may be open."""
         return self.expired or (self.spec.spare > 0 and self.valid >= self.spec.size)
 
     @property
     def whole(self) -> bool:
-        """Whether all records are there that it is made of."""
+        """Report whether all its records are there."""
         results = len(self.results)
         return results == self.spec.siblings or (self.closed and results > 0)
 
     @property
     def results(self) -> list[TrajectoryLogged]:
-        """The records that count, by sibling."""
+        """Records that count, by trajectory."""
         requests = (self.requests[name] for name in sorted(self.requests))
         return [one.logged for one in requests if one.logged is not None]
 
     @property
     def rewards(self) -> list[float]:
-        """Those of them that are valid."""
+        """Valid rewards of the records that count."""
         return rewards_of(self.results)
 
     @property
     def last(self) -> TrajectoryLogged | None:
-        """The record that came last."""
+        """Last record."""
         return max(self.results, key=arrival, default=None)
 
 
 def rewards_of(results: Iterable[TrajectoryLogged]) -> list[float]:
-    """The valid rewards of some records."""
+    """Return the valid rewards of some records."""
     return [one.reward for one in results if one.reward is not None]
 
 
 def last_of(groups: Iterable[GroupHistory]) -> TrajectoryLogged | None:
-    """The record that came last of some groups."""
+    """Return the last record of some groups."""
     found = (one.last for one in groups)
     return max((one for one in found if one is not None), key=arrival, default=None)
 
 
 def note_scores(group: GroupHistory, fact: GroupScored) -> None:
-    """An answer of a worker that is there: it counts if that was asked last."""
+    """Note a scoring answer; it counts if its request is the latest."""
     asked = group.scoring
     if asked is None or (asked.attempt, asked.epoch) != (fact.attempt, fact.epoch):
         return
@@ -270,21 +271,21 @@ def note_scores(group: GroupHistory, fact: GroupScored) -> None:
 
 
 def note_end(group: GroupHistory, started: RunStarted) -> None:
-    """A group of an evaluation is over: without an answer none of its siblings counts."""
+    """Note the end of an evaluation group; without an answer none of its trajectories count."""
     if group.spec.source in started.scored_together and group.scores is None:
         for request in group.requests.values():
             _count(request, None)
 
 
 def parts_of(group: GroupHistory, trajectory: str) -> str | None:
-    """Scores by name, as JSON, of a sibling that was scored with the others."""
+    """Return the scores by name, as JSON, of a trajectory that was scored with its group."""
     siblings = () if group.scores is None else group.scores.siblings
     found = (one.parts for one in siblings if one.trajectory == trajectory)
     return next((canonical(parts).decode() for parts in found), None)
 
 
 def parts_by_task(groups: Iterable[GroupHistory]) -> dict[str, dict[str, float]]:
-    """The mean of every part of their rewards (`part_means`), by the name of the task."""
+    """Return the mean of every reward part (`part_means`), by task."""
     found: dict[str, list[Sample]] = {}
     for group in groups:
         found.setdefault(group.spec.task, []).extend(samples_of(group.results))

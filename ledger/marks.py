@@ -1,7 +1,7 @@
-"""Marks of a run: settings that changed, stops, and roles that were lost or came back.
+"""Marks of a run: changed settings, stops, and roles that were lost or came back.
 
-A run was stopped where its orchestrator and its trainer both begin again and no earlier incarnation
-of any role writes a record in between; else a role restarted alone.
+A run was stopped if its orchestrator and its trainer both restart and no earlier incarnation of any
+role writes a record in between. Otherwise a role restarted alone.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dora_pipe.schemas.rounds import Round
 MarkKind = Literal["setting", "resumed", "restarted", "lost"]
 
 Stop = tuple[int, int]
-"""A time in which a run was stopped: from its last record to when its roles were back, ns."""
+"""Period in which a run was stopped, from its last record until its roles were back, ns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Something that happened to a run. Example: ``Mark(at_ns=0, step=21, kind="setting",
+    """A mark of a run. Example: ``Mark(at_ns=0, step=21, kind="setting",
     subject="trainer.learning_rate", before="0.0001", after="0.001", why="by me")``."""
 
     at_ns: int
     step: int
-    """The step that it is in force from, or that was open then."""
+    """Step from which it is in force, or that was open then."""
     kind: MarkKind
     subject: str
     """The key, or the role."""
@@ -45,16 +45,16 @@ class Mark:
     after: str | None = None
     why: str = ""
     since_ns: int | None = None
-    """When the run wrote its last record; only for a stop."""
+    """Time of the run's last record; only for a stop."""
 
     @property
     def line(self) -> str:
-        """The mark in words, with its step."""
+        """Format the mark with its step."""
         return f"step {self.step}: {self.words}"
 
     @property
     def words(self) -> str:
-        """The mark in words, without its step."""
+        """Format the mark without its step."""
         match self.kind:
             case "setting":
                 return f"{self.subject} {self.before} -> {self.after}, set {self.why}"
@@ -68,29 +68,31 @@ class Mark:
 SETTINGS: Final = """
     select step, subject || ' ' || before || ' -> ' || after as change from marks
     where kind = 'setting' order by step, subject"""
-"""Settings that changed, by the step that each is in force from."""
+"""Changed settings, by the step from which each is in force."""
 
 
 def stopped_ns(stops: Iterable[Stop], from_ns: int, until_ns: int) -> int:
-    """Return how much of a time a run was stopped. ``stopped_ns([(2, 5)], 0, 4) == 2``"""
+    """Return how long a run was stopped within a period. ``stopped_ns([(2, 5)], 0, 4) == 2``"""
     pieces = (min(until_ns, end) - max(from_ns, begin) for begin, end in stops)
     return sum(piece for piece in pieces if piece > 0)
 
 
 class MarkAccount:
-    """Finds marks, record by record. Example: ``marks.fact(offset, fact, open=20, next_=21)``."""
+    """Detection of marks, record by record. Example: ``marks.fact(offset, fact, open=20,
+    next_=21)``."""
 
     def __init__(self) -> None:
         self.stops: list[Stop] = []
         self._config: Config | None = None
         self._alive_ns = 0
-        """When an incarnation that was known wrote a record last."""
+        """Time of the last record by a known incarnation."""
         self._orchestrator = -1
         """The current incarnation."""
         self._back: tuple[int, Mark] | None = None
-        """Offset of a role that began again, while it is open whether the whole run did."""
+        """Offset and mark of a restarted role, until it is known whether the whole run
+        restarted."""
         self._resumed_at = -1
-        """Offset of the first role of the newest resume: workers before it ended with the stop."""
+        """Offset of the first role of the newest resume; earlier workers ended with the stop."""
 
     def fact(self, offset: int, fact: AnyControl, *, open_: int, next_: int) -> list[Mark]:
         """Return the marks of a control record: `open_` is the step in training or else the next,
@@ -100,13 +102,13 @@ class MarkAccount:
                 try:
                     self._config = logged_config(fact.config)
                 except ValueError:
-                    return []  # of another version: its changes cannot be followed
+                    return []  # unknown version: its changes cannot be followed
             case RoleStarted():
                 return self._began(offset, fact, open_)
             case Command(verb="set"):
                 return self._set(fact, next_)
             case WorkerJoined() | Command():
-                return []  # written in a run that is stopped, too
+                return []  # also written while a run is stopped
             case StepCommitted() | BatchRefused():
                 return self._lived(fact.at_ns, "orchestrator")
             case _ if self._back is not None and getattr(fact, "epoch", offset) < self._back[0]:
@@ -129,7 +131,7 @@ class MarkAccount:
         return [Mark(at_ns=at_ns, step=open_, kind="lost", subject=worker, why=why)]
 
     def _lived(self, at_ns: int, alone: str) -> list[Mark]:
-        """A role has written that was there before: if `alone` began again, only that did."""
+        """Handle a record of a known incarnation: only the role `alone` restarted, if any did."""
         self._alive_ns = max(self._alive_ns, at_ns)
         if self._back is None or self._back[1].subject != alone:
             return []

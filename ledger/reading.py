@@ -1,4 +1,4 @@
-"""Opens the catalogue of a run: the one that was saved, or one that is made from the log now."""
+"""Open a run's catalogue: a saved one, or a new one built from the log."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.topics import Topics
 
 FILE: Final = "catalogue.duckdb"
-"""Beside a finished run; it may be deleted, and is made again."""
+"""File in the directory of a finished run; it may be deleted and is rebuilt."""
 
 TAIL: Final = 64
-"""Offsets at the end of a topic among which its last record lies: offsets are not dense."""
+"""Offsets at the end of a topic that contain its last record; offsets have gaps."""
 
 BATCH_ROWS: Final = 4096
-"""Rows that are appended at once."""
+"""Rows per append."""
 
 
 class LivingCatalogue:
-    """A catalogue that follows its log. Example: ``while living.advance(): ...``, then ask
-    ``living.catalogue``; it has what was read by the last `refresh`."""
+    """Catalogue that follows its log. Example: ``while living.advance(): ...``, then query
+    ``living.catalogue``, which is current as of the last `refresh`."""
 
     def __init__(self, bus: Bus, topics: Topics) -> None:
         self.catalogue = Catalogue()
@@ -35,19 +35,20 @@ class LivingCatalogue:
         self.follower = LogFollower(bus, topics, self.builder)
 
     def advance(self) -> bool:
-        """Read one piece of the log; whether there is more. Raises BusError, LogTruncated."""
+        """Read one piece of the log and return whether there is more. Raises BusError,
+        LogTruncated."""
         more = self.follower.advance()
         if self.builder.made >= BATCH_ROWS:
             self.catalogue.append(self.builder.drain())
         return more
 
     def refresh(self) -> None:
-        """Bring the tables to where the log was read to."""
+        """Update the tables to the position in the log."""
         self.catalogue.append(self.builder.drain())
         self.catalogue.refresh(self.builder.live())
 
     def close(self) -> None:
-        """Let go of the log; the catalogue stays."""
+        """Close the log readers, not the catalogue."""
         self.follower.close()
 
 
@@ -58,10 +59,10 @@ def read_catalogue(
     *,
     on_share: Callable[[float], None] = lambda share: None,
 ) -> Catalogue:
-    """The catalogue of a run up to its present end; close it.
+    """Return the catalogue of a run up to its current end; the caller closes it.
 
-    With a path, one that was saved there is taken where it fits the log, and that of a run that is
-    over is saved there. `on_share` gets the share that was read. Raises BusError, LogTruncated.
+    With a path, a saved catalogue that fits the log is used, and that of a finished run is saved.
+    `on_share` gets the share that was read. Raises BusError, LogTruncated.
     """
     source = log_source(bus, topics) if path is not None else None
     saved = None if path is None or source is None else fresh_catalogue(path, source)
@@ -77,15 +78,15 @@ def read_catalogue(
 
 
 def saved_catalogue(bus: Bus, topics: Topics, path: Path) -> Catalogue | None:
-    """The one that was saved, where it fits the log; close it. Raises BusError."""
+    """Open the saved catalogue if it fits the log; the caller closes it. Raises BusError."""
     source = log_source(bus, topics)
     return None if source is None else fresh_catalogue(path, source)
 
 
 def save_finished(living: LivingCatalogue, path: Path, source: CatalogueSource) -> None:
-    """Save a catalogue that was read and refreshed, if the run is over and ends at `source`.
+    """Save a refreshed catalogue if the run is over and ends at `source`.
 
-    It is a cache: where it cannot be written, or the log has grown meanwhile, there is none.
+    It is a cache: nothing is saved if it cannot be written or the log has grown.
     """
     control, decisions = living.follower.places
     grown = control > source.control_next or decisions > source.decisions_next
@@ -98,7 +99,7 @@ def save_finished(living: LivingCatalogue, path: Path, source: CatalogueSource) 
 
 
 def log_source(bus: Bus, topics: Topics) -> CatalogueSource | None:
-    """How far the log goes at present; None while it has no round."""
+    """Return the log's current position; None without a round."""
     control = bus.end(TopicPartition(topics.control, 0))
     decisions = bus.end(TopicPartition(topics.decisions, 0))
     last = last_round(bus, topics, decisions)
@@ -108,7 +109,7 @@ def log_source(bus: Bus, topics: Topics) -> CatalogueSource | None:
 
 
 def last_round(bus: Bus, topics: Topics, end: int) -> Round | None:
-    """The last round before this end of decisions. Raises BusError."""
+    """Return the last round before this end of decisions. Raises BusError."""
     at = TopicPartition(topics.decisions, 0)
     last: Round | None = None
     with closing(bus.reader({at: max(bus.begin(at), end - TAIL)})) as reader:

@@ -1,7 +1,7 @@
-"""What every role said last; it decides which incarnation is believed.
+"""Latest status of every role.
 
-Statuses are claims of their roles and lossy: no table is made of them. Those of an earlier
-incarnation than the newest that was heard are history.
+Statuses are lossy claims of their roles and are in no table. Those of older incarnations are
+ignored.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
 
 RATE_NS: Final = 10_000_000_000
-"""Tokens per second are those of about so long a time."""
+"""Period for tokens per second."""
 
 POINTS_MAX: Final = 64
-"""Statuses that a rate is made of."""
+"""Statuses used for a rate."""
 
 
 def role_of(status: AnyMetrics) -> str:
-    """The role that a status is of: `orchestrator`, `trainer`, a worker's name."""
+    """Return the role of a status: `orchestrator`, `trainer`, a worker's name."""
     match status:
         case WorkerStatus():
             return status.worker
@@ -53,8 +53,8 @@ def epoch_of(status: AnyMetrics) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """What a worker has counted: tokens sampled, those of prompts computed and reused; episodes
-    that lost their environment, and started again or were told again."""
+    """Counters of a worker: sampled tokens; computed and reused prompt tokens; episodes that lost
+    their environment and restarted, or whose turns were replayed."""
 
     sampled: int = 0
     computed: int = 0
@@ -64,7 +64,7 @@ class WorkerCounts:
 
     @property
     def reused_share(self) -> float:
-        """Of the prompts' tokens, those that were not computed."""
+        """Share of prompt tokens that were reused."""
         return self.reused / max(1, self.computed + self.reused)
 
     def __add__(self, other: WorkerCounts) -> WorkerCounts:
@@ -82,16 +82,16 @@ NOTHING_COUNTED: Final = WorkerCounts()
 
 @dataclass(slots=True, kw_only=True)
 class LastStatus:
-    """What the newest incarnation of a role has said."""
+    """Status of the newest incarnation of a role."""
 
     status: AnyMetrics
-    """The newest; a worker's with its progress whole."""
+    """Newest status; a worker's with its full progress."""
     before: AnyMetrics | None = None
-    """The one before it of the same incarnation."""
+    """Previous status of the same incarnation."""
     before_it: WorkerCounts = NOTHING_COUNTED
-    """Of earlier incarnations when they were heard last."""
+    """Final counters of earlier incarnations."""
     _points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=POINTS_MAX))
-    """(moment, tokens sampled) of this incarnation."""
+    """(time, sampled tokens) of this incarnation."""
 
     @property
     def epoch(self) -> int:
@@ -104,26 +104,26 @@ class LastStatus:
 
     @property
     def counts(self) -> WorkerCounts:
-        """Of all incarnations of a worker."""
+        """Counters of all incarnations of a worker."""
         return self.before_it + _counts(self.status)
 
     @property
     def tokens_per_s(self) -> float:
-        """Of about the last `RATE_NS` that its statuses tell of."""
+        """Tokens per second over about the last `RATE_NS`."""
         if len(self._points) < 2:
             return 0.0
         (first_ns, first), (last_ns, last) = self._points[0], self._points[-1]
         return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0
 
     def note(self) -> None:
-        """Remember where the newest status stands."""
+        """Store the newest status as a point of the rate."""
         self._points.append((self.status.at_ns, _counts(self.status).sampled))
         while len(self._points) > 2 and self.status.at_ns - self._points[1][0] > RATE_NS:
             self._points.popleft()
 
 
 class Statuses:
-    """Every role as it was heard last. Example: ``statuses.receive(status)``, then
+    """Latest status of every role. Example: ``statuses.receive(status)``, then
     ``statuses.heard["w0"].status``."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class Statuses:
         """By role."""
 
     def receive(self, status: AnyMetrics) -> LastStatus | None:
-        """A status, in the order of its partition; None for one of an earlier incarnation."""
+        """Apply a status, in partition order; return None for an older incarnation."""
         role, epoch = role_of(status), epoch_of(status)
         known = self.heard.get(role)
         if known is None or known.epoch < epoch:
@@ -148,10 +148,9 @@ class Statuses:
 def read_statuses(
     bus: Bus, topics: Topics, *, tail: int | None = None, until_ns: int | None = None
 ) -> list[AnyMetrics]:
-    """Statuses up to a moment, in order per partition. Raises BusError.
+    """Return the statuses up to a time, in order per partition. Raises BusError.
 
-    With `tail`, only that many at the end of each partition, and more of them as long as none is
-    old enough for the moment.
+    `tail` reads that many at the end of each partition, and more until one is old enough.
     """
     partitions = [
         TopicPartition(topics.metrics, one) for one in range(bus.partitions(topics.metrics))
@@ -171,7 +170,7 @@ def read_statuses(
 def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
     with closing(bus.reader({at: start})) as reader:
         for record in records_until(reader, {at: end}):
-            with suppress(SchemaError):  # lossy by design; audit looks at dead letters
+            with suppress(SchemaError):  # lossy by design; audit reports dead letters
                 status = decode_metrics(record.value)
                 if not isinstance(status, Unknown):
                     yield status

@@ -1,8 +1,8 @@
-"""The tables of the catalogue: every column with its type and what it says; nothing else.
+"""Tables of the catalogue, with types and descriptions of all columns.
 
-A table is a Struct whose fields are its columns, in order. What did not happen is null. Times are
-ns since 1970: `dispatched_ns`, `placed_ns`, `taken_ns` and what ended by a decision by the
-orchestrator's clock, everything else by the clock of who wrote the record.
+A table is a Struct whose fields are its columns, in order; null means that it did not happen. Times
+are ns since 1970. `dispatched_ns`, `placed_ns`, `taken_ns` and ends by decision use the
+orchestrator's clock; others use that of the record's writer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 import msgspec
 
 FORM: Final = 11
-"""Of the tables: a catalogue of another form is made again from the log."""
+"""Version of the tables; a catalogue of another form is rebuilt from the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sql:
-    """A column's type where it is not that of `SQL_TYPES`."""
+    """Column type that is not in `SQL_TYPES`."""
 
     name: str
 
@@ -371,7 +371,7 @@ class CallRow(Row, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column as SQL and documents want it."""
+    """A column for SQL and documents."""
 
     name: str
     sql: str
@@ -381,7 +381,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table. Rows of `live` ones may still change while what they speak of is open."""
+    """A table; rows of `live` ones may change until they end."""
 
     name: str
     row: type[Row]
@@ -411,13 +411,13 @@ TABLES: Final = (
 )
 
 CALLS: Final = Table(name="calls", row=CallRow)
-"""Read from records when it is asked for: no catalogue has it by itself."""
+"""Read from records on request; no stored catalogue has it."""
 
 TABLE_OF: Final = {table.row: table for table in TABLES}
 
 
 def columns_of(row: type[Row]) -> list[Column]:
-    """The columns of a table, from the annotations of its fields."""
+    """Return the columns of a table from its field annotations."""
     hints = get_type_hints(row, include_extras=True)
     return [_column(name, hints[name]) for name in row.__struct_fields__]
 

@@ -1,15 +1,13 @@
-"""Audits a run's log with nothing of dora-pipe: the standard library and pyarrow,
-and blake3 where a digest is one.
+"""Audit a run's log without dora-pipe: the standard library, pyarrow, and blake3 for blobs.
 
     python examples/own_auditor runs/demo
 
-It knows what reference/records.md says, and its modules follow the sections of that page: `log`
-(where a log lies, values), `digests` (identity, digests and chains), `account` and `bound` (how a
-log is read), `checks` (what must hold of commits, records and files). Every control record and
-round is kept in memory; trajectories are read one by one.
+The modules follow the sections of reference/records.md: `log` (files, values), `digests` (identity,
+digests and chains), `account` and `bound` (reading a log), `checks` (rules for commits, records and
+files). All control records and rounds are kept in memory.
 
-A line per finding. Exit code 0: what was looked at holds; 1: there are findings; 2: the log cannot
-be read, or what is given is none.
+It prints one line per finding. Exit code 0: no findings; 1: findings; 2: the log cannot be read or
+the argument is invalid.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
 
 def fold(ledger: Ledger, control: list[Record], rounds: list[Record]) -> None:
-    """Tell the ledger everything, in the one order that rounds give."""
+    """Apply all rounds and their control records in log order."""
     at = folded = 0
     for record in rounds:
         folded = json.loads(record.value)["control_next"]
@@ -43,7 +41,7 @@ def fold(ledger: Ledger, control: list[Record], rounds: list[Record]) -> None:
 
 
 def audit(directory: Path) -> tuple[Ledger, Counter[str]]:
-    """Look at a run: its ledger, and its records by standing. `log.sqlite` lies in `directory`."""
+    """Audit `log.sqlite` in `directory`; return the ledger and the records by standing."""
     log = open_log(directory / "log.sqlite")
     topics = [name for (name,) in log.execute("SELECT name FROM topics ORDER BY id")]
     (run,) = {name.rpartition(".")[0] for name in topics}
@@ -63,7 +61,7 @@ def audit(directory: Path) -> tuple[Ledger, Counter[str]]:
 
 
 def report(ledger: Ledger, standings: Counter[str]) -> str:
-    """What was looked at, then the findings."""
+    """Format what was checked, then the findings."""
     fates = Counter(group.fate or "open" for group in ledger.groups.values())
     told = {
         "run": f"{ledger.started['run']} ({'finished' if ledger.stopped else 'not finished'})",
@@ -79,7 +77,7 @@ def report(ledger: Ledger, standings: Counter[str]) -> str:
 
 
 def main() -> int:
-    """The program."""
+    """Run the program."""
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python examples/own_auditor RUN_DIRECTORY\n")
         return EXIT_UNREADABLE

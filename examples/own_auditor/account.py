@@ -1,7 +1,7 @@
-"""Folds control and decisions: which record of a trajectory counts, what became of each group.
+"""Fold control and decisions: records that count, and outcomes of groups.
 
-The order and the rules are those of "How a log is read" in reference/records.md; every kind of
-record that changes the ledger has a method of its name, `_worker_joined` for `worker-joined`.
+Order and rules are those of "How a log is read" in reference/records.md. Each kind of record has a
+method of its name, such as `_worker_joined` for `worker-joined`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Place = tuple[int, int]  # partition, offset
 
 
 TAKEN = ("attempt", "epoch", "partition", "offset", "sha256")
-"""What a decision says of a record, behind its trajectory."""
+"""Fields of a record in a decision, after its trajectory."""
 
 RUN_STOPPED = "the run stopped"
-"""How the reason begins with which a worker leaves after `stop-run`."""
+"""Prefix of the reason with which a worker leaves after `stop-run`."""
 
 ASLEEP = -1
-"""The version of a worker that hosts nothing."""
+"""Version of a worker that serves nothing."""
 
 
 @dataclass
 class Request:
-    """One sibling of a group; `counts` is the entry of `trajectories-logged` that counts for it."""
+    """One trajectory of a group; `counts` is its entry of `trajectories-logged` that counts."""
 
     placement: Placement | None = None
     placements: list[Placement] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass
 class Group:
-    """A dispatched group with its siblings, in order."""
+    """A dispatched group with its trajectories, in order."""
 
     spec: Json
     requests: dict[str, Request]
@@ -54,35 +54,35 @@ class Group:
     """Round time of its dispatch."""
     fate: str = ""
     together: bool = False
-    """Its siblings are scored together, too."""
+    """Its trajectories are scored together."""
     asked: list[Placement] = field(default_factory=list)
     asking: Placement | None = None
     faults: int = 0
     scores: dict[str, float] = field(default_factory=dict)
-    unscored: bool = False  # for good
-    expired: bool = False  # a round says so
+    unscored: bool = False  # scoring failed for good
+    expired: bool = False  # timed out, by a round
 
     @property
     def closed(self) -> str:
-        """What becomes of siblings that are open, where none is waited for."""
+        """Return the outcome of open trajectories if the group waits for none of them."""
         valid = sum(one["reward"] is not None for one in self.results)
         full = self.spec.get("spare", 0) and valid >= self.spec["size"]
         return "expired" if self.expired else "surplus" if full else ""
 
     @property
     def results(self) -> list[Json]:
-        """The entries that count."""
+        """Return the entries that count."""
         return [one.counts for one in self.requests.values() if one.counts is not None]
 
     @property
     def rewards(self) -> dict[str, float | None]:
-        """What the siblings that were logged count."""
+        """Return the rewards of logged trajectories."""
         own = {one["trajectory"]: one["reward"] for one in self.results}
         return dict.fromkeys(own) if self.unscored else own | self.scores
 
     @property
     def waits(self) -> bool:
-        """Whether its siblings' scores together are still to come."""
+        """Report whether group scores are missing."""
         valid = any(one is not None for one in self.rewards.values())
         return self.together and valid and not self.scores
 
@@ -96,7 +96,7 @@ class Logged:
 
 
 class Ledger:
-    """What is known after the rounds that were told so far."""
+    """State of a run after the rounds applied so far."""
 
     def __init__(self, findings: Findings, buried: Collection[tuple[str, int, int]] = ()) -> None:
         """`buried` are records that dead letters name: topic, partition, offset."""
@@ -104,15 +104,15 @@ class Ledger:
         self.buried = buried
         self.started: Json = {}
         self.rounds = 0
-        self.at = -1  # offset of the round that is taken
+        self.at = -1  # offset of the current round
         self.chain = "0" * 64
         self.now_ns = 0
         self.role_epochs = {"orchestrator": -1, "trainer": -1}
         self.announced: set[int] = set()  # role epochs of orchestrators
-        self.wrote: set[int] = set()  # those of rounds
+        self.wrote: set[int] = set()  # role epochs of rounds
         self.workers: dict[int, str] = {}  # incarnations that are in
-        self.joined: dict[int, str] = {}  # all that ever were
-        self.elastic: set[int] = set()  # incarnations that sleep while a step is computed
+        self.joined: dict[int, str] = {}  # all incarnations
+        self.elastic: set[int] = set()  # colocated incarnations, which sleep during a step
         self.assigned: set[tuple[int, int]] = set()  # incarnation, version
         self.fenced: set[int] = set()
         self.groups: dict[str, Group] = {}
@@ -131,11 +131,11 @@ class Ledger:
 
     @property
     def newest(self) -> int:
-        """The newest version: the number of committed steps, unless one is missing."""
+        """Newest version: the number of committed steps, unless one is missing."""
         return max(self.versions)
 
     def take(self, record: Record, control: Sequence[Record]) -> None:
-        """One round, with the control records that it folds."""
+        """Apply a round with the control records that it folds."""
         round_, self.at = json.loads(record.value), record.offset
         for one in control:
             self.fact(one)
@@ -159,7 +159,7 @@ class Ledger:
             self._tell(decision)
 
     def fact(self, record: Record) -> None:
-        """One control record."""
+        """Apply a control record."""
         try:
             fact = json.loads(record.value)
             kind = str(fact["kind"])
@@ -182,7 +182,7 @@ class Ledger:
     def _tell(self, record: Json) -> None:
         name = f"_{record['kind'].replace('-', '_')}"
         handler: Callable[[Json], None] | None = getattr(self, name, None)
-        if handler is None:  # it changes nothing that is asked here
+        if handler is None:  # not relevant to this audit
             return
         try:
             handler(record)
@@ -232,7 +232,7 @@ class Ledger:
             if group.asking is not None and group.asking[2] == epoch:
                 self._not_scored(group, fault=fault)
 
-    # Hosting
+    # Versions of workers
 
     def _assign(self, decision: Json) -> None:
         self.assigned.add((decision["epoch"], decision["version"]))
@@ -279,7 +279,7 @@ class Ledger:
                 self.findings.add("decisions", name, why)
 
     def _stamp(self, spec: Json, skipped: Sequence[int]) -> Json:
-        """What counter, configuration and newest version make of the next group."""
+        """Return the spec of the next group from counters, configuration and newest version."""
         train, version = spec["purpose"] == "train", self.newest
         ordinal = self.ordinals[spec["purpose"]]
         started, config = self.started, self.started["config"]
@@ -311,7 +311,7 @@ class Ledger:
         self.skipped[task] += len(skipped)
         place = self.of_task[task] + self.skipped[task]
         data_epoch, index = prompt_of(started["seed"], place, data["rows"])
-        if self._tasks()[task].get("sampler"):  # Of a user's function, which we do not have.
+        if self._tasks()[task].get("sampler"):  # a user function, which is not available here
             data_epoch, index = place // data["rows"], spec["index"] % data["rows"]
         self.of_task[task] += 1
         return wanted | {
@@ -325,7 +325,7 @@ class Ledger:
         }
 
     def _task(self) -> str:
-        """Whose turn it is: of the tasks below their share, the one that is due first."""
+        """Return the task whose turn it is: the first due one of those below their share."""
         tasks = list(self._tasks().values())
         ratios = [Fraction(str(one.get("ratio", 1))) for one in tasks]
         number, due = sum(self.of_task.values()) + 1, []
@@ -348,7 +348,7 @@ class Ledger:
         self.bound.leave(name)
 
     def fate(self, name: str, fate: str) -> None:
-        """A group has its fate."""
+        """Set a group's outcome."""
         group = self.groups.get(name)
         if group is None:
             self.findings.add("C2", name, f"is {fate} but was never dispatched")
@@ -446,7 +446,7 @@ class Ledger:
         self.logged[place] = Logged(entry, standing)
 
     def _placed(self, writer: Json, what: Json) -> Request | None:
-        """The open request whose placement a fact names."""
+        """Return the open request whose placement an event names."""
         request = self.running.get(what["trajectory"])
         named = (what["attempt"], writer["worker"], writer["epoch"])
         if request is None or request.placement != named:
@@ -545,7 +545,7 @@ class Ledger:
 
     def _step_committed(self, fact: Json) -> None:
         step, key = fact["step"], (fact["step"], fact["attempt"])
-        if self.bound.training != key:  # one that lost a race against `fail-batch` counts nothing
+        if self.bound.training != key:  # it lost the race against `fail-batch`
             once = step not in self.commits
             self.findings.holds("steps", f"step {step}", "is committed twice", once)
             known = key in self.takes

@@ -1,4 +1,4 @@
-"""Which groups may be dispatched and taken: the section of that name in reference/records.md."""
+"""Rules for dispatching and taking groups; see that section of reference/records.md."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from log import Json
 
 MATTER = {"run.steps", "staleness.in_flight_batches", "staleness.max_staleness"}
-"""Keys that a `set` may change and that admission asks for."""
+"""Keys that a `set` may change and that affect admission."""
 
 
 def feasible(deadlines: Iterable[int], step: int, per_step: int) -> bool:
-    """Whether groups due at these steps can all have their turn from `step` on."""
+    """Report whether groups with these deadlines can all be taken in time from `step` on."""
     turns = enumerate(sorted(deadlines))
     return all(step + place // per_step <= deadline for place, deadline in turns)
 
@@ -21,9 +21,8 @@ def feasible(deadlines: Iterable[int], step: int, per_step: int) -> bool:
 class Bound:
     """U, the training groups that are neither taken nor ended, and the batch in training.
 
-    Commands may change what is in force. Which of them the orchestrator obeyed takes more than is
-    told here, so behind the first one that matters admission is not looked at, and a deadline may
-    be any that was ever asked for.
+    This class does not know which commands the orchestrator accepted. After the first relevant
+    command, admission is not checked, and a deadline may follow any requested bound.
     """
 
     def __init__(self) -> None:
@@ -31,14 +30,14 @@ class Bound:
         self._config: Json = {}
         self._u: dict[str, Json] = {}
         self._finished: dict[str, Json] = {}
-        self._in_flight = 2.0  # batches, where that is automatic
+        self._in_flight = 2.0  # batches, if automatic
         self._parts: list[list[str]] = []  # of the next step, each a list of groups of U
-        self._given_up: list[list[str]] = []  # what they were before a `set`, if it was obeyed
+        self._given_up: list[list[str]] = []  # the parts before a `set`, in case it was accepted
         self._staleness: set[int] = set()
         self.commanded = False
 
     def start(self, config: Json) -> None:
-        """The run has started with this configuration."""
+        """Start with this configuration."""
         self._config = config
         self._staleness = {config["staleness"]["max_staleness"]}
 
@@ -47,7 +46,7 @@ class Bound:
         return int(self._config["groups"]["per_step"])
 
     def dispatch(self, spec: Json, committed: int) -> Iterator[str]:
-        """A training group enters U; what is wrong with that."""
+        """Add a training group to U and yield what is wrong with it."""
         if spec["deadline"] - spec["version"] not in self._staleness:
             yield f"has the deadline {spec['deadline']}"
         if not self.commanded:
@@ -72,8 +71,8 @@ class Bound:
     def settle(
         self, spec: Json, left: int, rewards: Sequence[float | None], *, waits: bool = False
     ) -> None:
-        """So many siblings are waited for, others have these rewards: finished, doomed, or neither
-        yet; one that waits for its siblings' scores together is not finished."""
+        """Update a group from its open trajectories and rewards: finished, doomed, or neither; one
+        that waits for group scores is not finished."""
         rules, name = self._config["groups"], spec["group"]
         if name not in self._u:
             return
@@ -87,7 +86,7 @@ class Bound:
                 self._finished[name] = spec
 
     def leave(self, name: str) -> None:
-        """A group is taken or has ended."""
+        """Remove a taken or ended group."""
         self._u.pop(name, None)
         self._finished.pop(name, None)
 
@@ -96,7 +95,7 @@ class Bound:
         return [name for part in self._parts for name in part]
 
     def _due(self, committed: int) -> list[int]:
-        """Deadlines of U; what the next step has in parts is due at it."""
+        """Return the deadlines of U; parts of the next step are due at it."""
         held, step = {*self._held}, committed + (self.training is not None)
         return [step if name in held else one["deadline"] for name, one in self._u.items()]
 
@@ -111,14 +110,14 @@ class Bound:
             yield f"is taken although step {step} comes next"
 
     def _has_parts(self, count: int) -> None:
-        """A decision says how many parts there are: so it tells whether a `set` was obeyed."""
+        """Restore parts: the number in a decision shows whether a `set` was accepted."""
         if count > len(self._parts):
             self._parts = self._given_up
         self._parts, self._given_up = self._parts[:count], []
 
     def take_part(self, decision: Json, committed: int) -> Iterator[str]:
-        """A part of the next batch is taken; what is wrong with that. One whose number there is
-        already says that a command gave up that one, and those after it."""
+        """Take a part of the next batch and yield what is wrong with it. An existing number shows
+        that a command gave up that part and later ones."""
         step = committed + (self.training is not None)
         yield from self._not_next(decision, step)
         self._has_parts(decision["part"])
@@ -134,7 +133,8 @@ class Bound:
             yield "has a part that leaves no room for groups that are due"
 
     def _counts_otherwise(self, decision: Json) -> Iterator[str]:
-        """An automatic C changes by a quarter at most, and never below 2 nor above the bound."""
+        """Check an automatic `async_batches`: changes of at most a quarter, at least 2, at most the
+        bound."""
         batches, staleness = decision.get("in_flight"), self._config["staleness"]
         if self.commanded:
             return
@@ -148,7 +148,7 @@ class Bound:
             self._in_flight = batches
 
     def take(self, decision: Json, committed: int) -> Iterator[str]:
-        """A batch is taken; what is wrong with that. Its parts are all that were not given up."""
+        """Take a batch and yield what is wrong with it; its parts are all that remain."""
         yield from self._not_next(decision, committed)
         if self.training is not None:
             yield f"is taken while step {self.training[0]} trains"
@@ -170,17 +170,17 @@ class Bound:
         self.training = decision["step"], decision["attempt"]
 
     def give_back(self, specs: Sequence[Json]) -> None:
-        """A refused batch returns, without its offenders."""
+        """Return the groups of a refused batch, except the offenders."""
         for spec in specs:
             self._u[spec["group"]] = self._finished[spec["group"]] = spec
         self._end_training()
 
     def _end_training(self) -> None:
-        """The step is tried again, and what the one after it had in parts is given up."""
+        """End the batch in training, and give up the parts of the next step."""
         self.training, self._parts, self._given_up = None, [], []
 
     def command(self, verb: str, args: dict[str, Any]) -> None:
-        """What a user asks."""
+        """Apply a user's command."""
         trains = self.training
         if verb == "fail-batch" and trains and args.get("step", trains[0]) == trains[0]:
             self._end_training()

@@ -1,4 +1,4 @@
-"""Holds commits, trajectories and files against the ledger."""
+"""Check commits, trajectories and files against the ledger."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CONTRIBUTIONS = {
     "tokens": "int64",
     "minibatch": "int64",
 }
-"""Columns that every contributions file has; those of figures may be null."""
+"""Columns of every contributions file; those of metrics may be null."""
 
 
 def check_commits(ledger: Ledger) -> None:
-    """One chain of steps, each made of the records that count, each group in time."""
+    """Check the chain of steps: records that count, and deadlines of groups."""
     wanted = ledger.started["config"]["run"]["steps"] if ledger.stopped else ledger.newest
     for step in range(ledger.newest if ledger.bound.commanded else wanted):
         ledger.findings.holds("steps", f"step {step}", "is missing", step in ledger.commits)
@@ -48,11 +48,11 @@ def check_commits(ledger: Ledger) -> None:
 
 
 def _check_group(ledger: Ledger, step: int, taken: Json) -> None:
-    """One group of a batch: deadline, and exactly its records that count, in order."""
+    """Check one group of a batch: deadline, and exactly its records that count, in order."""
     findings, name = ledger.findings, taken["group"]
     group = ledger.groups.get(name)
     if group is None:
-        return  # said already
+        return  # already reported
     spec = group.spec
     findings.same("C2", name, "purpose", "train", spec["purpose"])
     late = f"is trained by step {step}, its deadline is {spec['deadline']}"
@@ -72,7 +72,7 @@ def _check_group(ledger: Ledger, step: int, taken: Json) -> None:
 
 
 def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -> Counter[str]:
-    """Every record of the topic; how many there are of each standing."""
+    """Check every record of the topic; return the records by standing."""
     standings: Counter[str] = Counter()
     missing = dict(ledger.logged)
     for record in records:
@@ -81,7 +81,7 @@ def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -
         who = record.headers.get("trajectory", f"trajectories:{place}")
         run = ledger.started["run"]
         if (f"{run}.trajectories", *place) in ledger.buried and not _trained(ledger, known):
-            continue  # it could not be read, and the run has dealt with that
+            continue  # unreadable, and handled by the run as a dead letter
         ledger.findings.same("records", who, "run", run, record.headers.get("run"))
         found = whole(record, store)
         named = record.headers.get("sha256")
@@ -106,7 +106,7 @@ def _trained(ledger: Ledger, known: Logged | None) -> bool:
 
 
 def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
-    """Of a record that nobody logged: its worker was lost, or is about to say so."""
+    """Return the standing of an unlogged record: its worker was lost or has not reported it yet."""
     group, epoch = ledger.groups.get(headers.get("group", "")), int(headers.get("epoch", -1))
     if epoch in ledger.fenced:
         return "fenced"
@@ -116,7 +116,7 @@ def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
 
 
 def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
-    """One record against `trajectories-logged`, its dispatch, its own value (C1)."""
+    """Check one record against `trajectories-logged`, its dispatch and its value (C1)."""
     entry, findings = logged.entry, ledger.findings
     who = entry["trajectory"]
     spec = ledger.groups[who.rpartition("-")[0]].spec
@@ -157,20 +157,21 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
 
 
 def _repeated(parts: Json) -> Json:
-    """What control repeats: of those with names of 64 characters or less the first 16 by name."""
+    """Return the parts that control repeats: the first 16 by name, with names of at most 64
+    characters."""
     short = sorted(name for name in parts if len(name) <= 64)[:16]
     return {name: parts[name] for name in short}
 
 
 def _numbers(headers: dict[str, str]) -> Json:
-    """Headers with their numbers read."""
+    """Return the headers with numbers converted."""
     integers = {"attempt", "version", "deadline", "epoch", "tokens", "sampled", "schema_version"}
     found: Json = {name: int(text) if name in integers else text for name, text in headers.items()}
     return found | {"reward": float(headers["reward"]) if headers.get("reward") else None}
 
 
 def _said_by(row: Json) -> Json:
-    """What a value says of that which stands in its headers."""
+    """Return the header fields that a value repeats."""
     meta = row["meta"]
     names = ("run", "group", "attempt", "deadline", "worker", "epoch", "schema_version")
     return {name: meta[name] for name in names} | {
@@ -184,7 +185,7 @@ def _said_by(row: Json) -> Json:
 
 
 def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
-    """The value in itself, and against the dispatch."""
+    """Check the value by itself and against the dispatch."""
     findings, meta, mask = ledger.findings, row["meta"], row["loss_mask"]
     for what in ("purpose", "dataset_digest", "index", "data_epoch", "task", "evaluation"):
         findings.same("records", who, what, spec.get(what, ""), meta.get(what, ""))
@@ -203,8 +204,8 @@ def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
 
 
 def _check_calls(ledger: Ledger, who: str, row: Json) -> None:
-    """Contexts begin with prompts; an agent's calls are all that was sampled, each with the seed of
-    its prompt."""
+    """Check that contexts begin with prompts, and that an agent's calls cover all sampled tokens,
+    each with the seed of its prompt."""
     same, meta = ledger.findings.same, row["meta"]
     contexts, calls = meta.get("contexts", []), meta.get("calls", [])
     prompts = [one["start"] for one in row["segments"] if one["kind"] == "prompt"]
@@ -226,7 +227,7 @@ def _check_calls(ledger: Ledger, who: str, row: Json) -> None:
 
 
 def check_store(ledger: Ledger, store: Path) -> None:
-    """The files that commits name, unless a later one has dropped them."""
+    """Check the files that commits name and no later commit drops."""
     same = ledger.findings.same
     for version, manifest in ledger.versions.items():
         path, who = store / "weights" / f"{manifest['digest']}.safetensors", f"version {version}"
@@ -246,7 +247,7 @@ def check_store(ledger: Ledger, store: Path) -> None:
 
 
 def _check_blob(ledger: Ledger, who: str, blob: Json, path: Path) -> bool:
-    """Whether a file is the one that is named; its size is said too."""
+    """Report whether a file has the named digest and size."""
     data = path.read_bytes() if path.exists() else b""
     ledger.findings.same("policies", who, "bytes", blob["bytes"], len(data))
     ledger.findings.same("policies", who, "sha256", blob["sha256"], sha256(data))
@@ -254,7 +255,7 @@ def _check_blob(ledger: Ledger, who: str, blob: Json, path: Path) -> bool:
 
 
 def _check_contributions(ledger: Ledger, fact: Json, path: Path) -> None:
-    """Its columns, and a row per trajectory of the batch."""
+    """Check the columns, and one row per trajectory of the batch."""
     who, same = f"contributions of step {fact['step']}", ledger.findings.same
     with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
         table = reader.read_all()
@@ -283,7 +284,7 @@ def _check_contributions(ledger: Ledger, fact: Json, path: Path) -> None:
 
 
 def check_cut(ledger: Ledger, control: list[Record], folded: int) -> None:
-    """No round may fold control that is not there."""
+    """Check that no round folds missing control records."""
     end = control[-1].offset + 2 if control else 0
     strange = sorted(ledger.wrote - ledger.announced)
     ledger.findings.same("rounds", "the run", "role epochs that nobody announced", [], strange)

@@ -13,12 +13,12 @@ from log import Json, Record
 
 
 def sha256(data: bytes | memoryview) -> str:
-    """In lower-case hex."""
+    """Return the digest in lower-case hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def of_value(named: str | None, value: bytes) -> str:
-    """Of a record's value, in the form of the digest that is named."""
+    """Return a value's digest with the algorithm of `named`."""
     if named is None or not named.startswith("blake3-"):
         return sha256(value)
     from blake3 import blake3
@@ -27,13 +27,13 @@ def of_value(named: str | None, value: bytes) -> str:
 
 
 def derive(*parts: int | str) -> int:
-    """A seed of 63 bits."""
+    """Derive a seed of 63 bits."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def before(tokens: list[int], contexts: Sequence[Json], place: int) -> list[int]:
-    """What stands before a place of a record, in the context that it lies in."""
+    """Return the tokens before an offset of a record, within its context."""
     for one in reversed(contexts):
         if one["start"] <= place:
             shared = _first(tokens, contexts, one.get("parent", -1), one.get("shared", 0))
@@ -42,7 +42,7 @@ def before(tokens: list[int], contexts: Sequence[Json], place: int) -> list[int]
 
 
 def _first(tokens: list[int], contexts: Sequence[Json], number: int, count: int) -> list[int]:
-    """The first tokens of a context's sequence; the first context has number 0."""
+    """Return the first tokens of a context's sequence; the first context has number 0."""
     if not count:
         return []
     starts = [0, *(one["start"] for one in contexts), len(tokens)]
@@ -54,7 +54,7 @@ def _first(tokens: list[int], contexts: Sequence[Json], number: int, count: int)
 
 
 def prompt_of(seed: int, ordinal: int, rows: int) -> tuple[int, int]:
-    """(data epoch, row) of a training group."""
+    """Return (data epoch, row) of a training group."""
     epoch, place = divmod(ordinal, rows)
     key = derive("order", seed, epoch)
     half = max(1, ((rows - 1).bit_length() + 1) // 2)
@@ -69,7 +69,8 @@ def prompt_of(seed: int, ordinal: int, rows: int) -> tuple[int, int]:
 
 
 def chain_of(before: str, control: Sequence[Record], value: bytes) -> str:
-    """The chain of a round from the one before, the control records it folds, its own bytes."""
+    """Return a round's chain from the previous chain, the folded control records and the round's
+    bytes."""
     head, _, tail = value.rpartition(b',"chain":"')
     digest = hashlib.sha256(bytes.fromhex(before))
     for one in control:
@@ -79,7 +80,7 @@ def chain_of(before: str, control: Sequence[Record], value: bytes) -> str:
 
 
 def batch_digest(groups: list[Json]) -> str:
-    """What a batch is made of."""
+    """Return the digest of a batch's groups."""
     lines = ["dora-pipe batch 1"]
     for group in sorted(groups, key=lambda one: str(one["group"])):
         lines.append(f"{group['group']}\t{group['version']}\t{group['deadline']}")
@@ -89,7 +90,7 @@ def batch_digest(groups: list[Json]) -> str:
 
 
 def weights_digest(tensors: list[list[Any]]) -> str:
-    """The digest of a version from its tensors: (name, dtype, shape, sha256)."""
+    """Return the digest of a version from its tensors: (name, dtype, shape, sha256)."""
     lines = (
         f"{name}\0{dtype}\0{','.join(map(str, shape))}\0{digest}\n"
         for name, dtype, shape, digest, *_ in sorted(tensors)
@@ -98,7 +99,7 @@ def weights_digest(tensors: list[list[Any]]) -> str:
 
 
 def config_digest(started: bytes) -> str:
-    """Of the member `config` as it stands in `run-started`."""
+    """Return the digest of the bytes of `config` in `run-started`."""
     text = started.decode()
     start = text.index('"config":') + len('"config":')
     _, end = json.JSONDecoder().raw_decode(text, start)
@@ -106,7 +107,8 @@ def config_digest(started: bytes) -> str:
 
 
 def tensors_of(path: Path) -> tuple[list[list[Any]], int]:
-    """Name, dtype, shape and sha256 of every tensor of a safetensors file, by name; their bytes."""
+    """Return name, dtype, shape and sha256 of every tensor of a safetensors file, by name; and
+    their bytes."""
     data = memoryview(path.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(bytes(data[8 : 8 + length]))

@@ -1,27 +1,27 @@
-"""What does not hold, as lines."""
+"""Findings of an audit, as lines."""
 
 from __future__ import annotations
 
 
 class Findings:
-    """Lines of what does not hold, and how often something was looked at."""
+    """Lines of findings, and counts of checks."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.looked = 0
 
     def add(self, check: str, subject: object, message: str) -> None:
-        """Something does not hold."""
+        """Add a finding."""
         self.lines.append(f"{check} {subject}: {message}")
 
     def same(self, check: str, subject: object, what: str, expected: object, found: object) -> None:
-        """Two that must be equal."""
+        """Check that two values are equal."""
         self.looked += 1
         if expected != found:
             self.add(check, subject, f"{what}: expected {expected}, found {found}")
 
     def holds(self, check: str, subject: object, what: str, condition: bool) -> None:
-        """Something that must not be: `what` is said where the condition does not hold."""
+        """Check a condition; `what` is the finding if it is false."""
         self.looked += 1
         if not condition:
             self.add(check, subject, what)

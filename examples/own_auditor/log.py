@@ -1,4 +1,4 @@
-"""Where a log lies and how its values are written: the SQLite file, headers, trajectories."""
+"""Read a log: the SQLite file, headers, trajectories."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEY_FIELDS = {
 
 
 class Record(NamedTuple):
-    """A record where it lies."""
+    """A record with its place."""
 
     partition: int
     offset: int
@@ -39,7 +39,7 @@ class Record(NamedTuple):
 
 
 def open_log(path: Path) -> sqlite3.Connection:
-    """A SQLite log, read only, all of it as of one moment."""
+    """Open a SQLite log read-only, as one snapshot."""
     alone = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
     how = "mode=ro&immutable=1" if alone else "mode=ro"
     log = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
@@ -48,7 +48,7 @@ def open_log(path: Path) -> sqlite3.Connection:
 
 
 def records(log: sqlite3.Connection, topic: str) -> Iterator[Record]:
-    """Every record of a topic, partition by partition, by offset."""
+    """Yield every record of a topic, by partition and offset."""
     columns = "partition, offset, key, headers, value"
     there = "partition < (SELECT partitions FROM topics WHERE name = topic)"
     rows = log.execute(
@@ -59,7 +59,7 @@ def records(log: sqlite3.Connection, topic: str) -> Iterator[Record]:
 
 
 def strays(log: sqlite3.Connection) -> list[tuple[int, int, int]]:
-    """Records that lie in no partition of any topic: topic id, partition, how many."""
+    """Return records outside all topics and partitions: topic id, partition, count."""
     return log.execute(
         "SELECT at >> 52, at >> 40 & 4095, count(*) FROM records LEFT JOIN topics ON id = at >> 52 "
         "WHERE id IS NULL OR at >> 40 & 4095 >= partitions GROUP BY 1, 2"
@@ -67,13 +67,13 @@ def strays(log: sqlite3.Connection) -> list[tuple[int, int, int]]:
 
 
 def key_of(fact: Json) -> str:
-    """The key that a control record may have; it may also have none."""
+    """Return the key that a control record may have; it may also have none."""
     kind = fact["kind"]
     return KEYS.get(kind) or str(fact.get(KEY_FIELDS.get(kind), ""))
 
 
 def headers_of(data: bytes | None) -> dict[str, str]:
-    """Headers from MessagePack: an array of pairs of a str and a bin."""
+    """Decode headers from MessagePack: an array of pairs of a str and a bin."""
     if not data:
         return {}
     count, at = _length(data, 0)
@@ -88,7 +88,7 @@ def headers_of(data: bytes | None) -> dict[str, str]:
 
 
 def _length(data: bytes, at: int) -> tuple[int, int]:
-    """The length that an array, str or bin declares, and where its content begins."""
+    """Return the length of an array, str or bin, and where its content begins."""
     first = data[at]
     if 0x90 <= first <= 0x9F:
         return first & 0x0F, at + 1
@@ -99,14 +99,14 @@ def _length(data: bytes, at: int) -> tuple[int, int]:
 
 
 def buried(log: sqlite3.Connection, topic: str) -> set[tuple[str, int, int]]:
-    """What dead letters name: topic, partition and offset of records that nobody could read."""
+    """Return topic, partition and offset of the records that dead letters name."""
     letters = (one.headers.get("dead-letter") for one in records(log, topic))
     named = [json.loads(letter) for letter in letters if letter is not None]
     return {(one["topic"], one["partition"], one["offset"]) for one in named}
 
 
 def whole(record: Record, store: Path) -> Record:
-    """The record with its value, where that is a file beside the log."""
+    """Return the record with its value, read from its blob if there is one."""
     claim = record.headers.get("claim")
     if claim is None or record.value:
         return record
@@ -115,7 +115,7 @@ def whole(record: Record, store: Path) -> Record:
 
 
 def row_of(value: bytes) -> Json:
-    """The one row of a trajectory's value."""
+    """Return the only row of a trajectory's value."""
     source = pa.CompressedInputStream(pa.py_buffer(value), "zstd")
     with source, pa.ipc.open_stream(source) as reader:
         row: Json = reader.read_all().to_pylist()[0]

@@ -1,8 +1,8 @@
-"""Run all checks of a log, piece by piece, in the order of the fold.
+"""Incremental audit of a log, in fold order.
 
-A piece is a few rounds with the events they fold and the records that those events name. Ended
-groups, steps and files are checked and spilled, so memory depends on what is open. The audit cannot
-detect a run whose every record was rewritten consistently.
+A piece is a few rounds with their events and records. Ended groups, steps and files are checked and
+spilled, so memory depends on what is open. A log whose every record was rewritten consistently
+passes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,11 @@ PIECE_RECORDS: Final = 2000
 PIECE_ROUNDS: Final = 500
 
 VERSIONS_KEPT: Final = 8
-"""Newest versions, steps and batches kept in memory, plus those that open groups use."""
+"""Newest versions, steps and batches kept in memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditProgress:
-    """Progress of an audit."""
-
     rounds: int
     steps: int
     records: int
@@ -54,7 +52,7 @@ class AuditProgress:
 
 
 class AuditState:
-    """Everything an audit has read from the log."""
+    """State of an audit."""
 
     def __init__(self, run: str, *, whole: bool) -> None:
         self.findings = Findings()
@@ -69,9 +67,9 @@ class AuditState:
 
 
 class Auditor:
-    """Incremental audit of one run. Example: ``auditor.advance(); auditor.finish().holds``.
+    """Audit of one run. Example: ``auditor.advance(); auditor.finish().holds``.
 
-    With `whole`, it decodes record values and remakes plans.
+    `whole` also decodes values and remakes plans.
     """
 
     def __init__(
@@ -95,12 +93,11 @@ class Auditor:
 
     @property
     def stopped(self) -> bool:
-        """Report whether the run has ended and all of it was read."""
+        """Report whether the run has ended and was read completely."""
         return self.books.ledger.stopped is not None
 
     @property
     def progress(self) -> AuditProgress:
-        """Return the progress of this audit."""
         books = self.books
         return AuditProgress(
             rounds=books.ledger.rounds,
@@ -148,7 +145,7 @@ class Auditor:
             self.books.findings.add("records", "log", line)
 
     def look(self, mark: str) -> LastLook | None:
-        """Return what was read of the log; None before the first round or after a violation."""
+        """Return the position in the log; None before the first round or after a violation."""
         books = self.books
         at = books.cursor
         if books.findings.total or at.offset < 0 or at.first[0] < 0:
@@ -162,9 +159,9 @@ class Auditor:
         )
 
     def finish(self) -> AuditReport:
-        """Check unfolded events and unnamed records too, and return the report.
+        """Check unfolded events and unnamed records, and return the report.
 
-        The ledger is unusable afterwards: it would book those events twice.
+        The ledger is unusable afterwards.
         """
         assert self._rounds is not None, "nothing was read yet"
         self._apply(self._rounds.rest())
@@ -182,13 +179,11 @@ class Auditor:
         return report.report_of(books.ledger, books.fold, books.records.seen)
 
     def close_rounds(self) -> None:
-        """Close the readers of control and decisions."""
         if self._rounds is not None:
             self._rounds.close()
             self._rounds = None
 
     def close(self) -> None:
-        """Close all readers."""
         self.close_rounds()
         self.books.gathering.close()
         self._spill.close()
@@ -270,7 +265,6 @@ class Auditor:
                 self.books.records.missing(one)
 
     def _check_topics(self) -> None:
-        """Check partition counts: readers ignore partitions that the run does not have."""
         config, topics, bus = self.books.ledger.config, self._topics, self._bus
         many = () if config is None else (topics.trajectories, topics.progress)
         there = set(bus.topics())
@@ -285,7 +279,7 @@ class Auditor:
                 self.books.findings.notes.append(f"topic {name} is none that this version knows")
 
     def _judge_unnamed(self) -> None:
-        """Check records that no event names, except those appended after this audit began."""
+        """Check records without an event, except those appended during this audit."""
         assert self._horizon is not None
         before = {tp.partition: end for tp, end in self._horizon.trajectories_before.items()}
         for one in self.books.gathering.rest():
@@ -301,7 +295,7 @@ where staleness is not null group by staleness"""
 
 
 def check_catalogue(catalogue: Catalogue, ledger: Ledger, findings: Findings) -> None:
-    """Compare the catalogue with the ledger: groups, records, staleness, steps and versions."""
+    """Compare the catalogue with the ledger."""
     sums = ledger.accounts.summed()
     fates = {
         fate: (groups, sums.trajectories[fate], sums.tokens[fate])
@@ -331,9 +325,9 @@ def build_ledger(bus: Bus, topics: Topics, findings: Findings | None = None) -> 
 
 
 def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:
-    """Audit a whole log; violations are in the report (see `AuditReport.holds`).
+    """Audit a whole log; without `store`, policy files are skipped.
 
-    Skips the policy files without `store`. Raises BusError if the log cannot be read.
+    Raises BusError if the log cannot be read; violations are in the report.
     """
     auditor = Auditor(bus, topics, store)
     try:
@@ -344,7 +338,7 @@ def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditRe
 
 
 def raise_if_broken(found: AuditReport) -> None:
-    """Raise InvariantBroken with the first violation unless everything holds."""
+    """Raise InvariantBroken with the first violation, if any."""
     if found.holds:
         return
     first = found.violations[0]

@@ -1,7 +1,7 @@
 """Independent implementation of the staleness bound, to check the orchestrator's.
 
-It keeps U (groups dispatched and not yet taken) as groups. U is feasible if the k-th earliest
-deadline is at least step + ceil(k / B) - 1, with B groups a step.
+U holds the groups dispatched and not yet taken. It is feasible if the k-th earliest deadline is at
+least step + ceil(k / B) - 1, with B groups a step.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from dora_pipe.config.model import Groups, in_flight_batches
 from dora_pipe.schemas.rounds import GroupSpec, TakePart
 
 Outlook = Literal["running", "finished", "filtered", "failed", "evaluated"]
-"""State of an open group: running, finished (ready for a batch), or the outcome it must get."""
+"""State of an open group: running, finished, or the outcome it must get."""
 
 _ROUNDING: Final = 1e-9
-"""`async_batches` * B is a product of floats: 1.1 * 10 groups must give 11, not 12."""
+"""Float tolerance: 1.1 * 10 groups must give 11."""
 
 _AUTOMATIC_MIN: Final = 2.0
 """Initial and smallest automatic `async_batches`; `max_staleness` may lower it."""
 
 _CHANGE_MAX: Final = 0.25
-"""Largest change of an automatic `async_batches` per batch."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,16 +33,15 @@ class BoundLedger:
     """Training groups dispatched and not yet taken (U), and the next step."""
 
     version: int = 0
-    """Committed steps (t)."""
     training: tuple[int, int] | None = None
     """(step, attempt) of the batch in training."""
     u: dict[str, GroupSpec] = field(default_factory=dict)
     finished: dict[str, GroupSpec] = field(default_factory=dict)
-    """Finished groups of U that are in no part."""
+    """Finished groups that are in no part."""
     in_flight: float = _AUTOMATIC_MIN
-    """Automatic `async_batches`, as recorded by the newest batch."""
+    """Automatic `async_batches` of the newest batch."""
     parts: list[tuple[str, ...]] = field(default_factory=list)
-    """Parts of the next step until its batch is complete."""
+    """Parts of the next step."""
 
     @property
     def step(self) -> int:
@@ -52,26 +50,22 @@ class BoundLedger:
 
     @property
     def size(self) -> int:
-        """Number of groups in U."""
         return len(self.u)
 
     @property
     def deadlines(self) -> list[int]:
-        """Deadlines of the groups in U."""
         held = self.held
         return [self.step if one in held else spec.deadline for one, spec in self.u.items()]
 
     @property
     def held(self) -> dict[str, None]:
-        """Groups of all parts, in order."""
         return dict.fromkeys(name for part in self.parts for name in part)
 
     def add(self, spec: GroupSpec) -> None:
-        """Add a group to U."""
         self.u[spec.group] = spec
 
     def settle(self, group: GroupEntry, outlook: Outlook) -> None:
-        """Update a group after one of its trajectories ended."""
+        """Update a group after a trajectory ended."""
         spec = group.spec
         if spec.group not in self.u:
             return
@@ -81,12 +75,11 @@ class BoundLedger:
             self.remove(spec.group)
 
     def remove(self, group: str) -> None:
-        """Remove a taken or ended group from U."""
         self.u.pop(group, None)
         self.finished.pop(group, None)
 
     def give_back(self, spec: GroupSpec) -> None:
-        """Return a finished group of a refused batch to U."""
+        """Return a group of a refused batch to U."""
         self.u[spec.group] = spec
         self.finished[spec.group] = spec
 
@@ -96,17 +89,15 @@ class BoundLedger:
             self.finished.pop(name, None)
 
     def give_up_parts(self) -> None:
-        """Return the groups of all parts to the finished groups."""
+        """Cancel all parts; their groups stay finished."""
         held, self.parts = self.held, []
         self.finished |= {name: self.u[name] for name in held if name in self.u}
 
     def end_training(self) -> None:
-        """Cancel the batch in training and the parts of the next step."""
         self.give_up_parts()
         self.training = None
 
     def take(self, batch: tuple[int, int], groups: Sequence[str]) -> None:
-        """Start training a batch (step, attempt)."""
         self.training, self.parts = batch, []
         for name in groups:
             self.remove(name)
@@ -146,10 +137,7 @@ class BoundLedger:
         return why_infeasible([*rest, *due], take.step, per_step)
 
     def why_not_in_flight(self, batches: float | None, in_force: EffectiveConfig) -> str:
-        """Return why a batch may not record this `async_batches`, or "".
-
-        Remade plans check that it follows from the counts.
-        """
+        """Return why a batch may not record this `async_batches`, or ""."""
         staleness, before = in_force.config.staleness, self.in_flight
         if staleness.in_flight_batches != "auto":
             return "" if batches is None else f"C is set, and it says {batches:g}"
@@ -157,7 +145,7 @@ class BoundLedger:
             return "it does not say C"
         most = max(_AUTOMATIC_MIN, staleness.max_staleness + 1.0)
         if batches == before:
-            return ""  # a lower bound applies too (`why_not_admit`) until the next decision
+            return ""  # a lower bound also applies (`why_not_admit`)
         if not _AUTOMATIC_MIN <= batches <= most:
             return f"C is {batches:g}, and not between {_AUTOMATIC_MIN:g} and {most:g}"
         if abs(batches - min(before, most)) > _CHANGE_MAX:
@@ -202,7 +190,7 @@ class BoundLedger:
 
 
 def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
-    """Return which deadline is missed from `step` on with `per_step` groups a step, or "".
+    """Return the deadline that `per_step` groups a step from `step` on cannot meet, or "".
 
     Example: ``why_infeasible([4, 4, 5, 5, 5], 4, 2)`` names the fifth group: its turn is step 6.
     """
@@ -214,7 +202,6 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
 
 
 def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
-    """Return the state of a group from how its trajectories ended."""
     size, siblings, ended = group.spec.size, group.spec.siblings, 0
     valid: list[float] = []
     for entry in group.requests.values():

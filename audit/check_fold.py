@@ -1,7 +1,7 @@
-"""Fold the rounds with the orchestrator's code; compare recorded states and plans.
+"""Fold the rounds with the orchestrator's code; compare states and plans.
 
-`folded_rounds` checks the chain. Remaking a plan changes the state: if the plan differs, the state
-is folded again by the recorded decisions from an earlier copy.
+`folded_rounds` checks the chain. After a differing plan, the recorded decisions are folded from an
+earlier copy of the state.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.rounds import AnyDecision, Dispatch, Round
 
 REMADE_WRONG_MAX: Final = 100
-"""Differing plans after which no more are made; each costs a copy of the state."""
+"""Differing plans before plans are no longer remade; each costs a copy of the state."""
 
 ANCHOR_BYTES: Final = 2 * 1024 * 1024
-"""Bytes of rounds and events kept since the last copy of the state."""
+"""Bytes of rounds and events kept since the last copy."""
 
 DECISION_BYTES: Final = 500
 
 Control = Sequence[tuple[int, bytes]]
-"""Offset and bytes of the control records that a round folds."""
 
 NOTHING: Final = "nothing"
 
@@ -50,16 +49,11 @@ class FoldCheck:
     def __init__(self, findings: Findings, *, plans: bool = True) -> None:
         self._findings = findings
         self.digests = 0
-        """Compared states."""
         self.plans = 0
-        """Remade plans that equal the recorded ones."""
         self.planner = ""
-        """Planner of the run, from `run started`."""
         self.makes_plans = plans
         self.wrong = 0
-        """Remade plans that differ."""
         self._samplers: Samplers | None = None
-        """Samplers from user code; None until they are loaded."""
         if not plans:
             findings.notes.append("plans were not made again: --quick")
         self.go_on(State())
@@ -67,7 +61,7 @@ class FoldCheck:
     def go_on(self, state: State) -> None:
         """Continue from a state and keep a copy of it."""
         self.state: State | None = state
-        """State after the last round; None after a round that could not be folded."""
+        """None after a round that could not be folded."""
         self._anchor = _copied(state) if self.makes_plans else None
         self._since: list[tuple[Round, Control]] = []
         self._since_bytes = 0
@@ -134,8 +128,8 @@ class FoldCheck:
             self._findings.notes.append("after so many plans that differ no more were made again")
 
     def _draws(self, state: State, round_: Round) -> Samplers | None:
-        """Return the user's samplers if their code is unchanged. Otherwise note it and use the rows
-        that the round recorded."""
+        """Return the user's samplers if their code is unchanged; else note it and use recorded
+        rows."""
         if state.config is None or not any(one.sampler for one in state.config.tasks):
             return None
         if self._samplers is None:
@@ -156,7 +150,6 @@ class FoldCheck:
                 self._findings.notes.append(note)
 
     def _fold_again(self) -> None:
-        """Fold the recorded decisions alone. Raises InvariantBroken."""
         state = self._anchor
         assert state is not None
         for round_, control in self._since:
@@ -174,7 +167,6 @@ def _loaded(config: Config) -> Samplers:
 
 
 def _copied(state: State) -> State:
-    """Copy a state; immutable parts are shared."""
     groups = state.groups.values()
     results = (one for group in groups for one in group.results if one is not None)
     unchanging = [state.config, state.facts, *(group.spec for group in groups), *results]
@@ -184,7 +176,7 @@ def _copied(state: State) -> State:
 def _first_difference(
     expected: Sequence[AnyDecision], found: Sequence[AnyDecision]
 ) -> tuple[str, str]:
-    """Describe the first decision in which two plans differ, by the differing fields."""
+    """Return the differing fields of the first decision in which two plans differ."""
     for one, other in zip(expected, found, strict=False):
         if one != other:
             return _differing(one, other)
@@ -201,10 +193,7 @@ def _differing(one: AnyDecision, other: AnyDecision) -> tuple[str, str]:
 
 
 def _words(decision: AnyDecision, names: Sequence[str] = ()) -> str:
-    """Format a decision with its subject, or with the named fields.
-
-    Example: ``move (trajectory g0000000042-002, worker w0, to w1)``.
-    """
+    """Format a decision. Example: ``move (trajectory g0000000042-002, worker w0, to w1)``."""
     kind = str(type(decision).__struct_config__.tag)
     plain = msgspec.to_builtins(decision)
     shown = names or [

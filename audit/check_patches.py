@@ -1,6 +1,6 @@
-"""Check the deltas of the policy store against the commits that name them.
+"""Check the deltas of the policy store against their commits.
 
-Versions are rebuilt in a temporary folder; cached copies in the store are not checked.
+Versions are rebuilt in a temporary folder, without the store's copies.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from dora_pipe.store.store import PolicyStore
 
 
 class PatchCheck:
-    """Check of deltas in version order. Deltas that may have been dropped are put into `absent`.
-
-    Example: ``with PatchCheck(store, findings, absent) as patches: patches.look(fact)``
-    """
+    """Check of deltas in version order; `absent` receives those that may have been dropped."""
 
     def __init__(
         self, store: PolicyStore, findings: Findings, absent: dict[tuple[str, int], str]
@@ -34,7 +31,7 @@ class PatchCheck:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._last: tuple[str, Path] | None = None
         self._unproven = -1
-        """Newest version that could not be rebuilt."""
+        """Newest version that failed to rebuild."""
 
     def __enter__(self) -> Self:
         return self
@@ -56,11 +53,11 @@ class PatchCheck:
             self._unproven = -1 if fact.whole else version
             return
         if fact.whole and self._unproven == fact.step:
-            return  # the previous version was lost and reported; this one is a full checkpoint
+            return  # already reported; this version is a full checkpoint
         try:
             made = self._made(fact.digest_before, fact.digest_after)
         except PolicyError as error:
-            # A delta next to a full checkpoint is useless once the previous version was dropped.
+            # Next to a full checkpoint a delta is useless without its previous version.
             self._absent[who, fact.step if fact.whole else version] = error.message
             self._unproven = -1 if fact.whole else version
             return
@@ -89,8 +86,7 @@ class PatchCheck:
         return self._findings.same("policies", who, message, expected=expected, found=found)
 
     def _made(self, before: str, after: str) -> Manifest:
-        """Apply the delta to the version built last or to the one in the store. Raises PolicyError,
-        ResourceError."""
+        """Apply the delta to the previous version. Raises PolicyError, ResourceError."""
         with opened_patch(self._store.patch(after)) as patch:
             if (patch.before, patch.after) != (before, after):
                 raise PolicyError(f"{patch.where} is between other versions than its commit")

@@ -1,4 +1,4 @@
-"""Check the policy store against the commits: weights, contributions, checkpoints, assets."""
+"""Check the policy store against the commits."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 
 _TOLERANCE = 1e-9
-"""Relative tolerance; advantages are recomputed with the same sums from the same numbers."""
+"""Relative tolerance for recomputed advantages."""
 
 
 class PolicyCheck:
-    """Check of each file when the log names it.
-
-    A later commit may have dropped a missing file's version, so `finish` reports missing files.
-    """
+    """Check of named files; a missing file is reported in `finish` unless a commit dropped it."""
 
     _store: PolicyStore
 
@@ -38,7 +35,7 @@ class PolicyCheck:
         self._ledger = ledger
         self._findings = ledger.findings
         self.absent: dict[tuple[str, int], str] = {}
-        """Messages about missing files, by (file, version)."""
+        """Messages by (file, version)."""
         self.storeless = False
 
     def look(
@@ -79,7 +76,6 @@ class PolicyCheck:
             self._findings.add("policies", who, message)
 
     def _excuse(self) -> None:
-        """Forget missing files that commits have dropped."""
         dropped = self._ledger.dropped
         for who, version in [one for one in self.absent if one[1] in dropped]:
             del self.absent[who, version]
@@ -121,8 +117,6 @@ class PolicyCheck:
         self._findings.same("policies", "assets", message, expected=digest, found=there)
 
     def _checkpoint(self, entry: StepEntry, blob: Blob) -> None:
-        """Check the optimizer state after a step; it is dropped with the version that the step
-        made."""
         who = f"checkpoint of step {entry.step}"
         self._findings.looked["policies"] += 1
         try:
@@ -134,7 +128,6 @@ class PolicyCheck:
                 self.absent[who, entry.step + 1] = error.message
 
     def _begun_with(self, blob: Blob | None) -> None:
-        """Check the optimizer state of version 0; it is kept for the whole run."""
         if blob is None or self.storeless:
             return
         who = "the optimizer's state that version 0 begins with"
@@ -170,8 +163,8 @@ class PolicyCheck:
             self._rows(entry, {row["trajectory"]: row for row in rows})
 
     def rows_of(self, entry: StepEntry) -> list[str]:
-        """Return the trajectories of a step in the row order of its contributions file: dispatch
-        order, which differs from deadline order after `set`."""
+        """Return the trajectories in row order of the contributions file: dispatch order, which
+        differs from deadline order after `set`."""
         return sorted(one.trajectory for group in entry.fact.groups for one in group.trajectories)
 
     def _rows(self, entry: StepEntry, rows: dict[str, dict[str, Any]]) -> None:
@@ -207,7 +200,6 @@ class PolicyCheck:
 
 
 def close_to(first: float | None, second: float | None) -> bool:
-    """Report whether two advantages are equal within the tolerance."""
     if first is None or second is None:
         return first is second
     return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)

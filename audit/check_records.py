@@ -1,8 +1,4 @@
-"""Check every trajectories record against control and decisions.
-
-A record is checked when its group has ended. Only counts are kept, and the actual sha256 of records
-that differ from what was logged.
-"""
+"""Check trajectories records against control and decisions, after their group has ended."""
 
 from __future__ import annotations
 
@@ -30,14 +26,11 @@ _HEADERS: Final = (
     "digest",
     "reward",
 )
-"""Header fields that `trajectory logged` repeats, as named in messages."""
+"""Header fields that `trajectory logged` repeats."""
 
 
 class _Asked(NamedTuple):
-    """Fields compared with the dispatch."""
-
     checks: Mapping[str, Check]
-    """Check of each field, by name."""
     counts: Mapping[Check, int]
 
 
@@ -59,27 +52,25 @@ _OF_VALUE: Final = _asked(
 
 @dataclass(slots=True, kw_only=True)
 class Seen:
-    """Results of the pass over the trajectories topic."""
+    """Results of the trajectories topic."""
 
     records: int = 0
     bytes: int = 0
     standings: Counter[str] = field(default_factory=Counter)
-    """Records by standing; `pending` ones have no event."""
+    """By standing; `pending` has no event."""
     other_bytes: dict[Place, str] = field(default_factory=dict)
-    """Actual sha256 of records that differ from what was logged."""
+    """Actual sha256 of records that differ from the log."""
     mixed: Counter[int] = field(default_factory=Counter)
-    """Logged records by the number of versions that sampled them."""
+    """By number of versions that sampled them."""
     one_version: int = 0
-    """Records whose evidence names a single version and its published digest."""
+    """Records with one version and its published digest."""
     mixture: tuple[int, int, int] | None = None
-    """Mixture sizes of the first record that has some (`Content.mixture`)."""
+    """Mixture sizes of the first record with experts."""
 
 
 class RecordCheck:
-    """Check of evidence; results are in `seen`.
-
-    An unreadable record is a violation unless it is a dead letter whose group was not trained.
-    """
+    """Check of evidence. An unreadable record is a violation unless it is a dead letter of an
+    untrained group."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -109,14 +100,14 @@ class RecordCheck:
         self._logged(one, one.headers, logged)
 
     def missing(self, logged: Logged) -> None:
-        """Report a record that control names and the topic lacks."""
+        """Report a named record that is missing."""
         partition, offset = logged.place
         where = f"trajectories:{partition}:{offset}"
         message = f"was logged, but its record is not there at {where}"
         self._wrong(logged.fact.trajectory, message)
 
     def cut(self, partition: int, end: int, gone: Iterable[Logged]) -> None:
-        """Report logged records after the end of their partition, in one line."""
+        """Report logged records after the end of their partition."""
         offsets = [logged.fact.offset for logged in gone]
         message = f"was cut: {len(offsets)} records that were logged lie behind its end"
         expected = f"end > {max(offsets)}"
@@ -137,7 +128,6 @@ class RecordCheck:
         self._findings.add("records", subject, message, expected=expected, found=found)
 
     def _not_logged(self, one: Evidence, headers: Headers) -> None:
-        """Check a record without an event: its worker was lost or has not reported it yet."""
         entry = self._ledger.accounts.request(headers.trajectory)
         worker = self._ledger.accounts.workers.get(headers.epoch)
         if entry is None:
@@ -158,7 +148,7 @@ class RecordCheck:
     def _logged(self, one: Evidence, headers: Headers, logged: Logged) -> None:
         fact, before = logged.fact, self._findings.total
         who = fact.trajectory
-        if one.lost:  # nothing else can be checked
+        if one.lost:
             self._unreadable(one, logged, f"cannot be read: {one.lost}")
             return
         self._bytes(one, headers, fact)
@@ -189,7 +179,7 @@ class RecordCheck:
         self._same("records", fact.trajectory, "bytes", fact.bytes, one.bytes)
 
     def _headers(self, headers: Headers, fact: TrajectoryLogged) -> None:
-        """Compare headers with `trajectory logged`; field by field only if the whole differs."""
+        """Compare with `trajectory logged`; by field only on a mismatch."""
         expected = (
             fact.trajectory,
             fact.tokens,
@@ -267,8 +257,7 @@ class RecordCheck:
         self._versions(content, versions, logged, group)
 
     def _mixture(self, content: Content, group: GroupEntry, who: str) -> None:
-        """Check that training records have routed experts if the run requires them, all of one
-        model. Expert ids were checked when the value was decoded."""
+        """Check that training records have routed experts of one model, if required."""
         config = self._ledger.config
         asked = config is not None and config.sampling.routes and group.spec.purpose == "train"
         wanted, found = asked and bool(content.sampled), content.mixture
@@ -309,7 +298,7 @@ class RecordCheck:
     def _dispatched(
         self, who: str, asked: _Asked, expected: tuple[object, ...], found: tuple[object, ...]
     ) -> None:
-        """Compare with the dispatch; field by field only if the whole differs."""
+        """Compare with the dispatch; by field only on a mismatch."""
         for check, count in asked.counts.items():
             self._findings.looked[check] += count
         if expected == found:
@@ -331,7 +320,7 @@ Wrong = tuple[str, object, object]
 def wrong_mixture(
     content: Content, group: GroupEntry, logged: Logged, ledger: Ledger
 ) -> Iterator[Wrong]:
-    """Yield every violation of a trajectory that several versions sampled."""
+    """Yield violations of a trajectory with several versions."""
     newest = ledger.version if group.step is None else group.step
     if why := mixing_error(content, newest):
         yield f"its versions are not in order: {why}", "", ""

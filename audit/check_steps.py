@@ -1,4 +1,4 @@
-"""Check every committed step against the ledger: C3, its batch, records and weights."""
+"""Check committed steps against the ledger: C3, batch, records and weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from dora_pipe.schemas.rounds import TakeBatch
 
 
 def check_steps(ledger: Ledger, seen: Seen, entries: Iterable[StepEntry]) -> None:
-    """Check commits; a second commit of a step is checked unless it is identical.
-
-    The records of their groups must have been checked before.
-    """
+    """Check commits whose groups' records were checked before."""
     look = _Look(ledger, seen.other_bytes)
     for entry in entries:
         ledger.findings.looked["steps"] += 1
@@ -32,7 +29,7 @@ def check_steps(ledger: Ledger, seen: Seen, entries: Iterable[StepEntry]) -> Non
         look.claims(entry)
         first = ledger.steps[entry.step]
         if first.at != entry.at and first.fact.groups == entry.fact.groups:
-            continue  # a repeated commit is reported elsewhere
+            continue  # reported elsewhere
         for group in entry.fact.groups:
             look.group(entry, group)
 
@@ -44,7 +41,6 @@ class _Look:
         self._other_bytes = other_bytes
 
     def weights(self, entry: StepEntry) -> None:
-        """Check that the step starts from its version's weights and that its manifest is valid."""
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         before = self._ledger.versions.get(fact.step)
         if before is not None:
@@ -57,7 +53,6 @@ class _Look:
         findings.same("steps", who, message, expected=digest, found=fact.policy.digest)
 
     def batch(self, entry: StepEntry) -> None:
-        """Check that the batch is the taken one, with the digest of the logged bytes."""
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         if entry.take is not None and entry.taken_at is not None:
             self._as_taken(entry, entry.take)
@@ -79,7 +74,6 @@ class _Look:
         findings.same("batches", who, message, expected=digest, found=fact.batch_digest)
 
     def claims(self, entry: StepEntry) -> None:
-        """Check adopted weights and dropped versions of a commit."""
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         findings.looked["steps"] += 1
         if fact.adopted and not any(
@@ -88,7 +82,7 @@ class _Look:
             findings.add("steps", who, "says it adopted weights, which its trainer never said")
         if not fact.dropped or entry.take is None:
             return
-        # Retention always keeps these (docs/storage.md).
+        # Always kept (docs/storage.md).
         kept = {0, fact.step, fact.step + 1, *entry.take.pins}
         for version in sorted(kept.intersection(fact.dropped)):
             message = f"drops version {version}, which retention keeps"
@@ -110,7 +104,6 @@ class _Look:
                 )
 
     def group(self, entry: StepEntry, taken: TakenGroup) -> None:
-        """Check deadline, staleness and every record of one group of the batch."""
         group, findings = self._ledger.accounts.groups.get(taken.group), self._findings
         if group is None:
             return
@@ -141,7 +134,7 @@ class _Look:
         self._whole(group, taken, step)
 
     def _whole(self, group: GroupEntry, taken: TakenGroup, step: int) -> None:
-        """Check that the batch has every logged trajectory of a trained group, of any length."""
+        """Check that the batch has every logged trajectory of the group, of any length."""
         bound = [logged.fact.trajectory for logged in group.results]
         trained = [one.trajectory for one in taken.trajectories]
         message = f"step {step} does not hold exactly its logged siblings, in order"
@@ -176,10 +169,8 @@ class _Look:
             findings.add("batches", who, message, expected=expected, found=found)
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
-        """Replace the epochs, attempts and digests of a batch's group by those in the log."""
-        entry = self._ledger.accounts.groups.get(
-            group.group
-        )  # its records are in memory from here on
+        """Return the group with the log's epochs, attempts and digests."""
+        entry = self._ledger.accounts.groups.get(group.group)  # loads its records
         siblings = {} if entry is None else entry.requests
         found = tuple([self._found(one, siblings) for one in group.trajectories])
         if all(map(is_, found, group.trajectories)):

@@ -1,7 +1,6 @@
-"""Describe one trajectory, group or step from the log, as plain values in reading order.
+"""Describe a trajectory, group or step as plain values in reading order.
 
-A description maps section names to a mapping of values or a list of rows. The command line prints
-it; `--json` returns it unchanged.
+A description maps section names to values or rows; `--json` returns it unchanged.
 """
 
 from __future__ import annotations
@@ -34,22 +33,19 @@ from dora_pipe.store.store import PolicyStore, as_store
 
 Description = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to text, with special tokens."""
+"""Token ids to text with special tokens."""
 
 CUT_AT: Final = 120
-"""Characters of an agent's answer that are shown."""
+"""Shown characters of an agent's answer."""
 
 TRACE: Final = "trace"
-"""Section with the spans of a tree (`telemetry.tree`)."""
 
 CONTEXTS: Final = "contexts"
-"""Section with the contexts of a trajectory, each with its parent."""
 
 CALLS: Final = "calls"
-"""Section with the calls of an agent, each with its context."""
 
 DAMAGE: Final = "damage"
-"""Section with why the record that counts differs from what was logged."""
+"""Section with damage of the record that counts."""
 
 _STEP: Final = re.compile(r"^(?:step[- ]?)?(\d+)$")
 _TRAJECTORY: Final = re.compile(r"^[ge]\d{10}-\d{3}$")
@@ -65,8 +61,7 @@ def describe(
 ) -> Description:
     """Describe ``g0000000042-003``, ``g0000000042`` or ``7`` (a step).
 
-    `decoder` opens the tokenizer of an assets directory; without it, texts are token ids. Raises
-    UsageError for an unknown id.
+    Without `decoder`, texts are token ids. Raises UsageError for an unknown id.
     """
     store = as_store(store)
     step = _STEP.match(wanted)
@@ -238,7 +233,6 @@ class _Describer:
         return int(started.config["groups"]["attempts_max"])
 
     def _scoring(self, ended: GroupEnded) -> dict[str, Any]:
-        """Describe who scored the trajectories together, if the task asks for that."""
         group, started = ended.group, self._history.account.started
         if started is None or group.spec.source not in started.scored_together:
             return {}
@@ -346,7 +340,6 @@ class _Describer:
         return read_contributions(self._store.blob("contributions", sha256))
 
     def _lineage(self, ended: GroupEnded) -> dict[str, Any]:
-        """Describe what made its version and what its step made."""
         back = self._lineage_of_version(ended.group.spec.version)
         if ended.fate != "trained" or ended.step is None:
             return back
@@ -392,7 +385,6 @@ def _group_row(name: str, group: GroupHistory | None, step: int) -> dict[str, An
 
 
 def _by_context(trajectory: Trajectory) -> Iterator[tuple[int, Segment]]:
-    """Yield each segment with the number of its context."""
     number = -1
     for segment in trajectory.segments:
         number += segment.kind == "prompt"
@@ -409,7 +401,6 @@ def _given_by_agent(meta: Meta) -> dict[str, Any]:
 
 
 def _branches(trajectory: Trajectory) -> Description:
-    """Describe contexts and calls, if there are several contexts or an agent."""
     meta, found = trajectory.meta, list(call_rows(trajectory))
     description: Description = {}
     if meta.contexts or found:
@@ -472,7 +463,7 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
 
 
 def _parts(fact: StepCommitted) -> dict[str, Any]:
-    """Describe a batch taken in parts: groups of each, and what was computed early."""
+    """Return groups per part and what was computed early."""
     if not fact.parts:
         return {}
     sizes = [len(groups) for groups in parts_of(fact.groups, fact.parts)]
@@ -483,7 +474,7 @@ def _parts(fact: StepCommitted) -> dict[str, Any]:
 
 
 def _times(times: Times) -> dict[str, Any]:
-    """Return the placement (ns since 1970) and every later time in ms after it."""
+    """Return the placement in ns and later times in ms after it."""
     found: dict[str, Any] = {"placed": times.placed}
     for name in ("started", "first_token", "finished", "rewarded"):
         at = getattr(times, name)

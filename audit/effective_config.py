@@ -1,8 +1,6 @@
-"""Effective configuration of a run: `run started` plus the users' commands; and its differences
-from `config.toml`.
+"""Effective configuration: `run started` plus commands, and its drift from `config.toml`.
 
-The log is authoritative. Free keys and paths may differ between machines. A differing frozen key,
-or a logged key with a value that was never in force, is a drift.
+The log is authoritative. Free keys and paths may differ between machines.
 """
 
 from __future__ import annotations
@@ -25,27 +23,27 @@ from dora_pipe.schemas.topics import Topics
 
 @dataclass(slots=True)
 class EffectiveConfig:
-    """Configuration after each command; invalid commands change nothing."""
+    """Configuration in force; invalid commands change nothing."""
 
     config: Config
     stop_at: int | None = None
-    """Steps after which a user's `stop` ends the run."""
+    """Steps of a user's `stop`."""
 
     @property
     def steps(self) -> int:
-        """Return the number of steps after which the run ends."""
+        """Steps after which the run ends."""
         steps = self.config.run.steps
         return steps if self.stop_at is None else min(steps, self.stop_at)
 
     def command(self, command: Command, *, step: int, waiting: int) -> None:
-        """Apply a user's command, given the next step s and the size of U."""
+        """Apply a command, given the next step and the size of U."""
         if command.verb == "set":
             self._set(command.args, step)
         elif command.verb == "stop":
             self._stop(command.args, step, waiting)
 
     def stop_soon(self, *, step: int, waiting: int) -> None:
-        """Apply an early stop by the orchestrator: it still trains the groups in flight."""
+        """Apply an early stop, which still trains the groups in flight."""
         self._stop({}, step, waiting)
 
     def _stop(self, args: dict[str, Any], step: int, waiting: int) -> None:
@@ -64,23 +62,22 @@ class EffectiveConfig:
 
 
 _KINDS: Final = (b'"run-started"', b'"command"', b'"step-committed"')
-"""Tags of the records that change the configuration; others are not decoded."""
+"""Tags of records that change the configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Differing keys, each with its values (in the log, in the file)."""
+    """Differing keys with (log, file) values."""
 
     frozen: Mapping[str, tuple[Any, Any]]
     logged: Mapping[str, tuple[Any, Any]]
 
     def __bool__(self) -> bool:
-        """Report whether any key differs."""
         return bool(self.frozen or self.logged)
 
     @property
     def line(self) -> str:
-        """Format for people. Example: ``groups.size is 8 in the log and 16 in config.toml``."""
+        """Format. Example: ``groups.size is 8 in the log and 16 in config.toml``."""
         found = {**self.frozen, **self.logged}
         said = [
             f"{key} is {log!r} in the log and {file!r} in config.toml"
@@ -90,10 +87,7 @@ class Drift:
 
 
 def config_drift(bus: Bus, topics: Topics, local: Config) -> Drift:
-    """Return the drift of `local` from the log; empty before the run has started.
-
-    Raises BusError.
-    """
+    """Return the drift of `local`; empty before the start. Raises BusError."""
     configs, _ = _in_force(bus, topics)
     if not configs:
         return Drift(frozen={}, logged={})
@@ -114,7 +108,6 @@ def check_change(bus: Bus, topics: Topics, command: Command) -> None:
 
 
 def _in_force(bus: Bus, topics: Topics) -> tuple[list[Config], int]:
-    """Return all configurations in order and the number of committed steps."""
     at = TopicPartition(topics.control, 0)
     found: EffectiveConfig | None = None
     configs: list[Config] = []
@@ -139,4 +132,4 @@ def _decoded(value: bytes) -> object:
     try:
         return decode_control(value)
     except SchemaError:
-        return None  # audit reports it
+        return None

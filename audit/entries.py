@@ -1,7 +1,4 @@
-"""Entries of the ledger: groups, requests, records, steps, versions.
-
-Entries as numerous as trajectories are Structs, which are fast to create and encode.
-"""
+"""Entries of the ledger; numerous ones are Structs for speed."""
 
 from __future__ import annotations
 
@@ -24,17 +21,16 @@ from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.rounds import Fate, GroupSpec, ScoreGroup, SiblingFate, TakeBatch
 
 Standing = Literal["bound", "superseded", "fenced"]
-"""Standing of a logged trajectory: counts for its group; replaced by another; its worker was out.
-"""
+"""Counts for its group; replaced by another; its worker was out."""
 
 Departure = Literal["", "fenced", "left", "replaced"]
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """Place in the log where a decision or an event took effect.
+    """Place in the log where something took effect.
 
-    Example: ``Moment(round=12, offset=31, now_ns=8_000_000_000)``. `round` is -1 for unfolded
-    events; `offset` is that of the record in its topic.
+    Example: ``Moment(round=12, offset=31, now_ns=8_000_000_000)``; `round` is -1 for unfolded
+    events.
     """
 
     round: int
@@ -43,8 +39,6 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """One attempt at a request."""
-
     attempt: int
     worker: str
     epoch: int
@@ -60,16 +54,14 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
     standing: Standing
     at: Moment
     engine: int
-    """Index of its engine in `GroupLedger.engines`."""
+    """Index in `GroupLedger.engines`."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """Partition and offset of the record."""
         return self.fact.partition, self.fact.offset
 
     @property
     def taken(self) -> TakenTrajectory:
-        """The record as batches name it."""
         fact = self.fact
         return TakenTrajectory(
             trajectory=fact.trajectory,
@@ -82,36 +74,31 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 
 
 class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
-    """One trajectory of a group, with its attempts."""
+    """A trajectory of a group, with its attempts."""
 
     trajectory: str
     placements: list[Placement] = []
     bound: Logged | None = None
     errors: list[str] = []
-    """Errors of failed attempts: ``attempt 2: Timeout: ...``."""
     moving: bool = False
-    """Its worker was asked to release it."""
+    """Its worker must release it."""
     waiting: bool = False
-    """Its newest attempt lost its worker; it waits for another placement."""
+    """It lost its worker and waits for a placement."""
     faults: int = 0
-    """Attempts that ended in an error or with the loss of the worker."""
+    """Attempts lost by error or with the worker."""
     failed: bool = False
-    """It failed for good: not retryable, or no attempts left."""
     trained: int | None = None
-    """Step that trained it."""
     left: SiblingFate | None = None
-    """Its own outcome, if the group did not wait for it."""
+    """Its outcome if the group did not wait for it."""
     left_ns: int = 0
-    """Round time of `left`."""
 
     @property
     def runs(self) -> bool:
-        """Report whether its newest attempt has neither ended nor lost its worker."""
+        """Report whether its newest attempt is running."""
         return bool(self.placements) and not (self.waiting or self.over)
 
     @property
     def over(self) -> bool:
-        """Report whether it has ended."""
         return self.bound is not None or self.failed or self.left is not None
 
     def was_placed(self, attempt: int, worker: str, epoch: int) -> bool:
@@ -120,60 +107,54 @@ class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
 
 
 class Scoring(msgspec.Struct, kw_only=True, array_like=True):
-    """Scoring of a group whose trajectories are scored together."""
+    """Scoring of a group as a whole."""
 
     asked: list[ScoreGroup] = []
     open: bool = False
-    """Its newest attempt is neither answered nor lost."""
+    """Neither answered nor lost."""
     faults: int = 0
     failed: bool = False
-    """It failed for good: no trajectory of the group has a valid reward."""
     answer: GroupScored | None = None
-    """The answer that counts."""
 
     @property
     def siblings(self) -> dict[str, ScoredSibling]:
-        """Scores of the answer, by trajectory."""
         return {} if self.answer is None else {one.trajectory: one for one in self.answer.siblings}
 
     @property
     def rewards(self) -> dict[str, float]:
-        """Rewards of the answer, by trajectory."""
         return {name: one.reward for name, one in self.siblings.items()}
 
     def was_asked(self, attempt: int, worker: str, epoch: int) -> ScoreGroup | None:
-        """Return the decision that asked this incarnation under this attempt."""
+        """Return the decision that asked this incarnation."""
         wanted = (attempt, worker, epoch)
         found = (one for one in self.asked if (one.attempt, one.worker, one.epoch) == wanted)
         return next(found, None)
 
 
 class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
-    """A dispatched group with its trajectories."""
+    """A dispatched group."""
 
     spec: GroupSpec
     reason: str
     at: Moment
     requests: dict[str, RequestEntry] = {}
     taken: tuple[int, int] | None = None
-    """(step, attempt) of the batch that contains it."""
+    """(step, attempt) of its batch."""
     fate: Fate | None = None
     why: str = ""
     step: int | None = None
     ended: Moment | None = None
     records: list[Logged] = []
-    """All its logged records of any standing, in fold order."""
+    """All logged records in fold order."""
     scoring: Scoring | None = None
-    """Set if its trajectories are scored together."""
     expired: bool = False
-    """It exceeded the group timeout."""
+    """Exceeded the group timeout."""
     part: int = 0
-    """Part of the batch that trained it, from 1; 0 if the batch had no parts."""
+    """From 1; 0 if the batch had no parts."""
 
     @property
     def closed(self) -> SiblingFate | None:
-        """Outcome of its open trajectories, if it waits for none of them: enough were valid, or it
-        timed out."""
+        """Outcome of open trajectories that it does not wait for."""
         if self.expired:
             return "expired"
         if not self.spec.spare:
@@ -184,18 +165,17 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
 
     @property
     def open_siblings(self) -> tuple[int, ...]:
-        """Indices of trajectories that have not ended."""
         named = enumerate(sorted(self.requests))
         return tuple(place for place, name in named if not self.requests[name].over)
 
     @property
     def results(self) -> list[Logged]:
-        """Bound records, ordered by trajectory."""
+        """Bound records by trajectory."""
         entries = (self.requests[trajectory] for trajectory in sorted(self.requests))
         return [entry.bound for entry in entries if entry.bound is not None]
 
     def reward_of(self, fact: TrajectoryLogged) -> float | None:
-        """Return the reward of a bound record: from group scoring, or its own."""
+        """Return the reward from group scoring, else the record's own."""
         if self.scoring is None:
             return fact.reward
         found = self.scoring.siblings.get(fact.trajectory)
@@ -203,13 +183,12 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of the bound records."""
         return sum(logged.fact.tokens for logged in self.results)
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineEntry:
-    """One kind of engine, with its incarnations and missing capabilities."""
+    """A kind of engine."""
 
     number: int
     workers: int = 0
@@ -218,30 +197,28 @@ class EngineEntry:
 
 @dataclass(slots=True, kw_only=True)
 class WorkerEntry:
-    """One incarnation of a worker."""
-
     joined: WorkerJoined
     epoch: int
     hosted: dict[int, int] = field(default_factory=dict)
-    """Offset in control at which each version was first ready."""
+    """Control offset at which each version was first ready."""
     target: int = -1
     assigned: set[int] = field(default_factory=set)
-    """Versions assigned to it, from those of open groups on."""
+    """Versions assigned and still in use."""
     held: set[int] = field(default_factory=set)
-    """Versions it serves at once, if it can serve several."""
+    """Versions served at once."""
     awake: bool = False
-    """It was assigned a version and has not reported sleep since."""
+    """Assigned a version, no sleep reported since."""
     departure: Departure = ""
     departed: Moment | None = None
 
     @property
     def several(self) -> bool:
-        """Report whether it serves several versions at once."""
+        """Report whether it can serve several versions at once."""
         return self.joined.versions_resident > 1
 
     @property
     def out(self) -> str:
-        """How it left, as the end of a sentence."""
+        """Departure, as the end of a sentence."""
         return "left" if self.departure == "left" else "was fenced"
 
 
@@ -255,7 +232,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEntry:
-    """A `step committed` with the decision it executes, if any."""
+    """A `step committed` with its decision, if any."""
 
     fact: StepCommitted
     at: Moment
@@ -269,7 +246,7 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionEntry:
-    """A published version: 0 by `run started`, v by the commit of step v - 1."""
+    """A published version; `run started` publishes 0."""
 
     version: int
     manifest: Manifest
@@ -283,7 +260,7 @@ class VersionEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempted:
-    """A batch decision that was refused or overtaken by a newer attempt."""
+    """A batch that was refused or overtaken."""
 
     step: int
     attempt: int
@@ -292,20 +269,15 @@ class Attempted:
 
 @dataclass(slots=True, kw_only=True)
 class Hosting:
-    """Time in which several versions were served at once, by the round clock.
-
-    A worker serves a version from the round that folds its `worker ready` to the round that folds
-    the next one, its leaving or its fencing.
-    """
+    """Time with several versions served, by the round clock."""
 
     hosts: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Versions by incarnation."""
     now_ns: int | None = None
     span_ns: int = 0
     several_ns: int = 0
 
     def advance(self, now_ns: int) -> None:
-        """Advance to a round's time; time that goes back adds nothing."""
+        """Advance to a round's time; ignores time that goes back."""
         if self.now_ns is not None and now_ns > self.now_ns:
             self.span_ns += now_ns - self.now_ns
             if len({one for held in self.hosts.values() for one in held}) > 1:
@@ -313,19 +285,17 @@ class Hosting:
         self.now_ns = now_ns if self.now_ns is None else max(now_ns, self.now_ns)
 
     def ready(self, epoch: int, *versions: int) -> None:
-        """Set the versions that an incarnation serves from now on."""
+        """Set the versions that an incarnation serves."""
         self.hosts[epoch] = versions
 
     def keep(self, epochs: Collection[int]) -> None:
-        """Forget all other incarnations."""
         self.hosts = {epoch: one for epoch, one in self.hosts.items() if epoch in epochs}
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first round to the last."""
         return self.span_ns / 1e9
 
     @property
     def several_seconds(self) -> float:
-        """Seconds in which at least two versions were served."""
+        """Seconds with at least two versions served."""
         return self.several_ns / 1e9

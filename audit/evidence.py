@@ -1,7 +1,6 @@
-"""Evidence: the content of a trajectories record that audit compares with control and decisions.
+"""Evidence: what audit compares of a trajectories record, of bounded size.
 
-Evidence depends on the record alone and has a bounded size. Evidence without an event waits in
-memory; beyond `WAITING_MAX` the oldest is spilled to disk.
+Evidence without an event waits in memory, beyond `WAITING_MAX` on disk.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from dora_pipe.schemas.trajectory import Described, Headers, Sampler, Segment
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, view_trajectory
 
 Place = tuple[int, int]
-"""Partition and offset."""
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Content of a valid value that control repeats."""
+    """Content of a valid value."""
 
     group_size: int
     sibling: int
@@ -43,13 +41,13 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     weights: tuple[Sampler, ...]
     answer: str = ""
     parts: dict[str, float] = {}
-    """Reward parts, as control repeats them."""
+    """Reward parts that control repeats."""
     contexts: int = 1
     calls: int = 0
     fault: str = ""
-    """Why its calls do not follow from its tokens; empty if they do or there are none."""
+    """Why its calls contradict its tokens, if they do."""
     mixture: tuple[int, int, int] | None = None
-    """Experts, layers with experts, and experts per token, if the record has routed experts."""
+    """Experts, layers with experts, experts per token."""
 
     @property
     def versions(self) -> list[int]:
@@ -58,40 +56,34 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Evidence(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Evidence of one record: place, digest, headers and content."""
-
     topic: str
     partition: int
     offset: int
     bytes: int
     sha256: str
-    """Digest of the value as stored in the log."""
+    """Digest of the stored value."""
     headers: Headers | None
     header_error: str = ""
-    """Why the headers cannot be read."""
     content: Content | None = None
-    """None if the value cannot be read or was not decoded."""
+    """None if unreadable or not decoded."""
     value_error: str = ""
     disagree: tuple[str, ...] = ()
     """Header fields that the value contradicts."""
     lost: str = ""
-    """Why the value's blob is missing."""
+    """Why the blob is missing."""
     other_key: str = ""
-    """The record's key, if it is not its group's id."""
 
     @property
     def place(self) -> Place:
-        """Partition and offset."""
         return self.partition, self.offset
 
     @property
     def where(self) -> str:
-        """The place, for people."""
         return f"trajectories:{self.partition}:{self.offset}"
 
 
 def evidence_of(record: Record, *, opened: bool) -> Evidence:
-    """Return the evidence of one record; `opened` also decodes and checks the value."""
+    """Return a record's evidence; `opened` also decodes the value."""
     headers, header_error = None, ""
     try:
         headers = parse_headers(record.headers)
@@ -163,35 +155,31 @@ def _mixture(seen: Described) -> tuple[int, int, int] | None:
 
 
 WAITING_MAX: Final = 20_000
-"""Evidence kept in memory; one is about 1 kB."""
+"""About 1 kB each."""
 
 POLL_RECORDS: Final = 256
 POLL_BYTES: Final = 4 * 1024 * 1024
 
 
 class SpillStore(Protocol):
-    """Storage for evidence that does not fit in memory."""
+    """Storage for evidence beyond memory."""
 
     def put(self, pieces: Iterable[Evidence]) -> None: ...
 
-    def pop(self, place: Place) -> Evidence | None:
-        """Remove and return one."""
-        ...
+    def pop(self, place: Place) -> Evidence | None: ...
 
-    def all(self) -> Iterator[Evidence]:
-        """Yield all, by partition and offset."""
-        ...
+    def all(self) -> Iterator[Evidence]: ...
 
 
 class EvidenceBuffer:
-    """Evidence that was read and not checked yet; `ends` bounds the reading."""
+    """Evidence not checked yet; `ends` bounds reading."""
 
     def __init__(self) -> None:
         self.spilled: SpillStore | None = None
         self.positions: dict[int, int] = {}
-        """Next unread offset per partition."""
+        """Next offset per partition."""
         self.last: dict[int, tuple[int, str]] = {}
-        """Offset and sha256 of the last record read, per partition."""
+        """Last record read, per partition."""
         self.waiting: dict[Place, Evidence] = {}
         self._topic = ""
         self._reader: Reader | None = None
@@ -199,7 +187,7 @@ class EvidenceBuffer:
         self._ends: dict[int, int] = {}
 
     def begin(self, bus: Bus, topic: str, ends: Mapping[int, int], *, opened: bool) -> None:
-        """Continue reading up to these ends; `opened` decodes values."""
+        """Continue to these ends; `opened` decodes values."""
         self.close()
         self._topic, self._ends = topic, dict(ends)
         self._opened = opened
@@ -234,19 +222,18 @@ class EvidenceBuffer:
         self._overflow()
 
     def read_all(self) -> None:
-        """Read to the ends."""
         for partition, end in self._ends.items():
             self.read_to(partition, end)
 
     def pop(self, place: Place) -> Evidence | None:
-        """Remove and return the evidence of a place, if it was read."""
+        """Remove and return evidence, if it was read."""
         found = self.waiting.pop(place, None)
         if found is None and self.spilled is not None:
             found = self.spilled.pop(place)
         return found
 
     def rest(self) -> Iterator[Evidence]:
-        """Yield the remaining evidence, by partition and offset."""
+        """Yield the rest by partition and offset."""
         waiting = sorted(self.waiting.values(), key=lambda one: one.place)
         if self.spilled is None:
             yield from waiting
@@ -254,7 +241,6 @@ class EvidenceBuffer:
         yield from sorted([*self.spilled.all(), *waiting], key=lambda one: one.place)
 
     def close(self) -> None:
-        """Close the reader."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

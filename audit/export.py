@@ -1,7 +1,4 @@
-"""Export trajectories as Parquet, with texts and data rows, and a policy as a model directory.
-
-Missing values are null.
-"""
+"""Export trajectories as Parquet and a policy as a model directory."""
 
 from __future__ import annotations
 
@@ -35,15 +32,15 @@ from dora_pipe.store.model_dir import export_model
 from dora_pipe.store.store import PolicyStore, as_store
 
 ROW: Final = "row_"
-"""Prefix of columns from the data."""
+"""Prefix of data columns."""
 
 JSON: Final = pa.large_utf8()
-"""Type of columns with lists, objects or mixed types, stored as JSON."""
+"""Lists, objects and mixed types, as JSON."""
 
 TURN: Final = pa.struct(
     [("kind", pa.utf8()), ("turn", pa.int32()), ("context", pa.int32()), ("text", pa.utf8())]
 )
-"""`turn` is numbered within its context."""
+"""`turn` counts within its context."""
 
 FIELDS: Final = (
     pa.field("prompt", pa.utf8()),
@@ -60,15 +57,9 @@ _KINDS: Final[tuple[tuple[type, pa.DataType], ...]] = (
 
 
 class Words(Protocol):
-    """Tokenizer of a run."""
+    def text(self, token_ids: Sequence[int]) -> str: ...
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Decode without special tokens."""
-        ...
-
-    def full_text(self, token_ids: Sequence[int]) -> str:
-        """Decode with special tokens."""
-        ...
+    def full_text(self, token_ids: Sequence[int]) -> str: ...
 
 
 Rows = Sequence[Mapping[str, Any]]
@@ -80,10 +71,8 @@ class TextColumns:
 
     words: Words | None = None
     data: Mapping[str, Rows] = field(default_factory=dict)
-    """Rows by the digest of their data set."""
 
     def fields(self) -> list[pa.Field]:
-        """Return the fields; a data column of mixed types is JSON."""
         found: dict[str, set[type]] = {}
         for rows in self.data.values():
             for row in rows:
@@ -93,7 +82,6 @@ class TextColumns:
         return [*FIELDS, *(pa.field(ROW + name, _type(kinds)) for name, kinds in found.items())]
 
     def columns(self, trajectory: Trajectory, types: Mapping[str, pa.DataType]) -> dict[str, Any]:
-        """Return a trajectory's values; `types` are the column types."""
         texts = {} if self.words is None else _texts(trajectory, self.words)
         rows = self.data.get(trajectory.meta.dataset_digest, ())
         at = trajectory.meta.index
@@ -106,13 +94,13 @@ class TextColumns:
 
 
 def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
-    """Return texts by turn; a turn sampled in pieces on several workers is one text."""
+    """Return texts by turn; pieces from several workers are joined."""
     ids, contexts = trajectory.token_ids, trajectory.meta.contexts
     turns = []
     for (kind, turn), of in groupby(trajectory.segments, lambda one: (one.kind, one.turn)):
         pieces = list(of)
         start, end = pieces[0].start, pieces[-1].end
-        if kind == "prompt" and start == end:  # a context may add nothing to what it shares
+        if kind == "prompt" and start == end:
             continue
         turns.append((kind, turn, context_at(contexts, start), ids[start:end]))
     said = [tokens for kind, _, _, tokens in turns if kind == "model"]
@@ -128,7 +116,7 @@ def _texts(trajectory: Trajectory, words: Words) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> type:
-    """Return the Python type; `object` for integers that exceed 64 bits."""
+    """Return the type; `object` for integers beyond 64 bits."""
     if type(value) is int and not -(2**63) <= value < 2**63:
         return object
     return type(value)
@@ -147,7 +135,6 @@ def _cell(value: Any, kind: pa.DataType) -> Any:
 
 
 NO_TEXTS: Final = TextColumns()
-"""No text columns."""
 
 ENDED: Final = """
     select g.version, list(t.reward order by t.sibling)
@@ -155,7 +142,7 @@ ENDED: Final = """
     where g.fate = 'evaluated' and g.evaluation = ?
     group by g.rowid, g.version order by g.rowid
 """
-"""Groups of an evaluation in the order in which they ended."""
+"""Groups of an evaluation by end."""
 
 LOGGED: Final = """
     select version, reward from evaluations
@@ -164,10 +151,9 @@ LOGGED: Final = """
 """
 
 ROWS_PER_GROUP: Final = 1024
-"""Trajectories per Parquet row group, all in memory at once."""
 
 STEPS_HELD_MAX: Final = 32
-"""Contributions files kept open; the log has groups roughly in step order."""
+"""Open contributions files; groups are roughly in step order."""
 
 _ARRAYS: Final = ("token_ids", "logprobs", "sampler_logprobs", "loss_mask", "segments")
 _CONTRIBUTED: Final = (
@@ -183,7 +169,6 @@ _CONTRIBUTED: Final = (
     "weight_mean",
     "masked_share",
 )
-"""Columns copied from the contributions file for trained trajectories."""
 
 
 DECIDED: Final = """
@@ -193,7 +178,7 @@ DECIDED: Final = """
            case when standing = 'bound' and fate = 'trained' then groups.part end as part,
            case when standing = 'bound' then staleness end as staleness, {more}
     from records join trajectories using (trajectory_id) join groups using (group_id)"""
-"""Columns of a record that come from control and decisions."""
+"""Columns from control and decisions."""
 
 
 def _fields(kind: pa.DataType, *names: str) -> list[pa.Field]:
@@ -201,7 +186,6 @@ def _fields(kind: pa.DataType, *names: str) -> list[pa.Field]:
 
 
 BRANCH: Final = pa.struct([(name, pa.int32()) for name in Context.__struct_fields__])
-"""A context after the first (`schemas.contexts.Context`)."""
 
 SCHEMA: Final = pa.schema(
     [
@@ -226,30 +210,28 @@ SCHEMA: Final = pa.schema(
         *(CONTRIBUTIONS.field(name).with_nullable(True) for name in _CONTRIBUTED),
     ]
 )
-"""One row per trajectory; times in ns. `dispatched_ns` is by the orchestrator's round clock, others
-are wall clocks. Null means that it did not happen.
+"""One row per trajectory, times in ns: `dispatched_ns` by the round clock, others by wall clocks.
+Null: it did not happen.
 """
 
 SAID_OTHERWISE: Final = frozenset({"trajectory_id", "group_id", "record_offset"})
-"""Columns of the catalogue's trajectories that `SCHEMA` names otherwise."""
+"""Catalogue columns with another name in `SCHEMA`."""
 
 
 def more_fields() -> list[pa.Field]:
-    """Return the catalogue's trajectory columns that are not in `SCHEMA`."""
+    """Return the catalogue's other trajectory columns."""
     known = SAID_OTHERWISE.union(SCHEMA.names)
     return [one for one in arrow_schema(TrajectoryRow) if one.name not in known]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportResult:
-    """Result of an export."""
-
     rows: int
     bytes: int
     left_out: int
-    """Records that do not count or could not be read."""
+    """Records that do not count or are unreadable."""
     damage: Damage
-    """Logged trajectories whose record is missing or differs."""
+    """Missing or differing records."""
 
 
 def export_parquet(
@@ -262,9 +244,9 @@ def export_parquet(
     everything: bool = False,
     texts: TextColumns = NO_TEXTS,
 ) -> ExportResult:
-    """Write one row per trajectory that counts; `everything` includes the others.
+    """Write one row per trajectory that counts, or `everything`.
 
-    Damaged records are left out and reported. An existing file is replaced atomically.
+    Damaged records are left out. Replaces an existing file atomically.
     """
     schema = pa.schema([*SCHEMA, *more_fields(), *texts.fields()])
     where = "true" if everything else COUNTS
@@ -291,9 +273,9 @@ def export_parquet(
 def export_policy(
     catalogue: Catalogue, store: PolicyStore | Path, version: int, directory: Path
 ) -> str:
-    """Write a version as a directory for `from_pretrained`; return its weights digest.
+    """Write a version for `from_pretrained`; return its weights digest.
 
-    Raises UsageError for an unpublished version, PolicyError if its files are missing.
+    Raises UsageError for an unpublished version, PolicyError for missing files.
     """
     published = dict(catalogue.query("select version, digest from versions"))
     run = catalogue.one("select assets_digest from runs")
@@ -308,9 +290,9 @@ def export_policy(
 
 
 def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | None:
-    """Return the best version by the watched evaluation and its metric; None without one.
+    """Return the best version and its metric by the watched evaluation; None without one.
 
-    Sums are in the order of the fold, so that both agree about ties.
+    Sums are in fold order, so that ties agree with the orchestrator's.
     """
     evaluation = watched.watched_evaluation(config)
     if evaluation is None:
@@ -325,10 +307,7 @@ def best_version(catalogue: Catalogue, config: Config) -> tuple[int, float] | No
 
 
 def logged_versions(catalogue: Catalogue, evaluation: str) -> list[tuple[int, float]]:
-    """Return (version, mean valid reward) of complete evaluations, best first, then by number.
-
-    An evaluation is complete if it has as many prompts as any of its name.
-    """
+    """Return (version, mean valid reward) of evaluations with all prompts, best first."""
     return catalogue.query(LOGGED, [evaluation])
 
 
@@ -386,7 +365,7 @@ class _Rows:
 
     def _row(self, trajectory: Trajectory, decided: dict[str, Any]) -> dict[str, Any]:
         row = _about(trajectory) | decided | self._texts.columns(trajectory, self._types)
-        if decided["standing"] == "bound":  # group scoring replaces the record's own reward
+        if decided["standing"] == "bound":  # from group scoring
             row["reward"] = decided["counts"]
         if decided["step"] is not None:
             of_step = self._of_step(decided["step"]).get(trajectory.trajectory, {})

@@ -1,4 +1,4 @@
-"""Violations that checks of a log find, collected instead of raised."""
+"""Violations found in a log, collected instead of raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Check = Literal[
     "policies",
     "catalogue",
 ]
-"""Checks of `audit`, in report order."""
+"""In report order."""
 
 CHECKS: Final[dict[Check, str]] = {
     "C1": "every trajectory comes from one policy version, with its published digest",
@@ -34,21 +34,21 @@ CHECKS: Final[dict[Check, str]] = {
     "policies": "weights, contributions and checkpoints that commits name are there, unchanged",
     "catalogue": "the tables that are kept beside the run count what audit counts",
 }
-"""What holds if a check finds nothing."""
+"""What each check requires."""
 
 MIXED: Final = (
     "declared off (interruptible): versions never decrease, from the dispatch to the trainer's, "
     "each hosted then with its published digest; evaluations are of one version"
 )
-"""Description of C1 in runs with partial rollout."""
+"""C1 with partial rollout."""
 
 NAMED_MAX: Final = 10_000
-"""Violations kept by name; more are only counted."""
+"""Further violations are only counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One violation.
+    """A violation.
 
     Example: ``Violation(check="C3", subject="g0000000042", message="trained beyond its deadline",
     expected="step <= 5", found="step 7")``
@@ -68,22 +68,19 @@ class Violation:
 
 
 class Findings:
-    """Collector of violations and counts; `notes` are no violations."""
+    """Collected violations and counts; `notes` are no violations."""
 
     def __init__(self) -> None:
         self.violations: list[Violation] = []
         self.count: Counter[Check] = Counter()
-        """Violations per check, including those not kept."""
+        """Includes those not kept."""
         self.looked: Counter[Check] = Counter()
-        """Comparisons per check."""
         self.notes: list[str] = []
         self.total = 0
-        """Violations of all checks."""
 
     def add(
         self, check: Check, subject: str, message: str, *, expected: object = "", found: object = ""
     ) -> None:
-        """Add a violation."""
         self.count[check] += 1
         self.total += 1
         if len(self.violations) < NAMED_MAX:
@@ -99,7 +96,7 @@ class Findings:
     def same(
         self, check: Check, subject: str, message: str, *, expected: object, found: object
     ) -> bool:
-        """Compare two values, add a violation if they differ, and return whether they are equal."""
+        """Return whether two values are equal; add a violation if not."""
         self.looked[check] += 1
         if expected == found:
             return True

@@ -1,14 +1,11 @@
-"""Ledger of groups, requests and workers, from control and decisions.
-
-Rules:
+"""Ledger of groups, requests and workers.
 
 1. The first `trajectory logged` of a request's current attempt, by an incarnation that is not out,
-   is bound. Other records of that trajectory are superseded, or fenced if the incarnation was out.
+   is bound. Others are superseded, or fenced if their incarnation was out.
 2. An attempt ends with its record, its failure, or the loss of its worker. Losses and retryable
-   failures are faults; a request with `attempts_max` faults has failed.
+   failures are faults; a request fails with `attempts_max` faults.
 
-Ended entries may be spilled to disk; `SpillDict` loads them on access. `Sums` holds the totals of
-spilled groups, so that a report needs no group from disk.
+Ended entries may be spilled; `SpillDict` loads them on access, and `Sums` has their totals.
 """
 
 from __future__ import annotations
@@ -44,20 +41,16 @@ from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.rounds import Dispatch, EndSiblings, Fate, Move, PlacedRequest, ScoreGroup
 
 CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
-"""Capabilities of an engine; a replay guarantee needs those declared."""
+"""Required for bit-equal replay."""
 
 EngineKey = tuple[str, str, str, str]
-"""Name, version, device and dtype."""
 
 Bucket = tuple[int, int]
-"""Sampled tokens, both ends included."""
+"""Token range, both ends included."""
 
 
 def bucket_of(tokens: int) -> Bucket:
-    """Return the length bucket of a number of sampled tokens: powers of two.
-
-    Example: ``bucket_of(20) == (17, 32)``, ``bucket_of(1) == (1, 1)``, ``bucket_of(0) == (0, 0)``
-    """
+    """Return the power-of-two bucket: ``bucket_of(20) == (17, 32)``, ``bucket_of(1) == (1, 1)``."""
     if tokens == 0:
         return 0, 0
     high = 1 << (tokens - 1).bit_length()
@@ -66,25 +59,22 @@ def bucket_of(tokens: int) -> Bucket:
 
 @dataclass(slots=True, kw_only=True)
 class Sums:
-    """Sums over groups; groups can be subtracted again."""
+    """Totals over groups."""
 
     groups: Counter[str] = field(default_factory=Counter)
-    """By outcome, including `open`."""
     trajectories: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
     staleness: Counter[int] = field(default_factory=Counter)
-    """Trained groups by staleness."""
     bounds: Counter[int] = field(default_factory=Counter)
-    """Trained groups by deadline minus version."""
+    """By deadline minus version."""
     lengths: Counter[tuple[Bucket, str]] = field(default_factory=Counter)
-    """Training trajectories by length and outcome."""
+    """By length and outcome."""
     length_tokens: Counter[Bucket] = field(default_factory=Counter)
     engines: Counter[int] = field(default_factory=Counter)
-    """Trajectories by the engine of the record that counts."""
+    """By engine of the record that counts."""
     engine_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
-        """Add a group; -1 subtracts it."""
         fate, results = group.fate or "open", group.results
         self.groups[fate] += times
         self.trajectories[fate] += times * len(results)
@@ -111,27 +101,21 @@ V = TypeVar("V")
 
 
 class Storage(Protocol[Key, V]):
-    """Disk storage of entries of one kind."""
+    """Disk storage of one kind of entry."""
 
-    def keeps(self, key: Key) -> bool:
-        """Report whether an entry with this key can be spilled."""
-        ...
+    def keeps(self, key: Key) -> bool: ...
 
-    def fetch(self, key: Key) -> V | None:
-        """Return a spilled entry without removing it."""
-        ...
+    def fetch(self, key: Key) -> V | None: ...
 
-    def store(self, entries: Iterable[tuple[Key, V]]) -> None:
-        """Store entries, replacing those with the same keys."""
-        ...
+    def store(self, entries: Iterable[tuple[Key, V]]) -> None: ...
 
 
 class SpillDict(dict[K, V]):
-    """Dictionary that spills entries; iteration, `values` and `len` cover only those in memory."""
+    """Dictionary with spilled entries; iteration, `values` and `len` skip those."""
 
     storage: Storage[K, V] | None = None
     on_fetch: Callable[[V], None] | None = None
-    """Called with each entry loaded from disk."""
+    """Called with each loaded entry."""
 
     def __missing__(self, key: K) -> V:
         found = self._fetch(key)
@@ -143,14 +127,13 @@ class SpillDict(dict[K, V]):
         return dict.__contains__(self, key) or self._fetch(key) is not None
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return an entry from memory or disk."""
         found: Any = dict.get(self, key)
         if found is None:
             found = self._fetch(key)
         return default if found is None else found
 
     def spill(self, keys: Iterable[K]) -> list[V]:
-        """Spill these entries if there is a storage; return the spilled ones."""
+        """Spill these entries, if there is a storage; return the spilled ones."""
         storage = self.storage
         if storage is None:
             return []
@@ -173,10 +156,7 @@ class SpillDict(dict[K, V]):
 
 
 class GroupLedger:
-    """Groups with their requests, and worker incarnations.
-
-    `sibling_ended` is called with a group whenever one of its trajectories ended.
-    """
+    """Groups, requests and worker incarnations; calls `sibling_ended` per ended trajectory."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -185,35 +165,30 @@ class GroupLedger:
         self.open: dict[str, GroupEntry] = {}
         """Groups without an outcome."""
         self.workers: SpillDict[int, WorkerEntry] = SpillDict()
-        """By role epoch."""
         self.engines: dict[EngineKey, EngineEntry] = {}
         self._packages: dict[str, set[str]] = {}
-        """Versions of each environment package that workers had."""
+        """Versions by environment package."""
         self.logged: dict[tuple[int, int], Logged] = {}
-        """Logged records by (partition, offset) of groups in memory; the first one if
-        logged twice."""
+        """First log of each record, of groups in memory."""
         self.records = 0
-        """Logged records, including those of spilled groups."""
         self.unread: dict[tuple[int, int], Logged] = {}
-        """Logged records that are not checked yet; the checker removes them."""
+        """Not checked yet; the checker removes them."""
         self.ended: dict[str, None] = {}
-        """Groups that have ended or got events after their end; `settle` clears it."""
+        """Groups that ended or had events after their end; cleared by `settle`."""
         self.sums = Sums()
-        """Totals of spilled groups."""
         self.attempts_max = 0
-        """Faults after which a request fails; 0 while unknown."""
+        """0 while unknown."""
         self.scored_together: frozenset[str] = frozenset()
-        """Sources of groups whose trajectories are scored together."""
+        """Sources with group scoring."""
         self.sibling_ended: Callable[[GroupEntry], None] = lambda group: None
 
     def request(self, trajectory: str) -> RequestEntry | None:
-        """Return a dispatched trajectory; None if it was never dispatched."""
         name = group_of(trajectory)
         group = self.open.get(name) or self.groups.get(name)
         return None if group is None else group.requests.get(trajectory)
 
     def was_placed(self, trajectory: str, epoch: int) -> bool:
-        """Report whether a request was ever placed on this incarnation."""
+        """Report whether it was ever placed on this incarnation."""
         entry = self.request(trajectory)
         return entry is not None and any(one.epoch == epoch for one in entry.placements)
 
@@ -230,7 +205,7 @@ class GroupLedger:
         return found
 
     def spill(self, groups: Iterable[GroupEntry]) -> None:
-        """Spill these ended groups and the incarnations that are out, if there is a storage."""
+        """Spill ended groups and departed workers, if there is a storage."""
         self.workers.spill([epoch for epoch, one in self.workers.items() if one.departure])
         for group in self.groups.spill(group.spec.group for group in groups):
             self.sums.add(group)
@@ -242,14 +217,14 @@ class GroupLedger:
         return sum(group.spec.version == version for group in self.groups.values())
 
     def fetched(self, group: GroupEntry) -> None:
-        """Subtract a group that was loaded again from the totals."""
+        """Subtract a reloaded group from the totals."""
         self.sums.add(group, -1)
         self.ended[group.spec.group] = None
         for logged in group.records:
             self.logged[logged.place] = logged
 
     def joined(self, fact: WorkerJoined, at: Moment) -> None:
-        """Add an incarnation; an earlier one of that name is out."""
+        """Add an incarnation; it replaces an earlier one of that name."""
         for worker in self.workers.values():
             if worker.joined.worker == fact.worker and not worker.departure:
                 self.depart(worker, "replaced", at)
@@ -260,7 +235,6 @@ class GroupLedger:
         self.workers[at.offset] = WorkerEntry(joined=fact, epoch=at.offset)
 
     def _note_packages(self, fact: WorkerJoined) -> None:
-        """Note differing environment versions: no violation, but rewards may differ."""
         for name, version in fact.packages.items():
             known = self._packages.setdefault(name, set())
             others = known - {version}
@@ -272,7 +246,7 @@ class GroupLedger:
                     self._findings.notes.append(note)
 
     def depart(self, worker: WorkerEntry, departure: Departure, at: Moment) -> None:
-        """Mark an incarnation as out; its open requests wait for another worker."""
+        """Mark an incarnation as out and requeue its requests."""
         if worker.departure:
             return
         worker.departure, worker.departed = departure, at
@@ -285,7 +259,6 @@ class GroupLedger:
                 self._not_scored(group, scoring, fault=departure != "left")
 
     def dispatched(self, decision: Dispatch, at: Moment) -> None:
-        """Open a group."""
         spec = decision.spec
         if spec.group in self.groups:
             self._findings.add("C2", spec.group, f"is dispatched a second time in round {at.round}")
@@ -298,7 +271,6 @@ class GroupLedger:
         self.groups[spec.group] = self.open[spec.group] = entry
 
     def placed(self, decision: PlacedRequest, at: Moment) -> None:
-        """Start an attempt at a request."""
         name = decision.spec.group
         group = self.open.get(name) or self.groups.get(name)
         entry = None if group is None else group.requests.get(decision.trajectory)
@@ -316,7 +288,7 @@ class GroupLedger:
         entry.placements.append(placement)
 
     def log(self, fact: TrajectoryLogged, at: Moment) -> None:
-        """Book a logged record and its standing."""
+        """Book a record and its standing."""
         name = group_of(fact.trajectory)
         present = self.open.get(name)
         group = self.groups.get(name) if present is None else present
@@ -336,7 +308,7 @@ class GroupLedger:
         place = fact.partition, fact.offset
         known = self.logged.get(place)
         if known is not None:
-            # A writer that missed the acknowledgment of an append appends the same bytes again.
+            # A writer without an acknowledgment repeats the append.
             if known.fact != fact:
                 self._wrong(at, f"logs the record at {place} a second time, otherwise")
             return
@@ -361,13 +333,11 @@ class GroupLedger:
         return "bound" if same else "superseded"
 
     def moved(self, decision: Move) -> None:
-        """Mark a request that its worker was asked to release."""
         entry = self.request(decision.trajectory)
         if entry is not None:
             entry.moving = True
 
     def released(self, fact: RequestReleased, at: Moment) -> None:
-        """Book the release of a moving request; it waits for another placement."""
         entry = self.request(fact.trajectory)
         if entry is None:
             self._wrong(at, f"{fact.trajectory} is released, which was never dispatched")
@@ -385,7 +355,6 @@ class GroupLedger:
         self._lost(group, entry, fault=False)
 
     def failed(self, fact: RequestFailed, at: Moment) -> None:
-        """Book a failed attempt."""
         entry = self.request(fact.trajectory)
         if entry is None:
             self._wrong(at, f"{fact.trajectory} failed, which was never dispatched")
@@ -404,12 +373,10 @@ class GroupLedger:
             self._fail(group, entry)
 
     def expire(self, group: GroupEntry) -> None:
-        """Mark a group as timed out."""
         group.expired = True
         self.sibling_ended(group)
 
     def end_siblings(self, decision: EndSiblings, at: Moment) -> None:
-        """End the trajectories that a group does not wait for."""
         group = self.groups.get(decision.group)
         for sibling in () if group is None else decision.siblings:
             entry = group and group.requests.get(trajectory_id(decision.group, sibling))
@@ -417,14 +384,13 @@ class GroupLedger:
                 entry.left, entry.left_ns, entry.waiting = decision.fate, at.now_ns, False
 
     def asked(self, decision: ScoreGroup) -> None:
-        """Book a scoring attempt."""
         group = self.groups.get(decision.spec.group)
         if group is not None and group.scoring is not None:
             group.scoring.asked.append(decision)
             group.scoring.open = True
 
     def scored(self, fact: GroupScored, at: Moment) -> None:
-        """Book a scoring answer; it counts once and only from the newest attempt."""
+        """Book a score; only the first of the newest attempt counts."""
         group = self.groups.get(fact.group)
         scoring = None if group is None else group.scoring
         asked = scoring and scoring.was_asked(fact.attempt, fact.worker, fact.epoch)
@@ -466,7 +432,7 @@ class GroupLedger:
         step: int | None = None,
         part: int = 0,
     ) -> None:
-        """Set a group's outcome; a second outcome or an unknown group is a violation."""
+        """Set a group's outcome; violations are a second one and an unknown group."""
         group = self.groups.get(name)
         if group is None:
             self._findings.add("C2", name, f"is {_said(fate, step)} but was never dispatched")

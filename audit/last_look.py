@@ -1,6 +1,6 @@
-"""Record of the last audit next to a run, to detect a log that was truncated or rewritten since.
+"""Position of the last audit, to detect a log that was truncated or rewritten.
 
-The file may be deleted. Only an audit without violations writes it.
+The file may be deleted; only an audit without violations writes it.
 """
 
 from __future__ import annotations
@@ -24,37 +24,32 @@ Seen = tuple[int, str]
 
 
 class LastLook(msgspec.Struct, frozen=True, kw_only=True):
-    """State of the log at an audit without violations."""
+    """Log position without violations."""
 
     run: str
     mark: str
-    """Id of the log's file, if it is one; a copy has another."""
+    """Id of the log file; a copy has another."""
     control: Seen
-    """The first record."""
     decisions: Seen
-    """The last round; its chain covers control and decisions before it."""
+    """Last round; its chain covers everything before."""
     trajectories: dict[int, Seen]
-    """The last record by partition."""
+    """By partition."""
 
 
 def read_last_look(path: Path) -> LastLook | None:
-    """Return the record; None if there is none that can be read."""
+    """Read the file; None if missing or invalid."""
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=LastLook)
     return None
 
 
 def write_last_look(path: Path, look: LastLook) -> None:
-    """Write the record; ignore a directory that is not writable."""
     with suppress(OSError):
         path.write_bytes(msgspec.json.encode(look))
 
 
 def changed_since(look: LastLook, bus: Bus, topics: Topics, mark: str) -> str:
-    """Return what is missing or changed; "" if nothing is, or for another log.
-
-    Raises BusError.
-    """
+    """Return what is missing or changed, or "". Raises BusError."""
     if (look.run, look.mark) != (topics.run, mark):
         return ""
     control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)

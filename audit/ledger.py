@@ -1,7 +1,7 @@
-"""Ledger of a run from control and decisions: dispatched groups, outcomes, records that count.
+"""Ledger of a run: dispatched groups, outcomes, records that count.
 
-It shares only record types with the orchestrator, to find the orchestrator's mistakes. It reports
-violations and follows the events: a commit counts even without a decision.
+It shares only record types with the orchestrator, to find its mistakes. Commits count even without
+a decision.
 """
 
 from __future__ import annotations
@@ -76,29 +76,25 @@ class Ledger:
         self.accounts = GroupLedger(findings)
         self.started: RunStarted | None = None
         self.config: Config | None = None
-        """Configuration of `run started`; `Legality` follows later changes."""
+        """As started; `Legality` follows changes."""
         self.steps: SpillDict[int, StepEntry] = SpillDict()
-        """First commit of each step, in log order."""
+        """First commit of each step."""
         self.versions: SpillDict[int, VersionEntry] = SpillDict()
         self.version = -1
-        """Newest version; -1 before version 0."""
+        """-1 before version 0."""
         self.takes: SpillDict[tuple[int, int], Taken] = SpillDict()
-        """By (step, attempt)."""
         self.unread_steps: list[StepEntry] = []
-        """Commits that are not checked yet, including repeated ones; the checker clears it."""
+        """Not checked yet, including repeated ones."""
         self.unread_versions: list[VersionEntry] = []
         self.committed = 0
-        """Committed steps."""
         self.published = 0
-        """Published versions."""
         self.not_trained: list[Attempted] = []
         self.adopted: list[WeightsAdopted] = []
         self.dropped: set[int] = set()
-        """Versions that commits have dropped; their files may be gone."""
+        """Dropped versions; their files may be missing."""
         self.commands: list[Command] = []
         self.roles: list[RoleStarted] = []
         self.unknown: Counter[str] = Counter()
-        """Records of unknown kinds."""
         self.rounds = 0
         self.now_ns = 0
         self.stopped: Moment | None = None
@@ -108,11 +104,11 @@ class Ledger:
 
     @property
     def interruptible(self) -> bool:
-        """Report whether partial rollout is on, so that trajectories may mix versions."""
+        """Report whether partial rollout allows mixed versions."""
         return self.config is not None and self.config.staleness.interruptible
 
     def spill(self, newest: int) -> None:
-        """Spill old versions that no open group uses, with their steps, batches and hostings."""
+        """Spill old versions with their steps, batches and hostings."""
         if self.versions.storage is None:
             return
         oldest = min(
@@ -127,7 +123,7 @@ class Ledger:
             worker.assigned = {one for one in worker.assigned if one >= before}
 
     def apply(self, turn: FoldedRound) -> None:
-        """Book a round and its events, in fold order."""
+        """Book a round after its events."""
         ordinal = -1 if turn.round is None else turn.round.ordinal
         if turn.round is not None:
             self.rounds += 1
@@ -141,7 +137,6 @@ class Ledger:
             self.round(turn.round, Moment(round=ordinal, offset=turn.offset, now_ns=self.now_ns))
 
     def round(self, round_: Round, at: Moment) -> None:
-        """Check and book a round's decisions."""
         self.legality.round(round_, self.roles)
         for one in round_.observations:
             if isinstance(one, GroupExpired) and (group := self.legality.expired(one, at)):
@@ -151,7 +146,6 @@ class Ledger:
             self.decision(decision, at)
 
     def fact(self, fact: Fact, at: Moment) -> None:
-        """Book one control record."""
         record = fact.record
         if record is None:
             return
@@ -254,22 +248,20 @@ class Ledger:
             if fact.version not in worker.assigned and fact.version not in worker.hosted:
                 self._undecided(f"{fact.worker} hosts version {fact.version}", "assigned it", at)
             worker.hosted.setdefault(fact.version, at.offset)
-            # A report repeated after an unacknowledged append may name a version dropped since.
+            # A repeated report may name a version dropped since.
             if worker.several and fact.version == worker.target:
                 worker.held.add(fact.version)
             if not worker.departure:
                 self.hosting.ready(fact.epoch, *(sorted(worker.held) or [fact.version]))
 
     def _sleeps(self, worker: WorkerEntry, fact: WorkerReady, at: Moment) -> None:
-        """Book a sleep; one repeated after an unacknowledged append may be outdated."""
         if not worker.joined.elastic:
             self._undecided(f"{fact.worker} sleeps", "told it to", at)
         elif worker.target == NO_VERSION:
             worker.awake = False
 
     def _check_hosted(self, fact: TrajectoriesLogged) -> None:
-        """Check that a worker with several versions reported each before it logged
-        samples of it."""
+        """Check that a worker reported a version before sampling under it."""
         worker = self.accounts.workers.get(fact.epoch)
         if worker is None or not worker.several or fact.version in worker.hosted:
             return
@@ -292,7 +284,7 @@ class Ledger:
             self.hosting.keep(self._living())
 
     def _undecided(self, what: str, verb: str, at: Moment) -> None:
-        """Report an event without its decision: decisions are incomplete or the event is wrong."""
+        """Report an event without its decision."""
         self._wrong(at, f"{what}, but no decision {verb}")
 
     def _worker(self, name: str, epoch: int, verb: str, at: Moment) -> WorkerEntry | None:
@@ -332,7 +324,6 @@ class Ledger:
                 self.accounts.end(group.group, "trained", why, at, step=fact.step, part=number)
 
     def _check_adapter(self, fact: StepCommitted) -> None:
-        """Check that each later version of a LoRA run is an adapter on version 0, or version 0."""
         if self.started is None or self.config is None or not self.config.lora.rank:
             return
         first = self.started.policy.digest
@@ -341,7 +332,6 @@ class Ledger:
             self.findings.add("policies", who, "is no adapter on version 0", expected=first)
 
     def _dropped(self, fact: StepCommitted, at: Moment) -> None:
-        """Book dropped versions; no open group may use one."""
         for version in sorted(self.dropped.intersection(fact.dropped)):
             message = f"drops version {version}, which an earlier commit dropped"
             self.findings.add("policies", f"step {fact.step}", message)
@@ -369,7 +359,6 @@ class Ledger:
                 group.taken = None
 
     def decision(self, decision: AnyDecision, at: Moment) -> None:
-        """Check and book one decision."""
         self.legality.decision(decision, at)
         accounts = self.accounts
         match decision:
@@ -410,7 +399,7 @@ class Ledger:
 
 
 def key_of(record: AnyControl) -> bytes:
-    """Return the key that a control record may have; empty if it has none."""
+    """Return the allowed key of a record; empty if none."""
     match record:
         case WorkerJoined() | WorkerReady() | WorkerLeft() | TrajectoriesLogged() | GroupScored():
             return record.worker.encode()

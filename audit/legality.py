@@ -1,6 +1,6 @@
-"""Check that each decision follows from the log before it, independently of the orchestrator.
+"""Check that each decision follows from the log before it.
 
-Choices that depend on more than the log (placement, time of a plan) are only checked for
+Choices that depend on more than the log (placement, time of a plan) are checked only for
 violations.
 """
 
@@ -55,24 +55,23 @@ if TYPE_CHECKING:
 
 
 class Legality:
-    """Check of decisions before the ledger books them, with the bound ledger."""
+    """Check of decisions before they are booked."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._findings = ledger.findings
         self.bound = BoundLedger()
         self.attempt = 1
-        """Attempt of the next batch decision."""
         self.in_force: EffectiveConfig | None = None
-        """Configuration after the last record; None before `run started`."""
+        """None before `run started`."""
         self.ordinals: Counter[str] = Counter()
-        """Dispatches by purpose and by source of named tasks; skipped rows by source."""
+        """Dispatches by purpose and task source; skipped rows by source."""
         self.rows = RowLedger()
 
     def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
-        """Check that a round has the newest announced orchestrator epoch.
+        """Check that a round has the newest announced epoch.
 
-        An orchestrator that catches up may fold less than its own announcement; it decides nothing
+        While catching up, an orchestrator may not fold its own announcement; it decides nothing
         then.
         """
         newest = max((one.role_epoch for one in roles if one.role == "orchestrator"), default=-1)
@@ -85,7 +84,6 @@ class Legality:
             self._wrong(where, message, f"role epoch {newest}", round_.role_epoch)
 
     def command(self, command: Command) -> None:
-        """Apply a user's command to the configuration."""
         if self.in_force is None:
             return
         bound, before = self.bound, self.in_force.config
@@ -97,15 +95,14 @@ class Legality:
             self.attempt += 1
 
     def ended_by(self, command: Command) -> tuple[int, int] | None:
-        """Return the batch in training if the command ends it; one that names another step does
-        not."""
+        """Return the batch in training if the command ends it."""
         training = self.bound.training
         if command.verb != "fail-batch" or training is None:
             return None
         return training if command.args.get("step", training[0]) == training[0] else None
 
     def sibling_ended(self, group: GroupEntry) -> None:
-        """Update the bound for a trajectory that was logged or failed for good."""
+        """Update the bound for an ended trajectory."""
         if self.in_force is None:
             return
         config = self.in_force.config
@@ -115,16 +112,15 @@ class Legality:
             self.rows.ended(group, config)
 
     def counts(self, fact: StepCommitted) -> bool:
-        """Report whether a commit counts; it does not if its batch had already ended.
+        """Report whether a commit counts: not if its batch had ended.
 
-        A trainer may commit while a user ends its batch. The orchestrator ignores such a commit and
-        trains the step again with another batch.
+        A trainer may commit while a user ends its batch; the orchestrator then retrains the step.
         """
         taken = (fact.step, fact.attempt) in self._ledger.takes
         return not taken or self.bound.training == (fact.step, fact.attempt)
 
     def committed(self, entry: StepEntry, roles: Sequence[RoleStarted]) -> None:
-        """Check a commit: its batch is in training and its step is the next."""
+        """Check that a commit is of the batch in training and the next step."""
         fact, bound = entry.fact, self.bound
         who = f"step {fact.step}"
         if fact.step > bound.version:
@@ -145,7 +141,7 @@ class Legality:
             bound.version, bound.training, self.attempt = fact.step + 1, None, 1
 
     def refused(self, fact: BatchRefused, take: TakeBatch) -> None:
-        """Return the groups of a refused batch, except the offenders, to the finished groups."""
+        """Return a refused batch's groups to U, except the offenders."""
         offenders = {one.group for one in fact.offenders}
         self.bound.end_training()
         self.attempt = fact.attempt + 1
@@ -155,7 +151,7 @@ class Legality:
                 self.bound.give_back(group.spec)
 
     def decision(self, decision: AnyDecision, at: Moment) -> None:
-        """Check one decision before it is booked; `placed` checks placements."""
+        """Check one decision; `placed` checks placements."""
         where = f"round {at.round}"
         if self._ledger.stopped is not None:
             self._wrong(where, "decides after the run was stopped", "nothing", _kind(decision))
@@ -186,7 +182,6 @@ class Legality:
                     self.bound.give_up_parts()
 
     def placed(self, requests: Sequence[PlacedRequest], at: Moment) -> None:
-        """Check the requests of a placement before they are booked."""
         where = f"round {at.round}"
         for one in requests:
             self._place(one, where)
@@ -195,7 +190,6 @@ class Legality:
         self._findings.add("decisions", subject, message, expected=expected, found=found)
 
     def _worker(self, name: str, epoch: int, where: str, *verb: str) -> WorkerEntry | None:
-        """Return the worker of a decision, if it has joined and is not out."""
         worker: WorkerEntry | None = self._ledger.accounts.workers.get(epoch)
         if worker is None or worker.joined.worker != name:
             said = " ".join(verb)
@@ -224,7 +218,6 @@ class Legality:
         self.bound.add(spec)
 
     def _why_not_row(self, decision: Dispatch, config: Config) -> str:
-        """Return why this row may not be dispatched or the skipped ones not skipped."""
         started, spec = self._ledger.started, decision.spec
         data = started and started.data(spec.source)
         task = next((one for one in config.tasks if one.name == spec.task), None)
@@ -264,7 +257,6 @@ class Legality:
             self._wrong(who, message, group.spec.version, worker.target)
 
     def _move(self, decision: Move, where: str) -> None:
-        """Check a move: the request runs there now, and the target serves its version (C1)."""
         who, entry = decision.trajectory, self._ledger.accounts.request(decision.trajectory)
         if self._ledger.interruptible:
             self._wrong(who, f"moves in {where}, although nothing moves in an interruptible run")
@@ -288,8 +280,7 @@ class Legality:
             self._wrong(who, message, group.spec.version, to.target)
 
     def _score(self, decision: ScoreGroup, where: str) -> None:
-        """Check a scoring: exactly the valid trajectories, after all ended, one worker
-        at a time."""
+        """Check a scoring: all ended, exactly the valid ones, one worker at a time."""
         who = decision.spec.group
         group = self._ledger.accounts.open.get(who)
         if group is None or group.scoring is None:
@@ -313,8 +304,7 @@ class Legality:
         self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
 
     def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
-        """Report whether a worker may sample for a group: at its version, or a later one with
-        partial rollout."""
+        """Report whether a worker may sample for a group: later versions need partial rollout."""
         if self._ledger.interruptible and spec.purpose == "train":
             return worker.target >= spec.version
         return _has(worker, spec.version)
@@ -339,8 +329,7 @@ class Legality:
             self._wrong(where, message, worker.joined.versions_resident, sorted(held))
 
     def _may_be_assigned(self, worker: WorkerEntry, decision: Assign, where: str) -> bool:
-        """Report whether a version may be assigned. A colocated worker has none during a step, and
-        only such a worker may be assigned none."""
+        """Check sleep and wake: only a colocated worker sleeps, and it does so during a step."""
         sleeps, elastic = decision.version == NO_VERSION, worker.joined.elastic
         if sleeps and not elastic:
             self._wrong(where, f"tells {decision.worker} to sleep, which is not elastic")
@@ -417,7 +406,6 @@ class Legality:
         self.bound.remove(decision.group)
 
     def _end_siblings(self, decision: EndSiblings, where: str) -> None:
-        """Check that the group waits for none of its trajectories and that all of them end."""
         group = self._ledger.accounts.open.get(decision.group)
         if group is None:
             self._wrong(decision.group, f"loses siblings in {where} but is not open")
@@ -430,7 +418,7 @@ class Legality:
         same("decisions", decision.group, message, expected=left, found=decision.siblings)
 
     def expired(self, seen: GroupExpired, at: Moment) -> GroupEntry | None:
-        """Return the group that a round reports as timed out; None if that is impossible."""
+        """Return the group that a round reports as timed out, if possible."""
         where, group = f"round {at.round}", self._ledger.accounts.open.get(seen.group)
         if group is None or self.in_force is None:
             self._wrong(seen.group, f"expires in {where} but is not open")
@@ -457,7 +445,6 @@ class Legality:
 
 
 def _has(worker: WorkerEntry, version: int) -> bool:
-    """Report whether a worker was assigned a version and, if it serves several, has it now."""
     return version in worker.held if worker.several else worker.target == version
 
 
@@ -474,7 +461,7 @@ def _differing(first: GroupSpec, second: GroupSpec) -> tuple[str, str]:
 
 
 NO_DEADLINE = -1
-"""Deadline of evaluation groups."""
+"""For evaluation groups."""
 
 
 def _skipped(spec: GroupSpec) -> str:
@@ -482,8 +469,8 @@ def _skipped(spec: GroupSpec) -> str:
 
 
 def check_spec(decision: Dispatch, before: Counter[str], ledger: Ledger, config: Config) -> None:
-    """Check what a dispatch stamps against the log before it and the dispatches `before`, by
-    purpose and source. The fold and remade plans check solved rows and sampler draws."""
+    """Check a dispatch against the log and the dispatches `before`, by purpose and source. Solved
+    rows and sampler draws are checked by the fold."""
     started, spec = ledger.started, decision.spec
     assert started is not None
     findings, who = ledger.findings, spec.group
@@ -548,14 +535,13 @@ def _expected(
 
 
 def _in_turn(skipped: Sequence[int], seed: int, place: int, rows: int) -> int:
-    """Return how many of these rows are consecutive in the order from a place; all, unless one was
-    out of turn."""
+    """Return how many of these rows match the order from `place` on."""
     turns = (identity.prompt_index(seed, place + one, rows)[1] for one in range(len(skipped)))
     return sum(one == other for one, other in zip(skipped, turns, strict=True))
 
 
 def _task(config: Config, before: Counter[str]) -> Task:
-    """Return the task whose turn it is, by the ratios."""
+    """Return the next task by the ratios."""
     shares = identity.whole_shares(tuple(one.ratio for one in config.tasks))
     given = [before[identity.source_of("train", one.name)] for one in config.tasks]
     return config.tasks[identity.next_task(shares, given)]

@@ -1,4 +1,4 @@
-"""Split the ratios of a recorded batch by cause: staleness, numerics, sampling, tokenization.
+"""Split the ratios of a recorded batch by cause.
 
 For a token that version w sampled and step s trains, the log of the ratio is a sum:
 
@@ -6,18 +6,16 @@ For a token that version w sampled and step s trains, the log of the ratio is a 
                                + log pi_w(o)  - log pi'_w(o)     numerics: same weights, other code
                                + log pi'_w(o) - log q_w(o)       sampling: top-k, top-p, min-p
 
-The trainer computes pi. The engine recorded pi' (`logprobs`) and the distribution q that it sampled
-from (`sampler_logprobs`). The objective's ratio is the first two terms. pi and pi' include the
-temperature, except in runs with raw log-probs, where the sampling term contains it. pi_s has the
-weights before the first minibatch of the step.
+The trainer computes pi. The engine recorded pi' (`logprobs`) and its sampling distribution q
+(`sampler_logprobs`). pi and pi' include the temperature, except in runs with raw log-probs. The
+objective's ratio is the first two terms. pi_s is before the first minibatch of the step.
 
-With recorded routed experts, all pi above use them, as the step does. A fourth term then measures
-the trainer's own routing; it is in no ratio of the step:
+With recorded routed experts, all pi above use them. The trainer's own routing is then a fourth
+term, which is in no ratio of the step:
 
     log pi_w(o), experts by the trainer's own router  - log pi_w(o)     routing
 
-Tokenization is not in the sum, since a step trains the sampled ids. It is measured apart, as the
-trajectories whose text encodes to other ids.
+Tokenization is measured apart, since a step trains the sampled ids.
 """
 
 from __future__ import annotations
@@ -44,48 +42,46 @@ from dora_pipe.schemas.trajectory import Segment, Trajectory
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 Row = tuple[Sequence[int], Sequence[int]]
-"""Token ids, and a mask with 1 where a log-prob is needed."""
+"""Token ids, and a mask of requested log-probs."""
 
 CAUSES: Final = ("staleness", "numerics", "sampling")
 ROUTING: Final = "routing"
 
 
 class Scorer(Protocol):
-    """Trainer that loads weights and computes log-probs."""
+    """Source of the trainer's log-probs."""
 
     def load(self, weights: Path, *, digest: str, optimizer: Path | None) -> None:
         """Load weights. Raises PolicyError."""
         ...
 
     def score(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return log-probs of the tokens with mask 1, except the first of each row."""
+        """Return log-probs where the mask is 1, except at the first token."""
         ...
 
     def score_through(
         self, rows: Sequence[Row], choices: Sequence[Choices | None]
     ) -> tuple[list[list[float]], int, int]:
-        """Return log-probs with these experts, then the differing and all choices (one per token
-        and layer) compared with the router's own. Raises PolicyError."""
+        """Return log-probs with these experts, and numbers of differing and of all choices.
+
+        Raises PolicyError.
+        """
         ...
 
 
 class Encoder(Protocol):
-    """Tokenizer."""
-
     def again(self, token_ids: Sequence[int]) -> list[int]: ...
 
 
 WeightsOf = Callable[[int], tuple[Path, str]]
-"""Function from a version to its file and digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Log ratios of one trajectory's tokens by cause; arrays [n], nats."""
+    """Log ratios of a trajectory by cause; arrays [n], nats."""
 
     trajectory: str
     stale: np.ndarray[tuple[int], np.dtype[np.int64]]
-    """Staleness of each token, by the version that sampled it."""
     staleness: Numbers
     numerics: Numbers
     sampling: Numbers
@@ -94,7 +90,7 @@ class Split:
 
     @property
     def total(self) -> Numbers:
-        """log pi_s - log q_w, plus the routing term."""
+        """log pi_s - log q_w, plus routing."""
         found = self.staleness + self.numerics + self.sampling
         return found if self.routing is None else found + self.routing
 
@@ -106,69 +102,57 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """Metrics of one cause, or of the sum, over a batch.
-
-    Example: ``Figures(cause="staleness", tokens=4096, mean=-.002, size=.03, p99=.2, largest=1.4,
-    share=.98)``.
-    """
+    """Log ratios of one cause or the sum, in nats."""
 
     cause: str
     tokens: int
     mean: float
-    """Mean log ratio, nats."""
     size: float
-    """Mean absolute log ratio, nats."""
+    """Mean absolute value."""
     p99: float
-    """99th percentile of the absolute log ratio, nats."""
+    """99th percentile of absolute values."""
     largest: float
-    """Largest absolute log ratio, nats."""
+    """Largest absolute value."""
     share: float | None
-    """Share of the sum's mean square: mean product with the sum over that mean square. Shares add
-    up to 1, and shifts of all tokens count. None if the sum is 0."""
+    """Mean product with the sum over the sum's mean square; all shares add up to 1. None if the sum
+    is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retokenised:
-    """Effects of encoding the sampled text of a batch again."""
+    """Effects of encoding the sampled text again."""
 
     trajectories: int
     differing: int
     """Trajectories with other ids."""
     tokens: int
     tokens_after: int
-    """Sampled tokens from the first difference of their context on; their context would differ."""
+    """Sampled tokens from each context's first difference on."""
     logprob_mean: float | None
-    """Mean over differing trajectories of log pi_w(text encoded again) - log pi_w(text as sampled),
-    nats per trajectory. None without any, or without scores."""
+    """Mean of log pi_w(text encoded again) - log pi_w(text as sampled) per differing trajectory,
+    nats; None without scores."""
     logprob_largest: float | None
-    """Largest absolute value of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rerouted:
-    """Choices of experts, one per token and layer, under the sampling weights."""
+    """Choices of experts, one per token and layer."""
 
     choices: int
-    """Recorded choices."""
     differing: int
-    """Choices that differ from the trainer's own router."""
+    """Differing from the trainer's own router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Report on one step."""
-
     step: int
     trajectories: int
     tokens: int
     figures: tuple[Figures, ...]
     """Per cause, then "trained" (the objective's ratio) and "all"."""
     by_staleness: Mapping[int, Figures]
-    """Staleness metrics by the staleness of the token."""
     tokenisation: Retokenised | None
-    """None without a tokenizer."""
     rerouted: Rerouted | None = None
-    """None without recorded experts."""
 
     def plain(self) -> dict[str, Any]:
         retokenised = self.tokenisation
@@ -186,7 +170,7 @@ class Mismatch:
 def measure(
     batch: TrainBatch, scorer: Scorer, weights_of: WeightsOf, texts: Encoder | None = None
 ) -> Mismatch:
-    """Report on a step's batch; each version is loaded once, in ascending order.
+    """Measure a batch; loads each version once, ascending.
 
     Raises PolicyError for unusable weights, and what `weights_of` raises.
     """
@@ -233,8 +217,6 @@ def measure(
 
 
 class _Routes:
-    """Scores with recorded experts, compared with the routers' own choices."""
-
     def __init__(
         self, scorer: Scorer, trajectories: Sequence[Trajectory], rows: Sequence[Sequence[Row]]
     ) -> None:
@@ -249,17 +231,14 @@ class _Routes:
 
     @property
     def rerouted(self) -> Rerouted | None:
-        """None without recorded experts."""
         return Rerouted(choices=self._seen, differing=self._differing) if self.there else None
 
     def scored(self, places: Sequence[int]) -> list[Numbers]:
-        """Return log-probs of these trajectories' tokens with the recorded experts."""
         rows = [self._rows[place] for place in places]
         return self._through(places)[0] if self.there else _scored(self._scorer, rows)
 
     def compare(self, own: Mapping[int, np.ndarray[Any, Any]], then: Sequence[Numbers]) -> None:
-        """Compare the routers' own choices for tokens that the current weights sampled; `then` has
-        the log-probs with recorded experts."""
+        """Compare the routers' own choices; `then` has the log-probs with recorded experts."""
         places = [place for place, mine in own.items() if mine.any()]
         if not self.there or not places:
             return
@@ -296,10 +275,10 @@ def split(
     then: Numbers,
     routing: Numbers | None = None,
 ) -> Split:
-    """Split one trajectory's log ratios by cause.
+    """Split one trajectory's log ratios.
 
-    `trained` and `then` are the trainer's log-probs of the sampled tokens (except the first of a
-    context) under the step's first weights and under the sampling weights.
+    `trained` and `then`: the trainer's log-probs under the step's first weights and the sampling
+    weights, without each context's first token.
     """
     counted = counted_places(trajectory)
     recorded = _chosen(trajectory.logprobs, counted)
@@ -321,7 +300,7 @@ def report(
     tokenisation: Retokenised | None,
     rerouted: Rerouted | None = None,
 ) -> Mismatch:
-    """Aggregate over all tokens of a batch."""
+    """Aggregate a batch."""
     causes = CAUSES if rerouted is None else (*CAUSES, ROUTING)
     joined = {cause: _join([getattr(one, cause) for one in splits]) for cause in causes}
     total = _join([one.total for one in splits])
@@ -345,7 +324,7 @@ def report(
 
 
 def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
-    """Return the metrics of one cause, with its share of `total` if given."""
+    """Aggregate one cause, with its share of `total` if given."""
     sizes = np.abs(values)
     return Figures(
         cause=cause,
@@ -359,10 +338,9 @@ def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
 
 
 def encoded_again(trajectory: Trajectory, texts: Encoder) -> list[Row] | None:
-    """Return the rows of its contexts with each sampled stretch encoded again; None if all ids are
-    equal.
+    """Return the rows with sampled stretches encoded again; None if all ids are equal.
 
-    Prompts, environment texts and tokens shared with an earlier context stay as recorded.
+    Prompts, environment texts and shared tokens stay as recorded.
     """
     own, contexts = np.asarray(trajectory.token_ids).tolist(), trajectory.meta.contexts
     found: list[Row] = []
@@ -384,10 +362,8 @@ def encoded_again(trajectory: Trajectory, texts: Encoder) -> list[Row] | None:
 
 
 def stretches(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
-    """Return (start, end, sampled by the policy), with adjacent stretches of one kind joined.
-
-    A moved request has several segments of one turn, and a text is encoded whole.
-    """
+    """Return (start, end, sampled by the policy); joins a turn's segments, since text is encoded
+    whole."""
     found: list[tuple[int, int, bool]] = []
     turn = -1
     for one in segments:

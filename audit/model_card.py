@@ -1,7 +1,4 @@
-"""Files next to exported weights: generation config and model card.
-
-They contain no path, address or host name.
-"""
+"""Generation config and model card of exported weights, without paths or host names."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ _SAMPLING: Final = frozenset({"do_sample", "temperature", "top_p", "top_k", "min
 def generation_config(
     known: Mapping[str, Any], sampling: Sampling, stop_ids: Collection[int]
 ) -> dict[str, Any]:
-    """Return a generation config for transformers: the model's own (`known`) with the run's stop
-    tokens and sampling."""
+    """Return the model's own config (`known`) with the run's stop tokens and sampling."""
     found = {key: value for key, value in known.items() if key not in _SAMPLING}
     if stop_ids:
         found["eos_token_id"] = sorted(stop_ids)
@@ -38,7 +34,7 @@ def generation_config(
         "do_sample": True,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,  # 0 disables top-k; their default is 50
+        "top_k": sampling.top_k,  # 0 disables it; their default is 50
     }
     return found | ({"min_p": sampling.min_p} if sampling.min_p else {})
 
@@ -46,7 +42,7 @@ def generation_config(
 def write_beside(
     directory: Path, catalogue: Catalogue, config: Config, version: int, stop_ids: Collection[int]
 ) -> None:
-    """Write both into a model directory. Raises ResourceError."""
+    """Write both files. Raises ResourceError."""
     path = directory / GENERATION
     try:
         known = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -58,7 +54,7 @@ def write_beside(
 
 
 def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
-    """Return a card with base model, digests, objective, metrics and the command to rebuild."""
+    """Return the card: origin, digests, metrics and the command to rebuild."""
     run = catalogue.records("select * from runs")[0]
     name = run["run"]
     parts = [

@@ -1,11 +1,8 @@
-"""Plan and delete unneeded files of a policy store: orphans, dropped versions, unclaimed blobs.
+"""Plan and delete unneeded files of a policy store and unclaimed blobs.
 
-A trainer may be about to commit a file. An unfinished run is pruned only if its user says that no
-trainer is running, and then only of orphans and leftovers.
-
-A blob is written before the record that names it (`bus.claim_check`), so a failed append leaves an
-unclaimed blob. It may be deleted once older than `AGE_MIN_S`: the log is read after the listing,
-and a blob written again meanwhile is young.
+A trainer may be about to commit a file. So an unfinished run is pruned only if its user says that
+no trainer is running, and only of orphans and leftovers. A blob is written before the record that
+names it, so an unclaimed one must be older than `AGE_MIN_S`.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from dora_pipe.store.names import blob_name, digest_in, patch_name, weights_name
 from dora_pipe.store.store import PolicyStore
 
 Why = Literal["orphan", "copy", "dropped before", "retention", "unclaimed"]
-"""`copy` is a rebuildable full checkpoint; `unclaimed` is from `plan_claims`."""
+"""`copy`: rebuildable full checkpoint; `unclaimed`: blob."""
 
 STOP_RUN: Final = b'"kind":"stop-run"'
 
@@ -53,20 +50,17 @@ class PruneCandidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """Files to delete: of policies, or of blobs."""
-
     candidates: tuple[PruneCandidate, ...] = ()
     versions: tuple[int, ...] = ()
-    """Versions that retention drops now."""
+    """Dropped now by retention."""
     files: int = 0
-    """Files of the whole store, or all blobs in it."""
+    """All files of the store, or all blobs."""
     bytes: int = 0
     note: str = ""
-    """Versions that are not kept, or why old blobs stay; else empty."""
+    """Dropped versions, or why old blobs stay; may be empty."""
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of the candidates."""
         return sum(one.file.bytes for one in self.candidates)
 
 
@@ -80,11 +74,12 @@ def plan_prune(
     clock: Clock,
     keep: Collection[int] = (),
 ) -> PrunePlan:
-    """Plan without changing anything. `stopped`: the user says that no trainer is running; versions
-    in `keep` stay.
+    """Plan without changes.
 
-    The store is listed before the log is read, so that a commit of a listed file is seen. Raises
-    UsageError for a run that may be running, ResourceError, BusError.
+    `stopped`: the user says that no trainer is running; `keep`: versions to keep.
+
+    The store is listed before the log is read, so that later commits are seen. Raises UsageError
+    for a run that may be running, ResourceError, BusError.
     """
     listed = store.everything()
     await_stable_offset(bus, [TopicPartition(topics.control, 0)], clock)
@@ -118,9 +113,9 @@ def plan_prune(
 def prune(
     bus: Bus, topics: Topics, store: PolicyStore, plan: PrunePlan, *, user: str, clock: Clock
 ) -> int:
-    """Record the dropped versions in the log, delete the planned files, and return their number.
+    """Log the dropped versions, delete the files, return their number.
 
-    Raises BusError (then nothing is deleted), ResourceError.
+    Raises BusError before any deletion, ResourceError.
     """
     if plan.versions:
         record = VersionsDropped(at_ns=clock.wall_ns(), user=user, versions=plan.versions)
@@ -165,7 +160,6 @@ def _candidates(
 
 
 def _begun_with(started: RunStarted) -> Iterator[str]:
-    """Yield digests of the initial state that came from another run."""
     if started.optimizer is not None:
         yield started.optimizer.sha256
 
@@ -178,13 +172,11 @@ def _names(history: CommitHistory, version: int) -> list[str]:
 
 
 def _weights(history: CommitHistory, version: int) -> list[str]:
-    """Return the files of a version: a full checkpoint or a delta."""
     digest = history.digest_of(version)
     return [weights_name(digest), patch_name(digest)]
 
 
 def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:
-    """Report whether the orchestrator has ended the run, which follows the last batch."""
     decisions = TopicPartition(topics.decisions, 0)
     ends = {decisions: bus.end(decisions)}
     with closing(records_of(bus, ends, start=history.decisions_next)) as records:
@@ -192,10 +184,10 @@ def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:
 
 
 AGE_MIN_S: Final = 3600.0
-"""Roles give up an append after 120 s; the rest covers clock skew and frozen machines."""
+"""Appends give up after 120 s; the rest covers clock skew and frozen machines."""
 
 _OURS: Final = re.compile(rf"{DIGEST.pattern}|\..*")
-"""A digest or an unfinished file; nothing else is deleted."""
+"""Digests and unfinished files; nothing else is deleted."""
 
 
 def plan_claims(
@@ -206,7 +198,7 @@ def plan_claims(
     clock: Clock,
     age_min_s: float = AGE_MIN_S,
 ) -> PrunePlan:
-    """Plan the deletion of blobs; the log is only read if one is old enough.
+    """Plan blob deletion; reads the log only if a blob is old enough.
 
     Raises ResourceError, BusError.
     """
@@ -230,7 +222,7 @@ def plan_claims(
 
 
 def prune_claims(store: PolicyStore, plan: PrunePlan) -> int:
-    """Delete the planned blobs that were not written again, and return their number."""
+    """Delete the planned blobs that were not rewritten; return their number."""
     if not plan.candidates:
         return 0
     times = {one.name: one.modified_ns for one in store.claims()}
@@ -239,8 +231,8 @@ def prune_claims(store: PolicyStore, plan: PrunePlan) -> int:
 
 
 def _named_in_log(bus: Bus, topics: Topics) -> Iterator[str]:
-    """Yield blob names in the log. Raises LogTruncated if retention deleted its beginning."""
-    raw = bus.inner if isinstance(bus, ClaimBus) else bus  # names only, without loading blobs
+    """Yield named blobs. Raises LogTruncated if retention deleted the log's beginning."""
+    raw = bus.inner if isinstance(bus, ClaimBus) else bus  # names without values
     for topic in filter(may_be_claimed, topics.all()):
         for tp, end in ends_of(raw, topic).items():
             yield from _named(records_of(raw, {tp: end}))

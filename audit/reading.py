@@ -1,4 +1,4 @@
-"""Reads of whole topics and of records that control names."""
+"""Reads of whole topics and of named records."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
 
 Buried = tuple[str, int, int]
-"""Topic, partition and offset of an unreadable record among the dead letters."""
+"""Place of a record that became a dead letter."""
 
 GARBAGE_MIN: Final = 50_000
-"""Net new objects before the garbage collector runs."""
+"""New objects before a collection."""
 
 
 class OpenLog(Protocol):
-    """A run with an open log."""
-
     @property
     def bus(self) -> Bus: ...
     @property
@@ -35,7 +33,7 @@ class OpenLog(Protocol):
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collect garbage rarely: reading a long log makes no cycles, and the search takes 10 %."""
+    """Collect garbage rarely: reading a log makes no cycles, and the search takes 10 %."""
     before = gc.get_threshold()
     gc.set_threshold(GARBAGE_MIN, *before[1:])
     try:
@@ -46,11 +44,10 @@ def gc_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Horizon:
-    """Ends of topics up to which a running run is read, taken in a consistent order.
+    """Consistent ends of topics for a running run.
 
-    A round names only earlier events and an event only earlier records, so their ends are taken
-    after the round's. Ends for records and events without a name are taken before, since later ones
-    may refer to decisions past the horizon.
+    Ends of named events and records are taken after the round's. Ends for unnamed ones are taken
+    before: later ones may refer to decisions past the horizon.
     """
 
     trajectories_before: dict[TopicPartition, int]
@@ -61,7 +58,7 @@ class Horizon:
 
 
 def horizon_of(bus: Bus, topics: Topics) -> Horizon:
-    """Return the current horizon. The order of the calls matters. Raises BusError."""
+    """Return the current horizon; the order of calls matters. Raises BusError."""
     control, decisions = TopicPartition(topics.control, 0), TopicPartition(topics.decisions, 0)
     return Horizon(
         trajectories_before=ends_of(bus, topics.trajectories),
@@ -80,18 +77,18 @@ def ends_of(bus: Bus, topic: str) -> dict[TopicPartition, int]:
 def records_of(
     bus: Bus, ends: dict[TopicPartition, int], *, start: int = 0
 ) -> Generator[Record, None, None]:
-    """Yield every record before these ends, in offset order per partition. Raises BusError."""
+    """Yield records before these ends, in order per partition. Raises BusError."""
     with closing(bus.reader(dict.fromkeys(ends, start))) as reader:
         yield from records_until(reader, ends)
 
 
 def record_at(bus: Bus, tp: TopicPartition, offset: int) -> Record | None:
-    """Return the record at an offset; None if there is none."""
+    """Return the record at an offset, if any."""
     return next(iter(records_at(bus, tp, [offset])), None)
 
 
 def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator[Record]:
-    """Yield the existing records of one partition at these offsets, in offset order."""
+    """Yield a partition's existing records at these offsets, in order."""
     end = bus.end(tp)
     with closing(bus.reader({tp: 0})) as reader:
         for offset in sorted(offsets):
@@ -104,8 +101,7 @@ def records_at(bus: Bus, tp: TopicPartition, offsets: Sequence[int]) -> Iterator
 def trajectories_of(
     log: OpenLog, left: dict[tuple[int, int], LoggedRecord], damage: Damage
 ) -> Iterator[Trajectory]:
-    """Yield the trajectories of these records in one pass over the log, checked against control;
-    removes them from `left`."""
+    """Yield these trajectories in one pass, checked against control; empties `left`."""
     for record in records_of(log.bus, ends_of(log.bus, log.topics.trajectories)):
         named = left.pop((record.partition, record.offset), None)
         if named is not None and damage.is_sound(record, named):
@@ -116,7 +112,7 @@ def trajectories_of(
 def named_records(
     log: OpenLog, rows: Iterable[LoggedRecord], damage: Damage
 ) -> Iterator[tuple[Record, LoggedRecord]]:
-    """Look up records one by one, checked against control, partition by partition."""
+    """Look up records one by one, checked against control."""
     places: dict[int, dict[int, LoggedRecord]] = {}
     for row in rows:
         places.setdefault(row.partition, {})[row.offset] = row
@@ -129,7 +125,7 @@ def named_records(
 
 
 def read_buried(bus: Bus, topics: Topics) -> frozenset[Buried]:
-    """Return the sources of the dead letters; skips other records."""
+    """Return the places of dead letters."""
     found: set[Buried] = set()
     for record in records_of(bus, ends_of(bus, topics.dead_letters)):
         with suppress(SchemaError):

@@ -1,11 +1,8 @@
-"""Regenerate a trajectory from its seed, sampling settings and weights, and compare bit for bit.
+"""Regenerate a trajectory from seed, sampling settings and weights, and compare bit for bit.
 
-A trajectory is split at its recorded prefill points (moves, environment turns, weight updates).
-Each *prefill segment* is generated from the recorded tokens before it, under the version that
-sampled it; environment tokens are taken from the record.
-
-Bit equality needs the engine capability `counter_sampling`, and `batch_invariant` if the trajectory
-was sampled in a batch with others.
+Each *prefill segment* (between moves, environment turns or weight updates) is generated from the
+recorded tokens before it, under its version; environment tokens are not generated. Bit equality
+needs the engine capability `counter_sampling`, and `batch_invariant` if batches differ.
 """
 
 from __future__ import annotations
@@ -41,47 +38,40 @@ from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.store.store import PolicyStore, as_store
 
 STEPS_MAX: Final = 10_000_000
-"""Engine steps for all trajectories of one version before giving up."""
+"""Engine steps per version before giving up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSegment:
-    """Tokens [start, end) of a record, sampled after one prefill of the context before them."""
+    """Tokens [start, end) sampled after one prefill."""
 
     start: int
     end: int
     version: int
-    """Sampling version; may differ from the trajectory's with partial rollout."""
     whole: bool
-    """True if the engine ended there; False if the request was interrupted."""
+    """Ended by the engine, not interrupted."""
     finish: FinishReason | None = None
-    """Recorded finish reason, if any."""
     call: Call | None = None
-    """The agent's call that it belongs to, if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regenerated:
-    """Result of regenerating a trajectory."""
+    """Result of a regeneration."""
 
     trajectory: str
     version: int
     prefills: int
     tokens: int
-    """Compared sampled tokens."""
     difference: str
-    """First difference; empty if everything is bit-equal."""
+    """First difference, or ""."""
 
     @property
     def equal(self) -> bool:
-        """Report whether every token and log-prob is bit-equal."""
         return not self.difference
 
 
 @dataclass(slots=True)
 class _Run:
-    """Trajectory in regeneration."""
-
     recorded: Trajectory
     params: SamplingParams
     left: deque[PrefillSegment]
@@ -89,7 +79,6 @@ class _Run:
     logprobs: list[float] = field(default_factory=list)
     sampler: list[float] = field(default_factory=list)
     routes: GrowingRoutes = field(default_factory=GrowingRoutes)
-    """Routed experts of the segment's whole context."""
     difference: str = ""
     prefills: int = 0
 
@@ -99,7 +88,7 @@ class _Run:
 
 
 def prefill_segments(trajectory: Trajectory) -> list[PrefillSegment]:
-    """Return a trajectory's segments, in order. Raises InvariantBroken if it cannot be split.
+    """Return the segments in order. Raises InvariantBroken.
 
     Example: prompt of 5, prefilled at 5 and (on another worker) at 12, 20 tokens: 5..12 and 12..20.
     """
@@ -153,7 +142,6 @@ def _of_call(trajectory: Trajectory, start: int, end: int) -> PrefillSegment:
 
 
 def _turn_start(trajectory: Trajectory, start: int) -> int:
-    """Return the start of the segment's turn in its context."""
     contexts = trajectory.meta.contexts
     first, end = bounds(contexts, trajectory.length)[context_at(contexts, start)]
     model = [one for one in trajectory.segments if one.kind == "model" and first <= one.start < end]
@@ -174,10 +162,8 @@ def _version_of(trajectory: Trajectory, start: int, end: int) -> int:
 
 
 def pick(catalogue: Catalogue, count: int, seed: int) -> list[str]:
-    """Return random trajectories that count, by a seed, sorted; includes evaluation groups.
-
-    Raises UsageError if there are none.
-    """
+    """Return random trajectories that count, evaluations included. Raises UsageError if there are
+    none."""
     found = catalogue.query(
         "select trajectory_id from trajectories where finish <> 'error' order by 1"
     )
@@ -190,10 +176,10 @@ def pick(catalogue: Catalogue, count: int, seed: int) -> list[str]:
 def engines_of(
     bus: Bus, topics: Topics, catalogue: Catalogue, wanted: Sequence[str]
 ) -> dict[str, list[str]]:
-    """Return trajectories by the engine that sampled them.
+    """Return trajectories by engine.
 
-    Raises UsageError for an id without a record, and for one that several engines sampled: their
-    random streams differ.
+    Raises UsageError for an id without a record or with several engines, whose random streams
+    differ.
     """
     found: dict[str, list[str]] = {}
     engine_of = dict(catalogue.query("select incarnation, engine from workers"))
@@ -208,7 +194,6 @@ def engines_of(
 
 
 def joins_of(bus: Bus, topics: Topics, catalogue: Catalogue) -> Iterator[WorkerJoined]:
-    """Yield the `worker joined` events of a run."""
     offsets = [one for (one,) in catalogue.query("select incarnation from workers order by 1")]
     for record in records_at(bus, TopicPartition(topics.control, 0), offsets):
         if isinstance(fact := decode_control(record.value), WorkerJoined):
@@ -226,15 +211,15 @@ def regenerate(
     *,
     weights_of: Callable[[int], Path] | None = None,
 ) -> Iterator[Regenerated]:
-    """Regenerate trajectories version by version; yield them by last version, then id.
+    """Regenerate by version; yield in order of last version, then id.
 
-    `weights_of` returns the file of a version; by default it is read from the store. Raises
-    UsageError for an id without a record, PolicyError if weights are missing.
+    By default the store provides weights. Raises UsageError for an id without a record, PolicyError
+    for missing weights.
     """
     store = as_store(store)
     run = "select config, digest from runs, versions where version = 0"
     for config, first in catalogue.query(run):
-        if logged_config(json.loads(config)).lora.rank:  # later versions are adapters on this one
+        if logged_config(json.loads(config)).lora.rank:  # base of the adapters
             engine.load(store.weights(first), version=0, digest=first)
             engine.drop(0)
     recorded = [recorded_trajectory(bus, topics, catalogue, name) for name in sorted(wanted)]
@@ -251,8 +236,8 @@ def generate_again(
     params: Mapping[str, SamplingParams],
     weights: Callable[[int, str], Path],
 ) -> Iterator[Regenerated]:
-    """Regenerate trajectories that were read; `weights` returns the file of a version and digest.
-    Raises PolicyError if weights are missing."""
+    """Regenerate given trajectories; `weights` maps version and digest to a file. Raises
+    PolicyError."""
     open_ = [
         _Run(recorded=one, params=params[one.meta.source], left=deque(prefill_segments(one)))
         for one in recorded
@@ -266,17 +251,17 @@ def generate_again(
             engine.drop(version)
         yield from (_result(run) for run in open_ if run.over)
         open_ = [run for run in open_ if not run.over]
-    yield from (_result(run) for run in open_)  # nothing was sampled of these
+    yield from (_result(run) for run in open_)  # no sampled tokens
 
 
 def raise_if_different(found: Regenerated) -> None:
-    """Raise ReplayDiverged unless everything was bit-equal."""
+    """Raise ReplayDiverged unless bit-equal."""
     if not found.equal:
         raise ReplayDiverged(f"{found.trajectory}: {found.difference}")
 
 
 def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
-    """Return the record that counts for a trajectory. Raises UsageError if there is none."""
+    """Return the record that counts. Raises UsageError without one."""
     found = counting_record(catalogue, name)
     if found is None:
         raise UsageError(f"{name} has no record that counts", hint="`dora-pipe show` says why")
@@ -284,7 +269,7 @@ def counted_record(catalogue: Catalogue, name: str) -> LoggedRecord:
 
 
 def recorded_trajectory(bus: Bus, topics: Topics, catalogue: Catalogue, name: str) -> Trajectory:
-    """Read the record that counts and verify its bytes. Raises UsageError, InvariantBroken."""
+    """Read and verify the record that counts. Raises UsageError, InvariantBroken."""
     named = counted_record(catalogue, name)
     record = record_at(bus, TopicPartition(topics.trajectories, named.partition), named.offset)
     return logged_trajectory(record, named)
@@ -299,7 +284,6 @@ def _digest_of(trajectory: Trajectory, version: int) -> str:
 
 
 def _generate(engine: Engine, runs: Sequence[_Run], version: int) -> None:
-    """Run the engine until every segment of this version is done, using all slots."""
     waiting = deque(runs)
     active: dict[str, _Run] = {}
     for _ in range(STEPS_MAX):
@@ -326,10 +310,9 @@ def _generate(engine: Engine, runs: Sequence[_Run], version: int) -> None:
 
 
 def _request(run: _Run) -> EngineRequest:
-    """Build the worker's request for this segment.
+    """Build the worker's request for a segment.
 
-    Each turn and each call is a request with the remaining `max_tokens`; after another prefill,
-    earlier tokens of the turn count too.
+    Each turn and call has the remaining `max_tokens`, less the turn's earlier tokens.
     """
     segment, recorded = run.left[0], run.recorded
     run.ids, run.logprobs, run.sampler, run.routes = [], [], [], GrowingRoutes()
@@ -340,7 +323,7 @@ def _request(run: _Run) -> EngineRequest:
     else:
         turn, seed = call.start, call.seed
         params = params.ended_by(call.stop, call.stop_ids)
-        # The agent's own limit and the usage of other calls are not recorded.
+        # The record lacks the agent's limit and other calls' usage.
         most = call.end - call.start if call.finish == "length" else most
     return EngineRequest(
         request=recorded.trajectory,
@@ -361,7 +344,6 @@ def _take(run: _Run, event: TokensSampled) -> None:
 
 
 def _ended(run: _Run, event: RequestFinished | None) -> bool:
-    """Compare the finished segment and return whether another one follows."""
     segment = run.left.popleft()
     run.prefills += 1
     run.difference = _compare(run, segment)
@@ -376,7 +358,6 @@ def _ended(run: _Run, event: RequestFinished | None) -> bool:
 
 
 def _compare(run: _Run, segment: PrefillSegment) -> str:
-    """Return the first difference; log-probs are compared as recorded, in float32."""
     size, recorded = segment.end - segment.start, run.recorded
     ids = list(recorded.token_ids[segment.start : segment.end])
     made = run.ids if segment.whole else run.ids[:size]
@@ -398,14 +379,14 @@ def _compare(run: _Run, segment: PrefillSegment) -> str:
 
 
 def _context_start(recorded: Trajectory, place: int) -> int:
-    """Return the record offset at which the context begins, less the tokens that it shares."""
+    """Return the context's first record offset, less its shared tokens."""
     number = context_at(recorded.meta.contexts, place)
     start, _ = bounds(recorded.meta.contexts, recorded.length)[number]
     return start - recorded.meta.contexts[number - 1].shared if number else start
 
 
 def _compare_routes(run: _Run, segment: PrefillSegment) -> str:
-    """Return the first token of the context with other experts than recorded."""
+    """Return the first token with other experts."""
     number = context_at(run.recorded.meta.contexts, segment.start)
     recorded = choices_of(run.recorded, number)
     if recorded is None:

@@ -1,4 +1,4 @@
-"""Report of an audit, as metrics."""
+"""Report of an audit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from dora_pipe.audit.ledger import Ledger
 from dora_pipe.schemas.rounds import SiblingFate
 
 FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
-"""Outcomes of groups; `open` has none yet."""
 
 SIBLING_FATES: Final = (*FATES, *get_args(SiblingFate))
-"""Outcomes of trajectories: their group's, or their own."""
+"""The group's outcome, or a trajectory's own."""
 
 CANNOT_SEE: Final = (
     "whether these weights sampled these tokens, or these trajectories produced these weights: "
@@ -27,12 +26,10 @@ CANNOT_SEE: Final = (
     "fields recorded only once: times, hosts, users, reasons, what an engine declares",
     "a log rewritten from end to end, with every digest and the chain recomputed",
 )
-"""Limits of an audit, with the commands that check more; also in docs/audit.md."""
+"""Limits of an audit; also in docs/audit.md."""
 
 
 class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One check: what it requires, comparisons and violations."""
-
     check: Check
     holds: str
     looked: int
@@ -40,7 +37,7 @@ class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FateLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups with one outcome, and their records that count."""
+    """Groups with one outcome."""
 
     fate: str
     groups: int
@@ -49,23 +46,23 @@ class FateLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthLine(msgspec.Struct, frozen=True, kw_only=True):
-    """Training trajectories of one length bucket by their groups' outcome.
+    """Training trajectories of one length bucket.
 
     Example: sampled tokens 17..32: 210 trajectories, 5,020 tokens, 208 of them trained.
     """
 
     low: int
     high: int
-    """Sampled tokens, both ends included; 0..0 are trajectories without a record."""
+    """Sampled tokens, inclusive; 0..0: no record."""
     trajectories: int
     tokens: int
     fates: dict[str, int]
     trained_share: float | None
-    """Share of the trajectories whose group has ended."""
+    """Among ended groups."""
 
 
 class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine: trajectories whose record counts, and their sampled tokens.
+    """An engine with the trajectories that count.
 
     Example: vllm 0.32.0 on cpu in float32, 2 incarnations of workers, 4,112 trajectories.
     """
@@ -75,7 +72,6 @@ class EngineLine(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     workers: int
-    """Incarnations of workers (role epochs)."""
     trajectories: int
     tokens: int
 
@@ -89,35 +85,30 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     versions: int
     adopted: tuple[int, ...]
-    """Steps with adopted weights, which cannot be reproduced."""
+    """Steps with adopted weights, not reproducible."""
     records: int
     record_bytes: int
     standings: dict[str, int]
-    """Trajectory records: bound, superseded, fenced, pending."""
+    """Bound, superseded, fenced, pending."""
     one_version_share: float | None
-    """C1: share of logged records whose evidence names one version and its published digest."""
+    """C1: share of records with one version and its published digest."""
     interruptible: bool
-    """C1 is off (partial rollout): trajectories may mix versions."""
+    """C1 is off (partial rollout)."""
     versions_each: dict[int, int]
-    """Logged records by the number of versions that sampled them."""
     fates: tuple[FateLine, ...]
     staleness: dict[int, int]
-    """C3: trained groups by staleness."""
     staleness_max: int | None
     staleness_bound: int | None
     """Largest deadline minus version of a trained group."""
     lengths: tuple[LengthLine, ...]
     engines: tuple[EngineLine, ...]
-    """Each trajectory with a record that counts belongs to one."""
+    """Partition of the trajectories that count."""
     seconds: float
     several_versions_seconds: float
-    """Part of `seconds` with at least two versions served."""
+    """Seconds with at least two versions served."""
     state_digests: int
-    """Recorded states that the fold reproduced."""
     plans: int
-    """Remade plans that equal the recorded ones."""
     not_declared: dict[str, tuple[str, ...]]
-    """Missing capabilities by engine."""
     unknown_records: dict[str, int]
     checks: tuple[CheckLine, ...]
     violations: tuple[Violation, ...]
@@ -127,7 +118,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mixed_share(self) -> float | None:
-        """Share of logged records that several versions sampled."""
+        """Share of records with several versions."""
         total = sum(self.versions_each.values())
         mixed = sum(count for versions, count in self.versions_each.items() if versions > 1)
         return mixed / total if total else None
@@ -138,16 +129,15 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dispatched(self) -> int:
-        """Dispatched groups: the left side of C2's equation."""
+        """Dispatched groups: left side of C2's equation."""
         return sum(line.groups for line in self.fates)
 
 
 def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
-    """Build the report from the ledger and the checks."""
     findings = ledger.findings
     sums = ledger.accounts.summed()
     staleness = {one: count for one, count in sorted(sums.staleness.items()) if count}
-    order = ["steps", *CHECKS]  # a missing step has many consequences, so it is first
+    order = ["steps", *CHECKS]  # root cause first
     logged = ledger.accounts.records
     return AuditReport(
         run=ledger.run,
@@ -182,7 +172,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
 
 
 def notes_of(ledger: Ledger) -> list[str]:
-    """Return notes that are no violations."""
+    """Return notes, which are no violations."""
     notes = [
         f"step {one.step}: its weights were adopted, not reproduced ({one.why})"
         for one in ledger.adopted
@@ -216,7 +206,7 @@ def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
 
 
 def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
-    """Return groups, trajectories and tokens by outcome; groups add up to the dispatched ones."""
+    """Return totals by outcome; groups add up to the dispatched ones."""
     return tuple(
         FateLine(
             fate=fate,
@@ -230,7 +220,7 @@ def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
 
 
 def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
-    """Return trained shares by length, to detect a bias against long trajectories."""
+    """Return trained shares by length, to detect length bias."""
     fates: dict[Bucket, dict[str, int]] = {}
     for (bucket, fate), count in sums.lengths.items():
         if count:
@@ -254,7 +244,7 @@ def _share(fates: dict[str, int]) -> float | None:
 
 
 def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
-    """Return what each engine generated."""
+    """Return totals by engine."""
     return tuple(
         EngineLine(
             engine=key[0],
@@ -270,12 +260,11 @@ def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:
 
 
 def not_declared(ledger: Ledger) -> dict[str, tuple[str, ...]]:
-    """Return the missing capabilities of each engine."""
+    """Return missing capabilities by engine."""
     engines = ledger.accounts.engines.items()
     return {f"{key[0]} {key[1]}": engine.missing for key, engine in engines if engine.missing}
 
 
 def plain(report: AuditReport) -> dict[str, Any]:
-    """Return the report as plain values, for JSON."""
     values: dict[str, Any] = msgspec.to_builtins(report, str_keys=True)
     return {"holds": report.holds, "dispatched": report.dispatched, **values}

@@ -1,8 +1,7 @@
 """Read control and decisions in fold order and check the links between rounds.
 
-A round folds the control records before its `control_next`, then its observations, then its
-decisions. Unfolded control records come last, without a round. Each link is recomputed from the
-previous round's recorded chain, so that one break does not hide others.
+A round folds the control records before its `control_next`; unfolded ones come last. Links use the
+previous recorded chain, so that one break does not hide others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dora_pipe.schemas.wire import Unknown, sha256_hex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A control record with its offset; `record` is None if unreadable."""
+    """A control record; `record` is None if unreadable."""
 
     offset: int
     key: bytes
@@ -38,33 +37,28 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldedRound:
-    """A round with the events it folds; without a round, unfolded events."""
+    """A round with its events, or unfolded events."""
 
     offset: int
-    """Offset of the round in decisions; -1 without one."""
+    """-1 without a round."""
     round: Round | None
     facts: tuple[Fact, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Cursor:
-    """Position between two rounds."""
+    """Position between rounds."""
 
     decisions_next: int = 0
     control_next: int = 0
-    """Control offset up to which events were returned."""
+    """Control offset after the returned events."""
     cut: bool = False
-    """Control ended too early; reported once."""
+    """Already reported."""
     decisions_cut: bool = False
-    """Decisions ended too early; reported once."""
     round: int = -1
-    """Ordinal of the last round; -1 before the first."""
     offset: int = -1
-    """Offset of the last round."""
     sha256: str = ""
-    """Digest of the last round's bytes."""
     first: tuple[int, str] = (-1, "")
-    """Offset and sha256 of the first event."""
     now_ns: int = 0
     role_epoch: int = 0
     chain: str = GENESIS_CHAIN
@@ -78,9 +72,9 @@ def folded_rounds(
     horizon: Horizon | None = None,
     buried: Collection[Buried] = (),
 ) -> Iterator[FoldedRound]:
-    """Yield every round with its events, then the unfolded events.
+    """Yield rounds with their events, then unfolded events.
 
-    An unreadable control record is a violation unless it is a dead letter.
+    An unreadable record is a violation unless it is a dead letter.
     """
     ends = horizon or horizon_of(bus, topics)
     path = RoundReader(bus, topics, findings, horizon=ends, buried=buried)
@@ -89,7 +83,7 @@ def folded_rounds(
 
 
 class RoundReader:
-    """Reader that continues from a cursor and advances it; call `rest` after the last round."""
+    """Reader that advances a cursor; `rest` comes last."""
 
     def __init__(
         self,
@@ -111,7 +105,7 @@ class RoundReader:
         self._rounds = records_of(bus, {decisions: horizon.decisions}, start=at.decisions_next)
 
     def rounds(self) -> Iterator[FoldedRound]:
-        """Yield every round from the cursor on; the cursor is advanced before each yield."""
+        """Yield rounds; the cursor advances before each yield."""
         at, findings = self.cursor, self._findings
         for record in self._rounds:
             at.decisions_next = record.offset + 1
@@ -132,20 +126,17 @@ class RoundReader:
             yield FoldedRound(offset=record.offset, round=round_, facts=folded)
 
     def rest(self) -> FoldedRound:
-        """Return the unfolded events; the cursor is unusable afterwards."""
+        """Return the unfolded events; invalidates the cursor."""
         return FoldedRound(
             offset=-1, round=None, facts=self._facts.rest(self._horizon.control_before)
         )
 
     def close(self) -> None:
-        """Close the readers."""
         self._rounds.close()
         self._facts.close()
 
 
 class _Facts:
-    """Control records, read piece by piece."""
-
     def __init__(
         self,
         records: Generator[Record, None, None],
@@ -165,7 +156,6 @@ class _Facts:
         self._records.close()
 
     def below(self, position: int, who: str) -> tuple[Fact, ...]:
-        """Return unread events before an offset."""
         if position < self._at.control_next:
             self._findings.add(
                 "rounds",
@@ -208,7 +198,6 @@ class _Facts:
 
 
 def _check_link(at: Cursor, round_: Round, folded: tuple[Fact, ...], findings: Findings) -> None:
-    """Check the link between two rounds: ordinal, role epoch, time, chain."""
     who, first = f"round {round_.ordinal}", at.offset < 0
     findings.same("rounds", who, "wrong ordinal", expected=at.round + 1, found=round_.ordinal)
     if not first and round_.now_ns < at.now_ns:

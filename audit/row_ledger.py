@@ -1,6 +1,5 @@
-"""Mean rewards of data rows, to check skipped solved rows.
-
-Rows that a dispatch skips follow from the groups that ended before the newest commit.
+"""Mean rewards of data rows, to check skipped solved rows, by groups that ended before the newest
+commit.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from dora_pipe.schemas.rounds import Dispatch
 
 @dataclass(slots=True, kw_only=True)
 class RowLedger:
-    """Mean rewards of groups by row such as `train/math#17`, oldest first."""
+    """Mean rewards by row such as `train/math#17`."""
 
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    """Rewards of the last groups that count, up to the window."""
+    """Last rewards within the window."""
     held: dict[str, list[tuple[str, float, int]]] = field(default_factory=dict)
-    """Results that do not count yet, by source: row, mean reward, window."""
+    """Results until the next commit: row, mean, window."""
 
     def ended(self, group: GroupEntry, config: Config) -> None:
-        """Add a training group whose trajectories have ended, if enough have a reward."""
+        """Add an ended training group."""
         spec = group.spec
         task = next(one for one in config.tasks if one.name == spec.task)
         if task.drop_solved is None:
@@ -39,7 +38,6 @@ class RowLedger:
             self._count(spec.source)
 
     def committed(self) -> None:
-        """Count the results that ended before a commit."""
         for source in list(self.held):
             self._count(source)
 
@@ -50,7 +48,7 @@ class RowLedger:
     def why_not(self, decision: Dispatch, task: Task, turns: Iterable[int]) -> str:
         """Return why this row may not be dispatched and the others skipped, or "".
 
-        `turns`: rows in order; all but the last may be skipped.
+        `turns`: rows in order.
         """
         spec = decision.spec
         if task.drop_solved is None or task.sampler:

@@ -1,8 +1,4 @@
-"""Temporary file for finished entries of an audit, so that memory depends on what is open.
-
-It holds ended groups, workers that are out, old versions, steps and batches, and evidence of
-records without an event.
-"""
+"""Temporary file for finished entries of an audit, so that memory depends on what is open."""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ ATTEMPT_BITS: Final = 20
 
 _PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
 _PARITIES: Final = {group_id(purpose, 0)[0]: place for place, purpose in enumerate(_PURPOSES)}
-"""Purpose by the first letter of a group's id, as part of its number."""
+"""Purpose by the first letter of a group id."""
 
 _TABLES: Final = """
 CREATE TABLE groups (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
@@ -40,15 +36,13 @@ T = TypeVar("T")
 
 
 class SpillFile:
-    """Temporary SQLite file, removed on close."""
-
     def __init__(self) -> None:
         self.connection = sqlite3.connect("", isolation_level=None)
         self.connection.executescript(_TABLES)
         self.connection.execute("BEGIN")
 
     def attach(self, ledger: Ledger, gathering: EvidenceBuffer) -> None:
-        """Spill this ledger and this evidence to the file."""
+        """Spill ledger and evidence to the file."""
         ledger.accounts.groups.storage = _Table(self, "groups", _GroupCodec(), _group_number)
         ledger.accounts.workers.storage = _Table(self, "workers", _EntryCodec(WorkerEntry), _whole)
         ledger.versions.storage = _Table(self, "versions", _EntryCodec(VersionEntry), _whole)
@@ -57,7 +51,6 @@ class SpillFile:
         gathering.spilled = _Waiting(self)
 
     def close(self) -> None:
-        """Remove the file."""
         self.connection.close()
 
 
@@ -68,7 +61,7 @@ class _EntryCodec(Generic[T]):
 
 
 class _GroupCodec(_EntryCodec[GroupEntry]):
-    """Encoding of a group with each record once; standings restore the bound ones."""
+    """Group with each record once; standings restore the bound ones."""
 
     def __init__(self) -> None:
         plain: _EntryCodec[GroupEntry] = _EntryCodec(GroupEntry)
@@ -95,8 +88,6 @@ def _bind(group: GroupEntry) -> None:
 
 
 class _Table(Generic[K, T]):
-    """`Storage` in one table, keyed by `number`; -1 stays in memory."""
-
     def __init__(
         self, file: SpillFile, name: str, codec: _EntryCodec[T], number: Callable[[K], int]
     ) -> None:
@@ -119,8 +110,6 @@ class _Table(Generic[K, T]):
 
 
 class _Waiting:
-    """`SpillStore` in one table."""
-
     def __init__(self, file: SpillFile) -> None:
         self._sql, self._codec = file.connection, _EntryCodec(Evidence)
 
@@ -149,7 +138,6 @@ def _take_number(key: tuple[int, int]) -> int:
 
 
 def _group_number(name: str) -> int:
-    """Return the number of an id made by `group_id`; -1 for any other."""
     digits = name[1:]
     if len(digits) != ORDINAL_DIGITS or not (digits.isascii() and digits.isdecimal()):
         return -1

@@ -1,7 +1,6 @@
-"""Statement of exported weights: an unsigned in-toto Statement v1 over the files of a model.
+"""Statement of exported weights: an unsigned in-toto Statement v1 over the model files.
 
-The subject is each file with its sha256. The predicate names log, data, rewards and code, and the
-policy versions that sampled the trained trajectories.
+The predicate names log, data, rewards, code and sampling versions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from dora_pipe.schemas.identity import source_of
 from dora_pipe.schemas.topics import Topics
 
 FILE: Final = "statement.json"
-"""File name of a statement in the model directory."""
 
 STATEMENT_TYPE: Final = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE: Final = "urn:dora-pipe:weights:v1"
@@ -44,16 +42,16 @@ TRAINED: Final = (
     "standing = 'bound' and trajectory_id in (select trajectory_id from trajectories"
     " join groups using (group_id) where own_fate is null and fate = 'trained' and step < ?)"
 )
-"""Condition on `records`: trained by steps before a version."""
+"""Records trained before a version."""
 
 
 def write_statement(
     bus: Bus, topics: Topics, catalogue: Catalogue, directory: Path, version: int
 ) -> Path:
-    """Write the statement of an exported version and return the file.
+    """Write an exported version's statement and return the file.
 
-    Raises UsageError if the log's chain does not cover the version yet, InvariantBroken if a
-    trained trajectory is damaged, ResourceError.
+    Raises UsageError if no round covers the version yet, InvariantBroken for a damaged trained
+    trajectory, ResourceError.
     """
     (directory / FILE).unlink(missing_ok=True)
     predicate = _predicate(bus, topics, catalogue, version)
@@ -112,7 +110,6 @@ def _predicate(bus: Bus, topics: Topics, catalogue: Catalogue, version: int) -> 
 
 
 def _facts(bus: Bus, topics: Topics) -> list[tuple[int, Control]]:
-    """Return readable control records with their offsets."""
     found: list[tuple[int, Control]] = []
     for record in records_of(bus, ends_of(bus, topics.control)):
         with suppress(SchemaError):
@@ -125,7 +122,6 @@ def _facts(bus: Bus, topics: Topics) -> list[tuple[int, Control]]:
 def _log(
     bus: Bus, topics: Topics, facts: Sequence[tuple[int, Control]], version: int
 ) -> dict[str, Any]:
-    """Return the chain of the last round, which must cover the version's commit."""
     last = last_round(bus, topics, bus.end(TopicPartition(topics.decisions, 0)))
     committed = (
         at for at, fact in facts if isinstance(fact, StepCommitted) and fact.step + 1 == version
@@ -166,7 +162,6 @@ def _data(started: RunStarted) -> list[dict[str, Any]]:
 
 
 def _rewards(started: RunStarted, joined: Sequence[WorkerJoined]) -> list[dict[str, Any]]:
-    """Return per task the names of its rewards and the digests of their code."""
     found = []
     for task in logged_config(started.config).tasks:
         source = source_of("train", task.name)
@@ -186,7 +181,6 @@ def _base(started: RunStarted) -> dict[str, Any]:
 def _sampled(
     bus: Bus, topics: Topics, catalogue: Catalogue, version: int
 ) -> dict[int, tuple[int, int]]:
-    """Return trained trajectories and tokens by the version that sampled them."""
     wanted = logged_records(catalogue, TRAINED, [version])
     trajectories: Counter[int] = Counter()
     tokens: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""History and traces of one group or step, in one pass over control and decisions."""
+"""Traces of one group or step, in one pass over control and decisions."""
 
 from __future__ import annotations
 
@@ -25,27 +25,21 @@ from dora_pipe.schemas.trajectory_codec import view_trajectory
 
 
 class History:
-    """History of one group or step and its lineage. A `LogReader`."""
+    """History of a group or step. A `LogReader`."""
 
     def __init__(self, *, group: str = "", step: int = -1) -> None:
         self.account = RunAccount()
         self.group: GroupEnded | None = None
-        """The group, ended or in its current state."""
+        """Ended, or a snapshot."""
         self.group_round = -1
         """Round that ended it or folded its commit."""
         self.records: list[RecordLogged] = []
-        """Records of the group of any standing."""
         self.step: StepEnded | None = None
         self.members: list[GroupEnded] = []
-        """Groups of the step."""
         self.sampled: Counter[int] = Counter()
-        """Groups dispatched by version."""
         self.staleness: dict[int, Counter[int]] = {}
-        """Groups by staleness, by step."""
         self.contributions: dict[int, str] = {}
-        """Digest of the contributions file, by step."""
         self.engines: dict[int, str] = {}
-        """Engine of every incarnation."""
         self._wanted, self._step, self._now_ns = group, step, 0
         self._events: list[Event] = []
 
@@ -58,13 +52,11 @@ class History:
             self.group = self.account.now(self._wanted, self._now_ns)
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """Apply a control record."""
         if isinstance(fact, WorkerJoined):
             self.engines[offset] = f"{fact.engine} {fact.engine_version}"
         self._events += self.account.fact(offset, fact)
 
     def round(self, round_: Round, offset: int) -> None:
-        """Apply a round, after its events."""
         self._now_ns = round_.now_ns
         for one in round_.decisions:
             if isinstance(one, Dispatch):
@@ -95,10 +87,10 @@ class Traces:
     def __init__(self, bus: Bus, topics: Topics, history: History) -> None:
         self._bus, self._topics, self._history = bus, topics, history
         self.damage = Damage()
-        """Requested records that differ from what was logged; their rows come from events alone."""
+        """Differing records; events alone describe them."""
 
     def group(self, *, only: str = "") -> list[Row]:
-        """Return the group's trace; `only` selects one trajectory."""
+        """Return the group's trace, or `only` one trajectory's."""
         run, ended = self._run, self._history.group
         if run is None or ended is None:
             return []
@@ -106,7 +98,7 @@ class Traces:
         return tree.rows(tree.branch(spans, only) if only else spans)
 
     def step(self) -> list[Row]:
-        """Return the step's trace, with a row for each group of its batch."""
+        """Return the step's trace with a row per group."""
         run, step = self._run, self._history.step
         if run is None or step is None:
             return []
@@ -140,7 +132,6 @@ def _came_ns(ended: GroupEnded) -> int:
 
 
 def _member(run: RunFacts, ended: GroupEnded, origin_ns: int) -> Row:
-    """Return a row from a group's dispatch to its last published trajectory."""
     root: Span = group_spans(run, ended, {})[0]
     last = ended.group.last
     came = "" if last is None else f"; last came {last.trajectory} from {last.worker}"

@@ -1,11 +1,9 @@
 """Outcomes of groups and steps, from control and decisions alone.
 
-The record of a trajectory that counts is the first `trajectory logged` of a request's current
-attempt, by an incarnation that is not out, while the group waits for it. Others are `superseded`,
-or `fenced` if their incarnation was. A commit counts if its batch is in force. Memory is bounded by
-what is open.
-
-This account and the orchestrator's fold share only record types, so that audit can compare them.
+A record counts if it is the first `trajectory logged` of a request's current attempt, by an
+incarnation that is not out, while the group waits. Others are `superseded`, or `fenced` with their
+incarnation. Memory depends on what is open. Independent of the orchestrator's fold, so that audit
+can compare both.
 """
 
 from __future__ import annotations
@@ -74,28 +72,25 @@ from dora_pipe.schemas.rounds import (
 )
 
 Standing = Literal["bound", "superseded", "fenced"]
-"""Standing of a logged record: counts for its group; replaced by another; its worker was out."""
+"""Counts for its group; replaced by another; its worker was out."""
 
 REPORTS_KEPT: Final = 16
-"""Reports kept per worker to detect a repeated one; a worker repeats only its last turn."""
+"""Reports per worker to detect a repeated one."""
 
 JOINED_AGAIN: Final = "it joined again"
-"""Reason for an incarnation whose worker rejoined before it was missed."""
+"""Reason if a worker rejoined before it was missed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEnded:
-    """A group with its outcome at `ended_ns`."""
-
     group: GroupHistory
     fate: Fate | Literal["open"]
-    """`open`: a snapshot of a group without an outcome."""
+    """`open`: a snapshot."""
     why: str
     ended_ns: int
     batch: Batch | None = None
-    """Batch that trained it."""
     batch_last: TrajectoryLogged | None = None
-    """Record that this batch waited for."""
+    """Record that the batch waited for."""
 
     @property
     def step(self) -> int | None:
@@ -104,68 +99,63 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnded:
-    """A committed step; `groups` are those of its batch that are known."""
+    """A committed step with the known groups of its batch."""
 
     fact: StepCommitted
     offset: int
-    """Offset of the commit in control."""
     batch: Batch
     groups: tuple[GroupHistory, ...]
     stops: tuple[Stop, ...] = ()
-    """Stops of the run so far, excluded from durations."""
+    """Excluded from durations."""
 
     @property
     def results(self) -> list[TrajectoryLogged]:
-        """Records of the batch, by group and trajectory."""
         return [one for group in self.groups for one in group.results]
 
     @property
     def last(self) -> TrajectoryLogged | None:
-        """Last record of the batch."""
         return self.batch.last
 
     @property
     def staleness(self) -> list[int]:
-        """Staleness of its groups."""
         return [staleness_of(self.fact.step, group.version) for group in self.fact.groups]
 
     @property
     def late(self) -> int:
-        """Groups trained after their deadline, which violates C3."""
+        """Groups trained after their deadline, against C3."""
         return sum(group.deadline < self.fact.step for group in self.fact.groups)
 
     @property
     def free_ns(self) -> int:
-        """Time at which the trainer became free; if unknown, at which the batch was decided."""
+        """Time when the trainer became free, else when the batch was taken."""
         return self.batch.free_ns or self.batch.taken_ns
 
     @property
     def seconds(self) -> float | None:
-        """Seconds since the previous commit or the trainer's start; None if unknown."""
+        """Since the previous commit or the trainer's start."""
         return self._going_s(self.batch.free_ns, self.fact.at_ns) if self.batch.free_ns else None
 
     @property
     def stopped_s(self) -> float:
-        """Seconds between both commits in which the run was stopped."""
+        """Stopped time since the previous commit."""
         return stopped_ns(self.stops, self.free_ns, self.fact.at_ns) / 1e9
 
     @property
     def waited_s(self) -> float:
-        """Seconds in which the trainer was free without a batch or part."""
+        """Time of the free trainer without a batch or part."""
         if self.batch.parts:
             return sum(one.waited_s for one in self.parts)
         return self._going_s(self.free_ns, self.batch.taken_ns)
 
     @property
     def training_s(self) -> float:
-        """Seconds since the batch was taken and the trainer had finished the earlier parts."""
+        """Time to the commit since batch and trainer were ready."""
         found = self.parts
         free_ns = found[-1].free_ns if found else self.free_ns
         return self._going_s(max(self.batch.taken_ns, free_ns), self.fact.at_ns)
 
     @property
     def parts(self) -> list[PartComputed]:
-        """All parts of its batch; none if it was taken whole."""
         return list(computed(self.batch.parts, self.fact.ahead_s, self.free_ns, self.stops))
 
     def _going_s(self, from_ns: int, until_ns: int) -> float:
@@ -173,15 +163,13 @@ class StepEnded:
 
     @property
     def waited_for(self) -> TrajectoryLogged | None:
-        """Record that the trainer waited for; None if it did not wait."""
+        """Record that the trainer waited for, if it did."""
         last = self.last if self.waited_s else None
         return last if last is not None and last.at_ns > self.free_ns else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEnded:
-    """A batch that was refused, overtaken, or ended by a user."""
-
     batch: Batch
     outcome: Literal["refused", "overtaken", "failed"]
     why: str
@@ -190,58 +178,51 @@ class BatchEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLogged:
-    """A logged record with its standing."""
-
     fact: TrajectoryLogged
     standing: Standing
     offset: int
-    """Offset of the report in control."""
 
 
 Event = GroupEnded | StepEnded | BatchEnded | RecordLogged | WorkerGone | EvaluationEnded | Mark
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Return the mean; None without values."""
     return sum(values) / len(values) if values else None
 
 
 class RunAccount:
-    """Account of a run's open groups. Example: ``account.fact(offset, record)``, then
-    ``account.round(round_, offset)``; both return the resulting events, in order."""
+    """Account of a run. Example: ``account.fact(offset, record)``, then ``account.round(round_,
+    offset)``; both return events."""
 
     def __init__(self) -> None:
         self.started: RunStarted | None = None
         """The first one; others do not count."""
         self.open: dict[str, GroupHistory] = {}
         self.workers: dict[int, WorkerHistory] = {}
-        """Workers that are in, by incarnation; records of others do not count."""
+        """Present workers by incarnation."""
         self.named: dict[str, WorkerHistory] = {}
-        """Newest incarnation of every worker."""
+        """Newest incarnations."""
         self.over = False
-        """The run was stopped, or has finished its steps."""
+        """Stopped, or all steps done."""
         self.free_ns = 0
-        """Time at which the trainer last became free: a commit, or its own start."""
+        """Last commit, or the trainer's start."""
         self.batch: Batch | None = None
-        """Batch in training."""
         self.parts: list[PartTaken] = []
-        """Parts of the next batch taken early."""
+        """Parts of the next batch."""
         self._reports: dict[int, deque[TrajectoriesLogged]] = {}
-        """Newest reports of incarnations that are in, and of the last few that are out."""
+        """Newest reports by incarnation, including the last few that are out."""
         self._marks = MarkAccount()
         self._next = 0
-        """Step after the newest commit."""
         self._trainer_epoch = -1
         """-1 before a trainer started."""
         self._evaluating = Evaluating()
 
     def present(self) -> list[WorkerHistory]:
-        """Workers that are in, by name."""
+        """Present workers by name."""
         return [one for _, one in sorted(self.named.items()) if one.gone is None]
 
     @property
     def stops(self) -> Sequence[Stop]:
-        """Periods in which the run was stopped."""
         return self._marks.stops
 
     @property
@@ -291,7 +272,7 @@ class RunAccount:
         return []
 
     def round(self, round_: Round, offset: int) -> list[Event]:
-        """Apply a round after the events that it folds."""
+        """Apply a round after its events."""
         for seen in round_.observations:
             if isinstance(seen, GroupExpired) and (group := self.open.get(seen.group)):
                 group.expired = True
@@ -301,7 +282,7 @@ class RunAccount:
         return found
 
     def now(self, group: str, now_ns: int) -> GroupEnded | None:
-        """Return a snapshot of an open group; None for a group that is not open."""
+        """Return a snapshot of an open group, else None."""
         history, batch = self.open.get(group), self.batch
         if history is None:
             return None
@@ -438,7 +419,7 @@ class RunAccount:
     def _present(
         self, trajectory: str, attempt: int, epoch: int
     ) -> tuple[RequestHistory, Attempt] | None:
-        """Return the current attempt if it is the given one and has not ended."""
+        """Return the current, unended attempt if it is the given one."""
         group = self.open.get(group_of(trajectory))
         request = None if group is None else group.requests.get(trajectory)
         if request is None:
@@ -456,8 +437,7 @@ class RunAccount:
             found[1].outcome, found[1].ended_ns, found[1].why = outcome, at_ns, why
 
     def _repeated(self, fact: TrajectoriesLogged) -> bool:
-        """Detect a repeated report: a writer that missed an append's acknowledgment sends the same
-        bytes."""
+        """Detect a report repeated for lack of an acknowledgment."""
         reports = self._reports.setdefault(fact.epoch, deque(maxlen=REPORTS_KEPT))
         if fact in reports:
             return True
@@ -529,7 +509,7 @@ class RunAccount:
     def _committed(self, offset: int, fact: StepCommitted) -> list[Event]:
         batch = self.batch
         if batch is None or (batch.take.step, batch.take.attempt) != (fact.step, fact.attempt):
-            return []  # its batch had ended, so it does not count
+            return []  # its batch had ended
         self.batch, self.free_ns, self._next = None, fact.at_ns, fact.step + 1
         popped = (self.open.pop(one.group, None) for one in fact.groups)
         groups = tuple(one for one in popped if one is not None)

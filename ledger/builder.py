@@ -1,7 +1,4 @@
-"""Build the catalogue's rows from log records.
-
-Rows of what has ended are built once; rows of what is open are built on request.
-"""
+"""Build catalogue rows: once for what has ended, on request for what is open."""
 
 from __future__ import annotations
 
@@ -83,16 +80,16 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.wire import canonical, kebab
 
 MESSAGE_MAX: Final = 2000
-"""Characters of an error's message that are kept."""
+"""Kept characters of an error message."""
 
 _WHO: Final = ("worker", "trajectory", "group")
-"""Subject of an observation: the first of these fields that it has."""
+"""First present field is the subject."""
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 class FallbackAccount:
-    """Fallback rows from commits and ready workers, in log order."""
+    """Fallback rows, in log order."""
 
     def __init__(self) -> None:
         self._patched: set[str] = set()
@@ -100,7 +97,7 @@ class FallbackAccount:
         self._versions: dict[str, int] = {}
 
     def committed(self, fact: StepCommitted) -> Iterator[FallbackRow]:
-        """Note the forms in which a version is stored, and yield the trainer's fallbacks."""
+        """Note a version's stored forms; yield the trainer's fallbacks."""
         self._versions.setdefault(fact.policy.digest, fact.step + 1)
         if fact.patch is not None:
             self._patched.add(fact.policy.digest)
@@ -112,7 +109,7 @@ class FallbackAccount:
             yield from self._rows(one, **who, version=version, at_ns=at_ns)
 
     def ready(self, fact: WorkerReady) -> Iterator[FallbackRow]:
-        """Yield a worker's fallbacks, without those for forms that were never published."""
+        """Yield a worker's fallbacks, except for forms never published."""
         who, at_ns = {"worker": fact.worker, "incarnation": fact.epoch}, fact.at_ns
         for one in fact.fallbacks:
             yield from self._rows(one, **who, version=fact.version, at_ns=at_ns)
@@ -128,30 +125,29 @@ class FallbackAccount:
 
 
 class CatalogueBuilder:
-    """Builder of one run's rows. Example: ``builder.fact(offset, record)``, ``builder.round(round_,
-    offset)``; then `drain` for what has ended, and `live` for what is open."""
+    """Rows of one run: call `fact` and `round`, then `drain` for ended rows and `live` for open
+    ones."""
 
     def __init__(self) -> None:
         self.account = RunAccount()
         self.first_ns = 0
         self.last_ns = 0
-        """Earliest and latest time of a record; 0 before the first."""
+        """Range of recorded times; 0 before the first."""
         self.rounds = 0
         self._fallbacks = FallbackAccount()
         self._rows: list[Row] = []
 
     @property
     def made(self) -> int:
-        """Number of rows to drain."""
         return len(self._rows)
 
     def drain(self) -> list[Row]:
-        """Return the rows of what has ended since the last call."""
+        """Return rows that ended since the last call."""
         rows, self._rows = self._rows, []
         return rows
 
     def fact(self, offset: int, fact: AnyControl) -> None:
-        """Apply a control record that a round folds."""
+        """Apply a control record."""
         if not isinstance(fact, Command | VersionsDropped):  # allowed after the run is over
             self._seen(fact.at_ns)
         match fact:
@@ -186,7 +182,7 @@ class CatalogueBuilder:
         self._happened(self.account.fact(offset, fact))
 
     def round(self, round_: Round, offset: int) -> None:
-        """Apply a round after the events that it folds."""
+        """Apply a round after its events."""
         self.rounds += 1
         self._seen(round_.now_ns)
         for seen in round_.observations:
@@ -201,7 +197,6 @@ class CatalogueBuilder:
         self._happened(self.account.round(round_, offset))
 
     def live(self) -> Iterator[Row]:
-        """Yield the rows of what is open: run, workers, batch, groups without an outcome."""
         if self.account.started is not None:
             yield self._run_row(self.account.started)
         if self.account.batch is not None:
@@ -296,7 +291,7 @@ class CatalogueBuilder:
 
 
 def _row(kind: type[AnyRow], record: object, **others: Any) -> AnyRow:
-    """Return a row with the record's fields of the same names, and other columns."""
+    """Return a row from a record's fields and other columns."""
     same = (name for name in kind.__struct_fields__ if name not in others)
     return kind(**{name: getattr(record, name) for name in same}, **others)
 
@@ -425,7 +420,6 @@ def _step_row(event: StepEnded) -> StepRow:
 
 
 def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
-    """Yield a group's rows with its trajectories and attempts, ended or open."""
     group, spec = ended.group, ended.group.spec
     results, rewards = group.results, group.rewards
     trained = ended.fate == "trained"
@@ -519,17 +513,14 @@ def _attempt_row(name: str, one: Attempt) -> AttemptRow:
 
 
 def _json(values: Mapping[str, Any]) -> str | None:
-    """Encode in order; None if empty."""
     return msgspec.json.encode(values).decode() if values else None
 
 
 def _decile(ordered: list[int], tenths: int) -> int | None:
-    """Return the decile by nearest rank."""
     return ordered[-(-tenths * len(ordered) // 10) - 1] if ordered else None
 
 
 def _quartiles(values: list[float]) -> tuple[float | None, float | None]:
-    """Return the first and third quartile, interpolated."""
     if not values:
         return None, None
     if len(values) == 1:

@@ -1,7 +1,4 @@
-"""The table `calls`: model calls of agents, read from records for each statement that names it.
-
-Control contains only their number, and the catalogue reads no records by itself.
-"""
+"""The table `calls`: agents' model calls, read from records for each statement that names it."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ def ask(
     sql: str,
     parameters: Sequence[Any] = (),
 ) -> tuple[list[str], list[tuple[Any, ...]], Damage]:
-    """Answer as `Catalogue.ask`, also from `calls`; return the unreadable records too.
+    """Answer like `Catalogue.ask`, with `calls`; also return unreadable records.
 
     Raises BusError, UsageError, ResourceError.
     """
@@ -54,7 +51,7 @@ def ask(
 
 
 def call_rows(found: Described) -> Iterator[CallRow]:
-    """Yield the calls of a record in the order of their answers."""
+    """Yield a record's calls in order of their answers."""
     idle = _idle_before(found.meta.calls, found.meta.times.placed)
     for number, call in enumerate(found.meta.calls):
         context, prompt_tokens = place_of(call, found.meta.contexts)
@@ -93,13 +90,12 @@ def _rows(catalogue: Catalogue, bus: Bus, topics: Topics, damage: Damage) -> Ite
         at = TopicPartition(topics.trajectories, partition)
         for record in _records(bus, at, left):
             if damage.is_sound(record, left.pop(record.offset)):
-                with suppress(SchemaError):  # it is among the dead letters
+                with suppress(SchemaError):  # a dead letter
                     yield from call_rows(view_trajectory(record.value))
         damage.look_for_the_rest({(partition, offset): one for offset, one in left.items()})
 
 
 def _records(bus: Bus, at: TopicPartition, wanted: Mapping[int, Any]) -> Iterator[Record]:
-    """Yield the existing records in one pass."""
     with closing(bus.reader({at: min(wanted)})) as reader:
         for records in polls_until(reader, {at: max(wanted) + 1}):
             yield from (one for one in records if one.offset in wanted)

@@ -1,8 +1,7 @@
 """The catalogue as a DuckDB database.
 
-A table whose rows may change is two tables and a view over both: ended rows are only appended, and
-open rows are rewritten on refresh. DuckDB is imported when a catalogue is opened, and fetches
-nothing.
+A live table is two tables and a view: ended rows are appended, open rows rewritten. DuckDB is
+imported on open and fetches nothing.
 """
 
 from __future__ import annotations
@@ -27,22 +26,19 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 MEMORY_MAX: Final = "4GB"
-"""Memory limit of a catalogue; queries that exceed it fail."""
 
 COMPRESSED_ROWS: Final = 100_000
-"""Appended rows before they are compressed: a sixth of the memory, 0.1 s of work."""
+"""Rows per compression: a sixth of the memory, 0.1 s of work."""
 
 LAID_ROWS: Final = 4096
-"""Rows per chunk from other sources."""
 
 SIBLINGS: Final = ("attempts", "records", "failures", "trajectories")
-"""Tables by trajectory."""
 
 ByKey = dict[tuple[str, str, str], dict[Any, list[tuple[Any, ...]]]]
-"""Rows by columns, source and key, then by the key's value."""
+"""By columns, source and key, then by the key's value."""
 
 QUIET: Final = "set enable_progress_bar = false"
-"""The progress bar would be drawn on stdout, into a command's output."""
+"""It would write to stdout."""
 
 VIEWS: Final = {
     "evaluations": """
@@ -119,10 +115,9 @@ VIEWS: Final = {
         select step, part, kind, worker, version, lasted_ns / 1e9 as seconds
         from left_over where lasted_ns > 0 order by step, part, place""",
 }
-"""Views for common questions, by name."""
 
 _PLACE = "catalogue_source"
-"""Table with the log of a catalogue and its position."""
+"""Table with the catalogue's source."""
 
 
 _NO_TABLE: Final = re.compile(r"Table with name (\w+) does not exist")
@@ -139,25 +134,22 @@ class TableMissing(UsageError):
 
 
 class CatalogueSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Position of a catalogue in its log."""
-
     form: int
     run: str
     control_next: int
     decisions_next: int
     chain: str
-    """Chain of the last round."""
 
 
 class Catalogue:
-    """Tables of one run. Example: ``catalogue.query("select count(*) from groups")``.
+    """Tables of one run, for one thread. Example: ``catalogue.query("select count(*) from
+    groups")``.
 
-    Use it from one thread. Raises ResourceError if a query exceeds its memory, UsageError for an
-    invalid query.
+    Raises ResourceError for a query beyond its memory, UsageError for an invalid one.
     """
 
     def __init__(self, path: Path | None = None, *, threads: int = 1) -> None:
-        """Create a catalogue in memory, or open a saved one read-only."""
+        """Create in memory, or open a saved file read-only."""
         import duckdb
 
         self._errors = duckdb.Error
@@ -165,7 +157,7 @@ class Catalogue:
         self._schemas: dict[type[Row], Any] = {}
         self._memory = duckdb.OutOfMemoryException
         self._by_key: ByKey | None = None
-        """Cache of `keyed` while the tables are narrowed."""
+        """Cache while narrowed."""
         config: dict[str, str | bool | int | float | list[str]] = {
             "threads": threads,
             "memory_limit": MEMORY_MAX,
@@ -189,7 +181,7 @@ class Catalogue:
         self._db.execute(f"create table {_PLACE} (source JSON)")
 
     def append(self, rows: Iterable[Row]) -> None:
-        """Add rows of what has ended."""
+        """Append ended rows."""
         self._forget()
         for kind, found in _by_kind(rows).items():
             self._insert(kind, found, open_=False)
@@ -199,7 +191,7 @@ class Catalogue:
             self._appended = 0
 
     def refresh(self, rows: Iterable[Row]) -> None:
-        """Replace the rows of what is open."""
+        """Replace open rows."""
         self._forget()
         found = _by_kind(rows)
         for table in TABLES:
@@ -211,19 +203,18 @@ class Catalogue:
         return self.ask(sql, parameters)[1]
 
     def one(self, sql: str, parameters: Sequence[Any] = ()) -> tuple[Any, ...] | None:
-        """Return the first row of a query; None if there is none."""
+        """Return the first row, or None."""
         found = self.query(sql, parameters)
         return found[0] if found else None
 
     def records(self, sql: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Return the rows of a query as dictionaries."""
         names, rows = self.ask(sql, parameters)
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def ask(
         self, sql: str, parameters: Sequence[Any] = ()
     ) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Return column names and rows of one statement."""
+        """Return column names and rows."""
         try:
             found = self._db.execute(sql, list(parameters))
             names = [one[0] for one in found.description or ()]
@@ -243,8 +234,7 @@ class Catalogue:
     def keyed(
         self, columns: str, source: str, key: str, value: Any, *, order: str
     ) -> list[tuple[Any, ...]]:
-        """Return the rows of a table whose key has a value. While the tables are narrowed, rows of
-        all values are read once and cached."""
+        """Return the rows with a key's value; while narrowed, all values are cached."""
         if self._by_key is None:
             sql = f"select {columns} from {source} where {key} = ? order by {order}"
             return self.query(sql, [value])
@@ -257,8 +247,7 @@ class Catalogue:
 
     @contextmanager
     def narrowed(self, groups: Sequence[str]) -> Iterator[None]:
-        """Restrict the tables by trajectory to these groups within the block, for thousands of
-        single lookups. Temporary tables shadow the full ones."""
+        """Restrict the tables by trajectory to these groups, for many lookups."""
         siblings = """(select trajectory_id from trajectories
                        where group_id in (select unnest(?::varchar[])))"""
         made: list[str] = []
@@ -279,16 +268,13 @@ class Catalogue:
 
     @property
     def source(self) -> CatalogueSource | None:
-        """Position in the log; None if not set."""
+        """Position in the log, if set."""
         found = self.one(f"select source from {_PLACE}")
         return msgspec.json.decode(found[0], type=CatalogueSource) if found else None
 
     def save(self, path: Path, source: CatalogueSource) -> None:
-        """Save atomically to a file for `Catalogue(path)`.
-
-        Raises ResourceError if it cannot be written.
-        """
-        who = f"{os.getpid()}-{threading.get_ident()}"  # pages read a run in several threads
+        """Save atomically. Raises ResourceError."""
+        who = f"{os.getpid()}-{threading.get_ident()}"  # several threads may save
         unfinished = path.with_name(f".{path.name}.{who}.tmp")
         try:
             unfinished.unlink(missing_ok=True)
@@ -327,7 +313,7 @@ class Catalogue:
         self._db.execute(f"create view {table.name} as {both}")
 
     def lay(self, table: Table, rows: Iterator[Row]) -> None:
-        """Replace a table by rows from another source; it is not saved."""
+        """Replace a table by temporary rows, which are not saved."""
         fields = ", ".join(_definition(one) for one in columns_of(table.row))
         self._db.execute(f"create or replace temp table {table.name} ({fields})")
         while piece := list(islice(rows, LAID_ROWS)):
@@ -356,7 +342,7 @@ class Catalogue:
 
 
 def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
-    """Open a saved catalogue if its form and its position in the log are exactly these."""
+    """Open a saved catalogue of exactly this form and position, else None."""
     if not path.is_file():
         return None
     import duckdb
@@ -364,18 +350,18 @@ def fresh_catalogue(path: Path, source: CatalogueSource) -> Catalogue | None:
     try:
         found = Catalogue(path)
     except duckdb.Error:
-        return None  # another DuckDB version or damaged: rebuilt from the log
+        return None  # damaged or another DuckDB version
     try:
         if found.source == source:
             return found
     except (UsageError, msgspec.DecodeError):
-        pass  # its tables have another form
+        pass  # another form
     found.close()
     return None
 
 
 def source_of(run: str, *, control_next: int, decisions_next: int, chain: str) -> CatalogueSource:
-    """Return a position for the current form."""
+    """Return a position with the current form."""
     return CatalogueSource(
         form=FORM, run=run, control_next=control_next, decisions_next=decisions_next, chain=chain
     )
@@ -393,7 +379,7 @@ def _definition(column: Column) -> str:
 
 
 def arrow_schema(row: type[Row]) -> Any:
-    """Return a table's Arrow schema, for appends and exports."""
+    """Return the Arrow schema for appends and exports."""
     import pyarrow as pa
 
     kinds = {
@@ -409,7 +395,6 @@ def arrow_schema(row: type[Row]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert numbers to JSON-compatible Python types."""
     return float(value) if isinstance(value, Decimal) else value
 
 
@@ -418,12 +403,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _stated(error: BaseException) -> str:
-    """Return DuckDB's message with the names that it proposes, without the query."""
+    """Return DuckDB's message without the query."""
     return "; ".join(str(error).strip().partition("\n\n")[0].splitlines())
 
 
 COUNTS = "standing = 'bound'"
-"""Condition for a record that counts for its group."""
+"""The record counts for its group."""
 
 _COLUMNS = (
     "trajectory_id, attempt, incarnation, standing, logged_ns, partition, record_offset, sha256"
@@ -433,26 +418,23 @@ _ORDER = "partition, record_offset"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRecord:
-    """Properties of a record from control; `bus.logged` compares the actual record."""
+    """A record as control describes it."""
 
     trajectory: str
     attempt: int
     epoch: int
-    """Incarnation of the worker that wrote it."""
     standing: str
-    """`bound`: it counts; `superseded`; `fenced`."""
+    """`bound` (counts), `superseded` or `fenced`."""
     logged_ns: int
     partition: int
     offset: int
     sha256: str
-    """Digest of its value, hex."""
 
 
 def logged_records(
     catalogue: Catalogue, where: str, parameters: Sequence[Any] = ()
 ) -> dict[tuple[int, int], LoggedRecord]:
-    """Return records by partition and offset, in that order; `where` is a condition on
-    `records`."""
+    """Return records by place; `where` is a condition on `records`."""
     rows = catalogue.query(
         f"select {_COLUMNS} from records where {where} order by {_ORDER}", parameters
     )
@@ -461,7 +443,7 @@ def logged_records(
 
 
 def counting_record(catalogue: Catalogue, trajectory: str) -> LoggedRecord | None:
-    """Return the record that counts for a trajectory; None if there is none."""
+    """Return the record that counts, or None."""
     source = f"(from records where {COUNTS})"
     found = catalogue.keyed(_COLUMNS, source, "trajectory_id", trajectory, order=_ORDER)
     return _record(found[-1]) if found else None

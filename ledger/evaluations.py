@@ -1,14 +1,14 @@
-"""Evaluation metrics of a policy: mean@k, pass@k and maj@k with bootstrap intervals.
+"""Evaluation metrics of a policy with bootstrap intervals.
 
 A prompt has k trajectories, n of them with a valid reward. `mean@k` is the mean over prompts of the
 mean reward of each. `pass@j` (j = 1, 2, 4, ... and k) is the mean over prompts with n >= j of
 
     1 - C(n - c, j) / C(n, j)
 
-with c successes: the unbiased probability that one of j succeeds (Chen et al., arXiv 2107.03374). A
-success is a reward of at least 1. `maj@k`, for k >= 3, is the mean over prompts of `majority`, if
-rewards name the answer they read. `part/NAME` is the mean of a reward part. An interval contains
-95 % of `RESAMPLES` means over resampled prompts (with replacement, fixed seed).
+with c successes (reward >= 1): the unbiased probability that one of j succeeds (Chen et al., arXiv
+2107.03374). `maj@k`, for k >= 3, is the mean of `majority`, if rewards name the answer they read.
+`part/NAME` is the mean of a reward part. Intervals hold 95 % of `RESAMPLES` means over resampled
+prompts (fixed seed).
 """
 
 from __future__ import annotations
@@ -30,16 +30,13 @@ if TYPE_CHECKING:
 RESAMPLES: Final = 1000
 SEED: Final = 20_210_707
 LOW, HIGH = 2.5, 97.5
-"""Percentiles of the means over resampled prompts."""
 
 DRAWN_MAX: Final = 1_000_000
-"""Numbers drawn at a time."""
 
 SUCCESS: Final = 1.0
-"""Reward of a success."""
 
 VOTES_MIN: Final = 3
-"""Fewer votes give no majority."""
+"""Minimum votes for a majority."""
 
 QUERY: Final = """
     select g.version, g.evaluation, g.task, g.size, t.reward, t.reward_answer,
@@ -64,8 +61,7 @@ def samples_of(results: Iterable[TrajectoryLogged]) -> list[Sample]:
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return the mean of every reward part over the samples that have a value for its reward; a
-    sample without the part counts as 0."""
+    """Return the mean of each reward part over samples with a value; missing parts count as 0."""
     names = dict.fromkeys(name for one in samples for name in one.parts)
     means = {}
     for name in names:
@@ -87,31 +83,27 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """Metrics of one evaluation of one version."""
+    """Metrics of an evaluation of a version."""
 
     version: int
     evaluation: str
-    """Its name; may be empty."""
     task: str
     prompts: int
     trajectories: int
-    """Valid trajectories."""
     figures: Mapping[str, Interval]
-    """By name: `mean@4`, `pass@1`, `pass@2`, `pass@4`, `maj@4`, `part/math`."""
+    """By name, such as `mean@4`, `pass@2`, `maj@4`, `part/math`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationEnded:
-    """The last prompt of an evaluation of a version has ended."""
+    """A complete evaluation of a version."""
 
     version: int
     evaluation: str
-    """Its name; may be empty."""
     ended_ns: int
     reward: float | None
     """Mean of its valid rewards; None if there are none."""
     figures: Mapping[str, float]
-    """`mean@k`, `pass@k`, `maj@k`, `part/NAME`."""
 
 
 OPEN_MAX: Final = 32
@@ -119,7 +111,7 @@ OPEN_MAX: Final = 32
 
 
 class Evaluating:
-    """Samples of evaluated prompts until the evaluation is complete."""
+    """Samples of unfinished evaluations."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, str], list[tuple[int, list[Sample]]]] = {}
@@ -127,7 +119,7 @@ class Evaluating:
     def ended(
         self, run: RunStarted, spec: GroupSpec, samples: list[Sample], ended_ns: int
     ) -> EvaluationEnded | None:
-        """Add a prompt's valid samples; return the evaluation if it is complete."""
+        """Add a prompt's samples; return the evaluation once complete."""
         name, key = spec.evaluation, (spec.version, spec.evaluation)
         found = self._found.setdefault(key, [])
         found.append((spec.ordinal, samples))
@@ -152,15 +144,14 @@ class Evaluating:
 
 
 def pass_at(samples: int, successes: int, tries: int) -> float:
-    """Return the probability that one of several tries succeeds. ``pass_at(4, 1, 2) == 0.5``"""
+    """Return the probability that at least one try succeeds. ``pass_at(4, 1, 2) == 0.5``"""
     return 1.0 - math.comb(samples - successes, tries) / math.comb(samples, tries)
 
 
 def majority(samples: Sequence[tuple[str, bool]]) -> float:
-    """Return the success rate of the most frequent answer; the mean for ties.
+    """Return the success rate of the most frequent answer; the mean for ties, 0 without votes.
 
-    Samples without an answer do not vote; 0 without any vote. ``majority([("42", True), ("42",
-    True), ("7", False), ("", False)]) == 1.0``
+    ``majority([("42", True), ("42", True), ("7", False), ("", False)]) == 1.0``
     """
     found: dict[str, list[bool]] = {}
     for answer, won in samples:
@@ -172,12 +163,12 @@ def majority(samples: Sequence[tuple[str, bool]]) -> float:
 
 
 def tries_of(siblings: int) -> list[int]:
-    """Return the j of pass@j: powers of two, and all. ``tries_of(6) == [1, 2, 4, 6]``"""
+    """Return powers of two, and all. ``tries_of(6) == [1, 2, 4, 6]``"""
     return sorted({1 << bit for bit in range(siblings.bit_length())} | {siblings})
 
 
 def by_prompt(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, list[float]]:
-    """Return the values of each prompt by metric, without metrics that no prompt has."""
+    """Return each prompt's values by metric."""
     known = [own for own in prompts if own]
     found = {f"mean@{siblings}": [math.fsum(one.reward for one in own) / len(own) for own in known]}
     votes = [[(one.answer, one.reward >= SUCCESS) for one in own] for own in known]
@@ -196,13 +187,13 @@ def by_prompt(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str
 
 
 def figures_of(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, float]:
-    """Return the metrics over these prompts' valid samples."""
+    """Return the metrics of these prompts."""
     found = by_prompt(prompts, siblings=siblings)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
 def interval_of(values: Sequence[float]) -> Interval:
-    """Return the mean of at least one value, with its bootstrap interval."""
+    """Return the mean and its bootstrap interval."""
     import numpy as np
 
     own, drawn = np.asarray(values, dtype=np.float64), np.random.default_rng(SEED)
@@ -218,11 +209,7 @@ def interval_of(values: Sequence[float]) -> Interval:
 def evaluations_of(
     tables: Catalogue, config: Mapping[str, Any], versions: Collection[int] | None = None
 ) -> list[Evaluated]:
-    """Return the evaluations of all or some versions, including unfinished ones, by version and
-    name.
-
-    `config` is that of `run started`. Raises ResourceError.
-    """
+    """Return evaluations by version and name, unfinished ones included. Raises ResourceError."""
     return [
         Evaluated(
             version=version,
@@ -244,8 +231,7 @@ def evaluations_of(
 
 
 def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list[list[Sample]]]:
-    """Return each prompt's valid samples, by version, evaluation, task and number of
-    trajectories."""
+    """Return samples per prompt, by version, evaluation, task and trajectory count."""
     found: dict[tuple[int, str, str, int], dict[str, list[Sample]]] = {}
     for version, name, task, size, reward, answer, parts, group in tables.query(QUERY):
         own = found.setdefault((version, name, task, size), {}).setdefault(group, [])
@@ -256,6 +242,6 @@ def samples_by_prompt(tables: Catalogue) -> dict[tuple[int, str, str, int], list
 
 
 def section_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return an evaluation's keys in the configuration of `run started`."""
+    """Return an evaluation's keys in the configuration."""
     every = [config.get("evaluation", {}), *config.get("more_evaluations", ())]
     return next((one for one in every if one.get("name", "") == name), {})

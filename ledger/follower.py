@@ -1,8 +1,7 @@
-"""Read a log in fold order, piece by piece, and pass it to readers.
+"""Read a log in fold order, piece by piece.
 
-A round follows the control records that it folds. Unreadable records are counted and skipped.
-Trajectories and progress are not read. The metrics topic is read on request, and only the last
-`STATUS_TAIL` records of each partition, since it is lossy.
+Unreadable records are counted and skipped. Trajectories and progress are not read. The metrics
+topic is lossy; only the last `STATUS_TAIL` records of each partition are read.
 """
 
 from __future__ import annotations
@@ -22,38 +21,36 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import Unknown
 
 PIECE_BYTES: Final = 512 * 1024
-"""Bytes of each topic per piece; bounds the wait of concurrent queries."""
+"""Bytes per topic and piece; bounds the wait of queries."""
 
 RECORDS_MAX: Final = 500
 
 WAIT_S: Final = 0.02
-"""Wait of one poll; a broker returns nothing without one."""
+"""A broker returns nothing without a wait."""
 
 POLLS_MAX: Final = 64
-"""Polls for the control records of one round, within a piece."""
+"""Polls for one round's control records."""
 
 EMPTY_POLLS_MAX: Final = 1500
-"""Consecutive empty polls before the log counts as unreachable: half a minute."""
+"""Consecutive empty polls (30 s) before the log is unreachable."""
 
 STATUS_TAIL: Final = 100_000
-"""Statuses read from the end of a partition; ten roles write twenty times as many a day."""
+"""Ten roles write twenty times as many a day."""
 
 Read = TypeVar("Read")
 
 
 class LogReader(Protocol):
-    """Receiver of a log's records."""
+    """Receiver of records."""
 
     def fact(self, offset: int, fact: AnyControl, /) -> None: ...
 
-    def round(self, round_: Round, offset: int, /) -> None:
-        """Apply a round after the events that it folds."""
-        ...
+    def round(self, round_: Round, offset: int, /) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class TopicCount:
-    """Records of a topic that were read, or named by read ones."""
+    """Records that were read or named."""
 
     records: int = 0
     bytes: int = 0
@@ -62,22 +59,20 @@ class TopicCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Position of a reader in one partition."""
-
     position: int
     end: int
 
 
 @dataclass(slots=True)
 class LogMeter:
-    """Counts of read records by topic suffix."""
+    """Counts by topic suffix."""
 
     topics: dict[str, TopicCount] = field(default_factory=dict)
     positions: dict[tuple[str, int], Position] = field(default_factory=dict)
-    """Positions by partition, as of the last complete read."""
+    """As of the last complete read."""
 
     def count(self, topic: str, size: int, *, unreadable: bool = False) -> None:
-        """Count a record that was read or named."""
+        """Count a record."""
         counted = self.topics.setdefault(topic, TopicCount())
         counted.records += 1
         counted.bytes += size
@@ -95,12 +90,11 @@ class LogFollower:
         statuses: Callable[[AnyMetrics], None] | None = None,
         meter: LogMeter | None = None,
     ) -> None:
-        """Open the readers; the metrics topic is read only if `statuses` is given."""
+        """Read the metrics topic only for `statuses`."""
         self.meter = meter or LogMeter()
         self.chain = GENESIS_CHAIN
-        """Chain of the last round read."""
         self.over = False
-        """A round has stopped the run; later records are still read."""
+        """Stopped by a round; later records are read too."""
         self._bus, self._run = bus, topics.run
         self._listeners = readers
         self._statuses = statuses
@@ -121,24 +115,23 @@ class LogFollower:
 
     @property
     def unreadable(self) -> Counter[str]:
-        """Unreadable records by `control`, `decisions` and `metrics`."""
+        """By `control`, `decisions` and `metrics`."""
         counted = self.meter.topics.items()
         return Counter({name: one.unreadable for name, one in counted if one.unreadable})
 
     @property
     def share(self) -> float:
-        """Return the share of control and decisions that was read, 0 to 1. Raises BusError."""
+        """Return the read share of control and decisions. Raises BusError."""
         ends = [self._bus.end(one) for one in (self._control, self._decisions)]
         at = [min(*pair) for pair in zip(self.places, ends, strict=True)]
         return sum(at) / sum(ends) if sum(ends) else 1.0
 
     @property
     def places(self) -> tuple[int, int]:
-        """Positions in control and decisions."""
         return self._position(self._control), self._position(self._decisions)
 
     def advance(self) -> bool:
-        """Read one piece and return whether there is more. Raises BusError, LogTruncated."""
+        """Read one piece; return whether there is more. Raises BusError, LogTruncated."""
         found = self._read_statuses()
         found = self._read_rounds() or found
         while self._rounds and self._pass_round(*self._rounds[0]):
@@ -152,7 +145,6 @@ class LogFollower:
         return more
 
     def close(self) -> None:
-        """Close the readers."""
         for reader in self._readers.values():
             reader.close()
 
@@ -160,7 +152,7 @@ class LogFollower:
         return self._readers[at].position(at)
 
     def _has_more(self, at: TopicPartition) -> bool:
-        """Report whether there is more to read; control is read only as far as rounds need it."""
+        """Report whether there is more; control is read only as rounds need it."""
         ends = at != self._control or self.over
         return ends and self._position(at) < self._bus.end(at)
 
@@ -177,7 +169,7 @@ class LogFollower:
         return records
 
     def _decoded(self, at: Record, decode: Callable[[bytes], Read]) -> Read | None:
-        """Decode and count a record; None if it is unreadable."""
+        """Decode and count a record; None if unreadable."""
         topic = at.topic.removeprefix(f"{self._run}.")
         try:
             found = decode(at.value)
@@ -208,7 +200,7 @@ class LogFollower:
         return bool(records)
 
     def _pass_round(self, offset: int, round_: Round) -> bool:
-        """Pass a round and its events to the readers; False if control was not read far enough."""
+        """Pass a round and its events on; False if control lags."""
         end = self._bus.end(self._control)
         if round_.control_next > end:
             raise LogTruncated(
@@ -231,7 +223,7 @@ class LogFollower:
         return True
 
     def _read_rest(self) -> bool:
-        """Read the events after the last round, such as leaving workers."""
+        """Read events after the last round."""
         self._facts.extend(self._poll(self._control))
         found = bool(self._facts)
         while self._facts:

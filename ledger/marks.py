@@ -1,7 +1,7 @@
-"""Marks of a run: changed settings, stops, and roles that were lost or came back.
+"""Marks of a run: changed settings, stops, lost and returned roles.
 
-A run was stopped if its orchestrator and its trainer both restart and no earlier incarnation of any
-role writes a record in between. Otherwise a role restarted alone.
+A run was stopped if its orchestrator and trainer restart without a record of an earlier incarnation
+in between.
 """
 
 from __future__ import annotations
@@ -27,34 +27,31 @@ from dora_pipe.schemas.rounds import Round
 MarkKind = Literal["setting", "resumed", "restarted", "lost"]
 
 Stop = tuple[int, int]
-"""Period in which a run was stopped, from its last record until its roles were back, ns."""
+"""Stopped period: last record until roles return, ns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """A mark of a run. Example: ``Mark(at_ns=0, step=21, kind="setting",
-    subject="trainer.learning_rate", before="0.0001", after="0.001", why="by me")``."""
+    """A mark. Example: ``Mark(at_ns=0, step=21, kind="setting", subject="trainer.learning_rate",
+    before="0.0001", after="0.001", why="by me")``."""
 
     at_ns: int
     step: int
-    """Step from which it is in force, or that was open then."""
+    """First step in force, or the open step."""
     kind: MarkKind
     subject: str
-    """The key, or the role."""
     before: str | None = None
     after: str | None = None
     why: str = ""
     since_ns: int | None = None
-    """Time of the run's last record; only for a stop."""
+    """Last record before a stop."""
 
     @property
     def line(self) -> str:
-        """Format the mark with its step."""
         return f"step {self.step}: {self.words}"
 
     @property
     def words(self) -> str:
-        """Format the mark without its step."""
         match self.kind:
             case "setting":
                 return f"{self.subject} {self.before} -> {self.after}, set {self.why}"
@@ -68,47 +65,43 @@ class Mark:
 SETTINGS: Final = """
     select step, subject || ' ' || before || ' -> ' || after as change from marks
     where kind = 'setting' order by step, subject"""
-"""Changed settings, by the step from which each is in force."""
+"""Changed settings by step."""
 
 
 def stopped_ns(stops: Iterable[Stop], from_ns: int, until_ns: int) -> int:
-    """Return how long a run was stopped within a period. ``stopped_ns([(2, 5)], 0, 4) == 2``"""
+    """Return the stopped part of a period. ``stopped_ns([(2, 5)], 0, 4) == 2``"""
     pieces = (min(until_ns, end) - max(from_ns, begin) for begin, end in stops)
     return sum(piece for piece in pieces if piece > 0)
 
 
 class MarkAccount:
-    """Detection of marks, record by record. Example: ``marks.fact(offset, fact, open=20,
-    next_=21)``."""
+    """Detection of marks. Example: ``marks.fact(offset, fact, open=20, next_=21)``."""
 
     def __init__(self) -> None:
         self.stops: list[Stop] = []
         self._config: Config | None = None
         self._alive_ns = 0
-        """Time of the last record by a known incarnation."""
+        """Last record of a known incarnation."""
         self._orchestrator = -1
-        """The current incarnation."""
         self._back: tuple[int, Mark] | None = None
-        """Offset and mark of a restarted role, until it is known whether the whole run
-        restarted."""
+        """Restarted role, until the whole run restarts or not."""
         self._resumed_at = -1
-        """Offset of the first role of the newest resume; earlier workers ended with the stop."""
+        """Offset of the newest resume; earlier workers ended with the stop."""
 
     def fact(self, offset: int, fact: AnyControl, *, open_: int, next_: int) -> list[Mark]:
-        """Return the marks of a control record: `open_` is the step in training or else the next,
-        `next_` the next to be taken."""
+        """Return marks of a control record; `open_` is the step in training, else `next_`."""
         match fact:
             case RunStarted() if self._config is None:
                 try:
                     self._config = logged_config(fact.config)
                 except ValueError:
-                    return []  # unknown version: its changes cannot be followed
+                    return []  # unknown version
             case RoleStarted():
                 return self._began(offset, fact, open_)
             case Command(verb="set"):
                 return self._set(fact, next_)
             case WorkerJoined() | Command():
-                return []  # also written while a run is stopped
+                return []  # also written in a stopped run
             case StepCommitted() | BatchRefused():
                 return self._lived(fact.at_ns, "orchestrator")
             case _ if self._back is not None and getattr(fact, "epoch", offset) < self._back[0]:
@@ -117,21 +110,21 @@ class MarkAccount:
         return []
 
     def round(self, round_: Round) -> list[Mark]:
-        """Return the marks that a round of the orchestrator decides."""
+        """Return the marks of a round."""
         if round_.role_epoch <= self._orchestrator:
             return self._lived(round_.now_ns, "trainer")
         self._alive_ns = max(self._alive_ns, round_.now_ns)
         return []
 
     def gone(self, worker: str, epoch: int, why: str, at_ns: int, *, open_: int) -> list[Mark]:
-        """Return the mark of a worker that was fenced, unless it ended with the run."""
+        """Return a fenced worker's mark, unless it ended with the run."""
         since = self._resumed_at if self._back is None else self._back[0]
         if epoch < since:
             return []
         return [Mark(at_ns=at_ns, step=open_, kind="lost", subject=worker, why=why)]
 
     def _lived(self, at_ns: int, alone: str) -> list[Mark]:
-        """Handle a record of a known incarnation: only the role `alone` restarted, if any did."""
+        """Note that a known incarnation lives, so only the role `alone` restarted."""
         self._alive_ns = max(self._alive_ns, at_ns)
         if self._back is None or self._back[1].subject != alone:
             return []
@@ -164,7 +157,7 @@ class MarkAccount:
         try:
             changed = with_settings(self._config, fact.args, step=step)
         except ValueError:
-            return []  # the orchestrator refuses it too
+            return []  # refused by the orchestrator
         before, after = logged_keys(self._config), logged_keys(changed)
         self._config = changed
         return [
@@ -183,7 +176,7 @@ class MarkAccount:
 
 
 def _text(value: object) -> str:
-    """Format a value; `unset` for a key that is not used."""
+    """Format a value, `unset` for None."""
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""Open a run's catalogue: a saved one, or a new one built from the log."""
+"""Open a run's catalogue: saved, or built from the log."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from dora_pipe.schemas.rounds import Round, decode_round
 from dora_pipe.schemas.topics import Topics
 
 FILE: Final = "catalogue.duckdb"
-"""File in the directory of a finished run; it may be deleted and is rebuilt."""
+"""Cache in the directory of a finished run; may be deleted."""
 
 TAIL: Final = 64
-"""Offsets at the end of a topic that contain its last record; offsets have gaps."""
+"""Last offsets to search for a record; offsets have gaps."""
 
 BATCH_ROWS: Final = 4096
-"""Rows per append."""
 
 
 class LivingCatalogue:
-    """Catalogue that follows its log. Example: ``while living.advance(): ...``, then query
-    ``living.catalogue``, which is current as of the last `refresh`."""
+    """Catalogue that follows its log. Example: ``while living.advance(): ...``, then `refresh` and
+    query ``living.catalogue``."""
 
     def __init__(self, bus: Bus, topics: Topics) -> None:
         self.catalogue = Catalogue()
@@ -35,20 +34,19 @@ class LivingCatalogue:
         self.follower = LogFollower(bus, topics, self.builder)
 
     def advance(self) -> bool:
-        """Read one piece of the log and return whether there is more. Raises BusError,
-        LogTruncated."""
+        """Read one piece; return whether there is more. Raises BusError, LogTruncated."""
         more = self.follower.advance()
         if self.builder.made >= BATCH_ROWS:
             self.catalogue.append(self.builder.drain())
         return more
 
     def refresh(self) -> None:
-        """Update the tables to the position in the log."""
+        """Update the tables to the read position."""
         self.catalogue.append(self.builder.drain())
         self.catalogue.refresh(self.builder.live())
 
     def close(self) -> None:
-        """Close the log readers, not the catalogue."""
+        """Close the readers; the catalogue stays open."""
         self.follower.close()
 
 
@@ -59,10 +57,10 @@ def read_catalogue(
     *,
     on_share: Callable[[float], None] = lambda share: None,
 ) -> Catalogue:
-    """Return the catalogue of a run up to its current end; the caller closes it.
+    """Return the catalogue up to the log's end; the caller closes it.
 
-    With a path, a saved catalogue that fits the log is used, and that of a finished run is saved.
-    `on_share` gets the share that was read. Raises BusError, LogTruncated.
+    `path` is a cache for finished runs; `on_share` gets the read share. Raises BusError,
+    LogTruncated.
     """
     source = log_source(bus, topics) if path is not None else None
     saved = None if path is None or source is None else fresh_catalogue(path, source)
@@ -78,16 +76,13 @@ def read_catalogue(
 
 
 def saved_catalogue(bus: Bus, topics: Topics, path: Path) -> Catalogue | None:
-    """Open the saved catalogue if it fits the log; the caller closes it. Raises BusError."""
+    """Open a saved catalogue that fits the log, else None. Raises BusError."""
     source = log_source(bus, topics)
     return None if source is None else fresh_catalogue(path, source)
 
 
 def save_finished(living: LivingCatalogue, path: Path, source: CatalogueSource) -> None:
-    """Save a refreshed catalogue if the run is over and ends at `source`.
-
-    It is a cache: nothing is saved if it cannot be written or the log has grown.
-    """
+    """Save a finished run's catalogue if it ends at `source`; errors are ignored."""
     control, decisions = living.follower.places
     grown = control > source.control_next or decisions > source.decisions_next
     if not living.follower.over or grown or living.follower.chain != source.chain:
@@ -99,7 +94,7 @@ def save_finished(living: LivingCatalogue, path: Path, source: CatalogueSource) 
 
 
 def log_source(bus: Bus, topics: Topics) -> CatalogueSource | None:
-    """Return the log's current position; None without a round."""
+    """Return the log's position; None without a round."""
     control = bus.end(TopicPartition(topics.control, 0))
     decisions = bus.end(TopicPartition(topics.decisions, 0))
     last = last_round(bus, topics, decisions)
@@ -109,7 +104,7 @@ def log_source(bus: Bus, topics: Topics) -> CatalogueSource | None:
 
 
 def last_round(bus: Bus, topics: Topics, end: int) -> Round | None:
-    """Return the last round before this end of decisions. Raises BusError."""
+    """Return the last round before `end`. Raises BusError."""
     at = TopicPartition(topics.decisions, 0)
     last: Round | None = None
     with closing(bus.reader({at: max(bus.begin(at), end - TAIL)})) as reader:

@@ -1,8 +1,4 @@
-"""Latest status of every role.
-
-Statuses are lossy claims of their roles and are in no table. Those of older incarnations are
-ignored.
-"""
+"""Latest status of every role; statuses are lossy, and older incarnations are ignored."""
 
 from __future__ import annotations
 
@@ -30,14 +26,13 @@ ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
 
 RATE_NS: Final = 10_000_000_000
-"""Period for tokens per second."""
+"""Period of a token rate."""
 
 POINTS_MAX: Final = 64
-"""Statuses used for a rate."""
 
 
 def role_of(status: AnyMetrics) -> str:
-    """Return the role of a status: `orchestrator`, `trainer`, a worker's name."""
+    """Return `orchestrator`, `trainer` or a worker's name."""
     match status:
         case WorkerStatus():
             return status.worker
@@ -53,8 +48,7 @@ def epoch_of(status: AnyMetrics) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """Counters of a worker: sampled tokens; computed and reused prompt tokens; episodes that lost
-    their environment and restarted, or whose turns were replayed."""
+    """A worker's counters: tokens, and episodes that restarted or were replayed after a loss."""
 
     sampled: int = 0
     computed: int = 0
@@ -64,7 +58,7 @@ class WorkerCounts:
 
     @property
     def reused_share(self) -> float:
-        """Share of prompt tokens that were reused."""
+        """Reused share of prompt tokens."""
         return self.reused / max(1, self.computed + self.reused)
 
     def __add__(self, other: WorkerCounts) -> WorkerCounts:
@@ -82,16 +76,15 @@ NOTHING_COUNTED: Final = WorkerCounts()
 
 @dataclass(slots=True, kw_only=True)
 class LastStatus:
-    """Status of the newest incarnation of a role."""
+    """Status of a role's newest incarnation."""
 
     status: AnyMetrics
-    """Newest status; a worker's with its full progress."""
+    """With full progress."""
     before: AnyMetrics | None = None
-    """Previous status of the same incarnation."""
+    """Previous one of the incarnation."""
     before_it: WorkerCounts = NOTHING_COUNTED
-    """Final counters of earlier incarnations."""
+    """Counters of earlier incarnations."""
     _points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=POINTS_MAX))
-    """(time, sampled tokens) of this incarnation."""
 
     @property
     def epoch(self) -> int:
@@ -99,24 +92,23 @@ class LastStatus:
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled by all incarnations of a worker."""
+        """By all incarnations."""
         return self.counts.sampled
 
     @property
     def counts(self) -> WorkerCounts:
-        """Counters of all incarnations of a worker."""
+        """By all incarnations."""
         return self.before_it + _counts(self.status)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second over about the last `RATE_NS`."""
+        """Over about `RATE_NS`."""
         if len(self._points) < 2:
             return 0.0
         (first_ns, first), (last_ns, last) = self._points[0], self._points[-1]
         return (last - first) / ((last_ns - first_ns) / 1e9) if last_ns > first_ns else 0.0
 
     def note(self) -> None:
-        """Store the newest status as a point of the rate."""
         self._points.append((self.status.at_ns, _counts(self.status).sampled))
         while len(self._points) > 2 and self.status.at_ns - self._points[1][0] > RATE_NS:
             self._points.popleft()
@@ -131,7 +123,7 @@ class Statuses:
         """By role."""
 
     def receive(self, status: AnyMetrics) -> LastStatus | None:
-        """Apply a status, in partition order; return None for an older incarnation."""
+        """Apply a status; None for an older incarnation."""
         role, epoch = role_of(status), epoch_of(status)
         known = self.heard.get(role)
         if known is None or known.epoch < epoch:
@@ -148,9 +140,9 @@ class Statuses:
 def read_statuses(
     bus: Bus, topics: Topics, *, tail: int | None = None, until_ns: int | None = None
 ) -> list[AnyMetrics]:
-    """Return the statuses up to a time, in order per partition. Raises BusError.
+    """Return statuses up to a time, in partition order. Raises BusError.
 
-    `tail` reads that many at the end of each partition, and more until one is old enough.
+    `tail`: at least that many per partition, until one is old enough.
     """
     partitions = [
         TopicPartition(topics.metrics, one) for one in range(bus.partitions(topics.metrics))
@@ -170,7 +162,7 @@ def read_statuses(
 def _read(bus: Bus, at: TopicPartition, start: int, end: int) -> Iterator[AnyMetrics]:
     with closing(bus.reader({at: start})) as reader:
         for record in records_until(reader, {at: end}):
-            with suppress(SchemaError):  # lossy by design; audit reports dead letters
+            with suppress(SchemaError):  # lossy; audit reports it
                 status = decode_metrics(record.value)
                 if not isinstance(status, Unknown):
                     yield status

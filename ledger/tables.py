@@ -1,8 +1,7 @@
-"""Tables of the catalogue, with types and descriptions of all columns.
+"""Tables of the catalogue: one Struct per table, one field per column.
 
-A table is a Struct whose fields are its columns, in order; null means that it did not happen. Times
-are ns since 1970. `dispatched_ns`, `placed_ns`, `taken_ns` and ends by decision use the
-orchestrator's clock; others use that of the record's writer.
+Null: it did not happen. Times are ns since 1970: `dispatched_ns`, `placed_ns`, `taken_ns` and
+decided ends by the orchestrator's clock, others by the writer's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 import msgspec
 
 FORM: Final = 11
-"""Version of the tables; a catalogue of another form is rebuilt from the log."""
+"""Bump to rebuild saved catalogues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +370,6 @@ class CallRow(Row, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column for SQL and documents."""
-
     name: str
     sql: str
     null: bool
@@ -381,7 +378,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table; rows of `live` ones may change until they end."""
+    """A table; rows of `live` ones may change."""
 
     name: str
     row: type[Row]
@@ -411,13 +408,13 @@ TABLES: Final = (
 )
 
 CALLS: Final = Table(name="calls", row=CallRow)
-"""Read from records on request; no stored catalogue has it."""
+"""Read from records on request, not stored."""
 
 TABLE_OF: Final = {table.row: table for table in TABLES}
 
 
 def columns_of(row: type[Row]) -> list[Column]:
-    """Return the columns of a table from its field annotations."""
+    """Return the columns from field annotations."""
     hints = get_type_hints(row, include_extras=True)
     return [_column(name, hints[name]) for name in row.__struct_fields__]
 

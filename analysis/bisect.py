@@ -1,14 +1,12 @@
 """Find the step after which a probe's value falls, then the groups that caused it.
 
-Draw i of a probe has the same row and seed for all weights, so two versions are compared by pairs.
-A third version is compared with the middle of both:
+Draw i has the same row and seed for all weights, so versions are compared by pairs, and a third one
+with the middle of two:
 
     d_i = v_i - (good_i + bad_i) / 2
 
-It is good if mean(d) > 0, with confidence if the 95 % interval is above 0.
-
-The cause is searched among outlier groups (`suspects`): steps are repeated without the first one if
-it dominates, else without all, then without halves.
+It is good if mean(d) > 0, with confidence if the 95 % interval is above 0. Trials repeat steps
+without the first suspect if it dominates, else without all, then without halves.
 """
 
 from __future__ import annotations
@@ -24,12 +22,12 @@ Verdict = Literal["good", "bad", "open"]
 """`open`: the interval contains the middle."""
 
 Values = Sequence[float | None]
-"""Values by draw; None if an answer has no reward."""
+"""By draw; None without a reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Steps `first` .. `last` without some groups; all groups by default."""
+    """Steps `first` .. `last` without some groups; all by default."""
 
     first: int
     last: int
@@ -37,19 +35,16 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        """Number of repeated steps."""
         return self.last - self.first + 1
 
 
 Subject = int | Trial
-"""A version, or a trial."""
 
 Measure = Callable[[Subject], Values]
-"""Function from a subject to its values by draw; fewer if the probe has no more."""
+"""Function from a subject to its values; fewer if the probe has no more."""
 
 
 def words(subject: Subject) -> str:
-    """Format a subject for people."""
     if isinstance(subject, int):
         return f"version {subject}"
     steps = f"steps {subject.first} to {subject.last}"
@@ -58,39 +53,36 @@ def words(subject: Subject) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits on draws and repeated steps."""
+    """Limits of a bisection."""
 
     draws: int = 512
-    """Draws per version and trial."""
     before: int = 2
-    """Steps before the found one whose groups are suspects too, since optimizer moments
-    carry over."""
+    """Earlier steps with suspects, since optimizer moments carry over."""
     after: int = 1
-    """Steps after the found one that a trial repeats too."""
+    """Later steps that a trial repeats."""
     steps: int = 20
-    """Repeated steps of all trials."""
     suspects: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A subject with its comparison."""
+    """A compared subject."""
 
     subject: Subject
     better: bool
-    """True if it is nearer to the good version than to the bad one."""
+    """Nearer to the good version."""
     verdict: Verdict
     value: Interval
     gain: Interval
-    """Gain over the bad version, by pairs; above 0 is better."""
+    """Over the bad version, by pairs; above 0 is better."""
     before: float
-    """Value of the bad version for the same draws."""
+    """Value of the bad version for these draws."""
     draws: int
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Comparison with a good and a bad subject; `direction` -1 means less is better."""
+    """Comparison with a good and a bad subject; `direction` -1: less is better."""
 
     measure: Measure
     good: Subject
@@ -115,13 +107,13 @@ class Comparison:
         return found
 
     def fall(self) -> Interval:
-        """Return by how much the bad one is worse, by pairs."""
+        """Return the loss of the bad one, by pairs."""
         rows = paired(self.measure(self.good), self.measure(self.bad))
         return interval_of([self.direction * (g - b) for g, b in rows])
 
 
 def paired(*columns: Values) -> list[tuple[float, ...]]:
-    """Return the draws for which every column has a value; one row of 0 if there are none."""
+    """Return the draws valued in every column, or one row of 0."""
     rows = [
         tuple(float(value) for value in row if value is not None)
         for row in zip(*columns, strict=False)
@@ -135,24 +127,21 @@ class Fall:
     """Location of the fall. Example: ``step=96``: the first bad version is 97."""
 
     fell: Interval
-    """Fall from the first to the last version, by pairs; above 0 is worse."""
+    """First to last version, by pairs; above 0 is worse."""
     measured: Sequence[Measured]
-    """The two given versions, then others in measurement order."""
+    """In measurement order; the given versions are first."""
     step: int
-    """Step that made the first bad version from the last good one."""
+    """Step from the last good version to the first bad one."""
     direction: float
 
     @property
     def sure(self) -> bool:
-        """Report whether the two given versions differ with confidence."""
+        """Report whether the given versions differ with confidence."""
         return self.fell.low > 0
 
 
 def search(measure: Measure, good: int, bad: int, *, direction: float | None = None) -> Fall:
-    """Bisect the versions between a good one and a later bad one.
-
-    Without a `direction`, the good version defines it.
-    """
+    """Bisect between a good and a later bad version; by default, the good one sets `direction`."""
     if direction is None:
         pairs = paired(measure(good), measure(bad))
         direction = 1.0 if sum(g - b for g, b in pairs) >= 0 else -1.0
@@ -173,19 +162,16 @@ def search(measure: Measure, good: int, bad: int, *, direction: float | None = N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Result of the trials."""
-
     suspects: Sequence[Suspect]
     trials: Sequence[Measured]
-    """Trials in the order in which they were made."""
+    """In order."""
     cause: Sequence[Suspect]
-    """Smallest tried set without which the value recovers; empty if there is none."""
+    """Smallest set without which the value recovers; may be empty."""
     proof: Measured | None
-    """Trial without the cause; without all suspects if there is no cause."""
+    """Trial without the cause, else without all suspects."""
     steps: int
-    """Number of repeated steps."""
     over: bool
-    """True if the step limit prevented a trial."""
+    """The step limit prevented a trial."""
 
 
 @dataclass(slots=True)
@@ -197,7 +183,7 @@ class _Trials:
     tried: dict[frozenset[str], Measured] = field(default_factory=dict)
 
     def without(self, suspects: Sequence[Suspect]) -> Measured | None:
-        """Run a trial without these; None if the step limit does not allow it."""
+        """Run a trial; None beyond the step limit."""
         names = frozenset(one.name for one in suspects)
         if names not in self.tried:
             trial = Trial(first=min(one.step for one in suspects), last=self.last, drop=names)
@@ -212,10 +198,7 @@ class _Trials:
 def explain(
     comparison: Comparison, suspects: Sequence[Suspect], last: int, steps: int
 ) -> Explanation:
-    """Find the suspects without which the steps up to `last` give a good value.
-
-    All trials together repeat at most `steps` steps.
-    """
+    """Find the cause of a bad value after step `last`, repeating at most `steps` steps."""
     trials = _Trials(comparison, last, steps)
     if suspects and not (_stands_alone(suspects) and _mends(trials, suspects[:1])):
         whole = trials.without(suspects)
@@ -239,7 +222,6 @@ def _mends(trials: _Trials, suspects: Sequence[Suspect]) -> bool:
 
 
 def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
-    """Try one half, continue with the half that contains the cause, then try the rest."""
     while len(suspects) > 1 and not trials.over:
         part, other = halves(suspects)
         found = trials.without(part)
@@ -248,12 +230,11 @@ def _halve(trials: _Trials, suspects: Sequence[Suspect]) -> None:
 
 
 def _stands_alone(suspects: Sequence[Suspect]) -> bool:
-    """Report whether the first deviates more, by variance, than all others together."""
     return suspects[0].deviations ** 2 >= sum(one.deviations**2 for one in suspects[1:])
 
 
 def halves(suspects: Sequence[Suspect]) -> tuple[Sequence[Suspect], Sequence[Suspect]]:
-    """Split at least two suspects into nonempty parts of similar weight.
+    """Split suspects into nonempty parts of similar weight.
 
     Example: weights 9, 3, 2, 1 give the first alone, and the others.
     """

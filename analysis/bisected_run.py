@@ -1,4 +1,4 @@
-"""Bisect a run: build the weights of versions and trials, and measure them with a probe."""
+"""Measure versions and trials of a run with a probe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Rows = list[dict[str, Any]]
 
 @dataclass(slots=True, kw_only=True)
 class Repeater:
-    """Repeats steps of a run from any version; `folder` keeps the state before a step."""
+    """Repeats steps of a run; `folder` keeps the state before a step."""
 
     run: SourceRun
     folder: Path
@@ -45,13 +45,12 @@ class Repeater:
     _contributions: dict[int, Rows] = field(default_factory=dict)
 
     def version(self, version: int) -> Path:
-        """Return the weights of a version, from the store or repeated. Raises as `replay_steps`."""
+        """Return a version's weights, stored or repeated. Raises as `replay_steps`."""
         if self.is_kept(version):
             return self.run.store.weights(self.run.history.digest_of(version))
         return self.before(version).weights
 
     def is_kept(self, version: int) -> bool:
-        """Report whether the store has a version."""
         digest = self.run.history.digest_of(version)
         return bool(digest) and self.run.store.has_weights(digest)
 
@@ -69,7 +68,7 @@ class Repeater:
         return self._states[step]
 
     def trial(self, trial: Trial) -> Path:
-        """Return the final weights of a trial; the next trial overwrites them."""
+        """Return a trial's weights; the next trial overwrites them."""
         change = Change(drop=trial.drop, start=self.before(trial.first))
         for result in replay_steps(self.run, range(trial.first, trial.last + 1), change):
             self._look(result, unchanged=not trial.drop)
@@ -77,11 +76,10 @@ class Repeater:
         return self.folder / TRIAL
 
     def other_numerics(self, step: int) -> bool:
-        """Report whether this machine's numerics differ from those of a step."""
         return numerics_again(self.run.learner, self._commit(step)) != self._commit(step).numerics
 
     def contributions(self, step: int) -> Rows:
-        """Return the contributions of a step; repeat the step if the store lacks them."""
+        """Return a step's contributions, stored or repeated."""
         if step not in self._contributions and self.run.altered is None:
             sha256 = self._commit(step).contributions.sha256
             stored = stored_contributions(self.run.store, sha256)
@@ -116,7 +114,7 @@ class Repeater:
 
 @dataclass(slots=True, kw_only=True)
 class BisectedRun:
-    """A run, a probe and the known values. Example: ``fall = bisected.search(80, 120)``."""
+    """A run with a probe and known values. Example: ``fall = bisected.search(80, 120)``."""
 
     repeater: Repeater
     probe: Probe
@@ -125,14 +123,11 @@ class BisectedRun:
     _values: dict[Subject, Values] = field(default_factory=dict)
 
     def search(self, good: int, bad: int) -> Fall:
-        """Find the step after which the value fell. Raises as the probe and the repeater."""
+        """Find the fall. Raises as the probe and the repeater."""
         return search(self.measure, good, bad, direction=self.probe.direction)
 
     def explain(self, fall: Fall, good: int) -> Explanation:
-        """Find the group that caused a fall, in its step or in those before it.
-
-        Trials begin at version `good` or later.
-        """
+        """Find the group that caused a fall; trials begin at version `good` or later."""
         first = max(fall.step - self.limits.before, good)
         rows = {one: self.repeater.contributions(one) for one in range(first, fall.step + 1)}
         suspects = suspects_of(rows, self.limits.suspects)
@@ -140,7 +135,7 @@ class BisectedRun:
         return explain(comparison, suspects, last, self.limits.steps)
 
     def measure(self, subject: Subject) -> Values:
-        """Return the values of a subject; known ones are cached."""
+        """Return a subject's values, cached."""
         if subject not in self._values:
             self.report(words(subject))
             repeater = self.repeater
@@ -154,8 +149,7 @@ class BisectedRun:
         return self._values[subject]
 
     def _reference(self, fall: Fall, first: int) -> tuple[Comparison, int]:
-        """Return the comparison for trials and their last step: some steps after the found one if
-        the value is still bad there."""
+        """Return the comparison for trials and their last step."""
         committed = self.repeater.run.history.next_step
         for last in range(min(fall.step + self.limits.after, committed - 1), fall.step, -1):
             comparison = self._comparison(fall, self._unchanged(first, last))
@@ -167,8 +161,6 @@ class BisectedRun:
         return Comparison(self.measure, fall.step, bad, fall.direction)
 
     def _unchanged(self, first: int, last: int) -> Subject:
-        """Return the subject with all groups: the run's version if the numerics are equal, else a
-        trial."""
         if self.repeater.other_numerics(last):
             return Trial(first=first, last=last)
         return last + 1

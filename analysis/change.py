@@ -1,11 +1,10 @@
-"""Changes of a replay: other rewards, dropped or weighted rows, other settings, another start.
+"""Changes of a replay: rewards, rows, settings, start.
 
-1. A dropped trajectory gives no gradient and no baseline to its group. A dropped group leaves the
-   batch.
-2. A reward replaces the logged one. None means no valid reward.
-3. A weight is a factor of the trajectory's loss; the divisor of the mean stays the same.
+1. A dropped trajectory gives no gradient and no baseline. A dropped group leaves the batch.
+2. A reward replaces the logged one; None means no valid reward.
+3. A weight is a factor of the loss; the divisor of the mean stays the same.
 
-The learner sets a group's advantages to 0 if fewer than two rewards are left or all are equal.
+Advantages are 0 in a group with fewer than two rewards or equal ones.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from dora_pipe.schemas.wire import canonical, sha256_hex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Checkpoint to start from: weights and optimizer state before a step."""
+    """Weights and optimizer state before a step."""
 
     weights: Path
     digest: str
@@ -41,18 +40,18 @@ class Change:
     """
 
     drop: frozenset[str] = frozenset()
-    """Groups and trajectories that do not count."""
+    """Groups and trajectories."""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
-    """Rewards by trajectory, instead of the logged ones."""
+    """By trajectory."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Loss factors by trajectory; 1 for all others."""
+    """Loss factors by trajectory, 1 by default."""
     settings: Settings = field(default_factory=dict)
-    """Logged keys of the trainer and the objective, instead of those in force."""
+    """Logged keys of the trainer and the objective."""
     start: Start | None = None
-    """State before the first step, instead of the run's own."""
+    """Default: the run's own."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError for a reward that is not finite or a weight below 0."""
+        """Raises UsageError for a non-finite reward or a negative weight."""
         for name, reward in self.rewards.items():
             if reward is not None and not math.isfinite(reward):
                 raise UsageError(f"the reward of {name} is {reward}", hint="a finite number")
@@ -62,7 +61,7 @@ class Change:
 
     @property
     def plain(self) -> dict[str, Any]:
-        """Return the change as plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "drop": sorted(self.drop),
             "rewards": dict(self.rewards),
@@ -73,7 +72,7 @@ class Change:
 
     @property
     def digest(self) -> str:
-        """sha256 of its canonical JSON (hex)."""
+        """sha256 of the canonical JSON (hex)."""
         return sha256_hex(canonical(self.plain))
 
 
@@ -81,10 +80,7 @@ EMPTY: Final = Change()
 
 
 def changed_batch(batch: TrainBatch, change: Change) -> TrainBatch:
-    """Return the batch to train; the same object if nothing changes.
-
-    Raises UsageError if no group is left.
-    """
+    """Return the batch to train, the same object if unchanged. Raises UsageError if it is empty."""
     groups = [_group(one, change) for one in batch.groups if one.group not in change.drop]
     if batch.groups and not groups:
         raise UsageError(f"step {batch.step} has no group left", hint="drop fewer groups")
@@ -122,7 +118,7 @@ class RewardLine(msgspec.Struct, frozen=True, kw_only=True):
 
     trajectory: str
     reward: float | None
-    """None: no valid reward."""
+    """None: not valid."""
 
 
 def write_rewards(file: Path, rows: Iterable[RewardLine]) -> None:

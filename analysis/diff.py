@@ -1,8 +1,8 @@
-"""Find the first record in which two runs differ, and the possible reasons.
+"""Find the first record in which two runs differ, and possible reasons.
 
-Timing alone can make runs of one configuration differ. So groups are matched by dispatch order,
-batches and versions by number, and trajectories by id if both were sampled with equal weights from
-the same row. The first record is the one that the first run logged earliest.
+Groups are matched by dispatch order, since timing changes which one ends first; batches and
+versions by number; trajectories by id, if weights and row are equal. The first record is the one
+that the first run logged earliest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MADE_OF: Final = (
     "eval_rows",
     "assets_digest",
 )
-"""Columns of the table `runs` that can explain a difference."""
+"""Columns of `runs` that can explain a difference."""
 
 WORKERS: Final = """
     select count(distinct worker) as workers,
@@ -53,7 +53,7 @@ RECORDS: Final[Mapping[Kind, str]] = {
         from groups where fate = 'trained' group by step""",
     "version": "select version, published_ns, digest from versions",
 }
-"""Queries for number, time and content of the records of each kind."""
+"""Number, time and content by kind."""
 
 Records = Mapping[int | str, tuple[int, Any]]
 """Time and content by number or id."""
@@ -61,13 +61,13 @@ Records = Mapping[int | str, tuple[int, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """Compared properties of a run."""
+    """Properties of a run."""
 
     config: Mapping[str, Any]
-    """Plain values by dotted key."""
+    """By dotted key."""
     made_of: Mapping[str, Any]
     changes: Sequence[tuple[int, str]]
-    """(step, change) of settings that changed in the run."""
+    """(step, change) of settings."""
     records: Mapping[Kind, Records]
 
 
@@ -81,28 +81,22 @@ class Parting:
     kind: Kind
     name: str
     at_ns: int
-    """Time at which the first run logged it."""
     values: tuple[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDiff:
-    """Differences of two runs."""
-
     changes: tuple[Sequence[tuple[int, str]], Sequence[tuple[int, str]]]
-    """(step, change) of settings that changed in each run; empty if both are equal."""
+    """(step, change) of each run; empty if equal."""
     config: Mapping[str, tuple[Any, Any]]
-    """Keys with different values."""
     made_of: Mapping[str, tuple[Any, Any]]
-    """Differing seeds, versions, digests of data and code, engines and devices."""
+    """Differing seeds, versions, digests, engines and devices."""
     partings: Sequence[Parting]
-    """First differing record of each kind, in the order of the first run."""
+    """First of each kind, in the first run's order."""
     compared: Mapping[Kind, int]
-    """Comparable records that both runs have, by kind."""
 
     def reasons(self, names: tuple[str, str]) -> list[str]:
-        """Return possible reasons of the difference: changes during the run first, then
-        settings."""
+        """Return possible reasons: changes during the run, then settings."""
         mid_run = [
             f"{name} changed {change} at step {step}"
             for name, changes in zip(names, self.changes, strict=True)
@@ -113,12 +107,11 @@ class RunDiff:
         return mid_run + settings
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return asdict(self)
 
 
 def diff_runs(one: OpenRun, other: OpenRun, damage: Damage) -> RunDiff:
-    """Compare two runs, reading both logs completely. Raises BusError, LogTruncated."""
+    """Compare two logs completely. Raises BusError, LogTruncated."""
     return compare(_compared_run(one, damage), _compared_run(other, damage))
 
 
@@ -143,10 +136,7 @@ def compare(one: ComparedRun, other: ComparedRun) -> RunDiff:
 
 
 def comparable(kind: Kind, one: Records, other: Records) -> list[int | str]:
-    """Return the records that both have, in the order of the first run.
-
-    Trajectories must have equal weights and rows, which their content starts with.
-    """
+    """Return common records in the first run's order; trajectories need equal weights and rows."""
     both = (name for name in one if name in other)
     if kind == "trajectory":
         both = (name for name in both if one[name][1][0] == other[name][1][0])
@@ -154,7 +144,7 @@ def comparable(kind: Kind, one: Records, other: Records) -> list[int | str]:
 
 
 def parting(kind: Kind, one: Records, other: Records) -> Parting | None:
-    """Return the first comparable record that differs; None if there is none."""
+    """Return the first comparable record that differs, if any."""
     for name in comparable(kind, one, other):
         (at_ns, here), (_, there) = one[name], other[name]
         if here != there:
@@ -188,7 +178,7 @@ def _compared_run(run: OpenRun, damage: Damage) -> ComparedRun:
 
 
 def _content(one: Trajectory) -> tuple[tuple[Any, ...], str, float | None]:
-    """Return a trajectory's weights and row, the digest of its tokens, and its reward."""
+    """Return (weights and row), digest of the tokens, reward."""
     meta = one.meta
     tokens = np.asarray(one.token_ids, "<i8").tobytes()
     return (one.digest, meta.purpose, meta.index, meta.source), sha256_hex(tokens), one.reward

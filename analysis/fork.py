@@ -1,8 +1,8 @@
 """Continue a recorded trajectory from its turns with new seeds and compare the rewards.
 
-The *value* of a turn is the mean reward of continuations from the recorded tokens before it, under
-one policy version. A continuation is a request that lost its worker at that place: the worker
-resumes from the recorded prefix, and the environment's answers must equal the recorded ones.
+The *value* of a turn is the mean reward of continuations from the recorded tokens before it. A
+continuation is a request that lost its worker there: a worker resumes from the prefix, and the
+environment's answers must equal the recorded ones.
 
     turn that begins at token 40, sample 3 -> request g0000000040-003
 """
@@ -27,7 +27,7 @@ from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.trajectory import EpisodeProgress, Segment, Trajectory
 
 CONFIDENCE: Final = 1.96
-"""Standard errors of a normal distribution for 95 %."""
+"""Standard errors for 95 %."""
 
 BINARY: Final = frozenset({0.0, 1.0})
 REASON: Final = "a continuation of a recorded trajectory"
@@ -38,35 +38,29 @@ class Cut:
     """Beginning of a turn. Example: ``Cut(token=40, turn=4)``."""
 
     token: int
-    """Tokens before it, including the prompt."""
+    """Tokens before it, with the prompt."""
     turn: int
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One continuation."""
-
     reward: float | None
     sampled: int
-    """Tokens that the model sampled after the cut."""
     token_ids: Sequence[int]
-    """All tokens after the cut."""
 
 
 class ForkedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """Continuations from one turn; means exclude those without a valid reward."""
+    """Continuations from a turn; means skip invalid rewards."""
 
     token: int
     turn: int
     mean: float | None
     low: float | None
-    """`low` and `high` bound the mean with 95 % confidence."""
+    """`low` and `high`: 95 % interval of the mean."""
     high: float | None
     samples: Sequence[Sample]
 
 
 class Decided(msgspec.Struct, frozen=True, kw_only=True):
-    """The turn that changed the value most, from its beginning to the next one."""
-
     turn: int
     before: float
     after: float
@@ -80,16 +74,14 @@ class Fork(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     digest: str
     sampled_by: int
-    """Version of the trajectory."""
     reward: float | None
-    """Recorded reward."""
     length: int
     turns: Sequence[ForkedTurn]
     decided: Decided | None
 
 
 def turn_starts(trajectory: Trajectory) -> dict[int, int]:
-    """Return the first token of each of the model's turns, in order."""
+    """Return the first token of each model turn."""
     found: dict[int, int] = {}
     for segment in trajectory.segments:
         if segment.kind == "model" and segment.end > segment.start:
@@ -100,7 +92,7 @@ def turn_starts(trajectory: Trajectory) -> dict[int, int]:
 def check_forkable(trajectory: Trajectory, scored_together: Sequence[str] = ()) -> None:
     """Raise UsageError for a trajectory that cannot be continued.
 
-    `scored_together`: sources whose trajectories are scored as a group (`RunStarted`).
+    `scored_together`: sources with group scoring.
     """
     name = trajectory.trajectory
     if trajectory.meta.source in scored_together:
@@ -115,7 +107,7 @@ def check_forkable(trajectory: Trajectory, scored_together: Sequence[str] = ()) 
 
 
 def cuts_of(trajectory: Trajectory, turn: int | None) -> list[Cut]:
-    """Return the beginning of a turn, or of every turn. Raises UsageError."""
+    """Return the beginning of one or every turn. Raises UsageError."""
     starts = turn_starts(trajectory)
     if turn is None:
         return [Cut(token=token, turn=at) for at, token in starts.items()]
@@ -128,7 +120,7 @@ def cuts_of(trajectory: Trajectory, turn: int | None) -> list[Cut]:
 def continuations(
     recorded: Trajectory, cuts: Sequence[Cut], samples: int, worker: TemporaryWorker
 ) -> tuple[dict[Cut, list[Trajectory]], list[RequestFailed]]:
-    """Sample continuations from each cut; return them and the failed ones.
+    """Return continuations from each cut and failed requests.
 
     Raises ReplayDiverged if an environment answers differently, and what the worker raises.
     """
@@ -151,7 +143,7 @@ def continuations(
 
 
 def check_replayable(recorded: Trajectory, facts: Mapping[str, TaskFacts]) -> None:
-    """Raise UsageError for an environment that does not declare itself replayable."""
+    """Raise UsageError for an environment that is not declared replayable."""
     here = facts[recorded.meta.source]
     if not (here.single_turn or here.replayable):
         raise UsageError(
@@ -194,10 +186,9 @@ def _wanted(recorded: Trajectory, cut: Cut, sample: int, worker: TemporaryWorker
 def prefix_of(
     recorded: Trajectory, cut: Cut, name: str, worker: TemporaryWorker
 ) -> EpisodeProgress | None:
-    """Return the tokens before a cut as the progress record to resume from; None at the prompt.
+    """Return the tokens before a cut as a progress record; None at the prompt.
 
-    The record names the worker's version for its tokens. It ends with the model's last turn, so
-    that the worker asks the environment for its answer again.
+    It names the worker's version and ends with a model turn, so that the environment answers again.
     """
     models = [one for one in recorded.segments if one.kind == "model" and one.start < cut.token]
     if not models:
@@ -231,7 +222,7 @@ def _segments_before(segments: Sequence[Segment], end: int, version: int) -> Ite
 
 
 def prefix_difference(recorded: Trajectory, continued: Trajectory, cut: Cut) -> str:
-    """Describe the difference to the recorded trajectory before a cut; empty if there is none."""
+    """Return the first difference before a cut, or an empty string."""
     answers = _answers(continued)
     for number, before in enumerate(_answers(recorded)):
         if before.end > cut.token:
@@ -259,11 +250,8 @@ def _answers(trajectory: Trajectory) -> list[Segment]:
 
 
 def mean_of(rewards: Sequence[float]) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Return the mean of these rewards and its 95 % interval.
-
-    Rewards of 0 and 1 use Wilson's interval, which has a width even if all are equal; others use a
-    bootstrap interval.
-    """
+    """Return mean and 95 % interval: Wilson's for rewards of 0 and 1, since it has a width even if
+    all are equal; else a bootstrap interval."""
     if not rewards:
         return None, None, None
     if not BINARY.issuperset(rewards):
@@ -283,7 +271,7 @@ def fork_of(
     samples: Mapping[Cut, Sequence[Trajectory]],
     worker: TemporaryWorker,
 ) -> Fork:
-    """Return the values of these cuts from their continuations."""
+    """Return the values of these cuts."""
     turns = tuple(_turn(cut, samples[cut]) for cut in sorted(samples, key=lambda cut: cut.token))
     return Fork(
         run=run,
@@ -314,10 +302,10 @@ def _turn(cut: Cut, continued: Sequence[Trajectory]) -> ForkedTurn:
 
 
 def decided_by(turns: Sequence[ForkedTurn], reward: float | None) -> Decided | None:
-    """Return the turn that changed the value most, the first of ties.
+    """Return the first turn with the largest change of value, if any.
 
-    The recorded reward is the value after the last turn. A turn counts only if its interval does
-    not overlap the next one's; None if there is no such turn.
+    The recorded reward follows the last turn. A turn counts if its interval does not overlap the
+    next one's.
     """
     values = [
         (one.turn, one.mean, one.low, one.high)

@@ -1,4 +1,4 @@
-"""Probes: a value per draw for any weights, from an evaluation of the run or a user's function.
+"""Probes: a value per draw for any weights, from an evaluation or a user's function.
 
 The *draws* of an evaluation are its trajectories, row by row, then again with new seeds:
 
@@ -6,8 +6,7 @@ The *draws* of an evaluation are its trajectories, row by row, then again with n
                                 group   0  0  1  1  2  2      2 is row 0 once more
                                 sample  0  1  0  1  0  1
 
-Groups and seeds equal those of the run's evaluation (`orchestrator.evaluations`), so draw i has the
-same row and seed for all weights. A draw without a valid reward has no value.
+Draw i has the same row and seed for all weights, as in `orchestrator.evaluations`.
 """
 
 from __future__ import annotations
@@ -55,21 +54,20 @@ from dora_pipe.store.store import PolicyStore
 
 EVAL: Final = "eval"
 VERSION: Final = 1
-"""Version of the probed weights in the log of their worker."""
 
 Values = Sequence[float | None]
 
 
 class Probe(Protocol):
-    """Source of a value per draw; draw i has the same row and seed for all weights."""
+    """Source of values by draw."""
 
     @property
     def direction(self) -> float | None:
-        """1 if more is better; None if the given versions define it."""
+        """1: more is better; None: the given versions define it."""
         ...
 
     def values(self, weights: Path, digest: str, draws: int) -> Values:
-        """Return values of up to `draws` draws. Raises TaskError."""
+        """Return up to `draws` values. Raises TaskError."""
         ...
 
 
@@ -95,7 +93,7 @@ def opened_probe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FunctionProbe:
-    """User function from a model directory to a number, or to one per row."""
+    """User function from a model directory to one value, or one per row."""
 
     probe: str
     function: Any
@@ -104,7 +102,7 @@ class FunctionProbe:
     direction: float | None = None
 
     def values(self, weights: Path, digest: str, draws: int) -> Values:
-        """Return the function's values, however many. Raises TaskError."""
+        """Return all values of the function. Raises TaskError."""
         with tempfile.TemporaryDirectory(prefix="dora-pipe-probe-") as folder:
             model, dtype = Path(folder) / "model", read_manifest(weights).dtype
             write_policy_dir(self.store, weights, digest, dtype, self.assets, model)
@@ -118,13 +116,11 @@ class FunctionProbe:
 
 @dataclass(slots=True, kw_only=True)
 class EvaluationProbe:
-    """Rewards of an evaluation's rows, sampled as by a worker of the run."""
+    """Rewards of an evaluation, sampled as in the run."""
 
     started: RunStarted
     config: Config
-    """The run's configuration with one evaluation."""
     local: Config
-    """This machine's part of the worker's configuration."""
     store: PolicyStore
     engine: Engine
     pools: Sequence[tuple[Task, TaskPool]]
@@ -132,7 +128,7 @@ class EvaluationProbe:
     direction: float | None = 1.0
 
     def values(self, weights: Path, digest: str, draws: int) -> Values:
-        """Sample the draws. Raises TaskError if no draw has a valid reward."""
+        """Sample the draws. Raises TaskError without a valid reward."""
         parts = WorkerParts(
             store=_OtherWeights(store=self.store, file=weights, digest=digest),
             config=self.local,
@@ -177,7 +173,6 @@ class EvaluationProbe:
 
 
 def _check(results: Sequence[Trajectory | RequestFailed]) -> None:
-    """Report the draws without a value. Raises TaskError if none has one."""
     errors = Counter(
         one.error if isinstance(one, RequestFailed) else error_class(one.meta.reward_error or "")
         for one in results
@@ -192,7 +187,7 @@ def _check(results: Sequence[Trajectory | RequestFailed]) -> None:
 
 
 class _Kept:
-    """Engine or task processes that stay open when a worker closes them."""
+    """Engine or pool that its worker does not close."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -212,7 +207,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OtherWeights:
-    """The run's store, with one more policy."""
+    """Store with one more policy."""
 
     store: PolicyStore
     file: Path
@@ -273,7 +268,7 @@ def _evaluation(run: OpenRun, name: str, report: Report) -> Iterator[EvaluationP
 
 
 def _named(config: Config, name: str) -> Evaluation:
-    """Return the named evaluation, or the only one without a name. Raises UsageError."""
+    """Return the named or only evaluation. Raises UsageError."""
     found = {one.name: one for one in config.evaluations}
     if name not in found and (name or len(found) > 1):
         known = ", ".join(f"eval:{one}" if one else EVAL for one in found)
@@ -282,8 +277,7 @@ def _named(config: Config, name: str) -> Evaluation:
 
 
 def asking_only(started: RunStarted, evaluation: Evaluation) -> RunStarted:
-    """Return a `run started` with this evaluation alone, so that its worker starts no
-    other task."""
+    """Return a `run started` with one evaluation, to start no other task."""
     names = {
         "task": logged_config(started.config).task_of(evaluation).name,
         "evaluation": evaluation.name,

@@ -1,9 +1,8 @@
-"""Repeat committed steps from the log and a checkpoint, with one change or none.
+"""Repeat committed steps from the log and a checkpoint, with or without a change.
 
-Steps between the checkpoint and the first requested one are repeated unchanged. Without a change,
-weights, metrics and contributions must equal the committed ones bit for bit; there is no tolerance,
-since errors would hide in it. The replay ends at the first difference, unless the numerics
-fingerprint differs (another machine or torch version): then only the distance is reported.
+Without one, weights, metrics and contributions must be bit-equal; a tolerance would hide errors.
+The replay ends at the first difference, unless the numerics fingerprint differs (another machine or
+torch version).
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 SETTABLE: Final = frozenset(key for key in LOGGED if key.startswith(("trainer.", "objective.")))
-"""Keys that a change may set: the settings that a commit contains."""
+"""Keys that a change may set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDistance:
-    """Distance of a replayed tensor from the committed one.
+    """Distance from a committed tensor.
 
     Example: ``TensorDistance(tensor="lm_head.weight", differing=12, elements=4096,
     absolute_max=1.2e-7, relative_max=3e-6)``.
@@ -58,19 +57,17 @@ class TensorDistance:
 
     tensor: str
     differing: int
-    """Elements with different bits."""
     elements: int
     absolute_max: float
     relative_max: float
-    """Largest absolute difference over the largest absolute value of the committed tensor."""
+    """Largest difference over the committed tensor's largest absolute value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureDifference:
-    """A metric that differs.
+    """A differing metric, or a contribution such as ``g0000000042-003 advantage``.
 
-    Example: ``FigureDifference(name="loss", committed=0.25, replayed=0.5)``; contributions have
-    names such as ``g0000000042-003 advantage``.
+    Example: ``FigureDifference(name="loss", committed=0.25, replayed=0.5)``
     """
 
     name: str
@@ -85,39 +82,38 @@ class FigureDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One repeated step; `wanted` is False for steps before the first requested one."""
+    """Result of a repeated step; lead-in steps are not `wanted`."""
 
     replayed: ReplayedStep
     wanted: bool
     distances: tuple[TensorDistance, ...] = ()
-    """Distances of differing tensors, largest first; empty with a change."""
+    """Largest first; empty with a change."""
     figures: tuple[FigureDifference, ...] = ()
-    """Metrics and contributions that differ from the commit."""
 
     @property
     def equal(self) -> bool:
-        """Report whether weights and metrics equal the committed ones."""
+        """Report whether weights and metrics are equal."""
         return self.replayed.equal and not self.figures
 
     @property
     def time_ratio(self) -> float | None:
-        """Compute time here over the recorded one."""
+        """Compute time over the recorded one."""
         recorded_s = self.replayed.compute_s_committed
         return self.replayed.compute_s_replayed / recorded_s if recorded_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuilt:
-    """A version that the store lacks, with the replay that rebuilds it.
+    """A rebuilt version.
 
-    Example: ``Rebuilt(version=7, digest="ab..", base=4, steps=3)``: from the checkpoint of version
-    4, by three steps.
+    Example: ``Rebuilt(version=7, digest="ab..", base=4, steps=3)``: three steps from the checkpoint
+    of version 4.
     """
 
     version: int
     digest: str
     base: int
-    """Version of the starting checkpoint; 0 is the initial model."""
+    """Starting version."""
     steps: int
 
     @property
@@ -133,7 +129,7 @@ class Rebuilt:
 
 @dataclass(kw_only=True)
 class SourceRun:
-    """Run whose steps are repeated; its learner is created on first use."""
+    """Run with a lazily created learner."""
 
     bus: Bus
     topics: Topics
@@ -141,13 +137,13 @@ class SourceRun:
     make: Callable[[RunStarted], Learner]
     clock: Clock
     altered: Alter | None = None
-    """Change of every step that applies before any `Change`, for studies."""
+    """Applied before any `Change`, for studies."""
     on_rebuilt: Callable[[Rebuilt], None] = lambda rebuilt: LOG.warning("%s", rebuilt.line)
-    """Called with every version that `weights` rebuilds."""
+    """Called by `weights`."""
 
     @classmethod
     def of(cls, run: OpenRun) -> SourceRun:
-        """Open the steps of a run for replay on this machine's device."""
+        """Open a run for replay on this machine's device."""
 
         def make(started: RunStarted) -> Learner:
             config = logged_config(started.config)
@@ -160,7 +156,7 @@ class SourceRun:
 
     @cached_property
     def history(self) -> CommitHistory:
-        """Committed steps in control when first read."""
+        """Commits when first read."""
         return read_history(self.bus, self.topics, self.clock)
 
     @property
@@ -173,7 +169,7 @@ class SourceRun:
 
     @cached_property
     def learner(self) -> Learner:
-        """Learner with the state after the last repeated step."""
+        """State after the last repeated step."""
         return self.make(self.started)
 
     def steps(self, first: int | None, end: int | None) -> range:
@@ -186,10 +182,10 @@ class SourceRun:
         return steps
 
     def weights(self, version: int) -> Path:
-        """Return the file of a version; rebuild it if the store lacks it.
+        """Return a version's file, rebuilt if needed.
 
-        Raises UsageError for an uncommitted version, ReplayDiverged if this machine computes other
-        bytes, PolicyError, BusError.
+        Raises UsageError for an uncommitted version, ReplayDiverged for other bytes, PolicyError,
+        BusError.
         """
         history = self.history
         if version and not 0 <= version <= history.next_step:
@@ -203,8 +199,7 @@ class SourceRun:
         return self.store.weights(digest)
 
     def _has_weights(self, digest: str) -> bool:
-        """Report whether the store can provide it; versions with damaged or lost deltas are
-        rebuilt."""
+        """Report whether the store has a file or intact deltas."""
         if not self.store.has_weights(digest):
             return False
         try:
@@ -244,21 +239,20 @@ def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None
 
 
 def with_modules(config: Config, run: OpenRun) -> Config:
-    """Return the configuration with this machine's user modules and teacher."""
+    """Add this machine's user modules and teacher."""
     task = msgspec.structs.replace(config.task, directory=run.config.task.directory)
     teacher = config.teacher.on(run.config.teacher)
     return msgspec.structs.replace(config, task=task, teacher=teacher)
 
 
 def replay_steps(run: SourceRun, steps: range, change: Change = EMPTY) -> Iterator[StepResult]:
-    """Repeat `steps` with a change; yield one result per step, including lead-in steps.
+    """Repeat `steps` with a change from the first of them on; yields lead-in steps too.
 
-    The change applies from the first of `steps` on. `change.start` needs no lead-in; an empty range
-    is lead-in only. Afterwards `run.learner` has the last weights. Without a change, the replay
-    ends after the first step that differs under equal numerics.
+    `change.start` needs no lead-in; an empty range is lead-in only. `run.learner` then has the last
+    weights.
 
     Raises UsageError for uncommitted steps, ConfigError for an invalid setting, ReplayDiverged for
-    a lead-in step of a change that differs under equal numerics, InvariantBroken for an unreadable
+    a change's lead-in step that differs under equal numerics, InvariantBroken for an unreadable
     trajectory.
     """
     check_steps(run, steps)
@@ -282,7 +276,7 @@ def replay_steps(run: SourceRun, steps: range, change: Change = EMPTY) -> Iterat
 
 
 def check_steps(run: SourceRun, steps: range) -> None:
-    """Raise UsageError for steps that were not committed."""
+    """Raise UsageError for uncommitted steps."""
     committed = run.history.next_step
     if not (run.started and 0 <= steps.start <= steps.stop <= committed):
         raise UsageError(
@@ -292,7 +286,6 @@ def check_steps(run: SourceRun, steps: range) -> None:
 
 
 def _load(run: SourceRun, first: int, change: Change) -> int:
-    """Load the initial state and return the next step."""
     start = change.start
     if start is None:
         return load_base(run.store, run.learner, run.started, run.history.notes[:first])
@@ -301,8 +294,6 @@ def _load(run: SourceRun, first: int, change: Change) -> int:
 
 
 def _alter(run: SourceRun, steps: range, change: Change) -> Alter:
-    """Return the change as a function of batch and settings. Raises UsageError for unknown
-    settings."""
     if unknown := sorted(change.settings.keys() - SETTABLE):
         there = f"there are: {', '.join(sorted(SETTABLE))}"
         raise UsageError(f"{unknown[0]} is not a setting of a training step", hint=there)
@@ -331,7 +322,7 @@ def _compared(run: SourceRun, result: StepResult) -> StepResult:
 
 
 def raise_if_diverged(line: StepResult) -> None:
-    """Raise ReplayDiverged with the step and first difference, unless everything is equal."""
+    """Raise ReplayDiverged for the first difference, if any."""
     step = line.replayed
     if line.equal:
         return
@@ -349,9 +340,9 @@ def raise_if_diverged(line: StepResult) -> None:
 
 
 def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, ...]:
-    """Return every tensor of two safetensors files that differs, largest relative distance first.
+    """Return the differing tensors, largest relative distance first.
 
-    Tensors that only one file has, or of another shape, differ in every element.
+    A missing tensor or another shape differs in every element.
     """
     from safetensors.torch import load_file
 
@@ -364,7 +355,6 @@ def tensor_distances(committed: Path, replayed: Path) -> tuple[TensorDistance, .
 def _distance(
     name: str, committed: torch.Tensor | None, replayed: torch.Tensor | None
 ) -> TensorDistance | None:
-    """Return the distance of two tensors; None if all bits are equal."""
     a, b = committed, replayed
     if a is None or b is None or (a.dtype, a.shape) != (b.dtype, b.shape):
         return TensorDistance(
@@ -392,7 +382,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
-    """Yield differing metrics; ignore metrics that the commit does not have."""
     for name, committed in sorted(replayed.figures_committed.items()):
         if name in OF_PATCHES:
             continue
@@ -402,7 +391,7 @@ def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
 
 
 def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator[FigureDifference]:
-    """Yield differing contributions; none if the store no longer has them."""
+    """Yield differing contributions that are still stored."""
     sha256 = replayed.contributions_committed
     if not store.has_blob("contributions", sha256):
         return
@@ -417,7 +406,7 @@ def _other_contributions(store: PolicyStore, replayed: ReplayedStep) -> Iterator
 
 
 def distances_of(run: SourceRun, step: ReplayedStep) -> tuple[TensorDistance, ...]:
-    """Return the distances from the committed weights; empty if those are gone."""
+    """Return distances from committed weights that are still stored."""
     try:
         committed = run.store.weights(step.digest_committed)
     except PolicyError:

@@ -1,11 +1,8 @@
 """Score logged trajectories again with the run's own task, or with other rewards.
 
-The task runs through the worker's port with the inputs of the run. Prompts, environment answers,
-and rewards with raw value, parts and answer must be equal. A trajectory of a group that is scored
-together is first scored alone; then the group's scores are added.
-
-Answers that infrastructure lost (timeout, dead process, `Retry`), now or in the run, and rewards
-that agents gave are counted, not compared.
+The task runs through the worker's port. Prompts, answers and rewards must be equal. Trajectories
+are scored alone, then by group. Answers lost to infrastructure (timeout, dead process, `Retry`) and
+rewards from agents are only counted.
 """
 
 from __future__ import annotations
@@ -39,22 +36,22 @@ from dora_pipe.schemas.trajectory import SegmentKind, Trajectory, answer_of, tur
 from dora_pipe.schemas.wire import REWARD_MAX
 
 IN_FLIGHT_MAX: Final = 64
-"""Trajectories in the task at a time."""
+"""Trajectories scored concurrently."""
 
 POLL_S: Final = 0.005
-"""Pause after an empty poll; the pool limits the time of each call."""
+"""Pause after an empty poll."""
 
 AGENTS_OWN: Final = "its agent gave the reward"
 IN_ERROR: Final = "it ended in an error"
 
 
 class Tasks(Protocol):
-    """Interface to run task calls: `producers.worker.ports.TaskPorts`."""
+    """Task calls, as in `producers.worker.ports.TaskPorts`."""
 
     def start(self, effect: PromptCall | EnvStep | RewardCall | GroupCall | Forget) -> None: ...
 
     def poll(self) -> list[Any]:
-        """Return the answers since the last call."""
+        """Return new answers."""
         ...
 
 
@@ -70,39 +67,34 @@ class Rescored:
     recorded: float | None
     reward: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Parts of the new reward, by name."""
     error: str = ""
-    """Why it has no new reward."""
     difference: str = ""
-    """First difference to the record; empty if there is none."""
+    """First difference, or ""."""
     not_compared: str = ""
     """Why it cannot be compared."""
 
     @property
     def lost(self) -> bool:
-        """Report whether infrastructure lost the answer, so that a retry may succeed."""
         return self.reward is None and bool(self.error) and bool(self.not_compared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTogether:
-    """A group whose trajectories are scored together."""
+    """A group with group scoring."""
 
     size: int
-    """Trajectories of the group that count."""
+    """Trajectories that count."""
     valid_min: int
-    """Minimum valid rewards; with fewer, the group fails and is not scored."""
+    """With fewer valid rewards, the group fails unscored."""
     recorded: Mapping[str, tuple[float | None, Mapping[str, float]]]
-    """Recorded group reward and its parts, by trajectory."""
+    """Group reward and parts, by trajectory."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A trajectory in the task."""
-
     recorded: Trajectory
     left: deque[tuple[SegmentKind, list[int]]]
-    """Turns that the environment has not received yet."""
+    """Turns that the environment lacks."""
 
 
 def rescore(
@@ -114,11 +106,11 @@ def rescore(
     together: Mapping[str, ScoredTogether] | None = None,
     agents: bool = False,
 ) -> Iterator[Rescored]:
-    """Score trajectories concurrently; yield them in completion order.
+    """Score trajectories concurrently; yield them as they complete.
 
-    `stopped` reports whether a turn ended by itself, not by its length: only then did the
-    environment receive it. `together`: groups that are scored together. `agents` includes
-    trajectories whose agent gave the reward. Raises TaskError if the task cannot run.
+    `stopped`: whether a turn ended by itself, so that the environment received it; `together`:
+    groups with group scoring; `agents`: include rewards from agents. Raises TaskError if the task
+    cannot run.
     """
     scoring = _Scoring(tasks, stopped, together or {}, agents=agents)
     waiting = iter(trajectories)
@@ -150,12 +142,11 @@ class _Scoring:
         self._tasks, self._stopped, self._agents = tasks, stopped, agents
         self._together = together
         self.open: dict[str, _Asked | list[Rescored]] = {}
-        """By trajectory; by group during group scoring."""
         self.done: list[Rescored] = []
         self._gathered: defaultdict[str, list[tuple[Trajectory, Rescored]]] = defaultdict(list)
 
     def begin(self, one: Trajectory) -> None:
-        """Request its prompt; a trajectory that ended in an error was never scored."""
+        """Request its prompt, unless it ended in an error and was never scored."""
         meta = one.meta
         if meta.finish == "error":
             wrong = "" if one.reward is None else "it ended in an error and has a reward"
@@ -179,7 +170,6 @@ class _Scoring:
                 )
 
     def handle(self, event: Any) -> None:
-        """Handle an answer of the task."""
         asked = self.open.get(event.request)
         match asked, event:
             case list(), GroupRewarded() | TaskFailed():
@@ -206,7 +196,7 @@ class _Scoring:
             self._score(recorded)
 
     def _step(self, asked: _Asked) -> None:
-        """Send the model's next turn to the environment, if it received it in the run."""
+        """Send the model's next turn, if the environment received it in the run."""
         recorded = asked.recorded
         if not asked.left:
             self._score(recorded)
@@ -219,7 +209,7 @@ class _Scoring:
             self._score(recorded)
 
     def _observed(self, asked: _Asked, event: EnvObserved) -> None:
-        """Compare an environment's answer; the record lacks the end of one that did not fit."""
+        """Compare an answer; a truncated one lacks its end in the record."""
         if asked.left:
             _, ids = asked.left.popleft()
             if list(event.token_ids) != ids:

@@ -1,6 +1,6 @@
-"""Compare two rewards of a run's trajectories: outcomes of groups, advantage signs, means.
+"""Compare two rewards of a run's trajectories: outcomes, advantage signs, means.
 
-Batches keep their groups, so the comparison shows direct effects only.
+Batches keep their groups, so only direct effects show.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ ENDED: Final = """
     where own_fate is null and record_offset is not null
       and fate in ('trained', 'filtered', 'failed', 'evaluated')
     group by all order by group_id"""
-"""Groups that have ended, with their trajectories that count."""
+"""Ended groups with trajectories that count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """An ended group with both rewards of its trajectories that count."""
+    """An ended group with both rewards."""
 
     group: str
     version: int
     size: int
     outcome: str
-    """`trained`, `filtered`, `failed` or `evaluated`, as logged."""
     step: int
-    """Step that trained it, else the first one whose batch was taken after its end."""
+    """Step that trained it, else the first batch after its end."""
     trajectories: tuple[str, ...]
     old: tuple[float | None, ...]
     new: tuple[float | None, ...]
@@ -71,30 +70,27 @@ class Comparison:
     """Effects of other rewards."""
 
     trajectories: int
-    """Trajectories that count and were scored."""
+    """Scored ones that count."""
     left_out: int
-    """Groups with a trajectory that was not scored."""
+    """Groups that were not scored completely."""
     differ: Sequence[tuple[str, float | None, float | None]]
-    """Trajectories with another reward, and both rewards; largest distance first."""
+    """Trajectories with both rewards; largest distance first."""
     old: float | None
-    """Mean training reward as logged."""
     new: float | None
     outcomes: Sequence[ChangedGroup]
-    """Groups with another outcome, by step."""
+    """By step."""
     advantages: int
-    """Advantages of trained trajectories."""
     signs: Sequence[str]
-    """Trajectories with another sign (positive, zero, negative) of the advantage."""
+    """Trajectories with another advantage sign."""
     first: int | None
-    """First step with another outcome or advantage."""
+    """First changed step."""
 
     def plain(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return asdict(self)
 
 
 def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Comparison:
-    """Compare these rewards with the logged ones; skips groups that they do not cover."""
+    """Compare with the logged rewards; skips groups that are not covered."""
     taken = [one for (one,) in tables.query("select taken_ns from steps order by step")]
     rows = tables.records(ENDED)
     groups = [
@@ -119,13 +115,12 @@ def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Com
 
 
 def rules_of(tables: Catalogue) -> Groups:
-    """Return the group rules that the run started with."""
     ((config,),) = tables.query("select config from runs")
     return logged_config(msgspec.json.decode(config)).groups
 
 
 def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, ScoredTogether]:
-    """Return the ended groups of these sources, by id."""
+    """Return the ended groups of these sources."""
     rules = rules_of(tables)
     return {
         row["group_id"]: ScoredTogether(
@@ -151,7 +146,7 @@ def compare(
     *,
     left_out: int = 0,
 ) -> Comparison:
-    """Compare both rewards of these groups; `settings` are the logged ones of each step."""
+    """Compare both rewards of groups; `settings` are logged, by step."""
     train = [one for one in groups if one.outcome != "evaluated"]
     outcomes = [
         ChangedGroup(group=one.group, step=one.step, old=one.outcome, new=new)
@@ -182,7 +177,7 @@ def compare(
 
 
 def outcome_of(rewards: Rewards, size: int, rules: Groups) -> str:
-    """Return the outcome of a complete group (`state_ops.outcome_of`).
+    """Return a complete group's outcome, like `state_ops.outcome_of`.
 
     Example: with filtering, ``outcome_of([1.0, 1.0], 2, rules) == "filtered"``
     """
@@ -195,7 +190,6 @@ def outcome_of(rewards: Rewards, size: int, rules: Groups) -> str:
 def _advantages(
     groups: Sequence[ScoredGroup], settings: Mapping[str, Any]
 ) -> list[tuple[str, float | None, float | None]]:
-    """Return name and both advantages of a step's trajectories, by the step's rule."""
     rule = advantage_rule(dict(settings))
     old = batch_advantages([(one.version, one.old) for one in groups], *rule)
     new = batch_advantages([(one.version, one.new) for one in groups], *rule)
@@ -215,7 +209,6 @@ def _differing(
 
 
 def _distance(one: tuple[str, float | None, float | None]) -> float:
-    """Return the distance of two rewards; infinite if one is missing."""
     _, old, new = one
     return math.inf if old is None or new is None else abs(new - old)
 
@@ -226,7 +219,6 @@ def _mean(rewards: Iterable[float | None]) -> float | None:
 
 
 def _sign(advantage: float | None) -> int:
-    """Return the sign; None counts as 0, since neither has a gradient."""
     return 0 if not advantage else 1 if advantage > 0 else -1
 
 

@@ -5,7 +5,7 @@
     steps.jsonl                           per step: its digest, that of the source, its metrics
     change.json                           the source, its log and the change; written last
 
-The same command gives the same bytes. It starts over in a directory without `change.json`.
+Results are reproducible. Without `change.json`, a directory is overwritten.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from dora_pipe.store.model_dir import write_policy_dir
 
 STEPS: Final = "steps.jsonl"
 WEIGHTS: Final = "weights.partial"
-"""Temporary weights file."""
 
 
 class RetrainedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,13 +40,13 @@ class RetrainedStep(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     digest: str
-    """Digest of the weights after the step."""
+    """After the step."""
     digest_source: str
     figures: dict[str, float]
 
     @property
     def equal(self) -> bool:
-        """Report whether the weights equal those of the source."""
+        """Report whether the weights equal the source's."""
         return self.digest == self.digest_source
 
 
@@ -59,10 +58,10 @@ def retrain(
     *,
     report: Callable[[int], None] = lambda step: None,
 ) -> list[RetrainedStep]:
-    """Repeat `steps` with a change, write the directory `out`, and return the steps.
+    """Repeat `steps` with a change, write `out`, return the steps.
 
-    Raises UsageError for a directory in use and for unknown rows, ConfigError for a trainer without
-    row weights, ReplayDiverged if an unchanged step differs, and what the trainer raises.
+    Raises UsageError for a directory in use and unknown rows, ConfigError for a trainer without row
+    weights, ReplayDiverged if an unchanged step differs, and what the trainer raises.
     """
     _check_change(run, steps, change)
     _begin(out)
@@ -87,7 +86,7 @@ def retrain(
 
 
 def _begin(out: Path) -> None:
-    """Create the directory or clear an unfinished one. Raises UsageError, ResourceError."""
+    """Create or clear the directory. Raises UsageError, ResourceError."""
     if (out / CHANGE).exists():
         raise UsageError(f"{out} holds a retrained model", hint="choose another --out")
     if (out / STEPS).exists():
@@ -101,7 +100,6 @@ def _begin(out: Path) -> None:
 
 
 def _check_change(run: SourceRun, steps: range, change: Change) -> None:
-    """Reject unknown rows, and weights that the trainer does not support."""
     config = logged_config(run.started.config)
     if change.weights and not learner_kind(config.trainer.kind, config.task.directory).weights:
         raise ConfigError(

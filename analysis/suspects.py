@@ -1,8 +1,7 @@
-"""Rank the groups of a step by how much they deviate from the others.
+"""Rank the groups of a step by their largest deviation from the others.
 
-A measure's deviation is its distance above the median of the step's groups, in robust standard
-deviations (from the median absolute deviation). Unbounded measures use logarithms. A group ranks by
-its largest deviation.
+A deviation is the distance above the step's median in robust standard deviations. Unbounded
+measures use logarithms.
 """
 
 from __future__ import annotations
@@ -14,22 +13,21 @@ from statistics import fmean, median
 from typing import Any, Final
 
 STANDS_OUT: Final = 3.0
-"""Standard deviations from which a measure is reported."""
+"""Reported from this many standard deviations."""
 
 MAD_TO_STD: Final = 1.4826
-"""Standard deviation over the median absolute deviation, for a normal distribution."""
+"""Ratio to the median absolute deviation, for a normal distribution."""
 
 MEAN_TO_STD: Final = 1.2533
-"""Standard deviation over the mean absolute deviation, for measures that most groups share."""
+"""Ratio to the mean absolute deviation, if most groups are equal."""
 
 SHARE_MIN: Final = 1e-6
-"""Lower bound for shares of a step's loss."""
+"""Lower bound for loss shares."""
 
 DEVIATIONS_MIN: Final = 0.1
-"""Deviations of a group that is not an outlier."""
+"""Deviations of a group that is no outlier."""
 
 Rows = Sequence[Mapping[str, Any]]
-"""Rows of a contributions file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +40,24 @@ class Suspect:
     name: str
     step: int
     deviations: float
-    """Standard deviations, above 0."""
     reasons: Sequence[str] = ()
 
     @property
     def weight(self) -> float:
-        """Weight for halving suspects."""
         return 1.0 + self.deviations**2
 
 
 @dataclass(frozen=True, slots=True)
 class _Measure:
-    """`value` compares groups, given the step's median reward; `shown` is for people."""
+    """`value` gets rows and the step's median reward; `shown` is for people."""
 
     value: Callable[[Rows, float], float]
     shown: Callable[[Rows], float]
     spread_min: float
-    """Smaller differences between groups do not count."""
+    """Smaller differences do not count."""
 
 
 def _most(rows: Rows, column: str, default: float = 0.0) -> float:
-    """Return the value of largest magnitude."""
     values = (row[column] for row in rows if row.get(column) is not None)
     return float(max(values, key=abs, default=default))
 
@@ -98,10 +93,7 @@ MEASURES: Final[Mapping[str, _Measure]] = {
 
 
 def suspects_of(steps: Mapping[int, Rows], most: int) -> list[Suspect]:
-    """Return the groups that deviate most within their steps, largest deviation first.
-
-    It leaves out one group of every step, since a step keeps at least one group.
-    """
+    """Return the groups that deviate most within their steps; a step keeps at least one group."""
     found: list[Suspect] = []
     for step, rows in steps.items():
         found += sorted(_ranked(step, rows), key=_order)[:-1]
@@ -139,7 +131,7 @@ def _ranked(step: int, rows: Rows) -> list[Suspect]:
 
 
 def deviations(values: Sequence[float], spread_min: float) -> list[float]:
-    """Return the robust standard deviations of each value above the median; 0 below it."""
+    """Return robust standard deviations above the median; 0 below."""
     middle = median(values)
     far = [abs(value - middle) for value in values]
     scale = max(MAD_TO_STD * median(far) or MEAN_TO_STD * fmean(far), spread_min)

@@ -1,8 +1,4 @@
-"""Open the task of a run on this machine, to score its texts again.
-
-Differences to the run's workers (reward code, chat rendering) are printed first, since they explain
-differing results.
-"""
+"""Open the task of a run on this machine; prints differences to the run's workers."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ from dora_pipe.producers.worker.role import task_ports
 from dora_pipe.schemas.control import RunStarted, WorkerJoined
 
 NAMED: Final = re.compile(r"([A-Za-z0-9_-]+)=(.+)", re.DOTALL)
-"""`--reward` of one task; an inline table also contains `=`."""
+"""`--reward` of one task; inline tables contain `=` too."""
 
 INLINE_HINT: Final = (
     '{use = "module:function", weight = 0.2, group = true}, or a list: docs/rewards.md'
@@ -42,24 +38,22 @@ INLINE_HINT: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenTask:
-    """A run's task, opened as by its workers."""
+    """A task, opened as by the run's workers."""
 
     ports: TaskPorts
     reward_digest: str
-    """Digest of the reward code here."""
     recorded: frozenset[str]
-    """Digests of the reward code of the run's workers."""
     stopped: Callable[[Sequence[int]], bool]
-    """Function that reports whether a turn ended by a stop token or a stop string."""
+    """Reports whether a turn ended by a stop token or string."""
     together: frozenset[str]
-    """Sources of the groups that are also scored together here."""
+    """Sources with group scoring here."""
 
 
 @contextmanager
 def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) -> Iterator[OpenTask]:
-    """Start the task's processes; `other_rewards` need not score groups as the run does.
+    """Start the task; `other_rewards` need not score groups.
 
-    Raises TaskError, ConfigError, InvariantBroken if the data differ from the run's.
+    Raises TaskError, ConfigError, InvariantBroken for other data than the run's.
     """
     started, _ = policy_after(run.bus, run.topics, 0)
     assets = run.policies.assets(started.assets_digest)
@@ -92,7 +86,7 @@ def opened_task(run: OpenRun, config: Config, *, other_rewards: bool = False) ->
 def chats_of_run(
     tables: Catalogue, config: Config, started: RunStarted, assets: Path, tokenizer: Tokenizer
 ) -> dict[str, Chat]:
-    """Return the chats of the run's workers, by source; empty if its prompts are text."""
+    """Return the workers' chats by source; empty for text prompts."""
     digests = {one for (one,) in tables.query("select template_digest from workers")} - {""}
     chats = recorded_chats(config, started.at_ns, assets, tokenizer, digests)
     if chats:
@@ -101,12 +95,12 @@ def chats_of_run(
 
 
 def codes_of(joins: Iterable[WorkerJoined], source: str) -> set[str]:
-    """Return the digests of the reward code that workers had for a source."""
+    """Return the workers' reward code digests."""
     return {one.reward_digests.get(source, one.reward_digest) for one in joins}
 
 
 def say_other_code(what: str, digests: set[str] | frozenset[str], here: str) -> None:
-    """Print each digest that workers had and that differs from the one here."""
+    """Print worker digests that differ from `here`."""
     for digest in sorted(digests - {here}):
         then, now = digest[:12] or "unknown", here[:12] or "unknown"
         say(f"the {what} differs: {now} here, {then} on workers of the run")
@@ -127,8 +121,8 @@ def _stopped(
 
 
 def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None) -> Config:
-    """Return the configuration with other rewards: ``module:function``, a built-in one, or a
-    `task.reward` value for all tasks; ``NAME=...`` for one task. Raises UsageError."""
+    """Set rewards: ``module:function``, a built-in one or a `task.reward` value; ``NAME=...`` for
+    one task. Raises UsageError."""
     by_name = {"": ""}
     for one in rewards:
         named = NAMED.fullmatch(one)
@@ -155,7 +149,7 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
 
 
 def _uses(words: str) -> tuple[RewardUse, ...]:
-    """Parse an inline table or a list of them, as in `task.reward`. Raises UsageError."""
+    """Parse an inline table or list. Raises UsageError."""
     try:
         found = tomllib.loads(f"rewards = {words}")["rewards"]
         listed = found if isinstance(found, list) else [found]

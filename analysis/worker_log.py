@@ -1,8 +1,4 @@
-"""Temporary log with one worker that samples for an analysis, then leaves.
-
-The log starts with the `run started` of the analyzed run, so the worker behaves as the run's
-workers did.
-"""
+"""Temporary log with one worker that samples for an analysis, set up as in the analyzed run."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_any_pro
 from dora_pipe.schemas.wire import encode
 
 Report = Callable[[str, float, float | None], None]
-"""Receives the phase, the number of records so far and their total."""
+"""Receives phase, records so far, total."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,12 +52,10 @@ class SampleRequest:
 
     @property
     def name(self) -> str:
-        """Trajectory id."""
         return trajectory_id(self.spec.group, self.sample)
 
 
 Sampled = dict[str, Trajectory | RequestFailed]
-"""Result of each request by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +64,18 @@ class WorkerParts:
 
     store: Policies
     config: Config
-    """Configuration of this machine; see `alone`."""
+    """See `alone`."""
     engine: EngineFactory
     pool: OpenPool | None = None
-    """None: a new pool, closed with the worker."""
+    """None: a new pool."""
     source: str = ""
-    """The only source whose task is started; empty: all tasks of the configuration."""
+    """Only task to start; empty: all."""
     left: Callable[[], object] = lambda: None
     """Called after a worker has left."""
 
 
 def alone(config: Config, engine: str) -> Config:
-    """Return the configuration of a temporary worker: no progress records, not colocated."""
+    """Return the worker's configuration: no progress records, not colocated."""
     config = with_engine(config, engine)
     workers = msgspec.structs.replace(
         config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
@@ -90,8 +84,7 @@ def alone(config: Config, engine: str) -> Config:
 
 
 def started_of(started: RunStarted, name: str) -> RunStarted:
-    """Return the first record of such a log: the run's, with one fixed version and without routed
-    experts."""
+    """Return the run's first record with one fixed version and without routed experts."""
     plain: dict[str, Any] = dict(started.config)
     plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
     plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
@@ -102,7 +95,7 @@ def started_of(started: RunStarted, name: str) -> RunStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemporaryWorker:
-    """Sampler under one version, with one worker after another.
+    """Sampler under one version, with one worker at a time.
 
     Example: ``TemporaryWorker(started=started, parts=parts, version=7, ...).sample(wanted)``
     """
@@ -113,13 +106,12 @@ class TemporaryWorker:
     version: int
     digest: str
     reason: str
-    """Reason of every decision in the log."""
     report: Report
     check: Callable[[Mapping[str, TaskFacts]], None] = lambda facts: None
-    """Receives the facts of the tasks, by source, before sampling."""
+    """Receives task facts before sampling."""
 
     def sample(self, wanted: Sequence[SampleRequest]) -> Sampled:
-        """Sample until every request has a record or has failed.
+        """Sample until each request has a record or has failed.
 
         Raises what `run_worker` and `check` raise, InvariantBroken for a worker that leaves early.
         """
@@ -182,7 +174,6 @@ class TemporaryWorker:
         setup: WorkerSetup,
         facts: Mapping[str, TaskFacts],
     ) -> None:
-        """Place as many requests as the joined worker can hold, after which it leaves."""
         self.check(facts)
         worker, epoch, reason = setup.worker, setup.epoch, self.reason
         groups: dict[str, list[SampleRequest]] = {}
@@ -212,7 +203,6 @@ class TemporaryWorker:
             writer.append([Append(topic=self._topics.decisions, value=encode(round_))])
 
     def _placed(self, writer: Writer, one: SampleRequest) -> PlacedSibling:
-        """Return the placement of a request, after writing its prefix."""
         prefix, resume = one.prefix, None
         if prefix is not None:
             value, key = encode_any_progress(prefix), one.name.encode()

@@ -2,12 +2,8 @@
 
     python examples/own_auditor runs/demo
 
-The modules follow the sections of reference/records.md: `log` (files, values), `digests` (identity,
-digests and chains), `account` and `bound` (reading a log), `checks` (rules for commits, records and
-files). All control records and rounds are kept in memory.
-
-It prints one line per finding. Exit code 0: no findings; 1: findings; 2: the log cannot be read or
-the argument is invalid.
+The modules follow reference/records.md: `log`, `digests`, `account` and `bound`, `checks`. Control
+records and rounds are kept in memory. Exit code 0: no findings; 1: findings; 2: unreadable log.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ EXIT_FINDINGS, EXIT_UNREADABLE = 1, 2
 
 
 def fold(ledger: Ledger, control: list[Record], rounds: list[Record]) -> None:
-    """Apply all rounds and their control records in log order."""
+    """Apply all rounds in log order."""
     at = folded = 0
     for record in rounds:
         folded = json.loads(record.value)["control_next"]
@@ -41,7 +37,7 @@ def fold(ledger: Ledger, control: list[Record], rounds: list[Record]) -> None:
 
 
 def audit(directory: Path) -> tuple[Ledger, Counter[str]]:
-    """Audit `log.sqlite` in `directory`; return the ledger and the records by standing."""
+    """Audit `directory`; return the ledger and records by standing."""
     log = open_log(directory / "log.sqlite")
     topics = [name for (name,) in log.execute("SELECT name FROM topics ORDER BY id")]
     (run,) = {name.rpartition(".")[0] for name in topics}
@@ -61,7 +57,6 @@ def audit(directory: Path) -> tuple[Ledger, Counter[str]]:
 
 
 def report(ledger: Ledger, standings: Counter[str]) -> str:
-    """Format what was checked, then the findings."""
     fates = Counter(group.fate or "open" for group in ledger.groups.values())
     told = {
         "run": f"{ledger.started['run']} ({'finished' if ledger.stopped else 'not finished'})",
@@ -77,7 +72,6 @@ def report(ledger: Ledger, standings: Counter[str]) -> str:
 
 
 def main() -> int:
-    """Run the program."""
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python examples/own_auditor RUN_DIRECTORY\n")
         return EXIT_UNREADABLE

@@ -1,7 +1,6 @@
 """Fold control and decisions: records that count, and outcomes of groups.
 
-Order and rules are those of "How a log is read" in reference/records.md. Each kind of record has a
-method of its name, such as `_worker_joined` for `worker-joined`.
+See "How a log is read" in reference/records.md. Methods are named after kinds of records.
 """
 
 from __future__ import annotations
@@ -22,18 +21,17 @@ Place = tuple[int, int]  # partition, offset
 
 
 TAKEN = ("attempt", "epoch", "partition", "offset", "sha256")
-"""Fields of a record in a decision, after its trajectory."""
 
 RUN_STOPPED = "the run stopped"
-"""Prefix of the reason with which a worker leaves after `stop-run`."""
+"""Prefix of a worker's reason after `stop-run`."""
 
 ASLEEP = -1
-"""Version of a worker that serves nothing."""
+"""Version of a sleeping worker."""
 
 
 @dataclass
 class Request:
-    """One trajectory of a group; `counts` is its entry of `trajectories-logged` that counts."""
+    """A trajectory of a group; `counts` is the entry that counts."""
 
     placement: Placement | None = None
     placements: list[Placement] = field(default_factory=list)
@@ -46,15 +44,11 @@ class Request:
 
 @dataclass
 class Group:
-    """A dispatched group with its trajectories, in order."""
-
     spec: Json
     requests: dict[str, Request]
     at_ns: int = 0
-    """Round time of its dispatch."""
     fate: str = ""
     together: bool = False
-    """Its trajectories are scored together."""
     asked: list[Placement] = field(default_factory=list)
     asking: Placement | None = None
     faults: int = 0
@@ -64,19 +58,17 @@ class Group:
 
     @property
     def closed(self) -> str:
-        """Return the outcome of open trajectories if the group waits for none of them."""
+        """Return the outcome of open trajectories that it does not wait for."""
         valid = sum(one["reward"] is not None for one in self.results)
         full = self.spec.get("spare", 0) and valid >= self.spec["size"]
         return "expired" if self.expired else "surplus" if full else ""
 
     @property
     def results(self) -> list[Json]:
-        """Return the entries that count."""
         return [one.counts for one in self.requests.values() if one.counts is not None]
 
     @property
     def rewards(self) -> dict[str, float | None]:
-        """Return the rewards of logged trajectories."""
         own = {one["trajectory"]: one["reward"] for one in self.results}
         return dict.fromkeys(own) if self.unscored else own | self.scores
 
@@ -89,17 +81,17 @@ class Group:
 
 @dataclass
 class Logged:
-    """An entry of `trajectories-logged` and its standing: counts, superseded or fenced."""
+    """An entry of `trajectories-logged`: counts, superseded or fenced."""
 
     entry: Json
     standing: str
 
 
 class Ledger:
-    """State of a run after the rounds applied so far."""
+    """State of a run."""
 
     def __init__(self, findings: Findings, buried: Collection[tuple[str, int, int]] = ()) -> None:
-        """`buried` are records that dead letters name: topic, partition, offset."""
+        """`buried`: places of dead letters."""
         self.findings = findings
         self.buried = buried
         self.started: Json = {}
@@ -112,7 +104,7 @@ class Ledger:
         self.wrote: set[int] = set()  # role epochs of rounds
         self.workers: dict[int, str] = {}  # incarnations that are in
         self.joined: dict[int, str] = {}  # all incarnations
-        self.elastic: set[int] = set()  # colocated incarnations, which sleep during a step
+        self.elastic: set[int] = set()  # sleep during a step
         self.assigned: set[tuple[int, int]] = set()  # incarnation, version
         self.fenced: set[int] = set()
         self.groups: dict[str, Group] = {}
@@ -131,11 +123,11 @@ class Ledger:
 
     @property
     def newest(self) -> int:
-        """Newest version: the number of committed steps, unless one is missing."""
+        """Number of committed steps, unless one is missing."""
         return max(self.versions)
 
     def take(self, record: Record, control: Sequence[Record]) -> None:
-        """Apply a round with the control records that it folds."""
+        """Apply a round with its control records."""
         round_, self.at = json.loads(record.value), record.offset
         for one in control:
             self.fact(one)
@@ -182,7 +174,7 @@ class Ledger:
     def _tell(self, record: Json) -> None:
         name = f"_{record['kind'].replace('-', '_')}"
         handler: Callable[[Json], None] | None = getattr(self, name, None)
-        if handler is None:  # not relevant to this audit
+        if handler is None:
             return
         try:
             handler(record)
@@ -279,7 +271,6 @@ class Ledger:
                 self.findings.add("decisions", name, why)
 
     def _stamp(self, spec: Json, skipped: Sequence[int]) -> Json:
-        """Return the spec of the next group from counters, configuration and newest version."""
         train, version = spec["purpose"] == "train", self.newest
         ordinal = self.ordinals[spec["purpose"]]
         started, config = self.started, self.started["config"]
@@ -311,7 +302,7 @@ class Ledger:
         self.skipped[task] += len(skipped)
         place = self.of_task[task] + self.skipped[task]
         data_epoch, index = prompt_of(started["seed"], place, data["rows"])
-        if self._tasks()[task].get("sampler"):  # a user function, which is not available here
+        if self._tasks()[task].get("sampler"):  # needs the user's function
             data_epoch, index = place // data["rows"], spec["index"] % data["rows"]
         self.of_task[task] += 1
         return wanted | {
@@ -325,7 +316,7 @@ class Ledger:
         }
 
     def _task(self) -> str:
-        """Return the task whose turn it is: the first due one of those below their share."""
+        """Return the next task: the first due one below its share."""
         tasks = list(self._tasks().values())
         ratios = [Fraction(str(one.get("ratio", 1))) for one in tasks]
         number, due = sum(self.of_task.values()) + 1, []
@@ -348,7 +339,6 @@ class Ledger:
         self.bound.leave(name)
 
     def fate(self, name: str, fate: str) -> None:
-        """Set a group's outcome."""
         group = self.groups.get(name)
         if group is None:
             self.findings.add("C2", name, f"is {fate} but was never dispatched")
@@ -446,7 +436,7 @@ class Ledger:
         self.logged[place] = Logged(entry, standing)
 
     def _placed(self, writer: Json, what: Json) -> Request | None:
-        """Return the open request whose placement an event names."""
+        """Return the open request of an event."""
         request = self.running.get(what["trajectory"])
         named = (what["attempt"], writer["worker"], writer["epoch"])
         if request is None or request.placement != named:

@@ -1,4 +1,4 @@
-"""Rules for dispatching and taking groups; see that section of reference/records.md."""
+"""Rules for dispatching and taking groups, see reference/records.md."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from log import Json
 
 MATTER = {"run.steps", "staleness.in_flight_batches", "staleness.max_staleness"}
-"""Keys that a `set` may change and that affect admission."""
+"""Keys that affect admission."""
 
 
 def feasible(deadlines: Iterable[int], step: int, per_step: int) -> bool:
-    """Report whether groups with these deadlines can all be taken in time from `step` on."""
+    """Report whether all deadlines can be met from `step` on."""
     turns = enumerate(sorted(deadlines))
     return all(step + place // per_step <= deadline for place, deadline in turns)
 
 
 class Bound:
-    """U, the training groups that are neither taken nor ended, and the batch in training.
+    """U, the training groups neither taken nor ended, and the batch in training.
 
-    This class does not know which commands the orchestrator accepted. After the first relevant
-    command, admission is not checked, and a deadline may follow any requested bound.
+    Accepted commands are unknown here. After a relevant one, admission is not checked and any
+    requested bound is allowed.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,11 @@ class Bound:
         self._finished: dict[str, Json] = {}
         self._in_flight = 2.0  # batches, if automatic
         self._parts: list[list[str]] = []  # of the next step, each a list of groups of U
-        self._given_up: list[list[str]] = []  # the parts before a `set`, in case it was accepted
+        self._given_up: list[list[str]] = []  # before a `set` that may have been accepted
         self._staleness: set[int] = set()
         self.commanded = False
 
     def start(self, config: Json) -> None:
-        """Start with this configuration."""
         self._config = config
         self._staleness = {config["staleness"]["max_staleness"]}
 
@@ -46,7 +45,7 @@ class Bound:
         return int(self._config["groups"]["per_step"])
 
     def dispatch(self, spec: Json, committed: int) -> Iterator[str]:
-        """Add a training group to U and yield what is wrong with it."""
+        """Add a group to U; yield what is wrong."""
         if spec["deadline"] - spec["version"] not in self._staleness:
             yield f"has the deadline {spec['deadline']}"
         if not self.commanded:
@@ -71,8 +70,7 @@ class Bound:
     def settle(
         self, spec: Json, left: int, rewards: Sequence[float | None], *, waits: bool = False
     ) -> None:
-        """Update a group from its open trajectories and rewards: finished, doomed, or neither; one
-        that waits for group scores is not finished."""
+        """Update a group: finished, doomed, or neither; it is not finished while it waits."""
         rules, name = self._config["groups"], spec["group"]
         if name not in self._u:
             return
@@ -86,7 +84,6 @@ class Bound:
                 self._finished[name] = spec
 
     def leave(self, name: str) -> None:
-        """Remove a taken or ended group."""
         self._u.pop(name, None)
         self._finished.pop(name, None)
 
@@ -95,7 +92,7 @@ class Bound:
         return [name for part in self._parts for name in part]
 
     def _due(self, committed: int) -> list[int]:
-        """Return the deadlines of U; parts of the next step are due at it."""
+        """Return the deadlines of U; parts are due at the next step."""
         held, step = {*self._held}, committed + (self.training is not None)
         return [step if name in held else one["deadline"] for name, one in self._u.items()]
 
@@ -110,14 +107,16 @@ class Bound:
             yield f"is taken although step {step} comes next"
 
     def _has_parts(self, count: int) -> None:
-        """Restore parts: the number in a decision shows whether a `set` was accepted."""
+        """Restore parts if the decision's count shows that a `set` was refused."""
         if count > len(self._parts):
             self._parts = self._given_up
         self._parts, self._given_up = self._parts[:count], []
 
     def take_part(self, decision: Json, committed: int) -> Iterator[str]:
-        """Take a part of the next batch and yield what is wrong with it. An existing number shows
-        that a command gave up that part and later ones."""
+        """Take a part; yield what is wrong.
+
+        A repeated number shows that a command gave up that part and later ones.
+        """
         step = committed + (self.training is not None)
         yield from self._not_next(decision, step)
         self._has_parts(decision["part"])
@@ -133,8 +132,7 @@ class Bound:
             yield "has a part that leaves no room for groups that are due"
 
     def _counts_otherwise(self, decision: Json) -> Iterator[str]:
-        """Check an automatic `async_batches`: changes of at most a quarter, at least 2, at most the
-        bound."""
+        """Check an automatic `async_batches`: 2 to the bound, changes up to a quarter."""
         batches, staleness = decision.get("in_flight"), self._config["staleness"]
         if self.commanded:
             return
@@ -148,7 +146,7 @@ class Bound:
             self._in_flight = batches
 
     def take(self, decision: Json, committed: int) -> Iterator[str]:
-        """Take a batch and yield what is wrong with it; its parts are all that remain."""
+        """Take a batch with its remaining parts; yield what is wrong."""
         yield from self._not_next(decision, committed)
         if self.training is not None:
             yield f"is taken while step {self.training[0]} trains"
@@ -170,17 +168,15 @@ class Bound:
         self.training = decision["step"], decision["attempt"]
 
     def give_back(self, specs: Sequence[Json]) -> None:
-        """Return the groups of a refused batch, except the offenders."""
+        """Return a refused batch's groups, except the offenders."""
         for spec in specs:
             self._u[spec["group"]] = self._finished[spec["group"]] = spec
         self._end_training()
 
     def _end_training(self) -> None:
-        """End the batch in training, and give up the parts of the next step."""
         self.training, self._parts, self._given_up = None, [], []
 
     def command(self, verb: str, args: dict[str, Any]) -> None:
-        """Apply a user's command."""
         trains = self.training
         if verb == "fail-batch" and trains and args.get("step", trains[0]) == trains[0]:
             self._end_training()

@@ -23,11 +23,11 @@ CONTRIBUTIONS = {
     "tokens": "int64",
     "minibatch": "int64",
 }
-"""Columns of every contributions file; those of metrics may be null."""
+"""Columns of every contributions file."""
 
 
 def check_commits(ledger: Ledger) -> None:
-    """Check the chain of steps: records that count, and deadlines of groups."""
+    """Check the chain of steps."""
     wanted = ledger.started["config"]["run"]["steps"] if ledger.stopped else ledger.newest
     for step in range(ledger.newest if ledger.bound.commanded else wanted):
         ledger.findings.holds("steps", f"step {step}", "is missing", step in ledger.commits)
@@ -48,7 +48,7 @@ def check_commits(ledger: Ledger) -> None:
 
 
 def _check_group(ledger: Ledger, step: int, taken: Json) -> None:
-    """Check one group of a batch: deadline, and exactly its records that count, in order."""
+    """Check a group's deadline, and that it has exactly its records that count."""
     findings, name = ledger.findings, taken["group"]
     group = ledger.groups.get(name)
     if group is None:
@@ -72,7 +72,7 @@ def _check_group(ledger: Ledger, step: int, taken: Json) -> None:
 
 
 def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -> Counter[str]:
-    """Check every record of the topic; return the records by standing."""
+    """Check every record; return counts by standing."""
     standings: Counter[str] = Counter()
     missing = dict(ledger.logged)
     for record in records:
@@ -81,7 +81,7 @@ def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -
         who = record.headers.get("trajectory", f"trajectories:{place}")
         run = ledger.started["run"]
         if (f"{run}.trajectories", *place) in ledger.buried and not _trained(ledger, known):
-            continue  # unreadable, and handled by the run as a dead letter
+            continue  # a dead letter
         ledger.findings.same("records", who, "run", run, record.headers.get("run"))
         found = whole(record, store)
         named = record.headers.get("sha256")
@@ -106,7 +106,7 @@ def _trained(ledger: Ledger, known: Logged | None) -> bool:
 
 
 def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
-    """Return the standing of an unlogged record: its worker was lost or has not reported it yet."""
+    """Return the standing of an unlogged record."""
     group, epoch = ledger.groups.get(headers.get("group", "")), int(headers.get("epoch", -1))
     if epoch in ledger.fenced:
         return "fenced"
@@ -116,7 +116,7 @@ def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
 
 
 def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
-    """Check one record against `trajectories-logged`, its dispatch and its value (C1)."""
+    """Check a record against its log entry, dispatch and value (C1)."""
     entry, findings = logged.entry, ledger.findings
     who = entry["trajectory"]
     spec = ledger.groups[who.rpartition("-")[0]].spec
@@ -157,21 +157,18 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
 
 
 def _repeated(parts: Json) -> Json:
-    """Return the parts that control repeats: the first 16 by name, with names of at most 64
-    characters."""
+    """Return the first 16 parts by name, with names of at most 64 characters."""
     short = sorted(name for name in parts if len(name) <= 64)[:16]
     return {name: parts[name] for name in short}
 
 
 def _numbers(headers: dict[str, str]) -> Json:
-    """Return the headers with numbers converted."""
     integers = {"attempt", "version", "deadline", "epoch", "tokens", "sampled", "schema_version"}
     found: Json = {name: int(text) if name in integers else text for name, text in headers.items()}
     return found | {"reward": float(headers["reward"]) if headers.get("reward") else None}
 
 
 def _said_by(row: Json) -> Json:
-    """Return the header fields that a value repeats."""
     meta = row["meta"]
     names = ("run", "group", "attempt", "deadline", "worker", "epoch", "schema_version")
     return {name: meta[name] for name in names} | {
@@ -185,7 +182,6 @@ def _said_by(row: Json) -> Json:
 
 
 def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
-    """Check the value by itself and against the dispatch."""
     findings, meta, mask = ledger.findings, row["meta"], row["loss_mask"]
     for what in ("purpose", "dataset_digest", "index", "data_epoch", "task", "evaluation"):
         findings.same("records", who, what, spec.get(what, ""), meta.get(what, ""))
@@ -204,8 +200,7 @@ def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
 
 
 def _check_calls(ledger: Ledger, who: str, row: Json) -> None:
-    """Check that contexts begin with prompts, and that an agent's calls cover all sampled tokens,
-    each with the seed of its prompt."""
+    """Check that contexts begin with prompts and that calls cover all sampled tokens."""
     same, meta = ledger.findings.same, row["meta"]
     contexts, calls = meta.get("contexts", []), meta.get("calls", [])
     prompts = [one["start"] for one in row["segments"] if one["kind"] == "prompt"]
@@ -227,7 +222,7 @@ def _check_calls(ledger: Ledger, who: str, row: Json) -> None:
 
 
 def check_store(ledger: Ledger, store: Path) -> None:
-    """Check the files that commits name and no later commit drops."""
+    """Check the files of commits that no later commit drops."""
     same = ledger.findings.same
     for version, manifest in ledger.versions.items():
         path, who = store / "weights" / f"{manifest['digest']}.safetensors", f"version {version}"
@@ -247,7 +242,6 @@ def check_store(ledger: Ledger, store: Path) -> None:
 
 
 def _check_blob(ledger: Ledger, who: str, blob: Json, path: Path) -> bool:
-    """Report whether a file has the named digest and size."""
     data = path.read_bytes() if path.exists() else b""
     ledger.findings.same("policies", who, "bytes", blob["bytes"], len(data))
     ledger.findings.same("policies", who, "sha256", blob["sha256"], sha256(data))
@@ -255,7 +249,6 @@ def _check_blob(ledger: Ledger, who: str, blob: Json, path: Path) -> bool:
 
 
 def _check_contributions(ledger: Ledger, fact: Json, path: Path) -> None:
-    """Check the columns, and one row per trajectory of the batch."""
     who, same = f"contributions of step {fact['step']}", ledger.findings.same
     with pa.memory_map(str(path)) as file, pa.ipc.open_file(file) as reader:
         table = reader.read_all()

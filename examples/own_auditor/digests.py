@@ -1,4 +1,4 @@
-"""Identity and digests: seeds, prompts, the chain, batches, weights, configuration."""
+"""Identity and digests: seeds, prompts, chain, batches, weights, configuration."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from log import Json, Record
 
 
 def sha256(data: bytes | memoryview) -> str:
-    """Return the digest in lower-case hex."""
+    """Return lower-case hex."""
     return hashlib.sha256(data).hexdigest()
 
 
 def of_value(named: str | None, value: bytes) -> str:
-    """Return a value's digest with the algorithm of `named`."""
+    """Return a value's digest in the form of `named`."""
     if named is None or not named.startswith("blake3-"):
         return sha256(value)
     from blake3 import blake3
@@ -33,7 +33,7 @@ def derive(*parts: int | str) -> int:
 
 
 def before(tokens: list[int], contexts: Sequence[Json], place: int) -> list[int]:
-    """Return the tokens before an offset of a record, within its context."""
+    """Return the tokens before an offset, within its context."""
     for one in reversed(contexts):
         if one["start"] <= place:
             shared = _first(tokens, contexts, one.get("parent", -1), one.get("shared", 0))
@@ -42,7 +42,7 @@ def before(tokens: list[int], contexts: Sequence[Json], place: int) -> list[int]
 
 
 def _first(tokens: list[int], contexts: Sequence[Json], number: int, count: int) -> list[int]:
-    """Return the first tokens of a context's sequence; the first context has number 0."""
+    """Return a context's first tokens; contexts count from 0."""
     if not count:
         return []
     starts = [0, *(one["start"] for one in contexts), len(tokens)]
@@ -69,8 +69,7 @@ def prompt_of(seed: int, ordinal: int, rows: int) -> tuple[int, int]:
 
 
 def chain_of(before: str, control: Sequence[Record], value: bytes) -> str:
-    """Return a round's chain from the previous chain, the folded control records and the round's
-    bytes."""
+    """Return the chain after a round."""
     head, _, tail = value.rpartition(b',"chain":"')
     digest = hashlib.sha256(bytes.fromhex(before))
     for one in control:
@@ -80,7 +79,6 @@ def chain_of(before: str, control: Sequence[Record], value: bytes) -> str:
 
 
 def batch_digest(groups: list[Json]) -> str:
-    """Return the digest of a batch's groups."""
     lines = ["dora-pipe batch 1"]
     for group in sorted(groups, key=lambda one: str(one["group"])):
         lines.append(f"{group['group']}\t{group['version']}\t{group['deadline']}")
@@ -90,7 +88,7 @@ def batch_digest(groups: list[Json]) -> str:
 
 
 def weights_digest(tensors: list[list[Any]]) -> str:
-    """Return the digest of a version from its tensors: (name, dtype, shape, sha256)."""
+    """Digest (name, dtype, shape, sha256) of tensors."""
     lines = (
         f"{name}\0{dtype}\0{','.join(map(str, shape))}\0{digest}\n"
         for name, dtype, shape, digest, *_ in sorted(tensors)
@@ -99,7 +97,7 @@ def weights_digest(tensors: list[list[Any]]) -> str:
 
 
 def config_digest(started: bytes) -> str:
-    """Return the digest of the bytes of `config` in `run-started`."""
+    """Digest the bytes of `config`."""
     text = started.decode()
     start = text.index('"config":') + len('"config":')
     _, end = json.JSONDecoder().raw_decode(text, start)
@@ -107,8 +105,7 @@ def config_digest(started: bytes) -> str:
 
 
 def tensors_of(path: Path) -> tuple[list[list[Any]], int]:
-    """Return name, dtype, shape and sha256 of every tensor of a safetensors file, by name; and
-    their bytes."""
+    """Return (name, dtype, shape, sha256) of each tensor of a safetensors file, and their bytes."""
     data = memoryview(path.read_bytes())
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(bytes(data[8 : 8 + length]))

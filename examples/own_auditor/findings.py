@@ -4,24 +4,23 @@ from __future__ import annotations
 
 
 class Findings:
-    """Lines of findings, and counts of checks."""
+    """Findings and counts of checks."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.looked = 0
 
     def add(self, check: str, subject: object, message: str) -> None:
-        """Add a finding."""
         self.lines.append(f"{check} {subject}: {message}")
 
     def same(self, check: str, subject: object, what: str, expected: object, found: object) -> None:
-        """Check that two values are equal."""
+        """Require equal values."""
         self.looked += 1
         if expected != found:
             self.add(check, subject, f"{what}: expected {expected}, found {found}")
 
     def holds(self, check: str, subject: object, what: str, condition: bool) -> None:
-        """Check a condition; `what` is the finding if it is false."""
+        """Require a condition; `what` describes its violation."""
         self.looked += 1
         if not condition:
             self.add(check, subject, what)

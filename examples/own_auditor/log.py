@@ -17,7 +17,7 @@ KEYS = {
     **dict.fromkeys(("step-committed", "batch-refused", "weights-adopted"), "trainer"),
     **dict.fromkeys(("command", "versions-dropped"), "user"),
 }
-"""Keys of control records by their kind."""
+"""Keys of control records by kind."""
 
 KEY_FIELDS = {
     **dict.fromkeys(("worker-joined", "worker-ready", "worker-left"), "worker"),
@@ -25,12 +25,9 @@ KEY_FIELDS = {
     **dict.fromkeys(("trajectories-logged", "group-scored"), "worker"),
     "role-started": "role",
 }
-"""Fields that are the key of other kinds."""
 
 
 class Record(NamedTuple):
-    """A record with its place."""
-
     partition: int
     offset: int
     key: bytes
@@ -39,7 +36,7 @@ class Record(NamedTuple):
 
 
 def open_log(path: Path) -> sqlite3.Connection:
-    """Open a SQLite log read-only, as one snapshot."""
+    """Open a log read-only, as one snapshot."""
     alone = not os.access(path.parent, os.W_OK) and not path.with_name(f"{path.name}-wal").exists()
     how = "mode=ro&immutable=1" if alone else "mode=ro"
     log = sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True, isolation_level=None)
@@ -48,7 +45,7 @@ def open_log(path: Path) -> sqlite3.Connection:
 
 
 def records(log: sqlite3.Connection, topic: str) -> Iterator[Record]:
-    """Yield every record of a topic, by partition and offset."""
+    """Yield records by partition and offset."""
     columns = "partition, offset, key, headers, value"
     there = "partition < (SELECT partitions FROM topics WHERE name = topic)"
     rows = log.execute(
@@ -59,7 +56,7 @@ def records(log: sqlite3.Connection, topic: str) -> Iterator[Record]:
 
 
 def strays(log: sqlite3.Connection) -> list[tuple[int, int, int]]:
-    """Return records outside all topics and partitions: topic id, partition, count."""
+    """Return (topic id, partition, count) of records outside all partitions."""
     return log.execute(
         "SELECT at >> 52, at >> 40 & 4095, count(*) FROM records LEFT JOIN topics ON id = at >> 52 "
         "WHERE id IS NULL OR at >> 40 & 4095 >= partitions GROUP BY 1, 2"
@@ -67,13 +64,13 @@ def strays(log: sqlite3.Connection) -> list[tuple[int, int, int]]:
 
 
 def key_of(fact: Json) -> str:
-    """Return the key that a control record may have; it may also have none."""
+    """Return the allowed key of a record."""
     kind = fact["kind"]
     return KEYS.get(kind) or str(fact.get(KEY_FIELDS.get(kind), ""))
 
 
 def headers_of(data: bytes | None) -> dict[str, str]:
-    """Decode headers from MessagePack: an array of pairs of a str and a bin."""
+    """Decode MessagePack: an array of pairs of str and bin."""
     if not data:
         return {}
     count, at = _length(data, 0)
@@ -88,7 +85,7 @@ def headers_of(data: bytes | None) -> dict[str, str]:
 
 
 def _length(data: bytes, at: int) -> tuple[int, int]:
-    """Return the length of an array, str or bin, and where its content begins."""
+    """Return the declared length of an array, str or bin, and the offset of its content."""
     first = data[at]
     if 0x90 <= first <= 0x9F:
         return first & 0x0F, at + 1
@@ -99,14 +96,14 @@ def _length(data: bytes, at: int) -> tuple[int, int]:
 
 
 def buried(log: sqlite3.Connection, topic: str) -> set[tuple[str, int, int]]:
-    """Return topic, partition and offset of the records that dead letters name."""
+    """Return the places that dead letters name."""
     letters = (one.headers.get("dead-letter") for one in records(log, topic))
     named = [json.loads(letter) for letter in letters if letter is not None]
     return {(one["topic"], one["partition"], one["offset"]) for one in named}
 
 
 def whole(record: Record, store: Path) -> Record:
-    """Return the record with its value, read from its blob if there is one."""
+    """Load the value from its blob, if there is one."""
     claim = record.headers.get("claim")
     if claim is None or record.value:
         return record
@@ -115,7 +112,7 @@ def whole(record: Record, store: Path) -> Record:
 
 
 def row_of(value: bytes) -> Json:
-    """Return the only row of a trajectory's value."""
+    """Return the row of a value."""
     source = pa.CompressedInputStream(pa.py_buffer(value), "zstd")
     with source, pa.ipc.open_stream(source) as reader:
         row: Json = reader.read_all().to_pylist()[0]

@@ -1,4 +1,4 @@
-"""The log: one port, three buses (memory, SQLite, Kafka) that keep the same promises."""
+"""The log: one interface with memory, SQLite and Kafka implementations."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def open_bus(
     claims: ClaimStore | None = None,
     claim_above_bytes: int | None = None,
 ) -> Bus:
-    """The bus at ``sqlite:PATH``, ``kafka://host:port[,host:port]``; nothing is created.
+    """Open the log at ``sqlite:PATH`` or ``kafka://host:port[,host:port]`` without creating
+    anything.
 
-    `security` is for Kafka; `claims` keeps the values that are too large for the log; without it
-    such a record is refused, and read as empty. Values above `claim_above_bytes` lie there even
-    where the log would take them. Raises UsageError for any other address,
-    ConfigError for a missing secret, BusError when the log cannot be reached.
+    `claims` stores values too large for the log; without it such records are rejected. Values above
+    `claim_above_bytes` always go there. Raises UsageError for any other address, ConfigError for a
+    missing secret, BusError if the log is unreachable.
     """
     bus = _open(url, security)
     return bus if claims is None else ClaimBus(bus, claims, above_bytes=claim_above_bytes)
@@ -39,7 +39,7 @@ def _open(url: str, security: KafkaSecurity | None) -> Bus:
     if kind == "kafka" and rest.strip("/"):
         from dora_pipe.bus.kafka.bus import KafkaBus
 
-        if "@" in rest:  # it is printed and logged, so this line must not repeat it
+        if "@" in rest:  # the URL is logged: do not print its password
             raise UsageError(
                 "a log's address holds no name and no password", hint="see bus.username"
             )

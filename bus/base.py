@@ -1,8 +1,4 @@
-"""What buses and readers share: a bus around another, a reader that keeps its positions itself, and
-a log whose readers tell how far they are.
-
-A method without a docstring does what the port says of it. It decides nothing.
-"""
+"""Shared base classes of buses and readers."""
 
 from __future__ import annotations
 
@@ -16,29 +12,29 @@ from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition, TopicSpec, W
 from dora_pipe.core.errors import BusError
 
 FAR: Final = 1000
-"""Fewer records of a topic are read without a word."""
+"""Topics with fewer records report no read progress."""
 
 POLL_S: Final = 1.0
 FIRST_WAIT_S: Final = 0.02
 EMPTY_POLLS_MAX: Final = 60
-"""Polls in a row without a record or an advance before reading is given up."""
+"""Maximum consecutive polls without progress."""
 
 RECORDS_MAX: Final = 2000
 BYTES_MAX: Final = 4 * 1024 * 1024
-"""Of one poll: it bounds the memory of whoever reads a log from end to end."""
+"""Maximum bytes per poll."""
 
 Poll = Callable[[], list[Record]]
 
 Told = Callable[[str, float, float], None]
-"""Hears what is read, how many records so far, and of how many."""
+"""Progress callback: phase, records read, total."""
 
 
 def count_empty_polls(
     reader: Reader, at: TopicPartition, before: int, *, moved: bool, polls_max: int
 ) -> int:
-    """Return the polls in a row without progress, after `before` of them and one more.
+    """Return the number of consecutive polls without progress.
 
-    A partition that is held back is slow, and counts none. Raises BusError above `polls_max`.
+    Held-back partitions do not count. Raises BusError above `polls_max`.
     """
     if moved or at in reader.held_back():
         return 0 if moved else max(1, before)
@@ -52,10 +48,7 @@ def count_empty_polls(
 
 
 def wait_after(empty: int) -> float:
-    """Seconds that a poll waits after so many in a row that brought nothing: longer and longer.
-
-    A position may advance without a record while a poll waits: then there is nothing to wait for.
-    """
+    """Return the seconds that a poll waits after `empty` polls without records."""
     return min(POLL_S, FIRST_WAIT_S * 2 ** (empty - 1)) if empty else 0.0
 
 
@@ -66,14 +59,14 @@ def polls_until(
     records_max: int = RECORDS_MAX,
     attempt: Callable[[Poll], list[Record]] = lambda poll: poll(),
 ) -> Iterator[list[Record]]:
-    """Read the records below these ends, poll by poll, until the reader is at all of them.
+    """Yield the records below `ends`, one list per poll.
 
-    `attempt` makes a poll, for callers that try again. Raises BusError where none comes for long.
+    `attempt` runs a poll. Raises BusError without progress.
     """
     empty = 0
     while behind := [tp for tp, end in ends.items() if reader.position(tp) < end]:
         before = [reader.position(tp) for tp in ends]
-        # A reader that stands before nothing but a gap would wait for what comes behind it.
+        # Keep the wait short: a gap advances the position but does not wake the poll.
         wait_s = wait_after(empty)
         records = attempt(
             partial(reader.poll, timeout_s=wait_s, records_max=records_max, bytes_max=BYTES_MAX)
@@ -90,13 +83,13 @@ def records_until(
     records_max: int = RECORDS_MAX,
     attempt: Callable[[Poll], list[Record]] = lambda poll: poll(),
 ) -> Iterator[Record]:
-    """Read the records below these ends. Raises BusError where none comes for long."""
+    """Yield the records below `ends`. Raises BusError without progress."""
     polls = polls_until(reader, ends, records_max=records_max, attempt=attempt)
     return chain.from_iterable(polls)
 
 
 class ReaderWrapper(Reader):
-    """Everything as the inner reader does it, for those that change one thing of it."""
+    """Reader that forwards every call to an inner reader."""
 
     def __init__(self, inner: Reader) -> None:
         self.inner = inner
@@ -120,7 +113,7 @@ class ReaderWrapper(Reader):
 
 
 class BusWrapper(Bus):
-    """Everything as the inner bus does it, for those that change one thing of it."""
+    """Bus that forwards every call to an inner bus."""
 
     def __init__(self, inner: Bus) -> None:
         self.inner = inner
@@ -157,9 +150,9 @@ class BusWrapper(Bus):
 
 
 class PositionReader(Reader):
-    """Keeps its positions in `_positions`, where `poll` moves them; nobody is ever held back.
+    """Reader that keeps its positions in `_positions`; it never reports held-back partitions.
 
-    `check_bus` raises BusError where the bus can no longer be used.
+    `check_bus` raises BusError if the bus is unusable.
     """
 
     def __init__(
@@ -197,7 +190,7 @@ class PositionReader(Reader):
 
 
 class WatchedBus(BusWrapper):
-    """A log whose readers tell how far they are."""
+    """Bus whose readers report their progress."""
 
     def __init__(self, bus: Bus, told: Told) -> None:
         super().__init__(bus)

@@ -1,4 +1,4 @@
-"""What every bus refuses before it touches its log: names, places, headers, sizes."""
+"""Validation shared by all buses: names, positions, headers, sizes."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from dora_pipe.bus.port import TRIMMED_TOPICS, Append, Record, TopicPartition, T
 from dora_pipe.core.errors import BusError, LogTruncated, RecordTooLarge, TopicMissing
 
 BATCH_ROOM_BYTES = 1024 * 1024
-"""A topic on Kafka takes so much more than its largest record: its limit is one of whole batches,
-with their framing."""
+"""Batch overhead that a Kafka topic allows above its largest record."""
 
 FRAME_ROOM_BYTES = 16 * 1024
-"""Upper bound of Kafka's framing of one large record, its headers included."""
+"""Upper bound of Kafka's framing of one large record, headers included."""
 
 RECORD_BYTES_LEAST = 64 * 1024
-"""`bus.record_bytes_max` may not be less."""
+"""Lower bound of `bus.record_bytes_max`."""
 
 PARTITIONS_MAX = 4096
-"""Of one topic; SQLite packs topic, partition and offset into one integer."""
+"""Maximum per topic; SQLite packs topic, partition and offset into one integer."""
 
 POSITION_MAX = 1 << 40
-"""Nobody appends a thousand thousand million records to one partition."""
+"""Upper bound of a position."""
 
 FILLER: Final = "filler"
-"""Header of a record that only takes an offset up, so that the records of a copied log keep theirs
-on Kafka; readers skip it."""
+"""Header of a record that only fills an offset in a copied Kafka topic; readers skip it."""
 
 FORK_HINT = "close the bus before the fork, and open it again on both sides"
 
-_NAME = re.compile(r"[a-zA-Z0-9._-]{1,200}")  # what Kafka allows, short enough for its own suffixes
+_NAME = re.compile(r"[a-zA-Z0-9._-]{1,200}")  # within Kafka's limit, with its suffixes
 
 
 class OpenedHere:
-    """Knows the process that opened something, and whether it is closed."""
+    """Guard against use after `close` or in a forked child."""
 
     __slots__ = ("_pid", "_what", "closed")
 
@@ -53,13 +51,13 @@ class OpenedHere:
             raise BusError(f"{self._what} was opened before a fork", hint=FORK_HINT)
 
     def close(self) -> bool:
-        """Whether there is something to close: the first time, and not in a forked child."""
+        """Return True on the first call, outside a forked child."""
         first, self.closed = not self.closed, True
         return first and os.getpid() == self._pid
 
 
 def check_spec(spec: TopicSpec) -> None:
-    """Refuse a topic that some bus could not create. Raises BusError."""
+    """Raises BusError if any bus could not create the topic."""
     if not _NAME.fullmatch(spec.name) or spec.name in {".", ".."}:
         raise BusError(
             f"`{spec.name}` cannot be a topic",
@@ -72,7 +70,7 @@ def check_spec(spec: TopicSpec) -> None:
 
 
 def check_exists(tp: TopicPartition, topics: Mapping[str, TopicSpec]) -> TopicSpec:
-    """The topic of a partition. Raises TopicMissing, also for a partition out of range."""
+    """Return the topic of a partition. Raises TopicMissing."""
     spec = topics.get(tp.topic)
     if spec is None:
         raise topic_missing(tp.topic)
@@ -84,11 +82,11 @@ def check_exists(tp: TopicPartition, topics: Mapping[str, TopicSpec]) -> TopicSp
 
 
 def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) -> None:
-    """Refuse the whole call if one record cannot be appended.
+    """Reject the whole call if one record is invalid.
 
-    Raises TopicMissing, RecordTooLarge, and BusError for a header that is not ASCII.
+    Raises TopicMissing, RecordTooLarge, BusError (non-ASCII header).
     """
-    exists: dict[tuple[str, int], TopicSpec] = {}  # hundreds of records go to a few places
+    exists: dict[tuple[str, int], TopicSpec] = {}  # many records share few partitions
     for record in records:
         place = (record.topic, record.partition)
         spec = exists.get(place)
@@ -109,15 +107,12 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
 
 
 def check_same(spec: TopicSpec, existing: TopicSpec) -> None:
-    """Refuse a topic that exists and does not fit. Raises BusError."""
+    """Raises BusError if an existing topic does not fit."""
     refuse_topics(*misfits([(spec, existing)]))
 
 
 def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], list[str]]:
-    """Return what does not fit of topics (wanted, existing), and hints.
-
-    More partitions and larger records fit as well: those are not used.
-    """
+    """Return misfits of (wanted, existing) topics, and hints."""
     few = [(spec, there) for spec, there in pairs if there.partitions < spec.partitions]
     small = [
         (spec, there) for spec, there in pairs if there.record_bytes_max < spec.record_bytes_max
@@ -143,19 +138,19 @@ def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], li
 
 
 def refuse_topics(texts: Sequence[str], hints: Sequence[str]) -> None:
-    """Raises BusError for all that is wrong with topics, if anything is."""
+    """Raises BusError if `texts` is not empty."""
     if texts:
         raise BusError("; ".join(texts), hint=f"{'; '.join(hints)}; or choose another run.name")
 
 
 def check_position(tp: TopicPartition, position: int) -> None:
-    """Refuse a position that no log can have. Raises BusError."""
+    """Raises BusError for an impossible position."""
     if not 0 <= position <= POSITION_MAX:
         raise BusError(f"{tp.topic}/{tp.partition} has no position {position}")
 
 
 def check_not_truncated(tp: TopicPartition, position: int, end: int) -> None:
-    """Raises LogTruncated if somebody once read or wrote beyond what is there now."""
+    """Raises LogTruncated if `position` is after `end`."""
     if position > end:
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} ends at {end}, before the position {position}",
@@ -164,7 +159,7 @@ def check_not_truncated(tp: TopicPartition, position: int, end: int) -> None:
 
 
 def check_reaches(tp: TopicPartition, offset: int, end: int) -> None:
-    """Raises LogTruncated if an acknowledged record is not before the log's end."""
+    """Raises LogTruncated if an acknowledged record is not before `end`."""
     if offset >= end:
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} ends at {end} and does not reach offset {offset}, where a "
@@ -174,21 +169,18 @@ def check_reaches(tp: TopicPartition, offset: int, end: int) -> None:
 
 
 def is_trimmed(topic: str) -> bool:
-    """Whether the old records of a topic may be deleted. Example: ``is_trimmed("demo.metrics")``"""
+    """Return whether old records may be deleted. Example: ``is_trimmed("demo.metrics")``"""
     return topic.rpartition(".")[2] in TRIMMED_TOPICS
 
 
 def check_trimmed(tp: TopicPartition) -> None:
-    """Refuse to delete what a run rests on. Raises BusError."""
+    """Raises BusError if the topic's records must be kept."""
     if not is_trimmed(tp.topic):
         raise BusError(f"{tp.topic} must be kept: only {', '.join(TRIMMED_TOPICS)} may be trimmed")
 
 
 def first_kept(tp: TopicPartition, position: int, begin: int) -> int:
-    """Where a reader at `position` goes on in a partition that begins at `begin`.
-
-    Raises LogTruncated if something was deleted that had to be kept.
-    """
+    """Return the position to continue at. Raises LogTruncated if a kept record was deleted."""
     if position < begin and not is_trimmed(tp.topic):
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {position} on "
@@ -200,13 +192,13 @@ def first_kept(tp: TopicPartition, position: int, begin: int) -> int:
 
 
 def record_bytes(record: Append | Record) -> int:
-    """What counts for every bound in bytes: key, value, header names and values."""
+    """Return the size in bytes of key, value, header names and header values."""
     names, values = _joined_headers(record)
     return len(record.key) + len(record.value) + len(names) + len(values)
 
 
 def _joined_headers(record: Append | Record) -> tuple[str, bytes]:
-    """All names and all values: looking at fifteen headers one by one costs ten times as much."""
+    """Join names and values: checking 15 headers one by one takes ten times as long."""
     if not record.headers:
         return "", b""
     names, values = zip(*record.headers, strict=True)
@@ -218,5 +210,5 @@ def _is_ascii(name: str, value: bytes) -> bool:
 
 
 def topic_missing(topic: str) -> TopicMissing:
-    """The error for a topic that does not exist."""
+    """Return the error for a missing topic."""
     return TopicMissing(f"there is no topic {topic}", hint="`dora-pipe log topics` lists them")

@@ -1,17 +1,10 @@
-"""Values too large for the log, kept beside it under their digest; decides how they are claimed.
+"""Blobs: values too large for the log, stored by digest in ``<store>/claims/<digest>``.
 
-A record above its topic's limit, or above a bound of the writer's own, is appended with an empty
-value and two headers, ``claim`` (the digest of the value, see `value_digest`) and ``claim-bytes``
-(its size); the value lies in ``<store>/claims/<digest>``, as safe as the log keeps it, before the
-record is appended. The reader puts it back and takes the headers away, so that nobody above knows.
-Where the value is gone or has another digest, the record comes with an empty value, its claim's
-headers and ``claim-lost`` (why): it is unreadable, and named.
+The writer stores the value durably, then appends an empty value with the headers ``claim`` (digest)
+and ``claim-bytes`` (size). The reader restores the value. If the blob is missing or has another
+digest, the value stays empty and ``claim-lost`` has the reason.
 
-A value is digested once on either side: who has computed its digest says so (`Append.digest`), and
-a reader's record says what the value was found to be (`Record.checked`).
-
-A file that no record names (its append failed, or its writer died in between) does no harm: the
-next append of that value finds it there, and `prune` removes it when it is old.
+Unreferenced blobs are harmless: later appends reuse them, `prune` deletes old ones.
 """
 
 from __future__ import annotations
@@ -44,18 +37,16 @@ CLAIM_BYTES: Final = "claim-bytes"
 CLAIM_LOST: Final = "claim-lost"
 
 CLAIM_BYTES_MAX: Final = 1 << 30
-"""Of one value; what is larger is no trajectory, and would not fit into a reader's memory."""
+"""Maximum bytes per value."""
 
 CLAIMED_TOPICS: Final = ("trajectories", "progress", "dead-letters")
-"""Last parts of the names of topics whose records may be claimed. The others hold small facts; one
-that is too large there is a mistake, and refused."""
+"""Last parts of the names of topics whose records may use blobs."""
 
 AT_ONCE: Final = 2
-"""Values that one reader or writer reads or writes at the same time: a disk serves two in little
-more time than one, and one is digested while another is waited for."""
+"""Concurrent reads or writes per reader or writer; more does not help a disk."""
 
 AHEAD_BYTES: Final = 32 * 1024 * 1024
-"""Of values that a reader has before they are asked for: those of records that it already has."""
+"""Maximum bytes read ahead for records already fetched."""
 
 _HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
 _NAME: Final = itemgetter(0)
@@ -64,22 +55,21 @@ _log = logging.getLogger(__name__)
 
 
 class ClaimStore(Protocol):
-    """Where claimed values lie."""
+    """Storage of blobs."""
 
     def write(self, digest: str, value: bytes) -> None:
-        """Keep a value durably under its digest; one that is there already stays. BusFull."""
+        """Store a value durably under its digest unless it exists. Raises BusFull."""
         ...
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
-        """The value of that digest and size, or None where there is none such. BusError."""
+        """Return the value, or None if missing. Raises BusError."""
         ...
 
 
 class ClaimFiles(ClaimStore):
-    """Claimed values as files of one folder, which is made with the first of them.
+    """Blobs as files of one directory.
 
-    `synced`: they survive a power loss when `write` returns; otherwise they are as safe as what a
-    Kafka broker has acknowledged: no kill of a process loses them.
+    `synced` files survive a power loss when `write` returns, others only process crashes.
     """
 
     def __init__(self, folder: Path, *, synced: bool = True) -> None:
@@ -87,11 +77,10 @@ class ClaimFiles(ClaimStore):
         self.synced = synced
 
     def write(self, digest: str, value: bytes) -> None:
-        """Write a temporary file and rename it; both on the disk where that is wanted."""
         path = self.folder / digest
         with suppress(OSError):
             if path.stat().st_size == len(value):
-                os.utime(path)  # It is young again: whoever removes old ones leaves it.
+                os.utime(path)
                 return
         partial = self.folder / f".{digest}.{uuid4().hex}"
         try:
@@ -113,7 +102,6 @@ class ClaimFiles(ClaimStore):
             ) from error
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
-        """The file's bytes; None where it is not of the size that was claimed."""
         try:
             with (self.folder / digest).open("rb") as file:
                 if os.fstat(file.fileno()).st_size != size_bytes:
@@ -128,21 +116,18 @@ class ClaimFiles(ClaimStore):
 
 
 def claim_of(record: Record) -> str:
-    """The digest of the value that a record claims, whether that is there or not; else empty."""
+    """Return the blob digest of a record, empty without one."""
     claim = _claim(record)
     return claim[0] if claim else ""
 
 
 def may_be_claimed(topic: str) -> bool:
-    """Whether large records of a run's topic lie beside the log."""
+    """Return whether large records of a topic may use blobs."""
     return topic.rpartition(".")[2] in CLAIMED_TOPICS
 
 
 class ClaimBus(BusWrapper):
-    """A bus whose large values lie in a store; everything else is the bus's own.
-
-    `above_bytes` claims values above that size even where the topic would take them.
-    """
+    """Bus that stores large values as blobs, and all values above `above_bytes`."""
 
     def __init__(
         self,
@@ -160,16 +145,14 @@ class ClaimBus(BusWrapper):
         self.bytes_max = bytes_max
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> ClaimReader:
-        """A reader that puts claimed values back."""
         return ClaimReader(self, self.inner.reader(positions))
 
     def writer(self, *, exclusive: str | None = None) -> ClaimWriter:
-        """A writer that claims what is too large."""
         return ClaimWriter(self, self.inner.writer(exclusive=exclusive))
 
 
 class ClaimWriter(Writer):
-    """Claims what its topic refuses as too large; learns each topic's limit from a refusal."""
+    """Writer that stores values above a topic's limit, which it learns from rejections."""
 
     def __init__(self, bus: ClaimBus, inner: Writer) -> None:
         self.inner = inner
@@ -179,7 +162,6 @@ class ClaimWriter(Writer):
         self._pool = _threads()
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        """Append all; what is too large is stored first, durably."""
         self._here.check()
         while True:
             try:
@@ -196,7 +178,6 @@ class ClaimWriter(Writer):
         return [one if isinstance(one, Append) else one.result() for one in begun]
 
     def _large(self, record: Append) -> bool:
-        """Whether its value lies beside the log."""
         if not self._bus.claimed(record.topic):
             return False
         limit, above = self._limits.get(record.topic), self._bus.above_bytes
@@ -204,7 +185,6 @@ class ClaimWriter(Writer):
         return not fits or (above is not None and len(record.value) > above)
 
     def _checked_in(self, record: Append) -> Append:
-        """The record as it goes into the log when its value is kept."""
         if len(record.value) > self._bus.bytes_max:
             raise RecordTooLarge(
                 f"a value of {len(record.value)} bytes for topic {record.topic}: "
@@ -223,20 +203,20 @@ class ClaimWriter(Writer):
 
 
 class ClaimReader(ReaderWrapper):
-    """Puts claimed values back, so many that a poll stays within its bound in bytes."""
+    """Reader that restores blob values within the byte bound of a poll."""
 
     def __init__(self, bus: ClaimBus, inner: Reader) -> None:
         super().__init__(inner)
         self._bus = bus
         self._here = OpenedHere("this reader")
-        self._waiting: deque[Record] = deque()  # read, and over the caller's last bound
+        self._waiting: deque[Record] = deque()  # read, but above the last bound
         self._begun: dict[tuple[TopicPartition, int], Future[Record]] = {}
         self._pool = _threads()
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        """Records with their values; claimed ones count with their full size."""
+        """Return records with their values; blobs count with their full size."""
         self._here.check()
         if not self._waiting:
             self._waiting.extend(
@@ -249,8 +229,7 @@ class ClaimReader(ReaderWrapper):
         return found
 
     def _begin(self, records_max: int, bytes_max: int, *, least: int) -> list[Record]:
-        """The first that wait, so many, `least` in any case: values beside the log are being
-        read."""
+        """Start reading the blobs of the next records, at least `least`."""
         within: list[Record] = []
         for record in islice(self._waiting, records_max):
             bytes_max -= record_bytes(record) + claimed_bytes(record)
@@ -263,7 +242,6 @@ class ClaimReader(ReaderWrapper):
         return within
 
     def _ended(self, record: Record) -> Record:
-        """With its value. Raises BusError; all are begun again then."""
         begun = self._begun.pop((record.at, record.offset), None)
         try:
             return record if begun is None else begun.result()
@@ -272,7 +250,6 @@ class ClaimReader(ReaderWrapper):
             raise
 
     def _whole(self, record: Record) -> Record:
-        """The record as it was appended, or one that says why it cannot be."""
         claim = _claim(record)
         assert claim is not None
         digest, size_bytes = claim
@@ -303,18 +280,17 @@ class ClaimReader(ReaderWrapper):
 
 
 def _threads() -> ThreadPoolExecutor:
-    """Those that wait for a disk; none is there before the first of its values."""
     return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="claims")
 
 
 def claimed_bytes(record: Record) -> int:
-    """The size of the value that lies beside the log; 0 where none does."""
+    """Return the size of a record's blob, 0 without one."""
     claim = _claim(record)
     return claim[1] if claim else 0
 
 
 def lost_claim(record: Record) -> str:
-    """Why a record's claimed value could not be put back; empty where nothing is lost."""
+    """Return why a record's blob could not be restored, empty if it was."""
     if CLAIM_LOST not in map(_NAME, record.headers):
         return ""
     headers = dict(record.headers)
@@ -323,7 +299,7 @@ def lost_claim(record: Record) -> str:
 
 
 def _claim(record: Record) -> tuple[str, int] | None:
-    """Digest and size; only a well-formed claim of an empty value is one, for anyone may write."""
+    """Return digest and size if well-formed."""
     if record.value or not record.headers:
         return None
     headers = dict(record.headers)

@@ -1,10 +1,7 @@
-"""Copies of topics onto another bus: the same records at the same offsets.
+"""Copies of topics to another bus, with the same records at the same offsets.
 
-A copy continues after its last record, partition by partition, and ends with a digest over the
-records of both sides. Positions without a record are kept too: a SQLite file stores each record's
-offset, and a Kafka topic gets a filler record there, which readers skip (`FILLER`).
-
-Large values are copied into the target's records where it has no blob store.
+A copy resumes after its last record per partition and ends by comparing digests of both sides.
+Kafka gets a filler record at unused offsets (`FILLER`).
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ APPENDS_AT_ONCE: Final = 4096
 
 
 class CopyTarget(Protocol):
-    """A log that a copy is written to."""
+    """Log that a copy is written to."""
 
     bus: Bus
 
@@ -36,15 +33,15 @@ class CopyTarget(Protocol):
         ...
 
     def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
-        """Write records at their own offsets and move the partition's position to `end`.
+        """Write records at their offsets and move the partition's position to `end`.
 
-        `begin` is where the partition begins if nothing was copied yet. Raises BusError.
+        `begin` is the start of the partition if nothing was copied yet. Raises BusError.
         """
         ...
 
 
 class FileTarget:
-    """Copies into a SQLite file, which keeps large values in its records."""
+    """Copies into a SQLite file, with large values inside the records."""
 
     def __init__(self, bus: SqliteBus) -> None:
         self.bus: Bus = bus
@@ -53,7 +50,7 @@ class FileTarget:
 
 
 class FillingTarget:
-    """Copies onto a log that numbers its records itself, without gaps: Kafka."""
+    """Copies into Kafka, which assigns offsets without gaps."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -64,7 +61,7 @@ class FillingTarget:
         return self.bus.written_end(tp)
 
     def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
-        """Append the records, and fillers at the offsets between them. Raises BusError."""
+        """Append the records, and fillers between them. Raises BusError."""
         if begin and not is_trimmed(tp.topic):
             raise LogTruncated(
                 f"{tp.topic}/{tp.partition} begins at {begin}: records before it were deleted, "
@@ -84,24 +81,24 @@ class FillingTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogCopy:
-    """Result of a copy. `digest` is over all records of the source and, equally, of the copy."""
+    """Result of a copy; `digest` covers all records, equal on both sides."""
 
     records: int
     added: int
     lost: int
-    """Large values that the source has lost too."""
+    """Blobs that the source has lost."""
     digest: str
 
 
 def copy_topics(
     source: Bus, target: CopyTarget, topics: Sequence[str], told: Told, *, allow_lost: bool = False
 ) -> LogCopy:
-    """Copy what the source has now of these topics, which exist on both sides, and compare.
+    """Copy the current records of topics that exist on both sides, and compare.
 
-    Raises BusError where the target holds other records or a large value is lost (unless allowed),
-    InvariantBroken where the sides differ at the end.
+    Raises BusError if the target has other records or a blob is lost (unless allowed),
+    InvariantBroken if the sides differ.
     """
-    # Control first: what its records name was appended before them.
+    # Control first: the records it references were appended before.
     ends = {
         tp: source.end(tp)
         for topic in topics
@@ -123,8 +120,6 @@ def copy_topics(
 
 
 class _PartitionCopy:
-    """The copy of one partition up to an end."""
-
     def __init__(
         self, source: Bus, target: CopyTarget, tp: TopicPartition, end: int, allow_lost: bool
     ) -> None:
@@ -134,11 +129,11 @@ class _PartitionCopy:
         self._end, self._allow_lost = end, allow_lost
 
     def run(self, told: Told) -> None:
-        """Copy what is missing, and compare everything. Each side is read once."""
+        """Copy the missing records and compare all, reading each side once."""
         tp, end = self.tp, self._end
         start = self._target.position(tp)
         begin = self._source.begin(tp)
-        if start:  # old records of the metrics are deleted while a run goes on, also in a copy
+        if start:  # old metrics may be deleted meanwhile, on both sides
             begin = max(begin, self._target.bus.begin(tp))
         self._read_copy(begin, start)
         checked = False
@@ -183,7 +178,7 @@ class _PartitionCopy:
 
 
 def update_digest(digest: Any, record: Record) -> None:
-    """Add a record to a digest: partition, offset, key, headers, value, each with its length."""
+    """Add partition, offset, key, headers and value to a digest, each with its length."""
     headers = [part for name, value in _headers(record) for part in (name.encode(), value)]
     parts = (record.key, *headers, record.value)
     sizes = ",".join(str(len(part)) for part in parts)
@@ -193,7 +188,7 @@ def update_digest(digest: Any, record: Record) -> None:
 
 
 def _check_begins_alike(source: Bus, target: CopyTarget, tp: TopicPartition, end: int) -> None:
-    """Raise BusError where the target's partition belongs to another run, or goes further."""
+    """Raises BusError if the target belongs to another run or is longer."""
     copied = target.position(tp)
     if copied > end:
         raise BusError(
@@ -217,7 +212,6 @@ def _first(bus: Bus, tp: TopicPartition, begin: int, end: int) -> Record | None:
 
 
 def _batches(bus: Bus, tp: TopicPartition, begin: int, end: int) -> Iterator[list[Record]]:
-    """The records of a partition between two positions. Raises BusError."""
     with closing(bus.reader({tp: begin})) as reader:
         yield from filter(None, polls_until(reader, {tp: end}))
 
@@ -225,7 +219,6 @@ def _batches(bus: Bus, tp: TopicPartition, begin: int, end: int) -> Iterator[lis
 def _without_gaps(
     tp: TopicPartition, records: Sequence[Record], position: int, end: int
 ) -> Iterator[Append]:
-    """An append for every offset from a position to an end."""
     filler = Append(topic=tp.topic, partition=tp.partition, value=b"", headers=((FILLER, b""),))
     for record in records:
         yield from repeat(filler, record.offset - position)
@@ -242,7 +235,7 @@ def _without_gaps(
 
 
 def _headers(record: Record) -> tuple[tuple[str, bytes], ...]:
-    """The record's headers as they were appended: a reader says of a lost value why."""
+    """Return the headers as appended, without the reader's ``claim-lost``."""
     return tuple(header for header in record.headers if header[0] != CLAIM_LOST)
 
 

@@ -1,8 +1,4 @@
-"""Whether a record is the one that `trajectory logged` names: there, of that id, byte for byte.
-
-Everybody who shows, exports, measures or reproduces a trajectory asks here first: what lies at its
-place in the log may be gone, changed, or another trajectory's.
-"""
+"""Checks that a record is the one that `trajectory logged` references: position, id and digest."""
 
 from __future__ import annotations
 
@@ -18,11 +14,11 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import digest_as
 
 LINES_MAX: Final = 20
-"""Damaged trajectories that are named; of more there is the number."""
+"""Maximum damaged trajectories listed by name."""
 
 
 class Named(Protocol):
-    """What control says of a record: `TrajectoryLogged`, or what stands for it."""
+    """Reference to a record: `TrajectoryLogged` or an equivalent."""
 
     @property
     def trajectory(self) -> str: ...
@@ -36,20 +32,20 @@ class Named(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordFingerprint:
-    """What is kept of a record to hold it against control later, when its value is gone."""
+    """Facts about a record that allow checking it without its value."""
 
     sha256: str
-    """Of the value bytes."""
+    """Digest of the value."""
     headers_of: str
-    """The trajectory that its headers name."""
+    """Trajectory id in the headers."""
     value_of: str = ""
-    """The trajectory that its value names; empty where nobody opened it."""
+    """Trajectory id in the value; empty if not decoded."""
     lost: str = ""
-    """Why there is no value."""
+    """Reason why the value is missing."""
 
 
 def record_digest(record: Record) -> str:
-    """The digest of its value, in the form that its headers name; sha256 where they name none."""
+    """Return the digest of the value in the form that its headers use, sha256 by default."""
     named = dict(record.headers).get("sha256", b"").decode(errors="replace")
     return named if record.checked == named != "" else digest_as(named, record.value)
 
@@ -62,7 +58,8 @@ def fingerprint_of(record: Record, *, value_of: str = "") -> RecordFingerprint:
 
 
 def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:
-    """Why a record is not what control names; empty where it is. Its content is not opened."""
+    """Return why a record differs from its reference, empty if it matches; does not decode the
+    value."""
     where = f"at trajectories:{named.partition}:{named.offset}"
     if found is None:
         return f"its record is not there {where}"
@@ -79,7 +76,7 @@ def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:
 
 
 def logged_trajectory(record: Record | None, named: Named) -> Trajectory:
-    """The trajectory that control names. Raises InvariantBroken, SchemaError."""
+    """Return the referenced trajectory. Raises InvariantBroken, SchemaError."""
     if why := fault_of(record, named):
         raise InvariantBroken(f"{named.trajectory}: {why}")
     assert record is not None
@@ -92,15 +89,17 @@ def logged_trajectory(record: Record | None, named: Named) -> Trajectory:
 
 @dataclass(slots=True)
 class Damage:
-    """Trajectories whose records are not what control names, as somebody meets them who goes on
-    with the sound ones. Example: ``if damage.is_sound(record, fact): use(record)``."""
+    """Trajectories whose records differ from their references.
+
+    Example: ``if damage.is_sound(record, fact): use(record)``
+    """
 
     count: int = 0
     lines: list[str] = field(default_factory=list)
-    """The first `LINES_MAX`, each with its trajectory and why."""
+    """The first `LINES_MAX` trajectories with their reasons."""
 
     def is_sound(self, found: Record | RecordFingerprint | None, named: Named) -> bool:
-        """Whether it is the record that control names; one that is not is counted and named."""
+        """Return whether the record matches; record the damage if not."""
         why = fault_of(found, named)
         if why:
             self.count += 1
@@ -109,12 +108,12 @@ class Damage:
         return not why
 
     def look_for_the_rest(self, left: Mapping[tuple[int, int], Named]) -> None:
-        """What control names, by place, and nobody met although all was read: it is gone."""
+        """Record as missing every reference that no record matched."""
         for named in left.values():
             self.is_sound(None, named)
 
     def raise_if_any(self, consequence: str) -> None:
-        """Raise InvariantBroken where there is damage; `consequence` is what came of it."""
+        """Raises InvariantBroken if there is damage; `consequence` completes the message."""
         if self.count:
             who = f"{self.count} trajectories that were logged are"
             who = who if self.count > 1 else "1 trajectory that was logged is"

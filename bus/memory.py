@@ -1,11 +1,7 @@
-"""The log in this process's memory: for unit tests and the simulator; decides where it has gaps.
+"""The log in memory, for unit tests and the simulator.
 
-It keeps every rule of the port, has no threads and never sleeps: a poll with nothing to return
-returns at once whatever its `timeout_s`, because in one thread nobody could append meanwhile, and
-time belongs to the caller.
-
-What lasts is the `MemoryLog`. Every role opens its own `MemoryBus` on it, with its own fault plan,
-and may crash (close, or just let go) and open another one.
+Single-threaded: a poll returns at once, whatever its `timeout_s`. The `MemoryLog` survives crashes
+of a role; each role opens its own `MemoryBus` with its own faults.
 """
 
 from __future__ import annotations
@@ -33,11 +29,12 @@ from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendFault:
-    """What befalls one append.
+    """Fault of one append.
 
-    failed: refused with a BusError. full: refused with BusFull. unknown: only the first `lands`
-    records land and OutcomeUnknown is raised (0: none, a large number: all). delayed: all land,
-    but readers see them only `delay_ms` later.
+    - failed: raises BusError.
+    - full: raises BusFull.
+    - unknown: appends the first `lands` records and raises OutcomeUnknown.
+    - delayed: readers see the records `delay_ms` later.
 
     Example: ``AppendFault(kind="unknown", lands=1)``
     """
@@ -48,20 +45,16 @@ class AppendFault:
 
 
 class FaultPlan(Protocol):
-    """Says what goes wrong, call by call; calls are counted from 0 per `MemoryBus`."""
+    """Faults by call number, counted from 0 per `MemoryBus`."""
 
-    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
-        """The fault of this append, None if it goes well."""
-        ...
+    def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None: ...
 
-    def on_poll(self, call: int) -> bool:
-        """Whether this poll fails with a BusError and reads nothing."""
-        ...
+    def on_poll(self, call: int) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedFaults:
-    """A fault plan written down in advance.
+    """Fixed fault plan.
 
     Example: ``ScriptedFaults(appends={3: AppendFault(kind="failed")}, polls={0, 1})``
     """
@@ -90,20 +83,19 @@ class _Partition:
     begin: int = 0
 
     def visible(self, now_ms: int) -> int:
-        """How many records readers may see."""
         count = len(self.records)
         while count and self.visible_ms[count - 1] > now_ms:
             count -= 1
         return count
 
     def visible_end(self, now_ms: int) -> int:
-        """The position after the last visible record: where the first hidden one lies."""
+        """Return the position of the first hidden record, or the end."""
         count = self.visible(now_ms)
         return self.end if count == len(self.records) else self.offsets[count]
 
 
 class MemoryLog:
-    """Topics, records and writer epochs; holds at most `bytes_max` of keys, headers and values."""
+    """Topics, records and writer epochs, limited to `bytes_max` of keys, headers and values."""
 
     def __init__(self, *, bytes_max: int | None = None) -> None:
         self.bytes_max = bytes_max
@@ -113,21 +105,21 @@ class MemoryLog:
         self._epochs: dict[str, int] = {}
         self._appends = 0
         self.watch: Callable[[Sequence[Record], int], None] = lambda records, visible_ms: None
-        """Told of every append that landed: its records and when readers see the last of them."""
+        """Called after each append with its records and the time when the last becomes visible."""
 
     def gap_after(self, append: int) -> int:
-        """How many offsets an append leaves unused behind it: 1, 2 or 3, as markers would."""
+        """Return the unused offsets after an append: 1, 2 or 3."""
         return 1 + append % 3
 
     def truncate(self, tp: TopicPartition, position: int) -> None:
-        """Forget every record from `position` on, acknowledged or not, as a lost disk would."""
+        """Delete every record from `position` on, as a lost disk would."""
         check_exists(tp, self._topics)
         held = self._partitions[tp]
         self._drop(held, slice(bisect_left(held.offsets, position), None))
         held.end = min(held.end, position)
 
     def delete_before(self, tp: TopicPartition, position: int) -> None:
-        """Forget every record before `position`, as retention does."""
+        """Delete every record before `position`, as retention does."""
         check_exists(tp, self._topics)
         held = self._partitions[tp]
         self._drop(held, slice(0, bisect_left(held.offsets, position)))
@@ -147,7 +139,6 @@ class MemoryLog:
             self._partitions[TopicPartition(spec.name, partition)] = _Partition()
 
     def _append(self, records: Sequence[Append], *, visible_ms: int) -> list[int]:
-        """Offsets of the records; each touched partition gets a gap behind them."""
         landed: list[Record] = []
         touched = set()
         for record in records:
@@ -170,7 +161,7 @@ class MemoryLog:
 
 
 class MemoryBus(Bus):
-    """One role's view of a `MemoryLog`, on a clock of the caller's in milliseconds.
+    """View of a `MemoryLog` for a single role; `now_ms` is its clock.
 
     Example: ``MemoryBus(log, faults=ScriptedFaults(polls={0}), now_ms=lambda: 1_000)``
     """
@@ -208,7 +199,6 @@ class MemoryBus(Bus):
         return self._partition(tp).begin
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
-        """Forget them, all at once."""
         self.check_open()
         check_trimmed(tp)
         check_position(tp, before)
@@ -233,7 +223,7 @@ class MemoryBus(Bus):
         return MemoryWriter(self, exclusive)
 
     def close(self) -> None:
-        """Close the bus with its readers and writers; the log stays."""
+        """Close the bus with its readers and writers; keep the log."""
         self.closed = True
 
     def _partition(self, tp: TopicPartition) -> _Partition:
@@ -242,13 +232,12 @@ class MemoryBus(Bus):
         return self.log._partitions[tp]
 
     def check_open(self) -> None:
-        """Raises BusError after `close`."""
         if self.closed:
             raise BusError("this bus is closed")
 
 
 class MemoryReader(PositionReader):
-    """Reads from a `MemoryLog`; never waits."""
+    """Reader of a `MemoryLog`; never waits."""
 
     def __init__(self, bus: MemoryBus, positions: Mapping[TopicPartition, int]) -> None:
         super().__init__(positions, bus.check_open)
@@ -259,7 +248,6 @@ class MemoryReader(PositionReader):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        """What is visible now; `timeout_s` is not waited (see the module)."""
         self._check_open()
         call, self._bus.polls = self._bus.polls, self._bus.polls + 1
         if self._bus.faults.on_poll(call):
@@ -267,7 +255,7 @@ class MemoryReader(PositionReader):
         self._turn += 1
         ends = self._bus.log._partitions
         if all(position == ends[tp].end for tp, position in self._positions.items()):
-            self._held.clear()  # Most polls bring nothing.
+            self._held.clear()  # fast path of most polls
             return []
         found: list[Record] = []
         room_bytes = bytes_max
@@ -280,7 +268,6 @@ class MemoryReader(PositionReader):
     def _take(
         self, tp: TopicPartition, found: list[Record], records_max: int, room_bytes: int
     ) -> int:
-        """Move this partition's visible records into `found`; returns the bytes left."""
         held = self._bus.log._partitions[tp]
         self._held.discard(tp)
         if self._positions[tp] == held.end:
@@ -303,13 +290,12 @@ class MemoryReader(PositionReader):
         return room_bytes
 
     def held_back(self) -> list[TopicPartition]:
-        """Where the last poll met hidden records."""
         self._check_open()
         return sorted(self._held)
 
 
 class MemoryWriter(Writer):
-    """Appends to a `MemoryLog`."""
+    """Writer of a `MemoryLog`."""
 
     def __init__(self, bus: MemoryBus, exclusive: str | None) -> None:
         self._bus = bus
@@ -321,7 +307,6 @@ class MemoryWriter(Writer):
             self._epoch = bus.log._epochs[exclusive]
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        """Append all and return their offsets, unless the fault plan has another idea."""
         self._check_writable()
         log = self._bus.log
         check_appends(records, log._topics)

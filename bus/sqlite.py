@@ -1,13 +1,10 @@
-"""The log in one SQLite file, shared by the processes of one machine; decides offsets and waits.
+"""The log in one SQLite file, shared by the processes of one machine.
 
-A record's row is numbered topic << 52 | partition << 40 | offset, so a partition is one range of
-the table, from its *base* (the row of offset 0) on. Offsets of one append are consecutive; one is
-left unused behind each append, as Kafka's transaction markers do: the position after the last
-record is therefore always its offset + 2, and needs no row of its own. Nothing but its last row
-says where a partition ends, so that one is never deleted.
+Row number = topic << 52 | partition << 40 | offset; the row of offset 0 is the *base* of a
+partition. One offset is unused after each append, so the end is the last offset + 2: never delete
+the last row.
 
-A reader polls by asking SQLite whether any other connection committed (3 us when none did) and
-sleeps in between, the longer the log has been quiet.
+Readers poll `PRAGMA data_version` (3 us) and sleep longer on a quiet log.
 """
 
 from __future__ import annotations
@@ -39,21 +36,21 @@ from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown, Top
 OFFSET_BITS = 40
 PARTITION_BITS = 12
 STEP = 2
-"""From one append's last record to the next one's first: what lies between stays unused."""
+"""Difference between the last offset of an append and the next offset."""
 
 TRIM_OFFSETS = 1000
-"""Deleted in one transaction at most: it holds the lock that every append waits for."""
+"""Maximum offsets deleted per transaction, which blocks appends."""
 
 TOPICS_MAX = 2047
-"""Of one file: what the topic's bits of a row number can hold."""
+"""Maximum topics per file, from the topic bits of a row number."""
 
 WAIT_S_MAX = 0.050
-"""The longest sleep of a waiting reader; it bounds how late a record may be seen on a quiet log."""
+"""Longest sleep in seconds of a waiting reader; bounds its delay on a quiet log."""
 
 WAIT_S_MIN = 0.001
 
 WAIT_SHARE = 4
-"""A reader sleeps a quarter of the time for which nothing came: it is at most that share late."""
+"""Divisor of the time without records: a reader sleeps a quarter of it."""
 
 _FIRST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at LIMIT 1"
 _LAST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at DESC LIMIT 1"
@@ -70,7 +67,7 @@ _decode_headers = msgspec.msgpack.Decoder(tuple[tuple[str, bytes], ...]).decode
 
 
 class _Topics:
-    """What is known of the file's topics; they only ever become more."""
+    """Topics of the file, cached; they are never deleted."""
 
     def __init__(self) -> None:
         self.specs: dict[str, TopicSpec] = {}
@@ -84,12 +81,12 @@ class _Topics:
             )
 
     def base(self, topic: str, partition: int) -> int:
-        """The row number of the partition's offset 0."""
+        """Return the row number of the partition's offset 0."""
         return (self._ids[topic] << PARTITION_BITS | partition) << OFFSET_BITS
 
 
 class SqliteBus(Bus):
-    """The log in one file. The file appears with the first `create`; until then it has no topics.
+    """The log in one file, which the first `create` creates.
 
     Example: ``SqliteBus(Path("runs/first/log.sqlite"))``
     """
@@ -102,7 +99,6 @@ class SqliteBus(Bus):
         self._closed = False
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Create the topics that do not exist, and the file."""
         for spec in topics:
             check_spec(spec)
         file = self._open(create=True)
@@ -130,10 +126,8 @@ class SqliteBus(Bus):
         return self._find(TopicPartition(topic, 0)).partitions
 
     def begin(self, tp: TopicPartition) -> int:
-        """The first position: 0, or where the first record lies that `trim` has left.
-
-        Of a copied log it is not before the source's.
-        """
+        """Return 0 or the first offset that `trim` left; in a copied log at least the source's
+        begin."""
         file = self._file_of(tp)
         base = self._topics.base(*tp)
         copied, _ = file.placed.get(base, (0, 0))
@@ -143,7 +137,7 @@ class SqliteBus(Bus):
             return max(copied, _begin_of(file, base))
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
-        """Delete in one short transaction; what is free then is used by the next appends."""
+        """Delete in one short transaction; appends reuse the space."""
         file = self._file_of(tp)
         check_trimmed(tp)
         check_position(tp, before)
@@ -156,11 +150,10 @@ class SqliteBus(Bus):
             return _end_of(file, self._topics.base(*tp))
 
     def written_end(self, tp: TopicPartition) -> int:
-        """The same: what is committed can be read."""
         return self.end(tp)
 
     def placed_end(self, tp: TopicPartition) -> int:
-        """The position after the last record that was copied or appended; no gap follows it."""
+        """Return the position after the last record copied or appended, without a gap."""
         file = self._file_of(tp)
         base = self._topics.base(*tp)
         with file.reading():
@@ -169,9 +162,9 @@ class SqliteBus(Bus):
             return copied if last is None else max(copied, last - base + 1)
 
     def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
-        """Write records of another log at their own offsets, durably, and end the partition there.
+        """Write records of another log at their offsets durably, and end the partition at `end`.
 
-        `begin` is where the source's partition begins, if this is the first call. Raises BusError.
+        `begin`, the begin of the source partition, matters only in the first call. Raises BusError.
         """
         file = self._file_of(tp)
         base = self._topics.base(*tp)
@@ -196,7 +189,6 @@ class SqliteBus(Bus):
         file.placed[base] = begin, end
 
     def reader(self, positions: Mapping[TopicPartition, int]) -> SqliteReader:
-        """A reader of exactly these partitions, with its own connection."""
         for tp, position in positions.items():
             self._find(tp)
             check_position(tp, position)
@@ -204,7 +196,6 @@ class SqliteBus(Bus):
         return SqliteReader(self._part(patient=True), bases, positions)
 
     def writer(self, *, exclusive: str | None = None) -> SqliteWriter:
-        """A writer, with its own connection; with a name, earlier ones of that name are fenced."""
         if self._open() is None:
             raise TopicMissing(f"there is no log at {self.path}")
         return SqliteWriter(self._part(patient=False), exclusive)
@@ -218,14 +209,12 @@ class SqliteBus(Bus):
             self._file.close()
 
     def _part(self, *, patient: bool) -> SqliteFile:
-        """A connection for a reader or a writer, closed with the bus at the latest."""
         self._parts = {part for part in self._parts if not part.closed}
         part = SqliteFile(self.path, patient=patient)
         self._parts.add(part)
         return part
 
     def _open(self, *, create: bool = False) -> SqliteFile | None:
-        """The bus's own connection; None where there is no log yet."""
         if self._closed:
             raise BusError("this bus is closed")
         if self._file is None and (create or self.path.exists()):
@@ -237,7 +226,6 @@ class SqliteBus(Bus):
         return self._file
 
     def _file_of(self, tp: TopicPartition) -> SqliteFile:
-        """The bus's own connection to the log that has this partition. Raises TopicMissing."""
         self._find(tp)
         assert self._file is not None
         return self._file
@@ -250,7 +238,7 @@ class SqliteBus(Bus):
 
 
 class SqliteReader(PositionReader):
-    """Reads with a connection of its own; holds no transaction between two polls."""
+    """Reader with its own connection; holds no transaction between polls."""
 
     def __init__(
         self,
@@ -262,7 +250,7 @@ class SqliteReader(PositionReader):
         self._file = file
         self._bases = bases
         self._at_end: set[TopicPartition] = set()
-        """Where the position is the end of what was there, not only behind the last record."""
+        """Partitions whose position is the end, past the gap after the last record."""
         self._turn = 0
         self._version = 0
         self._more = True
@@ -271,7 +259,6 @@ class SqliteReader(PositionReader):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        """Records from the present positions on; sleeps in short steps while there are none."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             found = self._read(records_max, bytes_max)
@@ -284,7 +271,7 @@ class SqliteReader(PositionReader):
             time.sleep(min(max(WAIT_S_MIN, min(quiet_s, WAIT_S_MAX)), deadline_s - now_s))
 
     def _read(self, records_max: int, bytes_max: int) -> list[Record]:
-        """What is there now, nothing if nobody committed since everything was read."""
+        """Return new records; skip the read if nothing was committed."""
         self._file.check_usable()
         with self._file.errors():
             version = self._file.one("PRAGMA data_version")
@@ -294,7 +281,7 @@ class SqliteReader(PositionReader):
         room_bytes = bytes_max
         self._turn += 1
         tps = list(self._bases)
-        turn = self._turn % max(1, len(tps))  # no partition may starve the others
+        turn = self._turn % max(1, len(tps))  # do not starve a partition
         with self._file.reading() as connection:
             for tp in tps[turn:] + tps[:turn]:
                 room_bytes -= self._take(connection, tp, found, records_max, room_bytes)
@@ -310,7 +297,7 @@ class SqliteReader(PositionReader):
         records_max: int,
         room_bytes: int,
     ) -> int:
-        """Move a partition's records into `found` as far as there is room; returns their bytes."""
+        """Move records into `found` within the bounds; return their bytes."""
         limit, base = records_max - len(found), self._bases[tp]
         if base in self._file.placed:
             begin, _ = self._file.placed[base]
@@ -346,7 +333,7 @@ class SqliteReader(PositionReader):
 
 
 class SqliteWriter(Writer):
-    """Appends with a connection of its own, every call one transaction."""
+    """Writer with its own connection; each append is one transaction."""
 
     def __init__(self, file: SqliteFile, exclusive: str | None) -> None:
         self._file = file
@@ -380,7 +367,6 @@ class SqliteWriter(Writer):
         return [at - base for at, base in zip(rows, bases, strict=True)]
 
     def _check_epoch(self) -> None:
-        """Inside the transaction that inserts, so that nothing can come in between."""
         if self._name is None:
             return
         epoch = self._file.one("SELECT epoch FROM writers WHERE name = ?", (self._name,))
@@ -388,7 +374,6 @@ class SqliteWriter(Writer):
             raise Fenced(f"a newer writer {self._name} took over (epoch {epoch})")
 
     def _number(self, bases: Iterable[int]) -> list[int]:
-        """The next free row of each record's partition."""
         following: dict[int, int] = {}
         rows = []
         for base in bases:
@@ -419,8 +404,7 @@ def _record(
 
 
 def _end_of(file: SqliteFile, base: int) -> int:
-    """The position after a partition's last record and the gap behind it; of a copied partition,
-    the source's end."""
+    """Return the end including the gap; the source's end in a copied partition."""
     last = _last(file, base)
     _, copied = file.placed.get(base, (0, 0))
     if last is None or last - base < copied:
@@ -429,16 +413,13 @@ def _end_of(file: SqliteFile, base: int) -> int:
 
 
 def _begin_of(file: SqliteFile, base: int) -> int:
-    """The offset of a partition's first record; 0 where there is none."""
+    """Return the first record's offset, 0 without records."""
     first = file.one(_FIRST, (base, base + (1 << OFFSET_BITS)))
     return 0 if first is None else int(first) - base
 
 
 def _trim(file: SqliteFile, base: int, before: int) -> bool:
-    """Delete the oldest records before a position, a bounded number; whether there are more.
-
-    For the inside of `SqliteFile.writing`.
-    """
+    """Delete a bounded number of old records; return whether more remain."""
     last = _last(file, base)
     if last is None:
         return False
@@ -457,10 +438,9 @@ def _last(file: SqliteFile, base: int) -> int | None:
 
 
 def unreadable_records(path: Path) -> list[str]:
-    """What no reader of any topic will ever see: a line for every topic id that is unknown and
-    every partition beyond its topic's.
+    """Return a line for every unknown topic id and out-of-range partition that has records.
 
-    Looks at one record per partition, however long the log is. Raises BusError.
+    Reads one record per partition. Raises BusError.
     """
     beyond = (1 << 63) - (1 << OFFSET_BITS)  # the last partition that SQLite can number
     with closing(SqliteFile(path)) as file, file.errors():

@@ -1,14 +1,11 @@
-"""One SQLite connection to a run's log: how it is opened, locked, and its errors told.
+"""SQLite connection to a run's log: opening, locking and errors.
 
-Theory of operation. The file is in WAL mode with `synchronous=FULL`: a commit is on the disk when
-it returns, readers never block writers, several processes share the file. A connection holds no
-open transaction between two calls, so the write-ahead log can be copied back and reused whatever
-readers are alive.
+The file uses WAL mode and `synchronous=FULL`: commits are on disk when they return. No transaction
+stays open between calls, so the WAL can be checkpointed while readers exist.
 
-Warning. SQLite forbids to use, or even close, a connection in a forked child. Connections know the
-process that opened them: in a child they refuse every use and are never closed. Nor may the child
-open the same file anew: SQLite would believe that this process holds the parent's locks, take none,
-and lose what it writes when the parent closes. That is refused as well.
+SQLite forbids using or closing a connection in a forked child, so connections there reject every
+use and are never closed. A child must not open the same file: it would take no locks and lose its
+writes.
 """
 
 from __future__ import annotations
@@ -26,15 +23,15 @@ from dora_pipe.bus.checks import FORK_HINT, OpenedHere
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, LogDamaged, OutcomeUnknown
 
-APPLICATION_ID = 0x444F5241  # "DORA", so that `file` and we recognise a log
+APPLICATION_ID = 0x444F5241  # "DORA", for `file`
 FORMAT = 1
-"""`user_version` of the file: a greater one was written by a newer dora-pipe."""
+"""`user_version` of the file; a newer dora-pipe writes a greater one."""
 
 LOCK_LIMIT_S = 10.0
-"""How long one call waits for the other processes' transactions."""
+"""Maximum wait in seconds for other processes' transactions."""
 
 WAL_KEPT_BYTES = 16 * 1024 * 1024
-"""The write-ahead log is cut back to this size when it is reused after a burst."""
+"""Size to which SQLite truncates the WAL after a burst."""
 
 _LOCK_WAIT_S_MAX = 0.005
 _LOCK_WAIT_S_MIN = 0.0002
@@ -63,7 +60,7 @@ _inherited: list[SqliteFile] = []
 
 
 def _keep_inherited() -> None:
-    """In a forked child: hold the parent's connections for ever, so that nothing closes them."""
+    """Keep the parent's connections referenced in a forked child, so that nothing closes them."""
     _inherited.extend(file for file in _live if not file.closed)
 
 
@@ -71,10 +68,10 @@ os.register_at_fork(after_in_child=_keep_inherited)
 
 
 class SqliteFile:
-    """A connection to a log; `create` makes the file and its tables where there are none.
+    """Connection to a log; `create` creates a missing file and its tables.
 
-    `patient` connections let SQLite wait for a lock; the others return at once, because `writing`
-    waits by itself, in shorter steps.
+    `patient` connections let SQLite wait for locks; others return at once, and `writing` retries in
+    shorter steps.
     """
 
     def __init__(self, path: Path, *, create: bool = False, patient: bool = True) -> None:
@@ -86,7 +83,7 @@ class SqliteFile:
             self.connection = _connect(path, create=create)
         _live.add(self)
         self.placed: dict[int, tuple[int, int]] = {}
-        """Of a copied log: begin and end of each partition, by the row of its offset 0."""
+        """Begin and end of each copied partition, by the row of its offset 0."""
         with ExitStack() as undo, self.errors():
             undo.callback(self.close)
             self._check_format()
@@ -97,7 +94,6 @@ class SqliteFile:
             undo.pop_all()
 
     def _check_format(self) -> None:
-        """Refuse another program's file and a newer format."""
         found = self.one("PRAGMA application_id")
         self.fresh = not self.one("SELECT count(*) FROM sqlite_schema")
         if found != APPLICATION_ID and (found or not self.fresh):
@@ -106,7 +102,6 @@ class SqliteFile:
             raise BusError(f"{self.path} was written by a newer dora-pipe")
 
     def _prepare(self, *, create: bool, patient: bool) -> None:
-        """Set the connection up; give a fresh file its tables."""
         if create and self.fresh:
             self._retry("PRAGMA journal_mode = WAL")
         self.connection.execute("PRAGMA synchronous = FULL")
@@ -127,19 +122,18 @@ class SqliteFile:
         self.fresh = False
 
     def one(self, statement: str, values: Sequence[object] = ()) -> Any:
-        """The first column of the first row, None if there is no row."""
+        """Return the first column of the first row, None without rows."""
         row = self.connection.execute(statement, values).fetchone()
         return None if row is None else row[0]
 
     def rows(self, statement: str) -> list[Any]:
-        """Everything that one statement finds."""
         self.check_usable()
         with self.errors():
             return self._retry(statement).fetchall()
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Everything inside sees one moment of the log."""
+        """Run the block on one snapshot of the log."""
         self.check_usable()
         with self.errors():
             self.connection.execute("BEGIN")
@@ -150,10 +144,10 @@ class SqliteFile:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Everything inside is on the disk when the block ends, or not at all.
+        """Run the block as one durable transaction.
 
-        Raises BusError when other processes hold the lock for `LOCK_LIMIT_S`, BusFull, and
-        OutcomeUnknown when the disk failed in the commit.
+        Raises BusError if locked for `LOCK_LIMIT_S`, BusFull, OutcomeUnknown if the commit's disk
+        write failed.
         """
         self.check_usable()
         with self.errors():
@@ -175,13 +169,13 @@ class SqliteFile:
             raise
 
     def _roll_back(self) -> None:
-        """End whatever is open; what went wrong before matters more than what goes wrong here."""
+        """Ignore errors, which would hide the original one."""
         if self.connection.in_transaction:
             with suppress(sqlite3.Error):
                 self.connection.execute("ROLLBACK")
 
     def _retry(self, statement: str) -> sqlite3.Cursor:
-        """Run a statement that needs a lock, with short waits: SQLite's own are up to 100 ms."""
+        """Run a locking statement with short waits; SQLite's own are up to 100 ms."""
         deadline_s = time.monotonic() + LOCK_LIMIT_S
         wait_s = _LOCK_WAIT_S_MIN
         while True:
@@ -195,7 +189,6 @@ class SqliteFile:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turn SQLite's errors into ours."""
         try:
             yield
         except sqlite3.Error as error:
@@ -223,7 +216,7 @@ class SqliteFile:
         return self._here.closed
 
     def close(self) -> None:
-        """Close the connection; idempotent. The last one copies the write-ahead log back."""
+        """Close the connection; idempotent. The last one checkpoints the WAL."""
         if self._here.close():
             self.connection.close()
 
@@ -231,27 +224,25 @@ class SqliteFile:
 def _connect(path: Path, *, create: bool) -> sqlite3.Connection:
     how = "mode=rwc" if create else "mode=rw"
     if path.exists() and not os.access(path, os.W_OK) and not _wal(path).exists():
-        how = "mode=ro&immutable=1"  # a finished log on a medium that nobody can write
+        how = "mode=ro&immutable=1"  # finished log on read-only media
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?{how}",
         uri=True,
         timeout=LOCK_LIMIT_S,
-        isolation_level=None,  # transactions are ours
-        check_same_thread=False,  # one thread at a time, not the same one for ever
+        isolation_level=None,  # we manage transactions
+        check_same_thread=False,  # one thread at a time, but any
     )
 
 
 def _wal(path: Path) -> Path:
-    """Where SQLite keeps what it did not copy back yet."""
     return path.with_name(path.name + "-wal")
 
 
 def _primary(error: sqlite3.Error) -> int:
-    """The error's class without its details; 0 where SQLite had no part in it."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 def _is_full(error: sqlite3.Error) -> bool:
-    """No room on the disk, also where only the shared-memory file could not grow."""
+    """Return whether the disk is full, including a shared-memory file that cannot grow."""
     code = getattr(error, "sqlite_errorcode", 0)
     return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)

@@ -1,1 +1,1 @@
-"""The log on a Kafka cluster, through kafka-python."""
+"""The log on Kafka, through kafka-python."""

@@ -1,9 +1,7 @@
-"""What it means when a cluster refuses: which of our errors, and what the user can do about it.
+"""Errors of Kafka's client as ours, with hints.
 
-The client's own text is kept only where nothing better is known. As it only times out where it is
-not let in, that is tried by hand once: a probe is one connection with the TLS handshake, the SASL
-handshake (which also tells a listener with passwords from one without), the login, and the
-question which brokers there are.
+The client only times out when it is refused, so `probe` checks by hand: TLS handshake, SASL
+handshake (it also detects listeners without SASL), login, list of brokers.
 """
 
 from __future__ import annotations
@@ -68,11 +66,11 @@ _DISK_SIGNS = (
     ),
 )
 _ERROR_NAME = re.compile(r"\b[A-Z]\w+Error\b")
-_THROTTLE_SIGN = "'throttle'"  # the client's reason not to send on a connection
+_THROTTLE_SIGN = "'throttle'"  # the client's reason for not sending
 _CERTIFICATE_SIGN = "CERTIFICATE_VERIFY_FAILED"
 
 PROBE_WAIT_S: Final = 5.0
-"""For each wait of one probe; a broker that is slower is left to the client's own limit."""
+"""Maximum seconds per wait of a probe."""
 
 ANSWER_BYTES_MAX: Final = 1024 * 1024
 
@@ -87,10 +85,10 @@ def our_errors(
     needs: str = "",
     servers: Sequence[str] = ("HOST:PORT",),
 ) -> Iterator[None]:
-    """Turn the client's errors into ours; `otherwise` is what an unspecific one means here.
+    """Convert the client's errors; `otherwise` is the class for unspecific ones.
 
-    `needs` is the right that the call needs, e.g. ``WRITE on topic demo.control``: a refusal
-    names it, with the principal of `security`, and the command that grants it at `servers`.
+    `needs` is the right that the call requires, e.g. ``WRITE on topic demo.control``. A refusal
+    names it, the principal of `security`, and the command that grants it at `servers`.
     """
     try:
         yield
@@ -122,10 +120,9 @@ def _ours(
 
 
 def cause_of(error: Exception) -> Exception:
-    """Return the error that a follow-up error carries, or whose name a nameless error quotes.
+    """Return the error that a follow-up error carries or quotes.
 
-    After a first failure the client refuses further calls; whether the first error or such a
-    refusal is seen first depends on timing.
+    After a failure the client rejects further calls, so either error may come first.
     """
     for argument in error.args:
         if isinstance(argument, kafka_errors.KafkaError):
@@ -141,9 +138,9 @@ def cause_of(error: Exception) -> Exception:
 
 
 def said_of(error: BaseException) -> tuple[str, str | None]:
-    """What an error is in words, and its hint: appends fail so while disks below brokers are full.
+    """Return an error's text and hint.
 
-    The client tries again by itself, so that often only the time that it took is left to tell.
+    The client retries by itself, so often only a timeout is left to report.
     """
     for kinds, words in _DISK_SIGNS:
         if isinstance(error, kinds):
@@ -155,14 +152,14 @@ def said_of(error: BaseException) -> tuple[str, str | None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's text, or its name where it has none."""
+    """Return an error's text, or its name without one."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def not_allowed(
     error: Exception, security: KafkaSecurity | None, needs: str, servers: Sequence[str]
 ) -> AccessRefused:
-    """A missing ACL: who lacks which operation on what."""
+    """Return the error for a missing ACL."""
     who = security.principal if security else "this client"
     what = needs or f"a right on {_resource(error)}"
     operation, _, resource = needs.partition(" on ")
@@ -177,7 +174,7 @@ def not_allowed(
 
 
 def not_known(error: kafka_errors.KafkaError, security: KafkaSecurity | None) -> AccessRefused:
-    """A refused login, or a mechanism that the listener does not offer."""
+    """Return the error for a failed login or an unsupported mechanism."""
     if isinstance(error, kafka_errors.SaslAuthenticationFailedError):
         name = f"`{security.username}` by {security.mechanism}" if security else "this client"
         return AccessRefused(
@@ -192,7 +189,7 @@ def not_known(error: kafka_errors.KafkaError, security: KafkaSecurity | None) ->
 
 
 def untrusted(why: str, security: KafkaSecurity | None) -> AccessRefused:
-    """A certificate that does not hold, with what to do about it."""
+    """Return the error for an untrusted certificate."""
     ca_file = security.ca_file if security else ""
     trusted = f"the certificates of {ca_file}" if ca_file else "this machine's certificates"
     if "expired" in why:
@@ -230,7 +227,6 @@ def _resource(error: Exception) -> str:
 
 
 def _acl_options(resource: str) -> str:
-    """What names a resource for kafka-acls, e.g. ``--topic a --topic b`` of ``topic a, b``."""
     for kind, option in (("topic ", "--topic"), ("transactional id ", "--transactional-id")):
         if resource.startswith(kind):
             names = resource.removeprefix(kind).split(", ")
@@ -239,18 +235,16 @@ def _acl_options(resource: str) -> str:
 
 
 def _after(text: str, sign: str) -> str:
-    """OpenSSL's reason without its prefix and its place in the source."""
     return text.rpartition(sign)[2].rpartition(" (_ssl")[0] or text.rpartition(sign)[2]
 
 
 def probe(
     servers: Sequence[str], security: KafkaSecurity, wait_s: float | None = None
 ) -> list[str]:
-    """Return the brokers that the cluster names to its clients, none where no server answers.
+    """Return the advertised brokers; empty if no server answers.
 
-    Raises AccessRefused where all that answer refuse this client, or cannot be trusted, and
-    ConfigError for a missing secret or a wrong file. A server that hangs up may be a broker that
-    ends just now, or a proxy before it, so that is no answer.
+    Raises AccessRefused if all that answer refuse this client or are untrusted, ConfigError for a
+    missing secret or bad file. A closed connection is not an answer: the broker may be stopping.
     """
     settings = security.client_settings()
     problem: AccessRefused | None = None
@@ -270,7 +264,7 @@ def probe(
 
 
 def unreachable(servers: Sequence[str], security: KafkaSecurity) -> BusError:
-    """No broker answered: one line, with the likeliest reason."""
+    """Return the error for an unreachable cluster, with the likeliest reason."""
     why = "nothing listens there"
     hint = "is it running (one whose disk is full ends, as its own log says), and is bus.url right?"
     if unknown := [server for server in servers if not _is_known(server)]:
@@ -284,9 +278,9 @@ def unreachable(servers: Sequence[str], security: KafkaSecurity) -> BusError:
 
 
 def check_advertised(brokers: Sequence[str], servers: Sequence[str]) -> None:
-    """Raise BusError where the cluster sends its clients to addresses that do not answer here.
+    """Raises BusError if none of the advertised addresses answers.
 
-    A broker may be away; that all are, while one of `servers` just answered, is a wrong setting.
+    Call it only after one of `servers` has answered.
     """
     if set(brokers) & set(servers):
         return
@@ -308,10 +302,10 @@ def check_advertised(brokers: Sequence[str], servers: Sequence[str]) -> None:
 
 
 def split(server: str) -> tuple[str, int]:
-    """Host and port. Raises BusError."""
+    """Return host and port. Raises BusError."""
     host, _, port = server.rpartition(":")
     try:
-        host.encode("idna")  # as the resolver does, which would raise this error at its callers
+        host.encode("idna")  # the resolver would raise this error later
     except UnicodeError:
         host = ""
     if not host or not port.isdigit() or int(port) > 65535:
@@ -343,10 +337,7 @@ def _entered(
 def _log_in_if_asked(
     connection: socket.socket, server: str, security: KafkaSecurity, settings: Mapping[str, Any]
 ) -> None:
-    """The SASL handshake, which a listener without SASL refuses, and the login where there is one.
-
-    The order matters: no password leaves before the listener said that it takes its kind.
-    """
+    """Log in if the listener uses SASL, only after it has confirmed the mechanism."""
     offered = _sasl_handshake(connection, security.mechanism if security.sasl else "PLAIN")
     if offered is None and security.sasl:
         raise AccessRefused(
@@ -385,17 +376,14 @@ def _log_in(
             if mechanism.is_done():
                 break
         taken = not answer.error_code and mechanism.is_authenticated()
-    except (ValueError, KeyError):  # the broker may say anything
+    except (ValueError, KeyError):
         taken = False
     if not taken:
         raise not_known(kafka_errors.SaslAuthenticationFailedError(), security)
 
 
 def _sasl_handshake(connection: socket.socket, mechanism: str) -> list[str] | None:
-    """The mechanisms that a listener offers; None where it has no SASL. Raises OSError, EOFError.
-
-    Any listener of Kafka's protocol answers this.
-    """
+    """Return the mechanisms of a listener, None without SASL. Raises OSError, EOFError."""
     request = SaslHandshakeRequest(version=1, mechanism=mechanism)
     answer = _ask(connection, request, SaslHandshakeResponse)
     refused = answer.error_code == kafka_errors.IllegalSaslStateError.errno
@@ -403,7 +391,6 @@ def _sasl_handshake(connection: socket.socket, mechanism: str) -> list[str] | No
 
 
 def _ask(connection: socket.socket, request: Any, kind: Any) -> Any:
-    """What a broker answers a request of Kafka's protocol. Raises OSError, EOFError."""
     request.with_header(correlation_id=request.API_KEY, client_id="dora-pipe")
     connection.sendall(request.encode(framed=True, header=True))
     with connection.makefile("rb") as stream:
@@ -414,13 +401,12 @@ def _ask(connection: socket.socket, request: Any, kind: Any) -> Any:
     if len(answer) < size:
         raise EOFError("the connection was closed")
     try:
-        return kind.decode(answer[4:], version=request.version)  # behind the correlation id
+        return kind.decode(answer[4:], version=request.version)  # after the correlation id
     except (struct.error, ValueError) as error:
         raise EOFError(f"not Kafka's protocol: {error}") from error
 
 
 def _surely_wrong(server: str, error: Exception, security: KafkaSecurity) -> AccessRefused | None:
-    """What a refused connection means, where no wait can mend it."""
     reason = (getattr(error, "reason", None) or "") if isinstance(error, ssl.SSLError) else ""
     if "ALERT" in reason and ("CERT" in reason or "CA" in reason.split("_")):
         return AccessRefused(
@@ -443,7 +429,7 @@ def _surely_wrong(server: str, error: Exception, security: KafkaSecurity) -> Acc
 
 
 def _speaks_plain(server: str) -> bool:
-    """Whether a listener answers Kafka's protocol without TLS; no password is sent."""
+    """Return whether a listener speaks Kafka's protocol without TLS; sends no password."""
     try:
         with closing(socket.create_connection(split(server), PROBE_WAIT_S)) as connection:
             _sasl_handshake(connection, "PLAIN")
@@ -453,7 +439,6 @@ def _speaks_plain(server: str) -> bool:
 
 
 def _speaks_tls(server: str) -> bool:
-    """Whether a listener answers a TLS handshake, trusted or not."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -469,7 +454,7 @@ def _speaks_tls(server: str) -> bool:
 
 
 def _is_known(server: str) -> bool:
-    """Whether its host has an address; a name service that is away just now decides nothing."""
+    """Return whether the host resolves; True if the name service is down."""
     host, port = split(server)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

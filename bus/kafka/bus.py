@@ -1,15 +1,12 @@
-"""The log on a Kafka cluster: topics and offsets, a reader, a writer, and how much is under way.
+"""The log on Kafka: topics, offsets, reader and writer.
 
-An exclusive writer is a transactional producer whose transactional.id is its name: every append is
-one short transaction, a second writer of that name fences the first, and readers are
-`read_committed`, so they see nothing of a fenced writer. Other writers are idempotent producers
-that wait for all acknowledgements. One that does not know the outcome of an append closes its
-producer and makes another before the next append; what the old one still holds may land until its
-delivery limit. An exclusive writer's successor prevents even that.
+An exclusive writer is a transactional producer whose transactional.id is its name: each append is
+one transaction, and a second writer fences the first. Readers are `read_committed`. Other writers
+are idempotent producers with acks=all; after an unknown outcome the next append uses a new
+producer, while records of the old one may arrive until its delivery limit.
 
-kafka-python takes whatever it is given: its producer copies every record into memory and never says
-no. So a writer waits until all has landed whenever more would be under way than `InFlight` allows,
-and a reader keeps what was fetched over its caller's bounds (`Fetched`).
+kafka-python has no backpressure, so `InFlight` limits unacknowledged bytes and `Fetched` keeps
+records above a poll's bounds.
 """
 
 from __future__ import annotations
@@ -83,19 +80,19 @@ _log = logging.getLogger(__name__)
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 LEADER_LIMIT_S: Final = 10.0
-"""A cluster of several brokers has chosen new leaders by then."""
+"""Seconds within which a cluster elects new leaders."""
 
 SLOW_LIMIT_S: Final = 120.0
-"""A reader to which no record came for so long is not only slow."""
+"""Seconds without a record after which a reader is not just slow."""
 
 THROTTLED_S: Final = 30.0
-"""A broker that delayed a reader so lately may also delay its answer to the probe."""
+"""Seconds after a throttled fetch in which a probe's answer may be delayed too."""
 
 _Answer = TypeVar("_Answer")
 
 
 class KafkaBus(Bus):
-    """The log on the cluster behind `servers`.
+    """The log on the cluster at `servers`.
 
     Example: ``KafkaBus(["127.0.0.1:9092"])``
     """
@@ -113,17 +110,17 @@ class KafkaBus(Bus):
         self._here = OpenedHere(f"kafka://{','.join(servers)}")
         self._parts: list[KafkaReader | KafkaWriter] = []
         self._specs: dict[str, TopicSpec] = {}
-        self._lock = threading.Lock()  # a writer's thread looks topics up too
+        self._lock = threading.Lock()  # also used by the writer's thread
         self._admin = self._connect()
 
     def client_settings(self) -> dict[str, Any]:
-        """What a client of this cluster is made with, the password included."""
+        """Return the settings of every client, password included."""
         return client_settings(self.servers, self.security)
 
     def errors(
         self, otherwise: type[BusError] = BusError, *, needs: str = ""
     ) -> AbstractContextManager[None]:
-        """Our errors for the client's; a refusal names this user and the right it `needs`."""
+        """Convert the client's errors; a refusal names this user and the right it `needs`."""
         return our_errors(otherwise, security=self.security, needs=needs, servers=self.servers)
 
     def _connect(self) -> KafkaAdminClient:
@@ -137,14 +134,14 @@ class KafkaBus(Bus):
             return client.opened(KafkaAdminClient, self.client_settings())[0]
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Create the topics that do not exist, on up to three brokers, kept for ever."""
+        """Create missing topics with up to three replicas and unlimited retention."""
         for spec in topics:
             check_spec(spec)
         wanted, existing = {spec.name: spec for spec in topics}, set(self.topics())
         old = [name for name in wanted if name in existing]
         for name in old:
             self._spec_soon(name)
-        if old:  # before anything is made: what is refused leaves nothing behind
+        if old:  # check first: a rejected call creates nothing
             check_settings(self.facts(old), wanted)
         fresh = {name: spec for name, spec in wanted.items() if name not in existing}
         needs = f"CREATE on topic {', '.join(fresh)}"
@@ -160,7 +157,6 @@ class KafkaBus(Bus):
             check_same(spec, self._spec_soon(spec.name))
 
     def _spec_soon(self, topic: str) -> TopicSpec:
-        """Of a topic that exists: a broker may not have heard yet of one made a moment ago."""
         until_s = time.monotonic() + CONNECT_LIMIT_S
         while True:
             try:
@@ -171,18 +167,18 @@ class KafkaBus(Bus):
                 time.sleep(NEWS_S)
 
     def topics(self) -> list[str]:
-        """Names of all topics, sorted, without Kafka's own."""
+        """Return the sorted names of all topics except Kafka's own."""
         return sorted(t for t in self.ask(KafkaAdminClient.list_topics) if not t.startswith("__"))
 
     def partitions(self, topic: str) -> int:
         return self.spec(topic).partitions
 
     def begin(self, tp: TopicPartition) -> int:
-        """The first position that retention has not deleted: the log start offset."""
+        """Return the log start offset."""
         return self._offset(tp, OffsetSpec.EARLIEST, IsolationLevel.READ_COMMITTED)
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
-        """Have the brokers delete all at once, as their retention would."""
+        """Delete all at once on the brokers."""
         check_trimmed(tp)
         check_position(tp, before)
         wanted = {KafkaPartition(*tp): min(before, self.end(tp))}
@@ -190,11 +186,11 @@ class KafkaBus(Bus):
         return False
 
     def end(self, tp: TopicPartition) -> int:
-        """The position after the last visible record: the last stable offset."""
+        """Return the last stable offset."""
         return self._offset(tp, OffsetSpec.LATEST, IsolationLevel.READ_COMMITTED)
 
     def written_end(self, tp: TopicPartition) -> int:
-        """The position after the last acknowledged record: the high watermark."""
+        """Return the high watermark."""
         return self._offset(tp, OffsetSpec.LATEST, IsolationLevel.READ_UNCOMMITTED)
 
     def _offset(self, tp: TopicPartition, which: OffsetSpec, sees: IsolationLevel) -> int:
@@ -217,20 +213,19 @@ class KafkaBus(Bus):
         return self._keep(KafkaWriter(self, exclusive))
 
     def _keep(self, part: _Part) -> _Part:
-        """Close it with the bus at the latest."""
         self._parts = [each for each in self._parts if not each.here.closed]
         self._parts.append(part)
         return part
 
     def spec(self, topic: str) -> TopicSpec:
-        """The settings of a topic as they were asked for. Raises TopicMissing."""
+        """Return the spec of a topic. Raises TopicMissing."""
         self._here.check()
         if topic not in self._specs:
             self._specs[topic] = self.facts([topic])[0].spec
         return self._specs[topic]
 
     def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
-        """The topics as the cluster describes them now. Raises TopicMissing."""
+        """Return the current topic descriptions. Raises TopicMissing."""
         names, servers = ", ".join(topics), self.servers
         needs = f"DESCRIBE on topic {names}"
         found = self.ask(lambda at: described(at, topics, servers=servers), needs=needs)
@@ -238,19 +233,19 @@ class KafkaBus(Bus):
         return self.ask(lambda at: with_settings(at, found), needs=needs)
 
     def refusal(self, error: Exception, record: Append) -> RecordRefused:
-        """Explain why the cluster refuses a record, by its topic's settings of now."""
+        """Return the error for a refused record, from its topic's current settings."""
         facts = self.facts([record.topic])[0]
         self._specs[record.topic] = facts.spec
         return refusal(error, record, facts.settings, facts.spec.record_bytes_max)
 
     def ask(self, call: Callable[[KafkaAdminClient], _Answer], *, needs: str = "") -> _Answer:
-        """What the cluster answers an administrator, one question at a time."""
+        """Return the result of an admin call; one call at a time."""
         self._here.check()
         with self.errors(needs=needs), self._lock:
             return _retry_without_leader(lambda: call(self._admin))
 
     def answers(self) -> bool:
-        """Whether a broker answers on a connection of its own."""
+        """Return whether a broker answers on a new connection."""
         return bool(probe(self.servers, self.security, PROBE_LIMIT_S))
 
     def close(self) -> None:
@@ -262,8 +257,7 @@ class KafkaBus(Bus):
 
 
 def _retry_without_leader(call: Callable[[], _Answer]) -> _Answer:
-    """What a cluster answers that may just be losing a broker: it names that no more, and yet it
-    is the leader of partitions for a while. Asked again for `LEADER_LIMIT_S`."""
+    """Retry: a dead broker remains leader for a while."""
     until_s = time.monotonic() + LEADER_LIMIT_S
     while True:
         try:
@@ -275,7 +269,7 @@ def _retry_without_leader(call: Callable[[], _Answer]) -> _Answer:
 
 
 def kafka_of(bus: Bus) -> KafkaBus | None:
-    """The bus on Kafka below others; None where the log lies elsewhere."""
+    """Return the Kafka bus inside wrappers, None for other logs."""
     inner: Any = bus
     while not isinstance(inner, KafkaBus):
         inner = getattr(inner, "inner", None)
@@ -285,7 +279,7 @@ def kafka_of(bus: Bus) -> KafkaBus | None:
 
 
 class KafkaReader(Reader):
-    """Reads assigned partitions, never as a member of a group; fetches ahead within bounds."""
+    """Reader of assigned partitions, without a consumer group; prefetches within bounds."""
 
     def __init__(self, bus: KafkaBus, positions: Mapping[TopicPartition, int]) -> None:
         self.here = OpenedHere("this reader")
@@ -293,7 +287,7 @@ class KafkaReader(Reader):
         self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
         self._fetched = Fetched()
         self._empty = False
-        """Whether the last poll brought nothing."""
+        """Whether the last poll returned nothing."""
         self._heard_s = time.monotonic()
         self._slow = self._warned = False
         self._throttled_s = -math.inf
@@ -310,7 +304,7 @@ class KafkaReader(Reader):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = FETCH_BYTES
     ) -> list[Record]:
-        """Records from the present positions on; in an outage a BusError, after a probe."""
+        """Return the next records. Raises BusError in an outage, after a probe."""
         self.here.check()
         came: list[Record] = []
         if not self._fetched:
@@ -326,7 +320,6 @@ class KafkaReader(Reader):
         return self._fetched.take(came, records_max=records_max, bytes_max=bytes_max)
 
     def _polled(self, timeout_ms: int, records_max: int) -> dict[Any, list[Any]]:
-        """Poll the client; an error about a record says where it is."""
         try:
             found: dict[Any, list[Any]]
             found = self._consumer.poll(timeout_ms, max_records=records_max)
@@ -340,7 +333,7 @@ class KafkaReader(Reader):
             ) from error
 
     def _pass_trimmed(self) -> bool:
-        """Whether a position, out of range for the broker, is now where a trimmed topic begins."""
+        """Move out-of-range positions of trimmed topics; return whether any moved."""
         with self._errors():
             assigned = list(self._consumer.assignment())
             begins = self._consumer.beginning_offsets(assigned, timeout_ms=ms(PROBE_LIMIT_S))
@@ -351,7 +344,7 @@ class KafkaReader(Reader):
         return any(first != before[tp] for tp, first in kept.items())
 
     def _listen(self, *, heard: bool) -> None:
-        """After a long silence, find out whether it is the log that is quiet or the broker."""
+        """Check after a long silence whether the log is quiet or the broker is gone."""
         now_s = time.monotonic()
         if throttle := self._client.throttle_s():
             self._throttled_s = now_s
@@ -363,9 +356,9 @@ class KafkaReader(Reader):
             self._heard_s, self._slow = now_s, False
 
     def _answers(self, now_s: float) -> bool:
-        """Whether the partitions' brokers answer; raises BusError in an outage.
+        """Return whether the partitions' brokers answer. Raises BusError in an outage.
 
-        One that answers only on another connection is still busy with an answer on ours.
+        A broker that answers only on another connection is busy with our fetch.
         """
         assigned = list(self._consumer.assignment())
         try:
@@ -381,7 +374,6 @@ class KafkaReader(Reader):
         return True
 
     def _be_slow(self, why: str) -> None:
-        """Log why reading is slow, once."""
         if not self._warned:
             _log.warning(why)
         self._slow = self._warned = True
@@ -395,9 +387,9 @@ class KafkaReader(Reader):
             return int(self._consumer.position(at, timeout_ms=0))
 
     def held_back(self) -> list[TopicPartition]:
-        """The partitions whose high watermark, by the last answers, lies before what can be read.
+        """Return the partitions whose last known high watermark is after the readable end.
 
-        Every partition while a quota or a slow network delays this reader.
+        Returns all partitions while a quota or slow network delays this reader.
         """
         self.here.check()
         assigned = sorted(TopicPartition(*at) for at in self._consumer.assignment())
@@ -428,7 +420,7 @@ class KafkaReader(Reader):
 
 
 class KafkaWriter(Writer):
-    """Appends and waits until every in-sync replica has it."""
+    """Writer that waits for every in-sync replica."""
 
     def __init__(self, bus: KafkaBus, exclusive: str | None) -> None:
         self._bus = bus
@@ -453,7 +445,7 @@ class KafkaWriter(Writer):
         try:
             return self._append(self._producer, records)
         except RecordRefused:
-            if not self._name:  # the client takes it for fatal; an exclusive one was opened anew
+            if not self._name:  # fatal for the client; `_abort` has replaced an exclusive one
                 self._drop()
             raise
         except BusError as error:
@@ -470,9 +462,8 @@ class KafkaWriter(Writer):
     def _append(self, producer: KafkaProducer, records: Sequence[Append]) -> list[int]:
         """Send, wait for all, and commit if exclusive.
 
-        A transaction that failed before its commit left nothing, but its producer cannot go on
-        without fencing its own successor; so that too is an unknown outcome, and ends the writer.
-        Only where the broker answered that it refuses a record, the transaction can be aborted.
+        A transaction can abort only after a refused record. Other failures end the writer, whose
+        producer could continue only by fencing its successor.
         """
         with self._bus.errors(OutcomeUnknown, needs=self._needs(records)):
             until_s = time.monotonic() + self._bus.delivery_limit_s
@@ -499,10 +490,10 @@ class KafkaWriter(Writer):
         return f"WRITE on topic {', '.join(sorted({record.topic for record in records}))}"
 
     def _abort(self, producer: KafkaProducer, name: str) -> None:
-        """Abort a transaction of which the broker refused a record, and begin anew.
+        """Abort the transaction of a refused record and replace the producer, whose sequence
+        numbers are off.
 
-        The client counts the refused record and the broker does not, so another producer has to go
-        on. The cluster counts producers of a name: Fenced where ours is not the next one.
+        Raises Fenced if another producer came between.
         """
         before = self._count(name)
         bounded(producer.abort_transaction, self._bus.delivery_limit_s)
@@ -512,7 +503,7 @@ class KafkaWriter(Writer):
             raise Fenced(f"a newer writer {name} took over")
 
     def _count(self, name: str) -> tuple[int, int]:
-        """Id and epoch of the newest producer of a name."""
+        """Return id and epoch of the newest producer of a name."""
         needs = f"DESCRIBE on transactional id {name}"
         found = self._bus.ask(lambda admin: admin.describe_transactions([name])[name], needs=needs)
         return int(found.producer_id), int(found.producer_epoch)
@@ -533,7 +524,6 @@ class KafkaWriter(Writer):
             self._producer = producer
 
     def _drop(self) -> None:
-        """Never use this producer again."""
         self._broken = self._name is not None
         producer, self._producer = self._producer, None
         if producer is not None:

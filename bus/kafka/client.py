@@ -1,4 +1,4 @@
-"""How kafka-python's clients are made, called and discarded: durability and limits."""
+"""Clients of kafka-python: settings for durability, and time limits."""
 
 from __future__ import annotations
 
@@ -19,57 +19,55 @@ from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import Append, TopicSpec
 
 CONNECT_LIMIT_S = 10.0
-"""For the first contact with the cluster."""
+"""Seconds to connect to the cluster."""
 
 DELIVERY_LIMIT_S = 30.0
-"""An append that was not acknowledged by then has an unknown outcome."""
+"""Seconds after which an unacknowledged append has an unknown outcome."""
 
 COMMIT_LIMIT_S_MIN = 1.0
-"""A commit has what its append left of the delivery limit, and never less."""
+"""Minimum seconds for a commit after a slow append."""
 
 TRANSACTION_SLACK_S = 2.0
-"""The broker aborts an append that its dead writer left open so long after a living one would have
-given it up; until then readers stop before it. Shorter, and a broker that is away for a while would
-cost its writers their role. It looks for such appends at intervals of its own: every 10 s by
-default, every second with infra/kafka/server.properties."""
+"""Seconds after the delivery limit at which the broker aborts a dead writer's transaction; until
+then readers wait. A smaller value lets a short broker outage fence writers. Brokers check every 10
+s by default, every second with infra/kafka/server.properties."""
 
 QUIET_LIMIT_S = 2.0
-"""A reader that heard nothing for so long asks whether the broker is there: `poll` alone is silent
-in an outage, and then leases must stand still."""
+"""Seconds of silence after which a reader probes the broker: `poll` reports no outage, and leases
+must not expire in one."""
 
 PROBE_LIMIT_S = 1.0
 
 NEWS_S = 0.05
-"""Between two looks for what one broker knows and another will know in a moment."""
+"""Seconds between two metadata requests."""
 
 BATCH_BYTES = BATCH_ROOM_BYTES // 2
-"""Of one producer batch."""
+"""Bytes per producer batch."""
 
 LINGER_MS = 5
-"""A producer waits so long for more records of the same call; the end of a call waits for none."""
+"""Milliseconds that the producer waits for more records; the end of an append flushes."""
 
 FETCH_BYTES = 32 * 1024 * 1024
-"""Of one poll, unless its caller says otherwise."""
+"""Default bytes per poll."""
 
 ANSWER_BYTES = 8 * 1024 * 1024
-"""Asked of a broker at a time; a larger record comes by itself. The C library takes what is much
-larger from the kernel anew for every answer: eight page faults, 15 us, per record of 10 kB."""
+"""Bytes per fetch response, except for one larger record. Larger buffers cost page faults: 15 us
+per record of 10 kB."""
 
 RECORD_BYTES_MAX = 64 * 1024 * 1024
 
-RETRY_MS = 5  # with the default of 100 one transaction in a hundred takes .1 s
-RECONNECT_MS_MAX = 1000  # the default of 30 s keeps a role away long after its broker is back
+RETRY_MS = 5  # with the default of 100 one transaction in 100 takes 0.1 s
+RECONNECT_MS_MAX = 1000  # the default of 30 s delays roles after a broker restart
 _REPLICAS = 3
 
 for _name in ("kafka", "kafka.net", "kafka.protocol"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
-"""The client tells every connection and every retry; what matters of that reaches the user as one
-of our errors. The last two also tell every byte on the wire, PLAIN passwords among them: they stay
-silent even if somebody asks `kafka` for more."""
+"""Silences the client's log: our errors report what matters, and the last two loggers would log all
+bytes sent, including PLAIN passwords."""
 
 
 def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str, Any]:
-    """What every client is made with; holds the password, so make the client and let go of it."""
+    """Return the settings of every client, including the password: do not keep them."""
     return {
         "bootstrap_servers": list(servers),
         "bootstrap_timeout_ms": ms(CONNECT_LIMIT_S),
@@ -79,30 +77,29 @@ def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str
 
 
 class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
-    """The network client of a producer or consumer, by the client's setting `kafka_client`.
+    """Network client of producers and consumers (setting `kafka_client`).
 
-    A broker that dies is still the leader of partitions for a while when the cluster names it no
-    more. Where the client raises then, its sender would never ask for news; and where the broker
-    of a transaction's coordinator refuses the connection, it would forget the request.
+    A dead broker remains leader for a while after the cluster drops it. The client would raise then
+    and never refresh its metadata, and would drop a request whose coordinator refuses connections.
     """
 
     def maybe_connect(self, node_id: Any, **settings: Any) -> None:
-        """Begin a connection; ask for news of a broker that the cluster does not name."""
+        """Connect; refresh the metadata if the broker is unknown."""
         try:
             super().maybe_connect(node_id, **settings)
         except kafka_errors.UnknownBrokerIdError:
             self.cluster.request_update()
 
     def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
-        """Whether there is a connection now; a refused one is no error, and asked a bit later."""
+        """Return whether the connection is ready; a refused one is retried later."""
         try:
             return bool(super().await_ready(node_id, timeout_ms=timeout_ms))
         except kafka_errors.KafkaError:
-            time.sleep(NEWS_S)  # the cluster may name the dead one for some seconds
+            time.sleep(NEWS_S)  # the metadata may list a dead broker for seconds
             return False
 
     def throttle_s(self) -> float:
-        """Return the seconds for which a broker's quota still delays this client."""
+        """Return the seconds for which a quota delays this client."""
         brokers = self.cluster.brokers()
         return max((self.throttle_delay(each.node_id) for each in brokers), default=0.0) / 1000
 
@@ -110,7 +107,7 @@ class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no 
 def opened(kind: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[Any, PatientClient]:
     """Return an admin client, producer or consumer, and its network client.
 
-    The library leaves the network client behind, with its thread, where it finds no cluster.
+    Closes the network client that the library leaks if it finds no cluster.
     """
     made: list[PatientClient] = []
 
@@ -127,7 +124,7 @@ def opened(kind: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[Any, 
 
 
 def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, Any]:
-    """What a producer is made with beside that: idempotent, in transactions if it has a name."""
+    """Return the additional settings of a producer: idempotent, transactional with a name."""
     return {
         "acks": "all",
         "enable_idempotence": True,
@@ -146,7 +143,7 @@ def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, An
 
 
 def consumer_settings(partitions: int) -> dict[str, Any]:
-    """What a consumer is made with beside that: assigned, committed records only, never a group."""
+    """Return the additional settings of a consumer: committed records only, no group."""
     return {
         "isolation_level": "read_committed",
         "group_id": None,
@@ -161,7 +158,7 @@ def consumer_settings(partitions: int) -> dict[str, Any]:
 
 
 def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
-    """Everything that durability rests on is said, whatever the cluster's defaults are."""
+    """Return topic settings for durability, independent of cluster defaults."""
     replicas = min(_REPLICAS, brokers)
     return {
         "num_partitions": spec.partitions,
@@ -170,7 +167,7 @@ def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
             "min.insync.replicas": str(max(1, replicas - 1)),
             "max.message.bytes": str(spec.record_bytes_max + BATCH_ROOM_BYTES),
             "cleanup.policy": "delete",
-            # By the broker's clock: it refuses what a clock that is hours ahead stamps.
+            # A broker rejects client timestamps that are hours ahead.
             "message.timestamp.type": "LogAppendTime",
             "retention.ms": "-1",
             "retention.bytes": "-1",
@@ -191,7 +188,7 @@ def send(producer: KafkaProducer, record: Append) -> Any:
 
 
 def discard(producer: KafkaProducer, limit_s: float) -> None:
-    """Close a producer; what it still holds fails at its delivery limit, behind our back."""
+    """Close a producer in the background; unsent records fail at its delivery limit."""
 
     def close() -> None:
         while True:
@@ -206,7 +203,7 @@ def discard(producer: KafkaProducer, limit_s: float) -> None:
 
 
 def bounded(call: Callable[[], None], limit_s: float) -> None:
-    """Run a call that the client itself would wait for without end."""
+    """Run a call with a deadline that the client lacks."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -221,5 +218,5 @@ def bounded(call: Callable[[], None], limit_s: float) -> None:
 
 
 def ms(seconds: float) -> int:
-    """Milliseconds, as the client counts."""
+    """Return milliseconds."""
     return round(seconds * 1000)

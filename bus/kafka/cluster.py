@@ -1,13 +1,9 @@
-"""What a cluster says of itself: its topics' settings, its partitions, the disks below its brokers.
+"""Checks of a cluster: topic settings, partitions, disks of brokers.
 
-Topics that we create have settings that lose nothing acknowledged. One that somebody else created,
-or changed later, is looked at when a run starts: what would lose records in order to run at all is
-refused, what is weaker than it could be is logged as a warning.
+At startup settings that could lose acknowledged records are errors, weak ones warnings.
 
-A broker takes a log directory offline whose disk is full, and ends when that was its last one.
-Afterwards nobody can ask it, and appends fail only with what that looks like from outside: no
-leader, too few replicas in sync, no answer. While it is there it says how much room it has
-(DescribeLogDirs, Kafka 3.3 and later), so that is asked before.
+A broker takes a full log directory offline and stops after its last one; then appends fail without
+the reason. So its free space is checked before (DescribeLogDirs, Kafka 3.3+).
 """
 
 from __future__ import annotations
@@ -39,36 +35,35 @@ Answer = TypeVar("Answer")
 _log = logging.getLogger(__name__)
 
 WANTED_REPLICAS = 3
-"""With three replicas, and two of them in sync, any one machine may die."""
+"""Three replicas with two in sync survive the loss of any machine."""
 
 _S_PER_DAY = 86_400
 
 FULL_BYTES: Final = 1 << 20
-"""A log directory with less room takes the next records of a run no more, or not those after."""
+"""Free bytes below which a log directory counts as full."""
 
 LOW_BYTES: Final = 256 << 20
-"""With less room there is still time to make some: afterwards nobody can ask."""
+"""Free bytes below which to warn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicFacts:
-    """A topic as the cluster describes it."""
+    """Topic as described by the cluster."""
 
     name: str
     partitions: int
     replicas: int
-    """Of the partition that has fewest."""
+    """Replicas of the partition that has fewest."""
     brokers: int
     settings: Mapping[str, str]
     servers: str = "HOST:PORT"
-    """Where this cluster was asked, for commands that are to be pasted."""
+    """Bootstrap servers, for commands in hints."""
 
     @property
     def spec(self) -> TopicSpec:
-        """What it was asked for as: a whole batch, with its framing, must fit into its limit.
+        """Return the spec whose batch with framing fits the topic's limit.
 
-        A topic that somebody else made, with a limit near Kafka's default, has room for the framing
-        of one record.
+        A limit near Kafka's default leaves room for the framing of one record.
         """
         limit = int(self.settings["max.message.bytes"])
         room = BATCH_ROOM_BYTES
@@ -81,18 +76,18 @@ class TopicFacts:
 
 @dataclass(frozen=True, slots=True)
 class TopicProblem:
-    """What is wrong with a topic, and what to do about it."""
+    """Problem of a topic, with a hint."""
 
     text: str
     hint: str
     fatal: bool = False
-    """Whether the topic cannot be used for a run; if not, it is only weaker than it could be."""
+    """Whether a run cannot use the topic; otherwise it is a warning."""
 
 
 def described(
     admin: KafkaAdminClient, topics: Sequence[str], *, servers: Sequence[str]
 ) -> list[TopicFacts]:
-    """Topics without their settings. Raises TopicMissing, and the client's errors."""
+    """Return the topics without settings. Raises TopicMissing and the client's errors."""
     brokers = len(admin.describe_cluster()["brokers"])
     by_name = {one["name"]: one for one in admin.describe_topics(list(topics))}
     found = []
@@ -119,9 +114,9 @@ def described(
 
 
 def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list[TopicFacts]:
-    """The topics with their settings.
+    """Add the settings to topics.
 
-    The client leaves a topic out where the cluster refuses to tell; that is raised as its error.
+    The client omits topics that the cluster refuses to describe; this raises its error.
     """
     wanted = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in topics]
     answer = admin.describe_configs(wanted, config_filter="all").get("topic", {})
@@ -135,8 +130,7 @@ def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list
 
 
 def check_settings(topics: Sequence[TopicFacts], wanted: Mapping[str, TopicSpec]) -> None:
-    """Refuse topics that do not fit or would lose records, with all that has to change; warn of
-    those that are weak. Raises BusError."""
+    """Raises BusError for topics that do not fit or could lose records; logs weak settings."""
     texts, hints = misfits([(wanted[topic.name], topic.spec) for topic in topics])
     problems = [problem for topic in topics for problem in problems_of(topic)]
     fatal = [problem for problem in problems if problem.fatal]
@@ -149,13 +143,13 @@ def check_settings(topics: Sequence[TopicFacts], wanted: Mapping[str, TopicSpec]
 
 
 def problems_of(topic: TopicFacts) -> list[TopicProblem]:
-    """Everything wrong with a topic that holds part of a run, worst first."""
+    """Return all problems of a topic, worst first."""
     found = [*_losing(topic), *_weak(topic)]
     return sorted(found, key=lambda one: not one.fatal)
 
 
 def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
-    """What makes acknowledged records vanish, or appends impossible."""
+    """Yield problems that lose acknowledged records or prevent appends."""
     policy = topic.settings.get("cleanup.policy", "delete")
     if "compact" in policy:
         yield TopicProblem(
@@ -215,7 +209,7 @@ def brokers_of(admin: KafkaAdminClient) -> list[int]:
 
 
 def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
-    """The smallest `replica.fetch.max.bytes` of the brokers; None where the cluster tells none."""
+    """Return the brokers' smallest `replica.fetch.max.bytes`, None if unknown."""
     wanted = [ConfigResource(ConfigResourceType.BROKER, str(one)) for one in brokers_of(admin)]
     answer = admin.describe_configs(wanted, config_filter="all").get("broker", {})
     sizes = [one["replica.fetch.max.bytes"]["value"] for one in answer.values() if one]
@@ -223,7 +217,7 @@ def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
 
 
 def fetch_problem(topic: TopicFacts, replica_fetch_bytes: int) -> TopicProblem | None:
-    """A follower that fetches less than one batch still gets it whole, but one at a time."""
+    """Return a problem if followers fetch less than a batch: they replicate one batch at a time."""
     limit = int(topic.settings["max.message.bytes"])
     if topic.replicas < 2 or replica_fetch_bytes >= limit:
         return None
@@ -239,36 +233,36 @@ def _number(topic: TopicFacts, name: str, default: int) -> int:
 
 
 def _alter(topic: TopicFacts) -> str:
-    """All but the setting: Kafka's own command, to be pasted (docs/kafka.md says where it is)."""
+    """Return Kafka's command up to the setting, to be pasted."""
     place = f"--bootstrap-server {topic.servers} --alter"
     return f"kafka-configs.sh {place} --topic {topic.name} --add-config"
 
 
 class Cluster(Protocol):
-    """What is asked; a `KafkaBus` is one."""
+    """The part of `KafkaBus` used here."""
 
     def ask(self, call: Callable[[KafkaAdminClient], Answer], *, needs: str = "") -> Answer:
-        """What the cluster answers an administrator. Raises BusError."""
+        """Return the result of an admin call. Raises BusError."""
         ...
 
     def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
-        """The topics as the cluster describes them now. Raises TopicMissing."""
+        """Return the current topic descriptions. Raises TopicMissing."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogDir:
-    """A log directory of a broker, as that tells of it."""
+    """Log directory of a broker."""
 
     broker: int
     path: str
     failed: bool
     free_bytes: int | None
-    """None where the broker does not say."""
+    """None if the broker does not report it."""
 
     @property
     def stops(self) -> str:
-        """Why it takes no records; empty where it does."""
+        """Return why it rejects records, empty if it accepts them."""
         if self.failed:
             return f"{self._where} has failed: its disk is full, or broken"
         if self.free_bytes is not None and self.free_bytes < FULL_BYTES:
@@ -277,7 +271,7 @@ class LogDir:
 
     @property
     def low(self) -> str:
-        """Why it will soon take none."""
+        """Return why it will soon reject records, empty if it will not."""
         if self.stops or self.free_bytes is None or self.free_bytes >= LOW_BYTES:
             return ""
         return f"the disk under {self._where} has only {self.free_bytes:,} B free"
@@ -289,27 +283,24 @@ class LogDir:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A partition of the run, as the cluster tells of it."""
+    """Partition of the run."""
 
     topic: str
     number: int
     leader: int
-    """-1: it has none."""
+    """Broker id; -1 without a leader."""
     replicas: frozenset[int]
     in_sync: frozenset[int]
-    """Those that are not, or lie in a log directory that failed, do not count."""
+    """In-sync replicas, without dead brokers and failed log directories."""
     needed: int
-    """min.insync.replicas."""
+    """The value of min.insync.replicas."""
 
 
 def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
-    """Why appends to these topics fail, and why they soon will; empty where all is well.
+    """Return why appends to topics fail, and why they soon will; empty if all is well.
 
-    Raises BusError.
-
-    A cluster that has lost most of its controllers tells of partitions as they were before, so each
-    broker is asked by itself, and one that does not answer is not counted. Whoever may not ask for
-    log directories (DESCRIBE on the cluster) sees partitions only.
+    Asks each broker, because a cluster without a controller quorum reports stale partitions. Log
+    directories need DESCRIBE on the cluster. Raises BusError.
     """
     dirs, silent = _asked(cluster, cluster.ask(brokers_of))
     needed = {
@@ -322,7 +313,6 @@ def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
 
 
 def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], frozenset[int]]:
-    """The log directories of these brokers, and the brokers that do not answer."""
     dirs: list[LogDir] = []
     silent: set[int] = set()
     for broker in brokers:
@@ -337,7 +327,7 @@ def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], froz
 
 
 def too_few_of(partitions: Iterable[Partition]) -> str:
-    """What is said of partitions that take no appends; empty where all do."""
+    """Describe partitions that accept no appends, empty if all do."""
     leaderless = [one for one in partitions if one.leader < 0]
     few = [one for one in partitions if one.leader >= 0 and len(one.in_sync) < one.needed]
     away = sorted({node for one in (*leaderless, *few) for node in one.replicas - one.in_sync})

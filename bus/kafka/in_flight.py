@@ -1,4 +1,4 @@
-"""How much of one append is under way, and which record a broker refused."""
+"""Unacknowledged records of one append, with a limit."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dora_pipe.bus.port import Append
 IN_FLIGHT_RECORDS_MAX = 4096
 
 IN_FLIGHT_BYTES_MAX = 32 * 1024 * 1024
-"""Records of one append that are sent and not acknowledged; one larger record may go alone."""
+"""Maximum unacknowledged bytes of one append; one larger record is sent alone."""
 
 
 class InFlight:
-    """The records of one append on their way, oldest first; `limit_s` for each of them.
+    """Unacknowledged records of one append, oldest first; `limit_s` is the deadline of each.
 
     Example: ``flight.send(record)`` for each, then ``offsets = in_flight.wait()``.
     """
@@ -33,14 +33,14 @@ class InFlight:
         self._sent: deque[tuple[Any, Append, int, float]] = deque()  # future, bytes, deadline
         self._offsets: list[int] = []
         self.bytes = 0
-        """On their way."""
+        """Unacknowledged bytes."""
 
     def __len__(self) -> int:
         return len(self._sent)
 
     def send(self, record: Append) -> None:
-        """Hand it to the producer, as soon as there is room. Raises the client's errors."""
-        size = len(record.key) + len(record.value)  # headers are small, and slow to add up
+        """Send a record, waiting for room. Raises the client's errors."""
+        size = len(record.key) + len(record.value)  # headers are small, and slow to sum
         if len(self._sent) >= IN_FLIGHT_RECORDS_MAX or self.bytes + size > IN_FLIGHT_BYTES_MAX:
             self.wait()
         deadline_s = time.monotonic() + self._limit_s
@@ -48,10 +48,9 @@ class InFlight:
         self.bytes += size
 
     def wait(self) -> list[int]:
-        """Wait for all; every offset since the start, in order. Raises the client's errors."""
+        """Wait for all and return every offset in order. Raises the client's errors."""
         if self._sent:
-            # The producer lingers, so that a call makes a few large batches and not many small
-            # ones; now there is nothing more to wait for.
+            # Do not linger at the end of a call.
             self._producer.flush(_left(self._sent[0][3]))
         while self._sent:
             self._wait_for_oldest()
@@ -65,9 +64,9 @@ class InFlight:
         self.bytes -= size
 
     def failure(self, error: Exception) -> tuple[Exception, Append | None]:
-        """Return the cause of an error and the record that the broker refused, where there is one.
+        """Return the cause of an error and the refused record, if any.
 
-        Other records of its batch, and later calls, fail with follow-up errors.
+        Other records of its batch and later calls fail with follow-up errors.
         """
         with suppress(kafka_errors.KafkaError):
             if self._sent:

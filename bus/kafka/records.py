@@ -1,4 +1,4 @@
-"""Records of Kafka's client as ours, and those that came over the bounds of one poll."""
+"""Conversion of Kafka's records, and a buffer for those above a poll's bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dora_pipe.bus.port import Record, TopicPartition
 
 
 def records_of(polled: dict[Any, list[Any]]) -> list[Record]:
-    """Return the records of one poll of the client, without fillers."""
+    """Return the records of one client poll, without fillers."""
     return [
         Record(
             topic=each.topic,
@@ -28,17 +28,17 @@ def records_of(polled: dict[Any, list[Any]]) -> list[Record]:
 
 
 class Fetched:
-    """Records that came over the bounds of one poll, kept for the next, in order."""
+    """Records above the bounds of a poll, kept for the next."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int], deque[Record]] = {}
-        """By partition, none empty."""
+        """Nonempty queues by partition."""
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     def take(self, came: Sequence[Record], *, records_max: int, bytes_max: int) -> list[Record]:
-        """Return what the bounds allow of the kept records and the new ones; at least one."""
+        """Return kept and new records within the bounds; at least one."""
         for each in came:
             self._kept.setdefault(each.at, deque()).append(each)
         taken: list[Record] = []
@@ -55,7 +55,7 @@ class Fetched:
         return taken
 
     def first(self, tp: TopicPartition) -> int | None:
-        """The offset of the first record kept of a partition."""
+        """Return the offset of a partition's first kept record."""
         waiting = self._kept.get(tp)
         return waiting[0].offset if waiting else None
 

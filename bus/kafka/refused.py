@@ -1,6 +1,6 @@
-"""Explain why a broker refuses a record: its size, or the time of this machine's clock.
+"""Errors for records that a broker refuses: size or timestamp.
 
-A refusal is about one record: the client splits a batch that is too large until one record is left.
+The client splits a batch that is too large until one record is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REFUSED: Final = (
     kafka_errors.InvalidTimestampError,
     kafka_errors.InvalidRecordError,
 )
-"""No retry of the same record mends these."""
+"""Errors that a retry cannot fix."""
 
 _RANGE: Final = re.compile(r"Timestamp (-?\d+) .*within \[(-?\d+), ?(-?\d+)\]")
 _MS_PER_H: Final = 3_600_000
@@ -30,7 +30,7 @@ _MS_PER_H: Final = 3_600_000
 def refusal(
     error: Exception, record: Append, settings: Mapping[str, str], record_bytes_max: int
 ) -> RecordRefused:
-    """The error for a refused record; `settings` are its topic's, as the cluster has them now."""
+    """Return the error for a refused record; `settings` are its topic's current ones."""
     if isinstance(error, TOO_LARGE):
         return RecordTooLarge(
             f"the Kafka broker refuses a record of {record_bytes(record)} bytes for topic "
@@ -54,7 +54,7 @@ def refusal(
 
 
 def _difference(match: re.Match[str], settings: Mapping[str, str]) -> str:
-    """How far this clock is from the broker's, which accepts a range of times around its own."""
+    """Describe the clock difference, from the range of timestamps that the broker accepts."""
     sent, first, last = map(int, match.groups())
     if sent > last:
         broker = last - int(settings.get("message.timestamp.after.max.ms", _MS_PER_H))

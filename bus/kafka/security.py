@@ -1,7 +1,7 @@
-"""How a Kafka cluster is entered: protocol, user, certificates; decides where secrets come from.
+"""Kafka security settings: protocol, user, certificates.
 
-A secret is read from the environment or a file at the moment a client is made, handed to that
-client and kept nowhere else: `KafkaSecurity` itself holds none, so it may be printed.
+Secrets are read from environment or files for each new client. `KafkaSecurity` has none, so it may
+be printed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import ConfigError
 
 PASSWORD_VARIABLE = "DORA_PIPE_KAFKA_PASSWORD"
-"""Goes before `bus.password_file`."""
+"""Overrides `bus.password_file`."""
 
 KEY_PASSWORD_VARIABLE = "DORA_PIPE_KAFKA_KEY_PASSWORD"
-"""Opens an encrypted `bus.key_file`."""
+"""Decrypts `bus.key_file`."""
 
 SECRET_BYTES_MAX = 64 * 1024
-"""A larger password file is a wrong path."""
+"""Maximum bytes of a password file."""
 
 
 class Secret(str):
-    """A text that is used as it is and shown as nothing: the client logs all its settings."""
+    """String with a hidden repr: the client logs its settings."""
 
     __slots__ = ()
 
@@ -42,7 +42,7 @@ class Secret(str):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KafkaSecurity:
-    """Who this client is and whom it trusts.
+    """Identity and trust of a client.
 
     Example: ``KafkaSecurity(protocol="SASL_SSL", username="worker", ca_file="ca.pem")``
     """
@@ -61,25 +61,25 @@ class KafkaSecurity:
 
     @property
     def tls(self) -> bool:
-        """Whether connections are encrypted and brokers checked."""
+        """Return whether connections use TLS."""
         return self.protocol.endswith("SSL")
 
     @property
     def sasl(self) -> bool:
-        """Whether a user name and a password are asked for."""
+        """Return whether clients log in with name and password."""
         return self.protocol.startswith("SASL_")
 
     @property
     def principal(self) -> str:
-        """The name in ACLs, as far as this side knows it."""
+        """Return the principal for ACLs, as far as the client knows it."""
         if self.sasl:
             return f"User:{self.username}"
         return "this client's certificate" if self.cert_file else "User:ANONYMOUS"
 
     def client_settings(self) -> dict[str, Any]:
-        """kafka-python's settings, secrets included: for a client at once, never to be kept.
+        """Return kafka-python's settings, secrets included: do not keep them.
 
-        Raises ConfigError, which names files and variables but never what is in them.
+        Raises ConfigError without any file content.
         """
         settings: dict[str, Any] = {"security_protocol": self.protocol}
         if self.tls:
@@ -91,7 +91,7 @@ class KafkaSecurity:
         return settings
 
     def ssl_context(self) -> ssl.SSLContext:
-        """Trust and identity for TLS 1.2 and later. Raises ConfigError naming the wrong file."""
+        """Return a TLS 1.2+ context. Raises ConfigError naming the bad file."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         if self.ca_file:
@@ -107,7 +107,7 @@ class KafkaSecurity:
 
     def _load_identity(self, context: ssl.SSLContext) -> None:
         key = self.key_file or self.cert_file
-        # Without a password OpenSSL would ask for one on the terminal, and wait.
+        # Without a password OpenSSL would prompt on the terminal.
         password = os.environ.get(KEY_PASSWORD_VARIABLE, "")
         for name, path in (("cert_file", self.cert_file), ("key_file", key)):
             try:
@@ -124,7 +124,7 @@ class KafkaSecurity:
             ) from None
 
     def _sasl_name(self) -> str:
-        """Commas and equals signs stand for themselves in PLAIN and are escaped in SCRAM."""
+        """Escape commas and equals signs for SCRAM, not for PLAIN."""
         if self.mechanism == "PLAIN":
             return self.username
         return self.username.replace("=", "=3D").replace(",", "=2C")
@@ -146,7 +146,7 @@ class KafkaSecurity:
         except OSError as error:
             raise _unusable("password_file", self.password_file, error) from None
         except UnicodeDecodeError:
-            # The error itself quotes the bytes.
+            # The error quotes the bytes.
             raise ConfigError(f"bus.password_file: {self.password_file} is not UTF-8") from None
         if not password:
             raise ConfigError(f"bus.password_file: {self.password_file} is empty")
@@ -154,7 +154,7 @@ class KafkaSecurity:
 
 
 PLAINTEXT = KafkaSecurity()
-"""No password, no TLS."""
+"""Neither password nor TLS."""
 
 
 def _unusable(key: str, path: str, error: OSError) -> ConfigError:
@@ -162,7 +162,7 @@ def _unusable(key: str, path: str, error: OSError) -> ConfigError:
 
 
 def _why(error: Exception) -> str:
-    """The system's reason; OpenSSL's own are numbers and places in its source."""
+    """Return the system's reason; OpenSSL's are codes and source locations."""
     if isinstance(error, ssl.SSLError) or not isinstance(error, OSError):
         return "no PEM that can be read"
     return (error.strerror or type(error).__name__).lower()

@@ -1,1 +1,1 @@
-"""Policies and checkpoints on disk, stored under the digest of their bytes."""
+"""Policies and checkpoints on disk, named by digest."""

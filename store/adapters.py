@@ -1,14 +1,9 @@
-"""LoRA policies as files: decides how an adapter names its base, and what merging makes of both.
+"""LoRA policies as files (Hu et al. 2021, arXiv 2106.09685).
 
-A version of a LoRA run (Hu et al. 2021, arXiv 2106.09685) is the weights of version 0 and an
-adapter: for every adapted linear layer W a pair A [rank, in] and B [out, rank], so that the layer
-computes x W^T + scale (x A^T) B^T. In the store it is one safetensors file with the tensors as peft
-names them, in the type of the base, and two of ours: the weights digest of the base, and the scale.
-Both are tensors, so that the digest of the file, which is the policy's, covers them: a policy is
-its adapter on exactly that base, and everything that is done with weights by digest is done with
-adapters too.
-
-Exported beside merged weights it is a directory as peft and vLLM read it.
+A LoRA version is a base and an adapter: A [rank, in] and B [out, rank] per layer, which computes x
+W^T + scale (x A^T) B^T. The store has one safetensors file with peft's tensor names in the base's
+dtype, plus two tensors: the base's weights digest and the scale. The file digest, which is the
+policy's, covers both. Exports use the directory format of peft and vLLM.
 """
 
 from __future__ import annotations
@@ -38,23 +33,22 @@ from dora_pipe.store.safetensors_file import (
 )
 
 BASE: Final = "dora_pipe.base"
-"""Tensor: the 32 bytes of the base's weights digest."""
+"""Tensor: digest of the base, 32 bytes."""
 SCALE: Final = "dora_pipe.scale"
-"""Tensor: one float32, alpha / rank."""
+"""Tensor: alpha / rank, one float32."""
 
 PREFIX: Final = "base_model.model."
-"""What peft puts before the name of a layer."""
+"""Peft's prefix of layer names."""
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 FOLDER: Final = "adapter"
-"""Of an exported policy, beside its merged weights: `from_pretrained` takes a directory that holds
-an adapter's config for an adapter."""
+"""Subdirectory of an export: `from_pretrained` would load an adapter next to merged weights."""
 
 _BASE_BYTES: Final = 32
 _ALPHA_DIGITS: Final = 9
-"""Decimals that are tried; float32 has no more."""
+"""Maximum decimals; float32 has no more."""
 
 _FLOATS: Final = {"F32": "<f4", "BF16": "<u2"}
 _EITHER: Final = "float32 or bfloat16"
@@ -64,42 +58,41 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter in memory. `pairs` maps a layer, ``model.layers.0.self_attn.q_proj``, to (A, B),
+    """Adapter in memory. `pairs` maps a layer, ``model.layers.0.self_attn.q_proj``, to (A, B),
     float32 [rank, in] and [out, rank]."""
 
     base: str
-    """Weights digest (hex) of the weights that it stands on."""
+    """Weights digest (hex) of the base."""
     scale: float
     pairs: Mapping[str, tuple[Array, Array]]
     dtype: PolicyDtype = "float32"
-    """What matrices are in a file; of bfloat16 the numbers here are those of that type."""
+    """Dtype in a file; bfloat16 numbers are exact in float32."""
 
     @property
     def rank(self) -> int:
-        """Of every pair."""
+        """Return the rank of all pairs."""
         return next((len(a) for a, _ in self.pairs.values()), 0)
 
     @property
     def alpha(self) -> float:
-        """The shortest number that divided by the rank is the scale: 16, where float32's 16/6
-        times 6 would be 16.0000005."""
+        """Return the shortest decimal that divided by the rank is the scale: 16, not 16.0000005."""
         whole = self.scale * self.rank
         found = (round(whole, digits) for digits in range(_ALPHA_DIGITS))
         return next((a for a in found if np.float32(a / self.rank) == self.scale), whole)
 
 
 def a_name(layer: str) -> str:
-    """Name of a layer's A in a file."""
+    """Return the name of a layer's A in a file."""
     return f"{PREFIX}{layer}{A}"
 
 
 def b_name(layer: str) -> str:
-    """Name of a layer's B in a file."""
+    """Return the name of a layer's B in a file."""
     return f"{PREFIX}{layer}{B}"
 
 
 def base_tensors(base: str, scale: float) -> list[TensorSource]:
-    """The two tensors that say what an adapter stands on, and how much it counts."""
+    """Return the tensors of base digest and scale."""
     digest, factor = bytes.fromhex(base), np.array([scale], "<f4").tobytes()
     return [
         TensorSource(name=BASE, dtype="U8", shape=(_BASE_BYTES,), data=lambda: digest),
@@ -108,14 +101,14 @@ def base_tensors(base: str, scale: float) -> list[TensorSource]:
 
 
 def adapter_sources(adapter: Adapter) -> list[TensorSource]:
-    """What the file of an adapter in a store holds."""
+    """Return all tensors of an adapter file."""
     return [*_peft_sources(adapter), *base_tensors(adapter.base, adapter.scale)]
 
 
 def base_of(path: Path) -> str | None:
-    """The weights digest that an adapter's file stands on; None for whole weights.
+    """Return the base digest of an adapter file, None for full weights.
 
-    Raises PolicyError for what is no safetensors file.
+    Raises PolicyError if it is not a safetensors file.
     """
     entry = next((one for one in read_entries(path) if one.name == BASE), None)
     if entry is None:
@@ -125,13 +118,13 @@ def base_of(path: Path) -> str | None:
 
 
 def stands_on(manifest: Manifest, base: str) -> bool:
-    """Whether a manifest is that of an adapter on these weights; needs no file."""
+    """Return whether a manifest is of an adapter on this base."""
     wanted = hashlib.sha256(bytes.fromhex(base)).hexdigest()
     return any(one.name == BASE and one.sha256 == wanted for one in manifest.tensors)
 
 
 def read_adapter(path: Path, *, digest: str) -> Adapter:
-    """The adapter in a file of this weights digest. Raises PolicyError for anything doubtful."""
+    """Read an adapter file of this weights digest. Raises PolicyError."""
     found = read_manifest(path).digest
     if found != digest:
         raise PolicyError(f"{path} has the weights digest {found[:16]}, not {digest[:16]}")
@@ -164,7 +157,7 @@ def read_adapter(path: Path, *, digest: str) -> Adapter:
 
 
 def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter:
-    """As `read_adapter`, and of this rank, on weights of digest `base`. Raises PolicyError."""
+    """Read an adapter and check base and rank. Raises PolicyError."""
     adapter = read_adapter(path, digest=digest)
     if adapter.base != base:
         wanted = base[:16] or "any"
@@ -175,11 +168,10 @@ def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter
 
 
 def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
-    """Whole weights in the base's type: those of the base with the adapter added. Raises
-    PolicyError, OSError.
+    """Write the base with the adapter merged, in the base's dtype. Raises PolicyError, OSError.
 
-    Computed in float64 and rounded once; log-probs differ from the unmerged ones by that rounding,
-    float32's about 1e-6, bfloat16's some hundredths.
+    Computed in float64 and rounded once; log-probs change by about 1e-6 (float32) or some 0.01
+    (bfloat16).
     """
     with ExitStack() as stack:
         data = stack.enter_context(mapped(base))
@@ -200,11 +192,7 @@ def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
 
 
 def write_peft(directory: Path, adapter: Adapter) -> None:
-    """The adapter as a directory that peft and vLLM load. Raises OSError.
-
-    It names no base model: whoever loads it has one in hand, and a path of this machine says
-    nothing elsewhere.
-    """
+    """Write a directory for peft and vLLM, without a base model path. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory / WEIGHTS, _peft_sources(adapter))
     config = {
@@ -253,13 +241,11 @@ def _matrix(path: Path, entry: Entry, data: memoryview) -> Array:
 
 
 def _numbers(entry: Entry, data: bytes) -> Array:
-    """Of a tensor of one of `_FLOATS`."""
     plain = np.frombuffer(data, _FLOATS[entry.dtype]).reshape(entry.shape)
     return widened(plain) if entry.dtype == "BF16" else plain.astype(np.float32)
 
 
 def _bytes_of(kind: str, numbers: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> bytes:
-    """As one of `_FLOATS`, rounded once."""
     return (narrowed(numbers) if kind == "BF16" else numbers.astype("<f4")).tobytes()
 
 

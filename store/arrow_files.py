@@ -1,9 +1,7 @@
-"""The policy store's files on any of pyarrow's file systems; decides how often it tries again.
+"""Files of the policy store on pyarrow file systems.
 
-A file system that can rename gets a file under a temporary name first. An object store shows an
-object only when its upload is complete, so it gets the name at once: a copy under another key would
-cost a second upload and be no safer. Either way a file that is there is whole, and its digest is
-compared by whoever reads it.
+Uploads use a temporary name and a rename, except on object stores, where objects appear complete.
+Readers compare digests.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 8 << 20
-"""Files are copied in pieces of this size."""
+"""Copy size in bytes."""
 
 PAUSES_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Between two tries while the file system is away; then it counts as gone."""
+"""Seconds between retries while the file system is unreachable."""
 
 REFUSALS: Final = (
     "NO_SUCH_BUCKET",
@@ -51,18 +49,18 @@ REFUSALS: Final = (
     "AuthorizationFailure",
     "ContainerNotFound",
 )
-"""Parts of what S3, GCS and Azure answer that no wait mends."""
+"""Error texts of S3, GCS and Azure that a retry cannot fix."""
 
 REFUSAL_NUMBERS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 OBJECT_STORES: Final = frozenset({"s3", "gcs", "abfs"})
-"""`type_name` of file systems where an upload appears whole or not at all."""
+"""`type_name` of file systems with atomic uploads."""
 
 _COUNTER = itertools.count()
 
 
 class ArrowFiles:
-    """See `Files`. Example: ``ArrowFiles(fs.LocalFileSystem(), "/mnt/policies")``"""
+    """`Files` on pyarrow. Example: ``ArrowFiles(fs.LocalFileSystem(), "/mnt/policies")``"""
 
     def __init__(
         self, system: fs.FileSystem, base: str, *, where: str = "", clock: Clock | None = None
@@ -73,7 +71,7 @@ class ArrowFiles:
         self._clock = clock or SystemClock()
 
     def put(self, source: Path, name: str) -> None:
-        """See Files; `source` stays where it is."""
+        """Upload a file; `source` remains."""
         self._patiently(f"writing {name}", lambda: self._put(source, name))
 
     def get(self, name: str, target: Path) -> bool:
@@ -97,7 +95,7 @@ class ArrowFiles:
     def _listed(self, folder: str) -> list[Listed]:
         selector = fs.FileSelector(self._path(folder), allow_not_found=True, recursive=True)
         found = self._system.get_file_info(selector)
-        # Some file systems leave a leading slash away when they list.
+        # Some file systems list paths without a leading slash.
         base = self._base.lstrip("/")
         cut = len(base) + 1 if base else 0
         listed = [
@@ -125,7 +123,7 @@ class ArrowFiles:
             sync(Path(folder))
 
     def _upload(self, source: Path, path: str) -> None:
-        """Copy, and look whether all of it arrived: a stream that failed may have been closed."""
+        """Copy and compare sizes: closing a failed stream may leave a partial file."""
         with source.open("rb") as file, self._system.open_output_stream(path) as stream:
             while piece := file.read(PIECE_BYTES):
                 stream.write(piece)
@@ -163,8 +161,8 @@ class ArrowFiles:
         return f"{self._base}/{name}" if self._base else name
 
     def _patiently(self, what: str, call: Callable[[], T]) -> T:
-        """`call` until it succeeds or the pauses are used up. Raises ResourceError, at once for a
-        refusal; NoRoom at once: how long that is waited for, others decide."""
+        """Call with retries. Raises ResourceError, at once for a refusal, and NoRoom at once:
+        callers decide how long to wait."""
         for pause_s in (*PAUSES_S, None):
             try:
                 return call()
@@ -198,10 +196,9 @@ class ArrowFiles:
 
 
 def open_files(url: str, *, folder: str = "", clock: Clock | None = None) -> ArrowFiles:
-    """The files behind `s3://bucket/prefix?endpoint_override=...`, `file:///path` and others.
+    """Open `s3://bucket/prefix?endpoint_override=...`, `file:///path` and other URLs.
 
-    `folder` is one below that. Raises ConfigError for an address that pyarrow does not know, or one
-    with credentials in it.
+    `folder` is a subdirectory. Raises ConfigError for an unknown URL or one with credentials.
     """
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:

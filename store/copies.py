@@ -1,8 +1,4 @@
-"""Copies on this machine of what a policy store has, or can make: decides which leave it first.
-
-Those used longest ago do. What was used within `KEEP_S` stays, whatever the bound says: another
-process of this machine may be about to open it.
-"""
+"""Eviction of local copies, least recently used first."""
 
 from __future__ import annotations
 
@@ -16,24 +12,24 @@ from dora_pipe.core.durable import sync
 from dora_pipe.store.verified import SUFFIX, unlink_noted
 
 KEEP_S: Final = 600.0
-"""A copy used within this time is not removed."""
+"""Seconds that a used copy remains: another process may be about to open it."""
 
 CACHED: Final = ("contributions", "optimizer", "patches", "weights")
-"""What is bounded; config and tokenizer files are small and stay."""
+"""Folders bounded in a cache; config and tokenizer files are small."""
 
 MADE: Final = "made"
-"""What is bounded of a store that lies on this machine: copies that patches made."""
+"""Folder bounded in a local store: versions made from patches."""
 
 
 def touch(path: Path, clock: Clock) -> None:
-    """Note that a copy is in use; its time of change stays."""
+    """Mark a copy as used; keep its mtime."""
     os.utime(path, ns=(clock.wall_ns(), path.stat().st_mtime_ns))
 
 
 def shrink(
     root: Path, bytes_max: int, clock: Clock, folders: Collection[str] = CACHED
 ) -> list[Path]:
-    """Remove copies until the rest fits; which ones. Another process may do so at the same time."""
+    """Remove copies until the rest fits; return the removed ones. Safe across processes."""
     found: list[tuple[int, int, Path]] = []
     for folder in folders:
         for path in (root / folder).glob("*"):
@@ -56,7 +52,7 @@ def shrink(
 
 
 def place(path: Path, final: Path) -> None:
-    """Give a finished directory its name, unless another process just has."""
+    """Rename a finished directory, unless another process has."""
     sync(path)
     if not final.is_dir():
         path.replace(final)

@@ -1,7 +1,7 @@
-"""What a policy store asks of a file system, and how a directory of this machine answers.
+"""File system interface of a policy store, and its local implementation.
 
-Names are relative and have one folder: ``weights/<digest>.safetensors``. Nothing is ever written
-twice under a name with other content, so whoever reads needs no lock; who doubts compares digests.
+Names are relative with one folder: ``weights/<digest>.safetensors``. Content under a name never
+changes, so readers need no lock.
 """
 
 from __future__ import annotations
@@ -18,47 +18,48 @@ from dora_pipe.core.durable import NO_ROOM, sync
 from dora_pipe.core.errors import NoRoom, ResourceError
 
 TEMPORARY: Final = ".tmp-"
-"""How the name of an unfinished file begins."""
+"""Prefix of unfinished files."""
 
 CLAIMS: Final = "claims"
-"""Folder of the values that were too large for the log (see `bus.claim_check`)."""
+"""Folder of values too large for the log (`bus.claim_check`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listed:
-    """A file that is there. Example: ``Listed(name="weights/ab.safetensors", bytes=10)``"""
+    """Existing file. Example: ``Listed(name="weights/ab.safetensors", bytes=10)``"""
 
     name: str
     bytes: int
     modified_ns: int = field(default=0, compare=False)
-    """By the clock of the file system, ns since 1970; 0 where it does not say."""
+    """Unix time in ns by the file system's clock; 0 if unknown."""
 
 
 class Files(Protocol):
-    """See the head of this file. Every method raises ResourceError when the file system is away."""
+    """File system interface; every method raises ResourceError if it is unreachable."""
 
     where: str
-    """The file system and folder, for people; without credentials."""
+    """File system and folder for messages, without credentials."""
 
     def put(self, source: Path, name: str) -> None:
-        """Make the bytes of a local file durable under a name, all at once or not at all.
+        """Store a local file durably and atomically under a name.
 
-        A file of that name is replaced: it may be damaged. `source` may be moved away.
+        Replaces an existing file, which may be damaged. May move `source`.
         """
         ...
 
     def get(self, name: str, target: Path) -> bool:
-        """Copy a file to a local path; False if there is none of that name."""
+        """Copy a file to a local path; return False if it does not exist."""
         ...
 
     def exists(self, name: str) -> bool: ...
 
     def delete(self, name: str) -> bool:
-        """Remove a file; whether there was one."""
+        """Delete a file; return whether it existed."""
         ...
 
     def listed(self, folder: str) -> list[Listed]:
-        """All files below a folder, unfinished ones among them, sorted; none if it is not there."""
+        """Return the sorted files of a folder, including unfinished ones; empty if it does not
+        exist."""
         ...
 
 
@@ -69,18 +70,18 @@ _NO_ROOM_SAYS: Final = (
     "quota exceeded",
     "insufficient storage",
 )
-"""What stores elsewhere say in an error without a number, as they write it, in small letters."""
+"""Lowercase texts of errors without an errno that mean no space."""
 
 
 class LocalFiles:
-    """See `Files`. Opening one creates nothing."""
+    """`Files` in a local directory; opening it creates nothing."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.where = str(root)
 
     def put(self, source: Path, name: str) -> None:
-        """See Files; `source` is moved, and must lie in the same file system."""
+        """Move `source`, which must be on the same file system."""
         final = self.root / name
         with io_errors(final.parent):
             final.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +90,7 @@ class LocalFiles:
             sync(final.parent)
 
     def get(self, name: str, target: Path) -> bool:
-        """See Files; nothing is copied onto itself."""
+        """Copy, unless source and target are the same file."""
         source = self.root / name
         if not source.is_file():
             return False
@@ -112,7 +113,7 @@ class LocalFiles:
     def listed(self, folder: str) -> list[Listed]:
         found: list[Listed] = []
         for path in (self.root / folder).rglob("*"):
-            with suppress(FileNotFoundError):  # It went while this looked.
+            with suppress(FileNotFoundError):  # deleted meanwhile
                 status = path.stat()
                 if S_ISREG(status.st_mode):
                     name = path.relative_to(self.root).as_posix()
@@ -124,7 +125,7 @@ class LocalFiles:
 
 @contextmanager
 def io_errors(folder: Path) -> Iterator[None]:
-    """An OSError of the block as a ResourceError of one line."""
+    """Convert OSError into ResourceError."""
     try:
         yield
     except OSError as error:
@@ -132,14 +133,14 @@ def io_errors(folder: Path) -> Iterator[None]:
 
 
 def resource_error(folder: Path, error: OSError) -> ResourceError:
-    """A full disk says so; anything else says what it was."""
+    """Return NoRoom for a full disk, else ResourceError."""
     if is_no_room(error):
         return no_room(str(folder))
     return ResourceError(f"cannot write a policy in {folder}: {error.strerror or error}")
 
 
 def is_no_room(error: OSError) -> bool:
-    """Whether a file system, of this machine or elsewhere, is full."""
+    """Return whether a local or remote file system is full."""
     if error.errno is not None:
         return error.errno in NO_ROOM
     said = str(error).lower()
@@ -147,7 +148,7 @@ def is_no_room(error: OSError) -> bool:
 
 
 def no_room(where: str) -> NoRoom:
-    """What is said of a store without room."""
+    """Return the error for a full store."""
     return NoRoom(
         f"no room left for a policy in {where}",
         hint="free some space and start the run again with --resume; nothing is lost",

@@ -1,4 +1,4 @@
-"""Where a run's log is, as one process tells another; decides how a log is opened."""
+"""Location of a run's log, as passed between processes."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from dora_pipe.core.errors import BusError, BusFull, ResourceError
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
 
 CLAIM_ABOVE_BYTES: Final = 256 * 1024
-"""Larger values of trajectories and progress records are files of the store."""
+"""Larger trajectory and progress values go to the store."""
 
 
 class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """A log, and where its values lie that are too large for it; without any secret.
+    """Log and its blob store, without secrets.
 
     Example: ``LogLocation(run="demo", url="sqlite:runs/demo/log.sqlite").open()``
     """
 
     run: str
     url: str
-    """As `open_bus` takes it."""
+    """URL for `open_bus`."""
     bus: BusSection | None = None
-    """How Kafka is entered; None where that takes nothing. Secrets stay where it says."""
+    """Kafka access; secrets stay in the files and variables that it names."""
     claims: str = ""
-    """Directory of the large values, or of copies of them; empty: there are none."""
+    """Directory of large values or their cached copies; empty without blobs."""
     store_url: str = ""
-    """The store that has them, where that is another file system."""
+    """URL of the store if it is on another file system."""
 
     def open(self) -> Bus:
-        """The log. Raises BusError, ConfigError for a missing secret or an odd `store_url`."""
+        """Open the log. Raises BusError, ConfigError for a missing secret or bad `store_url`."""
         security = None if self.bus is None else KafkaSecurity.of(self.bus)
         above = None if self.bus is None or self.store_url else CLAIM_ABOVE_BYTES
         return open_bus(self.url, security, claims=self.claim_store(), claim_above_bytes=above)
 
     @property
     def _synced(self) -> bool:
-        """Whether claimed values are on the disk before their records are in the log: as the log
-        keeps its own, and Kafka keeps them in page caches."""
+        """Return whether blobs are synced before their records: as the log syncs, while Kafka
+        relies on page caches."""
         as_kafka = self.bus is not None and not self.bus.claims_synced
         return not (as_kafka and self.url.startswith("kafka:"))
 
     def claim_store(self) -> ClaimStore | None:
-        """Where the large values lie. Raises ConfigError."""
+        """Return the blob store. Raises ConfigError."""
         if not self.claims:
             return None
         if not self.store_url:
@@ -63,14 +63,14 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedClaims:
-    """The `ClaimStore` of the log over a store's file system; `folder` is for unfinished copies."""
+    """`ClaimStore` on a store's file system; `folder` is for unfinished copies."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files = files
         self._folder = folder
 
     def write(self, digest: str, value: bytes) -> None:
-        """Keep a value durably under its digest. Raises BusFull, which is tried again."""
+        """Store a value durably. Raises BusFull, which callers retry."""
         try:
             with _unfinished(self._folder) as partial:
                 source = partial / digest
@@ -82,7 +82,7 @@ class SharedClaims:
             ) from error
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
-        """The value of that digest and size, or None where there is none such. Raises BusError."""
+        """Return the value, or None if missing. Raises BusError."""
         try:
             with _unfinished(self._folder) as partial:
                 target = partial / digest
@@ -97,7 +97,6 @@ class SharedClaims:
 
 @contextmanager
 def _unfinished(folder: Path) -> Iterator[Path]:
-    """A folder for one copy, gone afterwards."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=folder) as name:
         yield Path(name)

@@ -1,9 +1,8 @@
-"""Model directories in and out of the store; decides what is taken over and what is refused.
+"""Import and export of model directories.
 
-In: the safetensors shards of a Hugging Face causal LM become one file, floats become what the run
-publishes (float32, or bfloat16), a tensor that the config ties to the embedding stands once, and
-the config and tokenizer files are kept as they came. Out: a directory that `from_pretrained`
-loads; of a LoRA policy with merged weights, and the adapter beside them.
+Import merges the safetensors shards of a Hugging Face causal LM into one file, converts floats to
+the policy's dtype (float32 or bfloat16), drops tied heads, and keeps config and tokenizer files.
+Export writes a directory for `from_pretrained`, with LoRA merged and the adapter in a subdirectory.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ POSITIONS: Final = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     *("max_sequence_length", "max_seq_length", "seq_len"),
 )
-"""Keys of a config that say how many positions a model has, by family; the least one counts."""
+"""Config keys of the context length by family; the smallest value counts."""
 STRETCHED_BEYOND: Final = ("linear", "dynamic", "ntk")
-"""Scalings of rotary positions by which a model has more positions than its config says."""
+"""RoPE scalings that extend the configured length."""
 INDEX: Final = "model.safetensors.index.json"
 JSON_BYTES_MAX: Final = 64 * 1024 * 1024
 ASSET_BYTES_MAX: Final = 1024 * 1024 * 1024
@@ -57,29 +56,26 @@ _ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _EMBEDDING: Final = "embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _CONVERTED: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""Types that become what is published; wider ones and integers stay what they are."""
+"""Dtypes that are converted; integers and wider floats remain."""
 _STORED: Final[Mapping[PolicyDtype, str]] = {"float32": "F32", "bfloat16": "BF16"}
 _DERIVED: Final = (".rotary_emb.inv_freq",)
-"""Ends of tensors that older models stored although their config says them already."""
+"""Suffixes of tensors that older models store but the config implies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Located:
-    """A tensor and the file it lies in."""
-
     path: Path
     entry: Entry
 
 
 def weights_digest(model_dir: Path, dtype: PolicyDtype = "float32") -> str:
-    """The digest that the weights of a directory would have in a store. Raises PolicyError."""
+    """Return the digest that a directory's weights would have in a store. Raises PolicyError."""
     with _sources(model_dir, dtype) as sources:
         return manifest_in_memory(sources).digest
 
 
 def config_dtype(model_dir: Path) -> str:
-    """What a model's config says of the type of its weights; empty where it does not. Raises
-    PolicyError."""
+    """Return the dtype in a model's config, empty if unset. Raises PolicyError."""
     config = read_config(model_dir)
     return str(config.get("dtype") or config.get("torch_dtype") or "")
 
@@ -87,10 +83,10 @@ def config_dtype(model_dir: Path) -> str:
 def import_model(
     store: PolicyStore, model_dir: Path, dtype: PolicyDtype = "float32"
 ) -> tuple[Manifest, str]:
-    """Put a model directory into a store: its manifest and the digest of its assets.
+    """Import a model directory; return its manifest and assets digest.
 
-    Floats of 32 and 16 bits become `dtype`: exactly where that is wider, else rounded to nearest.
-    Raises PolicyError for a directory that is not a model, ResourceError without room.
+    Floats of 16 and 32 bits become `dtype`, exactly or rounded to nearest. Raises PolicyError for
+    an invalid directory, ResourceError for a full disk.
     """
     with _sources(model_dir, dtype) as sources:
         try:
@@ -101,18 +97,16 @@ def import_model(
 
 
 def write_as(weights: Path, dtype: PolicyDtype, path: Path) -> Manifest:
-    """Whole weights of a store once more, in a type as `import_model` has it. Raises PolicyError,
-    OSError."""
+    """Rewrite full weights in another dtype, like `import_model`. Raises PolicyError, OSError."""
     entries = [_Located(path=weights, entry=one) for one in read_entries(weights)]
     with mapped(weights) as page:
         return write_tensors(path, [_source(one, page, dtype) for one in entries])
 
 
 def export_model(store: PolicyStore, digest: str, assets_digest: str, directory: Path) -> None:
-    """Write a policy as a directory that transformers' `from_pretrained` loads.
+    """Write a policy as a directory for `from_pretrained`.
 
-    Files of the same names are replaced. Raises PolicyError when the store's files are not there or
-    not what they were.
+    Replaces existing files. Raises PolicyError if files of the store are missing or damaged.
     """
     dtype = store.verify(digest).dtype
     assets = store.assets(assets_digest)
@@ -129,7 +123,7 @@ def write_policy_dir(
     assets: Path,
     directory: Path,
 ) -> None:
-    """Write weights as a model directory; those of an adapter merged into its base in the store.
+    """Write weights as a model directory, with an adapter merged into its base.
 
     Raises PolicyError, ResourceError.
     """
@@ -153,9 +147,9 @@ def write_model_dir(
     write_weights: Callable[[Path], object],
     dtype: PolicyDtype = "float32",
 ) -> None:
-    """A model directory from config and tokenizer files and weights of this type.
+    """Write a model directory from config, tokenizer and weights.
 
-    Raises ResourceError when it cannot be written.
+    Raises ResourceError if it is not writable.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -169,7 +163,7 @@ def write_model_dir(
 
 
 def asset_files(model_dir: Path) -> list[Path]:
-    """Config and tokenizer files of a model directory, sorted by name. Raises PolicyError."""
+    """Return config and tokenizer files sorted by name. Raises PolicyError."""
     found = sorted(
         path
         for path in model_dir.iterdir()
@@ -185,33 +179,34 @@ def asset_files(model_dir: Path) -> list[Path]:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The model's config.json. Raises PolicyError."""
+    """Return config.json. Raises PolicyError."""
     if not model_dir.is_dir():
         raise PolicyError(f"no model directory at {model_dir}", hint=_nearest_folder(model_dir))
     return _read_json(model_dir / CONFIG)
 
 
 def embedding_rows(config: Mapping[str, Any]) -> int | None:
-    """Rows of the token embedding of a model of this config.json; None where it does not say."""
+    """Return the rows of the token embedding, None if unset."""
     nested = config.get("text_config")
     rows = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
     return rows if isinstance(rows, int) else None
 
 
 def _nearest_folder(missing: Path) -> str:
-    """A hint: the nearest folder of a similar name, else what a model's folder holds."""
+    """Return a hint: a similarly named directory, else the expected files."""
     folder = next(one for one in missing.absolute().parents if one.is_dir())
     name = missing.absolute().relative_to(folder).parts[0]
-    with suppress(OSError):  # a folder that may not be listed
+    with suppress(OSError):  # unreadable directory
         if near := nearest(name, [one.name for one in folder.iterdir() if one.is_dir()]):
             return f"in {folder}: {near}"
     return MODEL_HINT
 
 
 def positions_of(config: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest sequence that a model of this config.json has positions for; None where
-    it does not say. As vLLM reads it: a factor by which rotary positions are stretched counts but
-    where the config's number is of what is stretched already."""
+    """Return the maximum context length in tokens, None if unset.
+
+    As in vLLM, a RoPE factor multiplies it unless the configured value includes the factor.
+    """
     found = [config[key] for key in POSITIONS if isinstance(config.get(key), int)]
     if not found:
         return None
@@ -223,7 +218,6 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 @contextmanager
 def _sources(model_dir: Path, dtype: PolicyDtype) -> Iterator[list[TensorSource]]:
-    """The tensors of a model directory, as they are stored. Raises PolicyError."""
     config = read_config(model_dir)
     tensors = _tensors(model_dir)
     with ExitStack() as stack:
@@ -252,7 +246,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tensors(model_dir: Path) -> dict[str, _Located]:
-    """Every tensor of the directory by name. Raises PolicyError if one is there twice."""
+    """Return all tensors by name. Raises PolicyError for duplicates."""
     found: dict[str, _Located] = {}
     for path in _weight_files(model_dir):
         for entry in read_entries(path):
@@ -287,7 +281,7 @@ def _drop_tied(
     tensors: dict[str, _Located],
     pages: Mapping[Path, memoryview],
 ) -> None:
-    """A head that the config ties to the embedding is the embedding: it stands once."""
+    """Drop a head that the config ties to the embedding."""
     embeddings = [name for name in tensors if name.endswith(_EMBEDDING)]
     if not config.get("tie_word_embeddings") or _HEAD not in tensors or not embeddings:
         return
@@ -318,7 +312,7 @@ def _source(located: _Located, page: memoryview, dtype: PolicyDtype) -> TensorSo
 
 
 def _converted(dtype: str, wanted: str, data: memoryview) -> bytes:
-    """The bytes of numbers in another type, by way of float32."""
+    """Convert numbers by way of float32."""
     if dtype == wanted:
         return bytes(data)
     given = np.frombuffer(data, dtype=_CONVERTED[dtype])
@@ -327,7 +321,6 @@ def _converted(dtype: str, wanted: str, data: memoryview) -> bytes:
 
 
 def _of_type(config: Mapping[str, Any], dtype: PolicyDtype) -> dict[str, Any]:
-    """The config with the type of the weights it will lie beside."""
     changed = dict(config)
     for key in ("dtype", "torch_dtype"):
         if key in changed:

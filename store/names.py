@@ -1,8 +1,4 @@
-"""Files of a policy store: what they are called, and whether they hold what they are called.
-
-A name is a folder for the kind and the digest of what the file holds; it is compared by reading all
-of that.
-"""
+"""Names of files in a policy store, and checks of their digests."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ def weights_name(digest: str) -> str:
 
 
 def patch_name(digest: str) -> str:
-    """The name of the patch that makes a version, in a store."""
+    """Return the name of the patch that makes a version."""
     return f"patches/{digest}.patch"
 
 
@@ -40,12 +36,12 @@ def blob_name(kind: BlobKind, sha256: str) -> str:
 
 
 def digest_in(name: str) -> str:
-    """The digest that a name of the store carries; something else for an unfinished file."""
+    """Return the digest in a name; meaningless for an unfinished file."""
     return name.split("/")[1].partition(".")[0]
 
 
 def assets_digest(files: Collection[Path]) -> str:
-    """sha256 over the sorted (file name, sha256 of its bytes); hex."""
+    """Return the hex sha256 over the sorted (file name, sha256)."""
     digest = hashlib.sha256()
     for file in sorted(files, key=lambda file: file.name):
         digest.update(f"{file.name}\0{file_sha256(file)}\n".encode())
@@ -53,7 +49,7 @@ def assets_digest(files: Collection[Path]) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Hex sha256 of a file, read piece by piece."""
+    """Return the hex sha256 of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(READ_BYTES):
@@ -62,7 +58,7 @@ def file_sha256(path: Path) -> str:
 
 
 def is_weights(path: Path, digest: str) -> bool:
-    """Whether a file has weights of this digest, from reading all of it."""
+    """Return whether the full file has weights of this digest."""
     try:
         return read_manifest(path).digest == digest
     except PolicyError:
@@ -70,12 +66,12 @@ def is_weights(path: Path, digest: str) -> bool:
 
 
 def is_named(path: Path) -> bool:
-    """The same, of the digest that is its name."""
+    """Return whether the full file has the digest in its name."""
     return is_weights(path, path.stem)
 
 
 def makes_version(path: Path, digest: str) -> bool:
-    """Whether a patch is one, undamaged, and makes this version."""
+    """Return whether a patch is undamaged and makes this version."""
     try:
         with opened_patch(path) as patch:
             return patch.after == digest

@@ -1,9 +1,7 @@
-"""The tensors of a network of transformers by the names of its files; decides that none is copied.
+"""A transformers network's tensors under the names of its checkpoint, as views without copies.
 
-A network may hold in one tensor what files have apart: the experts of a layer. Files have the names
-of checkpoints everywhere, and so has all that is published. Which names those are is transformers'
-own conversion, the one by which `save_pretrained` writes. Here it makes views: what is written to
-one changes the network, and what is read from one is the network's.
+A network may hold several checkpoint tensors in one, such as a layer's experts. Names come from the
+conversion that `save_pretrained` uses.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ _HINT: Final = "dense models, and mixtures whose files have each expert's matric
 
 
 def untied(network: Any) -> dict[str, Any]:
-    """The state of a network by its own names, sorted, without second names of the same tensor."""
+    """Return the state by network names, sorted, without aliases of tied tensors."""
     seen: set[int] = set()
     kept: dict[str, Any] = {}
     names = {name for name, _ in network.named_parameters()}
     state: dict[str, Any] = network.state_dict(keep_vars=True)
-    # Parameters first: their names are the ones that the optimizer uses too.
+    # Parameters first: the optimizer uses their names.
     for name in sorted(state, key=lambda name: name not in names):
         tensor = state[name]
         if id(tensor) not in seen:
@@ -33,9 +31,9 @@ def untied(network: Any) -> dict[str, Any]:
 
 
 def stored(network: Any) -> dict[str, Any]:
-    """The same by the names of its files, sorted: each tensor is the network's, or a part of one.
+    """Return views of the network's tensors by checkpoint names, sorted.
 
-    Raises PolicyError where files have anything else than parts.
+    Raises PolicyError if a checkpoint tensor is not a slice.
     """
     import torch
     from transformers.core_model_loading import revert_weight_conversion
@@ -55,21 +53,21 @@ def stored(network: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a tensor of a file is of one of the network's: all of it, or a part."""
+    """Checkpoint tensor as a whole network tensor or a part of it."""
 
     name: str
-    """The network's own."""
+    """Name in the network."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int = 0
 
     def of(self, whole: Any) -> Any:
-        """The same of a tensor that lies as the network's does: a view."""
+        """Return the same view of another tensor of that layout."""
         return whole.as_strided(self.shape, self.strides, whole.storage_offset() + self.start)
 
 
 def pieces(network: Any) -> dict[str, Piece]:
-    """What each of `stored` is, for networks whose tensors are then taken apart."""
+    """Return a `Piece` per checkpoint tensor, for networks sharded afterwards."""
     owners = {_storage(one): (name, one) for name, one in untied(network).items()}
     found = {}
     for name, view in stored(network).items():
@@ -80,7 +78,7 @@ def pieces(network: Any) -> dict[str, Piece]:
 
 
 def parameters_in(network: Any, names: Collection[str]) -> frozenset[str]:
-    """The network's own names of the parameters that stand in its files under these names."""
+    """Return the network names of parameters that have these checkpoint names."""
     if not names:
         return frozenset()
     held = {_storage(one) for name, one in stored(network).items() if name in names}
@@ -88,13 +86,13 @@ def parameters_in(network: Any, names: Collection[str]) -> frozenset[str]:
 
 
 def _storage(tensor: Any) -> int:
-    """Whose memory it is; also where there is none yet (a meta tensor)."""
+    """Return an id of the memory, also for meta tensors."""
     found: int = tensor.untyped_storage()._cdata
     return found
 
 
 def _uncopied() -> Any:
-    """While it lasts, parts of tensors stay parts: a conversion lays each out by itself."""
+    """Make transformers' conversion return views instead of contiguous copies."""
     import torch
     from torch.overrides import TorchFunctionMode
 

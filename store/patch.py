@@ -1,8 +1,7 @@
-"""What one version of a policy has differently from another, as one file: positions and new values.
+"""Delta between two versions of a policy in one file: positions and new values.
 
-After a step with a small learning rate most bfloat16 weights have the bits they had. A patch holds
-those that have not, and overwrites: nothing is added up, so nothing can drift. Bits are compared,
-not numbers: 0.0 and -0.0 differ.
+With small learning rates most bfloat16 weights keep their bits. A patch overwrites the others, so
+errors cannot accumulate. Bits are compared: 0.0 and -0.0 differ.
 
     8 bytes             dppatch1
     frames              of every block that has changes: gaps between positions, then values
@@ -10,13 +9,12 @@ not numbers: 0.0 and -0.0 differ.
     8 bytes             length of the head, little endian
     32 bytes            sha256 of all before it
 
-A tensor is cut into blocks of `BLOCK_ELEMENTS`. A position is the number of unchanged elements
-since the one before it, one byte each: 255 says that 255 were passed and the count goes on. Values
-lie byte plane by byte plane (all low bytes, then all high ones). Each is one zstd frame. A block of
-which more than half has changed is there whole, without positions.
+A tensor is split into blocks of `BLOCK_ELEMENTS`. Each position is one byte, the number of
+unchanged elements since the last; 255 means 255 and continue. Values are stored by byte plane, low
+bytes first. Each part is a zstd frame. A block with more than half changed is stored in full,
+without positions.
 
-Nothing of a file is applied before its sha256 was compared and its head was checked, and a reader
-has one tensor in memory at a time (see `write_tensors`).
+Readers check sha256 and head before applying, and hold one tensor in memory (`write_tensors`).
 """
 
 from __future__ import annotations
@@ -54,15 +52,15 @@ from dora_pipe.store.verified import AGAIN
 
 MAGIC: Final = b"dppatch1"
 BLOCK_ELEMENTS: Final = 1 << 22
-"""At most 32 MiB of values are unpacked in one go."""
+"""Bounds an unpacked block to 32 MiB."""
 
 ZSTD_LEVEL: Final = 1
-"""Higher ones take longer and save nothing: gaps and mantissas look random."""
+"""Higher levels save nothing: gaps and mantissas look random."""
 
 GROWTH_MAX: Final = 2
 BYTES_FREE: Final = 64 << 20
-"""A version that patches make has at most so many times the bytes of what it is made from, and
-these: a small file cannot fill a disk."""
+"""Allowance in bytes, in addition to a multiple of the base's size, so that a small file cannot
+fill the disk."""
 
 _PASSED: Final = 255
 _LENGTH_BYTES: Final = 8
@@ -70,22 +68,22 @@ _SHA_BYTES: Final = 32
 _LEAST: Final = len(MAGIC) + _LENGTH_BYTES + _SHA_BYTES
 
 Bits = NDArray[np.unsignedinteger[Any]]
-"""Elements of a tensor as what they are stored as."""
+"""Elements as stored bits."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """Of one block of a tensor: how many elements are there, and the bytes of its frames."""
+    """Element count and frame sizes in bytes of a block."""
 
     count: int
-    """All of the block: it is there whole. 0: nothing has changed, there are no frames."""
+    """Changed elements; all of the block if stored in full, 0 if unchanged and without frames."""
     gaps: int
-    """Bytes of the positions once unpacked; 0 for a whole block."""
+    """Bytes of the unpacked positions; 0 for a full block."""
     gaps_frame: int
     values_frame: int
 
 
 class Changed(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor that has changes, or is new (then every block is whole)."""
+    """Tensor that has changes or is new; all blocks of a new one are full."""
 
     name: str
     dtype: str
@@ -94,31 +92,31 @@ class Changed(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
     before: str
-    """Weights digest (hex) of the version that the patch is applied to."""
+    """Weights digest (hex) of the base version."""
     after: str
-    """Of the one that it makes."""
+    """Weights digest (hex) of the result."""
     tensors: tuple[Changed, ...]
-    """In the order of their frames."""
+    """In frame order."""
     gone: tuple[str, ...] = ()
-    """Tensors of the version before that the one after does not have."""
+    """Tensors removed from the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """How much of a version a patch has. Example: ``Change(changed=10, elements=1000)``"""
+    """Size of a patch in elements. Example: ``Change(changed=10, elements=1000)``"""
 
     changed: int
     elements: int
 
     @property
     def share(self) -> float:
-        """Of the elements, those whose bits differ."""
+        """Return the fraction of elements whose bits differ."""
         return self.changed / max(1, self.elements)
 
 
@@ -131,9 +129,9 @@ _DECODER: Final = msgspec.json.Decoder(_Head)
 def write_patch(
     path: Path, before: Path, after: Path, *, digest_before: str, digest_after: str
 ) -> Change:
-    """Write what the safetensors file `after` has differently from `before`; nothing is synced.
+    """Write the differences of safetensors file `after` from `before`, without sync.
 
-    Raises PolicyError for a file that is none, OSError.
+    Raises PolicyError for an invalid file, OSError.
     """
     old = {entry.name: entry for entry in read_entries(before)}
     new = sorted(read_entries(after), key=lambda entry: entry.name)
@@ -162,15 +160,13 @@ def write_patch(
 
 @dataclass(slots=True)
 class _Packed:
-    """A block on its way into a file."""
-
     changed: int
     block: Block
     frames: tuple[bytes, bytes] = (b"", b"")
 
 
 class _Hashed:
-    """A file and the sha256 of what was written."""
+    """File with a running sha256."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -187,7 +183,6 @@ class _Hashed:
 def _written(
     out: _Hashed, new: Sequence[Entry], old: Mapping[str, Entry], packed: Iterator[_Packed]
 ) -> tuple[list[Changed], int]:
-    """Write the blocks of all tensors; which tensors have changes, and how many there are."""
     tensors: list[Changed] = []
     changed = 0
     for entry in new:
@@ -208,7 +203,6 @@ def _done(job: Callable[[], _Packed]) -> _Packed:
 
 
 def _same(entry: Entry, old: Mapping[str, Entry]) -> Entry | None:
-    """The tensor of that name before, where it can be compared element by element."""
     found = old.get(entry.name)
     return found if found and (found.dtype, found.shape) == (entry.dtype, entry.shape) else None
 
@@ -216,7 +210,6 @@ def _same(entry: Entry, old: Mapping[str, Entry]) -> Entry | None:
 def _packed(
     entry: Entry, at: int, old: Entry | None, data: tuple[memoryview, memoryview]
 ) -> _Packed:
-    """One block: compared, and what differs compressed."""
     item = DTYPE_BYTES[entry.dtype]
     size = min(BLOCK_ELEMENTS, math.prod(entry.shape) - at)
     now = _bits(data[1], entry.start + at * item, size, item)
@@ -240,7 +233,7 @@ def _whole(now: Bits, changed: int) -> _Packed:
 
 
 def gaps_of(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Ascending positions as bytes; see the module. At most a byte each and one per 255 passed."""
+    """Encode ascending positions as gap bytes (format: see module)."""
     passed, rest = np.divmod(np.diff(positions, prepend=-1) - 1, _PASSED)
     last = np.cumsum(passed + 1) - 1
     out = np.full(int(last[-1]) + 1 if last.size else 0, _PASSED, np.uint8)
@@ -249,7 +242,7 @@ def gaps_of(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def positions_of(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The positions that bytes of `gaps_of` say; ascending, whatever the bytes are."""
+    """Decode gap bytes; the result ascends for any input."""
     ends = np.flatnonzero(gaps != _PASSED)
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(ends.size)
 
@@ -276,7 +269,7 @@ def _starts(size: int) -> range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A patch whose sha256 and head were checked; its frames are unpacked when they are wanted."""
+    """Patch with verified sha256 and head; unpacks frames on demand."""
 
     where: str
     before: str
@@ -284,11 +277,11 @@ class Patch:
     tensors: Mapping[str, Changed]
     gone: tuple[str, ...]
     _starts: Mapping[str, int] = field(repr=False)
-    """Where in the file the frames of a tensor begin."""
+    """Offset in the file of each tensor's frames."""
     _data: memoryview = field(repr=False)
 
     def apply(self, name: str, bits: Bits) -> None:
-        """Overwrite what has changed in a tensor, flat. Raises PolicyError."""
+        """Overwrite the changed elements of a flat tensor. Raises PolicyError."""
         tensor, at = self.tensors[name], self._starts[name]
         for start, block in zip(_starts(tensor.size), tensor.blocks, strict=True):
             into = bits[start : start + BLOCK_ELEMENTS]
@@ -320,9 +313,9 @@ class Patch:
 
 @contextmanager
 def opened_patch(path: Path) -> Iterator[Patch]:
-    """A patch, checked; its file is mapped meanwhile.
+    """Memory-map and verify a patch.
 
-    Raises PolicyError for what is none or was damaged, ResourceError where it cannot be read.
+    Raises PolicyError for an invalid or damaged file, ResourceError if it is unreadable.
     """
     with ExitStack() as stack:
         try:
@@ -337,7 +330,7 @@ def opened_patch(path: Path) -> Iterator[Patch]:
 
 
 def parse_patch(data: memoryview, where: str) -> Patch:
-    """A patch of bytes that are at hand. Raises PolicyError."""
+    """Parse a patch in memory. Raises PolicyError."""
     if len(data) < _LEAST or bytes(data[: len(MAGIC)]) != MAGIC:
         raise _refused(where, "it does not begin as one")
     end = len(data) - _SHA_BYTES
@@ -373,7 +366,7 @@ def parse_patch(data: memoryview, where: str) -> Patch:
 
 
 def _wrong(tensor: Changed) -> str:
-    """Why a tensor cannot be as its head says; empty if it can."""
+    """Return why a head's tensor is invalid, empty if it is valid."""
     if tensor.dtype not in DTYPE_BYTES or is_odd(tensor.shape):
         return "unknown type or shape"
     if len(tensor.blocks) != len(_starts(tensor.size)):
@@ -400,7 +393,7 @@ def _fits(block: Block, size: int) -> bool:
 
 @contextmanager
 def opened_patches(paths: Iterable[Path]) -> Iterator[list[Patch]]:
-    """Patches that follow each other. Raises PolicyError."""
+    """Open consecutive patches. Raises PolicyError."""
     with ExitStack() as stack:
         patches = [stack.enter_context(opened_patch(path)) for path in paths]
         for one, after in itertools.pairwise(patches):
@@ -410,9 +403,9 @@ def opened_patches(paths: Iterable[Path]) -> Iterator[list[Patch]]:
 
 
 def write_patched(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
-    """Write the safetensors file that patches make of `base`, in one pass; nothing is synced.
+    """Apply patches to `base` in one pass, without sync.
 
-    Raises PolicyError if it is not what the last of them says, OSError.
+    Raises PolicyError if the digest differs from the last patch's, OSError.
     """
     entries = read_entries(base)
     with mapped(base) as data:
@@ -435,7 +428,7 @@ def write_patched(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Where the elements of a tensor come from: a file, then patches over it."""
+    """Sources of a tensor: base file and patches."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -470,7 +463,7 @@ def _over(below: _Layers | None, patch: Patch, tensor: Changed) -> _Layers:
 
 
 def _data(name: str, layers: _Layers, data: memoryview) -> memoryview:
-    """The bytes of a tensor: a copy, so that nothing holds the file."""
+    """Return a copy, so that the file can be unmapped."""
     base, item = layers.base, DTYPE_BYTES[layers.dtype]
     size = math.prod(layers.shape)
     bits = (

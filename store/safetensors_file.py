@@ -1,12 +1,10 @@
-"""Safetensors files, read, checked and written tensor by tensor, without torch.
+"""Safetensors files, read, checked and written by tensor, without torch.
 
-The format: eight bytes of header length (little endian), a JSON header, then the bytes of the
-tensors one after the other. The header is parsed by hand, so that a hostile file costs no more than
-`HEADER_BYTES_MAX` of memory, and tensors are hashed from a memory map.
+Format: header length (8 bytes, little endian), JSON header, tensor bytes. Parsing by hand bounds
+the memory of a hostile header by `HEADER_BYTES_MAX`, and memory maps bound that of hashing.
 
-Written tensors lie sorted by name and the header is padded to eight bytes, so equal tensors give
-equal files. Writing by hand keeps a full disk an `OSError` that the store can tell from a bad
-tensor. Numbers that are not finite are refused: one NaN makes every token's logits NaN.
+Tensors are written sorted by name with the header padded to 8 bytes, so equal tensors give equal
+files. A full disk remains an `OSError`. NaN and infinities are rejected.
 """
 
 from __future__ import annotations
@@ -33,15 +31,15 @@ from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
 from dora_pipe.schemas.policy import Manifest, Tensor, weights_digest
 
 HEADER_BYTES_MAX = 100_000_000
-"""Longer headers are refused; the reference implementation draws the same line."""
+"""Maximum header bytes, as in the reference implementation."""
 
 DIMENSIONS_MAX = 32
-"""A product of as many sizes as a header has room for would take for ever."""
+"""Bounds the product of dimensions."""
 
 LENGTH_BYTES = 8
 
 _NAN: Final = 0x7FC0
-"""In BF16."""
+"""NaN in BF16."""
 
 DTYPE_BYTES = {
     "F64": 8,
@@ -60,7 +58,7 @@ DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes of one element, by the format's own names."""
+"""Bytes per element by dtype."""
 
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -69,23 +67,23 @@ _METADATA = msgspec.json.Decoder(dict[str, str])
 _NO_METADATA = msgspec.Raw(b"{}")
 
 PIECE_BYTES: Final = 4 << 20
-"""Looked at in one go: the answer for each number takes memory, too."""
+"""Bytes per check, which needs memory per number."""
 
 _FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 _BF16_EXPONENT: Final = 0x7F80
-"""All ones in an infinity and in a NaN."""
+"""All ones in infinities and NaNs."""
 
 BESIDE_BYTES: Final = 64 << 20
-"""Files from this size on are hashed by several threads."""
+"""Minimum file size in bytes for hashing in threads."""
 
 HASHERS_MAX = 4
-"""So many of them, and so many tensors in memory: SHA-256 is slower than what it waits for."""
+"""Maximum hashing threads and tensors in memory."""
 
 WEIGHTS_HINT: Final = "were they saved whole? repair or replace that file"
 
 METADATA = {"format": "pt"}
-"""transformers refuses a file that does not say so."""
+"""transformers requires it."""
 
 
 _T = TypeVar("_T")
@@ -94,7 +92,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One tensor of a file; its bytes are [start, end) of the file."""
+    """Tensor of a file; its bytes are [start, end)."""
 
     name: str
     dtype: str
@@ -113,7 +111,7 @@ _DECLARED = msgspec.json.Decoder(_Declared)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a safetensors file: one pass over its bytes. Raises PolicyError."""
+    """Read a file once and return its manifest. Raises PolicyError."""
     entries = read_entries(path)
     size = sum(entry.end - entry.start for entry in entries)
     with mapped(path) as data:
@@ -127,7 +125,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_of(tensors: Sequence[Tensor], size_bytes: int) -> Manifest:
-    """The manifest of tensors that were hashed elsewhere; sorted by name."""
+    """Return the manifest of hashed tensors, sorted by name."""
     return Manifest(
         digest=weights_digest(tensors),
         bytes=size_bytes,
@@ -136,14 +134,14 @@ def manifest_of(tensors: Sequence[Tensor], size_bytes: int) -> Manifest:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Where each tensor lies, in the order of the file. Raises PolicyError on anything doubtful."""
+    """Return the tensors in file order. Raises PolicyError for an invalid header."""
     return read_header(path)[0]
 
 
 def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
-    """`read_entries`, and the texts that the writer put beside the tensors.
+    """Return tensors and metadata of a file.
 
-    Raises PolicyError for a file that is none, ResourceError where this machine cannot read it.
+    Raises PolicyError for an invalid file, ResourceError if it is unreadable.
     """
     try:
         size = path.stat().st_size
@@ -158,7 +156,7 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
 
 
 def parse_header(data: memoryview, where: str) -> tuple[list[Entry], dict[str, str]]:
-    """As `read_header`, of bytes that are at hand; `where` is what errors call them."""
+    """Parse a header in memory; `where` names it in errors."""
     length = _header_length(where, bytes(data[:LENGTH_BYTES]), len(data))
     return _parsed(where, bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data))
 
@@ -179,7 +177,7 @@ def _parsed(where: Path | str, header: bytes, size: int) -> tuple[list[Entry], d
 
 @contextmanager
 def mapped(path: Path) -> Iterator[memoryview]:
-    """The bytes of a file, read only, without copying them."""
+    """Memory-map a file read-only."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as pages:
         view = memoryview(pages)
         try:
@@ -198,7 +196,7 @@ def _header_length(path: Path | str, first: bytes, size: int) -> int:
 
 
 def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list[Entry]:
-    """Entries in file order; they must lie end to end and have the bytes their shape needs."""
+    """Return entries in file order; they must be contiguous and match their shapes."""
     entries: list[Entry] = []
     at = 0
     for name, one in sorted(declared.items(), key=lambda item: item[1].data_offsets):
@@ -217,12 +215,12 @@ def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list
 
 
 def is_odd(shape: tuple[int, ...]) -> bool:
-    """Whether no tensor has such a shape."""
+    """Return whether a shape is invalid."""
     return len(shape) > DIMENSIONS_MAX or any(not 0 <= size < 2**63 for size in shape)
 
 
 def _sha256(data: memoryview, start: int, end: int) -> str:
-    """Of a part of a mapped file, whose pages do not stay in this process's memory."""
+    """Return the sha256 of a range without keeping its pages in memory."""
     digest = hashlib.sha256()
     for at in range(start, end, PIECE_BYTES):
         until = min(at + PIECE_BYTES, end)
@@ -239,7 +237,7 @@ def _garbage(path: Path | str, why: str) -> PolicyError:
 
 
 def count_non_finite(dtype: str, data: memoryview) -> int:
-    """How many numbers of a tensor's bytes are NaN or infinite; integers never are."""
+    """Return the number of NaNs and infinities; 0 for integers."""
     if dtype not in _FLOATS and dtype != "BF16":
         return 0
     found = 0
@@ -258,7 +256,7 @@ def _count(dtype: str, data: memoryview) -> int:
 
 
 def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
-    """Raises NonFinite naming the tensor and how many of its numbers are not finite."""
+    """Raises NonFinite with the tensor and the count."""
     found = count_non_finite(dtype, data)
     if found:
         size = len(data) // {"F64": 8, "F32": 4}.get(dtype, 2)
@@ -266,7 +264,7 @@ def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
 
 
 def refuse_non_finite_file(path: Path) -> None:
-    """The same for every tensor of a safetensors file. Raises PolicyError."""
+    """Check every tensor of a file. Raises NonFinite, PolicyError."""
     entries = read_entries(path)
     with mapped(path) as data:
         for entry in entries:
@@ -281,7 +279,7 @@ def refuse_non_finite_file(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """A tensor to write. `data` gives its row-major little-endian bytes and is called once.
+    """Tensor to write; `data` returns row-major little-endian bytes and is called once.
 
     Example: ``TensorSource(name="bias", dtype="F32", shape=(2,), data=lambda: bytes(8))``
     """
@@ -293,15 +291,14 @@ class TensorSource:
 
     @property
     def bytes(self) -> int:
-        """Size of the data in bytes."""
+        """Return the size in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
-    """Write a safetensors file and describe it; nothing is synced. A large one's tensors are looked
-    at and hashed by other threads while the next ones are written.
+    """Write a safetensors file without sync, and return its manifest.
 
-    Raises OSError, and NonFinite for a tensor that holds a NaN or an infinity.
+    Hashes large files in threads. Raises OSError, and NonFinite for NaN or infinity.
     """
     ordered = sorted(sources, key=lambda source: source.name)
     header, size = _header(ordered), sum(source.bytes for source in ordered)
@@ -328,7 +325,7 @@ def _described(one: tuple[TensorSource, memoryview]) -> Tensor:
 
 
 def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Iterator[_R]:
-    """`do` of each in order; with many bytes in threads, and few of `each` are taken ahead."""
+    """Map `do` over `each` in order; large inputs use threads with a bounded lookahead."""
     threads = min(HASHERS_MAX, len(os.sched_getaffinity(0)))
     if size_bytes < BESIDE_BYTES or threads == 1:
         yield from map(do, each)
@@ -345,7 +342,7 @@ def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Itera
 
 @contextmanager
 def file_sources(path: Path) -> Iterator[list[TensorSource]]:
-    """Every tensor of a safetensors file, to be written again. Raises PolicyError."""
+    """Yield all tensors of a file as sources. Raises PolicyError."""
     entries = read_entries(path)
     with mapped(path) as data:
 
@@ -359,7 +356,7 @@ def file_sources(path: Path) -> Iterator[list[TensorSource]]:
 
 
 def manifest_in_memory(sources: Iterable[TensorSource]) -> Manifest:
-    """The manifest that `write_tensors` would return, without writing."""
+    """Return the manifest of `write_tensors` without writing."""
     described, size_bytes = [], 0
     for source in sources:
         with memoryview(source.data()).cast("B") as data:
@@ -372,26 +369,24 @@ def manifest_in_memory(sources: Iterable[TensorSource]) -> Manifest:
 
 
 def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The numbers of bit patterns of BF16; exact."""
+    """Convert BF16 bits, exactly."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def narrowed(numbers: NDArray[np.floating[Any]]) -> NDArray[np.uint16]:
-    """Numbers of any width as bit patterns of BF16, each rounded once: to nearest, ties to even, as
-    torch and every engine round."""
+    """Round numbers once to BF16 bits, to nearest, ties to even."""
     single = numbers.astype(np.float32)
     bits = single.view(np.uint32)
     if numbers.dtype.itemsize > single.dtype.itemsize:
         bits = _to_odd(numbers, single)
     found = ((bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16).astype("<u2")
-    found[np.isnan(single)] = _NAN  # which the sum may have carried to anything
+    found[np.isnan(single)] = _NAN  # overflow may have changed NaNs
     return found
 
 
 def _to_odd(numbers: NDArray[np.floating[Any]], single: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """float32's bit patterns toward zero, the last bit set where something is beyond them: what is
-    then rounded to nearest is so as if the numbers themselves had been (Boldo and Melquiond 2008,
-    "Emulation of FMA and correctly rounded sums", theorem 3)."""
+    """Return float32 bits rounded to odd, so that rounding to nearest afterwards is correct (Boldo
+    and Melquiond 2008, "Emulation of FMA and correctly rounded sums", theorem 3)."""
     wide = single.astype(np.float64)
     bits = single.view(np.uint32) - (np.abs(wide) > np.abs(numbers)).astype(np.uint32)
     odd: NDArray[np.uint32] = bits | (wide != numbers).astype(np.uint32)

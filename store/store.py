@@ -1,25 +1,22 @@
-"""Where policies, checkpoints and contributions lie; it decides only how a file gets its name.
+"""Policies, checkpoints and contributions, named by digest.
 
-Everything is named by what it holds and appears at once: written under a temporary name, made
-durable, named. Only a commit in the log names a file, so a file without a commit is an orphan:
-harmless, and left alone until `dora-pipe prune`.
+Files are written under a temporary name, synced, then renamed. Files without a commit in the log
+are orphans, removed by `dora-pipe prune`.
 
-    <root>/weights/<weights digest>.safetensors, and a note beside it (`verified`)
-    <root>/patches/<weights digest>.patch   makes that version of the one before it (`patch`)
-    <root>/made/<weights digest>.safetensors    copies that patches made, with such notes
+    <root>/weights/<weights digest>.safetensors, and a note (`verified`)
+    <root>/patches/<weights digest>.patch   makes that version from the one before it (`patch`)
+    <root>/made/<weights digest>.safetensors    versions made from patches, with notes
     <root>/optimizer/<sha256>.safetensors
     <root>/contributions/<sha256>.arrow
     <root>/assets/<assets digest>/config.json, tokenizer files
     <root>/claims/<sha256>                  written by the log (`bus.claim_check`)
 
-A store may lie elsewhere, on any file system that pyarrow knows (`store.url`); `root` is then a
-bounded cache of it on this machine (`copies`), and what is fetched is compared with its name.
+With `store.url` on a pyarrow file system, `root` is a bounded local cache (`copies`); downloads are
+compared with their digests.
 
-A version may lie there whole, as a patch, or as both. Whoever asks for its weights gets a whole
-file: patches are applied once per machine, and what they make is a copy like any other, bounded in
-the same way. Where a patch is lost or damaged the whole file is taken, if there is one.
-
-A damaged copy is deleted and had again; what the store itself has is named, never deleted.
+A version is stored as a full checkpoint, a patch, or both. Readers get a full file: patches are
+applied once per machine, and the full checkpoint replaces a lost or damaged patch. Damaged copies
+are deleted and fetched again; files of the store itself are reported, never deleted.
 """
 
 from __future__ import annotations
@@ -71,33 +68,32 @@ from dora_pipe.store.verified import (
 LOG = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX: Final = 100 * 1024**3
-"""Local copies beyond this are removed, unless the configuration says otherwise."""
+"""Default bound of local copies in bytes."""
 
 CHAIN_MAX: Final = 2 * WHOLE_EVERY_MAX
-"""Patches between a version and the whole one before it; twice as many as there ever should be,
-since the number may be changed in between. Each is an open file."""
+"""Maximum patches between a version and a full checkpoint: twice the configurable maximum, which
+may change during a run. Each is an open file."""
 
 FETCHES_MAX: Final = 2
-"""So often a file is fetched that arrives as another one: it may have been the way."""
+"""Attempts to fetch a file whose digest differs: the transfer may be at fault."""
 _COUNTER = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersion:
-    """What was published of a version."""
+    """Result of publishing a version."""
 
     manifest: Manifest
     whole: bool = True
     patch: Blob | None = None
     change: Change | None = None
-    """What the patch has; None without one."""
+    """Size of the patch; None without one."""
 
 
 class PolicyStore:
-    """The policies of a run. Opening one creates nothing.
+    """Store of a run's policies; opening it creates nothing.
 
-    The `..._path` methods say where a file lies on this machine, or would lie; `weights` and `blob`
-    also fetch it where the store lies elsewhere.
+    The `..._path` methods return local paths; `weights` and `blob` also download.
 
     Example: ``PolicyStore(Path("runs/demo/policies")).weights(digest)``
     """
@@ -112,9 +108,11 @@ class PolicyStore:
         peers: Callable[[str, Path], bool] | None = None,
         patched: bool | None = False,
     ) -> None:
-        """`peers` may write a file that `remote` has, by name, and says whether it did. `patched`:
-        most versions are stored as patches, which are looked for first; None: those that have
-        one."""
+        """Create a store.
+
+        `peers` may write a file of `remote`, by name, and returns whether it did. `patched`: most
+        versions are patches, so look for those first; None: look only for existing ones.
+        """
         self.root = root
         self.fallbacks = Fallbacks()
         self._files: Files = remote or LocalFiles(root)
@@ -126,43 +124,42 @@ class PolicyStore:
 
     @property
     def where(self) -> str:
-        """Where the store lies, for people."""
+        """Return the location for messages."""
         return self._files.where
 
-    # Where things lie on this machine
+    # Local paths
 
     def weights_path(self, digest: str) -> Path:
-        """Where the weights with this digest (hex) lie, or would lie."""
+        """Return the path of weights with this hex digest, existing or not."""
         return self.root / weights_name(digest)
 
     def assets_path(self, assets_digest: str) -> Path:
-        """The directory of the config and tokenizer files with this digest."""
+        """Return the directory of config and tokenizer files with this digest."""
         return self.root / "assets" / assets_digest
 
     # Reading
 
     def has_weights(self, digest: str) -> bool:
-        """Whether the store has weights of that name, whole or as a patch. Raises ResourceError."""
+        """Return whether weights exist, full or as a patch. Raises ResourceError."""
         return self.has_whole(digest) or self.has_patch(digest)
 
     def has_whole(self, digest: str) -> bool:
-        """Whether the store has a whole file of that name. Raises ResourceError."""
+        """Return whether a full checkpoint exists. Raises ResourceError."""
         return self._files.exists(weights_name(digest))
 
     def has_patch(self, digest: str) -> bool:
-        """Whether the store has a patch of that name. Raises ResourceError."""
+        """Return whether a patch exists. Raises ResourceError."""
         return self._files.exists(patch_name(digest))
 
     def has_blob(self, kind: BlobKind, sha256: str) -> bool:
-        """Whether the store has a file of that name. Raises ResourceError."""
+        """Return whether a blob exists. Raises ResourceError."""
         return self._files.exists(blob_name(kind, sha256))
 
     def weights(self, digest: str) -> Path:
-        """The local path of weights, fetched or made of patches if need be, and compared with the
-        digest unless this machine has done that (`verified`).
+        """Return the local path of weights, fetched or made from patches and verified once per
+        machine.
 
-        Raises PolicyError for weights that are nowhere or other ones, ResourceError while the store
-        is away.
+        Raises PolicyError for missing or wrong weights, ResourceError if the store is unreachable.
         """
         if (here := self._here(digest)) is not None:
             return here
@@ -176,7 +173,7 @@ class PolicyStore:
         return self._made(digest)
 
     def held_weights(self, digest: str) -> Path:
-        """As `weights`, by a name that stays on this machine: for what is opened much later."""
+        """Return `weights` under a path that is not evicted, to be opened later."""
         path = self.weights(digest)
         if not self._remote and path == self.weights_path(digest):
             return path
@@ -188,8 +185,7 @@ class PolicyStore:
         return held
 
     def verify(self, digest: str) -> Manifest:
-        """Read weights from the disk and compare; a damaged copy is had again. Raises PolicyError
-        if they are not these."""
+        """Read and compare weights, replacing a damaged copy. Raises PolicyError."""
         for _ in range(FETCHES_MAX):
             path = self.weights(digest)
             manifest = read_manifest(path)
@@ -201,10 +197,9 @@ class PolicyStore:
         raise PolicyError(f"{path} holds other weights ({manifest.digest[:12]}...)", hint=AGAIN)
 
     def patch(self, digest: str) -> Path:
-        """The local path of the patch that makes this version, fetched and looked at if need be;
-        a copy that was damaged is fetched again.
+        """Return the local path of the patch that makes this version, verified.
 
-        Raises PolicyError for one that is nowhere or makes another version, ResourceError.
+        Raises PolicyError for a missing or wrong patch, ResourceError.
         """
         name = patch_name(digest)
         path = self.root / name
@@ -216,7 +211,7 @@ class PolicyStore:
         return path
 
     def whole(self, digest: str) -> Path:
-        """As `weights`, of a version that lies whole in the store."""
+        """Return `weights` of a version that has a full checkpoint."""
         path = self.weights_path(digest)
         if self._remote:
             name = weights_name(digest)
@@ -225,10 +220,10 @@ class PolicyStore:
         return path
 
     def make(self, digest: str, path: Path, here: Callable[[str], Path | None]) -> Manifest:
-        """Write the file of a version as the patches of the store make it, and compare.
+        """Write a version from the store's patches, and verify it.
 
-        It begins at the nearest version that `here` has or that lies whole in the store. Raises
-        PolicyError where a patch is missing, or is not what it should be, or makes another version.
+        Starts at the nearest version that `here` returns or that has a full checkpoint. Raises
+        PolicyError for a missing, damaged or wrong patch.
         """
         base, paths = self._chain(digest, here)
         with opened_patches(paths) as patches:
@@ -237,8 +232,7 @@ class PolicyStore:
         return manifest
 
     def _here(self, digest: str) -> Path | None:
-        """A whole file on this machine that is what its name says; noted that it is in use, where
-        it is a copy. A copy that is something else is deleted."""
+        """Return a verified local file, marked as used; delete a damaged copy."""
         whole, made = self.weights_path(digest), self._made_path(digest)
         if made.is_file():
             if is_noted_as(made, digest, self._clock):
@@ -251,12 +245,10 @@ class PolicyStore:
         return self._remote or path.parent.name == MADE
 
     def _forget(self, path: Path) -> None:
-        """Delete a copy that is not what its name says."""
         LOG.warning("%s was damaged on this machine; it is had again", path)
         unlink_noted(path)
 
     def _sound(self, digest: str) -> Path:
-        """As `whole`, and compared. Raises PolicyError."""
         path = self.whole(digest)
         need_digest(path, digest)
         return path
@@ -266,7 +258,7 @@ class PolicyStore:
         return path if self._remote else self.root / MADE / path.name
 
     def _from_elsewhere(self, digest: str) -> Path:
-        """First in the way that the run stores most versions, then in the other."""
+        """Try the run's usual format first, then the other."""
         patched = self.has_patch(digest) if self._patched is None else self._patched
         ways = (self._made, self.has_patch, patch_name), (self.whole, self.has_whole, weights_name)
         (first, has_first, _), (other, has_other, named) = ways if patched else ways[::-1]
@@ -280,9 +272,9 @@ class PolicyStore:
         return other(digest)
 
     def _made(self, digest: str) -> Path:
-        """Apply patches to the nearest version that is here, or else lies whole in the store.
+        """Apply patches to the nearest local version or full checkpoint.
 
-        A version that lies whole in a store elsewhere, too, is made only of the one before it.
+        With a remote full checkpoint, use only the version directly before.
         """
         there = self.patch(digest)
         with opened_patch(there) as patch:
@@ -292,7 +284,7 @@ class PolicyStore:
         final = self._made_path(digest)
         with one_at_a_time(there, self._clock):
             if (here := self._here(digest)) is not None:
-                return here  # Another process has made it meanwhile.
+                return here  # another process made it
             with self._temporary(final.parent) as path:
                 self._make_here(digest, path)
                 settle(path)
@@ -301,7 +293,7 @@ class PolicyStore:
         return final
 
     def _make_here(self, digest: str, path: Path) -> None:
-        """`make`; of something else, once, where what it was made of has changed behind a note."""
+        """Run `make`; retry once without a source that changed after its note."""
         bases: list[Path] = []
 
         def here(at: str) -> Path | None:
@@ -318,7 +310,7 @@ class PolicyStore:
             self.make(digest, path, self._here)
 
     def _whole_or_none(self, digest: str) -> Path | None:
-        """`_sound`; None where there is none, or a damaged one that a patch makes, too."""
+        """Return the full checkpoint, None if missing, or damaged while a patch exists."""
         if not self.has_whole(digest):
             return None
         try:
@@ -330,7 +322,6 @@ class PolicyStore:
         return None
 
     def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
-        """A whole file, and the patches that make this version of it. Raises PolicyError."""
         paths: list[Path] = []
         at = digest
         for _ in range(CHAIN_MAX):
@@ -346,20 +337,19 @@ class PolicyStore:
         raise PolicyError(f"{patch_name(digest)}: more than {CHAIN_MAX} patches", hint=AGAIN)
 
     def _keep_copy(self, path: Path, final: Path) -> None:
-        """Give a finished file the name of a copy on this machine."""
         sync(path)
         path.replace(final)
         shrink(self.root, self._cache_bytes_max, self._clock, CACHED if self._remote else (MADE,))
 
     def blob(self, kind: BlobKind, sha256: str) -> Path:
-        """The local path of a blob, fetched and compared if need be; see `weights`."""
+        """Return the local path of a blob, fetched and verified like `weights`."""
         name = blob_name(kind, sha256)
         if self._remote:
             self._fetch(name, lambda at: file_sha256(at) == sha256)
         return self.root / name
 
     def verify_blob(self, kind: BlobKind, sha256: str) -> Path:
-        """The path of a blob whose bytes were just checked. Raises PolicyError, ResourceError."""
+        """Return the path of a blob after reading its bytes. Raises PolicyError, ResourceError."""
         path = self.blob(kind, sha256)
         if not path.is_file():
             raise PolicyError(f"no {kind} file at {path}")
@@ -371,9 +361,9 @@ class PolicyStore:
         return path
 
     def assets(self, digest: str) -> Path:
-        """The local directory of config and tokenizer files, fetched and compared if need be.
+        """Return the verified local directory of config and tokenizer files.
 
-        Raises PolicyError when they are nowhere, or not these.
+        Raises PolicyError if they are missing or wrong.
         """
         final = self.assets_path(digest)
         if not self._remote:
@@ -396,21 +386,21 @@ class PolicyStore:
     # Writing
 
     def publish_weights(self, write: Callable[[Path], Manifest]) -> Manifest:
-        """Let `write` fill a file and give it the name of the manifest it returns.
+        """Write weights and publish them under the returned manifest's digest.
 
-        Raises ResourceError when there is no room; nothing is then left under any name.
+        Raises ResourceError for a full disk, leaving no file.
         """
         return self.publish_version(write, before="", whole=True).manifest
 
     def publish_version(
         self, write: Callable[[Path], Manifest], *, before: str, whole: bool
     ) -> PublishedVersion:
-        """As `publish_weights`; also a patch of the version `before`, and with `whole` false only
-        that, if there can be one.
+        """Publish weights, and a patch from version `before`; without `whole` only the patch, if
+        possible.
 
-        There is none where nothing changed, where there is no version before or it is not to be
-        had, or where the store makes this version of another one already: patches must not go in a
-        circle. Raises ResourceError; what was published until then stays, and does not harm.
+        No patch is possible if nothing changed, `before` is unavailable, or the store already makes
+        this version from another one (a cycle). Raises ResourceError; files published until then
+        are harmless.
         """
         with self._temporary(self.root / "weights") as path:
             manifest = write(path)
@@ -430,7 +420,7 @@ class PolicyStore:
         try:
             if before in ("", digest) or self._patched_before(digest) not in (None, before):
                 return None
-            self.verify(before)  # What is wrong in there would be wrong in every version after it.
+            self.verify(before)  # Damage in it would enter all later versions.
             base = self.weights(before)
             with self._temporary(self.root / "patches") as path:
                 change = write_patch(path, base, after, digest_before=before, digest_after=digest)
@@ -442,15 +432,15 @@ class PolicyStore:
         return blob, change
 
     def _patched_before(self, digest: str) -> str | None:
-        """What the store's patch of this version is applied to; None if there is none."""
+        """Return the base of the version's patch, None without one."""
         if not self.has_patch(digest):
             return None
         with opened_patch(self.patch(digest)) as patch:
             return patch.before
 
     def mend(self, digest: str) -> bool:
-        """Write a version whole into a store elsewhere where that has a damaged file of it; whether
-        it had. Raises PolicyError where this machine cannot have it either, ResourceError."""
+        """Replace a damaged remote full checkpoint; return whether there was one. Raises
+        PolicyError if this machine lacks a good copy, ResourceError."""
         if not (self._remote and self.has_weights(digest)):
             return False
         name, is_it = weights_name(digest), partial(is_weights, digest=digest)
@@ -466,7 +456,7 @@ class PolicyStore:
         return True
 
     def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
-        """Let `write` fill a file and give it the name of its sha256. Raises ResourceError."""
+        """Write a blob and publish it under its sha256. Raises ResourceError."""
         with self._temporary(self.root / kind) as path:
             write(path)
             blob = Blob(sha256=file_sha256(path), bytes=path.stat().st_size)
@@ -474,7 +464,7 @@ class PolicyStore:
         return blob
 
     def publish_assets(self, files: Collection[Path]) -> str:
-        """Copy config and tokenizer files; returns their digest. Raises ResourceError."""
+        """Copy config and tokenizer files; return their digest. Raises ResourceError."""
         digest = assets_digest(files)
         final = self.assets_path(digest)
         if self._remote:
@@ -493,43 +483,42 @@ class PolicyStore:
     # Removing
 
     def drop_weights(self, digest: str) -> bool:
-        """Delete a whole file and copies of it; whether the store had it. Raises ResourceError.
+        """Delete a full checkpoint and its copies; return whether it existed. Raises ResourceError.
 
-        Only the trainer after a commit and `prune` may do that (docs/storage.md).
+        Only the trainer after a commit and `prune` may call it (docs/storage.md).
         """
         self.drop_copy(digest)
         return self._drop(weights_name(digest))
 
     def drop_copy(self, digest: str) -> None:
-        """Delete what patches made of a version on this machine, or a copy from elsewhere."""
+        """Delete a version's local copy, made or fetched."""
         unlink_noted(self._made_path(digest))
 
     def drop_patch(self, digest: str) -> bool:
-        """Delete a patch here and in the store; whether the store had it. Raises ResourceError."""
+        """Delete a patch here and remotely; return whether it existed. Raises ResourceError."""
         return self._drop(patch_name(digest))
 
     def drop_blob(self, kind: BlobKind, sha256: str) -> bool:
-        """Delete a blob here and in the store; whether the store had it. Raises ResourceError."""
+        """Delete a blob here and remotely; return whether it existed. Raises ResourceError."""
         return self._drop(blob_name(kind, sha256))
 
     def everything(self) -> list[Listed]:
-        """Every file of the store, unfinished ones among them; sorted. Notes of this machine are
-        none. Raises ResourceError."""
+        """Return all files but notes, sorted, including unfinished ones. Raises ResourceError."""
         folders = ("assets", "change", "contributions", MADE, "optimizer", "patches", "weights")
         found = (one for folder in folders for one in self._files.listed(folder))
         return [one for one in found if not one.name.endswith(SUFFIX)]
 
     def claims(self) -> list[Listed]:
-        """Values too large for the log, which lie beside the policies. Raises ResourceError."""
+        """Return the log's large values. Raises ResourceError."""
         return self._files.listed(CLAIMS)
 
     def orphans(self, named: Collection[str]) -> list[Listed]:
-        """Files whose digest is not in `named`, unfinished ones among them; sorted by name."""
+        """Return sorted files whose digest is not in `named`, including unfinished ones."""
         kept = frozenset(named)
         return [one for one in self.everything() if digest_in(one.name) not in kept]
 
     def remove(self, orphan: Listed) -> bool:
-        """Delete a file of the store by its name. Raises ResourceError."""
+        """Delete a file of the store. Raises ResourceError."""
         removed = self._drop(orphan.name)
         folder = (self.root / orphan.name).parent
         if folder.parent.name == "assets" and folder.is_dir() and not any(folder.iterdir()):
@@ -542,15 +531,14 @@ class PolicyStore:
         return found
 
     def _publish(self, path: Path, name: str) -> None:
-        """Make a finished file durable under its name; a remote store keeps a copy here."""
+        """Publish a finished file durably; a remote store keeps a local copy."""
         self._files.put(path, name)
         if self._remote:
             path.replace(self.root / name)
             shrink(self.root, self._cache_bytes_max, self._clock)
 
     def _fetch(self, name: str, is_whole: Callable[[Path], bool]) -> bool:
-        """Have a local copy of a file that is what its name says; whether it is fetched now.
-        Raises PolicyError."""
+        """Ensure a valid local copy; return whether it was fetched now. Raises PolicyError."""
         path = self.root / name
         if path.is_file():
             touch(path, self._clock)
@@ -565,7 +553,6 @@ class PolicyStore:
         return True
 
     def _get(self, name: str, target: Path, is_whole: Callable[[Path], bool]) -> None:
-        """Fetch a file that is what its name says. Raises PolicyError."""
         for _ in range(FETCHES_MAX):
             if not self._files.get(name, target):
                 raise PolicyError(f"no {name} in {self.where}")
@@ -576,7 +563,6 @@ class PolicyStore:
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:
-        """A name nobody else uses, gone afterwards whatever happens."""
         path = folder / f"{TEMPORARY}{os.getpid()}-{next(_COUNTER)}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -590,5 +576,5 @@ class PolicyStore:
 
 
 def as_store(store: PolicyStore | Path) -> PolicyStore:
-    """A store, or the local one in a directory."""
+    """Return the store, or open the local one in a directory."""
     return store if isinstance(store, PolicyStore) else PolicyStore(store)

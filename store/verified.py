@@ -1,12 +1,8 @@
-"""Which files of weights this machine has compared with their digest; decides when that need not be
-done again.
+"""Notes of weights that this machine has verified, so that each process need not hash them again.
 
-Several processes of a machine load the same version, and each would read and hash all of it. So who
-has done that leaves a note beside the file: digest, size, time of change, inode, and the machine. A
-note is believed while the file is as it says. What else may have become of it a note cannot know
-(docs/storage.md): `PolicyStore.verify`, which audit asks, always reads the bytes.
-
-Of processes that come at the same moment one reads, and the others wait for its note.
+A note records digest, size, mtime, inode and host, and is valid while they match. It misses other
+changes (docs/storage.md); `PolicyStore.verify` always reads the bytes. Of concurrent processes one
+reads, and the others wait for its note.
 """
 
 from __future__ import annotations
@@ -29,41 +25,40 @@ from dora_pipe.store.safetensors_file import read_manifest
 SUFFIX: Final = ".verified"
 
 SETTLED_NS: Final = 100_000_000
-"""A file that changes twice within a tick of its file system's clock has one time of change: a note
-that is not so much younger than the file says nothing."""
+"""Minimum ns between mtime and note: two changes in one clock tick have the same mtime."""
 
 OTHERS_S: Final = 300.0
-"""Another process may take so long to read the file, or to make it; then this one does so too."""
+"""Maximum seconds to wait for another process that verifies or makes the file."""
 
 POLL_S: Final = 0.02
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What was compared, and what it looked like."""
+    """Verified file."""
 
     digest: str
     size: int
     mtime_ns: int
     inode: int
     host: str
-    """Another machine may have read other bytes of the same file."""
+    """Other machines may read other bytes of a shared file."""
 
 
 AGAIN: Final = (
     "a file of the store was changed; `dora-pipe export policy RUN N DIR` makes version N again"
 )
-"""What is to be done about it."""
+"""Hint of errors."""
 
 
 def need_digest(path: Path, digest: str) -> None:
-    """Raise PolicyError unless the file holds the weights of this digest."""
+    """Raises PolicyError unless the file has this weights digest."""
     found = digest_of(path, digest)
     if found != digest:
         raise PolicyError(f"{path} holds other weights ({found[:12]}...)", hint=AGAIN)
 
 
 def is_noted_as(path: Path, digest: str, clock: Clock) -> bool:
-    """As `need_digest`: whether it does. Raises ResourceError where it cannot be read."""
+    """Return whether the file has this digest. Raises ResourceError if it is unreadable."""
     try:
         return digest_of(path, digest, clock) == digest
     except PolicyError:
@@ -71,9 +66,9 @@ def is_noted_as(path: Path, digest: str, clock: Clock) -> bool:
 
 
 def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:
-    """`digest` where the file is known to have it, else the digest of the bytes that are read.
+    """Return `digest` if a note confirms it, else the digest of the bytes.
 
-    Raises PolicyError for what is no safetensors file, ResourceError where it cannot be read.
+    Raises PolicyError if it is not a safetensors file, ResourceError if it is unreadable.
     """
     if _is_noted(path, digest):
         return digest
@@ -88,32 +83,31 @@ def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:
 
 
 def settle(path: Path) -> None:
-    """Set back when a file changed that is whole, under a name that nobody else knows: a note of it
-    says something at once, for whatever changes it later gives it the time that it is then."""
+    """Set the mtime of a finished, unpublished file back, so that a note is valid at once: any
+    later change sets a newer mtime."""
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - SETTLED_NS))
 
 
 def note_verified(path: Path, digest: str) -> None:
-    """Leave a note of a file that the caller has just compared, and settled."""
+    """Write a note for a file that was just verified and settled."""
     note = _note_of(path, digest)
     if note is not None:
         _write(path, note)
 
 
 def unlink_noted(path: Path) -> None:
-    """Delete a file with its note; neither need be there."""
+    """Delete a file and its note, if they exist."""
     path.unlink(missing_ok=True)
     note_path(path).unlink(missing_ok=True)
 
 
 def note_path(path: Path) -> Path:
-    """Where the note of a file lies."""
+    """Return the path of a file's note."""
     return path.with_suffix(SUFFIX)
 
 
 def _note_of(path: Path, digest: str) -> Note | None:
-    """What a note of the file as it is would say."""
     try:
         status = path.stat()
     except OSError:
@@ -138,7 +132,7 @@ def _is_noted(path: Path, digest: str) -> bool:
 
 
 def _write(path: Path, note: Note) -> None:
-    """Write a note whole or not at all; where that cannot be done, everybody reads."""
+    """Write a note atomically; ignore failures."""
     final = note_path(path)
     partial = final.with_name(f"{TEMPORARY}{os.getpid()}-{final.name}")
     with suppress(OSError):
@@ -148,12 +142,11 @@ def _write(path: Path, note: Note) -> None:
 
 @contextmanager
 def one_at_a_time(path: Path, clock: Clock) -> Iterator[None]:
-    """Wait while another process of this machine does so with the file, at most `OTHERS_S`; a lock
-    dies with its process."""
+    """Wait up to `OTHERS_S` for another process's lock, which its death releases."""
     try:
         file = path.open("rb")
     except OSError:
-        yield  # whoever reads it says what is wrong
+        yield  # the reader reports the problem
         return
     with file:
         give_up_ns = clock.now_ns() + int(OTHERS_S * 1e9)
@@ -163,7 +156,7 @@ def one_at_a_time(path: Path, clock: Clock) -> Iterator[None]:
             except BlockingIOError:
                 clock.sleep(POLL_S)
             except OSError:
-                break  # a file system without locks
+                break  # no lock support
             else:
                 break
         yield

@@ -1,7 +1,7 @@
-"""Token ids that have a row in a model's embedding and no token in its tokenizer.
+"""Token ids that have an embedding row but no token in the tokenizer.
 
-Embeddings are padded to a round number, and tokenizers have gaps in their ids. Such an id has no
-text, so no reward sees it: engines never sample it, and the trainer leaves it out of the policy.
+Padding and gaps cause them. They have no text, so engines never sample them and the trainer masks
+them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ TOKENIZER: Final = "tokenizer.json"
 
 
 def unassigned_ids(directory: Path) -> tuple[int, ...]:
-    """Return a model's ids without a token, sorted; none without tokenizer.json or config.json.
+    """Return the sorted ids without a token; empty without tokenizer.json or config.json.
 
-    Raises PolicyError for a tokenizer that cannot be read.
+    Raises PolicyError for an invalid tokenizer.
     """
     file = directory / TOKENIZER
     there = file.is_file() and (directory / CONFIG).is_file()
@@ -29,7 +29,7 @@ def unassigned_ids(directory: Path) -> tuple[int, ...]:
 
 
 def token_ids(file: Path) -> frozenset[int]:
-    """The ids of all tokens of a tokenizer.json. Raises PolicyError."""
+    """Return all ids of a tokenizer.json. Raises PolicyError."""
     from tokenizers import Tokenizer
 
     try:

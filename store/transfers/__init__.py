@@ -1,1 +1,1 @@
-"""How processes hand bytes to each other beside the log; every way behind one port."""
+"""Transfers of bytes between processes."""

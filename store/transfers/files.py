@@ -1,14 +1,9 @@
-"""Blobs in a directory that the processes of one machine share: decides what a file must be.
+"""Blobs in a directory shared by the processes of a machine:
+``<run>/handover/<sha256>.safetensors``.
 
-    <run>/handover/<sha256>.safetensors
-
-A file appears at once under the digest of its bytes: temporary name, then renamed. It is not
-synced: a cache that a power cut takes is prefilled again, and a half-written one does not have its
-digest. It is read from a memory map, so that a file may be deleted as soon as it was fetched and
-costs its reader no memory of its own.
-
-Files are deleted by whoever used them, at the end of a run and when it starts; what is forgotten
-meanwhile (its reader died) goes when it is older than `AGE_MAX_NS` and something new is offered.
+Files are renamed into place without sync: a lost cache is prefilled again, and readers compare
+digests. Readers use memory maps, so a file may be deleted after the fetch. Users delete files after
+use; leftovers older than `AGE_MAX_NS` go with the next offer.
 """
 
 from __future__ import annotations
@@ -43,13 +38,13 @@ from dora_pipe.store.transfers.port import (
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
 OWNER_ONLY: Final = 0o700
-"""Whoever may read the directory may read what policies say."""
+"""KV caches reveal what policies generate."""
 
 _COUNTER = itertools.count()
 
 
 class MappedFiles:
-    """See the module. The directory is made when the first blob is offered.
+    """Blobs in a directory, created by the first offer.
 
     Example: ``MappedFiles(Path("runs/demo/handover"), clock=SystemClock())``
     """
@@ -62,7 +57,7 @@ class MappedFiles:
         self._bytes_max = bytes_max
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """Write a file, unless there is no room for it."""
+        """Write a file if it fits."""
         size = sum(chunk.nbytes for chunk in chunks)
         if size > BLOB_BYTES_MAX:
             return Lost(TOO_LARGE)
@@ -75,7 +70,7 @@ class MappedFiles:
             return Lost(NO_ROOM)
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """Map a file; what has another digest is deleted."""
+        """Map a file; delete it if its digest differs."""
         if (wrong := misnamed(blob)) is not None:
             return wrong
         if timeout_s <= 0:
@@ -84,7 +79,7 @@ class MappedFiles:
         try:
             if path.stat().st_size != blob.bytes:
                 return self._damaged(path)
-            # Copy-on-write: torch takes no array that it must not write to.
+            # Copy-on-write: torch rejects read-only arrays.
             data = np.memmap(path, np.uint8, mode="c")
             if hashlib.sha256(data.data).hexdigest() != blob.sha256:
                 return self._damaged(path)
@@ -95,7 +90,7 @@ class MappedFiles:
         return data
 
     def drop(self, blob: Blob) -> None:
-        """Delete the file, if it is there. Whoever has mapped it can go on reading."""
+        """Delete the file; existing maps remain valid."""
         if misnamed(blob) is None:
             _delete(self.path(blob))
 
@@ -104,10 +99,10 @@ class MappedFiles:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Nothing to stop."""
 
     def path(self, blob: Blob) -> Path:
-        """Where a blob lies, or would lie."""
+        """Return the path of a blob."""
         return self._root / f"{blob.sha256}{SUFFIX}"
 
     def _written(self, chunks: Sequence[memoryview], size: int) -> Blob:
@@ -129,7 +124,7 @@ class MappedFiles:
         return Lost(OTHER_DIGEST)
 
     def _used_bytes(self) -> int:
-        """Bytes of all files, after those that nobody will fetch are gone."""
+        """Return the bytes of all files after deleting expired ones."""
         used, oldest_ns = 0, self._clock.wall_ns() - AGE_MAX_NS
         for path in _files(self._root):
             try:
@@ -153,4 +148,4 @@ def _delete(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError:
-        return  # a blob that stays costs room, and is cleared with the next run
+        return  # the next run clears it

@@ -1,19 +1,15 @@
-"""Blobs and weights between machines over Arrow Flight, for who knows the run's token.
+"""Transfers between machines over Arrow Flight, authenticated by the run's token.
 
-What this process offers lies in this machine's own place (`MappedFiles`) and is served from there,
-from memory maps; so many streams at a time, further callers are told that this peer is busy. A blob
-is looked for in that place first, so that two processes of one machine never use the network, then
-at the peer that its record names. What comes from a peer is hashed chunk by chunk while it comes.
+Offered blobs stay in `MappedFiles` and are served from memory maps, with a limited number of
+streams. Fetches try the local directory first, then the peer of the record, and hash chunks on
+arrival.
 
-The token never travels. The client says hello with a nonce; the server answers with its own nonce
-and a proof over both; the client shows its proof with every call. Proofs are HMAC-SHA256 under the
-token, over who speaks, the run, and both nonces. Without TLS whoever can read the network can read
-what is transferred, as always; what is received is compared with its digest.
+The token is never sent. The client's hello has a nonce; the server replies with its nonce and a
+proof; each call carries the client's proof. Proofs are HMAC-SHA256 under the token over role, run
+and both nonces. Without TLS the data is readable on the network.
 
-The server keeps nothing of a stranger and waits for none. Its nonce is a function of the client's
-and of a secret that it made when it started, so a proof is checked without a table of sessions, and
-hello is one call that is complete before a thread begins with it: who connects and is silent holds
-a socket and no thread. Flight's own handshake is a stream, which would hold one for each stranger.
+The server is stateless: its nonce is a function of the client's nonce and a startup secret. Hello
+is one action, not Flight's handshake stream, so strangers hold no thread.
 """
 
 from __future__ import annotations
@@ -57,65 +53,65 @@ from dora_pipe.store.transfers.port import (
 NONCE_BYTES: Final = 32
 
 HELLO: Final = "hello"
-"""The one action that is answered without a proof."""
+"""Action that needs no proof."""
 
 GATE: Final = "gate"
-"""What the server's middleware is called by a call that it let in."""
+"""Middleware key of admitted calls."""
 
 HEADER: Final = "dora-proof"
-"""Of every other call: the client's nonce and proof in hex."""
+"""Header of other calls: client nonce and proof in hex."""
 
 WRONG_TOKEN: Final = "wrong token"
 
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 
 STREAMS_MAX: Final = 8
-"""At the same time; more would only share the same wire."""
+"""Maximum concurrent streams."""
 
 DROP: Final = "drop"
 
 SIZE: Final = "size"
 
-"""The two actions: forget a blob; how many bytes a name has."""
+"""Actions: delete a blob; return a file's size in bytes."""
 
 NAME: Final = re.compile(r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)")
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
 PathOf = Callable[[str], Path]
-"""From the last part of a name to where that file lies, or would lie."""
+"""Map from the last part of a name to its path."""
 
 T = TypeVar("T")
 
 PEERS_MAX: Final = 64
-"""Connections that are kept; the one used longest ago is closed."""
+"""Maximum cached connections, least recently used closed first."""
 
 CALL_S: Final = 3.0
-"""For a connection, and for a call without a stream."""
+"""Seconds to connect, and for a call without a stream."""
 
 ADDRESS: Final = re.compile(
     r"grpc(\+tls)?://([A-Za-z0-9_.-]{1,253}|\[[0-9a-fA-F:]{2,45}\]):\d{1,5}"
 )
 
 Take = Callable[[Array], bool]
-"""Takes a chunk (uint8); False: it is not what was asked for, stop."""
+"""Consumer of chunks (uint8); False cancels the stream."""
 
 WAIT_S: Final = 5.0
 
 BYTES_PER_S_MIN: Final = 20_000_000
-"""Weights that come more slowly than this, after `WAIT_S`, are read from the store instead."""
+"""Below this rate, after `WAIT_S`, weights come from the store."""
 
 LINGER_S: Final = 5.0
-"""A process that ends serves what it offered for so long; behind that, requests are prefilled."""
+"""Seconds that an ending process serves its blobs; later requests are prefilled."""
 
 REMEMBERED_MAX: Final = 10_000
-"""Blobs that a process remembers for that."""
+"""Maximum blobs tracked for that."""
 
 LINGER_TURN_S: Final = 0.02
 
 
 class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
-    """Lets in who knows the token; others may say hello."""
+    """Middleware that admits hello and callers with a valid proof."""
 
     def __init__(self, token: bytes, run: str) -> None:
         super().__init__()
@@ -123,7 +119,7 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         self._secret = secrets.token_bytes(NONCE_BYTES)
 
     def start_call(self, info: Any, headers: Mapping[str, Sequence[str | bytes]]) -> Any:
-        """See Flight. Raises FlightUnauthenticatedError before anything of the call is read."""
+        """Raises FlightUnauthenticatedError before reading the call's body."""
         shown = headers.get(HEADER, ())
         if len(shown) == 1 and self._knows(shown[0]):
             return flight.ServerMiddleware()
@@ -132,7 +128,8 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
         return None
 
     def hello(self, theirs: bytes) -> bytes:
-        """The answer to a client's nonce. Raises FlightUnauthenticatedError for what is none."""
+        """Return the reply to a client's nonce. Raises FlightUnauthenticatedError if it is
+        malformed."""
         if len(theirs) != NONCE_BYTES:
             raise flight.FlightUnauthenticatedError(WRONG_TOKEN)
         mine = self._nonce(theirs)
@@ -152,9 +149,9 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 def introduce(client: Any, token: bytes, run: str, options: Any) -> tuple[bytes, bytes]:
-    """Say hello to a peer that proves that it knows the token; the header for all other calls.
+    """Authenticate to a peer, check its proof, and return the header for later calls.
 
-    Raises FlightUnauthenticatedError, and what a call raises.
+    Raises FlightUnauthenticatedError, and errors of the call.
     """
     mine = secrets.token_bytes(NONCE_BYTES)
     results = client.do_action(flight.Action(HELLO, mine), options)
@@ -167,14 +164,16 @@ def introduce(client: Any, token: bytes, run: str, options: Any) -> tuple[bytes,
 
 
 def proof(token: bytes, run: str, who: bytes, client: bytes, server: bytes) -> bytes:
-    """That `who` knows the token, for these two nonces. Example: 32 bytes"""
+    """Return the 32-byte proof that `who` knows the token, for these nonces."""
     message = b"\0".join((b"dora-pipe transfers 2", who, run.encode(), client + server))
     return hmac.digest(token, message, "sha256")
 
 
 class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
-    """A server of its own thread pool; `paths` by the first part of names. `drop` and `sent` are
-    told of a blob that a peer wants forgotten, and of one that a peer has got."""
+    """Server with its own threads; `paths` by first part of names.
+
+    `drop` is called for a blob that a peer deletes, `sent` for one that a peer received.
+    """
 
     def __init__(
         self,
@@ -196,7 +195,7 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         super().__init__(location, middleware={GATE: self._gate}, **tls)
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        """Stream a file. Raises FlightServerError: it is not here, or there are too many."""
+        """Stream a file. Raises FlightServerError if it is missing or too many streams are open."""
         name = ticket.ticket
         data = self._mapped(name)
         if not self._streams.acquire(blocking=False):
@@ -215,7 +214,7 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         return flight.GeneratorStream(SCHEMA, _Chunks(pieces, sent, self._streams.release))
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """Say hello to anybody; drop a blob, or say how large a file is."""
+        """Handle hello, drop and size."""
         name = action.body.to_pybytes()
         if action.type == HELLO:
             return iter([self._gate.hello(name)])
@@ -236,13 +235,12 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         try:
             with self._paths[kind](leaf).open("rb") as file:
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # none of that name, or an empty one
+        except (OSError, ValueError):  # missing, or empty
             raise flight.FlightServerError(GONE) from None
 
 
 class _Chunks:
-    """Pieces of a file on their way. `sent` is called behind the last one; `done` once at the end,
-    whatever becomes of the stream."""
+    """Chunks of a file; `sent` is called after the last, `done` always."""
 
     def __init__(
         self, pieces: Iterator[Any], sent: Callable[[], None], done: Callable[[], None]
@@ -275,7 +273,7 @@ class _Chunks:
 
 
 def _split(name: bytes) -> tuple[str, str]:
-    """A name's two parts. Raises FlightServerError for what is no name."""
+    """Split a name in two. Raises FlightServerError if it is malformed."""
     found = NAME.fullmatch(name.decode("ascii", "replace"))
     if found is None:
         raise flight.FlightServerError(GONE)
@@ -283,7 +281,7 @@ def _split(name: bytes) -> tuple[str, str]:
 
 
 class Client:
-    """Any thread may call. Nothing raises: what goes wrong is `Lost`."""
+    """Thread-safe client that returns `Lost` instead of raising."""
 
     def __init__(self, token: bytes, run: str, **tls: Any) -> None:
         self._token, self._run, self._tls = token, run, tls
@@ -291,7 +289,7 @@ class Client:
         self._lock = threading.Lock()
 
     def receive(self, peer: str, name: str, take: Take, *, timeout_s: float) -> Lost | None:
-        """Give every chunk of a file to `take`; None when all of them were taken."""
+        """Pass every chunk of a file to `take`; return None on success."""
 
         def stream(client: Any, options: Any) -> Lost | None:
             reader = client.do_get(flight.Ticket(name.encode()), options)
@@ -304,7 +302,7 @@ class Client:
         return self._call(peer, stream, timeout_s)
 
     def size(self, peer: str, name: str) -> int | Lost:
-        """Bytes of a file of a peer."""
+        """Return the size in bytes of a peer's file."""
         found = self._call(peer, lambda client, options: _act(client, SIZE, name, options), CALL_S)
         if isinstance(found, Lost):
             return found
@@ -312,7 +310,7 @@ class Client:
         return int(text) if text.isdigit() else Lost(UNREADABLE)
 
     def drop(self, peer: str, name: str) -> Lost | None:
-        """Let a peer forget a blob."""
+        """Delete a blob at a peer."""
         found = self._call(peer, lambda client, options: _act(client, DROP, name, options), CALL_S)
         return found if isinstance(found, Lost) else None
 
@@ -344,7 +342,6 @@ class Client:
         raise AssertionError("the second call answers")
 
     def _client(self, peer: str, timeout_s: float) -> tuple[Any, list[tuple[bytes, bytes]]]:
-        """A connection, and what every call on it shows."""
         with self._lock:
             if peer in self._open:
                 self._open.move_to_end(peer)
@@ -373,7 +370,6 @@ def _act(client: Any, kind: str, name: str, options: Any) -> list[bytes]:
 
 
 def _word(error: Exception) -> str:
-    """The word for what pyarrow says."""
     if isinstance(error, flight.FlightUnauthenticatedError):
         return REFUSED
     if isinstance(error, flight.FlightTimedOutError):
@@ -386,7 +382,7 @@ def _word(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who this process is to its peers.
+    """Identity of this process to peers.
 
     Example: ``Identity(token=token, run="demo", host="10.0.0.7", port=0)``
     """
@@ -394,21 +390,21 @@ class Identity:
     token: bytes
     run: str
     host: str
-    """Where it listens, and what peers connect to."""
+    """Listening address, also advertised to peers."""
     port: int = 0
-    """0: any that is free."""
+    """0 selects a free port."""
     server_tls: tuple[tuple[str, Any], ...] = ()
     client_tls: tuple[tuple[str, Any], ...] = ()
-    """Further arguments for pyarrow's server and clients."""
+    """Extra pyarrow client arguments."""
 
     @property
     def scheme(self) -> str:
-        """How peers connect."""
+        """Return the URL scheme."""
         return "grpc+tls" if self.server_tls else "grpc"
 
 
 class FlightTransfers:
-    """See the module. `stored` says where a file of the policy store lies on this machine.
+    """Transfers over Flight; `stored` returns the path of a policy store file.
 
     Example: ``FlightTransfers(MappedFiles(...), identity, stored=lambda name: root / name)``
     """
@@ -444,7 +440,7 @@ class FlightTransfers:
         self.address = f"{identity.scheme}://{identity.host}:{self._server.port}"
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """See `Transfers`; the blob says where this process serves it."""
+        """Store the blob and add this process's address."""
         blob = self._place.offer(chunks)
         if isinstance(blob, Lost):
             return blob
@@ -455,14 +451,14 @@ class FlightTransfers:
         return msgspec.structs.replace(blob, peer=self.address)
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """See `Transfers`: from this machine's place, else from the peer."""
+        """Fetch from the local directory, else from the peer."""
         found = self._place.fetch(blob, timeout_s=timeout_s)
         if isinstance(found, Lost) and found.why == GONE and self._is_elsewhere(blob):
             return self._from_peer(blob, timeout_s)
         return found
 
     def drop(self, blob: Blob) -> None:
-        """See `Transfers`. A peer that does not hear it deletes the file when it is old."""
+        """Delete locally and at the peer, where the file otherwise expires."""
         if misnamed(blob) is not None:
             return
         here = self._place.path(blob).exists()
@@ -474,10 +470,10 @@ class FlightTransfers:
         self._place.clear()
 
     def close(self) -> None:
-        """Stop serving, as soon as nobody waits for what was offered here, or after `LINGER_S`.
+        """Stop serving once no offered blob is awaited, or after `LINGER_S`.
 
-        A worker that was drained has just let go of requests, whose caches lie here alone. Streams
-        that run are finished: their clients have deadlines.
+        A drained worker's caches exist only here. Open streams finish; their clients have
+        deadlines.
         """
         until_s = time.monotonic() + self._linger_s
         while self._awaited() and time.monotonic() < until_s:
@@ -489,10 +485,7 @@ class FlightTransfers:
         self._server.wait()
 
     def copy(self, peer: str, name: str, target: Sink) -> Lost | None:
-        """Write the bytes of a peer's file of weights, or a patch; they are not compared here.
-
-        None when all of it was written.
-        """
+        """Write a peer's weights or patch to `target`, unverified; return None on success."""
         size = self._client.size(peer, name)
         if isinstance(size, Lost):
             return size
@@ -513,7 +506,6 @@ class FlightTransfers:
         return lost or (None if written == size else Lost(BROKEN_OFF))
 
     def _awaited(self) -> bool:
-        """Whether something that was offered here has been neither sent nor dropped."""
         lying = (self._place.path(Blob(sha256=one, bytes=1)) for one in self._offered - self._sent)
         return any(path.exists() for path in lying)
 

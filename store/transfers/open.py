@@ -1,4 +1,4 @@
-"""Decides from the configuration how a process hands bytes to others; Flight only where asked."""
+"""Factory of transfers from the configuration."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from dora_pipe.store.transfers.flight import Identity
 
 TOKEN_VARIABLE: Final = "DORA_PIPE_TRANSFERS_TOKEN"
-"""Holds the token that all processes of a run know."""
+"""Environment variable of the run's token."""
 
 TOKEN_CHARACTERS_MIN: Final = 16
 TOKEN_BYTES_MAX: Final = 64 * 1024
-"""A larger file is a wrong path."""
+"""Maximum bytes of a token file."""
 
 LOOPBACK: Final = "127.0.0.1"
-"""Where `host` says nothing: nobody from outside gets in unasked."""
+"""Default of `host`: unreachable from outside."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """How this process hands bytes to others."""
+    """Transfers of this process."""
 
     transfers: Transfers
     peers: PeerWeights | None = None
-    """What its policy store asks first; None where there is nobody to ask."""
+    """Peers of its policy store; None without."""
 
 
 def open_transfers(
@@ -51,8 +51,11 @@ def open_transfers(
     stored: Callable[[str], Path],
     clock: Clock,
 ) -> Opened:
-    """What a configuration means. `place` is this machine's directory, `stored` says where a file
-    of the policy store lies on it. Raises ConfigError for a missing token or file."""
+    """Open the configured transfers.
+
+    `place` is the local directory, `stored` returns the path of a policy store file. Raises
+    ConfigError for a missing token or file.
+    """
     if section.kind == "none":
         return Opened(transfers=NoTransfers())
     files = MappedFiles(place, clock=clock)
@@ -74,7 +77,7 @@ def open_transfers(
 
 
 def need_transfers(section: Section) -> None:
-    """Raise ConfigError, before anything starts, where transfers cannot be opened."""
+    """Raises ConfigError before start if transfers cannot be opened."""
     if section.kind == "flight":
         _identity(section, "")
 
@@ -100,7 +103,7 @@ def _identity(section: Section, run: str) -> Identity:
 
 
 def _token() -> bytes:
-    """The run's token; errors name the variable, never what is in it."""
+    """Return the run's token; errors never include it."""
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
     if not token:
         raise ConfigError(

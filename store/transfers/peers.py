@@ -1,7 +1,6 @@
-"""Which peers have weights, as they said in their last status; decides in which order to ask them.
+"""Peers that have weights, from their last statuses.
 
-Statuses are lossy and so is this: a peer that is not found is not asked. The end of the metrics
-topic is read at the moment when weights are wanted, which is seldom, by a reader of its own.
+The tail of the metrics topic is read whenever weights are needed. Missing a peer is harmless.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.transfers.port import Lost, Sink
 
 TAIL_RECORDS: Final = 4000
-"""Of each partition of the metrics topic; hundreds of roles in a quiet period (`pace`)."""
+"""Records read per partition: hundreds of roles in a quiet period."""
 
 READ_TURNS_MAX: Final = 50
 POLL_S: Final = 0.1
@@ -28,11 +27,11 @@ POLL_S: Final = 0.1
 LOG = logging.getLogger(__name__)
 
 PEERS_MAX: Final = 4
-"""So many are asked; when none of them has time the store is read at once."""
+"""Maximum peers asked before using the store."""
 
 
 class PeerFinder:
-    """Asks the log. `own` is this process's address, which is never among the answers.
+    """Finder of peers; excludes its own address.
 
     Example: ``PeerFinder(open_bus, topics, own="grpc://10.0.0.7:40123").having(name)``
     """
@@ -43,9 +42,9 @@ class PeerFinder:
         self._own = own
 
     def having(self, name: str) -> list[str]:
-        """Addresses of peers that said they have the weights of this name; none without a log.
+        """Return addresses of peers that have these weights; empty without a log.
 
-        Every asker has an order of its own, so that not all begin with the same peer.
+        Each caller gets its own order, to spread the load.
         """
         found: dict[str, str] = {}
         try:
@@ -69,7 +68,6 @@ class PeerFinder:
 
 
 def _note(found: dict[str, str], record: Record) -> None:
-    """Take the newest word of each peer: by address, the URL of its weights."""
     status = _serving(record)
     if status is not None:
         address, _, _ = status.weights_at.partition("/weights/")
@@ -77,7 +75,7 @@ def _note(found: dict[str, str], record: Record) -> None:
 
 
 def _serving(record: Record) -> WorkerStatus | TrainerStatus | None:
-    if b'"weights_at":"grpc' not in record.value:  # most cost no decoding
+    if b'"weights_at":"grpc' not in record.value:  # skip decoding of most records
         return None
     try:
         status = decode_metrics(record.value)
@@ -87,15 +85,15 @@ def _serving(record: Record) -> WorkerStatus | TrainerStatus | None:
 
 
 class PeerFiles(Protocol):
-    """What gets a file from a peer; see `FlightTransfers.copy`."""
+    """Fetcher of peer files; see `FlightTransfers.copy`."""
 
     def copy(self, peer: str, name: str, target: Sink) -> Lost | None:
-        """Write a peer's file; None when all of it was written."""
+        """Write a peer's file; return None on success."""
         ...
 
 
 class PeerWeights:
-    """What a `PolicyStore` asks first. `having` says which peers may have a name.
+    """Peers of a `PolicyStore`; `having` returns those that may have a name.
 
     Example: ``PolicyStore(root, remote, peers=PeerWeights(transfers, finder.having))``
     """
@@ -105,8 +103,10 @@ class PeerWeights:
         self._having = having
 
     def __call__(self, name: str, target: Path) -> bool:
-        """Write the file of this name; False when no peer gave it. Who has weights may have the
-        patch that made them."""
+        """Write the file; return False if no peer has it.
+
+        Peers with weights may have their patch.
+        """
         folder, _, leaf = name.partition("/")
         if folder not in ("patches", "weights"):
             return False

@@ -1,11 +1,8 @@
-"""The port through which processes hand bytes to each other; it decides only the words of a loss.
+"""Interface of transfers between processes.
 
-What goes through it is worth nothing but time: whoever does not get a KV cache prefills, whoever
-does not get weights reads the policy store. So nothing here is an error. What cannot be kept or got
-is `Lost`, with the reason in a few words, the same words every time, so that they can be counted.
-
-A blob is named by its digest, and whoever fetches one compares. `Blob.peer` says where it can be
-fetched on another machine; on its own machine a blob is found without.
+Transfers only save time: a missing KV cache is prefilled, missing weights come from the store.
+Failures return `Lost` with a fixed short reason that metrics count. Blobs are named by digest and
+verified by readers; `Blob.peer` is the address for other machines.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ from dora_pipe.schemas.policy import Blob
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOB_BYTES_MAX: Final = 2 * 1024**3 + 64 * 1024
-"""A larger one is not handed over: getting it would take as long as making it."""
+"""Maximum bytes of a blob; above it recomputing is faster."""
 
 PLACE_BYTES_MAX: Final = 16 * 1024**3
-"""All blobs that lie in one place; beyond that nothing is taken."""
+"""Maximum bytes of all blobs of a machine."""
 
 AGE_MAX_NS: Final = 600_000_000_000
-"""What nobody has fetched for so long, nobody will; it goes when something new is offered."""
+"""Age in ns after which an unfetched blob is deleted by a later offer."""
 
 GONE: Final = "it is not here"
 TOO_LARGE: Final = "too large"
@@ -46,57 +43,57 @@ _DIGEST: Final = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """It is not to be had, and why."""
+    """Unavailable blob, with the reason."""
 
     why: str
 
 
 class Sink(Protocol):
-    """What takes the bytes of a file as they come."""
+    """Target of file bytes."""
 
     def write(self, data: Any, /) -> int:
-        """Take a piece; how much of it was taken. Raises OSError."""
+        """Write a chunk; return the bytes written. Raises OSError."""
         ...
 
 
 class Transfers(Protocol):
-    """Keeps blobs until they are dropped. Calls may block; any thread may call."""
+    """Keeper of blobs until dropped; thread-safe, may block."""
 
     @property
     def address(self) -> str:
-        """Where processes of other machines fetch what is offered here; empty: nowhere."""
+        """Return the address for other machines, empty without one."""
         ...
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """Keep these bytes, one chunk behind the other."""
+        """Store the concatenated chunks."""
         ...
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """The bytes as uint8 [bytes], their digest compared. The caller may write to them."""
+        """Return the verified bytes as writable uint8 [bytes]."""
         ...
 
     def drop(self, blob: Blob) -> None:
-        """Forget a blob, wherever it lies; unknown ones are ignored."""
+        """Delete a blob anywhere; ignores unknown ones."""
         ...
 
     def clear(self) -> None:
-        """Forget all that lie in this place, whoever offered them: the run is over."""
+        """Delete all blobs of the run on this machine."""
         ...
 
     def close(self) -> None:
-        """Stop serving. What was offered stays for those who share the place."""
+        """Stop serving; blobs remain for local processes."""
         ...
 
 
 def misnamed(blob: Blob) -> Lost | None:
-    """What is wrong with the name or size of a blob, before anything is looked for."""
+    """Return the problem of a blob's name or size, before any lookup."""
     if not _DIGEST.fullmatch(blob.sha256):
         return Lost(UNREADABLE)
     return None if 0 < blob.bytes <= BLOB_BYTES_MAX else Lost(TOO_LARGE)
 
 
 def weights_url(address: str, digest: str) -> str:
-    """Where peers get weights from a process of this address; empty where there is none.
+    """Return the URL of weights at a process, empty without an address.
 
     Example: ``"grpc://10.0.0.7:40123/weights/<digest>.safetensors"``
     """
@@ -104,23 +101,21 @@ def weights_url(address: str, digest: str) -> str:
 
 
 class NoTransfers:
-    """For a process that is to hand nothing over."""
+    """Transfers that keep nothing."""
 
     address = ""
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """Nothing is kept."""
         return Lost(NO_ROOM)
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """Nothing is there."""
         return Lost(GONE)
 
     def drop(self, blob: Blob) -> None:
-        """Nothing to forget."""
+        pass
 
     def clear(self) -> None:
-        """Nothing to forget."""
+        pass
 
     def close(self) -> None:
-        """Nothing to stop."""
+        pass

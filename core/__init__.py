@@ -1,1 +1,1 @@
-"""What every floor builds on: errors, the clock, the loop that runs machines, retries, waits."""
+"""Shared base: errors, clock, machine loop, retries, waits."""

@@ -1,4 +1,4 @@
-"""The only place that reads a clock; everything else is handed the time."""
+"""Clock; no other module reads the time."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two clocks and a way to spend time."""
+    """Monotonic clock, wall clock and sleep."""
 
     def now_ns(self) -> int:
-        """Monotonic time of this process, ns; never decreases."""
+        """Return monotonic ns."""
         ...
 
     def wall_ns(self) -> int:
-        """Wall clock, ns since 1970; for people and records, never for decisions."""
+        """Return Unix time in ns, for people and records, never for decisions."""
         ...
 
     def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """Clocks of the machine."""
 
     def now_ns(self) -> int:
         return time.monotonic_ns()

@@ -1,8 +1,6 @@
-"""Processes of this package: what they write on stderr (lines, errors with a hint, logs), their
-names, their start and their parents.
+"""Console output, process names, and start of child processes.
 
-Nothing of it can steer a terminal: what a model sampled, a task said or a file holds may be an
-escape sequence, and is written as text.
+Output escapes terminal control sequences, which models, tasks or files may contain.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from dora_pipe.core.errors import (
 RUNS_VARIABLE: Final = "DORA_PIPE_RUNS"
 
 RUNS: Final = Path("runs")
-"""Where runs lie, seen from where the command is started, unless told otherwise."""
+"""Default directory of runs, relative to the working directory."""
 
 LOG_CHARACTERS_MAX: Final = MESSAGE_CHARACTERS_MAX
-"""Of a line in a log: it may quote what a reward, a model or a server said, of any length."""
+"""Maximum characters per log line, which may quote external text."""
 
 
 class LogLines(logging.Formatter):
-    """Records as lines of a log: one line each, but for the traceback of a fault of our own."""
+    """Formatter with one line per record, plus tracebacks of internal errors."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = one_line(record.message, LOG_CHARACTERS_MAX)
@@ -51,22 +49,21 @@ class LogLines(logging.Formatter):
 
 
 def log_to_stderr(level: int, layout: str = "%(message)s") -> None:
-    """What modules log goes to stderr, in lines of this layout (`logging`'s % style)."""
+    """Log to stderr in this layout (`logging`'s % style)."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLines(layout))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def speak() -> None:
-    """Let every text be written, whatever the terminal or pipe is said to take: what its encoding
-    has no bytes for is written as an escape."""
+    """Escape characters that the output encoding cannot represent."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(line: str) -> None:
-    """One line of talk, to stderr; a stderr that takes no more ends nothing (`outlasting`)."""
+    """Write a line to stderr; a broken stderr is no error (`outlasting`)."""
     text = f"{printable(line)}\n"
     try:
         write_to(sys.stderr, text)
@@ -75,15 +72,15 @@ def say(line: str) -> None:
 
 
 _elsewhere: list[Path] = []
-"""Files in which talk continues when stderr takes no more."""
+"""Files that replace a broken stderr."""
 
 
 @contextmanager
 def outlasting(log: Path) -> Iterator[None]:
-    """While the block lasts, outlast the console: a terminal that closes ends nothing, and talk
-    that stderr does not take goes into `log`, the reason first."""
+    """Survive a closed terminal during the block: stderr continues in `log`, starting with the
+    reason."""
     _elsewhere.append(log)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # processes started here inherit it
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # child processes inherit it
     try:
         yield
     finally:
@@ -92,7 +89,7 @@ def outlasting(log: Path) -> Iterator[None]:
 
 
 def _redirect_talk(error: OSError, text: str) -> None:
-    """Move stderr to the file that `outlasting` names, or to nowhere."""
+    """Redirect stderr to the file of `outlasting`, else to /dev/null."""
     for path in (*_elsewhere[-1:], Path(os.devnull)):
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)
@@ -105,17 +102,17 @@ def _redirect_talk(error: OSError, text: str) -> None:
 
 
 def complain(error: DoraError) -> None:
-    """An error as people read it."""
+    """Print an error with its hint."""
     say(f"error: {error.message}")
     if error.hint:
         say(f"hint: {error.hint}")
 
 
 def typed(*words: str | Path, runs: Path = RUNS) -> str:
-    """A command as a hint prints it: it works where this one was started, `--runs` included.
+    """Return a command for a hint, `--runs` included if needed.
 
-    Example: ``typed("run", "a.toml", "--resume", runs=Path("x")) ==
-    "dora-pipe run a.toml --resume --runs x"``
+    Example: ``typed("run", "a.toml", "--resume", runs=Path("x")) == "dora-pipe run a.toml --resume
+    --runs x"``
     """
     line = ["dora-pipe", *map(str, words)]
     if runs != Path(os.environ.get(RUNS_VARIABLE) or RUNS):
@@ -124,12 +121,12 @@ def typed(*words: str | Path, runs: Path = RUNS) -> str:
 
 
 _uncover: list[Callable[[], None]] = []
-"""Clears what is drawn on the terminal and is no line, before a line is written."""
+"""Callbacks that erase drawings before a line is printed."""
 
 
 @contextmanager
 def covered(clear: Callable[[], None]) -> Iterator[None]:
-    """While the block lasts, something is drawn that `clear` takes away."""
+    """Register `clear` for a drawing on the terminal during the block."""
     _uncover.append(clear)
     try:
         yield
@@ -138,7 +135,7 @@ def covered(clear: Callable[[], None]) -> Iterator[None]:
 
 
 def write_to(stream: TextIO, text: str) -> None:
-    """Who follows a pipe sees each line when it is said."""
+    """Write and flush, so that pipes show each line at once."""
     for clear in _uncover:
         clear()
     stream.write(text)
@@ -149,8 +146,8 @@ PREFIX: Final = "dora-pipe "
 
 
 def name_process(*words: str) -> None:
-    """Call this process so. Example: ``name_process("worker", "w0", "demo")`` shows
-    ``dora-pipe worker w0 demo``."""
+    """Set the process title: ``name_process("worker", "w0", "demo")`` shows ``dora-pipe worker w0
+    demo``."""
     with suppress(ImportError):  # a task's interpreter may lack it
         from setproctitle import setproctitle
 
@@ -158,7 +155,7 @@ def name_process(*words: str) -> None:
 
 
 def own_name() -> str:
-    """What this process was called without `dora-pipe`; empty where it has no name of its own."""
+    """Return the process title without `dora-pipe`, empty if unset."""
     from setproctitle import getproctitle
 
     title = getproctitle()
@@ -169,24 +166,23 @@ _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 """Opened before any fork."""
 
 PR_SET_PDEATHSIG: Final = 1
-"""Of Linux' prctl: the signal that a process gets when its parent dies."""
+"""Linux prctl: signal sent when the parent dies."""
 
 
 def die_with(parent_pid: int) -> None:
-    """Be killed when the parent dies, whatever this process does then (Linux; elsewhere it has to
-    see that a pipe of the parent's ends)."""
+    """Be killed when the parent dies. Linux only; elsewhere children watch a pipe."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
-        os._exit(1)  # it died before we asked
+        os._exit(1)  # the parent died before the call
 
 
 def start_module(
     module: str, message: bytes, *, stdout: IO[bytes] | int, stderr: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m MODULE` in a session of its own. Raises ResourceError.
+    """Start `python -m MODULE` in its own session with `message` on stdin. Raises ResourceError.
 
-    The message is in memory: a process that does not read it blocks no caller.
+    The message is in memory, so an unread one does not block.
     """
     try:
         with _open_message() as stdin:
@@ -206,5 +202,5 @@ def start_module(
 
 def _open_message() -> IO[bytes]:
     if sys.platform == "linux":
-        return os.fdopen(os.memfd_create("start"), "w+b")  # a full disk starts roles, too
+        return os.fdopen(os.memfd_create("start"), "w+b")  # no disk needed, which may be full
     return TemporaryFile()

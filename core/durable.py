@@ -1,4 +1,4 @@
-"""Files that survive a power loss, and how a file system says that it is full or read-only."""
+"""Durable files, and detection of full or read-only disks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 from dora_pipe.core.errors import ResourceError
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of an OSError that mean: there is no room."""
+"""Values of errno that mean no space."""
 
 
 def need_temporary_folder() -> None:
-    """Raise ResourceError where no folder for temporary files can be written."""
+    """Raises ResourceError without a writable temporary directory."""
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
@@ -26,7 +26,7 @@ def need_temporary_folder() -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a directory, durable. Raises OSError."""
+    """Sync a file, or the entries of a directory. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

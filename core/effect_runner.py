@@ -1,10 +1,8 @@
-"""Does what ports are asked to do, beside the loop or in it, and makes an event of every outcome.
+"""Runner of port effects in a thread or inline; every outcome becomes an event.
 
-A port says in one table, for every type of effect, what does it and what is answered when that
-fails. Here is the one place that calls either, so nothing that raises leaves a machine without its
-answer: not a device without memory, not a disk that gives no bytes, not a fault of our own. What is
-no effect's failure (opening what the thread works with, its idle work) is raised by `poll`, in the
-loop, and ends the role. Handlers per exception are not enough: libraries raise anything.
+A port maps each effect type to a handler and to events on failure. Any exception of a handler
+becomes such events, so a machine always gets its reply. Errors outside effects (setup, idle work)
+are raised by `poll` and end the role.
 """
 
 from __future__ import annotations
@@ -24,51 +22,50 @@ from dora_pipe.core.errors import DoraError, ResourceError, reason
 LOG = logging.getLogger(__name__)
 
 ASKED_MAX: Final = 65_536
-"""Effects that may wait for the thread of a port; one more fails at once."""
+"""Maximum queued effects; further ones fail at once."""
 
 EVENTS_MAX: Final = 65_536
-"""Events that may wait for the loop; then the thread waits."""
+"""Maximum queued events; then the thread waits."""
 
 CLOSE_S: Final = 10.0
-"""Closing waits this long for what was asked; what takes longer ends with the process."""
+"""Seconds that `close` waits for the thread."""
 
 PLACES_MAX: Final = 12
-"""Lines of code that the log names for a failure."""
+"""Maximum source lines logged per failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handler:
-    """How the effects of one type are done.
+    """Handler of one effect type.
 
     Example: ``Handler(do=put, failed=lambda effect, error: [KvPut(request=effect.request, ...)])``
     """
 
     do: Callable[[Any], Iterable[Any]]
-    """Gives the events of an effect, None where it has to wait."""
+    """Yields events of an effect, None to wait."""
     failed: Callable[[Any, Exception], Iterable[Any]]
-    """The events that take the place of those that did not come: `unanswered` where nobody waits
-    for one. What ends the role is raised: `ends_role` where everything does."""
+    """Returns events that replace missing ones; `unanswered` returns none, `ends_role` raises."""
 
 
 Handlers = Mapping[type[Any], Handler]
 
 
 def unanswered(effect: Any, error: Exception) -> Iterable[Any]:
-    """Nobody waits for this effect's outcome: the line in the log is all."""
+    """Return no events: only log the failure."""
     return ()
 
 
 def ends_role(effect: Any, error: Exception) -> NoReturn:
-    """Without this effect the role is of no use; it is started again, or says why not."""
+    """Raise the error, which ends the role."""
     raise error
 
 
 def attempt(
     what: str, do: Callable[[], Iterable[Any]], failed: Callable[[Exception], Iterable[Any]]
 ) -> Iterator[Any]:
-    """The events of `do`; whatever it raises is logged and becomes the events of `failed`.
+    """Yield the events of `do`; on any exception log it and yield those of `failed`.
 
-    `what` is what the log calls it. A SystemExit is no way out of a port, and counts as a failure.
+    `what` names it in the log. SystemExit is a failure too.
     """
     try:
         yield from do()
@@ -79,7 +76,7 @@ def attempt(
 
 
 def run_effect(handlers: Handlers, effect: Any) -> Iterator[Any]:
-    """The events of an effect, of its failure if it fails; None where it has to wait."""
+    """Yield the events of an effect or its failure; None to wait."""
     handler = handlers[type(effect)]
     return attempt(
         type(effect).__name__, partial(handler.do, effect), partial(handler.failed, effect)
@@ -87,7 +84,7 @@ def run_effect(handlers: Handlers, effect: Any) -> Iterator[Any]:
 
 
 class EffectRunner:
-    """Runs the effects of a port in one thread, in order; or at once in the caller (virtual time).
+    """Runner of a port's effects in order, in one thread or inline (virtual time).
 
     Example::
 
@@ -108,8 +105,8 @@ class EffectRunner:
         idle: Callable[[], Iterable[Any]] | None = None,
         idle_s: float | None = None,
     ) -> None:
-        """The thread is entered into `around`, and starts at once where there is one; `idle` is
-        called there after every `idle_s` seconds without an effect."""
+        """Create a runner; a thread enters `around` at once and calls `idle` every `idle_s` without
+        effects."""
         self._name = name
         self._handlers = handlers
         self._in_thread = in_thread
@@ -135,16 +132,16 @@ class EffectRunner:
 
     @property
     def working(self) -> bool:
-        """Whether an effect has not ended; afterwards all its events are there."""
+        """Return whether an effect is unfinished."""
         return self._open > 0
 
     @property
     def busy(self) -> bool:
-        """Whether there are events to poll."""
+        """Return whether `poll` has events."""
         return bool(self._events)
 
     def start(self, effect: Any) -> None:
-        """Do it, or have it done. What there is no room for has failed."""
+        """Run or queue an effect; it fails if the queue is full."""
         if not self._in_thread:
             done = run_effect(self._handlers, effect)
             self._events.extend(one for one in done if one is not None)
@@ -163,9 +160,9 @@ class EffectRunner:
             self._begin()
 
     def poll(self) -> list[Any]:
-        """Events since the last call. Raises what has ended the thread, behind its last event."""
-        error = self._error  # Before the events: whoever set it has put its last one there.
-        if not self._events:  # Most polls bring nothing, and take no lock for it.
+        """Return new events. Raises the thread's error after its last event."""
+        error = self._error  # read before the events: it is set after them
+        if not self._events:  # fast path without the lock
             if error is not None:
                 raise error
             return []
@@ -176,9 +173,9 @@ class EffectRunner:
         return events
 
     def close(self, *, wait_s: float = CLOSE_S, finish: bool = True) -> None:
-        """End the thread: with `finish` behind all that was asked, else between two events.
+        """End the thread, after all queued effects with `finish`; idempotent.
 
-        Idempotent. What takes longer than `wait_s` ends with the process.
+        The thread dies with the process if it takes longer than `wait_s`.
         """
         with self._turn:
             self._closing, self._leave_asked = True, self._leave_asked or not finish
@@ -200,11 +197,10 @@ class EffectRunner:
             with self._around or nullcontext():
                 while (events := self._next()) is not None:
                     self._put(events)
-        except BaseException as error:  # nobody but `poll` can tell it
+        except BaseException as error:  # only `poll` can raise it
             self._error = error
 
     def _next(self) -> Iterable[Any] | None:
-        """What is to be done now, as its events; None: nothing any more."""
         with self._turn:
             if not self._asked and not self._closing:
                 self._turn.wait(self._idle_s)
@@ -222,7 +218,6 @@ class EffectRunner:
                 self._open -= 1
 
     def _put(self, events: Iterable[Any]) -> None:
-        """Hand events to the loop; where it does not take them, wait until it does."""
         for event in events:
             with self._turn:
                 while len(self._events) >= self._events_max and not self._closing:
@@ -234,13 +229,13 @@ class EffectRunner:
 
 
 def _logged(what: str, error: Exception) -> Exception:
-    """The error, after the log has it: a fault of our own with the places that it came through."""
+    """Log the error, with source lines if internal."""
     places = "" if isinstance(error, DoraError) else _places(error)
     LOG.warning("%s failed: %s%s", what, reason(error), places)
     return error
 
 
 def _places(error: Exception) -> str:
-    """Where it came through, innermost last, without what a library says at length."""
+    """Return the source lines of an error, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES_MAX:]
     return "".join(f"\n  {one.filename}:{one.lineno} in {one.name}" for one in frames)

@@ -1,29 +1,29 @@
-"""The one family of errors; it decides nothing.
+"""Error classes; the number is the exit code of the command line.
 
     DoraError
-    ├── UsageError         (2)  the command line asks for something that cannot be
-    ├── ConfigError        (3)  the configuration is wrong; nothing was started
-    ├── BusError           (4)  the log cannot be reached, read or written
-    │   ├── Fenced              another incarnation owns this exclusive writer
-    │   ├── OutcomeUnknown      an append may or may not have happened
-    │   ├── AccessRefused       a wrong password, an untrusted certificate, a missing right
-    │   ├── RecordRefused       the log refuses a record; no retry mends it
-    │   │   └── RecordTooLarge  a record is above the limit of its topic
-    │   ├── BusFull             the disk, or a bounded buffer, has no room
-    │   ├── TopicMissing        a topic of the run does not exist
-    │   └── LogTruncated        something acknowledged is gone
-    │       └── LogDamaged      the log's file is malformed, or not a log at all
-    ├── InvariantBroken    (5)  a promise (C1, C2, C3, a digest, the chain) does not hold
-    ├── ReplayDiverged     (6)  the same inputs gave other bytes
-    ├── ResourceError      (7)  memory, disk, a device, a time limit
-    │   └── NoRoom              the disk or the store below the policies is full
-    ├── SchemaError        (8)  a record cannot be read; carries the path inside the record
-    ├── PolicyError        (9)  weights, tokenizer or model directory cannot be used
-    ├── TaskError          (10) a data set, an environment or a reward cannot be used
-    ├── NonFinite          (11) an advantage, loss, gradient or weight is not a finite number
-    └── RunHalted          (12) too many groups fail: the run was stopped and can be resumed
+    ├── UsageError         (2)
+    ├── ConfigError        (3)
+    ├── BusError           (4)
+    │   ├── Fenced
+    │   ├── OutcomeUnknown
+    │   ├── AccessRefused
+    │   ├── RecordRefused
+    │   │   └── RecordTooLarge
+    │   ├── BusFull
+    │   ├── TopicMissing
+    │   └── LogTruncated
+    │       └── LogDamaged
+    ├── InvariantBroken    (5)
+    ├── ReplayDiverged     (6)
+    ├── ResourceError      (7)
+    │   └── NoRoom
+    ├── SchemaError        (8)
+    ├── PolicyError        (9)
+    ├── TaskError          (10)
+    ├── NonFinite          (11)
+    └── RunHalted          (12)
 
-The number is the exit code of the command line. A message is one line; `hint` says what to do.
+A message is one line; `hint` says what to do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 MESSAGE_CHARACTERS_MAX: Final = 2000
-"""A message may quote what came from outside, and that may be of any length."""
+"""Maximum characters of a message, which may quote external text."""
 
 FAIL_BATCH_HINT: Final = "`dora-pipe tell RUN fail-batch` ends this batch's groups, then --resume"
 
@@ -40,8 +40,8 @@ _PATH_CHARACTERS_MAX: Final = 200
 
 
 def printable(text: str) -> str:
-    """The text on one line, and nothing in it that a terminal obeys: control characters, line and
-    paragraph separators, marks that turn the direction of writing are written as escapes."""
+    """Return text as one line with escapes for control characters, separators and bidirectional
+    marks."""
     if text.isprintable():
         return text
     return "".join(
@@ -50,14 +50,14 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str, characters_max: int) -> str:
-    """The text as `printable` has it, and not endless."""
+    """Return text as `printable`, shortened."""
     if len(text) > characters_max:
         text = text[: characters_max - 3] + "..."
     return printable(text)
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in one line. Example: ``"OSError: [Errno 5] Input/output error"``."""
+    """Return an error as one line. Example: ``"OSError: [Errno 5] Input/output error"``."""
     if isinstance(error, DoraError):
         return error.message
     said, kind = str(error), type(error).__name__
@@ -65,7 +65,7 @@ def reason(error: BaseException) -> str:
 
 
 class DoraError(Exception):
-    """Base of every error that a user may see.
+    """Base of all errors for users.
 
     Example: ``raise ConfigError("unknown key `lr_rate`", hint="did you mean `lr`?")``
     """
@@ -73,7 +73,7 @@ class DoraError(Exception):
     exit_code: ClassVar[int] = 1
 
     waited_out: bool = False
-    """It was waited for as long as anybody waits (`core.retry`): to start again would wait anew."""
+    """Retries are exhausted (`core.retry`); do not restart the role."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         message = one_line(message, MESSAGE_CHARACTERS_MAX)
@@ -83,19 +83,19 @@ class DoraError(Exception):
 
 
 class UsageError(DoraError):
-    """The command line asks for something that cannot be."""
+    """Invalid command line."""
 
     exit_code = 2
 
 
 class ConfigError(DoraError):
-    """The configuration is wrong; raised before anything starts."""
+    """Invalid configuration, raised before anything starts."""
 
     exit_code = 3
 
 
 class BusError(DoraError):
-    """The log cannot be reached, read or written."""
+    """Log that cannot be reached, read or written."""
 
     exit_code = 4
 
@@ -105,21 +105,21 @@ class Fenced(BusError):
 
 
 class OutcomeUnknown(BusError):
-    """An append may or may not have happened; the role starts again under a new role epoch."""
+    """Append that may or may not have happened; the role restarts under a new role epoch."""
 
 
 class AccessRefused(BusError):
-    """The log's cluster refuses this client, or is not trusted by it: no wait mends that."""
+    """Client refused by the log's cluster, or cluster untrusted; waiting does not help."""
 
 
 class RecordRefused(BusError):
-    """The log refuses a record and appended nothing; neither a retry nor a restart mends it."""
+    """Record rejected by the log without an append; neither retry nor restart helps."""
 
     waited_out = True
 
 
 class RecordTooLarge(RecordRefused):
-    """A record is above the size limit of its topic, which is told where it is known."""
+    """Record above its topic's size limit, which is included if known."""
 
     def __init__(
         self,
@@ -135,45 +135,45 @@ class RecordTooLarge(RecordRefused):
 
 
 class BusFull(BusError):
-    """The disk, or a bounded buffer of the bus, has no room."""
+    """Full disk or bus buffer."""
 
 
 class TopicMissing(BusError):
-    """A topic of the run does not exist."""
+    """Missing topic of the run."""
 
 
 class LogTruncated(BusError):
-    """Something that was acknowledged is gone from the log."""
+    """Acknowledged records are gone from the log."""
 
 
 class LogDamaged(LogTruncated):
-    """The log's file is malformed, or not a log: what was in it cannot be read, now or later."""
+    """Log file that is malformed or no log."""
 
 
 class InvariantBroken(DoraError):
-    """A promise does not hold: C1, C2, C3, a digest, or the chain of rounds."""
+    """Violation of C1, C2, C3, a digest or the chain of rounds."""
 
     exit_code = 5
 
 
 class ReplayDiverged(DoraError):
-    """The same inputs gave other bytes."""
+    """Different bytes from the same inputs."""
 
     exit_code = 6
 
 
 class ResourceError(DoraError):
-    """Memory, disk, a device or a time limit is not enough."""
+    """Insufficient memory, disk, device or time."""
 
     exit_code = 7
 
 
 class NoRoom(ResourceError):
-    """The disk, or the store, below the policies has no room. The trainer waits for some."""
+    """Full disk or store of the policies; the trainer waits for space."""
 
 
 class SchemaError(DoraError):
-    """A record cannot be read; `path` says where inside the record."""
+    """Unreadable record; `path` is the position inside it."""
 
     exit_code = 8
 
@@ -185,21 +185,21 @@ class SchemaError(DoraError):
 
 
 class PolicyError(DoraError):
-    """Weights, tokenizer or model directory cannot be used."""
+    """Unusable weights, tokenizer or model directory."""
 
     exit_code = 9
 
 
 class TaskError(DoraError):
-    """A data set, an environment or a reward cannot be used."""
+    """Unusable data set, environment or reward."""
 
     exit_code = 10
 
 
 class NonFinite(DoraError):
-    """A number of a training step is not finite; the step is not committed.
+    """Non-finite number in a training step, which is not committed.
 
-    Its hint is the way out for a run's batch, where no other is given.
+    The default hint applies to a run's batch.
     """
 
     exit_code = 11
@@ -209,17 +209,17 @@ class NonFinite(DoraError):
 
 
 class RunHalted(DoraError):
-    """Too many groups fail; nothing more is decided until a user resumes the run."""
+    """Too many groups failed; a user must resume the run."""
 
     exit_code = 12
 
 
 CHECKOUT: Final = (Path(__file__).parent.parent / "pyproject.toml").is_file()
-"""Whether this package runs from a checkout and not from a wheel."""
+"""Whether the package runs from a checkout, not a wheel."""
 
 
 def install_hint(extra: str, *, options: str = "", checkout: bool = CHECKOUT) -> str:
-    """The command that installs an extra: the package is on no index, so its name installs nothing.
+    """Return the command that installs an extra; the package is on no index.
 
     Example: ``install_hint("torch") == "pip install -e '.[torch]'"`` in a checkout.
     """

@@ -1,4 +1,4 @@
-"""Frames of a byte stream: a length (4 bytes, big-endian) and a body. Standard library alone."""
+"""Stream frames: length (4 bytes, big-endian) and body. Uses only the standard library."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ LENGTH_BYTES: Final = 4
 
 
 def framed(body: bytes, bytes_max: int) -> bytes:
-    """A body with its length in front. Raises ValueError where it is longer than `bytes_max`."""
+    """Return a frame. Raises ValueError above `bytes_max`."""
     if len(body) > bytes_max:
         raise ValueError(f"{len(body)} bytes, above the limit of {bytes_max}")
     return len(body).to_bytes(LENGTH_BYTES, "big") + body
 
 
 def unframed(buffer: bytearray, bytes_max: int) -> Iterator[bytes]:
-    """Take the whole bodies off the front of `buffer`; a torn one stays.
+    """Remove and yield complete bodies from `buffer`.
 
-    Raises ValueError for a length above `bytes_max`: then the stream is lost.
+    Raises ValueError for a length above `bytes_max`, after which the stream is unusable.
     """
     at = 0
     try:

@@ -1,8 +1,7 @@
-"""Asks an HTTP endpoint that takes and gives JSON; decides which failures may pass.
+"""Client of JSON over HTTP with limits on time and size.
 
-One that is busy or away may do better another time (`EndpointAway`), one that refuses will not
-(`EndpointRefused`). An answer has a time and a size that it must not exceed. The key goes into a
-header, and into no message.
+Temporary failures raise `EndpointAway`, permanent ones `EndpointRefused`. Messages never include
+the key.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ if TYPE_CHECKING:
     import requests
 
 _PASSES: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
-"""Statuses that another time may be other ones."""
+"""Temporary HTTP statuses."""
 
 _QUOTED: Final = 200
 
 _PIECE_BYTES: Final = 512
-"""Read between two looks at the clock; a slow server takes long to fill a large piece."""
+"""Bytes per read: small, so that slow servers do not delay the deadline check."""
 
 
 class EndpointAway(ResourceError):
-    """It does not answer, or not now; asked again it may."""
+    """Temporary failure."""
 
 
 class EndpointRefused(ResourceError):
-    """It does not take what it is asked; it will not another time."""
+    """Permanent failure."""
 
 
 class JsonEndpoint:
-    """Any number of threads may ask.
+    """Thread-safe client.
 
     Example: ``JsonEndpoint("the judge", "http://host:8000/v1").post("/completions", {...})``
     """
@@ -46,7 +45,7 @@ class JsonEndpoint:
         self, who: str, url: str, *, key: str = "", timeout_s: float, at_once: int, bytes_max: int
     ) -> None:
         self.where = f"{who} at {url.rstrip('/')}"
-        """For messages."""
+        """Name in messages."""
         self._url = url.rstrip("/")
         self._key = key
         self._timeout_s = timeout_s
@@ -56,9 +55,9 @@ class JsonEndpoint:
         self._opening = threading.Lock()
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Return the answer within the time limit. Raises EndpointAway, EndpointRefused.
+        """Return the response body within the time limit. Raises EndpointAway, EndpointRefused.
 
-        A thread of its own asks: a socket's limit is one of each wait, not of their sum.
+        Uses a thread, because socket timeouts do not bound the total.
         """
         done: Future[bytes] = Future()
 
@@ -100,7 +99,7 @@ class JsonEndpoint:
         return said
 
     def close(self) -> None:
-        """Let go of connections; idempotent."""
+        """Close connections; idempotent."""
         if self._session is not None:
             self._session.close()
 
@@ -117,13 +116,12 @@ class JsonEndpoint:
             return self._session
 
     def _sign(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """The key goes into this request's header, and nothing of a .netrc does."""
+        """Set the key's header and ignore .netrc."""
         if self._key:
             request.headers["Authorization"] = f"Bearer {self._key}"
         return request
 
     def _body(self, answer: requests.Response, end: float) -> bytes:
-        """What comes until `end`, and no more than may."""
         body = bytearray()
         for piece in answer.iter_content(_PIECE_BYTES):
             body += piece
@@ -134,18 +132,18 @@ class JsonEndpoint:
         return bytes(body)
 
     def _shown(self, body: bytes) -> str:
-        """What it says of a failure, without the key, should it repeat that."""
+        """Return the body for a message, without the key."""
         said = body.decode(errors="replace")
         return quoted(said.replace(self._key, "...") if self._key else said)
 
 
 def quoted(said: str) -> str:
-    """The beginning of what was said, on one line."""
+    """Return the beginning of a text on one line."""
     return one_line(" ".join(said.split()), _QUOTED)
 
 
 def variable(where: str, option: str, name: str) -> str:
-    """The value of an environment variable that `option` names. Raises ConfigError."""
+    """Return the environment variable that `option` names. Raises ConfigError."""
     value = os.environ.get(name, "")
     if not value:
         raise ConfigError(f"{where}{option}: the environment variable {name} is not set")

@@ -1,7 +1,6 @@
-"""The HTTP server of a tool; it decides which requests are answered at all.
+"""HTTP server of tools, with a limit on concurrent requests.
 
-So many at once; and, where it listens on this machine alone, only who calls it by a name of this
-machine: a page of elsewhere whose name was rebound to this address still sends its own name.
+On loopback it checks the Host header, against DNS rebinding.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from dora_pipe.core.errors import ResourceError
 
 LOOPBACK: Final = "127.0.0.1"
 NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Names of this machine. Any port: it may be forwarded (`ssh -L`)."""
+"""Host names of this machine; any port, for `ssh -L`."""
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Listens at once. Raises ResourceError where it cannot."""
+    """Server that listens at once. Raises ResourceError."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -41,7 +40,7 @@ class LocalServer(ThreadingHTTPServer):
 
 
 class LocalHandler(ABC, BaseHTTPRequestHandler):
-    """GET and HEAD of a path; a subclass sets `timeout` (seconds) and answers."""
+    """Handler of GET and HEAD; subclasses set `timeout` (seconds) and answer."""
 
     server: LocalServer
     server_version = "dora-pipe"
@@ -49,14 +48,14 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
 
     @abstractmethod
     def answer(self) -> None:
-        """The request has room and comes from a caller that is answered."""
+        """Respond to an admitted request."""
 
     @abstractmethod
     def say(self, status: HTTPStatus, text: str) -> None:
-        """Answer with one line of text."""
+        """Respond with one line of text."""
 
     def do_GET(self) -> None:
-        """Answer, if there is room."""
+        """Respond unless the server is busy."""
         if not self.server.room.acquire(blocking=False):
             self.say(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once")
             return
@@ -71,7 +70,7 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_whole(self, status: HTTPStatus, headers: Mapping[str, str], body: bytes) -> None:
-        """An answer of known length; a HEAD gets all but its body."""
+        """Respond with a known length; HEAD omits the body."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -81,11 +80,12 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are nobody's news."""
+        """Log nothing."""
 
 
 def is_own_name(host: str) -> bool:
-    """Whether a Host header names this machine. Example: ``is_own_name("localhost:8765")``."""
+    """Return whether a Host header names this machine. Example:
+    ``is_own_name("localhost:8765")``."""
     name, colon, port = host.rpartition(":")
     if not colon or host.endswith("]"):
         name, port = host, ""

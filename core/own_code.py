@@ -1,4 +1,4 @@
-"""How `module:attribute` of a user's becomes an object, from where, and which source it was."""
+"""Import of user code by `module:attribute`, with its location and digest."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _BROKEN: Final = (
     ValueError,
     OSError,
 )
-"""How a module says that it cannot be imported; what it does then is anybody's code."""
+"""Import errors of user code."""
 
 _LIBRARY: Final = str(Path(os.__file__).parent)
 _INSTALLED: Final = re.compile(r"/(site|dist)-packages/")
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the innermost line of a user's code that an error passed; empty if it passed none.
+    """Return the innermost line of user code in a traceback, empty if none.
 
-    A line of an installed package counts only if there is no other; lines of this package and of
-    Python's library never do. Example: ``raised_at(error) == "rewards.py:12"``
+    Lines of installed packages count only without others; ours and the standard library's never.
+    Example: ``raised_at(error) == "rewards.py:12"``
     """
     installed, own = "", ""
     for frame, line in walk_tb(error.__traceback__):
@@ -53,14 +53,13 @@ def raised_at(error: BaseException) -> str:
 
 
 def with_place(error: BaseException) -> str:
-    """``with_place(error) == "rewards.py:12: list index out of range"``."""
+    """Return the error with its location: ``"rewards.py:12: list index out of range"``."""
     place = raised_at(error)
     return f"{place}: {error}" if place else str(error)
 
 
 def traceback_of(error: BaseException) -> str:
-    """A traceback for a role's log. What users' code says there may be of any length: its lines are
-    cut, and of many lines the first and the last are kept."""
+    """Return a shortened traceback for a role's log."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     if len(lines) > TRACEBACK_LINES_MAX:
         half = TRACEBACK_LINES_MAX // 2
@@ -69,14 +68,14 @@ def traceback_of(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """``did you mean `jsonl`?``, or None where nothing is near."""
+    """Return ``did you mean `jsonl`?``, or None."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean `{near[0]}`?" if near else None
 
 
 @contextmanager
 def importable(directory: str) -> Iterator[None]:
-    """Modules are looked for in this folder first; what is imported stays so. Empty: nowhere."""
+    """Search this folder first for imports in the block; does nothing if empty."""
     if not directory:
         yield
         return
@@ -88,10 +87,10 @@ def importable(directory: str) -> Iterator[None]:
 
 
 def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigError) -> Any:
-    """The object that `module:attribute` (attribute may have dots) names.
+    """Import the object of `module:attribute`, where the attribute may have dots.
 
-    `key` is the configuration key it stands in, for messages. Raises ConfigError for a reference
-    of another form, `error` where the module cannot be imported or has no such attribute.
+    `key` is the configuration key for messages. Raises ConfigError for a malformed reference,
+    `error` if the import fails.
     """
     module_name, _, attribute = reference.partition(":")
     if not module_name or not attribute:
@@ -116,7 +115,7 @@ def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigErro
 
 
 def load_function(key: str, reference: str, error: type[DoraError] = ConfigError) -> Any:
-    """As `load_attribute`; raises `error` for what cannot be called."""
+    """Import a callable; raises `error` if it is not one."""
     found = load_attribute(key, reference, error)
     if not callable(found):
         raise error(f"{key}: `{reference}` is not a function")
@@ -124,6 +123,6 @@ def load_function(key: str, reference: str, error: type[DoraError] = ConfigError
 
 
 def source_sha256(reference: str) -> str:
-    """sha256 of the file of a module that `load_attribute` has imported."""
+    """Return the sha256 of an imported module's file."""
     file = sys.modules[reference.partition(":")[0]].__file__
     return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()

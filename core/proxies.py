@@ -1,4 +1,4 @@
-"""Connections that no proxy of the environment (HTTP_PROXY and its like) may see."""
+"""Exceptions from the environment's proxies (HTTP_PROXY etc.)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ _NAMES: Final = ("NO_PROXY", "no_proxy")
 
 
 def bypass_proxies(*hosts: str) -> None:
-    """Have this process, and all that it starts from now on, reach its own machine and these hosts
-    without a proxy.
+    """Bypass proxies for this machine and these hosts, in this process and its children.
 
-    Clients read one of the two variables, so both get what either has.
+    Sets both variables, because clients read either.
     """
     known = [one.strip() for name in _NAMES for one in os.environ.get(name, "").split(",")]
-    everywhere = "*" in known  # some clients know it only as the whole value
+    everywhere = "*" in known  # some clients accept it only alone
     hosts = ("*",) if everywhere else (*filter(None, known), *LOOPBACK, *hosts)
     value = ",".join(dict.fromkeys(hosts))
     os.environ.update(dict.fromkeys(_NAMES, value))

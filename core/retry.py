@@ -1,5 +1,4 @@
-"""Decides how long a role bears with a log that is away or full, or a store without room, and which
-errors no wait mends."""
+"""Retries while a log is unreachable or full, or a store is full."""
 
 from __future__ import annotations
 
@@ -24,23 +23,22 @@ T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S: Final = 120.0
-"""Appending and polling are tried again for so long while the bus is away or full."""
+"""Seconds that appends and polls are retried."""
 
 RETRY_PAUSE_S: Final = 0.25
 
 ROOM_PAUSE_S: Final = 1.0
-"""Between two tries where there was no room: each may write all of a policy."""
+"""Seconds between retries without room: each may write a full policy."""
 
 FINAL_ERRORS: Final = (AccessRefused, Fenced, LogTruncated, RecordRefused, TopicMissing)
-"""Trying again cannot mend these."""
+"""Errors that a retry cannot fix."""
 
 
 def retry_bus(what: str, call: Callable[[], T], clock: Clock, *, exclusive: bool = False) -> T:
-    """`call`, again and again while the bus is away or full. Raises its BusError in the end.
+    """Retry a call while the bus is unreachable or full. Raises the last BusError.
 
-    For calls that may be repeated: opening, reading, asking for an end, and the appends of a plain
-    writer: identity makes a second one harmless. An `exclusive` writer must not append again after
-    an unknown outcome: that ends at once, and its role starts again under a new role epoch.
+    For repeatable calls, including appends of plain writers: readers drop duplicates by identity.
+    After an unknown outcome an `exclusive` writer must stop: no retry.
     """
     give_up_ns = clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
     said = ""
@@ -63,10 +61,11 @@ def retry_bus(what: str, call: Callable[[], T], clock: Clock, *, exclusive: bool
 def until_there_is_room(
     what: str, call: Callable[[], T], clock: Clock, tell: Callable[[str], None]
 ) -> Generator[None, None, T]:
-    """`call`, again and again while it finds no room; yields before each pause, so that whoever
-    drives it can end. Raises NoRoom in the end. `call` leaves nothing behind where it fails.
+    """Retry a call while there is no room, yielding before each pause so that the caller can stop
+    it. Raises NoRoom.
 
-    `tell` hears why it waits, and an empty text when it does no more.
+    A failed `call` leaves nothing behind. `tell` gets the reason to wait, and an empty text
+    afterwards.
     """
     give_up_ns = clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
     waited = False

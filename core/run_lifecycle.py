@@ -1,11 +1,8 @@
-"""What a role asks of the log before it begins: has the run started, is it over, and may all that
-was acknowledged be read.
+"""Checks of a role before it begins: the run has started, is not over, and all acknowledged records
+are readable.
 
-A role that dies inside an exclusive append leaves it open, and readers stop before it, although
-records behind it were acknowledged: commits, facts, rounds. Who reads to the end of the log in
-order to decide would decide on half of what happened. It waits first, until the log has ended that
-append: at once when the dead role's successor opens its writer, else when the broker's own limit is
-over.
+An unfinished append of a dead exclusive writer hides later acknowledged records. Roles wait before
+they decide, until its successor or the broker's limit ends that append.
 """
 
 from __future__ import annotations
@@ -27,23 +24,23 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 RUN_WAIT_S: Final = 120.0
-"""A role waits so long for its run to start."""
+"""Seconds that a role waits for its run to start."""
 
 LOOK_BACK: Final = 64
-"""Offsets before the end of decisions among which the last round is: Kafka's transactions take one
-each, also those that came to nothing."""
+"""Offsets before the end of decisions that contain the last round; each transaction takes one, even
+an aborted one."""
 
 POLL_S: Final = 0.25
-"""Between two looks."""
+"""Seconds between checks."""
 
 
 def wait_for_run(
     bus: Bus, topics: Topics, stop: Callable[[], bool], clock: Clock
 ) -> RunStarted | None:
-    """The run's first record; None when `stop` says so first.
+    """Return the run's first record; None if `stop` returns True before.
 
-    Raises UsageError after `RUN_WAIT_S`, BusError when the log stays away, SchemaError,
-    InvariantBroken for a record whose configuration was changed.
+    Raises UsageError after `RUN_WAIT_S`, BusError, SchemaError, InvariantBroken for a changed
+    configuration.
     """
     give_up_ns = clock.now_ns() + int(RUN_WAIT_S * 1e9)
     said = False
@@ -65,9 +62,9 @@ def wait_for_run(
 
 
 def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
-    """Whether the run was stopped in a round before `end` of decisions. Raises BusError.
+    """Return whether a round before `end` of decisions stopped the run. Raises BusError.
 
-    Nothing comes behind that round, so a role that reads on from `end` would wait for ever.
+    No record follows that round, so reading on would wait without end.
     """
     at = TopicPartition(topics.decisions, 0)
     first = max(
@@ -75,14 +72,13 @@ def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
     )
     over = False
     for record in _records(bus, at, first, end, clock):
-        with suppress(SchemaError):  # Somebody else's; who obeys rounds will complain.
+        with suppress(SchemaError):  # foreign record; round readers report it
             decisions = decode_round(record.value).decisions
             over = over or any(isinstance(one, StopRun) for one in decisions)
     return over
 
 
 def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
-    """`run started` as far as control goes now; it is the first record, or close to it."""
     at = TopicPartition(topics.control, 0)
     if topics.control not in retry_bus("looking for the run", bus.topics, clock):
         return None
@@ -99,7 +95,6 @@ def _run_started(bus: Bus, topics: Topics, clock: Clock) -> RunStarted | None:
 def _records(
     bus: Bus, at: TopicPartition, first: int, end: int, clock: Clock
 ) -> Generator[Record, None, None]:
-    """The records of a partition from `first` to `end`. Raises BusError when they do not come."""
     what = f"reading {at.topic}"
     with closing(retry_bus(what, lambda: bus.reader({at: first}), clock)) as reader:
         yield from records_until(
@@ -108,14 +103,14 @@ def _records(
 
 
 LOOK_S: Final = 0.25
-"""Between two looks at an append that is open."""
+"""Seconds between checks of an open append."""
 
 
 def await_stable_offset(bus: Bus, partitions: Sequence[TopicPartition], clock: Clock) -> None:
-    """Return when everything that was acknowledged before this call may be read.
+    """Return when everything acknowledged before this call is readable.
 
-    Call it behind taking an exclusive writer, and read to `Bus.end` afterwards. Raises BusError,
-    also when readers are still held back after `HELD_LIMIT_S`.
+    Call after opening an exclusive writer, then read to `Bus.end`. Raises BusError, also after
+    `HELD_LIMIT_S`.
     """
     ends = {at: _patient(bus.written_end, at, clock) for at in partitions}
     give_up_ns = clock.now_ns() + int(HELD_LIMIT_S * 1e9)

@@ -1,20 +1,13 @@
-"""The one loop: poll, react, append, run the effects. It decides nothing about the run.
+"""The loop of a role: poll, react, append, run effects.
 
-Every role is a `Machine`: it reacts to inputs with outputs and touches no IO, no clock, no chance.
-`Runtime.tick` connects it to the bus and to its ports. Production calls `tick` for ever, the
-simulator once per event.
+Every role is a `Machine` without IO, clock or randomness. `Runtime.tick` connects it to the bus and
+its ports. One tick:
 
-Order inside a tick:
-
-1. collect what ports and the last append have to say and, once per `BUS_TURN_NS`, records of the
-   bus;
-2. `react`, only if there is an input or the machine asked to be woken;
-3. start the effects. Effects never block the loop: what is slow runs in its port's own thread or
-   process, so that heartbeats go on;
-4. once per `BUS_TURN_NS`, append what was published in one durable call; acknowledgements are
-   inputs of the next tick. Statuses of exclusive roles go another way, and may be lost: they must
-   cost the loop nothing, not a broker that is away from the metrics' partition alone, nor a write
-   lock, nor a slow disk (`BackgroundWriter`).
+1. Collect events of ports, acknowledgements and, once per `BUS_TURN_NS`, bus records.
+2. Call `react` if there is input or a wake-up is due.
+3. Start effects, which never block: slow ones run in threads or processes.
+4. Once per `BUS_TURN_NS`, append durably; acknowledgements are input of the next tick. Statuses of
+   exclusive roles use `BackgroundWriter`: they are lossy and never block.
 """
 
 from __future__ import annotations
@@ -41,41 +34,39 @@ from dora_pipe.schemas.metrics import Cost
 LOG = logging.getLogger(__name__)
 
 BUS_TURN_NS: Final = 100_000_000
-"""A loop reads and appends once in so many ns. What comes in between is gathered, because a durable
-append costs about as much for one record as for ten; requests placed ahead hide the wait. A turn of
-200 ms costs a third of a small run's throughput, because a step is a chain of six turns."""
+"""Ns between reads and appends, because a durable append costs the same for one record as for ten.
+200 ms would cost a third of a small run's throughput: a step is a chain of six turns."""
 
 
 KEPT_EVERY_NS: Final = 1_000_000_000
-"""Time between two checks for deleted records, each of one partition."""
+"""Ns between checks for deleted records, of one partition each."""
 
 WAITING_NS: Final = 20_000_000
-"""A wait this long has room for what is not urgent."""
+"""Minimum wait in ns for work that is not urgent."""
 
 COST_DIGITS: Final = 4
-"""Books go into every status: a ten-thousandth of a second is exact enough."""
+"""Decimals of seconds in cost metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
-    """The time handed to a machine: monotonic ns to decide by, wall clock ns to write down."""
+    """Time of a reaction: monotonic ns for decisions, Unix ns for records."""
 
     mono_ns: int
     wall_ns: int
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True):
-    """A record to append; with a tag, its acknowledgement comes back as `Published`."""
+    """Record to append; a tag requests a `Published` event."""
 
     record: Append
     tag: str = ""
     lossy: bool = False
-    """A status: where a role has a writer for those (`Runtime.status`), it costs nobody anything if
-    it does not get into the log."""
+    """Status that may be lost (`Runtime.status`)."""
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """A tagged record is durable at (topic, partition, offset)."""
+    """Acknowledgement of a tagged record."""
 
     tag: str
     topic: str
@@ -85,15 +76,14 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """Everything that was in the log when this role started has been read, also what its readers
-    were held back from then."""
+    """Everything in the log at start has been read, including held-back records."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBack:
-    """From now on acknowledged records lie in these partitions behind what may be read.
+    """Partitions with acknowledged records that are not yet readable.
 
-    Comes when that changes: with no partition, everything may be read again.
+    Sent on changes; empty when all are readable.
     """
 
     partitions: tuple[TopicPartition, ...]
@@ -101,64 +91,64 @@ class HeldBack:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """The process was asked to stop (SIGTERM, Ctrl-C); the machine ends in order."""
+    """Request to stop (SIGTERM, Ctrl-C); the machine ends in order."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outputs:
-    """What a reaction wants done: records first, then effects, each in order."""
+    """Records to append, then effects to start, in order."""
 
     publish: list[Publish] = field(default_factory=list)
     effects: list[Any] = field(default_factory=list)
 
 
 class Machine(Protocol):
-    """A role without IO. Inputs are bus records and typed events; one call at a time."""
+    """Role without IO; inputs are bus records and events."""
 
     def positions(self) -> Mapping[TopicPartition, int]:
-        """The partitions to read, and from where."""
+        """Return the start positions of partitions to read."""
         ...
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        """Take inputs in order; say what to append and which effects to start."""
+        """Process inputs in order."""
         ...
 
     def wake_at(self) -> int:
-        """Monotonic ns at which `react` is due even without inputs."""
+        """Return the monotonic ns of the next call without inputs."""
         ...
 
     @property
     def finished(self) -> bool:
-        """Whether the loop may end."""
+        """Return whether the loop may end."""
         ...
 
 
 class Port(Protocol):
-    """Runs effects of some types and reports events."""
+    """Runner of some effect types that reports events."""
 
     @property
     def effects(self) -> tuple[type, ...]: ...
 
     def start(self, effect: Any) -> None:
-        """Begin an effect; returns at once."""
+        """Start an effect without blocking."""
         ...
 
     def poll(self) -> list[Any]:
-        """Events since the last call; for a port that computes in the loop, a bounded bit of it."""
+        """Return new events; ports that compute in the loop do a bounded amount of work."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has work to do right now, so that the loop must not wait."""
+        """Return whether `poll` has work, so that the loop must not wait."""
         ...
 
     def close(self) -> None:
-        """Stop whatever runs; idempotent."""
+        """Stop all work; idempotent."""
         ...
 
 
 class _Block(AbstractContextManager[None]):
-    """`with meter.spend(name)`: made once, for a role enters it several times in each tick."""
+    """Context of `with meter.spend(name)`, created once because ticks are frequent."""
 
     def __init__(self, meter: Meter, name: str) -> None:
         self._meter = meter
@@ -172,7 +162,7 @@ class _Block(AbstractContextManager[None]):
 
 
 class Meter:
-    """Where the CPU time of this role went; `codec` may be spent inside the others' time.
+    """CPU time of a role by name; `codec` may nest in others.
 
     Example: ``with meter.spend("codec"): encode(...)``.
     """
@@ -185,25 +175,25 @@ class Meter:
         self._last_s = 0.0
 
     def spend(self, name: str) -> AbstractContextManager[None]:
-        """Book the CPU time of this thread to `name`; an inner block is not booked to the outer."""
+        """Count this thread's CPU time for `name`, without nested blocks."""
         return self._blocks[name]
 
     def begin(self, name: str) -> None:
-        """What this thread spends from now on is booked to `name`."""
+        """Start counting for `name`."""
         self._turn()
         self._open.append(name)
 
     def end(self) -> None:
-        """What it spends from now on is booked as before `begin`."""
+        """Count for the previous name again."""
         self._turn()
         self._open.pop()
 
     def add(self, name: str, seconds: float) -> None:
-        """Book CPU time that another thread of this role measured."""
+        """Add CPU time of another thread."""
         self._spent_s[name] += seconds
 
     def cost(self) -> Cost:
-        """The books as a metrics field."""
+        """Return the metrics field."""
         return Cost(
             total_s=round(time.process_time() - self._start_s, COST_DIGITS),
             bus_s=round(self._spent_s["bus"], COST_DIGITS),
@@ -220,13 +210,12 @@ class Meter:
 
 
 class Runtime:
-    """Connects one machine to the bus, its ports and the clock.
+    """Loop of one machine.
 
-    `status` is the plain writer of a role whose `writer` is exclusive: a status in a transaction
-    would hold back everybody's behind it if its writer died in there. What it cannot append is
-    left out. Without one, statuses go with the other records. `waiting` is called where the loop
-    would wait for `WAITING_NS` or more: what takes time and is not urgent has its place there.
-    `kept` are partitions whose records nobody may delete; by default those that the machine reads.
+    `status` is a plain writer for a role with an exclusive `writer`: a status inside a transaction
+    could hold readers back. Without it statuses go with the other records. `waiting` runs before
+    waits of at least `WAITING_NS`. `kept` are partitions that must never lose records; default:
+    those that the machine reads.
     """
 
     def __init__(
@@ -250,7 +239,7 @@ class Runtime:
         self._writer = writer
         self._status = status
         self._untold = ""
-        """Why the last status is not in the log."""
+        """Why the last status was not appended."""
         self._ports = ports
         self._clock = clock
         self._meter = meter
@@ -268,7 +257,7 @@ class Runtime:
         self._port_of = {kind: port for port in ports for kind in port.effects}
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Tick until the machine is finished. Raises whatever ends a role."""
+        """Tick until the machine is finished. Raises errors that end the role."""
         asked = False
         while not self._machine.finished:
             if stop() and not asked:
@@ -279,14 +268,13 @@ class Runtime:
 
     @property
     def next_turn_ns(self) -> int:
-        """Monotonic ns from which a tick reads from the bus and appends to it."""
+        """Return the monotonic ns of the next read and append."""
         return self._next_turn_ns
 
     def due_ns(self) -> int:
-        """Monotonic ns at which a tick has something to do even if the bus brings nothing new.
+        """Return the monotonic ns at which a tick has work without new bus records.
 
-        Production looks at the bus every `BUS_TURN_NS` all the same; the simulator knows when a
-        record comes, and spares the turns in between.
+        Production reads the bus every `BUS_TURN_NS` anyway; the simulator skips idle turns.
         """
         now_ns = self._clock.now_ns()
         if any(port.busy for port in self._ports):
@@ -294,18 +282,18 @@ class Runtime:
         return max(now_ns, self.own_due_ns())
 
     def own_due_ns(self) -> int:
-        """The same of all but the ports, which the simulator asks itself; it may be past."""
+        """Return `due_ns` without ports, which the simulator asks itself; may be past."""
         if self._events:
             return self._clock.now_ns()
         due_ns = self._machine.wake_at()
         return min(due_ns, self._next_turn_ns) if self._held or self._ends else due_ns
 
     def stop(self) -> None:
-        """Let the machine end in order; it hears of it in the next tick."""
+        """Send `StopAsked` in the next tick."""
         self._events.append(StopAsked())
 
     def tick(self) -> bool:
-        """One turn; whether anything happened."""
+        """Run one turn; return whether anything happened."""
         turn = self._clock.now_ns() >= self._next_turn_ns
         if turn:
             self._next_turn_ns = self._clock.now_ns() + self._turn_ns
@@ -323,7 +311,7 @@ class Runtime:
         return reacts
 
     def close(self) -> None:
-        """Close the ports and the reader."""
+        """Close ports and reader."""
         for port in self._ports:
             port.close()
         self._reader.close()
@@ -348,7 +336,7 @@ class Runtime:
         return inputs
 
     def _check_kept(self) -> None:
-        """Raises LogTruncated when the beginning of a partition was deleted."""
+        """Raises LogTruncated if a kept partition lost its begin."""
         now_ns = self._clock.now_ns()
         if self._kept and now_ns >= self._next_kept_ns:
             self._next_kept_ns = now_ns + KEPT_EVERY_NS
@@ -358,7 +346,6 @@ class Runtime:
             first_kept(at, 0, retry_bus("reading the log's beginning", begin, self._clock))
 
     def _pause(self) -> None:
-        """Nothing to do before the next turn: let time pass."""
         due_ns = self._due_in_ns()
         if self._waiting is not None and due_ns >= WAITING_NS and not self._machine.finished:
             self._waiting()
@@ -381,7 +368,7 @@ class Runtime:
             self._append_lossy(lossy)
 
     def _append_lossy(self, records: list[Append]) -> None:
-        """Once: what cannot be said now will be said anew in a moment."""
+        """Append without retries: the next status replaces it."""
         assert self._status is not None
         untold = ""
         try:

@@ -1,13 +1,11 @@
-"""Decides since when each wait of a role lasts, and which of them have become an alarm.
+"""Durations of a role's waits, and alarms for long ones.
 
-A role says what it waits for now (`PendingWait`); the tracker keeps when each wait began, and
-judges it by its limit:
+Limits by kind of wait:
 
-- `short`: a wait that no sound run has for long, whatever its size (an acknowledgement, a reward);
-- `work`: one that lasts as long as others work (a batch, groups, weights). Its limit is what the
-  run has shown: `WORK_FACTOR` times the longest of the last waits of its name, and a configured one
-  before there are enough of them;
-- `free`: one that may last (a pause). It raises no alarm.
+- `short`: a fixed limit, for waits that are brief in any healthy run (acknowledgement, reward).
+- `work`: `WORK_FACTOR` times the longest recent wait of that name, a configured limit before enough
+  are known.
+- `free`: no limit (a pause).
 """
 
 from __future__ import annotations
@@ -25,21 +23,21 @@ LOG = logging.getLogger(__name__)
 LimitKind = Literal["short", "work", "free"]
 
 BLOCKERS_MAX: Final = 4
-"""A status names so many blockers of a wait, and counts the others."""
+"""Maximum blockers listed in a status."""
 
 WORK_FACTOR: Final = 4.0
-"""A wait for work is overdue when it is so many times as long as the longest one lately."""
+"""Factor above the longest recent wait."""
 
 LEARNT_MIN: Final = 4
-"""So many waits of a name say how long such waits last; fewer do not."""
+"""Minimum waits from which to learn."""
 
 LEARNT_MAX: Final = 16
-"""Waits of a name that are remembered."""
+"""Waits remembered per name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """See `config.model.ALARM_S` and `ALARM_WORK_S`."""
+    """Limits from `config.model.ALARM_S` and `ALARM_WORK_S`."""
 
     short_s: float = 30.0
     work_s: float = 600.0
@@ -50,35 +48,30 @@ DEFAULT_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingWait:
-    """What a role waits for at this moment."""
+    """Current wait of a role."""
 
     name: str
     words: str
     key: str = ""
-    """What tells this wait from the next one of its name: the step, the request."""
+    """Distinguishes waits of a name: step, request."""
     limit: LimitKind = "short"
     still: bool = False
     since_ns: int | None = None
-    """Monotonic ns when it began; None: when it was found first."""
+    """Monotonic ns of the start; None: when first seen."""
     blockers: Sequence[Blocker] = ()
     more: int = 0
-    """Blockers that are not listed."""
+    """Unlisted blockers."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """A wait that has not ended."""
-
     mono_ns: int
     wall_ns: int
     said: bool = False
 
 
 class WaitTracker:
-    """The waits of one role, from when they are found until they are not found any more.
-
-    Durations are of the monotonic clock: a wall clock that jumps raises no alarm.
-    """
+    """Waits of one role, on the monotonic clock."""
 
     def __init__(self, role: str, limits: Limits) -> None:
         self._role = role
@@ -89,9 +82,9 @@ class WaitTracker:
     def update(
         self, found: Sequence[PendingWait], *, mono_ns: int, wall_ns: int
     ) -> tuple[Wait, ...]:
-        """The present waits as a status has them, those that stop the role's work first.
+        """Return the current waits for a status, blocking ones first; log new alarms.
 
-        A wait that was open and is not found has ended. A new alarm is said in the role's own log.
+        A wait missing from `found` has ended.
         """
         before, self._open = self._open, {}
         waits = []
@@ -108,7 +101,7 @@ class WaitTracker:
         return tuple(sorted(waits, key=lambda wait: not wait.still))
 
     def limit_s(self, name: str, kind: LimitKind) -> float | None:
-        """How long such a wait may last now."""
+        """Return the current limit in seconds."""
         if kind == "free":
             return None
         if kind == "short":
@@ -138,13 +131,13 @@ class WaitTracker:
 
 
 def alarm_line(role: str, wait: Wait, lasted_s: float) -> str:
-    """One line for people. Example: ``ALARM w1: waits since 31 s for rewards (2) (limit 30 s)``"""
+    """Return an alarm as a line. Example: ``ALARM w1: waits since 31 s for rewards (2) (limit 30
+    s)``"""
     limit = "" if wait.limit_ms is None else f" (limit {wait.limit_ms / 1000:.4g} s)"
     return f"ALARM {role}: waits since {lasted_s:.4g} s for {wait.words}{limit}{_named(wait)}"
 
 
 def _named(wait: Wait) -> str:
-    """Blockers that the words do not name already."""
     names = [f"{one.kind} {one.id}" for one in wait.blockers if one.id not in wait.words]
     if not names:
         return ""
@@ -152,7 +145,7 @@ def _named(wait: Wait) -> str:
 
 
 def _began(one: PendingWait, before: _Open | None, mono_ns: int, wall_ns: int) -> _Open:
-    """The open wait this is, or a new one; another beginning makes another wait."""
+    """Return the open wait, or a new one if it began at another time."""
     since_ns = mono_ns if one.since_ns is None else min(one.since_ns, mono_ns)
     if before is not None and (one.since_ns is None or before.mono_ns == since_ns):
         return before

@@ -1,1 +1,1 @@
-"""Every record that crosses the bus; importing them does nothing else."""
+"""All records of the bus."""

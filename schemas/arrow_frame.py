@@ -1,10 +1,8 @@
-"""How one row of Arrow columns becomes bytes: one zstd frame around a self-describing IPC stream.
+"""Arrow columns of one row as bytes: an IPC stream in a zstd frame.
 
-Anyone with zstd and pyarrow reads any record: ``pa.ipc.open_stream(zstd.decompress(value))``. What
-comes in is not trusted: the frame is opened with a bound on what may come out, a message's metadata
-are bounded before Arrow builds anything from them, a compressed body is refused, the columns have
-to be those of the record, and each is bounded in its bytes and entries and validated to its last
-offset before it becomes Python's.
+Any reader with zstd and pyarrow can open it: ``pa.ipc.open_stream(zstd.decompress(value))``. Input
+is untrusted: decompressed size and message metadata are bounded, compressed bodies rejected,
+columns compared with the record's, and their bytes, entries and offsets validated.
 """
 
 from __future__ import annotations
@@ -22,41 +20,41 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.routes import ROUTES_BYTES_MAX
 
 RAW_BYTES_MAX = 64 * 1024 * 1024
-"""The stream inside a frame, but for wide columns; 80 times a trajectory of 64 000 tokens."""
+"""Maximum bytes of a stream without wide columns; 80 times a trajectory of 64,000 tokens."""
 
 FRAME_BYTES_MAX = RAW_BYTES_MAX + ROUTES_BYTES_MAX
-"""The stream inside a frame of which nobody knows yet what it holds."""
+"""Maximum bytes of a stream of unknown content."""
 
 WINDOW_BYTES_MAX = 8 * 1024 * 1024
-"""What a frame may ask of a reader's memory before it yields its first byte."""
+"""Maximum window that a frame may request."""
 
 ENTRIES_MAX = 1 << 20
-"""Of a list of numbers: the tokens of one trajectory."""
+"""Maximum entries of a list of numbers: tokens of a trajectory."""
 
 ROWS_MAX = 1 << 16
-"""Of a list of structs: the segments of one trajectory; each becomes a dict of 1 KiB."""
+"""Maximum entries of a list of structs: segments of a trajectory, each a dict of 1 KiB."""
 
 COLUMN_BYTES_MAX = 16 * 1024 * 1024
-"""Of a column's buffers, each counted although they may be the same bytes; Python may need four
-times as much for texts. Bytes that become Python's as they are may be more (`Layout`'s `wide`)."""
+"""Maximum bytes of a column's buffers, counted even if shared; Python may need four times as much
+for texts. `wide` columns of `Layout` may be larger."""
 
 DECODE_BYTES_MAX = 768 * 1024 * 1024
-"""What reading one record takes at most, the bounds above together; tests hold it."""
+"""Maximum memory to read one record; tested."""
 
 COMPRESSION_LEVEL = 1
 
 LONG_BYTES_MIN = 64 * 1024
 LONG_COMPRESSION_LEVEL = -5
-"""Of a stream from that size on: what it is made of (drawn log-probs) gives little, and level 1
-takes most of the time of a long record to find that out."""
+"""zstd level of long streams: log-probs hardly compress, and level 1 would spend most of the time
+on them."""
 _READ_BYTES = 1024 * 1024
 
 METADATA_BYTES_MAX: Final = 4 * 1024
-"""Of one message; ours have 2 KiB. In a flatbuffer, tables and texts may be shared: Arrow builds at
-most eight fields for every byte, each with at most so long a text."""
+"""Maximum metadata bytes per message; ours have 2 KiB. Flatbuffers may share tables and texts:
+Arrow builds up to eight fields per byte."""
 
 _KNOWN: Final[dict[bytes, pa.Schema]] = {}
-"""Schemas of our records by their first message: they are not built again for every stream."""
+"""Cache of our schemas by first message."""
 
 _NONE_WIDE: Final[Mapping[str, int]] = {}
 _CONTINUATION: Final = b"\xff\xff\xff\xff"
@@ -70,16 +68,16 @@ _UNREADABLE = (pa.ArrowException, ValueError, KeyError, TypeError, OSError, Memo
 
 
 class Row(NamedTuple):
-    """A record's columns: as arrays, and the same as plain values."""
+    """Columns of a record, as arrays and as plain values."""
 
     arrays: dict[str, pa.Array]
     values: dict[str, Any]
 
 
 class Layout:
-    """The columns of a record kind.
+    """Columns of a record kind.
 
-    `wide` are columns that may have more than `COLUMN_BYTES_MAX`, with how much.
+    `wide` are columns that may exceed `COLUMN_BYTES_MAX`, with their limits.
 
     Example: ``Layout(pa.schema([pa.field("version", pa.int64(), nullable=False)]))``.
     """
@@ -90,11 +88,11 @@ class Layout:
         self._raw_bytes_max = RAW_BYTES_MAX + sum(wide.values())
         self.names = tuple(schema.names)
         self.head = schema.serialize().to_pybytes()
-        """The stream's first message; equal for every record."""
+        """First message of the stream, equal for all records."""
         _KNOWN[self.head] = schema
 
     def column(self, name: str, value: Any) -> pa.Array:
-        """One value as a column of one row. Raises SchemaError."""
+        """Return a value as a column of one row. Raises SchemaError."""
         field = self.schema.field(name)
         if value is None and not field.nullable:
             raise SchemaError("null", path=f"$.{name}")
@@ -104,9 +102,9 @@ class Layout:
             raise SchemaError(_first_line(error), path=f"$.{name}") from None
 
     def seal(self, arrays: Sequence[pa.Array]) -> bytes:
-        """Columns of one row, in the order of the schema, as bytes."""
+        """Return the bytes of one-row columns in schema order."""
         batch = pa.RecordBatch.from_arrays(list(arrays), schema=self.schema)
-        # The same bytes as pa.ipc.new_stream writes; the schema message is not built again.
+        # Same bytes as pa.ipc.new_stream, without rebuilding the schema message.
         raw = b"".join((self.head, memoryview(batch.serialize()), END_OF_STREAM))
         self._check_size(raw)
         self._check_bytes(batch)
@@ -114,14 +112,14 @@ class Layout:
         return compress(raw)
 
     def is_of(self, raw: bytes) -> bool:
-        """Whether what a frame held has these columns. Raises SchemaError for no Arrow stream."""
+        """Return whether a stream has these columns. Raises SchemaError if it is not an Arrow
+        stream."""
         return bool(_schema_of(raw)[0].equals(self.schema))
 
     def opened(self, raw: bytes, *, leave: Collection[str] = ()) -> Row:
-        """The columns of what a frame held, each valid, of one row and of its type.
+        """Return the validated columns of one row. Raises SchemaError.
 
-        Those of `leave` come as arrays alone: their plain values are for who wants them as lists.
-        Raises SchemaError for anything else.
+        Columns of `leave` have no plain values.
         """
         self._check_size(raw)
         try:
@@ -133,7 +131,7 @@ class Layout:
                 if array.null_count and not self.schema.field(name).nullable:
                     raise SchemaError("null", path=f"$.{name}")
             arrays = dict(zip(self.names, batch.columns, strict=True))
-            # Here, where what Arrow finds wrong only now is still expected.
+            # Conversion can still raise Arrow errors.
             values = {
                 name: array.to_pylist()[0] for name, array in arrays.items() if name not in leave
             }
@@ -144,7 +142,7 @@ class Layout:
             raise SchemaError(f"not an Arrow stream: {_first_line(error)}") from None
 
     def _read(self, raw: bytes) -> pa.RecordBatch:
-        """The only batch of a stream of these columns, of one row; its body is as it was sent."""
+        """Return the stream's only batch, unvalidated."""
         schema, at = _schema_of(raw)
         if not schema.equals(self.schema):
             raise SchemaError("columns are not those of this record")
@@ -161,8 +159,8 @@ class Layout:
             raise SchemaError(f"record of {len(raw)} bytes is above {self._raw_bytes_max}")
 
     def _check_bytes(self, batch: pa.RecordBatch) -> None:
-        """Raise SchemaError for more than is validated. Looks at declared lengths only: columns
-        may lie in the same bytes."""
+        """Raises SchemaError for oversized columns, by declared lengths: columns may
+        share bytes."""
         for name, column in zip(self.names, batch.columns, strict=True):
             size = sum(each.size for each in column.buffers() if each is not None)
             most = self._wide.get(name, COLUMN_BYTES_MAX)
@@ -170,7 +168,7 @@ class Layout:
                 raise SchemaError(f"column of {size} bytes is above {most}", path=f"$.{name}")
 
     def _check_entries(self, batch: pa.RecordBatch) -> None:
-        """Raise SchemaError for more entries than are read. The batch is valid."""
+        """Raises SchemaError for too many entries of a valid batch."""
         for name, column in zip(self.names, batch.columns, strict=True):
             if pa.types.is_list(column.type):
                 entries = len(column.values)
@@ -180,11 +178,11 @@ class Layout:
 
 
 def _column(value: Any, kind: pa.DataType) -> pa.Array:
-    """One value as an array; NaN of a list of floats becomes null, with a zero under it."""
+    """Return a value as an array; NaN in a list of floats becomes null with a zero below."""
     if value is None:
         return pa.nulls(1, kind)
     if pa.types.is_integer(kind):
-        return pa.array([operator.index(value)], kind)  # Arrow would cut 1.5 to 1 without a word.
+        return pa.array([operator.index(value)], kind)  # Arrow would truncate 1.5 silently
     if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type):
         return pa.array([value], kind)
     floats = pa.types.is_floating(kind.value_type)
@@ -202,7 +200,7 @@ def _column(value: Any, kind: pa.DataType) -> pa.Array:
 
 
 def _schema_of(raw: bytes) -> tuple[pa.Schema, int]:
-    """The schema of a stream, and where its first batch begins. Raises SchemaError."""
+    """Return the schema of a stream and the offset of its first batch. Raises SchemaError."""
     end = _PREFIX_BYTES + _metadata_bytes(raw, 0, "schema")
     head = raw[:end]
     try:
@@ -214,7 +212,7 @@ def _schema_of(raw: bytes) -> tuple[pa.Schema, int]:
 
 
 def _metadata_bytes(raw: bytes, at: int, wanted: str) -> int:
-    """Size of the metadata of the message at this place. Raises SchemaError above the bound."""
+    """Return the metadata size of the message. Raises SchemaError above the bound."""
     head = raw[at : at + _PREFIX_BYTES]
     if len(head) < _PREFIX_BYTES or not head.startswith(_CONTINUATION):
         raise SchemaError(f"the stream has no {wanted}")
@@ -225,9 +223,9 @@ def _metadata_bytes(raw: bytes, at: int, wanted: str) -> int:
 
 
 def _message(raw: bytes, at: int, wanted: str) -> pa.ipc.Message:
-    """The message of a stream at this place.
+    """Return the message at an offset.
 
-    One of another type is refused: Arrow would take it for the wanted one.
+    Rejects other types, which Arrow would misread.
     """
     _metadata_bytes(raw, at, wanted)
     stream = pa.BufferReader(raw)
@@ -242,7 +240,7 @@ def _message(raw: bytes, at: int, wanted: str) -> pa.ipc.Message:
 
 
 def _body_is_compressed(metadata: bytes) -> bool:
-    """Whether a record batch announces body compression, which only its flatbuffer tells."""
+    """Return whether a record batch has a compressed body; only its flatbuffer says so."""
     try:
         message = struct.unpack_from("<I", metadata)[0]
         place = _field(metadata, message, _BATCH_SLOT)
@@ -255,7 +253,7 @@ def _body_is_compressed(metadata: bytes) -> bool:
 
 
 def _field(data: bytes, table: int, slot: int) -> int | None:
-    """Where a flatbuffers table keeps the field of this slot; None where it is absent."""
+    """Return the offset of a flatbuffers field, None if absent."""
     vtable = table - struct.unpack_from("<i", data, table)[0]
     if vtable < 0:
         raise SchemaError("not an Arrow message: a table without fields")
@@ -266,8 +264,8 @@ def _field(data: bytes, table: int, slot: int) -> int | None:
     return table + offset if offset else None
 
 
-# Idle ones, as many as threads were at work at once: two on one of them end the process, and a new
-# one costs its pages, more than a short record does. Popping and appending are atomic.
+# Idle compressors: sharing one between threads crashes, and a new one costs more than a short
+# record. Pop and append are atomic.
 _COMPRESSORS: dict[int, list[zstandard.ZstdCompressor]] = {
     COMPRESSION_LEVEL: [],
     LONG_COMPRESSION_LEVEL: [],
@@ -276,14 +274,14 @@ _DECOMPRESSORS: list[zstandard.ZstdDecompressor] = []
 
 
 def compress(raw: bytes) -> bytes:
-    """One zstd frame with its checksum."""
+    """Return one zstd frame with checksum."""
     level = COMPRESSION_LEVEL if len(raw) < LONG_BYTES_MIN else LONG_COMPRESSION_LEVEL
     try:
         one = _COMPRESSORS[level].pop()
     except IndexError:
         one = zstandard.ZstdCompressor(level=level, write_checksum=True)
     frame = one.compress(raw)
-    _COMPRESSORS[level].append(one)  # One that has failed is not used again.
+    _COMPRESSORS[level].append(one)  # not reused after a failure
     return frame
 
 
@@ -293,7 +291,7 @@ def _decompress(frame: bytes) -> bytes:
     except IndexError:
         one = _decompressor()
     raw = one.decompress(frame, allow_extra_data=False)
-    _DECOMPRESSORS.append(one)  # One that has failed is not used again.
+    _DECOMPRESSORS.append(one)  # not reused after a failure
     return raw
 
 
@@ -302,7 +300,7 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 
 def decompress(value: bytes) -> bytes:
-    """What one zstd frame holds, at most `FRAME_BYTES_MAX`. Raises SchemaError."""
+    """Return the content of a zstd frame, at most `FRAME_BYTES_MAX`. Raises SchemaError."""
     try:
         size = zstandard.frame_content_size(value)
         if size > FRAME_BYTES_MAX:
@@ -315,7 +313,7 @@ def decompress(value: bytes) -> bytes:
 
 
 def _stream(value: bytes) -> bytes:
-    """A frame that does not say its size, read in pieces and given up at the bound."""
+    """Read a frame of undeclared size in pieces, up to the bound."""
     pieces: list[bytes] = []
     size = 0
     with _decompressor().stream_reader(value) as reader:

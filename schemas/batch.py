@@ -1,4 +1,4 @@
-"""What identifies a batch, and the two sums about staleness that every role must do alike."""
+"""Digest of a batch, and staleness arithmetic."""
 
 from __future__ import annotations
 
@@ -14,31 +14,30 @@ from dora_pipe.schemas.control import TakenGroup
 T = TypeVar("T")
 
 _BATCH_DIGEST_HEAD = b"dora-pipe batch 1\n"
-"""Names the text that is digested; another text gets another number."""
+"""Version of the digested text."""
 
 
 def deadline_of(version: int, max_staleness: int) -> int:
-    """The last step that may train a group of this version (C3), as it stood at dispatch."""
+    """Return the last step that may train a group of this version (C3)."""
     return version + max_staleness
 
 
 def staleness_of(step: int, version: int) -> int:
-    """Staleness of a group of `version` in the batch of `step`: step t trains version t."""
+    """Return the staleness in the batch of `step`; step t trains version t."""
     return step - version
 
 
 def batch_digest(groups: Sequence[TakenGroup]) -> str:
-    """sha256 (hex) of what a batch is made of, down to the bytes and the places of its records.
+    """Return the sha256 (hex) of a batch, including bytes and positions of its records.
 
-    A batch is a set: neither the order of the groups nor that of the siblings counts, and neither
-    do step and attempt. Partitions and offsets do count, since the commit names them: the same
-    trajectory logged twice is two records, and only one of them was trained. Raises SchemaError
-    when a group or a trajectory is there twice.
+    The order of groups and trajectories, step and attempt do not count. Partitions and offsets do:
+    the same trajectory logged twice is two records. Raises SchemaError for a duplicate group or
+    trajectory.
 
-    The digested text is ``dora-pipe batch 1``, then per group, sorted by id, a line of group,
-    version, deadline, and per trajectory, sorted by id, a line of trajectory, attempt, epoch,
-    partition, offset, sha256; tabs between the fields, a newline after each line. Of a group that
-    was scored together a line of trajectory and reward (Python's `repr`) follows per reward.
+    The text is ``dora-pipe batch 1``, then per group, sorted by id, a line of group, version,
+    deadline, and per trajectory, sorted by id, a line of trajectory, attempt, epoch, partition,
+    offset, sha256; fields separated by tabs, lines ended by newlines. Groups scored together add a
+    line of trajectory and reward (Python's `repr`) per reward.
     """
     _refuse_twice([group.group for group in groups])
     _refuse_twice([one.trajectory for group in groups for one in group.trajectories])
@@ -46,7 +45,7 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
 
 
 def parts_of(groups: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
-    """The groups of a batch part by part; the last part is what `sizes` leave.
+    """Split groups into parts; the last part has the rest.
 
     Example: ``parts_of("abcde", [2, 1]) == ["ab", "c", "de"]``
     """
@@ -55,7 +54,7 @@ def parts_of(groups: Sequence[T], sizes: Sequence[int]) -> list[Sequence[T]]:
 
 
 def batch_lines(group: TakenGroup) -> bytes:
-    """The lines of one group in the text that `batch_digest` digests."""
+    """Return a group's lines of the text of `batch_digest`."""
     head = f"{group.group}\t{group.version}\t{group.deadline}\n"
     lines = [
         f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t"
@@ -67,7 +66,7 @@ def batch_lines(group: TakenGroup) -> bytes:
 
 
 def lines_digest(lines: Iterable[bytes]) -> str:
-    """`batch_digest` of groups whose lines are there already, sorted by the group's id."""
+    """Return `batch_digest` of lines sorted by group id."""
     digest = hashlib.sha256(_BATCH_DIGEST_HEAD)
     for one in lines:
         digest.update(one)

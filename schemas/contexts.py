@@ -1,15 +1,14 @@
-"""Contexts of a trajectory: the sequences that an episode's calls to the model have seen.
+"""Contexts of a trajectory: the token sequences of an agent's calls.
 
-An episode whose calls extend what was said before has one context, which is the record's sequence.
-A call whose prompt does not (a compaction, a sub-agent, a template that rewrites history, a second
-answer to one prompt) opens another one. The record has the contexts' own tokens one behind another;
-a context that begins as an earlier one does names it, so that no token stands there twice::
+The first context is the record's sequence. A call whose prompt does not extend it (compaction,
+sub-agent, rewritten history, second answer to one prompt) opens another context. A context names
+the earlier one whose beginning it shares, so tokens are stored once::
 
     record    [ prompt model environment model | prompt model | prompt model ]
     contexts    0                                1              2: 9 tokens of 0, and these
 
-What another context has sampled is given here: each sampled token is trained once, in the context
-that sampled it.
+Tokens sampled in another context count as given: each sampled token is trained once, in its own
+context.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ if TYPE_CHECKING:
 
 
 class Context(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """A context behind the first.
+    """Context after the first.
 
     Example: ``Context(start=40, parent=0, shared=12)``: the first 12 tokens of context 0, then the
-    record's tokens from 40 to where the next context starts.
+    record's tokens from 40 to the start of the next context.
     """
 
     start: int
-    """Where its own tokens begin in the record; a segment of kind "prompt" begins there."""
+    """First own token in the record, where a segment of kind "prompt" begins."""
     parent: int = -1
-    """Number of the earlier context that it begins as; -1: none."""
+    """Number of the earlier context that it extends; -1: none."""
     shared: int = 0
-    """How many tokens of its parent's sequence stand before its own."""
+    """Tokens of the parent's sequence before its own."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A call of an agent to the model: tokens [start, end) of the record were sampled for it.
+    """Agent's call to the model, which sampled tokens [start, end) of the record.
 
     Example: ``Call(start=9, end=31, seed=77, asked_ns=..., answered_ns=..., api="chat")``.
     """
@@ -57,35 +56,35 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     start: int
     end: int
     seed: int
-    """Of its random stream: `identity.call_seed`."""
+    """Seed of its random stream: `identity.call_seed`."""
     occurrence: int = 0
-    """How many calls of the trajectory had these very prompt ids before."""
+    """Number of earlier calls of the trajectory with the same prompt ids."""
     finish: FinishReason = "stop"
     asked_ns: int
-    """Wall clock, ns since 1970."""
+    """Unix time in ns of the request."""
     answered_ns: int
-    """When it was durable in the log, before the agent had its answer."""
+    """When the answer was durable in the log, before the agent received it."""
     api: str = ""
-    """Which form it came in: "chat", "responses", "messages" or "generate"."""
+    """API of the call: "chat", "responses", "messages" or "generate"."""
     caller: str = ""
-    """What the agent called itself; empty where it did not."""
+    """Name given by the agent; empty without one."""
     asked: dict[str, Any] = {}
-    """Sampling settings that it asked for and that the run does not follow."""
+    """Requested sampling settings that the run ignores."""
     stop: tuple[str, ...] = ()
-    """Strings that end it as soon as its text has one, beside those of the run."""
+    """Stop strings, in addition to the run's."""
     stop_ids: tuple[int, ...] = ()
-    """Tokens that end it, beside those of the run."""
+    """Stop token ids, in addition to the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextTokens:
-    """A context as a sequence of its own; arrays have an entry per token, NaN where not sampled."""
+    """Context as a sequence; arrays have an entry per token, NaN if not sampled."""
 
     number: int
     own: int
-    """Where its own tokens begin: those before are its parent's, and given here."""
+    """Index of its first own token; earlier ones come from the parent and are given."""
     start: int
-    """Where its own tokens begin in the record."""
+    """First own token in the record."""
     token_ids: np.ndarray[Any, Any]  # int32
     logprobs: np.ndarray[Any, Any]  # float32
     sampler_logprobs: np.ndarray[Any, Any]  # float32
@@ -93,25 +92,25 @@ class ContextTokens:
 
 
 def bounds(contexts: Sequence[Context], length: int) -> list[tuple[int, int]]:
-    """Where each context's own tokens lie in a record of this length, the first one's too."""
+    """Return [start, end) in the record of each context's own tokens, including the first."""
     starts = [0, *(one.start for one in contexts), length]
     return list(pairwise(starts))
 
 
 def lengths(contexts: Sequence[Context], length: int) -> list[int]:
-    """Tokens of each context's whole sequence."""
+    """Return the total tokens of each context."""
     shared = [0, *(one.shared for one in contexts)]
     places = zip(shared, bounds(contexts, length), strict=True)
     return [before + end - start for before, (start, end) in places]
 
 
 def context_at(contexts: Sequence[Context], place: int) -> int:
-    """Number of the context whose own tokens lie at this place of the record."""
+    """Return the context whose own tokens include this index of the record."""
     return bisect_right([one.start for one in contexts], place)
 
 
 def place_of(call: Call, contexts: Sequence[Context]) -> tuple[int, int]:
-    """The number of the context that a call belongs to, and the tokens of its prompt."""
+    """Return the context number and prompt tokens of a call."""
     number = context_at(contexts, call.start)
     if not number:
         return number, call.start
@@ -120,7 +119,7 @@ def place_of(call: Call, contexts: Sequence[Context]) -> tuple[int, int]:
 
 
 def pieces(contexts: Sequence[Context], number: int, length: int) -> list[tuple[int, int]]:
-    """Stretches [start, end) of the record that make up a context's sequence, in order."""
+    """Return the ranges [start, end) of the record that form a context, in order."""
     start, end = bounds(contexts, length)[number]
     if number == 0:
         return [(start, end)]
@@ -136,13 +135,13 @@ def pieces(contexts: Sequence[Context], number: int, length: int) -> list[tuple[
 
 
 def contexts_of(trajectory: Trajectory) -> Iterator[ContextTokens]:
-    """Every context of a trajectory as a sequence of its own, in order."""
+    """Yield every context as a sequence."""
     for number in range(1 + len(trajectory.meta.contexts)):
         yield context_of(trajectory, number)
 
 
 def context_of(trajectory: Trajectory, number: int) -> ContextTokens:
-    """A context of a trajectory as a sequence of its own; the first has number 0."""
+    """Return a context as a sequence; the first has number 0."""
     *shared, (start, end) = pieces(trajectory.meta.contexts, number, trajectory.length)
     parts = [*shared, (start, end)]
     own = sum(last - first for first, last in shared)
@@ -162,13 +161,13 @@ def context_of(trajectory: Trajectory, number: int) -> ContextTokens:
 
 
 def _given(values: np.ndarray[Any, Any], own: int, empty: float) -> np.ndarray[Any, Any]:
-    """`joined` has made a copy."""
+    """In place: `joined` has copied."""
     values[:own] = empty
     return values
 
 
 def tokens_before(trajectory: Trajectory, place: int) -> list[int]:
-    """What the model saw when it sampled the token at this place of the record."""
+    """Return the model's input when it sampled the token at this index."""
     if not trajectory.meta.contexts:
         return list(trajectory.token_ids[:place])
     one = context_of(trajectory, context_at(trajectory.meta.contexts, place))
@@ -177,16 +176,16 @@ def tokens_before(trajectory: Trajectory, place: int) -> list[int]:
 
 
 def prompt_digest(token_ids: Sequence[int] | np.ndarray[Any, Any]) -> str:
-    """Of a call's prompt, as its seed is made of it."""
+    """Return the digest of a call's prompt that its seed uses."""
     return sha256_hex(np.asarray(token_ids, "<i4").tobytes())
 
 
 TrainedRow = tuple[Sequence[int], Sequence[int], Sequence[float | None]]
-"""Token ids, loss mask and log-probs of a sequence."""
+"""Token ids, loss mask and log-probs."""
 
 
 def row_of(trajectory: Trajectory, number: int) -> TrainedRow:
-    """A context as it is trained; that of a trajectory without others is the record itself."""
+    """Return a context for training; the record itself if it is the only one."""
     if not trajectory.meta.contexts:
         return trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs
     one = context_of(trajectory, number)
@@ -194,8 +193,8 @@ def row_of(trajectory: Trajectory, number: int) -> TrainedRow:
 
 
 def choices_of(trajectory: Trajectory, number: int) -> Choices | None:
-    """Through which experts the tokens of a context went, [tokens, layers, per_token], as
-    `schemas.routes` has it; None where the record does not say."""
+    """Return the routed experts of a context, [tokens, layers, per_token], None if not recorded
+    (`schemas.routes`)."""
     routes = trajectory.routed_experts
     if routes is None:
         return None
@@ -205,13 +204,13 @@ def choices_of(trajectory: Trajectory, number: int) -> Choices | None:
 
 
 def rows_of(trajectory: Trajectory) -> list[TrainedRow]:
-    """Every context of a trajectory as it is trained, in order."""
+    """Return every context for training, in order."""
     return [row_of(trajectory, number) for number in range(1 + len(trajectory.meta.contexts))]
 
 
 def counted_places(trajectory: Masked) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """Places in the record of the sampled tokens that can be trained, ascending: all but those that
-    begin a context, which nothing predicts."""
+    """Return the ascending record indices of trainable sampled tokens: all except a context's first
+    token, which nothing predicts."""
     counted = np.array(trajectory.loss_mask, dtype=bool)
     alone = [one.start for one in trajectory.meta.contexts if not one.shared]
     counted[[at for at in (0, *alone) if at < len(counted)]] = False
@@ -228,7 +227,7 @@ def counted_tokens(trajectory: Trajectory) -> list[int]:
 def check_contexts(
     contexts: Sequence[Context], calls: Sequence[Call], segments: Sequence[Segment], length: int
 ) -> None:
-    """Raise SchemaError unless contexts are what the segments say, and calls are sampled there."""
+    """Raises SchemaError unless contexts match the segments and calls match sampled tokens."""
     prompts = [one.start for one in segments if one.kind == "prompt"]
     if [one.start for one in contexts] != prompts[1:]:
         raise SchemaError("not where its prompts begin", path="$.meta.contexts")
@@ -246,10 +245,10 @@ def check_contexts(
 
 
 def call_fault(trajectory: Trajectory) -> str:
-    """Why its calls are not those of an agent that was served as the run says; empty if they are.
+    """Return why its calls are not those of a correctly served agent, empty if they are.
 
-    They are all that was sampled, each token once, in one context each; and the seed of each is
-    what its prompt and its occurrence make of the trajectory's, no two of them the same.
+    Calls must cover each sampled token once, in one context each, with unique seeds derived from
+    the trajectory's seed, prompt and occurrence.
     """
     meta = trajectory.meta
     sampled = np.array(trajectory.loss_mask, dtype=bool)

@@ -1,7 +1,7 @@
-"""Control records: the facts of a run, one JSON object each, tagged by `kind`.
+"""Control records: events of a run, one JSON object each, tagged by `kind`.
 
-A worker's role epoch is the offset of its own `worker joined`. `at_ns` is the writer's wall clock
-(ns since 1970) when the fact happened; nothing is decided by it.
+A worker's role epoch is the offset of its `worker joined`. `at_ns` is the writer's Unix time in ns;
+no decision uses it.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from dora_pipe.schemas.wire import Unknown, canonical, decode_tagged, kebab, kin
 
 ExclusiveRole = Literal["orchestrator", "trainer"]
 FinishReason = Literal["stop", "length", "environment", "error"]
-"""Why a trajectory ended: stop token or string, token limit, environment done, an error."""
+"""End of a trajectory: stop token or string, token limit, environment done, error."""
 
 ERROR_CHARACTERS_MAX = 200
-"""Of the error of a trajectory in control; its own record has more of it."""
+"""Maximum characters of a trajectory's error in control; its record has more."""
 
 INFRASTRUCTURE: Final = ("Retry", "TimedOut", "EpisodeTimeout", "ProcessDied", "EpisodeLost")
-"""Errors of a trajectory without a valid reward that say nothing of the task's code or its data: a
-service that does not answer, a call that takes too long, a process that is gone."""
+"""Error classes unrelated to the task's code or data: unreachable services, timeouts, dead
+processes."""
 
 REPLAY_DIFFERS: Final = "ReplayDiffers"
-"""Error of a request whose environment was said to be replayable, and is not: it begins again from
-its prompt."""
+"""Error of a request whose environment did not replay as declared; it restarts from its prompt."""
 
 Fault = Literal["infrastructure", "answer", "code"]
-"""Whose an error is: what runs the task's; that of code which gave no valid answer; or of code that
-raised."""
+"""Origin of an error: the task's infrastructure, code without a valid answer, or code
+that raised."""
 
 FAULTS: Final[tuple[Fault, ...]] = ("infrastructure", "answer", "code")
 
 PARTS_MAX: Final = 16
-"""Parts of a reward that control repeats; the trajectory's own record has all."""
+"""Maximum reward parts copied to control; the trajectory's record has all."""
 
 PART_CHARACTERS_MAX: Final = 64
-"""Of the name of a part that control repeats."""
+"""Maximum characters of a copied part's name."""
 
 
 def error_class(error: str) -> str:
-    """``error_class("not scored: TimedOut: timed out after 10 s") == "TimedOut"``."""
+    """Return the error's class: ``error_class("not scored: TimedOut: timed out after 10 s") ==
+    "TimedOut"``."""
     return error.removeprefix("not scored: ").partition(":")[0]
 
 
 def fault_of(name: str) -> Fault:
-    """Of a class of errors. ``fault_of("TimedOut") == "infrastructure"``."""
+    """Return the origin of an error class: ``fault_of("TimedOut") == "infrastructure"``."""
     if name in INFRASTRUCTURE:
         return "infrastructure"
     return "answer" if name == "NoAnswer" else "code"
 
 
 def by_fault(errors: Mapping[str, int]) -> dict[Fault, dict[str, int]]:
-    """Counts of classes of errors, under every fault."""
+    """Group counts of error classes by origin."""
     return {
         fault: {name: count for name, count in errors.items() if fault_of(name) == fault}
         for fault in FAULTS
@@ -65,7 +65,7 @@ def by_fault(errors: Mapping[str, int]) -> dict[Fault, dict[str, int]]:
 
 
 def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
-    """Those of a record's parts that control repeats: with short names, the first ones by name."""
+    """Return the parts copied to control: the first ones by name, with short names."""
     short = sorted(name for name in parts if len(name) <= PART_CHARACTERS_MAX)[:PARTS_MAX]
     return {name: value for name, value in parts.items() if name in short}
 
@@ -73,38 +73,37 @@ def parts_in_control(parts: Mapping[str, float]) -> dict[str, float]:
 class Control(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab, omit_defaults=True
 ):
-    """Base of the control records."""
+    """Base of control records."""
 
     at_ns: int
 
 
 class Lineage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a run's initial weights came from: `run --from RUN@STEP`."""
+    """Origin of a run's initial weights: `run --from RUN@STEP`."""
 
     run: str
     step: int
     digest: str
     optimizer: Blob | None = None
-    """The optimizer's state of that version, which this run's first step goes on with
-    (`--with-optimizer`); none: a fresh one."""
+    """Optimizer state for the first step (`--with-optimizer`); None: a fresh one."""
 
 
 class DataSet(msgspec.Struct, frozen=True, kw_only=True):
-    """The rows that groups are made of."""
+    """Rows of a data set."""
 
     digest: str
-    """sha256 over the rows as canonical JSON, a line each (hex)."""
+    """sha256 (hex) over the rows as canonical JSON, one per line."""
     rows: int
-    """How many."""
+    """Number of rows."""
 
 
 class RunStarted(Control, frozen=True, kw_only=True):
-    """The first record of a run: everything that stays the same while it lasts."""
+    """First record of a run, with everything that never changes."""
 
     run: str
     schema_version: int
     config: dict[str, Any]
-    """The resolved configuration (`dora_pipe.config.Config` as plain values)."""
+    """Resolved configuration (`dora_pipe.config.Config` as plain values)."""
     config_digest: str
     dataset_digest: str
     dataset_rows: int
@@ -112,25 +111,25 @@ class RunStarted(Control, frozen=True, kw_only=True):
     eval_rows: int
     seed: int
     policy: Manifest
-    """Version 0."""
+    """Manifest of version 0."""
     assets_digest: str
     """sha256 over config and tokenizer files of the model directory."""
     planner: str
     package: str
     lineage: Lineage | None = None
     datasets: dict[str, DataSet] = {}
-    """Of every task and evaluation that has a name, as `GroupSpec.source` says it; then the four
-    fields above are those of the first task and of the first evaluation."""
+    """Data set of each named task and evaluation, by `GroupSpec.source`; then the four fields above
+    describe the first task and first evaluation."""
     scored_together: tuple[str, ...] = ()
-    """Sources (`GroupSpec.source`) of groups whose siblings are also scored together."""
+    """Sources (`GroupSpec.source`) whose groups are also scored together."""
 
     @property
     def optimizer(self) -> Blob | None:
-        """The optimizer's state that version 0 begins with; None: a fresh one."""
+        """Return version 0's optimizer state; None: a fresh one."""
         return None if self.lineage is None else self.lineage.optimizer
 
     def data(self, source: str) -> DataSet | None:
-        """The rows of a source; None where there is no such one."""
+        """Return the rows of a source, None if unknown."""
         plain = {
             "train": DataSet(digest=self.dataset_digest, rows=self.dataset_rows),
             "eval": DataSet(digest=self.eval_digest, rows=self.eval_rows),
@@ -138,7 +137,7 @@ class RunStarted(Control, frozen=True, kw_only=True):
         return self.datasets.get(source) or plain.get(source)
 
     def check_config(self) -> None:
-        """What every role asks before it obeys it. Raises InvariantBroken."""
+        """Raises InvariantBroken if the configuration does not match its digest."""
         found = config_digest(self.config)
         if found != self.config_digest:
             raise InvariantBroken(
@@ -149,12 +148,12 @@ class RunStarted(Control, frozen=True, kw_only=True):
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Hex sha256 of a configuration's plain values as canonical JSON."""
+    """Return the hex sha256 of a configuration as canonical JSON."""
     return sha256_hex(canonical(config))
 
 
 class RoleStarted(Control, frozen=True, kw_only=True):
-    """An exclusive role has fenced its predecessor: its next incarnation begins."""
+    """Start of an exclusive role's next incarnation, which has fenced its predecessor."""
 
     role: ExclusiveRole
     role_epoch: int
@@ -163,12 +162,12 @@ class RoleStarted(Control, frozen=True, kw_only=True):
     pid: int
     package: str
     samplers: dict[str, str] = {}
-    """Of an orchestrator that draws rows (`task.sampler`): each function as it is configured, with
-    the sha256 of the file it is in."""
+    """Configured row samplers (`task.sampler`) of an orchestrator, with the sha256 of
+    their files."""
 
 
 class WorkerJoined(Control, frozen=True, kw_only=True):
-    """A worker is there and hosts nothing yet. The offset of this record names its incarnation."""
+    """Start of a worker without weights; the record's offset identifies its incarnation."""
 
     worker: str
     instance: str
@@ -186,23 +185,20 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     reward_digest: str
     package: str
     versions_resident: int = 1
-    """Versions that it can host at the same time; more than one only where a version is an adapter
-    on weights that all share."""
+    """Versions that it can serve at once; more than one only for adapters on a shared base."""
     template_digest: str = ""
-    """Of how messages become token ids and turns are read; empty: its prompts are text."""
+    """Digest of chat template and turn parsing; empty: prompts are text."""
     packages: dict[str, str] = {}
-    """Packages and servers of others that its tasks play with: by name, version and a digest of the
-    source."""
+    """Packages and external servers of its tasks: name, version and source digest."""
     elastic: bool = False
-    """It shares its GPUs with the trainer in time: it sleeps while a step is computed."""
+    """Whether it shares GPUs with the trainer and sleeps during training steps (colocated)."""
     reward_digests: dict[str, str] = {}
-    """Of several tasks that of each by itself, by source (`GroupSpec.source`)."""
+    """Reward digest per source (`GroupSpec.source`) if there are several tasks."""
 
 
 class WorkerReady(Control, frozen=True, kw_only=True):
-    """A worker has loaded the weights it was assigned; their digest was checked. Or, with version
-    -1 and no digest, it sleeps: it has let go of its weights, and nothing that it has needs them.
-    """
+    """Worker has loaded and verified its assigned weights. With version -1 and no digest it sleeps,
+    without weights and without requests that need them."""
 
     worker: str
     epoch: int
@@ -210,11 +206,11 @@ class WorkerReady(Control, frozen=True, kw_only=True):
     digest: str
     load_ms: float
     fallbacks: tuple[Fallback, ...] = ()
-    """Files of versions that were lost or damaged on the way to these weights; the last few."""
+    """Most recent lost or damaged files while loading these weights."""
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Where a request's newest progress record lies, and how many sampled tokens it reaches."""
+    """Offset of a request's newest progress record, and the sampled tokens up to it."""
 
     tokens: int
     partition: int
@@ -222,21 +218,21 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 RUN_STOPPED = "the run stopped"
-"""How the reason of a worker begins that leaves because a decision said so."""
+"""Prefix of the reason of a worker that leaves by decision."""
 
 
 class WorkerLeft(Control, frozen=True, kw_only=True):
-    """A worker stops in order; its open requests go on elsewhere from their progress records."""
+    """Orderly stop of a worker; its open requests resume elsewhere from their progress records."""
 
     worker: str
     epoch: int
     reason: str
     progress: dict[str, Resume] = {}
-    """Trajectory id to its newest progress record."""
+    """Newest progress record by trajectory id."""
 
 
 class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One trajectory of a `trajectories logged` record; its version is the record's."""
+    """Trajectory of a `trajectories logged` record, which has the version."""
 
     trajectory: str
     attempt: int
@@ -247,25 +243,24 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tokens: int
     """Sampled tokens."""
     reward: float | None
-    """None exactly when the trajectory is not valid."""
+    """None exactly if the trajectory is invalid."""
     finish: FinishReason
     error: str = ""
-    """Why it is not valid: class and first line, at most `ERROR_CHARACTERS_MAX` characters."""
+    """Reason for being invalid: class and first line, at most `ERROR_CHARACTERS_MAX` characters."""
     tool_error: str = ""
-    """What the function of a tool raised first, likewise; the trajectory may be valid."""
+    """First exception of a tool function, in the same form; the trajectory may be valid."""
     answer: str = ""
-    """What its reward read as its answer, as its record has it; empty where none said one."""
+    """Answer that the reward read, as in its record; empty without one."""
     parts: dict[str, float] = {}
-    """What its reward is made of: of its record's parts with names of at most 64 characters the
-    first 16 by name."""
+    """Reward parts of its record: the first 16 by name with names of at most 64 characters."""
     contexts: int = 1
-    """How many its record has."""
+    """Number of contexts in its record."""
     calls: int = 0
-    """Of an agent to the model, that its record has."""
+    """Number of an agent's calls in its record."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
-    """The fact that a trajectory lies in the log: an entry with what its record says of all."""
+    """Logged trajectory: an entry with the fields shared by its record."""
 
     at_ns: int
     worker: str
@@ -290,20 +285,20 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group(self) -> str:
-        """Id of its group."""
+        """Return the group id."""
         return group_of(self.trajectory)
 
     @property
     def valid(self) -> bool:
-        """Whether its reward counts."""
+        """Return whether the reward counts."""
         return self.reward is not None
 
 
 class TrajectoriesLogged(Control, frozen=True, kw_only=True):
-    """Trajectories of one version lie in the log, each at its (partition, offset).
+    """Logged trajectories of one version, each at (partition, offset).
 
-    A worker reports once per turn of its loop, not once per trajectory: a record costs about as
-    much as ten entries. Each entry is judged by itself.
+    Workers write one record per loop turn, because a record costs as much as ten entries. Each
+    entry is judged independently.
     """
 
     worker: str
@@ -312,10 +307,10 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
     digest: str
     """Weights digest (hex)."""
     trajectories: tuple[LoggedEntry, ...]
-    """At least one."""
+    """Nonempty."""
 
     def facts(self) -> list[TrajectoryLogged]:
-        """Every entry as a fact of its own, in order."""
+        """Return the entries as separate events, in order."""
         return [
             TrajectoryLogged(
                 at_ns=self.at_ns,
@@ -344,9 +339,9 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
 
 
 class RequestReleased(Control, frozen=True, kw_only=True):
-    """A worker has let go of a request, as a `move` asked: it goes on elsewhere.
+    """Answer to a `move`: the worker released a request, which continues elsewhere.
 
-    `resume` reaches every token that was sampled here; None for a request that never ran.
+    `resume` covers every token sampled here; None for a request that never ran.
     """
 
     worker: str
@@ -355,13 +350,14 @@ class RequestReleased(Control, frozen=True, kw_only=True):
     attempt: int
     resume: Resume | None = None
     kv: Blob | None = None
-    """The KV cache of all tokens but the last, in the worker's handover directory."""
+    """KV cache of all tokens but the last, in the worker's handover directory."""
     left_ns: int = 0
-    """When it left its slot; 0 for a request that had none."""
+    """When it left its slot; 0 if it had none."""
 
 
 class RequestFailed(Control, frozen=True, kw_only=True):
-    """A request ended without a trajectory; a retryable one is placed again, boundedly often."""
+    """Request that ended without a trajectory; retryable ones are scheduled again a limited number
+    of times."""
 
     worker: str
     epoch: int
@@ -373,7 +369,7 @@ class RequestFailed(Control, frozen=True, kw_only=True):
 
 
 class TakenTrajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One trajectory of a batch: which record of the log, down to its bytes."""
+    """Trajectory of a batch: position and digest of its record."""
 
     trajectory: str
     attempt: int
@@ -384,45 +380,45 @@ class TakenTrajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True
 
 
 class ScoredSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sibling of a `group scored`."""
+    """Trajectory in a `group scored`."""
 
     trajectory: str
     reward: float
-    """What counts from now on: that of its record and what the group's scores add."""
+    """Final reward: the record's plus the group's scores."""
     parts: dict[str, float] = {}
-    """Scores by name, beside those of its record."""
+    """Scores by name, in addition to the record's."""
 
 
 class GroupScored(Control, frozen=True, kw_only=True):
-    """The siblings of a group were scored together, as a `score group` asked; or were not."""
+    """Answer to a `score group`: scores of a group's trajectories, or an error."""
 
     worker: str
     epoch: int
     group: str
     attempt: int
-    """That of the decision."""
+    """Attempt of the decision."""
     siblings: tuple[ScoredSibling, ...] = ()
-    """Those of the decision, in order; none where there is an error."""
+    """Trajectories of the decision, in order; empty on an error."""
     error: str = ""
-    """Why there are no scores: class and first line."""
+    """Reason for missing scores: class and first line."""
     retryable: bool = False
-    """Asked again, the answer may be another one; boundedly often."""
+    """Whether another attempt may succeed; attempts are limited."""
 
 
 class TakenGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One group of a batch, with all its logged siblings in order."""
+    """Group of a batch with all its logged trajectories in order."""
 
     group: str
     version: int
     deadline: int
     trajectories: tuple[TakenTrajectory, ...]
     rewards: dict[str, float] = {}
-    """Of its valid trajectories, by id, where they were scored together: they take the place of the
-    records' own."""
+    """Rewards of valid trajectories by id, if scored together; they replace the records'
+    rewards."""
 
 
 class StepCommitted(Control, frozen=True, kw_only=True):
-    """The commit: training step `step` is done, version `step` became version `step + 1`."""
+    """Commit: training step `step` turned version `step` into version `step + 1`."""
 
     step: int
     attempt: int
@@ -433,41 +429,41 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     digest_after: str
     policy: Manifest
     contributions: Blob
-    """Arrow file: per trajectory its staleness, advantage, ratio figures, clipped share."""
+    """Arrow file: staleness, advantage, ratio metrics and clipped share per trajectory."""
     figures: dict[str, float]
-    """loss, grad_norm, tokens, kl, ...; all finite."""
+    """Metrics such as loss, grad_norm, tokens, kl; all finite."""
     settings: dict[str, float | int | str | bool]
-    """The logged configuration keys that were in force (see `TakeBatch.settings`)."""
+    """Logged configuration keys in force (see `TakeBatch.settings`)."""
     numerics: dict[str, str]
-    """Fingerprint: equal bits are promised under an equal one."""
+    """Fingerprint: equal fingerprints promise equal bits."""
     decisions_next: int
-    """Position in the decisions topic from which a restarted trainer goes on."""
+    """Position in decisions from which a restarted trainer continues."""
     compute_s: float
     checkpoint: Blob | None = None
-    """Optimizer state after this step, where one was kept."""
+    """Optimizer state after this step, if kept."""
     adopted: bool = False
-    """The weights before this step were adopted, not replayed (`--adopt`)."""
+    """Whether the weights before this step were adopted instead of replayed (`--adopt`)."""
     dropped: tuple[int, ...] = ()
     """Versions whose files the trainer deletes once this commit is durable (docs/storage.md)."""
     parts: tuple[int, ...] = ()
-    """The sizes of all but its last part, as `TakeBatch.parts` has them."""
+    """Sizes of all parts but the last (see `TakeBatch.parts`)."""
     ahead_s: tuple[float, ...] = ()
-    """Seconds spent on the first of those parts ahead of the batch, while nothing else could be
-    done: no wait for it. The others were computed with the batch."""
+    """Seconds spent on each early part before the batch, while the trainer was otherwise idle;
+    later parts were computed with the batch."""
     whole: bool = True
-    """Whether the new version lies in the store as a whole file."""
+    """Whether the store has a full checkpoint of the new version."""
     patch: Blob | None = None
-    """The file that makes the new version of the one before it, where there is one."""
+    """Delta from the previous version, if any."""
     beside_s: float = 0.0
-    """Seconds spent on its first part while the version before was published: none of `ahead_s`,
-    nor of the time from the commit before to this one."""
+    """Seconds spent on the first part while the previous version was published; included neither in
+    `ahead_s` nor in the time since the previous commit."""
     fallbacks: tuple[Fallback, ...] = ()
-    """Files of versions that were lost or damaged where the trainer read them, since it started or
-    since its commit before; the last few."""
+    """Most recent lost or damaged version files that the trainer read, since its start or previous
+    commit."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a group of a batch cannot be accepted."""
+    """Reason for rejecting a group of a batch."""
 
     group: str
     trajectory: str
@@ -475,7 +471,7 @@ class Offender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRefused(Control, frozen=True, kw_only=True):
-    """The trainer refuses a batch decision; the offenders fail, the other groups return to U."""
+    """Trainer's rejection of a batch: offenders fail, the other groups return to U."""
 
     step: int
     attempt: int
@@ -484,7 +480,7 @@ class BatchRefused(Control, frozen=True, kw_only=True):
 
 
 class Command(Control, frozen=True, kw_only=True):
-    """What a user asks of a running run. Verbs: set, pause, resume, drain, stop, fail-batch."""
+    """User command to a running run: set, pause, resume, drain, stop, fail-batch."""
 
     user: str
     verb: str
@@ -492,7 +488,8 @@ class Command(Control, frozen=True, kw_only=True):
 
 
 class WeightsAdopted(Control, frozen=True, kw_only=True):
-    """A restarted trainer could not reproduce `step` bit for bit and took its committed weights."""
+    """Adoption of `step`'s committed weights by a restarted trainer that could not reproduce them
+    bit for bit."""
 
     step: int
     role_epoch: int
@@ -502,7 +499,7 @@ class WeightsAdopted(Control, frozen=True, kw_only=True):
 
 
 class VersionsDropped(Control, frozen=True, kw_only=True):
-    """`prune` deletes files of these versions of a finished run; replay makes them again."""
+    """Deletion of a finished run's version files by `prune`; replay rebuilds them."""
 
     user: str
     versions: tuple[int, ...]
@@ -530,5 +527,5 @@ KINDS = kinds_of(AnyControl)
 
 
 def decode_control(data: bytes) -> AnyControl | Unknown:
-    """A control record; `Unknown` for a kind of a later version. Raises SchemaError."""
+    """Return a control record; `Unknown` for a later kind. Raises SchemaError."""
     return decode_tagged(data, _DECODER, KINDS)

@@ -1,8 +1,7 @@
-"""A dead letter: a record that could not be read, as it came, with the place and the reason.
+"""Dead letters: unreadable records with position and reason.
 
-The value is the record's own value, byte for byte. Everything else is one ASCII JSON object in the
-header `dead-letter`, so that a person with `kcat` sees what happened; bytes of unknown encoding
-(key, header values) stand there as base64.
+The value is unchanged. The header `dead-letter` is an ASCII JSON object, readable with `kcat`; keys
+and header values are base64.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.wire import decode, sha256_hex
 
 HEADER = "dead-letter"
-"""Name of the one header of a dead letter."""
+"""Name of the only header."""
 
 DEAD_LETTER_BYTES_MAX = 9 * 1024 * 1024
-"""A dead letter above this leaves the value out."""
+"""Maximum size in bytes; larger letters omit the value."""
 
 WHY_CHARACTERS_MAX = 2000
-_OVERHEAD_BYTES = 1024  # What a bus may count beside key, value and headers.
+_OVERHEAD_BYTES = 1024  # bytes that a bus may add to key, value and headers
 
 
 class _Letter(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON in the header."""
+    """JSON in the header."""
 
     topic: str
     partition: int
@@ -49,7 +48,7 @@ _DECODER = msgspec.json.Decoder(_Letter)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A record that could not be read.
+    """Unreadable record.
 
     Example: ``DeadLetter(topic="demo.trajectories", partition=0, offset=17, path="$", at_ns=...,
     why="not a zstd frame", key=b"g0000000042", value=b"...", headers=(("run", b"demo"),))``.
@@ -60,22 +59,22 @@ class DeadLetter:
     offset: int
     why: str
     path: str
-    """Where inside the record, as the SchemaError said."""
+    """Position inside the record, from the SchemaError."""
     at_ns: int
-    """Wall clock of the role that could not read it."""
+    """Unix time in ns of the reading role."""
     key: bytes
     value: bytes | None
-    """None where it was left out because it did not fit; it still lies at its own place."""
+    """None if omitted for size; the original record still has it."""
     headers: tuple[tuple[str, bytes], ...] = ()
 
 
 def encode_dead_letter(
     letter: DeadLetter, *, record_bytes_max: int = DEAD_LETTER_BYTES_MAX
 ) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
-    """(value, headers) of a dead letter that fits into `record_bytes_max`.
+    """Return value and headers within `record_bytes_max`.
 
-    A value that would not fit with its reason is left out; its sha256 and size stay. Headers that
-    alone do not fit raise SchemaError.
+    Omits a value that does not fit, but keeps its sha256 and size. Raises SchemaError if the
+    headers alone do not fit.
     """
     value = letter.value or b""
     header = _header(letter, value, kept=letter.value is not None)
@@ -87,7 +86,7 @@ def encode_dead_letter(
 
 
 def decode_dead_letter(value: bytes, headers: Iterable[tuple[str, bytes]]) -> DeadLetter:
-    """A dead letter from what the bus carries. Raises SchemaError."""
+    """Decode a dead letter. Raises SchemaError."""
     found = dict(headers).get(HEADER)
     if found is None:
         raise SchemaError("header is missing", path=f"$.headers.{HEADER}")
@@ -121,7 +120,7 @@ def _header(letter: DeadLetter, value: bytes, *, kept: bool) -> bytes:
         "key": _text(letter.key),
         "headers": [[name, _text(data)] for name, data in letter.headers],
     }
-    # The standard library's encoder, because it can write ASCII only.
+    # The standard library's encoder can write ASCII only.
     return json.dumps(fields, ensure_ascii=True, separators=(",", ":")).encode("ascii")
 
 

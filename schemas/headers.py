@@ -1,7 +1,7 @@
-"""What a trajectory's headers say, so that a reader may filter without opening the value.
+"""Headers of a trajectory, for filtering without decoding the value.
 
-Names are the fields of `Headers`, each one of the trajectory or its `Meta`; values are ASCII; an
-invalid reward is an empty value. Names that this version does not know are ignored.
+Names are the fields of `Headers`, from the trajectory or its `Meta`; values are ASCII, empty for an
+invalid reward. Unknown names are ignored.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ _INTEGER = re.compile("-?(?:0|[1-9][0-9]{0,18})")
 
 
 def describe(trajectory: Trajectory, *, sha256: str, traceparent: str = "") -> Headers:
-    """The headers that a trajectory has, `sha256` being that of its value bytes."""
+    """Return the headers of a trajectory; `sha256` is that of its value bytes."""
     said = dict(zip(_COMPARED_NAMES, _SAID_BY(trajectory), strict=True))
     return Headers(**said, sha256=sha256, traceparent=traceparent)
 
 
 def header_pairs(headers: Headers) -> tuple[tuple[str, bytes], ...]:
-    """Headers as the bus carries them. Raises SchemaError for what is not ASCII."""
+    """Return headers for the bus. Raises SchemaError if not ASCII."""
     return tuple((name, _write(name, getattr(headers, name))) for name in _ORDER)
 
 
 def parse_headers(raw: Iterable[tuple[str, bytes]]) -> Headers:
-    """Headers from what the bus carries. Raises SchemaError for one missing, twice or invalid."""
+    """Parse headers from the bus. Raises SchemaError for missing, duplicate or invalid ones."""
     pairs = tuple(raw)
     return _as_written(pairs) or _one_by_one(pairs)
 
 
 def _as_written(pairs: tuple[tuple[str, bytes], ...]) -> Headers | None:
-    """Headers in the order in which they are written, all at once; None where anything differs."""
+    """Parse headers in the written order (fast path); None if anything differs."""
     if tuple(map(_FIRST, pairs)) != _ORDER:
         return None
     line = b"\n".join(map(_SECOND, pairs))
@@ -84,9 +84,9 @@ def _parse(name: str, kind: str, value: bytes) -> Any:
 
 
 def matches(headers: Headers, trajectory: Described) -> list[str]:
-    """Names of the header fields that disagree with the trajectory; empty when all agree.
+    """Return the header fields that differ from the trajectory.
 
-    Not compared: `sha256` (of the bytes, not of what they say) and `traceparent`.
+    Ignores `sha256`, which covers the bytes, and `traceparent`.
     """
     wanted, found = _SAID_BY(trajectory), _COMPARED(headers)
     if wanted == found:
@@ -127,7 +127,7 @@ _COMPARED_NAMES = tuple(name for name in _ORDER if name not in ("sha256", "trace
 _COMPARED = attrgetter(*_COMPARED_NAMES)
 _ELSEWHERE = {"tokens": "length"} | {name: f"meta.{name}" for name in Meta.__struct_fields__}
 _SAID_BY = attrgetter(*(_ELSEWHERE.get(name, name) for name in _COMPARED_NAMES))
-"""What the headers of a trajectory say, in the order of `_COMPARED_NAMES`."""
+"""Values of a trajectory in the order of `_COMPARED_NAMES`."""
 _FIRST, _SECOND = itemgetter(0), itemgetter(1)
 
 
@@ -140,4 +140,4 @@ def _pattern(name: str, kind: str) -> str:
 
 
 _LINE = re.compile("\n".join(f"({_pattern(*one)})" for one in _KINDS.items()))
-"""All headers, a line each: who holds a newline has one too many."""
+"""All headers, one per line; a value with a newline does not match."""

@@ -1,9 +1,8 @@
-"""Identity without chance: ids, partitions, seeds and prompt order are functions of ordinals.
+"""Deterministic ids, partitions, seeds and prompt order, from ordinals.
 
-A group's id is its zero-padded dispatch ordinal behind the letter of its purpose (`g` train, `e`
-evaluation: two counters, so that evaluations never change the prompts that training sees). A
-trajectory's id adds the sibling. Neither the attempt nor the worker enters a seed, so a trajectory
-that is generated again is the same trajectory.
+A group id is a letter (`g` train, `e` evaluation) and the zero-padded dispatch ordinal; separate
+counters keep evaluations from changing training prompts. Trajectory ids add the sample index. Seeds
+exclude attempt and worker, so a regenerated trajectory is the same.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import Literal
 from dora_pipe.core.errors import SchemaError
 
 Purpose = Literal["train", "eval"]
-"""What a group is for; evaluation groups never enter a batch."""
+"""Purpose of a group; evaluation groups never enter a batch."""
 
 ORDINAL_DIGITS = 10
 SIBLING_DIGITS = 3
 SIBLINGS_MAX = 10**SIBLING_DIGITS
-"""Of one group."""
+"""Maximum trajectories per group."""
 
 _LETTERS: dict[Purpose, str] = {"train": "g", "eval": "e"}
 _PURPOSES: dict[str, Purpose] = {"g": "train", "e": "eval"}
@@ -32,25 +31,25 @@ _TRAJECTORY = re.compile(r"(?P<letter>[ge])(?P<ordinal>[0-9]{10})-(?P<sibling>[0
 _SIBLINGS = [f"-{sibling:0{SIBLING_DIGITS}d}" for sibling in range(SIBLINGS_MAX)]
 _FEISTEL_ROUNDS = 6
 _PROMPTS_KEPT = 4096
-"""Who asks for the prompt of an ordinal asks more than once."""
+"""Cache size; prompts of an ordinal are requested repeatedly."""
 _SCRAMBLES_KEPT = 8192
-"""Enough for a permutation of a million rows: half the bits of a place, six rounds."""
+"""Enough for a permutation of a million rows: half the bits, six rounds."""
 
 
 def group_id(purpose: Purpose, ordinal: int) -> str:
-    """``group_id("train", 42) == "g0000000042"``."""
+    """Return the group id: ``group_id("train", 42) == "g0000000042"``."""
     assert 0 <= ordinal < 10**ORDINAL_DIGITS, ordinal
     return f"{_LETTERS[purpose]}{ordinal:0{ORDINAL_DIGITS}d}"
 
 
 def trajectory_id(group: str, sibling: int) -> str:
-    """``trajectory_id("g0000000042", 3) == "g0000000042-003"``."""
+    """Return the trajectory id: ``trajectory_id("g0000000042", 3) == "g0000000042-003"``."""
     assert 0 <= sibling < SIBLINGS_MAX, sibling
     return group + _SIBLINGS[sibling]
 
 
 def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
-    """Purpose, ordinal and sibling of a trajectory id. Raises SchemaError."""
+    """Return purpose, ordinal and sample index. Raises SchemaError."""
     found = _TRAJECTORY.fullmatch(trajectory)
     if found is None:
         raise SchemaError(f"not a trajectory id: {trajectory[:60]!r}", path="$.trajectory")
@@ -58,60 +57,59 @@ def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
 
 
 def group_of(trajectory: str) -> str:
-    """The group id of a trajectory id."""
+    """Return the group id of a trajectory id."""
     return trajectory.rpartition("-")[0]
 
 
 def partition_of(ordinal: int, partitions: int) -> int:
-    """The trajectories (and progress) partition of a group."""
+    """Return a group's partition of trajectories and progress."""
     return ordinal % partitions
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from parts; equal parts give equal seeds on every machine."""
+    """Return a 63-bit seed, equal for equal parts on every machine."""
     text = "\x1f".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
 def group_seed(run_seed: int, purpose: Purpose, ordinal: int) -> int:
-    """The seed that a dispatch carries.
+    """Return the seed of a dispatch.
 
-    For evaluation groups `ordinal` is the row of the evaluation data, so that every evaluation of
-    a run draws the same random streams.
+    For evaluation groups `ordinal` is the data row, so every evaluation of a run uses the same
+    random streams.
     """
     return derive_seed("group", run_seed, purpose, ordinal)
 
 
 def trajectory_seed(seed: int, sibling: int) -> int:
-    """The seed of one sibling, from its group's seed."""
-    text = f"trajectory\x1f{seed}\x1f{sibling}"  # `derive_seed`, for once per trajectory.
+    """Return the seed of one trajectory of a group."""
+    text = f"trajectory\x1f{seed}\x1f{sibling}"  # inlined `derive_seed`, once per trajectory
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def call_seed(seed: int, prompt_digest: str, occurrence: int) -> int:
-    """The seed of an agent's call, from its trajectory's seed, the digest of its prompt's token ids
-    (`wire.sha256_hex` of int32, little endian) and how many calls had the same before: parallel
-    calls draw the same streams, whichever comes first."""
+    """Return the seed of an agent's call.
+
+    `prompt_digest` is `wire.sha256_hex` of the prompt ids (int32, little endian); `occurrence`
+    counts earlier calls with that prompt. Parallel calls thus get the same streams in any order.
+    """
     return derive_seed("call", seed, prompt_digest, occurrence)
 
 
 def cut_seed(seed: int, token: int) -> int:
-    """What the continuations of a trajectory from a token are the siblings of."""
+    """Return the group seed for continuations of a trajectory from a token."""
     return derive_seed("fork", seed, token)
 
 
 def source_of(purpose: Purpose, name: str) -> str:
-    """Where a group comes from: ``source_of("eval", "hard") == "eval/hard"``; the purpose alone
-    where tasks or evaluations have no names."""
+    """Return the source of a group: ``source_of("eval", "hard") == "eval/hard"``; only the purpose
+    without a name."""
     return f"{purpose}/{name}" if name else purpose
 
 
 @lru_cache(maxsize=16)
 def whole_shares(ratios: tuple[float, ...]) -> tuple[int, ...]:
-    """The same ratios as whole numbers, exactly as they are written in decimals.
-
-    ``whole_shares((0.5, 1.25)) == (2, 5)``.
-    """
+    """Return decimal ratios as exact integers: ``whole_shares((0.5, 1.25)) == (2, 5)``."""
     exact = [Fraction(repr(ratio)) for ratio in ratios]
     scale = math.lcm(*(one.denominator for one in exact))
     whole = [int(one * scale) for one in exact]
@@ -119,11 +117,11 @@ def whole_shares(ratios: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def next_task(shares: Sequence[int], given: Sequence[int]) -> int:
-    """Which task the next group is of, `given` so many groups of each.
+    """Return the task of the next group, after `given` groups of each.
 
-    Of those that have had less than their share by then, the one whose next group is due first, as
-    in Balinski and Young's quota method: after any n groups each has more than n * share - 1 and
-    fewer than n * share + 1. ``next_task((3, 1), (1, 0)) == 0``.
+    Quota method of Balinski and Young: of the tasks below their share, the one whose next group is
+    due first. After n groups each task has between n * share - 1 and n * share + 1. ``next_task((3,
+    1), (1, 0)) == 0``.
     """
     total, number = sum(shares), sum(given) + 1
     waiting = [one for one, share in enumerate(shares) if given[one] * total < number * share]
@@ -132,10 +130,9 @@ def next_task(shares: Sequence[int], given: Sequence[int]) -> int:
 
 @lru_cache(maxsize=_PROMPTS_KEPT)
 def prompt_index(run_seed: int, ordinal: int, rows: int) -> tuple[int, int]:
-    """(data epoch, row) of the prompt that the group with this ordinal gets.
+    """Return (data epoch, row) of the prompt for this ordinal.
 
-    Each data epoch is a keyed permutation of the rows: every row once per epoch, no state but the
-    ordinal. Raises ValueError for an empty data set.
+    Each data epoch is a keyed permutation of the rows. Raises ValueError for an empty data set.
     """
     if rows < 1:
         raise ValueError("the data set has no rows")
@@ -144,7 +141,7 @@ def prompt_index(run_seed: int, ordinal: int, rows: int) -> tuple[int, int]:
 
 
 def _permute(place: int, rows: int, key: int) -> int:
-    """A keyed permutation of range(rows): a Feistel network, walked until it lands inside."""
+    """Return a keyed permutation of range(rows): a Feistel network with cycle walking."""
     half_bits = max(1, ((rows - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     value = place

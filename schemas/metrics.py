@@ -1,4 +1,4 @@
-"""Metrics records: the periodic status of each role; lossy, never state by themselves."""
+"""Metrics records: periodic, lossy statuses of roles."""
 
 from __future__ import annotations
 
@@ -9,161 +9,160 @@ from dora_pipe.schemas.wire import Unknown, decode_tagged, kebab, kinds_of
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU seconds of a role since its imports, by what they were spent on."""
+    """CPU seconds of a role since its imports."""
 
     total_s: float
     bus_s: float
     """Polling and appending."""
     control_s: float
-    """Deciding: `react` without the codec."""
+    """Decisions: `react` without the codec."""
     codec_s: float
-    """Encoding and decoding trajectories and progress."""
+    """Encoding and decoding of trajectories and progress."""
     rss_bytes: int
 
 
 class Blocker(msgspec.Struct, frozen=True, array_like=True):
-    """Who or what a wait ends with. Example: ``Blocker("group", "g0000000017")``"""
+    """Cause of a wait. Example: ``Blocker("group", "g0000000017")``"""
 
     kind: str
-    """`group`, `trajectory`, `worker`, `version`, `step`, `role`, `topic` or `user`."""
+    """One of `group`, `trajectory`, `worker`, `version`, `step`, `role`, `topic`, `user`."""
     id: str
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that a role waits for."""
+    """Wait of a role."""
 
     name: str
-    """Which wait it is; stays the same while `words` may change: `batch`, `groups`, `reward`."""
+    """Stable name while `words` may change: `batch`, `groups`, `reward`."""
     words: str
     since_ns: int
-    """The role's wall clock when this wait began."""
+    """Unix time in ns of the start, by the role's clock."""
     limit_ms: int | None = None
-    """A longer wait raises an alarm; None: it may last as long as it likes."""
+    """Duration above which it is an alarm; None: unlimited."""
     overdue: bool = False
-    """It is longer than its limit: the alarm."""
+    """Whether it exceeds its limit: the alarm."""
     still: bool = False
-    """The role does nothing until it ends; the others go on beside its work."""
+    """Whether the role is idle until it ends; otherwise work continues."""
     blockers: tuple[Blocker, ...] = ()
-    """The first few of those that it ends with, most urgent first."""
+    """The first few causes, most urgent first."""
     more: int = 0
-    """Blockers that are left out."""
+    """Number of omitted blockers."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab):
-    """Base of the metrics records."""
+    """Base of metrics records."""
 
     at_ns: int
     waits: tuple[Wait, ...] = ()
-    """What the role waits for; the one that stops its work, if there is one, comes first."""
+    """Current waits, a blocking one first."""
     cost: Cost
 
     @property
     def waits_for(self) -> str:
-        """What the role waits for instead of working, in words; empty when it works."""
+        """Return the blocking wait in words, empty if the role works."""
         return self.waits[0].words if self.waits and self.waits[0].still else ""
 
 
 class AskedCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call of an agent that has no answer yet.
+    """Unanswered call of an agent.
 
     Example: ``AskedCall("g0000000017-003", 4, 1750000000000000000, "slots")``
     """
 
     trajectory: str
     call: int
-    """Its session's own number of it."""
+    """Number of the call in its session."""
     since_ns: int
-    """When it came, wall clock."""
+    """Arrival, Unix time in ns."""
     waits_for: str
-    """`slots`, `tokens`, or the words of another phase of a request."""
+    """One of `slots`, `tokens`, or another phase of a request."""
 
 
 class FailingPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A server of a task, or the task's processes on the worker's machine, that has failed and has
-    not answered since.
+    """Server of a task, or its local processes, that failed and has not answered since.
 
     Example: ``FailingPlace(task="games", url="tcp://games-1:7000", failures=3, since_ns=...,
     left_alone=True, why="the connection ended")``
     """
 
     task: str
-    """Its name, or its kind where it is the only one."""
+    """Task name, or its kind if it is the only task."""
     url: str = ""
-    """Empty: its processes here."""
+    """Empty for local processes."""
     failures: int
-    """In a row."""
+    """Consecutive failures."""
     tries: int = 0
-    """Processes, or connections, that were begun there since the first of them."""
+    """Processes or connections started there since the first failure."""
     since_ns: int
-    """When the first of them was, wall clock."""
+    """Time of the first failure, Unix ns."""
     left_alone: bool = False
-    """Nothing is asked of it for now; else it is tried with one process."""
+    """Whether it gets no requests for now; otherwise one process tries it."""
     why: str
-    """The last of them."""
+    """Last error."""
 
 
 class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker does now."""
+    """Status of a worker."""
 
     worker: str
     epoch: int
     version: int
-    """The version it hosts; -1 before the first."""
+    """Version that it serves; -1 before the first."""
     active: int
     waiting: int
     kv_used_tokens: int
     tokens_total: int
     """Tokens sampled by this incarnation."""
     progress: dict[str, Resume]
-    """Of every open request that has a progress record; where `since` is true, of those alone that
-    have a newer one than the last status of this incarnation said."""
+    """Progress record of every open request that has one; if `since`, only those with a newer one
+    than in this incarnation's last status."""
     weights_at: str = ""
-    """URL of the weights it hosts, for other workers; empty: nowhere (docs/storage.md)."""
+    """URL of its weights for other workers; empty: none (docs/storage.md)."""
     since: bool = False
-    """Whether `progress` is what has changed since the last status; absent: it is whole."""
+    """Whether `progress` has only changes since the last status; absent: it is complete."""
     ended: tuple[str, ...] = ()
-    """With `since`: requests that were in `progress` before and are not any more, sorted."""
+    """With `since`: requests that left `progress`, sorted."""
     off_engine: int = 0
-    """Requests that need no slot, on average over about the last second: a prompt, an environment,
-    a reward, the codec or the log is waited for."""
+    """Requests that need no slot, averaged over about the last second: waiting for a prompt,
+    environment, reward, the codec or the log."""
     in_environment: int = 0
-    """Requests whose environment or tool is waited for."""
+    """Requests waiting for an environment or tool."""
     being_scored: int = 0
-    """Requests whose reward is waited for."""
+    """Requests waiting for a reward."""
     with_agent: int = 0
-    """Sessions none of whose calls needs the engine: their agents think, or do something else."""
+    """Sessions without a call that needs the engine: their agents are busy otherwise."""
     calls_open: int = 0
-    """Calls of agents that have no answer yet."""
+    """Unanswered calls of agents."""
     call_since_ns: int = 0
-    """When the oldest of these came, wall clock; 0 where there is none."""
+    """Arrival of the oldest unanswered call, Unix ns; 0 without one."""
     calls_oldest: tuple[AskedCall, ...] = ()
-    """The oldest few of these, the first first."""
+    """The oldest few unanswered calls, oldest first."""
     calls_before: tuple[int, ...] = ()
-    """Of each of these, how many requests go into a slot here before it; -1: it has one, or needs
-    none yet. Empty: none of them waits for a slot."""
+    """Requests that get a slot before each of these calls; -1: has a slot, or needs none yet.
+    Empty: none waits for a slot."""
 
     @property
     def call_open_s(self) -> float:
-        """How long the oldest open call has been so, as of this status."""
+        """Return the age of the oldest unanswered call in seconds."""
         return max(0.0, (self.at_ns - self.call_since_ns) / 1e9) if self.call_since_ns else 0.0
 
     prompt_tokens_computed: int = 0
-    """Tokens that the engine of this incarnation has prefilled; 0 where it does not count."""
+    """Tokens prefilled by this incarnation's engine; 0 if not counted."""
     prompt_tokens_reused: int = 0
-    """Tokens it need not prefill: keys and values of equal beginnings were kept."""
+    """Prompt tokens served from the prefix cache."""
     failing: tuple[FailingPlace, ...] = ()
-    """Where its tasks run and do not work; at most 8 of them."""
+    """Failing servers and processes of its tasks, at most 8."""
     episodes_started_again: int = 0
-    """Episodes that have lost their environment here and all that was sampled with it."""
+    """Episodes that lost their environment and all sampled tokens here."""
     episodes_told_again: int = 0
-    """Episodes that go on with another environment, which is told their turns again."""
+    """Episodes that continue in another environment, which replays their turns."""
 
 
 def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:
-    """A status with its progress whole, after the one before it of the same worker, merged itself.
+    """Return a status with complete progress, from the worker's previous merged one.
 
-    Without that one, or after another incarnation's, it has what it says by itself: all of it is
-    true, and the rest comes with the next whole status.
+    Without a previous one of the same incarnation, progress is partial until the next complete
+    status.
     """
     if not status.since:
         return status
@@ -175,27 +174,27 @@ def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:
 
 
 class TrainerStatus(Metrics, frozen=True, kw_only=True):
-    """What the trainer does now."""
+    """Status of the trainer."""
 
     role_epoch: int
     step: int
     phase: str
-    """Of a part of a batch with its number, from 0: `part 2`."""
+    """Current phase; parts of a batch have a number from 0: `part 2`."""
     cached_records: int
     cached_bytes: int
     weights_at: str = ""
-    """URL of the newest weights, as in a worker's status."""
+    """URL of the newest weights (see `WorkerStatus`)."""
 
 
 class OrchestratorStatus(Metrics, frozen=True, kw_only=True):
-    """What the orchestrator does now."""
+    """Status of the orchestrator."""
 
     role_epoch: int
     version: int
     open_groups: int
     queued_requests: int
     closed_by: str = ""
-    """The setting that lets no group be admitted, with its value; empty while one may be."""
+    """Setting and value that prevent new groups; empty if none."""
 
 
 AnyMetrics = WorkerStatus | TrainerStatus | OrchestratorStatus
@@ -205,5 +204,5 @@ KINDS = kinds_of(AnyMetrics)
 
 
 def decode_metrics(data: bytes) -> AnyMetrics | Unknown:
-    """A metrics record; `Unknown` for a kind of a later version. Raises SchemaError."""
+    """Return a metrics record; `Unknown` for a later kind. Raises SchemaError."""
     return decode_tagged(data, _DECODER, KINDS)

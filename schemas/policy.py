@@ -1,4 +1,4 @@
-"""What identifies a policy: the digest of its weights, independent of files and sharding."""
+"""Identity of a policy: the digest of its weights, independent of files and sharding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 
 PolicyDtype = Literal["float32", "bfloat16"]
-"""What weights are published in."""
+"""Published dtype of weights."""
 
 
 class Tensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """One tensor of a policy; `sha256` (hex) covers its row-major little-endian bytes."""
+    """Tensor of a policy; `sha256` (hex) covers its row-major little-endian bytes."""
 
     name: str
     dtype: str
@@ -22,7 +22,7 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy's weights: what they are, not where they lie. Tied tensors stand once."""
+    """Weights of a policy without location; tied tensors appear once."""
 
     digest: str
     """Weights digest (hex): `weights_digest` of `tensors`."""
@@ -31,41 +31,41 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtype(self) -> PolicyDtype:
-        """What the weights are published in; of an adapter, what its matrices are."""
+        """Return the published dtype; that of its matrices for an adapter."""
         return "bfloat16" if any(one.dtype == "BF16" for one in self.tensors) else "float32"
 
 
 class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Content-addressed bytes: a file of the policy store, or a KV cache on its way."""
+    """Content-addressed bytes: a file of the policy store, or a KV cache in transfer."""
 
     sha256: str
     bytes: int
     peer: str = ""
-    """Where a KV cache can be fetched from another machine; see docs/storage.md."""
+    """Address of a KV cache for other machines (docs/storage.md)."""
 
 
 class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A file of a version's weights that is not there or was damaged, and what was taken instead.
+    """Missing or damaged file of a version, and its substitute.
 
     Example: ``Fallback(digest="ab12...", why="patches/ab12....patch in s3://policies/demo is not
     what its name says", taken="weights/ab12....safetensors", bytes=61_000)``
     """
 
     digest: str
-    """Of the version (hex)."""
+    """Weights digest (hex) of the version."""
     why: str
-    """What was wrong with which file: its name, which has a digest, and its place."""
+    """Error, with the file's name (which has a digest) and location."""
     taken: str
-    """Name of the file that was taken; of a patch, with those that it is made on."""
+    """Name of the file used; for a patch also its bases."""
     bytes: int = 0
-    """Fetched in its place from the store or from peers; 0 where all of it was on the machine."""
+    """Bytes fetched instead from the store or peers; 0 if all were local."""
     absent: bool = False
-    """The store has no other form of this version: it was lost, unless the version's commit says
-    that there never was one."""
+    """Whether the store has no other form of this version: lost, unless the commit says that it
+    never existed."""
 
 
 def weights_digest(tensors: Iterable[Tensor]) -> str:
-    """sha256 over the sorted (name, dtype, shape, sha256 of bytes); hex."""
+    """Return the hex sha256 over the sorted (name, dtype, shape, sha256 of bytes)."""
     digest = hashlib.sha256()
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         shape = ",".join(str(size) for size in tensor.shape)

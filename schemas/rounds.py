@@ -1,8 +1,7 @@
-"""Rounds: what the orchestrator had read, what it observed, what it decided; one JSON object each.
+"""Rounds of the orchestrator: records read, observations and decisions, one JSON object each.
 
-State is a fold of rounds: apply the control records with offset < `control_next`, then the
-observations, then the decisions. Decisions are self-contained, so that workers and trainer need no
-fold.
+State is a fold of rounds: apply the control records with offset < `control_next`, then
+observations, then decisions. Workers and trainer need only the decisions.
 """
 
 from __future__ import annotations
@@ -18,43 +17,42 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode, kebab, sha256_hex
 
 Fate = Literal["trained", "filtered", "failed", "cancelled", "evaluated"]
-"""How a group ends; until then it is open. `trained` comes from the commit, not from a decision."""
+"""Outcome of a group; open until then. `trained` comes from the commit."""
 
 GENESIS_CHAIN = "0" * 64
-"""The chain before the first round."""
+"""Chain before the first round."""
 
 SiblingFate = Literal["surplus", "expired"]
-"""How a sibling ends that its group does not wait for: enough others were valid before it; or the
-group was open for too long. Neither is a failure."""
+"""Outcome of a trajectory that its group does not wait for: enough others were valid, or the group
+timed out. Neither is a failure."""
 
 NO_VERSION: Final = -1
-"""What a worker hosts that has let go of its weights, or has just joined. Assigned it, a worker
-sleeps until it is assigned a version again."""
+"""Version of a worker without weights. Assigning it puts a worker to sleep."""
 
 STATE_DIGEST_EVERY = 64
-"""Every so many rounds (and at the last one) a round carries the digest of the state."""
+"""Rounds between state digests; the last round has one too."""
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab):
-    """Base of what enters state from outside control: metrics and time."""
+    """Base of observations: state input from metrics and time."""
 
 
 class LeaseExpired(Observation, frozen=True, kw_only=True):
-    """Nothing was heard of this incarnation for the length of its lease."""
+    """No message from this incarnation during its lease."""
 
     worker: str
     epoch: int
 
 
 class Progressed(Observation, frozen=True, kw_only=True):
-    """How far a request had come when it lost its worker."""
+    """Progress of a request that lost its worker."""
 
     trajectory: str
     resume: Resume
 
 
 class KvPressure(Observation, frozen=True, kw_only=True):
-    """A worker's KV cache is fuller than the threshold."""
+    """KV cache usage of a worker above the threshold."""
 
     worker: str
     epoch: int
@@ -62,31 +60,31 @@ class KvPressure(Observation, frozen=True, kw_only=True):
 
 
 class OffEngine(Observation, frozen=True, kw_only=True):
-    """Some of a worker's requests need no slot now: a prompt, an environment, a reward, the codec
-    or the log is waited for."""
+    """Requests of a worker that need no slot: waiting for a prompt, environment, reward, the codec
+    or the log."""
 
     worker: str
     epoch: int
     requests: int
-    """How many; the others may need one."""
+    """Number of such requests; the others may need a slot."""
 
 
 class GroupExpired(Observation, frozen=True, kw_only=True):
-    """A group has been generating for `groups.seconds_max`, whoever was there meanwhile: what it
-    has by now is what it comes to."""
+    """Group whose generation exceeded `groups.seconds_max`, regardless of available workers; it
+    ends with its current trajectories."""
 
     group: str
 
 
 class PlanPeriod(Observation, frozen=True, kw_only=True):
-    """The planning period has passed."""
+    """End of a planning period."""
 
 
 AnyObservation = LeaseExpired | Progressed | KvPressure | OffEngine | GroupExpired | PlanPeriod
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a dispatch stamps on a group; it never changes afterwards."""
+    """Properties of a group, fixed at dispatch."""
 
     group: str
     ordinal: int
@@ -95,7 +93,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str
     """Weights digest of `version` (hex)."""
     deadline: int
-    """Last step that may train it: version + max_staleness at dispatch. -1 for evaluation."""
+    """Last step that may train it: version + max_staleness at dispatch; -1 for evaluation."""
     partition: int
     dataset_digest: str
     index: int
@@ -103,13 +101,13 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data_epoch: int
     seed: int
     size: int
-    """Siblings that it is complete with."""
+    """Trajectories that complete it."""
     task: str = ""
-    """Name of the task, where it has one."""
+    """Task name, if any."""
     evaluation: str = ""
-    """Name of the evaluation that this is a row of, where it has one."""
+    """Evaluation name, if any."""
     spare: int = 0
-    """Siblings beside `size`: whichever `size` are valid first, count."""
+    """Redundant trajectories beyond `size`: the first `size` valid ones count."""
 
     @property
     def siblings(self) -> int:
@@ -117,39 +115,39 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def source(self) -> str:
-        """Which data, sampling and task processes it needs: `train`, `eval`, or with the name of
-        the task or evaluation, as `train/NAME`."""
+        """Return the source of its data, sampling and task processes: `train`, `eval`, or with a
+        name, such as `train/NAME`."""
         return source_of(self.purpose, self.evaluation if self.purpose == "eval" else self.task)
 
 
 class Decision(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=kebab, omit_defaults=True
 ):
-    """Base of the decisions; each can say why."""
+    """Base of decisions, with an optional reason."""
 
     reason: str
 
 
 class Dispatch(Decision, frozen=True, kw_only=True):
-    """A group is admitted and stamped."""
+    """Admission of a group."""
 
     spec: GroupSpec
     skipped: tuple[int, ...] = ()
-    """Rows whose turn it was and that are skipped in its favour, in order: `task.drop_solved`."""
+    """Rows skipped in its favor, in order: `task.drop_solved`."""
 
 
 class PlacedSibling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
-    """One sibling of a `place`: under which attempt, and from where it goes on."""
+    """Trajectory of a `place`: attempt and progress to resume from."""
 
     sibling: int
     attempt: int
     resume: Resume | None = None
     kv: Blob | None = None
-    """The KV cache that a move left behind; the request is prefilled without it."""
+    """KV cache left by a migration; without it the request is prefilled."""
 
 
 class PlacedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as it was placed: one sibling of a `place`, with what that says of all."""
+    """Scheduled request: one trajectory of a `place` with the shared fields."""
 
     spec: GroupSpec
     trajectory: str
@@ -163,16 +161,16 @@ class PlacedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(Decision, frozen=True, kw_only=True):
-    """Requests of a group go to a worker, each under its own attempt number."""
+    """Assignment of a group's requests to a worker, each with an attempt number."""
 
     spec: GroupSpec
     worker: str
     epoch: int
     siblings: tuple[PlacedSibling, ...]
-    """Which of the group, each with its attempt."""
+    """Sample indices and attempts."""
 
     def requests(self) -> list[PlacedRequest]:
-        """Every request by itself, in order."""
+        """Return every request, in order."""
         return [
             PlacedRequest(
                 spec=self.spec,
@@ -190,10 +188,10 @@ class Place(Decision, frozen=True, kw_only=True):
 
 
 class Move(Decision, frozen=True, kw_only=True):
-    """A worker shall let go of a running request, so that another of its version goes on with it.
+    """Migration of a running request to another worker with its version.
 
-    The worker answers with `request released`; only then is the request placed on `to`, or where
-    its turn in the queue comes.
+    The worker answers with `request released`; only then is the request scheduled on `to`, or
+    queued.
     """
 
     trajectory: str
@@ -201,13 +199,13 @@ class Move(Decision, frozen=True, kw_only=True):
     worker: str
     epoch: int
     to: str
-    """Worker that shall go on with it; empty: whichever is free, since this one is to sleep."""
+    """Target worker; empty: any free one, because this worker will sleep."""
     to_epoch: int
     """Incarnation of `to`; -1 without one."""
 
 
 class Cancel(Decision, frozen=True, kw_only=True):
-    """A running request is not needed any more."""
+    """Cancellation of a running request."""
 
     trajectory: str
     attempt: int
@@ -216,10 +214,10 @@ class Cancel(Decision, frozen=True, kw_only=True):
 
 
 class Assign(Decision, frozen=True, kw_only=True):
-    """A worker shall host a version; it finishes what it has first.
+    """Assignment of a version to a worker, which first finishes its requests.
 
-    One that hosts several at once takes it beside those that it has, and goes on with them. An
-    elastic one may be assigned none (-1, without a digest): it sleeps once it has no request.
+    A worker that serves several versions adds it to the others. A colocated worker may be assigned
+    none (-1, without a digest): it sleeps once it has no request.
     """
 
     worker: str
@@ -227,107 +225,107 @@ class Assign(Decision, frozen=True, kw_only=True):
     version: int
     digest: str
     drop: tuple[int, ...] = ()
-    """Versions that a worker which hosts several lets go of first: none of its requests has one."""
+    """Versions that a worker with several unloads first; none of its requests uses them."""
 
 
 class Drain(Decision, frozen=True, kw_only=True):
-    """A worker shall finish what it has, take nothing more, and leave."""
+    """Order to a worker to finish its requests, accept no others, and leave."""
 
     worker: str
     epoch: int
 
 
 class Fence(Decision, frozen=True, kw_only=True):
-    """An incarnation of a worker is out: nothing it logs from now on counts."""
+    """Exclusion of a worker's incarnation: its later records do not count."""
 
     worker: str
     epoch: int
 
 
 class ScoreGroup(Decision, frozen=True, kw_only=True):
-    """A worker shall score the siblings of a group together; it answers with `group scored`."""
+    """Order to a worker to score a group's trajectories together, answered by `group scored`."""
 
     spec: GroupSpec
     worker: str
     epoch: int
     attempt: int
     trajectories: tuple[TakenTrajectory, ...]
-    """The siblings with a valid reward, in order."""
+    """Trajectories with a valid reward, in order."""
 
 
 class TakePart(Decision, frozen=True, kw_only=True):
-    """Finished groups of the next step's batch, while that is not whole: they are due at this step
-    from now on, and the trainer may begin with them. The batch names them again."""
+    """Finished groups of the next step's incomplete batch: due at this step, and the trainer may
+    begin with them. The batch lists them again."""
 
     step: int
     attempt: int
     part: int
-    """From 0; a part of this number that was taken before is given up, with those after it."""
+    """Number from 0; replaces an earlier part of this number and all later ones."""
     groups: tuple[TakenGroup, ...]
     settings: dict[str, float | int | str | bool]
-    """Those of the batch that it becomes a part of: a change of settings gives parts up."""
+    """Settings of its batch; a change discards parts."""
 
 
 class TakeBatch(Decision, frozen=True, kw_only=True):
-    """The batch of a step, keyed (step, attempt): these groups, and no others."""
+    """Batch of a step, keyed (step, attempt), with exactly these groups."""
 
     step: int
     attempt: int
     groups: tuple[TakenGroup, ...]
     settings: dict[str, float | int | str | bool]
-    """Logged configuration keys in force for this step, e.g. {"trainer.learning_rate": 3e-4}."""
+    """Logged configuration keys in force, e.g. {"trainer.learning_rate": 3e-4}."""
     pins: tuple[int, ...] = ()
-    """Versions that open groups carry or workers host or shall host, sorted. Of the versions below
-    `step` none is added later: dispatches carry the newest."""
+    """Versions of open groups, served by workers or assigned to them, sorted. Versions below `step`
+    are never added later: dispatches use the newest."""
     parts: tuple[int, ...] = ()
-    """How many of the groups, from the first on, each part has that was taken before, in order; the
-    others are the last part. The gradient is added up part by part. Empty: the batch is one."""
+    """Number of groups in each part taken before, in order; the remaining groups are the last part.
+    Gradients accumulate part by part. Empty: one part."""
     in_flight: float | None = None
-    """C from now on, in batches, where `staleness.in_flight_batches` is `auto`, as far as
-    `staleness.max_staleness` has room for it."""
+    """In-flight limit in batches from now on, if `staleness.in_flight_batches` is `auto`, within
+    `staleness.max_staleness`."""
 
 
 class End(Decision, frozen=True, kw_only=True):
-    """A group's fate, for every fate but `trained`."""
+    """Outcome of a group, except `trained`."""
 
     group: str
     fate: Fate
 
 
 class EndSiblings(Decision, frozen=True, kw_only=True):
-    """The siblings of a group that it does not wait for have ended; those that ran are cancelled
-    before. What is logged of them from now on is superseded."""
+    """End of a group's remaining trajectories, after cancelling the running ones; records logged
+    later are superseded."""
 
     group: str
     siblings: tuple[int, ...]
-    """All that had no result, in order."""
+    """All without a result, in order."""
     fate: SiblingFate
 
 
 class StopRun(Decision, frozen=True, kw_only=True):
-    """No group is open and no step is left (or a user stopped the run): every role may go."""
+    """End of the run: no open group and no step left, or a user's stop; every role may exit."""
 
 
 class Halt(Decision, frozen=True, kw_only=True):
-    """Too many training groups fail: nothing more is decided until a user says `resume`.
+    """Halt after too many failed training groups: no decisions until a user's `resume`.
 
-    The orchestrator ends with it; open groups stay open.
+    The orchestrator exits; open groups stay open.
     """
 
     error: str
-    """What most of them failed with: class and first line."""
+    """Most frequent error: class and first line."""
     trajectory: str
-    """One that failed with it."""
+    """A trajectory with that error."""
 
 
 class EarlyStop(Decision, frozen=True, kw_only=True):
-    """The evaluation that is watched has got no better for long enough: the run ends when the
-    groups in flight are trained, as by a user's `stop`."""
+    """Early stop: the watched evaluation has not improved for long enough. The run ends after
+    training the groups in flight, as with `stop`."""
 
     evaluation: str
-    """Its name; empty for the only one."""
+    """Evaluation name; empty for the only one."""
     best: int
-    """The version that was best; -1 where none had a figure."""
+    """Best version; -1 if no evaluation had a result."""
 
 
 AnyDecision = (
@@ -350,22 +348,23 @@ AnyDecision = (
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One atomic turn of the orchestrator."""
+    """Atomic turn of the orchestrator."""
 
     ordinal: int
     role_epoch: int
     now_ns: int
-    """The orchestrator's clock; never decreases over the rounds of a run."""
+    """Time of the orchestrator, which never decreases over the rounds of a run."""
     control_next: int
-    """Control records with a smaller offset are folded, each in exactly one round."""
+    """Control records below this offset are folded, each in exactly one round."""
     observations: tuple[AnyObservation, ...] = ()
     decisions: tuple[AnyDecision, ...] = ()
     planned: bool = True
-    """Whether a plan was made; none is while the log is still read, nor beside much other work."""
+    """Whether a plan was made; not during catch-up or under load."""
     state_digest: str | None = None
-    """Digest of the state after this round, every `STATE_DIGEST_EVERY`-th and the last."""
+    """State digest after this round, in every `STATE_DIGEST_EVERY`-th and the last."""
     chain: str = ""
-    """sha256 of the chain before, the control bytes folded, this round without it (`chain_of`)."""
+    """sha256 of the previous chain, the folded control bytes, and this round without it
+    (`chain_of`)."""
 
 
 FOREIGN_HINT: Final = "was it written by a later version of dora-pipe, or by somebody else?"
@@ -374,15 +373,15 @@ _DECODER = msgspec.json.Decoder(Round)
 
 
 def decode_round(data: bytes) -> Round:
-    """A round. Raises SchemaError; an unknown decision is one too: a fold must not skip it."""
+    """Return a round. Raises SchemaError, also for an unknown decision, which a fold must
+    not skip."""
     return decode(data, _DECODER)
 
 
 class EpochGuard:
-    """Reads rounds for a role that obeys them, and knows whether they follow one another.
+    """Reader of rounds that checks their order, starting at any round.
 
-    The first one may be any. A log that was cut and grew again, or a topic that somebody else
-    writes to, shows here at once.
+    Detects a truncated and regrown log, and foreign writers.
     """
 
     __slots__ = ("_epoch", "_ordinal")
@@ -392,10 +391,10 @@ class EpochGuard:
         self._ordinal: int | None = None
 
     def read(self, offset: int, value: bytes) -> Round | None:
-        """The round at an offset of decisions; None for one of an older orchestrator.
+        """Return the round at an offset of decisions; None from a fenced orchestrator.
 
-        Raises SchemaError for what is no round, InvariantBroken when a round is missing, comes
-        twice or is somebody else's: what was decided must not be skipped.
+        Raises SchemaError for an invalid round, InvariantBroken for a missing, duplicate or foreign
+        one.
         """
         try:
             round_ = decode_round(value)
@@ -415,14 +414,14 @@ class EpochGuard:
 
 
 def fold_bytes(offset: int, value: bytes) -> bytes:
-    """What one control record contributes to the chain: its offset, its length, its bytes."""
+    """Return a control record's contribution to the chain: offset, length, bytes."""
     return offset.to_bytes(8, "big") + len(value).to_bytes(8, "big") + value
 
 
 def seal(previous: str, folded: bytes, round_: Round) -> tuple[str, bytes]:
-    """The chain after a round that has none yet, and the round's bytes with it; encoded once.
+    """Return the chain after a round, and the round's bytes with it, encoded once.
 
-    `folded` is as for `chain_of`. The chain is the last field of a round.
+    `folded` is as in `chain_of`. The chain is a round's last field.
     """
     assert not round_.chain
     bare = encode(round_)
@@ -431,9 +430,9 @@ def seal(previous: str, folded: bytes, round_: Round) -> tuple[str, bytes]:
 
 
 def chain_of(previous: str, folded: bytes, round_: Round) -> str:
-    """sha256(previous chain, control bytes folded, this round without its chain); hex.
+    """Return sha256(previous chain, folded control bytes, round without chain) in hex.
 
-    `folded` is the concatenation of `fold_bytes` of the control records this round folds.
+    `folded` concatenates `fold_bytes` of the round's control records.
     """
     bare = encode(msgspec.structs.replace(round_, chain=""))
     return sha256_hex(bytes.fromhex(previous), folded, bare)

@@ -1,9 +1,7 @@
-"""Which experts of a mixture the tokens of a sequence passed; decides how that is written.
+"""Routed experts of a mixture-of-experts model.
 
-An entry of a token says through which experts the token *before* it went: those that its own
-log-prob came from. So every sampled token has an entry, made by whoever sampled it, and a sequence
-that ends with a sampled token has all that a trainer computes it from. The first token of a
-sequence, and tokens behind which nothing was sampled, have none.
+A token's entry has the experts of the token *before* it, whose forward pass gave its log-prob. So
+every sampled token has an entry. The first token, and tokens followed by no sampled one, have none.
 """
 
 from __future__ import annotations
@@ -18,82 +16,81 @@ import numpy as np
 from dora_pipe.core.errors import ConfigError, SchemaError
 
 Choices = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
-"""[tokens, layers, per_token], `none_of` its type where there is no entry."""
+"""Expert ids [tokens, layers, per_token]; `none_of` without an entry."""
 
 BYTE_EXPERTS_MAX: Final = 255
-"""Experts whose numbers are bytes: the highest byte says that there is none."""
+"""Maximum experts for one-byte ids; 255 means no entry."""
 
 BLOCK_NUMBERS: Final = 1 << 19
-"""Numbers that are looked at together, so that they stay near the processor."""
+"""Ids checked at once, to fit CPU caches."""
 
 ROUTES_BYTES_MAX: Final = 128 * 1024 * 1024
-"""Of one record: 61 layers of 8 among 256 experts are 976 bytes a token, so 137 000 tokens."""
+"""Maximum bytes per record: 137,000 tokens of 61 layers with 8 of 256 experts (976 bytes each)."""
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """The entries of consecutive tokens. Example: ``routes.choices[token, layer]``."""
+    """Entries of consecutive tokens. Example: ``routes.choices[token, layer]``."""
 
     experts: int
-    """That each layer has."""
+    """Experts per layer."""
     layers: int
-    """Those that have experts, in their order."""
+    """Number of layers with experts, in order."""
     per_token: int
-    """Experts that a token passes in each."""
+    """Experts per token and layer."""
     data: bytes
-    """Numbers of experts, uint8 or (of more than 255) little-endian uint16, row-major:
-    [tokens, layers, per_token], those of a token in the order of its router's choice; the type's
-    highest number where there is no entry."""
+    """Expert ids [tokens, layers, per_token], row-major, in router order; uint8, or little-endian
+    uint16 above 255 experts; the type's maximum without an entry."""
 
     @classmethod
     def of(cls, choices: Choices, experts: int) -> Routes:
-        """Of an array of numbers in the type of `number_type`."""
+        """Return routes from an array of type `number_type`."""
         _, layers, per_token = choices.shape
         data = np.ascontiguousarray(choices, number_type(experts)).tobytes()
         return cls(experts=experts, layers=layers, per_token=per_token, data=data)
 
     @property
     def token_bytes(self) -> int:
-        """Of an entry."""
+        """Return the bytes per entry."""
         return self.layers * self.per_token * number_type(self.experts).itemsize
 
     @property
     def tokens(self) -> int:
-        """How many have an entry, or a place for one."""
+        """Return the number of tokens."""
         return len(self.data) // size if (size := self.token_bytes) > 0 else 0
 
     @property
     def choices(self) -> Choices:
-        """[tokens, layers, per_token]; not to be written to."""
+        """Return a read-only array [tokens, layers, per_token]."""
         flat: Choices = np.frombuffer(self.data, number_type(self.experts))
         return flat.reshape(-1, self.layers, self.per_token)
 
     def part(self, start: int, end: int | None = None) -> Routes:
-        """Entries [start, end), counted as slices are."""
+        """Return entries [start, end) with slice semantics."""
         places = slice(start, end).indices(self.tokens)
         size = self.token_bytes
         part = self.data[places[0] * size : max(places[:2]) * size]
         return msgspec.structs.replace(self, data=part)
 
     def alike(self, other: Routes) -> bool:
-        """Whether both are of models with as many experts, layers and experts for a token."""
+        """Return whether experts, layers and experts per token are equal."""
         return msgspec.structs.replace(self, data=other.data) == other
 
 
 def number_type(experts: int) -> np.dtype[Any]:
-    """Of the numbers of so many experts."""
+    """Return the dtype of expert ids."""
     return np.dtype("u1" if experts <= BYTE_EXPERTS_MAX else "<u2")
 
 
 def none_of(experts: int) -> int:
-    """What stands where there is no entry."""
+    """Return the id that means no entry."""
     return int(np.iinfo(number_type(experts)).max)
 
 
 def check_routes(routes: Routes | None, tokens: int, *, distinct: bool = True) -> None:
-    """Raise SchemaError unless these are entries, or places for them, of so many tokens.
+    """Raises SchemaError unless these are valid entries of `tokens` tokens.
 
-    Without `distinct` an expert that a token names twice is not looked for: that is nine tenths of
-    the time, and who reads a record looks.
+    Without `distinct` duplicate experts of a token are allowed, which saves nine tenths of the
+    time.
     """
     if routes is None:
         return
@@ -104,11 +101,13 @@ def check_routes(routes: Routes | None, tokens: int, *, distinct: bool = True) -
     if len(routes.data) != tokens * routes.token_bytes:
         why = f"{len(routes.data)} bytes for {tokens} tokens of {routes.token_bytes}"
         raise SchemaError(why, path="$.routed_experts")
-    # Some tokens at a time, whatever they hold: nothing as large as the record is made of it.
+    # Check in blocks, to bound memory.
     some = BLOCK_NUMBERS // (routes.layers * routes.per_token)
     choices = routes.choices
     numbers = min(some, tokens) * routes.layers * routes.per_token
-    scratch = np.empty((2, numbers), np.min_scalar_type(2 * routes.experts - 1))  # A bit to spare.
+    scratch = np.empty(
+        (2, numbers), np.min_scalar_type(2 * routes.experts - 1)
+    )  # One bit to spare.
     for start in range(0, tokens, some):
         part = choices[start : start + some]
         if not _plainly_sound(part, routes, scratch if distinct else None):
@@ -116,7 +115,7 @@ def check_routes(routes: Routes | None, tokens: int, *, distinct: bool = True) -
 
 
 def _look_closer(choices: Choices, routes: Routes, start: int) -> None:
-    """Raise SchemaError where something is wrong with entries, the first of token `start`."""
+    """Raises SchemaError with the first invalid entry; `start` is the index of the first token."""
     there = ~(choices == none_of(routes.experts)).all(axis=(1, 2))
     rows = choices[there]
     odd = np.any(rows >= routes.experts, axis=(1, 2))
@@ -128,11 +127,9 @@ def _look_closer(choices: Choices, routes: Routes, start: int) -> None:
 
 
 def _plainly_sound(choices: Choices, routes: Routes, scratch: Choices | None) -> bool:
-    """Whether nothing is wrong, in passes over numbers as they lie: a tenth of the time of sorting
-    them. What is wrong, and where, is for who looks closer.
+    """Return whether entries are valid, ten times faster than by sorting.
 
-    `scratch` is [2, numbers] of a type with a bit that they do not need; without it, none are
-    looked for twice.
+    `scratch` is [2, numbers] of a type with a spare bit; without it duplicates are not checked.
     """
     rows = choices.reshape(len(choices), -1)
     none = none_of(routes.experts)
@@ -140,7 +137,7 @@ def _plainly_sound(choices: Choices, routes: Routes, scratch: Choices | None) ->
     start = int(there.argmax()) if there.any() else len(rows)
     if (rows[~there] != none).any():
         return False
-    # Mostly the first token alone has none: what lies behind it need not be copied.
+    # Avoid a copy if only the first tokens have no entry.
     rows = rows[start:] if there[start:].all() else rows[there]
     if not rows.size:
         return True
@@ -151,10 +148,10 @@ def _plainly_sound(choices: Choices, routes: Routes, scratch: Choices | None) ->
 
 
 def _each_once(numbers: Choices, routes: Routes, scratch: Choices) -> bool:
-    """Whether these, some choices of `per_token` after each other, name each expert once.
+    """Return whether each choice of `per_token` has distinct experts.
 
-    Every number is held against those behind it in its choice, one distance after the other, in two
-    passes each. The highest bit of every other choice is set before: nothing is equal beyond one.
+    Compares numbers at every distance within a choice. The highest bit of every other choice is
+    set, so that neighbors never compare equal.
     """
     count = len(numbers)
     marked, differs = scratch[:, :count]
@@ -170,14 +167,14 @@ def _each_once(numbers: Choices, routes: Routes, scratch: Choices) -> bool:
 
 @lru_cache(maxsize=8)
 def _marks(count: int, per_token: int, kind: np.dtype[Any]) -> Choices:
-    """[count]: the highest bit in every other choice, else 0."""
+    """Return [count] with the highest bit set in every other choice."""
     odd = np.arange(count) // per_token % 2
     return (odd << 8 * kind.itemsize - 1).astype(kind)
 
 
 def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, Any]) -> None:
-    """Raise SchemaError unless the tokens at these places have entries; `check_routes` has passed
-    them."""
+    """Raises SchemaError unless the tokens at these indices have entries; run
+    `check_routes` first."""
     if routes is None:
         return
     first = routes.choices[:, 0, 0]
@@ -188,7 +185,7 @@ def need_entries(routes: Routes | None, places: Sequence[int] | np.ndarray[Any, 
 
 
 def need_room(tokens: int, token_bytes: int) -> None:
-    """Raise ConfigError where a record of so many tokens could not have the entries of all."""
+    """Raises ConfigError if the entries of `tokens` tokens exceed the limit."""
     if tokens * token_bytes > ROUTES_BYTES_MAX:
         raise ConfigError(
             f"sampling.routes: the experts of {tokens} tokens are {tokens * token_bytes} bytes, and"
@@ -198,9 +195,9 @@ def need_room(tokens: int, token_bytes: int) -> None:
 
 
 class GrowingRoutes:
-    """The entries of a sequence that grows; none until there are some. Decides nothing.
+    """Routed experts of a growing sequence.
 
-    Example: ``growing.add(routes, length)`` with the entries of the last tokens of so many.
+    Example: ``growing.add(routes, length)`` with entries of the last of `length` tokens.
     """
 
     __slots__ = ("_data", "_kind")
@@ -211,12 +208,11 @@ class GrowingRoutes:
 
     @property
     def known(self) -> int:
-        """How many first tokens have entries, or will never have any."""
+        """Return the number of first tokens whose entries are final."""
         return 0 if self._kind is None else len(self._data) // self._kind.token_bytes
 
     def add(self, routes: Routes | None, length: int) -> None:
-        """These are of the last of `length` tokens. Tokens before them that are not known yet have
-        none."""
+        """Add entries of the last of `length` tokens; unknown ones before have none."""
         if routes is None:
             return
         self._kind = self._kind or msgspec.structs.replace(routes, data=b"")
@@ -226,20 +222,20 @@ class GrowingRoutes:
         self._data += routes.data
 
     def note(self, first: int, routes: Routes) -> None:
-        """These are what was computed of the positions from `first` on. Of a token that is known it
-        is not what that came from, but was computed once more."""
+        """Add entries computed from `first` on; known tokens keep theirs, because this is a
+        recomputation."""
         length = first + routes.tokens + 1
         new = min(length - self.known, routes.tokens)
         if new > 0:
             self.add(routes.part(routes.tokens - new), length)
 
     def cut(self, length: int) -> None:
-        """Forget those behind the first tokens."""
+        """Truncate to `length` tokens."""
         if self._kind is not None:
             del self._data[length * self._kind.token_bytes :]
 
     def between(self, start: int, end: int) -> Routes | None:
-        """Of tokens [start, end), perhaps beyond what is known; None where nothing is."""
+        """Return entries of [start, end), which may exceed the known ones; None without any."""
         if self._kind is None:
             return None
         size = self._kind.token_bytes

@@ -1,7 +1,6 @@
-"""What runs, workers and topics are called; it decides the one rule for all names.
+"""Names of runs, workers and topics.
 
-A name becomes part of topics, keys, headers, files and lines for people, on every log and every
-file system: so it is plain ASCII, short, and never a path.
+Names are short ASCII without path characters, because they become topics, keys, headers and files.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from dora_pipe.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Topics:
-    """The topics of one run. Example: ``Topics("demo").control == "demo.control"``."""
+    """Topics of one run. Example: ``Topics("demo").control == "demo.control"``."""
 
     run: str
 
@@ -24,32 +23,32 @@ class Topics:
 
     @property
     def control(self) -> str:
-        """Facts: who joined, what was logged, what was committed, what a user commands."""
+        """Return the topic of events: joins, logged trajectories, commits, user commands."""
         return f"{self.run}.control"
 
     @property
     def metrics(self) -> str:
-        """Periodic status; lossy: old ones are deleted while a run goes on."""
+        """Return the topic of periodic statuses; old ones are deleted during a run."""
         return f"{self.run}.metrics"
 
     @property
     def decisions(self) -> str:
-        """The orchestrator's rounds."""
+        """Return the topic of the orchestrator's rounds."""
         return f"{self.run}.decisions"
 
     @property
     def trajectories(self) -> str:
-        """One trajectory per record."""
+        """Return the topic of trajectories, one per record."""
         return f"{self.run}.trajectories"
 
     @property
     def progress(self) -> str:
-        """Token chunks of long requests."""
+        """Return the topic of long requests' token chunks."""
         return f"{self.run}.progress"
 
     @property
     def dead_letters(self) -> str:
-        """Records that could not be read, as they came, with the reason."""
+        """Return the topic of unreadable records with reasons."""
         return f"{self.run}.dead-letters"
 
     def all(self) -> tuple[str, ...]:
@@ -70,38 +69,38 @@ RULE: Final = (
 )
 
 ROLES: Final = frozenset({"orchestrator", "trainer", "traces"})
-"""What workers may not be called: statuses, logs and processes go by these names already."""
+"""Reserved names, used by statuses, logs and processes."""
 
 NO_WORKER_NAME: Final = "not a worker's name"
-"""How a fence begins that is for the name; whoever reads it need not join again."""
+"""Prefix of a fence's reason for an invalid name; such a worker need not join again."""
 
 PATTERN: Final = rf"^[A-Za-z0-9][A-Za-z0-9_-]{{0,{NAME_CHARACTERS_MAX - 1}}}\Z"
-"""The rule as an expression; `$` would let a line end pass."""
+"""Pattern of names; `$` would allow a trailing newline."""
 
 _NAME: Final = re.compile(PATTERN)
 _QUOTED_CHARACTERS_MAX: Final = 120
 
 
 def is_name(text: str) -> bool:
-    """Whether a run or a worker may be called this."""
+    """Return whether a run or worker may have this name."""
     return _NAME.fullmatch(text) is not None
 
 
 def check_run_name(text: str) -> None:
-    """Raise ConfigError unless a run may be called this."""
+    """Raises ConfigError for an invalid run name."""
     if not is_name(text):
         raise ConfigError(f"not a run name: {text[:_QUOTED_CHARACTERS_MAX]!r}", hint=RULE)
 
 
 def worker_name_error(text: str) -> str:
-    """Why a worker may not be called this; empty if it may."""
+    """Return why a worker's name is invalid, empty if it is valid."""
     if is_name(text) and text not in ROLES:
         return ""
     return f"{NO_WORKER_NAME}: {text[:_QUOTED_CHARACTERS_MAX]!r}"
 
 
 def check_worker_name(text: str) -> None:
-    """Raise ConfigError unless a worker may be called this."""
+    """Raises ConfigError for an invalid worker name."""
     why = worker_name_error(text)
     if why:
         taken = f"; {', '.join(sorted(ROLES))} are roles" if text in ROLES else ""

@@ -1,7 +1,6 @@
-"""A trajectory and the progress record of a running one: fields, and what must hold between them.
+"""Fields and invariants of trajectories and progress records.
 
-The bytes are made in `trajectory_codec`, the headers in `headers`. `Trajectory` is what the worker
-knows when it publishes and what a reader gets back; both ends check it.
+`Trajectory` is used by writers and readers; both check it. `trajectory_codec` encodes it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ SegmentKind = Literal["prompt", "model", "tool", "environment"]
 
 
 class Segment(msgspec.Struct, frozen=True, gc=False):
-    """Tokens [start, end) of a trajectory that came from one source in one go.
+    """Tokens [start, end) of a trajectory from one source.
 
     Example: ``Segment(kind="model", start=5, end=31, turn=0, worker="w0", epoch=7, version=3,
     start_ns=..., end_ns=...)``. Segments tile the sequence.
@@ -40,7 +39,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     start_ns: int
     end_ns: int
     worker: str = ""
-    """Empty for what no worker's engine made."""
+    """Empty unless a worker's engine made it."""
     epoch: int = -1
     version: int = -1
     tool: str = ""
@@ -48,7 +47,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """When things happened to a trajectory: wall clock, ns since 1970; None when they did not."""
+    """Times of a trajectory's events, Unix ns; None if they did not happen."""
 
     placed: int
     started: int | None = None
@@ -58,7 +57,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampler(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A version that sampled tokens."""
+    """Version that sampled tokens."""
 
     version: int
     digest: str
@@ -66,7 +65,7 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The JSON column: everything that is neither an array nor asked for in bulk."""
+    """JSON column: fields that are neither arrays nor queried in bulk."""
 
     run: str
     schema_version: int
@@ -80,7 +79,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     index: int
     data_epoch: int
     seed: int
-    """The trajectory's own seed."""
+    """Seed of the trajectory."""
     prompt_tokens: int
     worker: str
     epoch: int
@@ -89,104 +88,100 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward_raw: float | None = None
     reward_parts: dict[str, float] = {}
     reward_error: str | None = None
-    """Why there is no valid reward; None when there is one."""
+    """Reason for an invalid reward; None if valid."""
     error: str | None = None
-    """Class and message of what ended the trajectory with finish "error"."""
+    """Class and message of the error that ended a trajectory with finish "error"."""
     prefills: tuple[int, ...] = ()
-    """Sequence lengths at which the KV cache was filled by prefill, or by keys of equal beginnings
-    with the very bits of one; the first is the prompt's."""
+    """Sequence lengths at which the KV cache was filled by prefill, or by bitwise equal entries of
+    a prefix cache; the first is the prompt's."""
     moves: int = 0
     weights: tuple[Sampler, ...] = ()
-    """Every version beside the trajectory's own that sampled tokens of it, in order; only in runs
-    that may mix versions."""
+    """Other versions that sampled tokens, in order; only in runs that may mix versions."""
     task: str = ""
-    """As its group's dispatch has it."""
+    """Task name from its group's dispatch."""
     evaluation: str = ""
-    """As its group's dispatch has it."""
+    """Evaluation name from its group's dispatch."""
     reward_answer: str = ""
-    """What the reward read as the answer: equal ones are one vote. Empty where none said one."""
+    """Answer that the reward read; equal answers are one vote. Empty without one."""
     rewarded_by: Literal["task", "agent"] = "task"
-    """Whose its reward is: an agent may give its own, which nobody can ask for again."""
+    """Source of the reward; one given by an agent cannot be recomputed."""
     agent_answer: str | None = None
-    """The text that an agent gave as its answer, which the task has scored; None: the task has
-    scored what the model said last."""
+    """Agent's answer text that the task scored; None: the task scored the model's last output."""
     contexts: tuple[Context, ...] = ()
-    """Those behind the first; see `schemas.contexts`."""
+    """Contexts after the first (`schemas.contexts`)."""
     calls: tuple[Call, ...] = ()
-    """Of an agent to the model, in the order in which they were answered; none where an environment
-    or nobody answered the model."""
+    """Agent's calls to the model in the order of their answers; none without an agent."""
     extra: dict[str, Any] = {}
 
     @property
     def source(self) -> str:
-        """As `GroupSpec.source`."""
+        """Return the source, as `GroupSpec.source`."""
         return source_of(self.purpose, self.evaluation if self.purpose == "eval" else self.task)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One sibling's record.
+    """Trajectory of a group.
 
-    Arrays have one entry per token of the sequence, prompt first; a writer may give lists, tuples
-    or arrays of numbers (NaN is None there), a reader gets lists, or numpy's (`view_trajectory`).
-    `logprobs` are of the policy that is trained: log-softmax of logits / `sampling.temperature`, or
-    of the logits themselves where that is 0 (greedy). `sampler_logprobs` are of the distribution
-    that was sampled from (top-k, top-p and min-p applied, too; 0 if greedy). Both are None exactly
-    where `loss_mask` is 0.
+    Arrays have one entry per token, prompt first; writers may pass lists, tuples or arrays (NaN for
+    None), readers get lists or numpy arrays (`view_trajectory`). `logprobs` are of the trained
+    policy: log-softmax of logits / `sampling.temperature`, or of the logits at temperature 0
+    (greedy). `sampler_logprobs` are of the sampling distribution (after top-k, top-p and min-p; 0
+    if greedy). Both are None exactly where `loss_mask` is 0.
     """
 
     trajectory: str
     version: int
     digest: str
-    """Weights digest (hex, 64 digits)."""
+    """Weights digest (64 hex digits)."""
     token_ids: Sequence[int]
     logprobs: Sequence[float | None]
     sampler_logprobs: Sequence[float | None]
     loss_mask: Sequence[int]
-    """1 where the policy sampled the token."""
+    """1 for tokens that the policy sampled."""
     reward: float | None
-    """None exactly when `meta.reward_error` says why."""
+    """None exactly if `meta.reward_error` has a reason."""
     segments: Sequence[Segment]
     meta: Meta
     routed_experts: Routes | None = None
-    """Of a mixture's tokens, where `sampling.routes` asks for it; see `schemas.routes`."""
+    """Routed experts of a mixture, with `sampling.routes` (`schemas.routes`)."""
 
     @property
     def valid(self) -> bool:
-        """Whether the reward counts."""
+        """Return whether the reward counts."""
         return self.reward is not None
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence."""
+        """Return the tokens of the sequence."""
         return len(self.token_ids)
 
     @property
     def sampled(self) -> int:
-        """Tokens the policy sampled."""
+        """Return the number of sampled tokens."""
         mask = self.loss_mask
         return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else mask.count(1)
 
     @property
     def versions(self) -> list[int]:
-        """The version of every segment that the policy sampled, in order."""
+        """Return the version of every sampled segment, in order."""
         return [one.version for one in self.segments if one.kind == "model"]
 
 
 class Versioned(Protocol):
-    """What `mixing_error` looks at."""
+    """Input of `mixing_error`."""
 
     @property
     def version(self) -> int: ...
 
     @property
     def versions(self) -> list[int]:
-        """The version of every segment that the policy sampled, in order."""
+        """Return the version of every sampled segment, in order."""
         ...
 
 
 class Described(Versioned, Protocol):
-    """What a trajectory says beside its arrays, as `Trajectory` has it."""
+    """`Trajectory` without arrays."""
 
     @property
     def trajectory(self) -> str: ...
@@ -214,14 +209,14 @@ class Described(Versioned, Protocol):
 
 
 class Masked(Described, Protocol):
-    """The same with what says which tokens were sampled."""
+    """`Described` with the loss mask."""
 
     @property
     def loss_mask(self) -> Sequence[int]: ...
 
 
 class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a reader may filter by without opening the value; ASCII on the wire (see `headers`).
+    """ASCII headers of a trajectory, for filtering (`headers`).
 
     Example: ``parse_headers(record.headers).version == 3``.
     """
@@ -237,24 +232,23 @@ class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Weights digest (hex)."""
     worker: str
     epoch: int
-    """The worker's incarnation."""
+    """Incarnation of the worker."""
     tokens: int
     """Length of the sequence."""
     sampled: int
-    """How many of them the policy sampled."""
+    """Number of sampled tokens."""
     reward: float | None
-    """None when the trajectory has no valid reward."""
+    """None without a valid reward."""
     schema_version: int
     sha256: str
-    """Of the value bytes as stored (hex); of a large value another digest, which says so
-    (`value_digest`)."""
+    """Digest (hex) of the stored value bytes; large values use another form (`value_digest`)."""
     traceparent: str = ""
-    """W3C trace context; empty where nothing is traced."""
+    """W3C trace context; empty without tracing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrays:
-    """The arrays of a trajectory as `check_arrays` looks at them; None has become NaN."""
+    """Arrays for `check_arrays`, with NaN for None."""
 
     token_ids: np.ndarray[Any, Any]
     logprobs: np.ndarray[Any, Any]  # float32
@@ -263,7 +257,7 @@ class Arrays:
 
 
 def check_arrays(arrays: Arrays) -> None:
-    """Raise SchemaError unless the arrays fit each other."""
+    """Raises SchemaError unless the arrays are consistent."""
     size = len(arrays.token_ids)
     mask = arrays.loss_mask
     named = [("logprobs", arrays.logprobs)]
@@ -281,7 +275,7 @@ def check_arrays(arrays: Arrays) -> None:
 
 
 def check_fields(trajectory: Described) -> None:
-    """Raise SchemaError unless everything beside arrays and segments fits them and each other."""
+    """Raises SchemaError unless all other fields are consistent."""
     meta = trajectory.meta
     if (trajectory.reward is None) != (meta.reward_error is not None):
         raise SchemaError("exactly one of reward and reward_error must be there", path="$.reward")
@@ -304,9 +298,9 @@ def check_fields(trajectory: Described) -> None:
 
 
 def mixing_error(trajectory: Versioned, newest: int) -> str:
-    """Why its versions are not those of a run that may mix them; empty if they are.
+    """Return why its versions violate the rules of mixing, empty if they do not.
 
-    From its own on they never decrease, and none is later than `newest`.
+    They must never decrease and end at most at `newest`.
     """
     last = trajectory.version
     for version in trajectory.versions:
@@ -317,17 +311,17 @@ def mixing_error(trajectory: Versioned, newest: int) -> str:
 
 
 def check_digest(digest: str) -> None:
-    """Raise SchemaError unless this is a weights digest."""
+    """Raises SchemaError for an invalid weights digest."""
     if _DIGEST.fullmatch(digest) is None:
         raise SchemaError("weights digest is not 64 hex digits", path="$.digest")
 
 
 def _check_weights(trajectory: Described) -> None:
-    """A mixed trajectory names the weights of each of its other versions, and no others."""
+    """Check that a mixed trajectory names exactly the weights of its other versions."""
     named = [one.version for one in trajectory.meta.weights]
     for one in trajectory.meta.weights:
         check_digest(one.digest)
-    if not named:  # that it is mixed then is for those to say who know what the run allows
+    if not named:  # callers that know the run check whether mixing is allowed
         return
     own = trajectory.version
     others = dict.fromkeys(version for version in trajectory.versions if version != own)
@@ -336,13 +330,13 @@ def _check_weights(trajectory: Described) -> None:
 
 
 def _refuse(wrong: np.ndarray[Any, Any], name: str, why: str) -> None:
-    """Raise SchemaError naming the first place where `wrong` is true."""
-    if np.count_nonzero(wrong):  # A third of the time of `any`.
+    """Raises SchemaError with the first index where `wrong` is true."""
+    if np.count_nonzero(wrong):  # a third of the time of `any`
         raise SchemaError(why, path=f"$.{name}[{int(wrong.argmax())}]")
 
 
 def check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> None:
-    """Raise SchemaError unless the segments tile the sequence, and the mask is what they say."""
+    """Raises SchemaError unless the segments tile the sequence and match the mask."""
     at = 0
     for place, segment in enumerate(segments):
         if segment.start != at or not at <= segment.end <= len(mask):
@@ -358,11 +352,11 @@ def check_segments(segments: Sequence[Segment], mask: np.ndarray[Any, Any]) -> N
 def turns_of(
     segments: Sequence[Segment], token_ids: Sequence[int]
 ) -> list[tuple[SegmentKind, list[int]]]:
-    """Every turn but the prompts, with its token ids; a turn of several segments is one."""
+    """Return every turn except prompts with its token ids, merging segments of a turn."""
     found: list[tuple[SegmentKind, list[int]]] = []
     last: tuple[SegmentKind, int] | None = None
     for segment in segments:
-        if segment.kind == "prompt":  # Of each context.
+        if segment.kind == "prompt":  # one per context
             last = None
             continue
         ids = token_ids[segment.start : segment.end]
@@ -375,8 +369,8 @@ def turns_of(
 
 
 def answer_of(trajectory: Trajectory) -> list[int]:
-    """What the model said last: to an agent in the call that was answered last, else in the last
-    turn; empty where it said nothing."""
+    """Return the model's last output: in the last answered call of an agent, else in the last turn;
+    empty if none."""
     if calls := trajectory.meta.calls:
         return list(trajectory.token_ids[calls[-1].start : calls[-1].end])
     turns = turns_of(trajectory.segments, trajectory.token_ids)
@@ -385,7 +379,7 @@ def answer_of(trajectory: Trajectory) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Sampled tokens [start, start + len(token_ids)) of one request, counted after its prompt."""
+    """Sampled tokens [start, start + len(token_ids)) of a request, counted after its prompt."""
 
     trajectory: str
     attempt: int
@@ -398,19 +392,19 @@ class Progress:
     logprobs: Sequence[float]
     sampler_logprobs: Sequence[float]
     prefills: tuple[int, ...]
-    """Sequence lengths at which the KV cache was filled by prefill so far."""
+    """Sequence lengths of KV cache prefills so far."""
     previous: int
-    """Offset of the record before this one in the same partition; -1 for the first."""
+    """Offset of the previous record in the same partition; -1 for the first."""
     started_ns: int
-    """When the request's first token was sampled: wall clock."""
+    """Unix time in ns of the request's first sampled token."""
     routed_experts: Routes | None = None
-    """Of these tokens; of the prompt's before them, too, where `start` is 0."""
+    """Routed experts of these tokens, and of the prompt if `start` is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnProgress:
-    """A call of an agent that the model has answered: what it adds to the contexts of its
-    trajectory. Written before the agent has its answer."""
+    """Answered call of an agent: tokens added to a context, written before the agent gets the
+    answer."""
 
     trajectory: str
     attempt: int
@@ -419,37 +413,37 @@ class TurnProgress:
     worker: str
     epoch: int
     turn: int
-    """How many such records stand before it in its chain."""
+    """Number of earlier records in its chain."""
     context: int
-    """Number of the context that it is part of; one that no record before it names begins here."""
+    """Number of its context; begins here if no earlier record names it."""
     parent: int
-    """As `Context.parent`, where the context begins here; else -1."""
+    """`Context.parent` if the context begins here, else -1."""
     shared: int
-    """As `Context.shared`, where the context begins here; else 0."""
+    """`Context.shared` if the context begins here, else 0."""
     given_ids: Sequence[int]
-    """What of its prompt was not in the context before."""
+    """Prompt tokens that were not yet in the context."""
     token_ids: Sequence[int]
-    """What was sampled."""
+    """Sampled tokens."""
     logprobs: Sequence[float]
     sampler_logprobs: Sequence[float]
     prefills: tuple[int, ...]
-    """Lengths of the context's sequence at which a KV cache was filled by prefill for it."""
+    """Context lengths of KV cache prefills for this call."""
     previous: int
-    """Offset of the record before this one in the same partition; -1 for the first."""
+    """Offset of the previous record in the same partition; -1 for the first."""
     started_ns: int
-    """When the call had its slot: wall clock."""
+    """Unix time in ns when the call got its slot."""
     ended_ns: int
-    """When its last token was there."""
+    """Unix time in ns of its last token."""
     call: Call
-    """Its places are those of the context's whole sequence."""
+    """Call with indices in the context's full sequence."""
     routed_experts: Routes | None = None
-    """Of `given_ids` and `token_ids`."""
+    """Routed experts of `given_ids` and `token_ids`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeProgress:
-    """Tokens [start, start + len(token_ids)) of an episode's sequence, as its trajectory will have
-    them: what was sampled, and what stood before that. The first record has the prompt."""
+    """Tokens [start, start + len(token_ids)) of an episode, sampled and given, as in its
+    trajectory. The first record includes the prompt."""
 
     trajectory: str
     attempt: int
@@ -462,17 +456,17 @@ class EpisodeProgress:
     logprobs: Sequence[float | None]
     sampler_logprobs: Sequence[float | None]
     loss_mask: Sequence[int]
-    """1 where the policy sampled the token."""
+    """1 for tokens that the policy sampled."""
     segments: Sequence[Segment]
-    """Their places are counted from `start`. The last one is of the model, and all of the model's
-    are of `version`."""
+    """Indices count from `start`. The last segment is of the model; all of the model's have
+    `version`."""
     prefills: tuple[int, ...]
-    """Sequence lengths at which the KV cache was filled by prefill so far."""
+    """Sequence lengths of KV cache prefills so far."""
     previous: int
-    """Offset of the record before this one in the same partition; -1 for the first."""
+    """Offset of the previous record in the same partition; -1 for the first."""
     started_ns: int
-    """When the request's first token was sampled: wall clock."""
+    """Unix time in ns of the request's first sampled token."""
     finish: str
-    """How the turn that it ends with has ended: `stop` or `length`; empty: it goes on."""
+    """End of the last turn: `stop` or `length`; empty: unfinished."""
     routed_experts: Routes | None = None
-    """Of these tokens."""
+    """Routed experts of these tokens."""

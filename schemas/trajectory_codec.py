@@ -1,11 +1,9 @@
-"""How trajectories and progress records become bytes and come back, checked at both ends.
+"""Codec of trajectories and progress records, with checks at both ends.
 
-A value is one zstd frame around an Arrow stream of one row (see `arrow_frame`), with a column for
-every field of `Trajectory`, `Progress`, `TurnProgress` or `EpisodeProgress`, in their order: a
-field that comes is a column. Log-probs and nothing else are rounded: to float32, once, by the
-writer. `sampler_logprobs` is a null column where it equals `logprobs` (nothing is truncated, and
-they are at the sampler's temperature); reading restores it. A record without `routed_experts` has
-no such column: its bytes are those of before there was one.
+A value is an Arrow stream of one row in a zstd frame (`arrow_frame`), with a column per field of
+`Trajectory`, `Progress`, `TurnProgress` or `EpisodeProgress`, in order. Log-probs are rounded once,
+to float32; nothing else is rounded. `sampler_logprobs` is null if it equals `logprobs`; readers
+restore it. Records without `routed_experts` have no such column.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ from dora_pipe.schemas.trajectory import (
 from dora_pipe.schemas.wire import value_digest
 
 AnyProgress = Progress | TurnProgress | EpisodeProgress
-"""The records of the progress topic."""
+"""Records of the progress topic."""
 
 S = TypeVar("S", Meta, Call)
 T = TypeVar("T", Trajectory, Progress, TurnProgress, EpisodeProgress)
@@ -58,19 +56,19 @@ def _as_it_is(value: Any) -> Any:
 
 
 class Column(NamedTuple):
-    """How a field becomes a column, where its annotation does not say it."""
+    """Column of a field whose annotation is not enough."""
 
     kind: pa.DataType
     name: str = ""
-    """Of the column, where that is not the field's."""
+    """Column name if it differs from the field's."""
     nullable: bool = False
-    """It may be absent, too: it has a meaning when null."""
+    """Whether null has a meaning."""
     write: Callable[[Any], Any] = _as_it_is
     read: Callable[[Any], Any] = _as_it_is
 
 
 class RecordLayout(Layout, Generic[T]):
-    """The columns of a record class; `columns` are those that need saying."""
+    """Columns of a record class; `columns` overrides annotations."""
 
     def __init__(self, record: type[T], columns: Mapping[str, Column]) -> None:
         self._record: type[T] = record
@@ -95,25 +93,25 @@ class RecordLayout(Layout, Generic[T]):
         self.routed: RecordLayout[T] = (
             self if ROUTED in columns else RecordLayout(record, {**columns, ROUTED: _ROUTES})
         )
-        """That of records which say which experts their tokens passed."""
+        """Layout of records with routed experts."""
 
     def for_record(self, record: T) -> RecordLayout[T]:
-        """In which a record is written."""
+        """Return the layout to write a record."""
         return self if record.routed_experts is None else self.routed
 
     def for_stream(self, raw: bytes) -> RecordLayout[T]:
-        """In which what a frame held is read."""
+        """Return the layout to read a stream."""
         return self.routed if self.routed.is_of(raw) else self
 
     def write(self, record: T) -> dict[str, pa.Array]:
-        """The columns of a record. Raises SchemaError."""
+        """Return the columns of a record. Raises SchemaError."""
         values = {name: one.write(getattr(record, name)) for name, one in self.columns.items()}
         if same_bits(values["logprobs"], values["sampler_logprobs"]):
             values["sampler_logprobs"] = None
         return {name: self.column(name, values[field]) for field, name in self._names}
 
     def read(self, values: Mapping[str, Any]) -> T:
-        """The record of plain values by column. Raises SchemaError."""
+        """Return the record from column values. Raises SchemaError."""
         found: dict[str, Any] = {field: values.get(name) for field, name in self._names}
         for field, read in self._reads:
             found[field] = read(found[field])
@@ -123,7 +121,7 @@ class RecordLayout(Layout, Generic[T]):
         return made
 
     def finish(self, columns: dict[str, pa.Array], arrays: Arrays) -> bytes:
-        """The value bytes of checked columns."""
+        """Return the value bytes of checked columns."""
         if arrays.sampler_logprobs is not arrays.logprobs and same_bits(
             arrays.logprobs, arrays.sampler_logprobs
         ):
@@ -132,8 +130,8 @@ class RecordLayout(Layout, Generic[T]):
 
 
 def same_bits(some: Any, others: Any) -> bool:
-    """Whether float32 arrays are equal to the bit: -0.0 must come back as -0.0. What is no array
-    yet is not looked at."""
+    """Return whether float32 arrays are bitwise equal: -0.0 must survive. Returns False for other
+    types."""
     if not (isinstance(some, np.ndarray | array) and isinstance(others, np.ndarray | array)):
         return False
     one, other = np.asarray(some), np.asarray(others)
@@ -143,7 +141,7 @@ def same_bits(some: Any, others: Any) -> bool:
 
 
 def _plain(annotation: Any) -> Column:
-    """Of a field that is a text or a number, perhaps none."""
+    """Return the column of a text or number, optional or not."""
     kind, _, none = annotation.partition(" | ")
     kinds = {"str": pa.utf8(), "int": pa.int64(), "float": pa.float64()}
     return Column(kinds[kind], nullable=none == "None")
@@ -173,7 +171,7 @@ def _routes(value: Any) -> Routes | None:
 
 
 ROUTED: Final = "routed_experts"
-"""The column that records have which say through which experts tokens went."""
+"""Column of routed experts."""
 _ROUTES: Final = Column(
     pa.struct(
         [
@@ -212,7 +210,7 @@ SEGMENT: Final = pa.struct(
         ("ok", pa.bool_()),
     ]
 )
-"""The fields of `Segment`, in their order."""
+"""Fields of `Segment`, in order."""
 
 _SEQUENCE: Final[Mapping[str, Column]] = {
     **_SHARED,
@@ -252,7 +250,7 @@ PROGRESS: Final = RecordLayout(
         "prefills": _PLACES,
     },
 )
-"""Columns of the progress topic, for what was sampled of a request."""
+"""Columns of the progress topic for a request."""
 
 TURN_PROGRESS: Final = RecordLayout(
     TurnProgress,
@@ -269,22 +267,22 @@ TURN_PROGRESS: Final = RecordLayout(
         ),
     },
 )
-"""Columns of the progress topic, for a call of an agent."""
+"""Columns of the progress topic for an agent's call."""
 
 EPISODE_PROGRESS: Final = RecordLayout(
     EpisodeProgress, {**_SEQUENCE, "attempt": _INT32, "start": _INT32, "prefills": _PLACES}
 )
-"""Columns of the progress topic, for what an episode has come to."""
+"""Columns of the progress topic for an episode."""
 
 LISTS: Final = frozenset({"token_ids", "logprobs", "sampler_logprobs", "loss_mask"})
-"""Columns with an entry for every token."""
+"""Columns with an entry per token."""
 
 
 def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple[bytes, Headers]:
-    """The value bytes and what the headers say of them. Raises SchemaError.
+    """Return value bytes and headers. Raises SchemaError.
 
-    Example: ``value, headers = encode_trajectory(trajectory)``, then
-    ``Append(value=value, headers=header_pairs(headers), ...)``.
+    Example: ``value, headers = encode_trajectory(trajectory)``, then ``Append(value=value,
+    headers=header_pairs(headers), ...)``.
     """
     layout = TRAJECTORY.for_record(trajectory)
     columns = layout.write(trajectory)
@@ -298,7 +296,7 @@ def encode_trajectory(trajectory: Trajectory, *, traceparent: str = "") -> tuple
 
 
 def decode_trajectory(value: bytes) -> Trajectory:
-    """A trajectory from its value bytes, checked. Raises SchemaError with a path, nothing else."""
+    """Return a checked trajectory. Raises only SchemaError, with a path."""
     raw = decompress(value)
     layout = TRAJECTORY.for_stream(raw)
     columns, values = layout.opened(raw)
@@ -306,9 +304,9 @@ def decode_trajectory(value: bytes) -> Trajectory:
 
 
 def view_trajectory(value: bytes) -> Trajectory:
-    """As `decode_trajectory`, with numpy arrays (NaN for None): no token becomes an object.
+    """Return a checked trajectory with numpy arrays (NaN for None). Raises only SchemaError.
 
-    For who looks at a record as a whole; checks and errors are the same.
+    Creates no object per token.
     """
     raw = decompress(value)
     layout = TRAJECTORY.for_stream(raw)
@@ -334,35 +332,35 @@ def _checked(
 
 
 def check_routed(trajectory: Masked, *, distinct: bool = True) -> None:
-    """Raise SchemaError unless every token that can be trained says through which experts;
-    `distinct` as in `check_routes`."""
+    """Raises SchemaError unless every trainable token has routed experts; `distinct` as in
+    `check_routes`."""
     if trajectory.routed_experts is not None:
         check_routes(trajectory.routed_experts, trajectory.length, distinct=distinct)
         need_entries(trajectory.routed_experts, counted_places(trajectory))
 
 
 def encode_progress(progress: Progress) -> bytes:
-    """The value bytes of a progress record. Raises SchemaError."""
+    """Return the value bytes of a progress record. Raises SchemaError."""
     return _encoded(PROGRESS, progress, _progress_arrays)
 
 
 def decode_progress(value: bytes) -> Progress:
-    """A progress record from its value bytes, checked. Raises SchemaError, nothing else."""
+    """Return a checked progress record. Raises only SchemaError."""
     return _decoded(PROGRESS, decompress(value), _progress_arrays)
 
 
 def encode_turn_progress(progress: TurnProgress) -> bytes:
-    """The value bytes of a call's progress record. Raises SchemaError."""
+    """Return the value bytes of a call's progress record. Raises SchemaError."""
     return _encoded(TURN_PROGRESS, progress, _turn_arrays)
 
 
 def decode_turn_progress(value: bytes) -> TurnProgress:
-    """A call's progress record from its value bytes, checked. Raises SchemaError, nothing else."""
+    """Return a call's checked progress record. Raises only SchemaError."""
     return _decoded(TURN_PROGRESS, decompress(value), _turn_arrays)
 
 
 def encode_episode_progress(progress: EpisodeProgress) -> bytes:
-    """The value bytes of an episode's progress record. Raises SchemaError."""
+    """Return the value bytes of an episode's progress record. Raises SchemaError."""
     layout = EPISODE_PROGRESS.for_record(progress)
     columns = layout.write(progress)
     arrays = _episode_arrays(columns)
@@ -372,8 +370,7 @@ def encode_episode_progress(progress: EpisodeProgress) -> bytes:
 
 
 def decode_episode_progress(value: bytes) -> EpisodeProgress:
-    """An episode's progress record from its value bytes, checked. Raises SchemaError, nothing
-    else."""
+    """Return an episode's checked progress record. Raises only SchemaError."""
     return _episode_progress(decompress(value))
 
 
@@ -389,7 +386,7 @@ def _episode_progress(raw: bytes) -> EpisodeProgress:
 
 
 def encode_any_progress(progress: AnyProgress) -> bytes:
-    """The value bytes of a record of the progress topic. Raises SchemaError."""
+    """Return the value bytes of any progress record. Raises SchemaError."""
     match progress:
         case TurnProgress():
             return encode_turn_progress(progress)
@@ -418,17 +415,17 @@ def _decoded(layout: RecordLayout[T], raw: bytes, arrays_of: ArraysOf) -> T:
 
 
 def _check_chunk(record: Any) -> None:
-    """Raise SchemaError unless a progress record has entries for as many tokens as it is of."""
+    """Raises SchemaError unless entries and tokens of a progress record match."""
     routes, tokens = record.routed_experts, len(record.token_ids)
     if isinstance(record, TurnProgress):
         tokens += len(record.given_ids)
     elif routes is not None and record.start == 0:
-        tokens = max(tokens, routes.tokens)  # How long the prompt is, it does not say.
+        tokens = max(tokens, routes.tokens)  # the record does not have the prompt's length
     check_routes(routes, tokens)
 
 
 def decode_any_progress(value: bytes) -> AnyProgress:
-    """Whichever this record of the progress topic is. Raises SchemaError, nothing else."""
+    """Return any progress record. Raises only SchemaError."""
     raw = decompress(value)
     if any(one.is_of(raw) for one in (TURN_PROGRESS, TURN_PROGRESS.routed)):
         return _decoded(TURN_PROGRESS, raw, _turn_arrays)
@@ -438,7 +435,7 @@ def decode_any_progress(value: bytes) -> AnyProgress:
 
 
 def _numbers(columns: Mapping[str, pa.Array], name: str, *, nulls: bool) -> np.ndarray[Any, Any]:
-    """The entries of a list column; null is NaN. Raises SchemaError for a null that may not be."""
+    """Return a list column's entries, NaN for null. Raises SchemaError for an invalid null."""
     values = columns[name][0].values
     if values.null_count and not nulls:
         raise SchemaError("null entry", path=f"$.{name}")
@@ -464,7 +461,7 @@ def _arrays(columns: Mapping[str, pa.Array]) -> Arrays:
 
 
 def _progress_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
-    """Every token of a progress record was sampled: a trajectory's rules with a mask of ones."""
+    """Return arrays with a mask of ones: progress records have only sampled tokens."""
     _not_negative(columns, "start", "version", "attempt")
     return _sampled_arrays(columns)
 
@@ -508,7 +505,7 @@ def _sampled_arrays(columns: Mapping[str, pa.Array]) -> Arrays:
 
 
 def _no_stray_values(columns: Mapping[str, pa.Array], mask: np.ndarray[Any, Any]) -> None:
-    """A NaN in place of a null would pass `check_arrays`, which sees both as NaN."""
+    """Reject NaN in place of null, which `check_arrays` cannot distinguish."""
     nulls = len(mask) - int(np.count_nonzero(mask))
     for name in ("logprobs", "sampler_logprobs"):
         column = columns.get(name)

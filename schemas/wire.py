@@ -1,10 +1,8 @@
-"""How JSON records become bytes and come back: one canonical form, decoded in two stages.
+"""Canonical JSON encoding of records, and decoding in two stages: tag, then record.
 
-Stage one reads only the tag, stage two the record. A kind that this version does not know becomes
-`Unknown` and is kept and counted; a known kind with wrong content is a `SchemaError` with its path.
-
-Numbers are finite: msgspec would write a NaN or an infinity as null, and no reader takes that. Only
-fields whose type can hold a float are walked, so a record without any costs one look-up.
+Unknown kinds become `Unknown`; a known kind with invalid content is a `SchemaError` with a path.
+NaN and infinities are rejected, because msgspec would write null. Only fields that can hold floats
+are checked.
 """
 
 from __future__ import annotations
@@ -23,15 +21,14 @@ from dora_pipe.core.errors import SchemaError
 T = TypeVar("T")
 
 SCHEMA_VERSION = 1
-"""Written into `run started` and every trajectory; grows only by additive changes."""
+"""Stored in `run started` and every trajectory; changes are additive."""
 
 RECORD_BYTES_MAX = 31 * 1024 * 1024
-"""JSON records above this are refused before they are parsed: what `bus.record_bytes_max` may be at
-most. A commit names all tensors of a version (6 MB in a mixture of 43 000 experts' matrices) and
-all trajectories of its batch."""
+"""Maximum bytes of a JSON record before parsing, and of `bus.record_bytes_max`. A commit lists all
+tensors of a version (6 MB for 43,000 expert matrices) and all trajectories of its batch."""
 
 TEXT_BYTES_MAX = 8 * 1024 * 1024
-"""The same of JSON inside a trajectory."""
+"""Maximum bytes of JSON inside a trajectory."""
 
 _ENCODER = msgspec.json.Encoder(order="deterministic")
 _NULL = b"null"
@@ -43,7 +40,7 @@ class _Tag(msgspec.Struct, frozen=True):
 
 
 class Unknown(msgspec.Struct, frozen=True, kw_only=True):
-    """A record of a kind that this version does not know; kept as it came, and counted."""
+    """Record of an unknown kind, unchanged."""
 
     kind: str
     raw: bytes
@@ -53,42 +50,42 @@ _TAG = msgspec.json.Decoder(_Tag)
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """Canonical JSON: keys of maps sorted, fields of records in their declared order.
+    """Return canonical JSON: map keys sorted, record fields in declared order.
 
-    Raises SchemaError for what JSON cannot say: a NaN, an infinity, an object of some other class.
+    Raises SchemaError for NaN, infinity or an unsupported object.
     """
     try:
         data = _ENCODER.encode(record)
     except (OverflowError, TypeError, UnicodeEncodeError, RecursionError) as error:
         raise SchemaError(f"{type(record).__name__} cannot be written: {error}") from None
-    if _NULL in data:  # What a NaN becomes; without one there is nothing to look for.
+    if _NULL in data:  # NaN becomes null: without one skip the check
         refuse_non_finite(record)
     return data
 
 
 def canonical(value: Any) -> bytes:
-    """Canonical JSON of any plain value; equal values give equal bytes."""
+    """Return canonical JSON of a plain value; equal values give equal bytes."""
     return _ENCODER.encode(value)
 
 
 BLAKE3: Final = "blake3-"
-"""How a digest begins that is not sha256 but BLAKE3; 64 hex digits follow. That is a tree, and goes
-through a large value some five times as fast. The form is read from the digest."""
+"""Prefix of BLAKE3 digests (64 hex digits follow), which are five times as fast as sha256 on large
+values."""
 
 BLAKE3_BYTES_MIN: Final = 256 * 1024
-"""Size of a value from which on its digest has that form."""
+"""Minimum bytes of values with BLAKE3 digests."""
 
 DIGEST: Final = re.compile(rf"(?:{BLAKE3})?[0-9a-f]{{64}}")
-"""A digest of either form, whole."""
+"""Full digest of either form."""
 
 
 def value_digest(value: bytes) -> str:
-    """That of a value which is written now. Example: ``value_digest(b"")[:6]`` is ``"e3b0c4"``."""
+    """Return the digest for writing a value. Example: ``value_digest(b"")[:6]`` is ``"e3b0c4"``."""
     return digest_as(BLAKE3 if len(value) >= BLAKE3_BYTES_MIN else "", value)
 
 
 def digest_as(named: str, value: bytes) -> str:
-    """The digest of a value in the form that another digest has."""
+    """Return the digest of a value in the form of another digest."""
     if not named.startswith(BLAKE3):
         return sha256_hex(value)
     from blake3 import blake3
@@ -97,7 +94,7 @@ def digest_as(named: str, value: bytes) -> str:
 
 
 def sha256_hex(*parts: bytes) -> str:
-    """Hex sha256 of the parts, one after the other."""
+    """Return the hex sha256 of the concatenated parts."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -111,7 +108,7 @@ def decode(
     *,
     bytes_max: int = RECORD_BYTES_MAX,
 ) -> T:
-    """One record of a fixed type. Raises SchemaError with the path inside the record."""
+    """Return a record of a fixed type. Raises SchemaError with the path inside it."""
     if len(data) > bytes_max:
         raise SchemaError(f"record of {len(data)} bytes is above {bytes_max}", path=root)
     try:
@@ -123,7 +120,7 @@ def decode(
 def decode_tagged(
     data: bytes, decoder: msgspec.json.Decoder[T], kinds: frozenset[str]
 ) -> T | Unknown:
-    """A record of a tagged union, or `Unknown`. Raises SchemaError."""
+    """Return a record of a tagged union, or `Unknown`. Raises SchemaError."""
     kind = decode(data, _TAG).kind
     if kind not in kinds:
         return Unknown(kind=kind, raw=data)
@@ -133,8 +130,7 @@ def decode_tagged(
 def schema_error(
     error: Exception, root: str = "$", *, what: str = "", hint: str | None = None
 ) -> SchemaError:
-    """Our error for one of msgspec's, with its path kept; `root` is where that path begins, and
-    `what` is said before the reason."""
+    """Convert a msgspec error; its path is appended to `root`, and `what` precedes the reason."""
     found = _PATH.match(str(error))
     assert found is not None
     path = (found["path"] or "$").removeprefix("$")
@@ -143,31 +139,29 @@ def schema_error(
 
 
 def kebab(name: str) -> str:
-    """The tag of a record class: ``WorkerJoined`` is ``worker-joined``."""
+    """Return a record class's tag: ``WorkerJoined`` is ``worker-joined``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
 def kinds_of(union: Any) -> frozenset[str]:
-    """The tags of a union of record classes."""
+    """Return the tags of a union of record classes."""
     return frozenset(kebab(record.__name__) for record in typing.get_args(union))
 
 
 REWARD_MAX: Final = 1e6
-"""Largest absolute value of a reward that a task may give.
+"""Maximum absolute reward.
 
-Within it nothing that is made of rewards overflows: an advantage is a difference of two of them,
-2e6 at most, or that divided by their standard deviation; its square is 4e12, the sum of those over
-a batch of 1e9 trajectories is 4e21, and float32, in which losses and gradients are computed, ends
-at 3e38. The task process enforces it; readers take every finite reward, and a trainer reports a
-batch that overflows as `NonFinite`.
+Prevents overflow: an advantage is at most 2e6, its square 4e12, the sum over 1e9 trajectories 4e21,
+below float32's 3e38. Task processes enforce it; readers accept any finite reward, and the trainer
+reports overflow as `NonFinite`.
 """
 
 ABSTAINED: Final = "abstained"
-"""Name of the part of a reward that abstained, after its own name and a dot."""
+"""Part of a reward that abstained, after the reward's name and a dot."""
 
 
 def refuse_non_finite(value: Any, path: str = "$") -> None:
-    """Raise SchemaError naming the first number inside `value` that is not finite."""
+    """Raises SchemaError with the first non-finite number in `value`."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise SchemaError(f"{value} is not a finite number", path=path)
@@ -184,7 +178,7 @@ def refuse_non_finite(value: Any, path: str = "$") -> None:
 
 @functools.cache
 def float_fields(record: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Names of a record's fields that can hold a float, at whatever depth."""
+    """Return the names of fields that can hold a float at any depth."""
     return tuple(
         field.name for field in msgspec.structs.fields(record) if _may_hold_float(field.type)
     )

@@ -12,17 +12,13 @@ from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition, TopicSpec, W
 from dora_pipe.core.errors import BusError
 
 FAR: Final = 1000
-"""Topics with fewer records report no read progress."""
+"""Minimum records of topics that report progress."""
 
 POLL_S: Final = 1.0
 FIRST_WAIT_S: Final = 0.02
 EMPTY_POLLS_MAX: Final = 60
-"""Maximum consecutive polls without progress."""
-
 RECORDS_MAX: Final = 2000
 BYTES_MAX: Final = 4 * 1024 * 1024
-"""Maximum bytes per poll."""
-
 Poll = Callable[[], list[Record]]
 
 Told = Callable[[str, float, float], None]
@@ -48,7 +44,7 @@ def count_empty_polls(
 
 
 def wait_after(empty: int) -> float:
-    """Return the seconds that a poll waits after `empty` polls without records."""
+    """Return the poll timeout in seconds after `empty` empty polls."""
     return min(POLL_S, FIRST_WAIT_S * 2 ** (empty - 1)) if empty else 0.0
 
 
@@ -150,7 +146,7 @@ class BusWrapper(Bus):
 
 
 class PositionReader(Reader):
-    """Reader that keeps its positions in `_positions`; it never reports held-back partitions.
+    """Reader that keeps its positions in `_positions`.
 
     `check_bus` raises BusError if the bus is unusable.
     """

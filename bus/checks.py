@@ -11,10 +11,10 @@ from dora_pipe.bus.port import TRIMMED_TOPICS, Append, Record, TopicPartition, T
 from dora_pipe.core.errors import BusError, LogTruncated, RecordTooLarge, TopicMissing
 
 BATCH_ROOM_BYTES = 1024 * 1024
-"""Batch overhead that a Kafka topic allows above its largest record."""
+"""Batch overhead of a Kafka topic's limit."""
 
 FRAME_ROOM_BYTES = 16 * 1024
-"""Upper bound of Kafka's framing of one large record, headers included."""
+"""Upper bound of Kafka's framing of a record with headers."""
 
 RECORD_BYTES_LEAST = 64 * 1024
 """Lower bound of `bus.record_bytes_max`."""
@@ -23,10 +23,8 @@ PARTITIONS_MAX = 4096
 """Maximum per topic; SQLite packs topic, partition and offset into one integer."""
 
 POSITION_MAX = 1 << 40
-"""Upper bound of a position."""
-
 FILLER: Final = "filler"
-"""Header of a record that only fills an offset in a copied Kafka topic; readers skip it."""
+"""Header of a record that only fills an offset; readers skip it."""
 
 FORK_HINT = "close the bus before the fork, and open it again on both sides"
 
@@ -82,10 +80,8 @@ def check_exists(tp: TopicPartition, topics: Mapping[str, TopicSpec]) -> TopicSp
 
 
 def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) -> None:
-    """Reject the whole call if one record is invalid.
-
-    Raises TopicMissing, RecordTooLarge, BusError (non-ASCII header).
-    """
+    """Raises TopicMissing, RecordTooLarge, or BusError for a non-ASCII header, if any record is
+    invalid."""
     exists: dict[tuple[str, int], TopicSpec] = {}  # many records share few partitions
     for record in records:
         place = (record.topic, record.partition)
@@ -192,13 +188,13 @@ def first_kept(tp: TopicPartition, position: int, begin: int) -> int:
 
 
 def record_bytes(record: Append | Record) -> int:
-    """Return the size in bytes of key, value, header names and header values."""
+    """Return the size of key, value and headers."""
     names, values = _joined_headers(record)
     return len(record.key) + len(record.value) + len(names) + len(values)
 
 
 def _joined_headers(record: Append | Record) -> tuple[str, bytes]:
-    """Join names and values: checking 15 headers one by one takes ten times as long."""
+    """Join, because checking 15 headers one by one takes ten times as long."""
     if not record.headers:
         return "", b""
     names, values = zip(*record.headers, strict=True)

@@ -37,16 +37,14 @@ CLAIM_BYTES: Final = "claim-bytes"
 CLAIM_LOST: Final = "claim-lost"
 
 CLAIM_BYTES_MAX: Final = 1 << 30
-"""Maximum bytes per value."""
-
 CLAIMED_TOPICS: Final = ("trajectories", "progress", "dead-letters")
-"""Last parts of the names of topics whose records may use blobs."""
+"""Last name parts of topics that may use blobs."""
 
 AT_ONCE: Final = 2
-"""Concurrent reads or writes per reader or writer; more does not help a disk."""
+"""Concurrent reads or writes; more does not help a disk."""
 
 AHEAD_BYTES: Final = 32 * 1024 * 1024
-"""Maximum bytes read ahead for records already fetched."""
+"""Maximum read-ahead of fetched records' blobs."""
 
 _HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
 _NAME: Final = itemgetter(0)
@@ -58,7 +56,7 @@ class ClaimStore(Protocol):
     """Storage of blobs."""
 
     def write(self, digest: str, value: bytes) -> None:
-        """Store a value durably under its digest unless it exists. Raises BusFull."""
+        """Store a value durably unless it exists. Raises BusFull."""
         ...
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
@@ -116,13 +114,13 @@ class ClaimFiles(ClaimStore):
 
 
 def claim_of(record: Record) -> str:
-    """Return the blob digest of a record, empty without one."""
+    """Return the blob's digest, empty without one."""
     claim = _claim(record)
     return claim[0] if claim else ""
 
 
 def may_be_claimed(topic: str) -> bool:
-    """Return whether large records of a topic may use blobs."""
+    """Return whether a topic may use blobs."""
     return topic.rpartition(".")[2] in CLAIMED_TOPICS
 
 
@@ -216,7 +214,6 @@ class ClaimReader(ReaderWrapper):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        """Return records with their values; blobs count with their full size."""
         self._here.check()
         if not self._waiting:
             self._waiting.extend(
@@ -284,13 +281,13 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def claimed_bytes(record: Record) -> int:
-    """Return the size of a record's blob, 0 without one."""
+    """Return the blob's size, 0 without one."""
     claim = _claim(record)
     return claim[1] if claim else 0
 
 
 def lost_claim(record: Record) -> str:
-    """Return why a record's blob could not be restored, empty if it was."""
+    """Return why the blob is lost, empty if it is not."""
     if CLAIM_LOST not in map(_NAME, record.headers):
         return ""
     headers = dict(record.headers)

@@ -29,13 +29,13 @@ class CopyTarget(Protocol):
     bus: Bus
 
     def position(self, tp: TopicPartition) -> int:
-        """Return the position that the copy of a partition has reached."""
+        """Return the position that the copy has reached."""
         ...
 
     def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
-        """Write records at their offsets and move the partition's position to `end`.
+        """Write records at their offsets and move the position to `end`.
 
-        `begin` is the start of the partition if nothing was copied yet. Raises BusError.
+        `begin` is the partition's start if nothing was copied yet. Raises BusError.
         """
         ...
 
@@ -57,11 +57,10 @@ class FillingTarget:
         self._writer = bus.writer()
 
     def position(self, tp: TopicPartition) -> int:
-        """Return the end of the partition: every record below it was copied."""
+        """Return the end: copies have no gaps."""
         return self.bus.written_end(tp)
 
     def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
-        """Append the records, and fillers between them. Raises BusError."""
         if begin and not is_trimmed(tp.topic):
             raise LogTruncated(
                 f"{tp.topic}/{tp.partition} begins at {begin}: records before it were deleted, "
@@ -86,7 +85,7 @@ class LogCopy:
     records: int
     added: int
     lost: int
-    """Blobs that the source has lost."""
+    """Blobs missing in the source."""
     digest: str
 
 
@@ -129,7 +128,7 @@ class _PartitionCopy:
         self._end, self._allow_lost = end, allow_lost
 
     def run(self, told: Told) -> None:
-        """Copy the missing records and compare all, reading each side once."""
+        """Copy the missing records and compare all."""
         tp, end = self.tp, self._end
         start = self._target.position(tp)
         begin = self._source.begin(tp)
@@ -178,7 +177,7 @@ class _PartitionCopy:
 
 
 def update_digest(digest: Any, record: Record) -> None:
-    """Add partition, offset, key, headers and value to a digest, each with its length."""
+    """Add a record to a digest, each field with its length."""
     headers = [part for name, value in _headers(record) for part in (name.encode(), value)]
     parts = (record.key, *headers, record.value)
     sizes = ",".join(str(len(part)) for part in parts)

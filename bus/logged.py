@@ -14,7 +14,6 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import digest_as
 
 LINES_MAX: Final = 20
-"""Maximum damaged trajectories listed by name."""
 
 
 class Named(Protocol):
@@ -45,7 +44,7 @@ class RecordFingerprint:
 
 
 def record_digest(record: Record) -> str:
-    """Return the digest of the value in the form that its headers use, sha256 by default."""
+    """Return the value's digest in the form of its headers, sha256 by default."""
     named = dict(record.headers).get("sha256", b"").decode(errors="replace")
     return named if record.checked == named != "" else digest_as(named, record.value)
 
@@ -58,8 +57,7 @@ def fingerprint_of(record: Record, *, value_of: str = "") -> RecordFingerprint:
 
 
 def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:
-    """Return why a record differs from its reference, empty if it matches; does not decode the
-    value."""
+    """Return why a record differs from its reference, empty if not; does not decode it."""
     where = f"at trajectories:{named.partition}:{named.offset}"
     if found is None:
         return f"its record is not there {where}"
@@ -76,7 +74,7 @@ def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:
 
 
 def logged_trajectory(record: Record | None, named: Named) -> Trajectory:
-    """Return the referenced trajectory. Raises InvariantBroken, SchemaError."""
+    """Return the trajectory. Raises InvariantBroken, SchemaError."""
     if why := fault_of(record, named):
         raise InvariantBroken(f"{named.trajectory}: {why}")
     assert record is not None
@@ -108,12 +106,12 @@ class Damage:
         return not why
 
     def look_for_the_rest(self, left: Mapping[tuple[int, int], Named]) -> None:
-        """Record as missing every reference that no record matched."""
+        """Record unmatched references as missing."""
         for named in left.values():
             self.is_sound(None, named)
 
     def raise_if_any(self, consequence: str) -> None:
-        """Raises InvariantBroken if there is damage; `consequence` completes the message."""
+        """Raises InvariantBroken if there is damage."""
         if self.count:
             who = f"{self.count} trajectories that were logged are"
             who = who if self.count > 1 else "1 trajectory that was logged is"

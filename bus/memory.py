@@ -105,7 +105,7 @@ class MemoryLog:
         self._epochs: dict[str, int] = {}
         self._appends = 0
         self.watch: Callable[[Sequence[Record], int], None] = lambda records, visible_ms: None
-        """Called after each append with its records and the time when the last becomes visible."""
+        """Called after each append with the time of visibility."""
 
     def gap_after(self, append: int) -> int:
         """Return the unused offsets after an append: 1, 2 or 3."""
@@ -223,7 +223,6 @@ class MemoryBus(Bus):
         return MemoryWriter(self, exclusive)
 
     def close(self) -> None:
-        """Close the bus with its readers and writers; keep the log."""
         self.closed = True
 
     def _partition(self, tp: TopicPartition) -> _Partition:

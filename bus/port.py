@@ -32,7 +32,7 @@ HELD_LIMIT_S: Final = 120.0
 """Maximum seconds that our writers hold readers back; 42 s with a broker's defaults."""
 
 TRIMMED_TOPICS: Final = ("metrics",)
-"""Last parts of the names of topics whose old records may be deleted."""
+"""Last name parts of topics whose old records may be deleted."""
 
 
 class TopicPartition(NamedTuple):
@@ -49,7 +49,7 @@ class TopicSpec:
     name: str
     partitions: int = 1
     record_bytes_max: int = 10 * 1024 * 1024
-    """Maximum bytes of key, value and headers; above it appends raise `RecordTooLarge`."""
+    """Maximum bytes of key, value and headers; larger: `RecordTooLarge`."""
 
 
 class Append(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class Record:
 
 
 def stored(record: Append, offset: int) -> Record:
-    """Return an appended record as readers see it."""
+    """Return an appended record as read."""
     return Record(
         topic=record.topic,
         partition=record.partition,
@@ -128,7 +128,7 @@ class Reader(Protocol):
 
 
 class Writer(Protocol):
-    """Appender of records; the bus checks an exclusive writer's epoch at every append."""
+    """Appender of records; exclusive writers carry an epoch."""
 
     def append(self, records: Sequence[Append]) -> list[int]:
         """Append all durably and return their offsets in order.
@@ -138,9 +138,7 @@ class Writer(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Release everything; idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class Bus(Protocol):
@@ -150,16 +148,14 @@ class Bus(Protocol):
         """Create missing topics. Raises BusError if an existing one is too small."""
         ...
 
-    def topics(self) -> list[str]:
-        """Return the sorted names of all topics."""
-        ...
+    def topics(self) -> list[str]: ...
 
     def partitions(self, topic: str) -> int:
         """Return the number of partitions. Raises TopicMissing."""
         ...
 
     def begin(self, tp: TopicPartition) -> int:
-        """Return the first readable position, 0 until records are deleted. Raises TopicMissing."""
+        """Return the first readable position. Raises TopicMissing."""
         ...
 
     def trim(self, tp: TopicPartition, before: int) -> bool:

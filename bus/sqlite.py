@@ -39,18 +39,18 @@ STEP = 2
 """Difference between the last offset of an append and the next offset."""
 
 TRIM_OFFSETS = 1000
-"""Maximum offsets deleted per transaction, which blocks appends."""
+"""Maximum per transaction, which blocks appends."""
 
 TOPICS_MAX = 2047
-"""Maximum topics per file, from the topic bits of a row number."""
+"""Maximum of a row number's topic bits."""
 
 WAIT_S_MAX = 0.050
-"""Longest sleep in seconds of a waiting reader; bounds its delay on a quiet log."""
+"""Longest sleep of a waiting reader, and so its delay."""
 
 WAIT_S_MIN = 0.001
 
 WAIT_SHARE = 4
-"""Divisor of the time without records: a reader sleeps a quarter of it."""
+"""Sleep a quarter of the quiet time."""
 
 _FIRST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at LIMIT 1"
 _LAST = "SELECT at FROM records WHERE at >= ? AND at < ? ORDER BY at DESC LIMIT 1"
@@ -81,7 +81,6 @@ class _Topics:
             )
 
     def base(self, topic: str, partition: int) -> int:
-        """Return the row number of the partition's offset 0."""
         return (self._ids[topic] << PARTITION_BITS | partition) << OFFSET_BITS
 
 
@@ -137,7 +136,7 @@ class SqliteBus(Bus):
             return max(copied, _begin_of(file, base))
 
     def trim(self, tp: TopicPartition, before: int) -> bool:
-        """Delete in one short transaction; appends reuse the space."""
+        """Delete in one short transaction."""
         file = self._file_of(tp)
         check_trimmed(tp)
         check_position(tp, before)
@@ -153,7 +152,7 @@ class SqliteBus(Bus):
         return self.end(tp)
 
     def placed_end(self, tp: TopicPartition) -> int:
-        """Return the position after the last record copied or appended, without a gap."""
+        """Return the position after the last record, without the gap."""
         file = self._file_of(tp)
         base = self._topics.base(*tp)
         with file.reading():
@@ -162,9 +161,9 @@ class SqliteBus(Bus):
             return copied if last is None else max(copied, last - base + 1)
 
     def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
-        """Write records of another log at their offsets durably, and end the partition at `end`.
+        """Write another log's records at their offsets durably, and end the partition at `end`.
 
-        `begin`, the begin of the source partition, matters only in the first call. Raises BusError.
+        `begin` matters only in the first call. Raises BusError.
         """
         file = self._file_of(tp)
         base = self._topics.base(*tp)
@@ -250,7 +249,7 @@ class SqliteReader(PositionReader):
         self._file = file
         self._bases = bases
         self._at_end: set[TopicPartition] = set()
-        """Partitions whose position is the end, past the gap after the last record."""
+        """Partitions whose position is past the gap after the last record."""
         self._turn = 0
         self._version = 0
         self._more = True
@@ -404,7 +403,7 @@ def _record(
 
 
 def _end_of(file: SqliteFile, base: int) -> int:
-    """Return the end including the gap; the source's end in a copied partition."""
+    """Return the end with the gap, or the source's end in a copy."""
     last = _last(file, base)
     _, copied = file.placed.get(base, (0, 0))
     if last is None or last - base < copied:
@@ -419,7 +418,6 @@ def _begin_of(file: SqliteFile, base: int) -> int:
 
 
 def _trim(file: SqliteFile, base: int, before: int) -> bool:
-    """Delete a bounded number of old records; return whether more remain."""
     last = _last(file, base)
     if last is None:
         return False

@@ -25,13 +25,13 @@ from dora_pipe.core.errors import BusError, BusFull, LogDamaged, OutcomeUnknown
 
 APPLICATION_ID = 0x444F5241  # "DORA", for `file`
 FORMAT = 1
-"""`user_version` of the file; a newer dora-pipe writes a greater one."""
+"""`user_version`; newer formats have greater ones."""
 
 LOCK_LIMIT_S = 10.0
-"""Maximum wait in seconds for other processes' transactions."""
+"""Maximum wait for other processes' transactions."""
 
 WAL_KEPT_BYTES = 16 * 1024 * 1024
-"""Size to which SQLite truncates the WAL after a burst."""
+"""Size of the WAL after a burst."""
 
 _LOCK_WAIT_S_MAX = 0.005
 _LOCK_WAIT_S_MIN = 0.0002
@@ -60,7 +60,8 @@ _inherited: list[SqliteFile] = []
 
 
 def _keep_inherited() -> None:
-    """Keep the parent's connections referenced in a forked child, so that nothing closes them."""
+    """Keep references to the parent's connections in a forked child, so that nothing
+    closes them."""
     _inherited.extend(file for file in _live if not file.closed)
 
 
@@ -122,7 +123,6 @@ class SqliteFile:
         self.fresh = False
 
     def one(self, statement: str, values: Sequence[object] = ()) -> Any:
-        """Return the first column of the first row, None without rows."""
         row = self.connection.execute(statement, values).fetchone()
         return None if row is None else row[0]
 
@@ -175,7 +175,7 @@ class SqliteFile:
                 self.connection.execute("ROLLBACK")
 
     def _retry(self, statement: str) -> sqlite3.Cursor:
-        """Run a locking statement with short waits; SQLite's own are up to 100 ms."""
+        """Retry with short waits; SQLite's are up to 100 ms."""
         deadline_s = time.monotonic() + LOCK_LIMIT_S
         wait_s = _LOCK_WAIT_S_MIN
         while True:
@@ -243,6 +243,6 @@ def _primary(error: sqlite3.Error) -> int:
 
 
 def _is_full(error: sqlite3.Error) -> bool:
-    """Return whether the disk is full, including a shared-memory file that cannot grow."""
+    """Return whether the disk is full, also if only the shared-memory file cannot grow."""
     code = getattr(error, "sqlite_errorcode", 0)
     return code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)

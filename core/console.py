@@ -30,14 +30,14 @@ from dora_pipe.core.errors import (
 RUNS_VARIABLE: Final = "DORA_PIPE_RUNS"
 
 RUNS: Final = Path("runs")
-"""Default directory of runs, relative to the working directory."""
+"""Default directory of runs."""
 
 LOG_CHARACTERS_MAX: Final = MESSAGE_CHARACTERS_MAX
-"""Maximum characters per log line, which may quote external text."""
+"""Maximum characters per log line."""
 
 
 class LogLines(logging.Formatter):
-    """Formatter with one line per record, plus tracebacks of internal errors."""
+    """Formatter with one line per record, plus internal tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = one_line(record.message, LOG_CHARACTERS_MAX)
@@ -49,21 +49,21 @@ class LogLines(logging.Formatter):
 
 
 def log_to_stderr(level: int, layout: str = "%(message)s") -> None:
-    """Log to stderr in this layout (`logging`'s % style)."""
+    """Log to stderr in this layout."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLines(layout))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def speak() -> None:
-    """Escape characters that the output encoding cannot represent."""
+    """Escape characters that the output cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(line: str) -> None:
-    """Write a line to stderr; a broken stderr is no error (`outlasting`)."""
+    """Write a line to stderr; errors are ignored (`outlasting`)."""
     text = f"{printable(line)}\n"
     try:
         write_to(sys.stderr, text)
@@ -72,13 +72,12 @@ def say(line: str) -> None:
 
 
 _elsewhere: list[Path] = []
-"""Files that replace a broken stderr."""
+"""Replacements of a broken stderr."""
 
 
 @contextmanager
 def outlasting(log: Path) -> Iterator[None]:
-    """Survive a closed terminal during the block: stderr continues in `log`, starting with the
-    reason."""
+    """Survive a closed terminal: stderr continues in `log`."""
     _elsewhere.append(log)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # child processes inherit it
     try:
@@ -121,12 +120,12 @@ def typed(*words: str | Path, runs: Path = RUNS) -> str:
 
 
 _uncover: list[Callable[[], None]] = []
-"""Callbacks that erase drawings before a line is printed."""
+"""Callbacks that erase drawings before a line."""
 
 
 @contextmanager
 def covered(clear: Callable[[], None]) -> Iterator[None]:
-    """Register `clear` for a drawing on the terminal during the block."""
+    """Register `clear` for a drawing during the block."""
     _uncover.append(clear)
     try:
         yield
@@ -135,7 +134,7 @@ def covered(clear: Callable[[], None]) -> Iterator[None]:
 
 
 def write_to(stream: TextIO, text: str) -> None:
-    """Write and flush, so that pipes show each line at once."""
+    """Write and flush."""
     for clear in _uncover:
         clear()
     stream.write(text)
@@ -155,7 +154,7 @@ def name_process(*words: str) -> None:
 
 
 def own_name() -> str:
-    """Return the process title without `dora-pipe`, empty if unset."""
+    """Return the process title without `dora-pipe`."""
     from setproctitle import getproctitle
 
     title = getproctitle()
@@ -166,7 +165,7 @@ _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 """Opened before any fork."""
 
 PR_SET_PDEATHSIG: Final = 1
-"""Linux prctl: signal sent when the parent dies."""
+"""Signal on the parent's death (Linux prctl)."""
 
 
 def die_with(parent_pid: int) -> None:

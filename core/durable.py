@@ -11,7 +11,7 @@ from typing import Final
 from dora_pipe.core.errors import ResourceError
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Values of errno that mean no space."""
+"""Errno values for no space."""
 
 
 def need_temporary_folder() -> None:

@@ -22,16 +22,14 @@ from dora_pipe.core.errors import DoraError, ResourceError, reason
 LOG = logging.getLogger(__name__)
 
 ASKED_MAX: Final = 65_536
-"""Maximum queued effects; further ones fail at once."""
+"""Maximum queued effects; more fail."""
 
 EVENTS_MAX: Final = 65_536
 """Maximum queued events; then the thread waits."""
 
 CLOSE_S: Final = 10.0
-"""Seconds that `close` waits for the thread."""
-
 PLACES_MAX: Final = 12
-"""Maximum source lines logged per failure."""
+"""Maximum source lines per failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +42,7 @@ class Handler:
     do: Callable[[Any], Iterable[Any]]
     """Yields events of an effect, None to wait."""
     failed: Callable[[Any, Exception], Iterable[Any]]
-    """Returns events that replace missing ones; `unanswered` returns none, `ends_role` raises."""
+    """Returns replacement events, or raises."""
 
 
 Handlers = Mapping[type[Any], Handler]
@@ -132,7 +130,6 @@ class EffectRunner:
 
     @property
     def working(self) -> bool:
-        """Return whether an effect is unfinished."""
         return self._open > 0
 
     @property
@@ -141,7 +138,7 @@ class EffectRunner:
         return bool(self._events)
 
     def start(self, effect: Any) -> None:
-        """Run or queue an effect; it fails if the queue is full."""
+        """Run or queue an effect; fail it if the queue is full."""
         if not self._in_thread:
             done = run_effect(self._handlers, effect)
             self._events.extend(one for one in done if one is not None)
@@ -229,13 +226,13 @@ class EffectRunner:
 
 
 def _logged(what: str, error: Exception) -> Exception:
-    """Log the error, with source lines if internal."""
+    """Log an error, with source lines if internal."""
     places = "" if isinstance(error, DoraError) else _places(error)
     LOG.warning("%s failed: %s%s", what, reason(error), places)
     return error
 
 
 def _places(error: Exception) -> str:
-    """Return the source lines of an error, innermost last."""
+    """Return an error's source lines, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES_MAX:]
     return "".join(f"\n  {one.filename}:{one.lineno} in {one.name}" for one in frames)

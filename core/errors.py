@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 MESSAGE_CHARACTERS_MAX: Final = 2000
-"""Maximum characters of a message, which may quote external text."""
+"""Maximum length of a message, which may quote external text."""
 
 FAIL_BATCH_HINT: Final = "`dora-pipe tell RUN fail-batch` ends this batch's groups, then --resume"
 
@@ -40,8 +40,7 @@ _PATH_CHARACTERS_MAX: Final = 200
 
 
 def printable(text: str) -> str:
-    """Return text as one line with escapes for control characters, separators and bidirectional
-    marks."""
+    """Return text as one line, with control, separator and bidirectional characters escaped."""
     if text.isprintable():
         return text
     return "".join(

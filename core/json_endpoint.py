@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     import requests
 
 _PASSES: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
-"""Temporary HTTP statuses."""
-
 _QUOTED: Final = 200
 
 _PIECE_BYTES: Final = 512
-"""Bytes per read: small, so that slow servers do not delay the deadline check."""
+"""Small reads, so that slow servers do not delay the deadline check."""
 
 
 class EndpointAway(ResourceError):
@@ -45,7 +43,6 @@ class JsonEndpoint:
         self, who: str, url: str, *, key: str = "", timeout_s: float, at_once: int, bytes_max: int
     ) -> None:
         self.where = f"{who} at {url.rstrip('/')}"
-        """Name in messages."""
         self._url = url.rstrip("/")
         self._key = key
         self._timeout_s = timeout_s
@@ -99,7 +96,6 @@ class JsonEndpoint:
         return said
 
     def close(self) -> None:
-        """Close connections; idempotent."""
         if self._session is not None:
             self._session.close()
 
@@ -132,18 +128,18 @@ class JsonEndpoint:
         return bytes(body)
 
     def _shown(self, body: bytes) -> str:
-        """Return the body for a message, without the key."""
+        """Return a body for messages, without the key."""
         said = body.decode(errors="replace")
         return quoted(said.replace(self._key, "...") if self._key else said)
 
 
 def quoted(said: str) -> str:
-    """Return the beginning of a text on one line."""
+    """Return the beginning of a text as one line."""
     return one_line(" ".join(said.split()), _QUOTED)
 
 
 def variable(where: str, option: str, name: str) -> str:
-    """Return the environment variable that `option` names. Raises ConfigError."""
+    """Return an environment variable. Raises ConfigError."""
     value = os.environ.get(name, "")
     if not value:
         raise ConfigError(f"{where}{option}: the environment variable {name} is not set")

@@ -16,7 +16,7 @@ from dora_pipe.core.errors import ResourceError
 
 LOOPBACK: Final = "127.0.0.1"
 NAMES: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Host names of this machine; any port, for `ssh -L`."""
+"""Names of this machine; any port, for `ssh -L`."""
 
 
 class LocalServer(ThreadingHTTPServer):
@@ -70,7 +70,7 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def send_whole(self, status: HTTPStatus, headers: Mapping[str, str], body: bytes) -> None:
-        """Respond with a known length; HEAD omits the body."""
+        """Respond; HEAD omits the body."""
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

@@ -59,7 +59,7 @@ def with_place(error: BaseException) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return a shortened traceback for a role's log."""
+    """Return a shortened traceback."""
     lines = "".join(traceback.format_exception(error)).splitlines()
     if len(lines) > TRACEBACK_LINES_MAX:
         half = TRACEBACK_LINES_MAX // 2
@@ -75,7 +75,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 @contextmanager
 def importable(directory: str) -> Iterator[None]:
-    """Search this folder first for imports in the block; does nothing if empty."""
+    """Import from this folder first during the block; empty: no effect."""
     if not directory:
         yield
         return
@@ -115,7 +115,7 @@ def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigErro
 
 
 def load_function(key: str, reference: str, error: type[DoraError] = ConfigError) -> Any:
-    """Import a callable; raises `error` if it is not one."""
+    """Import a callable. Raises `error`."""
     found = load_attribute(key, reference, error)
     if not callable(found):
         raise error(f"{key}: `{reference}` is not a function")

@@ -23,12 +23,12 @@ T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S: Final = 120.0
-"""Seconds that appends and polls are retried."""
+"""Maximum time of retries."""
 
 RETRY_PAUSE_S: Final = 0.25
 
 ROOM_PAUSE_S: Final = 1.0
-"""Seconds between retries without room: each may write a full policy."""
+"""Pause between retries, which may write a full policy."""
 
 FINAL_ERRORS: Final = (AccessRefused, Fenced, LogTruncated, RecordRefused, TopicMissing)
 """Errors that a retry cannot fix."""

@@ -24,14 +24,13 @@ from dora_pipe.schemas.topics import Topics
 LOG = logging.getLogger(__name__)
 
 RUN_WAIT_S: Final = 120.0
-"""Seconds that a role waits for its run to start."""
+"""Maximum wait for the run's start."""
 
 LOOK_BACK: Final = 64
 """Offsets before the end of decisions that contain the last round; each transaction takes one, even
 an aborted one."""
 
 POLL_S: Final = 0.25
-"""Seconds between checks."""
 
 
 def wait_for_run(
@@ -103,7 +102,6 @@ def _records(
 
 
 LOOK_S: Final = 0.25
-"""Seconds between checks of an open append."""
 
 
 def await_stable_offset(bus: Bus, partitions: Sequence[TopicPartition], clock: Clock) -> None:

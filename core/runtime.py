@@ -39,13 +39,12 @@ BUS_TURN_NS: Final = 100_000_000
 
 
 KEPT_EVERY_NS: Final = 1_000_000_000
-"""Ns between checks for deleted records, of one partition each."""
+"""Time between checks for deleted records."""
 
 WAITING_NS: Final = 20_000_000
-"""Minimum wait in ns for work that is not urgent."""
+"""Minimum wait for work that is not urgent."""
 
 COST_DIGITS: Final = 4
-"""Decimals of seconds in cost metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +113,7 @@ class Machine(Protocol):
         ...
 
     def wake_at(self) -> int:
-        """Return the monotonic ns of the next call without inputs."""
+        """Return when to call without inputs, monotonic ns."""
         ...
 
     @property
@@ -134,17 +133,15 @@ class Port(Protocol):
         ...
 
     def poll(self) -> list[Any]:
-        """Return new events; ports that compute in the loop do a bounded amount of work."""
+        """Return new events; inline work is bounded."""
         ...
 
     @property
     def busy(self) -> bool:
-        """Return whether `poll` has work, so that the loop must not wait."""
+        """Return whether `poll` has work."""
         ...
 
-    def close(self) -> None:
-        """Stop all work; idempotent."""
-        ...
+    def close(self) -> None: ...
 
 
 class _Block(AbstractContextManager[None]):
@@ -179,7 +176,6 @@ class Meter:
         return self._blocks[name]
 
     def begin(self, name: str) -> None:
-        """Start counting for `name`."""
         self._turn()
         self._open.append(name)
 
@@ -239,7 +235,7 @@ class Runtime:
         self._writer = writer
         self._status = status
         self._untold = ""
-        """Why the last status was not appended."""
+        """Error of the last status."""
         self._ports = ports
         self._clock = clock
         self._meter = meter
@@ -268,7 +264,7 @@ class Runtime:
 
     @property
     def next_turn_ns(self) -> int:
-        """Return the monotonic ns of the next read and append."""
+        """Return when to read and append, monotonic ns."""
         return self._next_turn_ns
 
     def due_ns(self) -> int:
@@ -282,7 +278,7 @@ class Runtime:
         return max(now_ns, self.own_due_ns())
 
     def own_due_ns(self) -> int:
-        """Return `due_ns` without ports, which the simulator asks itself; may be past."""
+        """Return `due_ns` without ports; may be past."""
         if self._events:
             return self._clock.now_ns()
         due_ns = self._machine.wake_at()
@@ -311,7 +307,6 @@ class Runtime:
         return reacts
 
     def close(self) -> None:
-        """Close ports and reader."""
         for port in self._ports:
             port.close()
         self._reader.close()

@@ -24,13 +24,9 @@ from dora_pipe.schemas.wire import encode
 M = TypeVar("M", bound=Metrics)
 
 QUIET_HEARTBEATS: Final = 5
-"""Heartbeats between statuses without changes."""
-
 QUIET_LEASES: Final = 4
-"""Minimum statuses per lease."""
-
 WHOLE_EVERY: Final = 20
-"""Every 20th status of a worker has all progress, others only changes, for new readers."""
+"""Statuses per complete one; the others have only changed progress."""
 
 HEARTBEAT_BYTES: Final = 400
 """Status bytes per heartbeat; about one without progress."""
@@ -46,7 +42,7 @@ def quiet_ns(timing: Timing) -> int:
 
 
 def whole_ns(timing: Timing) -> int:
-    """Return the ns between statuses with all progress."""
+    """Return the time between complete statuses."""
     return WHOLE_EVERY * quiet_ns(timing)
 
 
@@ -79,7 +75,7 @@ class StatusSchedule:
     def publish(
         self, status: M, to: Address, now_ns: int, shorten: Callable[[M], M] = lambda status: status
     ) -> list[Publish]:
-        """Return the status as a record if due; `shorten` omits known content."""
+        """Return the status if due; `shorten` omits known content."""
         if not self.goes_out(status, now_ns):
             return []
         record = Append(topic=to.topic, key=to.key, value=encode(shorten(status)))
@@ -87,7 +83,7 @@ class StatusSchedule:
         return [Publish(record=record, lossy=True)]
 
     def goes_out(self, status: Metrics, now_ns: int) -> bool:
-        """Return whether a status is due; time and cost alone are not changes."""
+        """Return whether a status is due; time and cost are not changes."""
         content = msgspec.structs.replace(status, at_ns=0, cost=_NO_COST)
         quiet_ends_ns = self._said_ns + self._quiet_ns
         self.due_ns = now_ns + self._heartbeat_ns
@@ -121,7 +117,6 @@ class StatusSchedule:
 
 
 CLOSE_LIMIT_S: Final = 1.0
-"""Seconds for the last records of a role that ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +146,7 @@ class BackgroundWriter:
         return []
 
     def close(self) -> None:
-        """Wait shortly for the running append, then close; idempotent."""
+        """Wait shortly for the running append, then close."""
         self._runner.close(wait_s=CLOSE_LIMIT_S)
         self._inner.close()
 

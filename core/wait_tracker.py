@@ -23,16 +23,15 @@ LOG = logging.getLogger(__name__)
 LimitKind = Literal["short", "work", "free"]
 
 BLOCKERS_MAX: Final = 4
-"""Maximum blockers listed in a status."""
+"""Maximum listed blockers."""
 
 WORK_FACTOR: Final = 4.0
-"""Factor above the longest recent wait."""
+"""Factor of the longest recent wait."""
 
 LEARNT_MIN: Final = 4
-"""Minimum waits from which to learn."""
+"""Minimum waits to learn from."""
 
 LEARNT_MAX: Final = 16
-"""Waits remembered per name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,6 @@ class PendingWait:
     """Monotonic ns of the start; None: when first seen."""
     blockers: Sequence[Blocker] = ()
     more: int = 0
-    """Unlisted blockers."""
 
 
 @dataclass(slots=True)
@@ -101,7 +99,6 @@ class WaitTracker:
         return tuple(sorted(waits, key=lambda wait: not wait.still))
 
     def limit_s(self, name: str, kind: LimitKind) -> float | None:
-        """Return the current limit in seconds."""
         if kind == "free":
             return None
         if kind == "short":

@@ -70,7 +70,6 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """Return the rank of all pairs."""
         return next((len(a) for a, _ in self.pairs.values()), 0)
 
     @property
@@ -118,13 +117,13 @@ def base_of(path: Path) -> str | None:
 
 
 def stands_on(manifest: Manifest, base: str) -> bool:
-    """Return whether a manifest is of an adapter on this base."""
+    """Return whether the adapter's base has this digest."""
     wanted = hashlib.sha256(bytes.fromhex(base)).hexdigest()
     return any(one.name == BASE and one.sha256 == wanted for one in manifest.tensors)
 
 
 def read_adapter(path: Path, *, digest: str) -> Adapter:
-    """Read an adapter file of this weights digest. Raises PolicyError."""
+    """Read and verify an adapter. Raises PolicyError."""
     found = read_manifest(path).digest
     if found != digest:
         raise PolicyError(f"{path} has the weights digest {found[:16]}, not {digest[:16]}")
@@ -157,7 +156,7 @@ def read_adapter(path: Path, *, digest: str) -> Adapter:
 
 
 def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter:
-    """Read an adapter and check base and rank. Raises PolicyError."""
+    """Read an adapter, also checking base and rank. Raises PolicyError."""
     adapter = read_adapter(path, digest=digest)
     if adapter.base != base:
         wanted = base[:16] or "any"
@@ -192,7 +191,7 @@ def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
 
 
 def write_peft(directory: Path, adapter: Adapter) -> None:
-    """Write a directory for peft and vLLM, without a base model path. Raises OSError."""
+    """Write peft's format without a base model path. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tensors(directory / WEIGHTS, _peft_sources(adapter))
     config = {

@@ -27,10 +27,8 @@ T = TypeVar("T")
 LOG = logging.getLogger(__name__)
 
 PIECE_BYTES: Final = 8 << 20
-"""Copy size in bytes."""
-
 PAUSES_S: Final = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Seconds between retries while the file system is unreachable."""
+"""Pauses between retries."""
 
 REFUSALS: Final = (
     "NO_SUCH_BUCKET",
@@ -49,7 +47,7 @@ REFUSALS: Final = (
     "AuthorizationFailure",
     "ContainerNotFound",
 )
-"""Error texts of S3, GCS and Azure that a retry cannot fix."""
+"""Error texts that a retry cannot fix."""
 
 REFUSAL_NUMBERS: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 

@@ -22,8 +22,7 @@ _LAYER: Final = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 def further_layers(config: Mapping[str, Any]) -> range:
-    """Return the indices of multi-token prediction layers: `num_nextn_predict_layers` after
-    `num_hidden_layers`."""
+    """Return the indices of the layers (`num_nextn_predict_layers` after `num_hidden_layers`)."""
     first, more = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
     if not (isinstance(first, int) and isinstance(more, int)):
         return range(0)
@@ -55,7 +54,7 @@ class CarriedTensors:
         weakref.finalize(self, os.close, self._file)
 
     def sources(self) -> list[TensorSource]:
-        """Return sources that read their tensor when written."""
+        """Return sources that read lazily."""
         return [
             TensorSource(
                 name=one.name, dtype=one.dtype, shape=one.shape, data=partial(self._read, one)

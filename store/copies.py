@@ -12,13 +12,13 @@ from dora_pipe.core.durable import sync
 from dora_pipe.store.verified import SUFFIX, unlink_noted
 
 KEEP_S: Final = 600.0
-"""Seconds that a used copy remains: another process may be about to open it."""
+"""Time that a used copy remains, because another process may open it."""
 
 CACHED: Final = ("contributions", "optimizer", "patches", "weights")
-"""Folders bounded in a cache; config and tokenizer files are small."""
+"""Folders bounded in a cache."""
 
 MADE: Final = "made"
-"""Folder bounded in a local store: versions made from patches."""
+"""Folder bounded in a local store."""
 
 
 def touch(path: Path, clock: Clock) -> None:
@@ -29,7 +29,7 @@ def touch(path: Path, clock: Clock) -> None:
 def shrink(
     root: Path, bytes_max: int, clock: Clock, folders: Collection[str] = CACHED
 ) -> list[Path]:
-    """Remove copies until the rest fits; return the removed ones. Safe across processes."""
+    """Remove copies until the rest fits; return them. Safe across processes."""
     found: list[tuple[int, int, Path]] = []
     for folder in folders:
         for path in (root / folder).glob("*"):

@@ -16,7 +16,6 @@ from dora_pipe.schemas.policy import Fallback
 LOG = logging.getLogger(__name__)
 
 FALLBACKS_MAX: Final = 8
-"""Maximum entries kept, newest first."""
 
 
 class Fallbacks:
@@ -30,11 +29,10 @@ class Fallbacks:
         self._fetched = 0
 
     def fetched(self, path: Path) -> None:
-        """Add the size of a fetched file."""
         self._fetched += path.stat().st_size
 
     def note(self, digest: str, error: PolicyError, taken: str, *, absent: bool = False) -> None:
-        """Record that a version's file is unavailable and `taken` is used."""
+        """Record that `taken` replaces an unavailable file."""
         LOG.warning("version %s...: %s; %s is taken", digest[:12], error.message, taken)
         fetched = -self._fetched  # later fetches are added
         self._noted.append(
@@ -42,6 +40,6 @@ class Fallbacks:
         )
 
     def take(self) -> tuple[Fallback, ...]:
-        """Return and clear the newest entries, with the bytes fetched since each."""
+        """Return and clear the entries, with the bytes fetched since each."""
         noted, self._noted = self._noted, deque(maxlen=FALLBACKS_MAX)
         return tuple(replace(one, bytes=one.bytes + self._fetched) for one in noted)

@@ -18,10 +18,8 @@ from dora_pipe.core.durable import NO_ROOM, sync
 from dora_pipe.core.errors import NoRoom, ResourceError
 
 TEMPORARY: Final = ".tmp-"
-"""Prefix of unfinished files."""
-
 CLAIMS: Final = "claims"
-"""Folder of values too large for the log (`bus.claim_check`)."""
+"""Values too large for the log (`bus.claim_check`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +29,14 @@ class Listed:
     name: str
     bytes: int
     modified_ns: int = field(default=0, compare=False)
-    """Unix time in ns by the file system's clock; 0 if unknown."""
+    """Unix time by the file system's clock; 0 if unknown."""
 
 
 class Files(Protocol):
-    """File system interface; every method raises ResourceError if it is unreachable."""
+    """File system interface. Raises ResourceError if unreachable."""
 
     where: str
-    """File system and folder for messages, without credentials."""
+    """Name in messages, without credentials."""
 
     def put(self, source: Path, name: str) -> None:
         """Store a local file durably and atomically under a name.
@@ -48,7 +46,7 @@ class Files(Protocol):
         ...
 
     def get(self, name: str, target: Path) -> bool:
-        """Copy a file to a local path; return False if it does not exist."""
+        """Copy to a local path; return False if missing."""
         ...
 
     def exists(self, name: str) -> bool: ...
@@ -70,7 +68,7 @@ _NO_ROOM_SAYS: Final = (
     "quota exceeded",
     "insufficient storage",
 )
-"""Lowercase texts of errors without an errno that mean no space."""
+"""Lowercase texts of disk-full errors without errno."""
 
 
 class LocalFiles:
@@ -90,7 +88,7 @@ class LocalFiles:
             sync(final.parent)
 
     def get(self, name: str, target: Path) -> bool:
-        """Copy, unless source and target are the same file."""
+        """Copy, unless source and target are the same."""
         source = self.root / name
         if not source.is_file():
             return False

@@ -19,7 +19,7 @@ from dora_pipe.core.errors import BusError, BusFull, ResourceError
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
 
 CLAIM_ABOVE_BYTES: Final = 256 * 1024
-"""Larger trajectory and progress values go to the store."""
+"""Minimum size of values that go to the store."""
 
 
 class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,11 +32,11 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     """URL for `open_bus`."""
     bus: BusSection | None = None
-    """Kafka access; secrets stay in the files and variables that it names."""
+    """Kafka access without secrets."""
     claims: str = ""
     """Directory of large values or their cached copies; empty without blobs."""
     store_url: str = ""
-    """URL of the store if it is on another file system."""
+    """URL of a remote store."""
 
     def open(self) -> Bus:
         """Open the log. Raises BusError, ConfigError for a missing secret or bad `store_url`."""
@@ -70,7 +70,7 @@ class SharedClaims:
         self._folder = folder
 
     def write(self, digest: str, value: bytes) -> None:
-        """Store a value durably. Raises BusFull, which callers retry."""
+        """Store a value durably. Raises BusFull."""
         try:
             with _unfinished(self._folder) as partial:
                 source = partial / digest
@@ -82,7 +82,6 @@ class SharedClaims:
             ) from error
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
-        """Return the value, or None if missing. Raises BusError."""
         try:
             with _unfinished(self._folder) as partial:
                 target = partial / digest

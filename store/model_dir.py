@@ -47,7 +47,7 @@ POSITIONS: Final = (
 )
 """Config keys of the context length by family; the smallest value counts."""
 STRETCHED_BEYOND: Final = ("linear", "dynamic", "ntk")
-"""RoPE scalings that extend the configured length."""
+"""RoPE scalings that extend the context."""
 INDEX: Final = "model.safetensors.index.json"
 JSON_BYTES_MAX: Final = 64 * 1024 * 1024
 ASSET_BYTES_MAX: Final = 1024 * 1024 * 1024
@@ -56,10 +56,10 @@ _ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _EMBEDDING: Final = "embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _CONVERTED: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""Dtypes that are converted; integers and wider floats remain."""
+"""Converted dtypes; others remain."""
 _STORED: Final[Mapping[PolicyDtype, str]] = {"float32": "F32", "bfloat16": "BF16"}
 _DERIVED: Final = (".rotary_emb.inv_freq",)
-"""Suffixes of tensors that older models store but the config implies."""
+"""Redundant tensors of older models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,13 @@ class _Located:
 
 
 def weights_digest(model_dir: Path, dtype: PolicyDtype = "float32") -> str:
-    """Return the digest that a directory's weights would have in a store. Raises PolicyError."""
+    """Return the weights' digest in a store. Raises PolicyError."""
     with _sources(model_dir, dtype) as sources:
         return manifest_in_memory(sources).digest
 
 
 def config_dtype(model_dir: Path) -> str:
-    """Return the dtype in a model's config, empty if unset. Raises PolicyError."""
+    """Return the configured dtype, or empty. Raises PolicyError."""
     config = read_config(model_dir)
     return str(config.get("dtype") or config.get("torch_dtype") or "")
 
@@ -97,7 +97,7 @@ def import_model(
 
 
 def write_as(weights: Path, dtype: PolicyDtype, path: Path) -> Manifest:
-    """Rewrite full weights in another dtype, like `import_model`. Raises PolicyError, OSError."""
+    """Rewrite weights in another dtype. Raises PolicyError, OSError."""
     entries = [_Located(path=weights, entry=one) for one in read_entries(weights)]
     with mapped(weights) as page:
         return write_tensors(path, [_source(one, page, dtype) for one in entries])
@@ -163,7 +163,7 @@ def write_model_dir(
 
 
 def asset_files(model_dir: Path) -> list[Path]:
-    """Return config and tokenizer files sorted by name. Raises PolicyError."""
+    """Return sorted config and tokenizer files. Raises PolicyError."""
     found = sorted(
         path
         for path in model_dir.iterdir()
@@ -186,7 +186,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def embedding_rows(config: Mapping[str, Any]) -> int | None:
-    """Return the rows of the token embedding, None if unset."""
+    """Return the rows of the token embedding, or None."""
     nested = config.get("text_config")
     rows = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
     return rows if isinstance(rows, int) else None
@@ -281,7 +281,6 @@ def _drop_tied(
     tensors: dict[str, _Located],
     pages: Mapping[Path, memoryview],
 ) -> None:
-    """Drop a head that the config ties to the embedding."""
     embeddings = [name for name in tensors if name.endswith(_EMBEDDING)]
     if not config.get("tie_word_embeddings") or _HEAD not in tensors or not embeddings:
         return

@@ -36,7 +36,7 @@ def blob_name(kind: BlobKind, sha256: str) -> str:
 
 
 def digest_in(name: str) -> str:
-    """Return the digest in a name; meaningless for an unfinished file."""
+    """Return the digest in a name."""
     return name.split("/")[1].partition(".")[0]
 
 
@@ -58,7 +58,7 @@ def file_sha256(path: Path) -> str:
 
 
 def is_weights(path: Path, digest: str) -> bool:
-    """Return whether the full file has weights of this digest."""
+    """Return whether the weights have this digest."""
     try:
         return read_manifest(path).digest == digest
     except PolicyError:
@@ -66,7 +66,7 @@ def is_weights(path: Path, digest: str) -> bool:
 
 
 def is_named(path: Path) -> bool:
-    """Return whether the full file has the digest in its name."""
+    """Return whether the content matches the name."""
     return is_weights(path, path.stem)
 
 

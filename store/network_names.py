@@ -56,7 +56,6 @@ class Piece:
     """Checkpoint tensor as a whole network tensor or a part of it."""
 
     name: str
-    """Name in the network."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int = 0
@@ -67,7 +66,7 @@ class Piece:
 
 
 def pieces(network: Any) -> dict[str, Piece]:
-    """Return a `Piece` per checkpoint tensor, for networks sharded afterwards."""
+    """Return a `Piece` per checkpoint tensor, before sharding."""
     owners = {_storage(one): (name, one) for name, one in untied(network).items()}
     found = {}
     for name, view in stored(network).items():
@@ -78,7 +77,7 @@ def pieces(network: Any) -> dict[str, Piece]:
 
 
 def parameters_in(network: Any, names: Collection[str]) -> frozenset[str]:
-    """Return the network names of parameters that have these checkpoint names."""
+    """Return the network names of these checkpoint parameters."""
     if not names:
         return frozenset()
     held = {_storage(one) for name, one in stored(network).items() if name in names}

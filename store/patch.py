@@ -59,8 +59,7 @@ ZSTD_LEVEL: Final = 1
 
 GROWTH_MAX: Final = 2
 BYTES_FREE: Final = 64 << 20
-"""Allowance in bytes, in addition to a multiple of the base's size, so that a small file cannot
-fill the disk."""
+"""Bytes that a result may have beyond `GROWTH_MAX` times its base; bounds hostile patches."""
 
 _PASSED: Final = 255
 _LENGTH_BYTES: Final = 8
@@ -68,7 +67,7 @@ _SHA_BYTES: Final = 32
 _LEAST: Final = len(MAGIC) + _LENGTH_BYTES + _SHA_BYTES
 
 Bits = NDArray[np.unsignedinteger[Any]]
-"""Elements as stored bits."""
+"""Stored bits."""
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
@@ -92,19 +91,18 @@ class Changed(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size(self) -> int:
-        """Return the number of elements."""
         return math.prod(self.shape)
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
     before: str
-    """Weights digest (hex) of the base version."""
+    """Base digest (hex)."""
     after: str
-    """Weights digest (hex) of the result."""
+    """Result digest (hex)."""
     tensors: tuple[Changed, ...]
     """In frame order."""
     gone: tuple[str, ...] = ()
-    """Tensors removed from the base."""
+    """Removed tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,7 @@ class Change:
 
     @property
     def share(self) -> float:
-        """Return the fraction of elements whose bits differ."""
+        """Return the changed fraction."""
         return self.changed / max(1, self.elements)
 
 
@@ -166,8 +164,6 @@ class _Packed:
 
 
 class _Hashed:
-    """File with a running sha256."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._sha256 = hashlib.sha256()
@@ -233,7 +229,7 @@ def _whole(now: Bits, changed: int) -> _Packed:
 
 
 def gaps_of(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Encode ascending positions as gap bytes (format: see module)."""
+    """Encode ascending positions as gap bytes."""
     passed, rest = np.divmod(np.diff(positions, prepend=-1) - 1, _PASSED)
     last = np.cumsum(passed + 1) - 1
     out = np.full(int(last[-1]) + 1 if last.size else 0, _PASSED, np.uint8)
@@ -242,7 +238,7 @@ def gaps_of(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def positions_of(gaps: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Decode gap bytes; the result ascends for any input."""
+    """Decode gap bytes to ascending positions, for any input."""
     ends = np.flatnonzero(gaps != _PASSED)
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(ends.size)
 
@@ -277,11 +273,11 @@ class Patch:
     tensors: Mapping[str, Changed]
     gone: tuple[str, ...]
     _starts: Mapping[str, int] = field(repr=False)
-    """Offset in the file of each tensor's frames."""
+    """Offsets of each tensor's frames."""
     _data: memoryview = field(repr=False)
 
     def apply(self, name: str, bits: Bits) -> None:
-        """Overwrite the changed elements of a flat tensor. Raises PolicyError."""
+        """Overwrite a flat tensor's changed elements. Raises PolicyError."""
         tensor, at = self.tensors[name], self._starts[name]
         for start, block in zip(_starts(tensor.size), tensor.blocks, strict=True):
             into = bits[start : start + BLOCK_ELEMENTS]
@@ -330,7 +326,7 @@ def opened_patch(path: Path) -> Iterator[Patch]:
 
 
 def parse_patch(data: memoryview, where: str) -> Patch:
-    """Parse a patch in memory. Raises PolicyError."""
+    """Parse a patch. Raises PolicyError."""
     if len(data) < _LEAST or bytes(data[: len(MAGIC)]) != MAGIC:
         raise _refused(where, "it does not begin as one")
     end = len(data) - _SHA_BYTES
@@ -366,7 +362,7 @@ def parse_patch(data: memoryview, where: str) -> Patch:
 
 
 def _wrong(tensor: Changed) -> str:
-    """Return why a head's tensor is invalid, empty if it is valid."""
+    """Return why a tensor is invalid, or empty."""
     if tensor.dtype not in DTYPE_BYTES or is_odd(tensor.shape):
         return "unknown type or shape"
     if len(tensor.blocks) != len(_starts(tensor.size)):
@@ -428,8 +424,6 @@ def write_patched(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """Sources of a tensor: base file and patches."""
-
     dtype: str
     shape: tuple[int, ...]
     base: Entry | None

@@ -39,8 +39,6 @@ DIMENSIONS_MAX = 32
 LENGTH_BYTES = 8
 
 _NAN: Final = 0x7FC0
-"""NaN in BF16."""
-
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -58,7 +56,7 @@ DTYPE_BYTES = {
     "U8": 1,
     "BOOL": 1,
 }
-"""Bytes per element by dtype."""
+"""Element sizes."""
 
 _NAMES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -67,7 +65,7 @@ _METADATA = msgspec.json.Decoder(dict[str, str])
 _NO_METADATA = msgspec.Raw(b"{}")
 
 PIECE_BYTES: Final = 4 << 20
-"""Bytes per check, which needs memory per number."""
+"""Bytes checked at once."""
 
 _FLOATS: Final = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
@@ -75,10 +73,10 @@ _BF16_EXPONENT: Final = 0x7F80
 """All ones in infinities and NaNs."""
 
 BESIDE_BYTES: Final = 64 << 20
-"""Minimum file size in bytes for hashing in threads."""
+"""Minimum file size for hashing in threads."""
 
 HASHERS_MAX = 4
-"""Maximum hashing threads and tensors in memory."""
+"""Maximum threads, and tensors in memory."""
 
 WEIGHTS_HINT: Final = "were they saved whole? repair or replace that file"
 
@@ -125,7 +123,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_of(tensors: Sequence[Tensor], size_bytes: int) -> Manifest:
-    """Return the manifest of hashed tensors, sorted by name."""
+    """Return the manifest of hashed tensors."""
     return Manifest(
         digest=weights_digest(tensors),
         bytes=size_bytes,
@@ -156,7 +154,7 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
 
 
 def parse_header(data: memoryview, where: str) -> tuple[list[Entry], dict[str, str]]:
-    """Parse a header in memory; `where` names it in errors."""
+    """Parse a header; `where` names it in errors."""
     length = _header_length(where, bytes(data[:LENGTH_BYTES]), len(data))
     return _parsed(where, bytes(data[LENGTH_BYTES : LENGTH_BYTES + length]), len(data))
 
@@ -196,7 +194,7 @@ def _header_length(path: Path | str, first: bytes, size: int) -> int:
 
 
 def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list[Entry]:
-    """Return entries in file order; they must be contiguous and match their shapes."""
+    """Return contiguous entries that match their shapes, in file order."""
     entries: list[Entry] = []
     at = 0
     for name, one in sorted(declared.items(), key=lambda item: item[1].data_offsets):
@@ -220,7 +218,7 @@ def is_odd(shape: tuple[int, ...]) -> bool:
 
 
 def _sha256(data: memoryview, start: int, end: int) -> str:
-    """Return the sha256 of a range without keeping its pages in memory."""
+    """Return a range's sha256 without keeping its pages in memory."""
     digest = hashlib.sha256()
     for at in range(start, end, PIECE_BYTES):
         until = min(at + PIECE_BYTES, end)
@@ -237,7 +235,7 @@ def _garbage(path: Path | str, why: str) -> PolicyError:
 
 
 def count_non_finite(dtype: str, data: memoryview) -> int:
-    """Return the number of NaNs and infinities; 0 for integers."""
+    """Count NaNs and infinities."""
     if dtype not in _FLOATS and dtype != "BF16":
         return 0
     found = 0
@@ -256,7 +254,7 @@ def _count(dtype: str, data: memoryview) -> int:
 
 
 def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
-    """Raises NonFinite with the tensor and the count."""
+    """Raises NonFinite with tensor and count."""
     found = count_non_finite(dtype, data)
     if found:
         size = len(data) // {"F64": 8, "F32": 4}.get(dtype, 2)
@@ -264,7 +262,7 @@ def refuse_non_finite(name: str, dtype: str, data: memoryview) -> None:
 
 
 def refuse_non_finite_file(path: Path) -> None:
-    """Check every tensor of a file. Raises NonFinite, PolicyError."""
+    """Check a file's tensors. Raises NonFinite, PolicyError."""
     entries = read_entries(path)
     with mapped(path) as data:
         for entry in entries:
@@ -291,7 +289,6 @@ class TensorSource:
 
     @property
     def bytes(self) -> int:
-        """Return the size in bytes."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -325,7 +322,7 @@ def _described(one: tuple[TensorSource, memoryview]) -> Tensor:
 
 
 def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Iterator[_R]:
-    """Map `do` over `each` in order; large inputs use threads with a bounded lookahead."""
+    """Map in order; large inputs use threads with bounded lookahead."""
     threads = min(HASHERS_MAX, len(os.sched_getaffinity(0)))
     if size_bytes < BESIDE_BYTES or threads == 1:
         yield from map(do, each)
@@ -342,7 +339,7 @@ def beside(do: Callable[[_T], _R], each: Iterable[_T], size_bytes: int) -> Itera
 
 @contextmanager
 def file_sources(path: Path) -> Iterator[list[TensorSource]]:
-    """Yield all tensors of a file as sources. Raises PolicyError."""
+    """Yield a file's tensors as sources. Raises PolicyError."""
     entries = read_entries(path)
     with mapped(path) as data:
 
@@ -356,7 +353,7 @@ def file_sources(path: Path) -> Iterator[list[TensorSource]]:
 
 
 def manifest_in_memory(sources: Iterable[TensorSource]) -> Manifest:
-    """Return the manifest of `write_tensors` without writing."""
+    """Return `write_tensors`'s manifest without writing."""
     described, size_bytes = [], 0
     for source in sources:
         with memoryview(source.data()).cast("B") as data:
@@ -374,7 +371,7 @@ def widened(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
 
 
 def narrowed(numbers: NDArray[np.floating[Any]]) -> NDArray[np.uint16]:
-    """Round numbers once to BF16 bits, to nearest, ties to even."""
+    """Round to BF16 bits once, to nearest even."""
     single = numbers.astype(np.float32)
     bits = single.view(np.uint32)
     if numbers.dtype.itemsize > single.dtype.itemsize:

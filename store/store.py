@@ -68,14 +68,12 @@ from dora_pipe.store.verified import (
 LOG = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX: Final = 100 * 1024**3
-"""Default bound of local copies in bytes."""
-
 CHAIN_MAX: Final = 2 * WHOLE_EVERY_MAX
-"""Maximum patches between a version and a full checkpoint: twice the configurable maximum, which
-may change during a run. Each is an open file."""
+"""Maximum patches after a full checkpoint: twice the configurable maximum, which may change. Each
+is an open file."""
 
 FETCHES_MAX: Final = 2
-"""Attempts to fetch a file whose digest differs: the transfer may be at fault."""
+"""Attempts to fetch a file with a wrong digest."""
 _COUNTER = itertools.count()
 
 
@@ -87,7 +85,6 @@ class PublishedVersion:
     whole: bool = True
     patch: Blob | None = None
     change: Change | None = None
-    """Size of the patch; None without one."""
 
 
 class PolicyStore:
@@ -124,17 +121,16 @@ class PolicyStore:
 
     @property
     def where(self) -> str:
-        """Return the location for messages."""
         return self._files.where
 
     # Local paths
 
     def weights_path(self, digest: str) -> Path:
-        """Return the path of weights with this hex digest, existing or not."""
+        """Return the local path, existing or not."""
         return self.root / weights_name(digest)
 
     def assets_path(self, assets_digest: str) -> Path:
-        """Return the directory of config and tokenizer files with this digest."""
+        """Return the directory of config and tokenizer files."""
         return self.root / "assets" / assets_digest
 
     # Reading
@@ -148,11 +144,9 @@ class PolicyStore:
         return self._files.exists(weights_name(digest))
 
     def has_patch(self, digest: str) -> bool:
-        """Return whether a patch exists. Raises ResourceError."""
         return self._files.exists(patch_name(digest))
 
     def has_blob(self, kind: BlobKind, sha256: str) -> bool:
-        """Return whether a blob exists. Raises ResourceError."""
         return self._files.exists(blob_name(kind, sha256))
 
     def weights(self, digest: str) -> Path:
@@ -173,7 +167,7 @@ class PolicyStore:
         return self._made(digest)
 
     def held_weights(self, digest: str) -> Path:
-        """Return `weights` under a path that is not evicted, to be opened later."""
+        """Return `weights` under a path that is never evicted."""
         path = self.weights(digest)
         if not self._remote and path == self.weights_path(digest):
             return path
@@ -211,7 +205,7 @@ class PolicyStore:
         return path
 
     def whole(self, digest: str) -> Path:
-        """Return `weights` of a version that has a full checkpoint."""
+        """Return `weights` from the full checkpoint."""
         path = self.weights_path(digest)
         if self._remote:
             name = weights_name(digest)
@@ -232,7 +226,7 @@ class PolicyStore:
         return manifest
 
     def _here(self, digest: str) -> Path | None:
-        """Return a verified local file, marked as used; delete a damaged copy."""
+        """Return a verified local file; delete a damaged copy."""
         whole, made = self.weights_path(digest), self._made_path(digest)
         if made.is_file():
             if is_noted_as(made, digest, self._clock):
@@ -293,7 +287,7 @@ class PolicyStore:
         return final
 
     def _make_here(self, digest: str, path: Path) -> None:
-        """Run `make`; retry once without a source that changed after its note."""
+        """Run `make`; retry once without a changed source."""
         bases: list[Path] = []
 
         def here(at: str) -> Path | None:
@@ -310,7 +304,7 @@ class PolicyStore:
             self.make(digest, path, self._here)
 
     def _whole_or_none(self, digest: str) -> Path | None:
-        """Return the full checkpoint, None if missing, or damaged while a patch exists."""
+        """Return the full checkpoint, or None if missing or replaceable by a patch."""
         if not self.has_whole(digest):
             return None
         try:
@@ -342,14 +336,14 @@ class PolicyStore:
         shrink(self.root, self._cache_bytes_max, self._clock, CACHED if self._remote else (MADE,))
 
     def blob(self, kind: BlobKind, sha256: str) -> Path:
-        """Return the local path of a blob, fetched and verified like `weights`."""
+        """Return the verified local path of a blob."""
         name = blob_name(kind, sha256)
         if self._remote:
             self._fetch(name, lambda at: file_sha256(at) == sha256)
         return self.root / name
 
     def verify_blob(self, kind: BlobKind, sha256: str) -> Path:
-        """Return the path of a blob after reading its bytes. Raises PolicyError, ResourceError."""
+        """Return a blob's path after verifying its bytes. Raises PolicyError, ResourceError."""
         path = self.blob(kind, sha256)
         if not path.is_file():
             raise PolicyError(f"no {kind} file at {path}")
@@ -432,7 +426,7 @@ class PolicyStore:
         return blob, change
 
     def _patched_before(self, digest: str) -> str | None:
-        """Return the base of the version's patch, None without one."""
+        """Return the base of the version's patch, or None."""
         if not self.has_patch(digest):
             return None
         with opened_patch(self.patch(digest)) as patch:
@@ -456,7 +450,7 @@ class PolicyStore:
         return True
 
     def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
-        """Write a blob and publish it under its sha256. Raises ResourceError."""
+        """Write and publish a blob. Raises ResourceError."""
         with self._temporary(self.root / kind) as path:
             write(path)
             blob = Blob(sha256=file_sha256(path), bytes=path.stat().st_size)
@@ -491,15 +485,15 @@ class PolicyStore:
         return self._drop(weights_name(digest))
 
     def drop_copy(self, digest: str) -> None:
-        """Delete a version's local copy, made or fetched."""
+        """Delete local copies of a version."""
         unlink_noted(self._made_path(digest))
 
     def drop_patch(self, digest: str) -> bool:
-        """Delete a patch here and remotely; return whether it existed. Raises ResourceError."""
+        """Delete a patch; return whether it existed. Raises ResourceError."""
         return self._drop(patch_name(digest))
 
     def drop_blob(self, kind: BlobKind, sha256: str) -> bool:
-        """Delete a blob here and remotely; return whether it existed. Raises ResourceError."""
+        """Delete a blob; return whether it existed. Raises ResourceError."""
         return self._drop(blob_name(kind, sha256))
 
     def everything(self) -> list[Listed]:
@@ -518,7 +512,7 @@ class PolicyStore:
         return [one for one in self.everything() if digest_in(one.name) not in kept]
 
     def remove(self, orphan: Listed) -> bool:
-        """Delete a file of the store. Raises ResourceError."""
+        """Delete a file. Raises ResourceError."""
         removed = self._drop(orphan.name)
         folder = (self.root / orphan.name).parent
         if folder.parent.name == "assets" and folder.is_dir() and not any(folder.iterdir()):
@@ -531,7 +525,7 @@ class PolicyStore:
         return found
 
     def _publish(self, path: Path, name: str) -> None:
-        """Publish a finished file durably; a remote store keeps a local copy."""
+        """Publish durably; a remote store keeps a local copy."""
         self._files.put(path, name)
         if self._remote:
             path.replace(self.root / name)

@@ -28,7 +28,7 @@ SETTLED_NS: Final = 100_000_000
 """Minimum ns between mtime and note: two changes in one clock tick have the same mtime."""
 
 OTHERS_S: Final = 300.0
-"""Maximum seconds to wait for another process that verifies or makes the file."""
+"""Maximum wait for another process."""
 
 POLL_S: Final = 0.02
 
@@ -41,24 +41,23 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     mtime_ns: int
     inode: int
     host: str
-    """Other machines may read other bytes of a shared file."""
+    """Shared files may differ between machines."""
 
 
 AGAIN: Final = (
     "a file of the store was changed; `dora-pipe export policy RUN N DIR` makes version N again"
 )
-"""Hint of errors."""
 
 
 def need_digest(path: Path, digest: str) -> None:
-    """Raises PolicyError unless the file has this weights digest."""
+    """Raises PolicyError for another weights digest."""
     found = digest_of(path, digest)
     if found != digest:
         raise PolicyError(f"{path} holds other weights ({found[:12]}...)", hint=AGAIN)
 
 
 def is_noted_as(path: Path, digest: str, clock: Clock) -> bool:
-    """Return whether the file has this digest. Raises ResourceError if it is unreadable."""
+    """Return whether the digest matches. Raises ResourceError if unreadable."""
     try:
         return digest_of(path, digest, clock) == digest
     except PolicyError:
@@ -90,7 +89,7 @@ def settle(path: Path) -> None:
 
 
 def note_verified(path: Path, digest: str) -> None:
-    """Write a note for a file that was just verified and settled."""
+    """Write a note for a verified and settled file."""
     note = _note_of(path, digest)
     if note is not None:
         _write(path, note)

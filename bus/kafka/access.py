@@ -70,8 +70,6 @@ _THROTTLE_SIGN = "'throttle'"  # the client's reason for not sending
 _CERTIFICATE_SIGN = "CERTIFICATE_VERIFY_FAILED"
 
 PROBE_WAIT_S: Final = 5.0
-"""Maximum seconds per wait of a probe."""
-
 ANSWER_BYTES_MAX: Final = 1024 * 1024
 
 _LOGIN_ROUNDS_MAX = 4
@@ -120,10 +118,7 @@ def _ours(
 
 
 def cause_of(error: Exception) -> Exception:
-    """Return the error that a follow-up error carries or quotes.
-
-    After a failure the client rejects further calls, so either error may come first.
-    """
+    """Return the error that a follow-up error carries or quotes."""
     for argument in error.args:
         if isinstance(argument, kafka_errors.KafkaError):
             return cause_of(argument)
@@ -264,7 +259,7 @@ def probe(
 
 
 def unreachable(servers: Sequence[str], security: KafkaSecurity) -> BusError:
-    """Return the error for an unreachable cluster, with the likeliest reason."""
+    """Return the error with the likeliest reason."""
     why = "nothing listens there"
     hint = "is it running (one whose disk is full ends, as its own log says), and is bus.url right?"
     if unknown := [server for server in servers if not _is_known(server)]:

@@ -80,13 +80,13 @@ _log = logging.getLogger(__name__)
 
 _Part = TypeVar("_Part", "KafkaReader", "KafkaWriter")
 LEADER_LIMIT_S: Final = 10.0
-"""Seconds within which a cluster elects new leaders."""
+"""Maximum time of a leader election."""
 
 SLOW_LIMIT_S: Final = 120.0
-"""Seconds without a record after which a reader is not just slow."""
+"""Silence after which a reader is not just slow."""
 
 THROTTLED_S: Final = 30.0
-"""Seconds after a throttled fetch in which a probe's answer may be delayed too."""
+"""Time in which throttling may delay a probe's answer too."""
 
 _Answer = TypeVar("_Answer")
 
@@ -120,7 +120,7 @@ class KafkaBus(Bus):
     def errors(
         self, otherwise: type[BusError] = BusError, *, needs: str = ""
     ) -> AbstractContextManager[None]:
-        """Convert the client's errors; a refusal names this user and the right it `needs`."""
+        """Convert the client's errors; `needs` is the required right."""
         return our_errors(otherwise, security=self.security, needs=needs, servers=self.servers)
 
     def _connect(self) -> KafkaAdminClient:
@@ -167,7 +167,6 @@ class KafkaBus(Bus):
                 time.sleep(NEWS_S)
 
     def topics(self) -> list[str]:
-        """Return the sorted names of all topics except Kafka's own."""
         return sorted(t for t in self.ask(KafkaAdminClient.list_topics) if not t.startswith("__"))
 
     def partitions(self, topic: str) -> int:
@@ -218,14 +217,13 @@ class KafkaBus(Bus):
         return part
 
     def spec(self, topic: str) -> TopicSpec:
-        """Return the spec of a topic. Raises TopicMissing."""
         self._here.check()
         if topic not in self._specs:
             self._specs[topic] = self.facts([topic])[0].spec
         return self._specs[topic]
 
     def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
-        """Return the current topic descriptions. Raises TopicMissing."""
+        """Return current descriptions. Raises TopicMissing."""
         names, servers = ", ".join(topics), self.servers
         needs = f"DESCRIBE on topic {names}"
         found = self.ask(lambda at: described(at, topics, servers=servers), needs=needs)
@@ -233,19 +231,18 @@ class KafkaBus(Bus):
         return self.ask(lambda at: with_settings(at, found), needs=needs)
 
     def refusal(self, error: Exception, record: Append) -> RecordRefused:
-        """Return the error for a refused record, from its topic's current settings."""
+        """Return the error for a refused record, from current settings."""
         facts = self.facts([record.topic])[0]
         self._specs[record.topic] = facts.spec
         return refusal(error, record, facts.settings, facts.spec.record_bytes_max)
 
     def ask(self, call: Callable[[KafkaAdminClient], _Answer], *, needs: str = "") -> _Answer:
-        """Return the result of an admin call; one call at a time."""
+        """Return an admin call's result; one call at a time."""
         self._here.check()
         with self.errors(needs=needs), self._lock:
             return _retry_without_leader(lambda: call(self._admin))
 
     def answers(self) -> bool:
-        """Return whether a broker answers on a new connection."""
         return bool(probe(self.servers, self.security, PROBE_LIMIT_S))
 
     def close(self) -> None:
@@ -269,7 +266,7 @@ def _retry_without_leader(call: Callable[[], _Answer]) -> _Answer:
 
 
 def kafka_of(bus: Bus) -> KafkaBus | None:
-    """Return the Kafka bus inside wrappers, None for other logs."""
+    """Return the Kafka bus inside wrappers, or None."""
     inner: Any = bus
     while not isinstance(inner, KafkaBus):
         inner = getattr(inner, "inner", None)
@@ -287,7 +284,6 @@ class KafkaReader(Reader):
         self._needs = f"READ on topic {', '.join(sorted({tp.topic for tp in positions}))}"
         self._fetched = Fetched()
         self._empty = False
-        """Whether the last poll returned nothing."""
         self._heard_s = time.monotonic()
         self._slow = self._warned = False
         self._throttled_s = -math.inf
@@ -304,7 +300,7 @@ class KafkaReader(Reader):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = FETCH_BYTES
     ) -> list[Record]:
-        """Return the next records. Raises BusError in an outage, after a probe."""
+        """Return the next records. Raises BusError in an outage."""
         self.here.check()
         came: list[Record] = []
         if not self._fetched:
@@ -333,7 +329,7 @@ class KafkaReader(Reader):
             ) from error
 
     def _pass_trimmed(self) -> bool:
-        """Move out-of-range positions of trimmed topics; return whether any moved."""
+        """Reset out-of-range positions of trimmed topics; return whether any was."""
         with self._errors():
             assigned = list(self._consumer.assignment())
             begins = self._consumer.beginning_offsets(assigned, timeout_ms=ms(PROBE_LIMIT_S))
@@ -344,7 +340,7 @@ class KafkaReader(Reader):
         return any(first != before[tp] for tp, first in kept.items())
 
     def _listen(self, *, heard: bool) -> None:
-        """Check after a long silence whether the log is quiet or the broker is gone."""
+        """Check after a long silence whether the broker is gone."""
         now_s = time.monotonic()
         if throttle := self._client.throttle_s():
             self._throttled_s = now_s
@@ -358,7 +354,7 @@ class KafkaReader(Reader):
     def _answers(self, now_s: float) -> bool:
         """Return whether the partitions' brokers answer. Raises BusError in an outage.
 
-        A broker that answers only on another connection is busy with our fetch.
+        A broker that answers only on a new connection is busy with our fetch.
         """
         assigned = list(self._consumer.assignment())
         try:
@@ -389,7 +385,7 @@ class KafkaReader(Reader):
     def held_back(self) -> list[TopicPartition]:
         """Return the partitions whose last known high watermark is after the readable end.
 
-        Returns all partitions while a quota or slow network delays this reader.
+        Returns all while a quota or slow network delays the reader.
         """
         self.here.check()
         assigned = sorted(TopicPartition(*at) for at in self._consumer.assignment())
@@ -432,7 +428,7 @@ class KafkaWriter(Writer):
         self._open()
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        """Append all, in one transaction if exclusive, and return their offsets."""
+        """Append all, in one transaction if exclusive."""
         self.here.check()
         if self._broken:
             raise BusError("this exclusive writer does not know what it appended; open another one")
@@ -503,7 +499,7 @@ class KafkaWriter(Writer):
             raise Fenced(f"a newer writer {name} took over")
 
     def _count(self, name: str) -> tuple[int, int]:
-        """Return id and epoch of the newest producer of a name."""
+        """Return id and epoch of a name's newest producer."""
         needs = f"DESCRIBE on transactional id {name}"
         found = self._bus.ask(lambda admin: admin.describe_transactions([name])[name], needs=needs)
         return int(found.producer_id), int(found.producer_epoch)

@@ -19,18 +19,15 @@ from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import Append, TopicSpec
 
 CONNECT_LIMIT_S = 10.0
-"""Seconds to connect to the cluster."""
-
 DELIVERY_LIMIT_S = 30.0
-"""Seconds after which an unacknowledged append has an unknown outcome."""
+"""Time after which an unacknowledged append has an unknown outcome."""
 
 COMMIT_LIMIT_S_MIN = 1.0
-"""Minimum seconds for a commit after a slow append."""
+"""Minimum time for a commit after a slow append."""
 
 TRANSACTION_SLACK_S = 2.0
-"""Seconds after the delivery limit at which the broker aborts a dead writer's transaction; until
-then readers wait. A smaller value lets a short broker outage fence writers. Brokers check every 10
-s by default, every second with infra/kafka/server.properties."""
+"""Time after the delivery limit at which the broker aborts a dead writer's transaction; until then
+readers wait. Lower values let a short outage fence writers. Brokers check every 10 s by default."""
 
 QUIET_LIMIT_S = 2.0
 """Seconds of silence after which a reader probes the broker: `poll` reports no outage, and leases
@@ -39,17 +36,11 @@ must not expire in one."""
 PROBE_LIMIT_S = 1.0
 
 NEWS_S = 0.05
-"""Seconds between two metadata requests."""
-
 BATCH_BYTES = BATCH_ROOM_BYTES // 2
-"""Bytes per producer batch."""
-
 LINGER_MS = 5
-"""Milliseconds that the producer waits for more records; the end of an append flushes."""
+"""Time to wait for more records; the end of an append flushes."""
 
 FETCH_BYTES = 32 * 1024 * 1024
-"""Default bytes per poll."""
-
 ANSWER_BYTES = 8 * 1024 * 1024
 """Bytes per fetch response, except for one larger record. Larger buffers cost page faults: 15 us
 per record of 10 kB."""
@@ -91,7 +82,7 @@ class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no 
             self.cluster.request_update()
 
     def await_ready(self, node_id: Any, timeout_ms: float | None = 30_000) -> bool:
-        """Return whether the connection is ready; a refused one is retried later."""
+        """Return whether the connection is ready."""
         try:
             return bool(super().await_ready(node_id, timeout_ms=timeout_ms))
         except kafka_errors.KafkaError:
@@ -99,16 +90,13 @@ class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no 
             return False
 
     def throttle_s(self) -> float:
-        """Return the seconds for which a quota delays this client."""
+        """Return how long a quota delays this client."""
         brokers = self.cluster.brokers()
         return max((self.throttle_delay(each.node_id) for each in brokers), default=0.0) / 1000
 
 
 def opened(kind: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[Any, PatientClient]:
-    """Return an admin client, producer or consumer, and its network client.
-
-    Closes the network client that the library leaks if it finds no cluster.
-    """
+    """Return a client and its network client, which the library leaks if it finds no cluster."""
     made: list[PatientClient] = []
 
     def network(**own: Any) -> PatientClient:
@@ -124,7 +112,7 @@ def opened(kind: Callable[..., Any], settings: Mapping[str, Any]) -> tuple[Any, 
 
 
 def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, Any]:
-    """Return the additional settings of a producer: idempotent, transactional with a name."""
+    """Return producer settings: idempotent, transactional with a name."""
     return {
         "acks": "all",
         "enable_idempotence": True,
@@ -143,7 +131,7 @@ def producer_settings(name: str | None, delivery_limit_s: float) -> dict[str, An
 
 
 def consumer_settings(partitions: int) -> dict[str, Any]:
-    """Return the additional settings of a consumer: committed records only, no group."""
+    """Return consumer settings: committed records only, no group."""
     return {
         "isolation_level": "read_committed",
         "group_id": None,
@@ -158,7 +146,7 @@ def consumer_settings(partitions: int) -> dict[str, Any]:
 
 
 def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
-    """Return topic settings for durability, independent of cluster defaults."""
+    """Return settings for durability, independent of cluster defaults."""
     replicas = min(_REPLICAS, brokers)
     return {
         "num_partitions": spec.partitions,
@@ -188,7 +176,7 @@ def send(producer: KafkaProducer, record: Append) -> Any:
 
 
 def discard(producer: KafkaProducer, limit_s: float) -> None:
-    """Close a producer in the background; unsent records fail at its delivery limit."""
+    """Close in the background; unsent records fail at the delivery limit."""
 
     def close() -> None:
         while True:

@@ -43,7 +43,6 @@ FULL_BYTES: Final = 1 << 20
 """Free bytes below which a log directory counts as full."""
 
 LOW_BYTES: Final = 256 << 20
-"""Free bytes below which to warn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +60,7 @@ class TopicFacts:
 
     @property
     def spec(self) -> TopicSpec:
-        """Return the spec whose batch with framing fits the topic's limit.
-
-        A limit near Kafka's default leaves room for the framing of one record.
-        """
+        """Return the spec whose batch with framing fits the topic's limit."""
         limit = int(self.settings["max.message.bytes"])
         room = BATCH_ROOM_BYTES
         if limit < BATCH_ROOM_BYTES + RECORD_BYTES_LEAST:
@@ -87,7 +83,7 @@ class TopicProblem:
 def described(
     admin: KafkaAdminClient, topics: Sequence[str], *, servers: Sequence[str]
 ) -> list[TopicFacts]:
-    """Return the topics without settings. Raises TopicMissing and the client's errors."""
+    """Return topics without settings. Raises TopicMissing and the client's errors."""
     brokers = len(admin.describe_cluster()["brokers"])
     by_name = {one["name"]: one for one in admin.describe_topics(list(topics))}
     found = []
@@ -114,10 +110,7 @@ def described(
 
 
 def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list[TopicFacts]:
-    """Add the settings to topics.
-
-    The client omits topics that the cluster refuses to describe; this raises its error.
-    """
+    """Add settings. Raises the client's error for topics that it omits."""
     wanted = [ConfigResource(ConfigResourceType.TOPIC, topic.name) for topic in topics]
     answer = admin.describe_configs(wanted, config_filter="all").get("topic", {})
     for topic in topics:
@@ -130,7 +123,7 @@ def with_settings(admin: KafkaAdminClient, topics: Sequence[TopicFacts]) -> list
 
 
 def check_settings(topics: Sequence[TopicFacts], wanted: Mapping[str, TopicSpec]) -> None:
-    """Raises BusError for topics that do not fit or could lose records; logs weak settings."""
+    """Raises BusError for unfit or lossy settings; logs weak ones."""
     texts, hints = misfits([(wanted[topic.name], topic.spec) for topic in topics])
     problems = [problem for topic in topics for problem in problems_of(topic)]
     fatal = [problem for problem in problems if problem.fatal]
@@ -209,7 +202,7 @@ def brokers_of(admin: KafkaAdminClient) -> list[int]:
 
 
 def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
-    """Return the brokers' smallest `replica.fetch.max.bytes`, None if unknown."""
+    """Return the brokers' smallest `replica.fetch.max.bytes`, or None."""
     wanted = [ConfigResource(ConfigResourceType.BROKER, str(one)) for one in brokers_of(admin)]
     answer = admin.describe_configs(wanted, config_filter="all").get("broker", {})
     sizes = [one["replica.fetch.max.bytes"]["value"] for one in answer.values() if one]
@@ -246,7 +239,7 @@ class Cluster(Protocol):
         ...
 
     def facts(self, topics: Sequence[str]) -> list[TopicFacts]:
-        """Return the current topic descriptions. Raises TopicMissing."""
+        """Return current descriptions. Raises TopicMissing."""
         ...
 
 
@@ -262,7 +255,7 @@ class LogDir:
 
     @property
     def stops(self) -> str:
-        """Return why it rejects records, empty if it accepts them."""
+        """Return why it rejects records, or empty."""
         if self.failed:
             return f"{self._where} has failed: its disk is full, or broken"
         if self.free_bytes is not None and self.free_bytes < FULL_BYTES:
@@ -271,7 +264,7 @@ class LogDir:
 
     @property
     def low(self) -> str:
-        """Return why it will soon reject records, empty if it will not."""
+        """Return why it will soon reject records, or empty."""
         if self.stops or self.free_bytes is None or self.free_bytes >= LOW_BYTES:
             return ""
         return f"the disk under {self._where} has only {self.free_bytes:,} B free"
@@ -293,7 +286,7 @@ class Partition:
     in_sync: frozenset[int]
     """In-sync replicas, without dead brokers and failed log directories."""
     needed: int
-    """The value of min.insync.replicas."""
+    """`min.insync.replicas`."""
 
 
 def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
@@ -327,7 +320,7 @@ def _asked(cluster: Cluster, brokers: Sequence[int]) -> tuple[list[LogDir], froz
 
 
 def too_few_of(partitions: Iterable[Partition]) -> str:
-    """Describe partitions that accept no appends, empty if all do."""
+    """Describe partitions that accept no appends."""
     leaderless = [one for one in partitions if one.leader < 0]
     few = [one for one in partitions if one.leader >= 0 and len(one.in_sync) < one.needed]
     away = sorted({node for one in (*leaderless, *few) for node in one.replicas - one.in_sync})

@@ -18,7 +18,7 @@ from dora_pipe.bus.port import Append
 IN_FLIGHT_RECORDS_MAX = 4096
 
 IN_FLIGHT_BYTES_MAX = 32 * 1024 * 1024
-"""Maximum unacknowledged bytes of one append; one larger record is sent alone."""
+"""Maximum unacknowledged bytes; one larger record is sent alone."""
 
 
 class InFlight:
@@ -33,13 +33,12 @@ class InFlight:
         self._sent: deque[tuple[Any, Append, int, float]] = deque()  # future, bytes, deadline
         self._offsets: list[int] = []
         self.bytes = 0
-        """Unacknowledged bytes."""
 
     def __len__(self) -> int:
         return len(self._sent)
 
     def send(self, record: Append) -> None:
-        """Send a record, waiting for room. Raises the client's errors."""
+        """Send, waiting for room. Raises the client's errors."""
         size = len(record.key) + len(record.value)  # headers are small, and slow to sum
         if len(self._sent) >= IN_FLIGHT_RECORDS_MAX or self.bytes + size > IN_FLIGHT_BYTES_MAX:
             self.wait()
@@ -48,7 +47,7 @@ class InFlight:
         self.bytes += size
 
     def wait(self) -> list[int]:
-        """Wait for all and return every offset in order. Raises the client's errors."""
+        """Wait for all and return their offsets in order. Raises the client's errors."""
         if self._sent:
             # Do not linger at the end of a call.
             self._producer.flush(_left(self._sent[0][3]))
@@ -64,10 +63,7 @@ class InFlight:
         self.bytes -= size
 
     def failure(self, error: Exception) -> tuple[Exception, Append | None]:
-        """Return the cause of an error and the refused record, if any.
-
-        Other records of its batch and later calls fail with follow-up errors.
-        """
+        """Return the cause of an error and the refused record, if any."""
         with suppress(kafka_errors.KafkaError):
             if self._sent:
                 self._producer.flush(_left(self._sent[0][3]))

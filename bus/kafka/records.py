@@ -11,7 +11,7 @@ from dora_pipe.bus.port import Record, TopicPartition
 
 
 def records_of(polled: dict[Any, list[Any]]) -> list[Record]:
-    """Return the records of one client poll, without fillers."""
+    """Return a poll's records without fillers."""
     return [
         Record(
             topic=each.topic,
@@ -38,7 +38,7 @@ class Fetched:
         return bool(self._kept)
 
     def take(self, came: Sequence[Record], *, records_max: int, bytes_max: int) -> list[Record]:
-        """Return kept and new records within the bounds; at least one."""
+        """Return records within the bounds, at least one."""
         for each in came:
             self._kept.setdefault(each.at, deque()).append(each)
         taken: list[Record] = []
@@ -55,7 +55,7 @@ class Fetched:
         return taken
 
     def first(self, tp: TopicPartition) -> int | None:
-        """Return the offset of a partition's first kept record."""
+        """Return a partition's first kept offset."""
         waiting = self._kept.get(tp)
         return waiting[0].offset if waiting else None
 

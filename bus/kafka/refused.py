@@ -30,7 +30,7 @@ _MS_PER_H: Final = 3_600_000
 def refusal(
     error: Exception, record: Append, settings: Mapping[str, str], record_bytes_max: int
 ) -> RecordRefused:
-    """Return the error for a refused record; `settings` are its topic's current ones."""
+    """Return the error; `settings` are the topic's current ones."""
     if isinstance(error, TOO_LARGE):
         return RecordTooLarge(
             f"the Kafka broker refuses a record of {record_bytes(record)} bytes for topic "
@@ -54,7 +54,7 @@ def refusal(
 
 
 def _difference(match: re.Match[str], settings: Mapping[str, str]) -> str:
-    """Describe the clock difference, from the range of timestamps that the broker accepts."""
+    """Describe the clock difference from the broker's accepted range."""
     sent, first, last = map(int, match.groups())
     if sent > last:
         broker = last - int(settings.get("message.timestamp.after.max.ms", _MS_PER_H))

@@ -22,7 +22,6 @@ KEY_PASSWORD_VARIABLE = "DORA_PIPE_KAFKA_KEY_PASSWORD"
 """Decrypts `bus.key_file`."""
 
 SECRET_BYTES_MAX = 64 * 1024
-"""Maximum bytes of a password file."""
 
 
 class Secret(str):
@@ -61,17 +60,16 @@ class KafkaSecurity:
 
     @property
     def tls(self) -> bool:
-        """Return whether connections use TLS."""
         return self.protocol.endswith("SSL")
 
     @property
     def sasl(self) -> bool:
-        """Return whether clients log in with name and password."""
+        """Return whether clients log in."""
         return self.protocol.startswith("SASL_")
 
     @property
     def principal(self) -> str:
-        """Return the principal for ACLs, as far as the client knows it."""
+        """Return the principal for ACLs, as far as known."""
         if self.sasl:
             return f"User:{self.username}"
         return "this client's certificate" if self.cert_file else "User:ANONYMOUS"
@@ -154,7 +152,6 @@ class KafkaSecurity:
 
 
 PLAINTEXT = KafkaSecurity()
-"""Neither password nor TLS."""
 
 
 def _unusable(key: str, path: str, error: OSError) -> ConfigError:
@@ -162,7 +159,7 @@ def _unusable(key: str, path: str, error: OSError) -> ConfigError:
 
 
 def _why(error: Exception) -> str:
-    """Return the system's reason; OpenSSL's are codes and source locations."""
+    """Return the system's reason; OpenSSL's are codes."""
     if isinstance(error, ssl.SSLError) or not isinstance(error, OSError):
         return "no PEM that can be read"
     return (error.strerror or type(error).__name__).lower()

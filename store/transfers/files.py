@@ -57,7 +57,6 @@ class MappedFiles:
         self._bytes_max = bytes_max
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """Write a file if it fits."""
         size = sum(chunk.nbytes for chunk in chunks)
         if size > BLOB_BYTES_MAX:
             return Lost(TOO_LARGE)
@@ -95,14 +94,12 @@ class MappedFiles:
             _delete(self.path(blob))
 
     def clear(self) -> None:
-        """Delete the directory."""
         shutil.rmtree(self._root, ignore_errors=True)
 
     def close(self) -> None:
         """Nothing to stop."""
 
     def path(self, blob: Blob) -> Path:
-        """Return the path of a blob."""
         return self._root / f"{blob.sha256}{SUFFIX}"
 
     def _written(self, chunks: Sequence[memoryview], size: int) -> Blob:
@@ -124,7 +121,7 @@ class MappedFiles:
         return Lost(OTHER_DIGEST)
 
     def _used_bytes(self) -> int:
-        """Return the bytes of all files after deleting expired ones."""
+        """Return the total bytes after deleting expired files."""
         used, oldest_ns = 0, self._clock.wall_ns() - AGE_MAX_NS
         for path in _files(self._root):
             try:

@@ -66,28 +66,26 @@ WRONG_TOKEN: Final = "wrong token"
 CHUNK_BYTES: Final = 4 * 1024 * 1024
 
 STREAMS_MAX: Final = 8
-"""Maximum concurrent streams."""
-
 DROP: Final = "drop"
 
 SIZE: Final = "size"
 
-"""Actions: delete a blob; return a file's size in bytes."""
+"""Actions: delete a blob; return a file's size."""
 
 NAME: Final = re.compile(r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)")
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
 PathOf = Callable[[str], Path]
-"""Map from the last part of a name to its path."""
+"""Maps the last part of a name to a path."""
 
 T = TypeVar("T")
 
 PEERS_MAX: Final = 64
-"""Maximum cached connections, least recently used closed first."""
+"""Maximum cached connections."""
 
 CALL_S: Final = 3.0
-"""Seconds to connect, and for a call without a stream."""
+"""Time to connect, and for a call without a stream."""
 
 ADDRESS: Final = re.compile(
     r"grpc(\+tls)?://([A-Za-z0-9_.-]{1,253}|\[[0-9a-fA-F:]{2,45}\]):\d{1,5}"
@@ -99,14 +97,12 @@ Take = Callable[[Array], bool]
 WAIT_S: Final = 5.0
 
 BYTES_PER_S_MIN: Final = 20_000_000
-"""Below this rate, after `WAIT_S`, weights come from the store."""
+"""Minimum rate after `WAIT_S`; slower weights come from the store."""
 
 LINGER_S: Final = 5.0
-"""Seconds that an ending process serves its blobs; later requests are prefilled."""
+"""Time that an ending process serves its blobs."""
 
 REMEMBERED_MAX: Final = 10_000
-"""Maximum blobs tracked for that."""
-
 LINGER_TURN_S: Final = 0.02
 
 
@@ -195,7 +191,7 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         super().__init__(location, middleware={GATE: self._gate}, **tls)
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        """Stream a file. Raises FlightServerError if it is missing or too many streams are open."""
+        """Stream a file. Raises FlightServerError if missing or busy."""
         name = ticket.ticket
         data = self._mapped(name)
         if not self._streams.acquire(blocking=False):
@@ -273,7 +269,7 @@ class _Chunks:
 
 
 def _split(name: bytes) -> tuple[str, str]:
-    """Split a name in two. Raises FlightServerError if it is malformed."""
+    """Split a name. Raises FlightServerError if malformed."""
     found = NAME.fullmatch(name.decode("ascii", "replace"))
     if found is None:
         raise flight.FlightServerError(GONE)
@@ -302,7 +298,6 @@ class Client:
         return self._call(peer, stream, timeout_s)
 
     def size(self, peer: str, name: str) -> int | Lost:
-        """Return the size in bytes of a peer's file."""
         found = self._call(peer, lambda client, options: _act(client, SIZE, name, options), CALL_S)
         if isinstance(found, Lost):
             return found
@@ -310,7 +305,6 @@ class Client:
         return int(text) if text.isdigit() else Lost(UNREADABLE)
 
     def drop(self, peer: str, name: str) -> Lost | None:
-        """Delete a blob at a peer."""
         found = self._call(peer, lambda client, options: _act(client, DROP, name, options), CALL_S)
         return found if isinstance(found, Lost) else None
 
@@ -399,7 +393,6 @@ class Identity:
 
     @property
     def scheme(self) -> str:
-        """Return the URL scheme."""
         return "grpc+tls" if self.server_tls else "grpc"
 
 
@@ -440,7 +433,7 @@ class FlightTransfers:
         self.address = f"{identity.scheme}://{identity.host}:{self._server.port}"
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
-        """Store the blob and add this process's address."""
+        """Store the blob and add the address."""
         blob = self._place.offer(chunks)
         if isinstance(blob, Lost):
             return blob
@@ -451,14 +444,14 @@ class FlightTransfers:
         return msgspec.structs.replace(blob, peer=self.address)
 
     def fetch(self, blob: Blob, *, timeout_s: float) -> Array | Lost:
-        """Fetch from the local directory, else from the peer."""
+        """Fetch locally, else from the peer."""
         found = self._place.fetch(blob, timeout_s=timeout_s)
         if isinstance(found, Lost) and found.why == GONE and self._is_elsewhere(blob):
             return self._from_peer(blob, timeout_s)
         return found
 
     def drop(self, blob: Blob) -> None:
-        """Delete locally and at the peer, where the file otherwise expires."""
+        """Delete locally and at the peer."""
         if misnamed(blob) is not None:
             return
         here = self._place.path(blob).exists()

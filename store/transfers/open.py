@@ -23,12 +23,8 @@ if TYPE_CHECKING:
     from dora_pipe.store.transfers.flight import Identity
 
 TOKEN_VARIABLE: Final = "DORA_PIPE_TRANSFERS_TOKEN"
-"""Environment variable of the run's token."""
-
 TOKEN_CHARACTERS_MIN: Final = 16
 TOKEN_BYTES_MAX: Final = 64 * 1024
-"""Maximum bytes of a token file."""
-
 LOOPBACK: Final = "127.0.0.1"
 """Default of `host`: unreachable from outside."""
 
@@ -39,7 +35,7 @@ class Opened:
 
     transfers: Transfers
     peers: PeerWeights | None = None
-    """Peers of its policy store; None without."""
+    """Peers for the policy store, if any."""
 
 
 def open_transfers(
@@ -103,7 +99,7 @@ def _identity(section: Section, run: str) -> Identity:
 
 
 def _token() -> bytes:
-    """Return the run's token; errors never include it."""
+    """Return the token; errors never include it."""
     token = os.environ.get(TOKEN_VARIABLE, "").encode()
     if not token:
         raise ConfigError(

@@ -19,7 +19,7 @@ from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.transfers.port import Lost, Sink
 
 TAIL_RECORDS: Final = 4000
-"""Records read per partition: hundreds of roles in a quiet period."""
+"""Records per partition, of hundreds of roles."""
 
 READ_TURNS_MAX: Final = 50
 POLL_S: Final = 0.1
@@ -27,7 +27,7 @@ POLL_S: Final = 0.1
 LOG = logging.getLogger(__name__)
 
 PEERS_MAX: Final = 4
-"""Maximum peers asked before using the store."""
+"""Maximum peers asked."""
 
 
 class PeerFinder:
@@ -87,9 +87,7 @@ def _serving(record: Record) -> WorkerStatus | TrainerStatus | None:
 class PeerFiles(Protocol):
     """Fetcher of peer files; see `FlightTransfers.copy`."""
 
-    def copy(self, peer: str, name: str, target: Sink) -> Lost | None:
-        """Write a peer's file; return None on success."""
-        ...
+    def copy(self, peer: str, name: str, target: Sink) -> Lost | None: ...
 
 
 class PeerWeights:

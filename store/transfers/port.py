@@ -19,13 +19,13 @@ from dora_pipe.schemas.policy import Blob
 Array = np.ndarray[Any, np.dtype[Any]]
 
 BLOB_BYTES_MAX: Final = 2 * 1024**3 + 64 * 1024
-"""Maximum bytes of a blob; above it recomputing is faster."""
+"""Maximum size; recomputing larger ones is faster."""
 
 PLACE_BYTES_MAX: Final = 16 * 1024**3
-"""Maximum bytes of all blobs of a machine."""
+"""Maximum bytes per machine."""
 
 AGE_MAX_NS: Final = 600_000_000_000
-"""Age in ns after which an unfetched blob is deleted by a later offer."""
+"""Age after which unfetched blobs are deleted."""
 
 GONE: Final = "it is not here"
 TOO_LARGE: Final = "too large"
@@ -51,9 +51,7 @@ class Lost:
 class Sink(Protocol):
     """Target of file bytes."""
 
-    def write(self, data: Any, /) -> int:
-        """Write a chunk; return the bytes written. Raises OSError."""
-        ...
+    def write(self, data: Any, /) -> int: ...
 
 
 class Transfers(Protocol):
@@ -81,19 +79,19 @@ class Transfers(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop serving; blobs remain for local processes."""
+        """Stop serving; local blobs remain."""
         ...
 
 
 def misnamed(blob: Blob) -> Lost | None:
-    """Return the problem of a blob's name or size, before any lookup."""
+    """Return the problem of a name or size."""
     if not _DIGEST.fullmatch(blob.sha256):
         return Lost(UNREADABLE)
     return None if 0 < blob.bytes <= BLOB_BYTES_MAX else Lost(TOO_LARGE)
 
 
 def weights_url(address: str, digest: str) -> str:
-    """Return the URL of weights at a process, empty without an address.
+    """Return the URL of weights, empty without an address.
 
     Example: ``"grpc://10.0.0.7:40123/weights/<digest>.safetensors"``
     """

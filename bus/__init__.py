@@ -19,12 +19,11 @@ def open_bus(
     claims: ClaimStore | None = None,
     claim_above_bytes: int | None = None,
 ) -> Bus:
-    """Open the log at ``sqlite:PATH`` or ``kafka://host:port[,host:port]`` without creating
-    anything.
+    """Open ``sqlite:PATH`` or ``kafka://host:port[,host:port]`` without creating anything.
 
-    `claims` stores values too large for the log; without it such records are rejected. Values above
-    `claim_above_bytes` always go there. Raises UsageError for any other address, ConfigError for a
-    missing secret, BusError if the log is unreachable.
+    `claims` stores values too large for the log (else rejected) or above `claim_above_bytes`.
+    Raises UsageError for any other address, ConfigError for a missing secret, BusError if
+    unreachable.
     """
     bus = _open(url, security)
     return bus if claims is None else ClaimBus(bus, claims, above_bytes=claim_above_bytes)

@@ -28,9 +28,9 @@ Told = Callable[[str, float, float], None]
 def count_empty_polls(
     reader: Reader, at: TopicPartition, before: int, *, moved: bool, polls_max: int
 ) -> int:
-    """Return the number of consecutive polls without progress.
+    """Return the consecutive polls without progress; held-back partitions do not count.
 
-    Held-back partitions do not count. Raises BusError above `polls_max`.
+    Raises BusError above `polls_max`.
     """
     if moved or at in reader.held_back():
         return 0 if moved else max(1, before)

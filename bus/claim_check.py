@@ -1,10 +1,8 @@
-"""Blobs: values too large for the log, stored by digest in ``<store>/claims/<digest>``.
+"""Blobs: values too large for the log, stored in ``<store>/claims/<digest>``.
 
-The writer stores the value durably, then appends an empty value with the headers ``claim`` (digest)
-and ``claim-bytes`` (size). The reader restores the value. If the blob is missing or has another
-digest, the value stays empty and ``claim-lost`` has the reason.
-
-Unreferenced blobs are harmless: later appends reuse them, `prune` deletes old ones.
+The writer stores the value, then appends an empty one with the headers ``claim`` (digest) and
+``claim-bytes`` (size). The reader restores it; if that fails, the value stays empty and
+``claim-lost`` has the reason. `prune` deletes unreferenced blobs.
 """
 
 from __future__ import annotations
@@ -65,10 +63,7 @@ class ClaimStore(Protocol):
 
 
 class ClaimFiles(ClaimStore):
-    """Blobs as files of one directory.
-
-    `synced` files survive a power loss when `write` returns, others only process crashes.
-    """
+    """Blobs as files; if `synced` they survive a power loss, else only process crashes."""
 
     def __init__(self, folder: Path, *, synced: bool = True) -> None:
         self.folder = folder

@@ -1,7 +1,7 @@
-"""Copies of topics to another bus, with the same records at the same offsets.
+"""Copies of topics with the same records at the same offsets.
 
-A copy resumes after its last record per partition and ends by comparing digests of both sides.
-Kafka gets a filler record at unused offsets (`FILLER`).
+A copy resumes per partition and ends by comparing digests. Kafka gets filler records at unused
+offsets (`FILLER`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LogCopy:
 def copy_topics(
     source: Bus, target: CopyTarget, topics: Sequence[str], told: Told, *, allow_lost: bool = False
 ) -> LogCopy:
-    """Copy the current records of topics that exist on both sides, and compare.
+    """Copy the current records of topics that exist on both sides.
 
     Raises BusError if the target has other records or a blob is lost (unless allowed),
     InvariantBroken if the sides differ.

@@ -1,7 +1,7 @@
 """The log in memory, for unit tests and the simulator.
 
-Single-threaded: a poll returns at once, whatever its `timeout_s`. The `MemoryLog` survives crashes
-of a role; each role opens its own `MemoryBus` with its own faults.
+Polls never wait. The `MemoryLog` survives crashes of a role; each role opens its own `MemoryBus`
+with its own faults.
 """
 
 from __future__ import annotations

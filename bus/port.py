@@ -2,20 +2,20 @@
 
 Rules of every implementation, tested by one contract suite:
 
-1. Offsets of a partition increase with gaps: an exclusive writer leaves at least one after each
-   append. A *position* is the first offset that a reader has not passed. Compare
-   `reader.position(tp) >= bus.end(tp)`, never "last offset + 1": gaps have no record.
+1. Offsets of a partition increase with gaps, at least one after each exclusive append. A *position*
+   is the first offset that a reader has not passed. Compare `reader.position(tp) >= bus.end(tp)`,
+   never "last offset + 1".
 2. `Writer.append` is durable and keeps the order per partition; other writers' records may come
    between. After `OutcomeUnknown` any prefix may exist and an exclusive writer stops: open another,
    read, then decide.
 3. An exclusive writer fences earlier ones of its name: their appends raise `Fenced` and stay
    invisible.
 4. Readers see only durable records, and each once between two seeks.
-5. An unfinished append of a dead exclusive writer holds readers back, for at most `HELD_LIMIT_S`.
-   `end` is the visible end, `written_end` the acknowledged one. To decide, read up to `written_end`
+5. An unfinished exclusive append holds readers back, for at most `HELD_LIMIT_S`. `end` is the
+   visible end, `written_end` the acknowledged one. To decide, read up to `written_end`
    (`core.run_lifecycle`).
-6. `trim` deletes old records of `TRIMMED_TOPICS`, whose readers continue at the first one left;
-   offsets do not change. In other topics a position before the first record is a LogTruncated.
+6. `trim` deletes old records of `TRIMMED_TOPICS`, whose readers continue at the first one left. In
+   other topics a position before the first record is a LogTruncated.
 7. Every wait has a deadline. Use a reader or writer in one thread, and nothing opened before a
    fork.
 """
@@ -100,10 +100,10 @@ class Reader(Protocol):
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024
     ) -> list[Record]:
-        """Return the next records, waiting up to `timeout_s` for the first one.
+        """Return the next records, waiting up to `timeout_s`; at least one even above `bytes_max`.
 
-        Returns at least one even above `bytes_max`. Raises LogTruncated if the position is after
-        the end or before a kept partition's begin, BusError if the log is unreadable.
+        Raises LogTruncated if the position is after the end or before a kept partition's begin,
+        BusError if the log is unreadable.
         """
         ...
 
@@ -112,10 +112,8 @@ class Reader(Protocol):
         ...
 
     def held_back(self) -> list[TopicPartition]:
-        """Return the sorted partitions with acknowledged records that cannot be read yet.
-
-        Includes partitions delayed by a quota. Sends no request.
-        """
+        """Return the sorted partitions with acknowledged records that are delayed or unreadable;
+        sends no request."""
         ...
 
     def seek(self, tp: TopicPartition, position: int) -> None:
@@ -133,8 +131,8 @@ class Writer(Protocol):
     def append(self, records: Sequence[Append]) -> list[int]:
         """Append all durably and return their offsets in order.
 
-        Raises Fenced, OutcomeUnknown; RecordRefused and RecordTooLarge (nothing appended, an
-        exclusive writer remains usable); BusFull and TopicMissing (nothing appended).
+        Raises Fenced, OutcomeUnknown, or without an append BusFull, TopicMissing, RecordRefused and
+        RecordTooLarge; after the last two an exclusive writer remains usable.
         """
         ...
 

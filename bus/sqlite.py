@@ -125,8 +125,7 @@ class SqliteBus(Bus):
         return self._find(TopicPartition(topic, 0)).partitions
 
     def begin(self, tp: TopicPartition) -> int:
-        """Return 0 or the first offset that `trim` left; in a copied log at least the source's
-        begin."""
+        """Return the first offset that `trim` or a copy's source left, else 0."""
         file = self._file_of(tp)
         base = self._topics.base(*tp)
         copied, _ = file.placed.get(base, (0, 0))
@@ -436,9 +435,9 @@ def _last(file: SqliteFile, base: int) -> int | None:
 
 
 def unreadable_records(path: Path) -> list[str]:
-    """Return a line for every unknown topic id and out-of-range partition that has records.
+    """Return a line for every unknown topic id and out-of-range partition with records.
 
-    Reads one record per partition. Raises BusError.
+    Raises BusError.
     """
     beyond = (1 << 63) - (1 << OFFSET_BITS)  # the last partition that SQLite can number
     with closing(SqliteFile(path)) as file, file.errors():

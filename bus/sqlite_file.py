@@ -1,11 +1,10 @@
 """SQLite connection to a run's log: opening, locking and errors.
 
-The file uses WAL mode and `synchronous=FULL`: commits are on disk when they return. No transaction
-stays open between calls, so the WAL can be checkpointed while readers exist.
+WAL mode and `synchronous=FULL`: commits are on disk when they return. No transaction stays open
+between calls, which would block checkpoints.
 
-SQLite forbids using or closing a connection in a forked child, so connections there reject every
-use and are never closed. A child must not open the same file: it would take no locks and lose its
-writes.
+SQLite forbids using or closing a connection in a forked child, so those reject every use and are
+never closed. A child must not open the same file: it would take no locks and lose its writes.
 """
 
 from __future__ import annotations
@@ -69,10 +68,9 @@ os.register_at_fork(after_in_child=_keep_inherited)
 
 
 class SqliteFile:
-    """Connection to a log; `create` creates a missing file and its tables.
+    """Connection to a log; `create` creates missing files and tables.
 
-    `patient` connections let SQLite wait for locks; others return at once, and `writing` retries in
-    shorter steps.
+    `patient` connections let SQLite wait for locks; `writing` retries in shorter steps.
     """
 
     def __init__(self, path: Path, *, create: bool = False, patient: bool = True) -> None:

@@ -1,7 +1,5 @@
-"""Console output, process names, and start of child processes.
-
-Output escapes terminal control sequences, which models, tasks or files may contain.
-"""
+"""Console output without terminal control sequences, process names, and start of child
+processes."""
 
 from __future__ import annotations
 
@@ -181,7 +179,7 @@ def start_module(
 ) -> subprocess.Popen[bytes]:
     """Start `python -m MODULE` in its own session with `message` on stdin. Raises ResourceError.
 
-    The message is in memory, so an unread one does not block.
+    An unread message does not block.
     """
     try:
         with _open_message() as stdin:

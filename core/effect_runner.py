@@ -1,8 +1,7 @@
 """Runner of port effects in a thread or inline; every outcome becomes an event.
 
-A port maps each effect type to a handler and to events on failure. Any exception of a handler
-becomes such events, so a machine always gets its reply. Errors outside effects (setup, idle work)
-are raised by `poll` and end the role.
+A port maps each effect type to a handler and to events on failure, so a machine always gets its
+reply. Errors outside effects (setup, idle work) are raised by `poll` and end the role.
 """
 
 from __future__ import annotations
@@ -61,10 +60,8 @@ def ends_role(effect: Any, error: Exception) -> NoReturn:
 def attempt(
     what: str, do: Callable[[], Iterable[Any]], failed: Callable[[Exception], Iterable[Any]]
 ) -> Iterator[Any]:
-    """Yield the events of `do`; on any exception log it and yield those of `failed`.
-
-    `what` names it in the log. SystemExit is a failure too.
-    """
+    """Yield the events of `do`; on any exception, including SystemExit, log it as `what` and yield
+    those of `failed`."""
     try:
         yield from do()
     except SystemExit as error:
@@ -172,7 +169,7 @@ class EffectRunner:
     def close(self, *, wait_s: float = CLOSE_S, finish: bool = True) -> None:
         """End the thread, after all queued effects with `finish`; idempotent.
 
-        The thread dies with the process if it takes longer than `wait_s`.
+        A thread that takes longer than `wait_s` dies with the process.
         """
         with self._turn:
             self._closing, self._leave_asked = True, self._leave_asked or not finish

@@ -1,7 +1,6 @@
 """Client of JSON over HTTP with limits on time and size.
 
-Temporary failures raise `EndpointAway`, permanent ones `EndpointRefused`. Messages never include
-the key.
+Temporary failures raise `EndpointAway`, permanent ones `EndpointRefused`.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class JsonEndpoint:
         self._opening = threading.Lock()
 
     def post(self, path: str, body: Mapping[str, Any]) -> bytes:
-        """Return the response body within the time limit. Raises EndpointAway, EndpointRefused.
+        """Return the response body. Raises EndpointAway, EndpointRefused.
 
         Uses a thread, because socket timeouts do not bound the total.
         """

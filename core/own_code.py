@@ -35,10 +35,10 @@ _INSTALLED: Final = re.compile(r"/(site|dist)-packages/")
 
 
 def raised_at(error: BaseException) -> str:
-    """Return the innermost line of user code in a traceback, empty if none.
+    """Return the innermost line of user code in a traceback, or empty.
 
-    Lines of installed packages count only without others; ours and the standard library's never.
-    Example: ``raised_at(error) == "rewards.py:12"``
+    Lines of installed packages count only without others. Example: ``raised_at(error) ==
+    "rewards.py:12"``
     """
     installed, own = "", ""
     for frame, line in walk_tb(error.__traceback__):
@@ -87,7 +87,7 @@ def importable(directory: str) -> Iterator[None]:
 
 
 def load_attribute(key: str, reference: str, error: type[DoraError] = ConfigError) -> Any:
-    """Import the object of `module:attribute`, where the attribute may have dots.
+    """Import the object of `module:attribute`.
 
     `key` is the configuration key for messages. Raises ConfigError for a malformed reference,
     `error` if the import fails.

@@ -10,7 +10,7 @@ _NAMES: Final = ("NO_PROXY", "no_proxy")
 
 
 def bypass_proxies(*hosts: str) -> None:
-    """Bypass proxies for this machine and these hosts, in this process and its children.
+    """Bypass proxies for this machine and these hosts, also in child processes.
 
     Sets both variables, because clients read either.
     """

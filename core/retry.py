@@ -37,8 +37,8 @@ FINAL_ERRORS: Final = (AccessRefused, Fenced, LogTruncated, RecordRefused, Topic
 def retry_bus(what: str, call: Callable[[], T], clock: Clock, *, exclusive: bool = False) -> T:
     """Retry a call while the bus is unreachable or full. Raises the last BusError.
 
-    For repeatable calls, including appends of plain writers: readers drop duplicates by identity.
-    After an unknown outcome an `exclusive` writer must stop: no retry.
+    Repeated appends of plain writers are harmless: readers drop duplicates. An `exclusive` writer
+    must not retry an unknown outcome.
     """
     give_up_ns = clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
     said = ""
@@ -61,11 +61,10 @@ def retry_bus(what: str, call: Callable[[], T], clock: Clock, *, exclusive: bool
 def until_there_is_room(
     what: str, call: Callable[[], T], clock: Clock, tell: Callable[[str], None]
 ) -> Generator[None, None, T]:
-    """Retry a call while there is no room, yielding before each pause so that the caller can stop
-    it. Raises NoRoom.
+    """Retry a call that leaves nothing behind while there is no room, yielding before each pause.
+    Raises NoRoom.
 
-    A failed `call` leaves nothing behind. `tell` gets the reason to wait, and an empty text
-    afterwards.
+    `tell` gets the reason to wait, and an empty text afterwards.
     """
     give_up_ns = clock.now_ns() + int(DELIVERY_TIMEOUT_S * 1e9)
     waited = False

@@ -1,8 +1,8 @@
 """Checks of a role before it begins: the run has started, is not over, and all acknowledged records
 are readable.
 
-An unfinished append of a dead exclusive writer hides later acknowledged records. Roles wait before
-they decide, until its successor or the broker's limit ends that append.
+An unfinished append of a dead exclusive writer hides later records until its successor or the
+broker ends it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RUN_WAIT_S: Final = 120.0
 """Maximum wait for the run's start."""
 
 LOOK_BACK: Final = 64
-"""Offsets before the end of decisions that contain the last round; each transaction takes one, even
-an aborted one."""
+"""Offsets before the end of decisions that contain the last round; aborted transactions take one
+too."""
 
 POLL_S: Final = 0.25
 
@@ -63,7 +63,7 @@ def wait_for_run(
 def run_is_over(bus: Bus, topics: Topics, end: int, clock: Clock) -> bool:
     """Return whether a round before `end` of decisions stopped the run. Raises BusError.
 
-    No record follows that round, so reading on would wait without end.
+    No record follows that round.
     """
     at = TopicPartition(topics.decisions, 0)
     first = max(
@@ -107,7 +107,7 @@ LOOK_S: Final = 0.25
 def await_stable_offset(bus: Bus, partitions: Sequence[TopicPartition], clock: Clock) -> None:
     """Return when everything acknowledged before this call is readable.
 
-    Call after opening an exclusive writer, then read to `Bus.end`. Raises BusError, also after
+    Call after opening an exclusive writer, before reading to `Bus.end`. Raises BusError, also after
     `HELD_LIMIT_S`.
     """
     ends = {at: _patient(bus.written_end, at, clock) for at in partitions}

@@ -34,8 +34,8 @@ from dora_pipe.schemas.metrics import Cost
 LOG = logging.getLogger(__name__)
 
 BUS_TURN_NS: Final = 100_000_000
-"""Ns between reads and appends, because a durable append costs the same for one record as for ten.
-200 ms would cost a third of a small run's throughput: a step is a chain of six turns."""
+"""Time between reads and appends: a durable append costs the same for one record as for ten. 200 ms
+would cost a third of a small run's throughput, because a step is a chain of six turns."""
 
 
 KEPT_EVERY_NS: Final = 1_000_000_000
@@ -208,10 +208,9 @@ class Meter:
 class Runtime:
     """Loop of one machine.
 
-    `status` is a plain writer for a role with an exclusive `writer`: a status inside a transaction
-    could hold readers back. Without it statuses go with the other records. `waiting` runs before
-    waits of at least `WAITING_NS`. `kept` are partitions that must never lose records; default:
-    those that the machine reads.
+    `status` is a plain writer for statuses of a role with an exclusive `writer`, whose transactions
+    could hold readers back. `waiting` runs before waits of at least `WAITING_NS`. `kept` are
+    partitions that must never lose records; default: those that the machine reads.
     """
 
     def __init__(
@@ -268,10 +267,7 @@ class Runtime:
         return self._next_turn_ns
 
     def due_ns(self) -> int:
-        """Return the monotonic ns at which a tick has work without new bus records.
-
-        Production reads the bus every `BUS_TURN_NS` anyway; the simulator skips idle turns.
-        """
+        """Return when a tick has work without new bus records, monotonic ns; for the simulator."""
         now_ns = self._clock.now_ns()
         if any(port.busy for port in self._ports):
             return now_ns

@@ -1,8 +1,7 @@
 """Schedule of a role's statuses: changes at the next heartbeat, otherwise once per quiet period.
 
-Statuses have a byte budget of `HEARTBEAT_BYTES` per heartbeat: unused bytes accumulate for a quiet
-period, overdrafts delay the next status. The delay is at most a quiet period, which is at most a
-quarter of a lease.
+The byte budget is `HEARTBEAT_BYTES` per heartbeat: unused bytes accumulate, overdrafts delay the
+next status, for at most a quiet period (a quarter of a lease or less).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Limits by kind of wait:
 
-- `short`: a fixed limit, for waits that are brief in any healthy run (acknowledgement, reward).
+- `short`: a fixed limit (acknowledgement, reward).
 - `work`: `WORK_FACTOR` times the longest recent wait of that name, a configured limit before enough
   are known.
 - `free`: no limit (a pause).

@@ -142,7 +142,6 @@ class Layout:
             raise SchemaError(f"not an Arrow stream: {_first_line(error)}") from None
 
     def _read(self, raw: bytes) -> pa.RecordBatch:
-        """Return the stream's only batch, unvalidated."""
         schema, at = _schema_of(raw)
         if not schema.equals(self.schema):
             raise SchemaError("columns are not those of this record")
@@ -223,10 +222,7 @@ def _metadata_bytes(raw: bytes, at: int, wanted: str) -> int:
 
 
 def _message(raw: bytes, at: int, wanted: str) -> pa.ipc.Message:
-    """Return the message at an offset.
-
-    Rejects other types, which Arrow would misread.
-    """
+    """Return the message at an offset; rejects other types, which Arrow would misread."""
     _metadata_bytes(raw, at, wanted)
     stream = pa.BufferReader(raw)
     stream.seek(at)

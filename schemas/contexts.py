@@ -161,7 +161,6 @@ def context_of(trajectory: Trajectory, number: int) -> ContextTokens:
 
 
 def _given(values: np.ndarray[Any, Any], own: int, empty: float) -> np.ndarray[Any, Any]:
-    """In place: `joined` has copied."""
     values[:own] = empty
     return values
 

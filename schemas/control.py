@@ -57,7 +57,7 @@ def fault_of(name: str) -> Fault:
 
 
 def by_fault(errors: Mapping[str, int]) -> dict[Fault, dict[str, int]]:
-    """Group counts of error classes by origin."""
+    """Group error counts by origin."""
     return {
         fault: {name: count for name, count in errors.items() if fault_of(name) == fault}
         for fault in FAULTS
@@ -94,7 +94,6 @@ class DataSet(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """sha256 (hex) over the rows as canonical JSON, one per line."""
     rows: int
-    """Number of rows."""
 
 
 class RunStarted(Control, frozen=True, kw_only=True):
@@ -241,7 +240,6 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     sha256: str
     bytes: int
     tokens: int
-    """Sampled tokens."""
     reward: float | None
     """None exactly if the trajectory is invalid."""
     finish: FinishReason
@@ -285,12 +283,10 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group(self) -> str:
-        """Return the group id."""
         return group_of(self.trajectory)
 
     @property
     def valid(self) -> bool:
-        """Return whether the reward counts."""
         return self.reward is not None
 
 

@@ -110,7 +110,6 @@ def _write(name: str, value: str | int | float | None) -> bytes:
 
 
 def _finite(text: str) -> float | None:
-    """Raises ValueError."""
     value = float(text) if text else None
     if value is not None and not math.isfinite(value):
         raise ValueError(text)

@@ -50,12 +50,10 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes per entry."""
         return self.layers * self.per_token * number_type(self.experts).itemsize
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens."""
         return len(self.data) // size if (size := self.token_bytes) > 0 else 0
 
     @property
@@ -167,7 +165,6 @@ def _each_once(numbers: Choices, routes: Routes, scratch: Choices) -> bool:
 
 @lru_cache(maxsize=8)
 def _marks(count: int, per_token: int, kind: np.dtype[Any]) -> Choices:
-    """Return [count] with the highest bit set in every other choice."""
     odd = np.arange(count) // per_token % 2
     return (odd << 8 * kind.itemsize - 1).astype(kind)
 

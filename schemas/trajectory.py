@@ -148,7 +148,6 @@ class Trajectory:
 
     @property
     def valid(self) -> bool:
-        """Return whether the reward counts."""
         return self.reward is not None
 
     @property
@@ -158,7 +157,6 @@ class Trajectory:
 
     @property
     def sampled(self) -> int:
-        """Return the number of sampled tokens."""
         mask = self.loss_mask
         return int(np.count_nonzero(mask)) if isinstance(mask, np.ndarray) else mask.count(1)
 
@@ -175,9 +173,7 @@ class Versioned(Protocol):
     def version(self) -> int: ...
 
     @property
-    def versions(self) -> list[int]:
-        """Return the version of every sampled segment, in order."""
-        ...
+    def versions(self) -> list[int]: ...
 
 
 class Described(Versioned, Protocol):
@@ -330,7 +326,6 @@ def _check_weights(trajectory: Described) -> None:
 
 
 def _refuse(wrong: np.ndarray[Any, Any], name: str, why: str) -> None:
-    """Raises SchemaError with the first index where `wrong` is true."""
     if np.count_nonzero(wrong):  # a third of the time of `any`
         raise SchemaError(why, path=f"$.{name}[{int(wrong.argmax())}]")
 

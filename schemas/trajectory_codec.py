@@ -96,11 +96,9 @@ class RecordLayout(Layout, Generic[T]):
         """Layout of records with routed experts."""
 
     def for_record(self, record: T) -> RecordLayout[T]:
-        """Return the layout to write a record."""
         return self if record.routed_experts is None else self.routed
 
     def for_stream(self, raw: bytes) -> RecordLayout[T]:
-        """Return the layout to read a stream."""
         return self.routed if self.routed.is_of(raw) else self
 
     def write(self, record: T) -> dict[str, pa.Array]:
@@ -141,7 +139,6 @@ def same_bits(some: Any, others: Any) -> bool:
 
 
 def _plain(annotation: Any) -> Column:
-    """Return the column of a text or number, optional or not."""
     kind, _, none = annotation.partition(" | ")
     kinds = {"str": pa.utf8(), "int": pa.int64(), "float": pa.float64()}
     return Column(kinds[kind], nullable=none == "None")

@@ -1,9 +1,8 @@
 """LoRA policies as files (Hu et al. 2021, arXiv 2106.09685).
 
-A LoRA version is a base and an adapter: A [rank, in] and B [out, rank] per layer, which computes x
-W^T + scale (x A^T) B^T. The store has one safetensors file with peft's tensor names in the base's
-dtype, plus two tensors: the base's weights digest and the scale. The file digest, which is the
-policy's, covers both. Exports use the directory format of peft and vLLM.
+A version is a base and an adapter: A [rank, in] and B [out, rank] per layer, which computes x W^T +
+scale (x A^T) B^T. Its safetensors file has peft's tensor names in the base's dtype, and two tensors
+for the base's digest and the scale. The file's digest, which is the policy's, covers all.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def adapter_sources(adapter: Adapter) -> list[TensorSource]:
 
 
 def base_of(path: Path) -> str | None:
-    """Return the base digest of an adapter file, None for full weights.
+    """Return an adapter's base digest, None for full weights.
 
     Raises PolicyError if it is not a safetensors file.
     """
@@ -169,7 +168,7 @@ def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter
 def write_merged(base: Path, adapter: Adapter, path: Path) -> Manifest:
     """Write the base with the adapter merged, in the base's dtype. Raises PolicyError, OSError.
 
-    Computed in float64 and rounded once; log-probs change by about 1e-6 (float32) or some 0.01
+    Computed in float64 and rounded once; log-probs change by about 1e-6 (float32) or a few 0.01
     (bfloat16).
     """
     with ExitStack() as stack:

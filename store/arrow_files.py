@@ -1,7 +1,6 @@
 """Files of the policy store on pyarrow file systems.
 
-Uploads use a temporary name and a rename, except on object stores, where objects appear complete.
-Readers compare digests.
+Uploads are renamed, except on object stores, where they are atomic.
 """
 
 from __future__ import annotations
@@ -159,8 +158,7 @@ class ArrowFiles:
         return f"{self._base}/{name}" if self._base else name
 
     def _patiently(self, what: str, call: Callable[[], T]) -> T:
-        """Call with retries. Raises ResourceError, at once for a refusal, and NoRoom at once:
-        callers decide how long to wait."""
+        """Call with retries. Raises ResourceError; at once for refusals and NoRoom."""
         for pause_s in (*PAUSES_S, None):
             try:
                 return call()

@@ -1,8 +1,7 @@
-"""Tensors that training does not use, published unchanged in every version.
+"""Tensors that training does not use, published unchanged.
 
-Multi-token prediction layers (DeepSeek-V3, arXiv 2412.19437 section 2.2; GLM-4.5) follow the last
-layer and only serve speculative decoding. transformers and our engines skip them; versions keep
-them so that exports remain complete.
+Multi-token prediction layers (DeepSeek-V3, arXiv 2412.19437 section 2.2; GLM-4.5) only serve
+speculative decoding. Versions keep them so that exports are complete.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def carried_names(names: Iterable[str], layers: range) -> frozenset[str]:
 
 
 class CarriedTensors:
-    """Tensors of a file to publish unchanged; the file may be deleted meanwhile, but not modified.
+    """Tensors to publish unchanged; their file may be deleted meanwhile, not modified.
 
     Example: ``write_tensors(path, [*trained, *carried.sources()])``
     """

@@ -1,5 +1,4 @@
-"""Log of lost or damaged files and their substitutes, reported in `worker ready` and `step
-committed`."""
+"""Lost or damaged files and their substitutes, for `worker ready` and `step committed`."""
 
 from __future__ import annotations
 

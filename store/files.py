@@ -1,7 +1,6 @@
 """File system interface of a policy store, and its local implementation.
 
-Names are relative with one folder: ``weights/<digest>.safetensors``. Content under a name never
-changes, so readers need no lock.
+Content under a name never changes, so readers need no lock.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ class Files(Protocol):
     """Name in messages, without credentials."""
 
     def put(self, source: Path, name: str) -> None:
-        """Store a local file durably and atomically under a name.
-
-        Replaces an existing file, which may be damaged. May move `source`.
-        """
+        """Store a local file durably and atomically, replacing any; may move `source`."""
         ...
 
     def get(self, name: str, target: Path) -> bool:
@@ -56,8 +52,7 @@ class Files(Protocol):
         ...
 
     def listed(self, folder: str) -> list[Listed]:
-        """Return the sorted files of a folder, including unfinished ones; empty if it does not
-        exist."""
+        """Return the sorted files of a folder, including unfinished ones."""
         ...
 
 

@@ -46,8 +46,8 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _synced(self) -> bool:
-        """Return whether blobs are synced before their records: as the log syncs, while Kafka
-        relies on page caches."""
+        """Return whether blobs are synced before their records, as the log itself is (Kafka is
+        not)."""
         as_kafka = self.bus is not None and not self.bus.claims_synced
         return not (as_kafka and self.url.startswith("kafka:"))
 

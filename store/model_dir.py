@@ -1,8 +1,7 @@
 """Import and export of model directories.
 
-Import merges the safetensors shards of a Hugging Face causal LM into one file, converts floats to
-the policy's dtype (float32 or bfloat16), drops tied heads, and keeps config and tokenizer files.
-Export writes a directory for `from_pretrained`, with LoRA merged and the adapter in a subdirectory.
+Import merges the safetensors shards of a Hugging Face causal LM, converts floats to float32 or
+bfloat16, and drops tied heads. Export writes a directory for `from_pretrained`, with LoRA merged.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ def import_model(
 ) -> tuple[Manifest, str]:
     """Import a model directory; return its manifest and assets digest.
 
-    Floats of 16 and 32 bits become `dtype`, exactly or rounded to nearest. Raises PolicyError for
-    an invalid directory, ResourceError for a full disk.
+    Converts floats of 16 and 32 bits, rounding to nearest. Raises PolicyError for an invalid
+    directory, ResourceError for a full disk.
     """
     with _sources(model_dir, dtype) as sources:
         try:
@@ -104,9 +103,9 @@ def write_as(weights: Path, dtype: PolicyDtype, path: Path) -> Manifest:
 
 
 def export_model(store: PolicyStore, digest: str, assets_digest: str, directory: Path) -> None:
-    """Write a policy as a directory for `from_pretrained`.
+    """Write a policy as a directory for `from_pretrained`, replacing files.
 
-    Replaces existing files. Raises PolicyError if files of the store are missing or damaged.
+    Raises PolicyError for missing or damaged files of the store.
     """
     dtype = store.verify(digest).dtype
     assets = store.assets(assets_digest)
@@ -123,10 +122,8 @@ def write_policy_dir(
     assets: Path,
     directory: Path,
 ) -> None:
-    """Write weights as a model directory, with an adapter merged into its base.
-
-    Raises PolicyError, ResourceError.
-    """
+    """Write weights as a model directory, with adapters merged. Raises PolicyError,
+    ResourceError."""
     base = base_of(weights)
     if base is None:
         copy = partial(shutil.copyfile, weights)
@@ -147,10 +144,7 @@ def write_model_dir(
     write_weights: Callable[[Path], object],
     dtype: PolicyDtype = "float32",
 ) -> None:
-    """Write a model directory from config, tokenizer and weights.
-
-    Raises ResourceError if it is not writable.
-    """
+    """Write config, tokenizer and weights. Raises ResourceError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for file in asset_files(assets):

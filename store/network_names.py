@@ -1,7 +1,7 @@
-"""A transformers network's tensors under the names of its checkpoint, as views without copies.
+"""Views of a transformers network's tensors by checkpoint names.
 
-A network may hold several checkpoint tensors in one, such as a layer's experts. Names come from the
-conversion that `save_pretrained` uses.
+A network may hold several checkpoint tensors in one, such as a layer's experts. Names come from
+`save_pretrained`'s conversion.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Delta between two versions of a policy in one file: positions and new values.
 
-With small learning rates most bfloat16 weights keep their bits. A patch overwrites the others, so
-errors cannot accumulate. Bits are compared: 0.0 and -0.0 differ.
+Most bfloat16 weights keep their bits at small learning rates. Bits are compared (0.0 and -0.0
+differ) and overwritten.
 
     8 bytes             dppatch1
     frames              of every block that has changes: gaps between positions, then values
@@ -14,7 +14,7 @@ unchanged elements since the last; 255 means 255 and continue. Values are stored
 bytes first. Each part is a zstd frame. A block with more than half changed is stored in full,
 without positions.
 
-Readers check sha256 and head before applying, and hold one tensor in memory (`write_tensors`).
+Readers verify sha256 and head first, and hold one tensor in memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
     """Element count and frame sizes in bytes of a block."""
 
     count: int
-    """Changed elements; all of the block if stored in full, 0 if unchanged and without frames."""
+    """Changed elements; all of the block if stored in full, 0 without frames."""
     gaps: int
     """Bytes of the unpacked positions; 0 for a full block."""
     gaps_frame: int
@@ -82,7 +82,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Changed(msgspec.Struct, frozen=True, array_like=True):
-    """Tensor that has changes or is new; all blocks of a new one are full."""
+    """Changed or new tensor; new ones have only full blocks."""
 
     name: str
     dtype: str
@@ -127,10 +127,7 @@ _DECODER: Final = msgspec.json.Decoder(_Head)
 def write_patch(
     path: Path, before: Path, after: Path, *, digest_before: str, digest_after: str
 ) -> Change:
-    """Write the differences of safetensors file `after` from `before`, without sync.
-
-    Raises PolicyError for an invalid file, OSError.
-    """
+    """Write the differences of `after` from `before` without sync. Raises PolicyError, OSError."""
     old = {entry.name: entry for entry in read_entries(before)}
     new = sorted(read_entries(after), key=lambda entry: entry.name)
     elements = sum(math.prod(entry.shape) for entry in new)
@@ -309,10 +306,7 @@ class Patch:
 
 @contextmanager
 def opened_patch(path: Path) -> Iterator[Patch]:
-    """Memory-map and verify a patch.
-
-    Raises PolicyError for an invalid or damaged file, ResourceError if it is unreadable.
-    """
+    """Map and verify a patch. Raises PolicyError if invalid, ResourceError if unreadable."""
     with ExitStack() as stack:
         try:
             if path.stat().st_size < _LEAST:
@@ -399,10 +393,7 @@ def opened_patches(paths: Iterable[Path]) -> Iterator[list[Patch]]:
 
 
 def write_patched(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
-    """Apply patches to `base` in one pass, without sync.
-
-    Raises PolicyError if the digest differs from the last patch's, OSError.
-    """
+    """Apply patches to `base` without sync. Raises PolicyError for a wrong result, OSError."""
     entries = read_entries(base)
     with mapped(base) as data:
         sources = _sources(entries, data, patches)

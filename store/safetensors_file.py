@@ -1,10 +1,8 @@
 """Safetensors files, read, checked and written by tensor, without torch.
 
 Format: header length (8 bytes, little endian), JSON header, tensor bytes. Parsing by hand bounds
-the memory of a hostile header by `HEADER_BYTES_MAX`, and memory maps bound that of hashing.
-
-Tensors are written sorted by name with the header padded to 8 bytes, so equal tensors give equal
-files. A full disk remains an `OSError`. NaN and infinities are rejected.
+the memory that a hostile header costs by `HEADER_BYTES_MAX`. Tensors are written sorted by name
+with the header padded to 8 bytes: equal tensors give equal files.
 """
 
 from __future__ import annotations
@@ -137,10 +135,7 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
-    """Return tensors and metadata of a file.
-
-    Raises PolicyError for an invalid file, ResourceError if it is unreadable.
-    """
+    """Return tensors and metadata. Raises PolicyError if invalid, ResourceError if unreadable."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -293,10 +288,7 @@ class TensorSource:
 
 
 def write_tensors(path: Path, sources: Iterable[TensorSource]) -> Manifest:
-    """Write a safetensors file without sync, and return its manifest.
-
-    Hashes large files in threads. Raises OSError, and NonFinite for NaN or infinity.
-    """
+    """Write a file without sync, and return its manifest. Raises OSError, NonFinite."""
     ordered = sorted(sources, key=lambda source: source.name)
     header, size = _header(ordered), sum(source.bytes for source in ordered)
     with path.open("wb") as file:
@@ -382,8 +374,8 @@ def narrowed(numbers: NDArray[np.floating[Any]]) -> NDArray[np.uint16]:
 
 
 def _to_odd(numbers: NDArray[np.floating[Any]], single: NDArray[np.float32]) -> NDArray[np.uint32]:
-    """Return float32 bits rounded to odd, so that rounding to nearest afterwards is correct (Boldo
-    and Melquiond 2008, "Emulation of FMA and correctly rounded sums", theorem 3)."""
+    """Return float32 bits rounded to odd, for correct rounding afterwards (Boldo and Melquiond
+    2008, "Emulation of FMA and correctly rounded sums", theorem 3)."""
     wide = single.astype(np.float64)
     bits = single.view(np.uint32) - (np.abs(wide) > np.abs(numbers)).astype(np.uint32)
     odd: NDArray[np.uint32] = bits | (wide != numbers).astype(np.uint32)

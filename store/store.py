@@ -1,7 +1,7 @@
 """Policies, checkpoints and contributions, named by digest.
 
 Files are written under a temporary name, synced, then renamed. Files without a commit in the log
-are orphans, removed by `dora-pipe prune`.
+are orphans for `dora-pipe prune`.
 
     <root>/weights/<weights digest>.safetensors, and a note (`verified`)
     <root>/patches/<weights digest>.patch   makes that version from the one before it (`patch`)
@@ -11,12 +11,9 @@ are orphans, removed by `dora-pipe prune`.
     <root>/assets/<assets digest>/config.json, tokenizer files
     <root>/claims/<sha256>                  written by the log (`bus.claim_check`)
 
-With `store.url` on a pyarrow file system, `root` is a bounded local cache (`copies`); downloads are
-compared with their digests.
-
-A version is stored as a full checkpoint, a patch, or both. Readers get a full file: patches are
-applied once per machine, and the full checkpoint replaces a lost or damaged patch. Damaged copies
-are deleted and fetched again; files of the store itself are reported, never deleted.
+With `store.url`, `root` is a bounded local cache (`copies`). A version is a full checkpoint, a
+patch, or both; patches are applied once per machine, and a full checkpoint replaces a damaged
+patch. Damaged copies are fetched again; files of the store itself are never deleted for damage.
 """
 
 from __future__ import annotations
@@ -90,9 +87,8 @@ class PublishedVersion:
 class PolicyStore:
     """Store of a run's policies; opening it creates nothing.
 
-    The `..._path` methods return local paths; `weights` and `blob` also download.
-
-    Example: ``PolicyStore(Path("runs/demo/policies")).weights(digest)``
+    The `..._path` methods do not download. Example:
+    ``PolicyStore(Path("runs/demo/policies")).weights(digest)``
     """
 
     def __init__(
@@ -107,8 +103,8 @@ class PolicyStore:
     ) -> None:
         """Create a store.
 
-        `peers` may write a file of `remote`, by name, and returns whether it did. `patched`: most
-        versions are patches, so look for those first; None: look only for existing ones.
+        `peers` may write a file of `remote` and returns whether it did. `patched`: whether to look
+        for patches first; None: if one exists.
         """
         self.root = root
         self.fallbacks = Fallbacks()
@@ -150,8 +146,7 @@ class PolicyStore:
         return self._files.exists(blob_name(kind, sha256))
 
     def weights(self, digest: str) -> Path:
-        """Return the local path of weights, fetched or made from patches and verified once per
-        machine.
+        """Return the local path of weights, fetched or made, verified once per machine.
 
         Raises PolicyError for missing or wrong weights, ResourceError if the store is unreachable.
         """
@@ -191,10 +186,7 @@ class PolicyStore:
         raise PolicyError(f"{path} holds other weights ({manifest.digest[:12]}...)", hint=AGAIN)
 
     def patch(self, digest: str) -> Path:
-        """Return the local path of the patch that makes this version, verified.
-
-        Raises PolicyError for a missing or wrong patch, ResourceError.
-        """
+        """Return a patch's verified local path. Raises PolicyError, ResourceError."""
         name = patch_name(digest)
         path = self.root / name
         if self._remote:
@@ -214,10 +206,10 @@ class PolicyStore:
         return path
 
     def make(self, digest: str, path: Path, here: Callable[[str], Path | None]) -> Manifest:
-        """Write a version from the store's patches, and verify it.
+        """Write and verify a version from the store's patches.
 
         Starts at the nearest version that `here` returns or that has a full checkpoint. Raises
-        PolicyError for a missing, damaged or wrong patch.
+        PolicyError.
         """
         base, paths = self._chain(digest, here)
         with opened_patches(paths) as patches:
@@ -268,7 +260,7 @@ class PolicyStore:
     def _made(self, digest: str) -> Path:
         """Apply patches to the nearest local version or full checkpoint.
 
-        With a remote full checkpoint, use only the version directly before.
+        If a remote full checkpoint exists, use only the version directly before.
         """
         there = self.patch(digest)
         with opened_patch(there) as patch:
@@ -355,10 +347,7 @@ class PolicyStore:
         return path
 
     def assets(self, digest: str) -> Path:
-        """Return the verified local directory of config and tokenizer files.
-
-        Raises PolicyError if they are missing or wrong.
-        """
+        """Return the verified directory of config and tokenizer files. Raises PolicyError."""
         final = self.assets_path(digest)
         if not self._remote:
             return final
@@ -380,21 +369,16 @@ class PolicyStore:
     # Writing
 
     def publish_weights(self, write: Callable[[Path], Manifest]) -> Manifest:
-        """Write weights and publish them under the returned manifest's digest.
-
-        Raises ResourceError for a full disk, leaving no file.
-        """
+        """Write and publish weights. Raises ResourceError, leaving no file."""
         return self.publish_version(write, before="", whole=True).manifest
 
     def publish_version(
         self, write: Callable[[Path], Manifest], *, before: str, whole: bool
     ) -> PublishedVersion:
-        """Publish weights, and a patch from version `before`; without `whole` only the patch, if
-        possible.
+        """Publish weights, and a patch from `before`; without `whole` only the patch, if possible.
 
-        No patch is possible if nothing changed, `before` is unavailable, or the store already makes
-        this version from another one (a cycle). Raises ResourceError; files published until then
-        are harmless.
+        No patch is possible without changes, without `before`, or if the store makes this version
+        from another one (a cycle). Raises ResourceError; files published until then are harmless.
         """
         with self._temporary(self.root / "weights") as path:
             manifest = write(path)
@@ -434,7 +418,7 @@ class PolicyStore:
 
     def mend(self, digest: str) -> bool:
         """Replace a damaged remote full checkpoint; return whether there was one. Raises
-        PolicyError if this machine lacks a good copy, ResourceError."""
+        PolicyError, ResourceError."""
         if not (self._remote and self.has_weights(digest)):
             return False
         name, is_it = weights_name(digest), partial(is_weights, digest=digest)
@@ -477,7 +461,7 @@ class PolicyStore:
     # Removing
 
     def drop_weights(self, digest: str) -> bool:
-        """Delete a full checkpoint and its copies; return whether it existed. Raises ResourceError.
+        """Delete a full checkpoint; return whether it existed. Raises ResourceError.
 
         Only the trainer after a commit and `prune` may call it (docs/storage.md).
         """

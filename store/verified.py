@@ -1,8 +1,7 @@
-"""Notes of weights that this machine has verified, so that each process need not hash them again.
+"""Notes of weights that this machine has verified, so that no other process hashes them again.
 
-A note records digest, size, mtime, inode and host, and is valid while they match. It misses other
-changes (docs/storage.md); `PolicyStore.verify` always reads the bytes. Of concurrent processes one
-reads, and the others wait for its note.
+A note has digest, size, mtime, inode and host, and is valid while they match; `PolicyStore.verify`
+always reads the bytes. Concurrent processes wait for one that reads.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dora_pipe.store.safetensors_file import read_manifest
 SUFFIX: Final = ".verified"
 
 SETTLED_NS: Final = 100_000_000
-"""Minimum ns between mtime and note: two changes in one clock tick have the same mtime."""
+"""Minimum ns between mtime and note: changes in one clock tick have the same mtime."""
 
 OTHERS_S: Final = 300.0
 """Maximum wait for another process."""
@@ -65,9 +64,9 @@ def is_noted_as(path: Path, digest: str, clock: Clock) -> bool:
 
 
 def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:
-    """Return `digest` if a note confirms it, else the digest of the bytes.
+    """Return `digest` if a note confirms it, else that of the bytes.
 
-    Raises PolicyError if it is not a safetensors file, ResourceError if it is unreadable.
+    Raises PolicyError if not a safetensors file, ResourceError if unreadable.
     """
     if _is_noted(path, digest):
         return digest
@@ -82,8 +81,8 @@ def digest_of(path: Path, digest: str, clock: Clock | None = None) -> str:
 
 
 def settle(path: Path) -> None:
-    """Set the mtime of a finished, unpublished file back, so that a note is valid at once: any
-    later change sets a newer mtime."""
+    """Set an unpublished file's mtime back, so that a note is valid at once and later changes are
+    newer."""
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - SETTLED_NS))
 

@@ -1,8 +1,5 @@
-"""Token ids that have an embedding row but no token in the tokenizer.
-
-Padding and gaps cause them. They have no text, so engines never sample them and the trainer masks
-them.
-"""
+"""Token ids with an embedding row but no token, which engines never sample and the
+trainer masks."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ TOKENIZER: Final = "tokenizer.json"
 
 
 def unassigned_ids(directory: Path) -> tuple[int, ...]:
-    """Return the sorted ids without a token; empty without tokenizer.json or config.json.
-
-    Raises PolicyError for an invalid tokenizer.
-    """
+    """Return the sorted ids; empty without tokenizer.json or config.json. Raises PolicyError."""
     file = directory / TOKENIZER
     there = file.is_file() and (directory / CONFIG).is_file()
     rows = embedding_rows(read_config(directory)) if there else None

@@ -1,7 +1,6 @@
 """Errors of Kafka's client as ours, with hints.
 
-The client only times out when it is refused, so `probe` checks by hand: TLS handshake, SASL
-handshake (it also detects listeners without SASL), login, list of brokers.
+The client only times out when refused, so `probe` checks TLS, SASL, login and brokers by hand.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ def our_errors(
 ) -> Iterator[None]:
     """Convert the client's errors; `otherwise` is the class for unspecific ones.
 
-    `needs` is the right that the call requires, e.g. ``WRITE on topic demo.control``. A refusal
-    names it, the principal of `security`, and the command that grants it at `servers`.
+    `needs` is the required right, e.g. ``WRITE on topic demo.control``; refusals name it and the
+    command that grants it at `servers`.
     """
     try:
         yield
@@ -133,10 +132,7 @@ def cause_of(error: Exception) -> Exception:
 
 
 def said_of(error: BaseException) -> tuple[str, str | None]:
-    """Return an error's text and hint.
-
-    The client retries by itself, so often only a timeout is left to report.
-    """
+    """Return an error's text and hint; after retries only a timeout is left."""
     for kinds, words in _DISK_SIGNS:
         if isinstance(error, kinds):
             return f"{words} ({type(error).__name__})", ROOM_HINT
@@ -238,8 +234,8 @@ def probe(
 ) -> list[str]:
     """Return the advertised brokers; empty if no server answers.
 
-    Raises AccessRefused if all that answer refuse this client or are untrusted, ConfigError for a
-    missing secret or bad file. A closed connection is not an answer: the broker may be stopping.
+    Raises AccessRefused if all that answer refuse this client or are untrusted, ConfigError for
+    a missing secret or bad file. A closed connection is no answer: the broker may be stopping.
     """
     settings = security.client_settings()
     problem: AccessRefused | None = None
@@ -273,10 +269,7 @@ def unreachable(servers: Sequence[str], security: KafkaSecurity) -> BusError:
 
 
 def check_advertised(brokers: Sequence[str], servers: Sequence[str]) -> None:
-    """Raises BusError if none of the advertised addresses answers.
-
-    Call it only after one of `servers` has answered.
-    """
+    """Raises BusError if no advertised address answers, after one of `servers` has."""
     if set(brokers) & set(servers):
         return
     failures = []

@@ -1,12 +1,11 @@
 """The log on Kafka: topics, offsets, reader and writer.
 
-An exclusive writer is a transactional producer whose transactional.id is its name: each append is
+An exclusive writer is a transactional producer with its name as transactional.id: each append is
 one transaction, and a second writer fences the first. Readers are `read_committed`. Other writers
-are idempotent producers with acks=all; after an unknown outcome the next append uses a new
-producer, while records of the old one may arrive until its delivery limit.
+are idempotent with acks=all; after an unknown outcome they use a new producer, while the old one's
+records may arrive until its delivery limit.
 
-kafka-python has no backpressure, so `InFlight` limits unacknowledged bytes and `Fetched` keeps
-records above a poll's bounds.
+kafka-python has no backpressure: `InFlight` and `Fetched` bound memory.
 """
 
 from __future__ import annotations
@@ -354,7 +353,7 @@ class KafkaReader(Reader):
     def _answers(self, now_s: float) -> bool:
         """Return whether the partitions' brokers answer. Raises BusError in an outage.
 
-        A broker that answers only on a new connection is busy with our fetch.
+        One that answers only on a new connection is busy with our fetch.
         """
         assigned = list(self._consumer.assignment())
         try:
@@ -383,10 +382,8 @@ class KafkaReader(Reader):
             return int(self._consumer.position(at, timeout_ms=0))
 
     def held_back(self) -> list[TopicPartition]:
-        """Return the partitions whose last known high watermark is after the readable end.
-
-        Returns all while a quota or slow network delays the reader.
-        """
+        """Return the partitions whose last known high watermark is after the readable end; all
+        while throttled."""
         self.here.check()
         assigned = sorted(TopicPartition(*at) for at in self._consumer.assignment())
         if self._slow or not self._empty:
@@ -458,8 +455,8 @@ class KafkaWriter(Writer):
     def _append(self, producer: KafkaProducer, records: Sequence[Append]) -> list[int]:
         """Send, wait for all, and commit if exclusive.
 
-        A transaction can abort only after a refused record. Other failures end the writer, whose
-        producer could continue only by fencing its successor.
+        Only a refused record allows an abort. After other failures the writer ends, or it would
+        fence its successor.
         """
         with self._bus.errors(OutcomeUnknown, needs=self._needs(records)):
             until_s = time.monotonic() + self._bus.delivery_limit_s
@@ -486,8 +483,7 @@ class KafkaWriter(Writer):
         return f"WRITE on topic {', '.join(sorted({record.topic for record in records}))}"
 
     def _abort(self, producer: KafkaProducer, name: str) -> None:
-        """Abort the transaction of a refused record and replace the producer, whose sequence
-        numbers are off.
+        """Abort the transaction of a refused record and replace the producer.
 
         Raises Fenced if another producer came between.
         """

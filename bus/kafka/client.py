@@ -26,12 +26,11 @@ COMMIT_LIMIT_S_MIN = 1.0
 """Minimum time for a commit after a slow append."""
 
 TRANSACTION_SLACK_S = 2.0
-"""Time after the delivery limit at which the broker aborts a dead writer's transaction; until then
-readers wait. Lower values let a short outage fence writers. Brokers check every 10 s by default."""
+"""Time after the delivery limit at which the broker aborts a dead writer's transaction. Lower
+values let a short outage fence writers. Brokers check every 10 s by default."""
 
 QUIET_LIMIT_S = 2.0
-"""Seconds of silence after which a reader probes the broker: `poll` reports no outage, and leases
-must not expire in one."""
+"""Silence after which a reader probes the broker: leases must not expire in an outage."""
 
 PROBE_LIMIT_S = 1.0
 
@@ -42,8 +41,7 @@ LINGER_MS = 5
 
 FETCH_BYTES = 32 * 1024 * 1024
 ANSWER_BYTES = 8 * 1024 * 1024
-"""Bytes per fetch response, except for one larger record. Larger buffers cost page faults: 15 us
-per record of 10 kB."""
+"""Fetch response size; larger buffers cost page faults, 15 us per record of 10 kB."""
 
 RECORD_BYTES_MAX = 64 * 1024 * 1024
 
@@ -53,8 +51,8 @@ _REPLICAS = 3
 
 for _name in ("kafka", "kafka.net", "kafka.protocol"):
     logging.getLogger(_name).setLevel(logging.CRITICAL)
-"""Silences the client's log: our errors report what matters, and the last two loggers would log all
-bytes sent, including PLAIN passwords."""
+"""Silenced: our errors suffice, and the last two loggers would log all bytes, including PLAIN
+passwords."""
 
 
 def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str, Any]:
@@ -70,8 +68,8 @@ def client_settings(servers: Sequence[str], security: KafkaSecurity) -> dict[str
 class PatientClient(KafkaNetClient):  # type: ignore[misc]  # the client has no types
     """Network client of producers and consumers (setting `kafka_client`).
 
-    A dead broker remains leader for a while after the cluster drops it. The client would raise then
-    and never refresh its metadata, and would drop a request whose coordinator refuses connections.
+    A dead broker remains leader for a while. The client would raise then without refreshing its
+    metadata, and drop requests whose coordinator refuses connections.
     """
 
     def maybe_connect(self, node_id: Any, **settings: Any) -> None:

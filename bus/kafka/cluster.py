@@ -1,9 +1,7 @@
-"""Checks of a cluster: topic settings, partitions, disks of brokers.
+"""Checks of topic settings, partitions and disks.
 
-At startup settings that could lose acknowledged records are errors, weak ones warnings.
-
-A broker takes a full log directory offline and stops after its last one; then appends fail without
-the reason. So its free space is checked before (DescribeLogDirs, Kafka 3.3+).
+At startup, lossy settings are errors and weak ones warnings. A broker with a full disk stops, and
+appends then fail without the reason, so free space is checked before (DescribeLogDirs, Kafka 3.3+).
 """
 
 from __future__ import annotations
@@ -210,7 +208,7 @@ def replica_fetch_bytes(admin: KafkaAdminClient) -> int | None:
 
 
 def fetch_problem(topic: TopicFacts, replica_fetch_bytes: int) -> TopicProblem | None:
-    """Return a problem if followers fetch less than a batch: they replicate one batch at a time."""
+    """Return a problem if followers fetch less than a batch, which slows replication."""
     limit = int(topic.settings["max.message.bytes"])
     if topic.replicas < 2 or replica_fetch_bytes >= limit:
         return None
@@ -290,10 +288,10 @@ class Partition:
 
 
 def trouble_of(cluster: Cluster, topics: Sequence[str]) -> tuple[str, str]:
-    """Return why appends to topics fail, and why they soon will; empty if all is well.
+    """Return why appends fail, and why they soon will; empty if all is well.
 
-    Asks each broker, because a cluster without a controller quorum reports stale partitions. Log
-    directories need DESCRIBE on the cluster. Raises BusError.
+    Asks each broker, because without a controller quorum descriptions are stale. Log directories
+    need DESCRIBE on the cluster. Raises BusError.
     """
     dirs, silent = _asked(cluster, cluster.ask(brokers_of))
     needed = {

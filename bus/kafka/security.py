@@ -1,7 +1,6 @@
-"""Kafka security settings: protocol, user, certificates.
+"""Kafka security: protocol, user, certificates.
 
-Secrets are read from environment or files for each new client. `KafkaSecurity` has none, so it may
-be printed.
+Secrets are read for each new client; `KafkaSecurity` has none and may be printed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Blobs in a directory shared by the processes of a machine:
-``<run>/handover/<sha256>.safetensors``.
+"""Blobs in ``<run>/handover/<sha256>.safetensors``, shared by the processes of a machine.
 
-Files are renamed into place without sync: a lost cache is prefilled again, and readers compare
-digests. Readers use memory maps, so a file may be deleted after the fetch. Users delete files after
-use; leftovers older than `AGE_MAX_NS` go with the next offer.
+Files are not synced: a lost cache is prefilled again. Readers use memory maps, so a file may be
+deleted after the fetch; leftovers older than `AGE_MAX_NS` go with the next offer.
 """
 
 from __future__ import annotations
@@ -97,7 +95,7 @@ class MappedFiles:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
     def path(self, blob: Blob) -> Path:
         return self._root / f"{blob.sha256}{SUFFIX}"

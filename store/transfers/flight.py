@@ -1,15 +1,14 @@
 """Transfers between machines over Arrow Flight, authenticated by the run's token.
 
-Offered blobs stay in `MappedFiles` and are served from memory maps, with a limited number of
-streams. Fetches try the local directory first, then the peer of the record, and hash chunks on
-arrival.
+Blobs are served from memory maps of `MappedFiles`. Fetches try the local directory first, then the
+record's peer, and hash chunks on arrival.
 
 The token is never sent. The client's hello has a nonce; the server replies with its nonce and a
 proof; each call carries the client's proof. Proofs are HMAC-SHA256 under the token over role, run
 and both nonces. Without TLS the data is readable on the network.
 
 The server is stateless: its nonce is a function of the client's nonce and a startup secret. Hello
-is one action, not Flight's handshake stream, so strangers hold no thread.
+is an action, not Flight's handshake stream, so strangers hold no thread.
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class Gate(flight.ServerMiddlewareFactory):  # type: ignore[misc]
 
 
 def introduce(client: Any, token: bytes, run: str, options: Any) -> tuple[bytes, bytes]:
-    """Authenticate to a peer, check its proof, and return the header for later calls.
+    """Authenticate to a peer and return the header for later calls.
 
     Raises FlightUnauthenticatedError, and errors of the call.
     """
@@ -168,7 +167,7 @@ def proof(token: bytes, run: str, who: bytes, client: bytes, server: bytes) -> b
 class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
     """Server with its own threads; `paths` by first part of names.
 
-    `drop` is called for a blob that a peer deletes, `sent` for one that a peer received.
+    `drop` is called for a blob that a peer deletes, `sent` for a received one.
     """
 
     def __init__(
@@ -463,11 +462,8 @@ class FlightTransfers:
         self._place.clear()
 
     def close(self) -> None:
-        """Stop serving once no offered blob is awaited, or after `LINGER_S`.
-
-        A drained worker's caches exist only here. Open streams finish; their clients have
-        deadlines.
-        """
+        """Stop serving once no offered blob is awaited, or after `LINGER_S`; a drained worker's
+        caches exist only here."""
         until_s = time.monotonic() + self._linger_s
         while self._awaited() and time.monotonic() < until_s:
             time.sleep(LINGER_TURN_S)

@@ -47,11 +47,7 @@ def open_transfers(
     stored: Callable[[str], Path],
     clock: Clock,
 ) -> Opened:
-    """Open the configured transfers.
-
-    `place` is the local directory, `stored` returns the path of a policy store file. Raises
-    ConfigError for a missing token or file.
-    """
+    """Open the configured transfers; `place` is the local directory. Raises ConfigError."""
     if section.kind == "none":
         return Opened(transfers=NoTransfers())
     files = MappedFiles(place, clock=clock)

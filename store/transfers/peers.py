@@ -1,7 +1,4 @@
-"""Peers that have weights, from their last statuses.
-
-The tail of the metrics topic is read whenever weights are needed. Missing a peer is harmless.
-"""
+"""Peers that have weights, from their last statuses in the metrics topic."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ class PeerFinder:
         self._own = own
 
     def having(self, name: str) -> list[str]:
-        """Return addresses of peers that have these weights; empty without a log.
-
-        Each caller gets its own order, to spread the load.
-        """
+        """Return addresses of peers with these weights, in an order specific to the caller."""
         found: dict[str, str] = {}
         try:
             for record in self._tail():

@@ -1,8 +1,7 @@
 """Interface of transfers between processes.
 
-Transfers only save time: a missing KV cache is prefilled, missing weights come from the store.
-Failures return `Lost` with a fixed short reason that metrics count. Blobs are named by digest and
-verified by readers; `Blob.peer` is the address for other machines.
+Transfers only save time, so failures return `Lost` with a fixed reason that metrics count. Blobs
+are named by digest; `Blob.peer` is the address for other machines.
 """
 
 from __future__ import annotations

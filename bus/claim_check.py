@@ -291,7 +291,6 @@ def lost_claim(record: Record) -> str:
 
 
 def _claim(record: Record) -> tuple[str, int] | None:
-    """Return digest and size if well-formed."""
     if record.value or not record.headers:
         return None
     headers = dict(record.headers)

@@ -187,7 +187,6 @@ def update_digest(digest: Any, record: Record) -> None:
 
 
 def _check_begins_alike(source: Bus, target: CopyTarget, tp: TopicPartition, end: int) -> None:
-    """Raises BusError if the target belongs to another run or is longer."""
     copied = target.position(tp)
     if copied > end:
         raise BusError(

@@ -149,7 +149,7 @@ class Bus(Protocol):
     def topics(self) -> list[str]: ...
 
     def partitions(self, topic: str) -> int:
-        """Return the number of partitions. Raises TopicMissing."""
+        """Raises TopicMissing."""
         ...
 
     def begin(self, tp: TopicPartition) -> int:

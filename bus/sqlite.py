@@ -295,7 +295,6 @@ class SqliteReader(PositionReader):
         records_max: int,
         room_bytes: int,
     ) -> int:
-        """Move records into `found` within the bounds; return their bytes."""
         limit, base = records_max - len(found), self._bases[tp]
         if base in self._file.placed:
             begin, _ = self._file.placed[base]
@@ -411,7 +410,6 @@ def _end_of(file: SqliteFile, base: int) -> int:
 
 
 def _begin_of(file: SqliteFile, base: int) -> int:
-    """Return the first record's offset, 0 without records."""
     first = file.one(_FIRST, (base, base + (1 << OFFSET_BITS)))
     return 0 if first is None else int(first) - base
 

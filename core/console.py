@@ -86,7 +86,6 @@ def outlasting(log: Path) -> Iterator[None]:
 
 
 def _redirect_talk(error: OSError, text: str) -> None:
-    """Redirect stderr to the file of `outlasting`, else to /dev/null."""
     for path in (*_elsewhere[-1:], Path(os.devnull)):
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)

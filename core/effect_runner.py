@@ -48,7 +48,7 @@ Handlers = Mapping[type[Any], Handler]
 
 
 def unanswered(effect: Any, error: Exception) -> Iterable[Any]:
-    """Return no events: only log the failure."""
+    """Return no events."""
     return ()
 
 
@@ -131,7 +131,6 @@ class EffectRunner:
 
     @property
     def busy(self) -> bool:
-        """Return whether `poll` has events."""
         return bool(self._events)
 
     def start(self, effect: Any) -> None:
@@ -230,6 +229,5 @@ def _logged(what: str, error: Exception) -> Exception:
 
 
 def _places(error: Exception) -> str:
-    """Return an error's source lines, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)[-PLACES_MAX:]
     return "".join(f"\n  {one.filename}:{one.lineno} in {one.name}" for one in frames)

@@ -127,7 +127,6 @@ class JsonEndpoint:
         return bytes(body)
 
     def _shown(self, body: bytes) -> str:
-        """Return a body for messages, without the key."""
         said = body.decode(errors="replace")
         return quoted(said.replace(self._key, "...") if self._key else said)
 

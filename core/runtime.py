@@ -104,9 +104,7 @@ class Outputs:
 class Machine(Protocol):
     """Role without IO; inputs are bus records and events."""
 
-    def positions(self) -> Mapping[TopicPartition, int]:
-        """Return the start positions of partitions to read."""
-        ...
+    def positions(self) -> Mapping[TopicPartition, int]: ...
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         """Process inputs in order."""
@@ -117,9 +115,7 @@ class Machine(Protocol):
         ...
 
     @property
-    def finished(self) -> bool:
-        """Return whether the loop may end."""
-        ...
+    def finished(self) -> bool: ...
 
 
 class Port(Protocol):
@@ -185,11 +181,9 @@ class Meter:
         self._open.pop()
 
     def add(self, name: str, seconds: float) -> None:
-        """Add CPU time of another thread."""
         self._spent_s[name] += seconds
 
     def cost(self) -> Cost:
-        """Return the metrics field."""
         return Cost(
             total_s=round(time.process_time() - self._start_s, COST_DIGITS),
             bus_s=round(self._spent_s["bus"], COST_DIGITS),
@@ -281,7 +275,6 @@ class Runtime:
         return min(due_ns, self._next_turn_ns) if self._held or self._ends else due_ns
 
     def stop(self) -> None:
-        """Send `StopAsked` in the next tick."""
         self._events.append(StopAsked())
 
     def tick(self) -> bool:

@@ -98,7 +98,6 @@ class StatusSchedule:
         return True
 
     def note_sent(self, size_bytes: int, now_ns: int) -> None:
-        """Charge the bytes of key and value."""
         if self._quiet_ns <= self._heartbeat_ns:
             return
         price_ns = size_bytes * self._heartbeat_ns // HEARTBEAT_BYTES

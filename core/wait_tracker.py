@@ -142,7 +142,6 @@ def _named(wait: Wait) -> str:
 
 
 def _began(one: PendingWait, before: _Open | None, mono_ns: int, wall_ns: int) -> _Open:
-    """Return the open wait, or a new one if it began at another time."""
     since_ns = mono_ns if one.since_ns is None else min(one.since_ns, mono_ns)
     if before is not None and (one.since_ns is None or before.mono_ns == since_ns):
         return before

@@ -240,6 +240,7 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     sha256: str
     bytes: int
     tokens: int
+    """Sampled tokens."""
     reward: float | None
     """None exactly if the trajectory is invalid."""
     finish: FinishReason

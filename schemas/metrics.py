@@ -121,7 +121,7 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     since: bool = False
     """Whether `progress` has only changes since the last status; absent: it is complete."""
     ended: tuple[str, ...] = ()
-    """With `since`: requests that left `progress`, sorted."""
+    """Requests that left `progress`, sorted; only with `since`."""
     off_engine: int = 0
     """Requests that need no slot, averaged over about the last second: waiting for a prompt,
     environment, reward, the codec or the log."""

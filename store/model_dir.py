@@ -240,7 +240,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _tensors(model_dir: Path) -> dict[str, _Located]:
-    """Return all tensors by name. Raises PolicyError for duplicates."""
     found: dict[str, _Located] = {}
     for path in _weight_files(model_dir):
         for entry in read_entries(path):

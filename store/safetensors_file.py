@@ -213,7 +213,7 @@ def is_odd(shape: tuple[int, ...]) -> bool:
 
 
 def _sha256(data: memoryview, start: int, end: int) -> str:
-    """Return a range's sha256 without keeping its pages in memory."""
+    """Hash a range without keeping its pages in memory."""
     digest = hashlib.sha256()
     for at in range(start, end, PIECE_BYTES):
         until = min(at + PIECE_BYTES, end)

@@ -136,7 +136,6 @@ class PolicyStore:
         return self.has_whole(digest) or self.has_patch(digest)
 
     def has_whole(self, digest: str) -> bool:
-        """Return whether a full checkpoint exists. Raises ResourceError."""
         return self._files.exists(weights_name(digest))
 
     def has_patch(self, digest: str) -> bool:
@@ -410,7 +409,6 @@ class PolicyStore:
         return blob, change
 
     def _patched_before(self, digest: str) -> str | None:
-        """Return the base of the version's patch, or None."""
         if not self.has_patch(digest):
             return None
         with opened_patch(self.patch(digest)) as patch:
@@ -469,7 +467,6 @@ class PolicyStore:
         return self._drop(weights_name(digest))
 
     def drop_copy(self, digest: str) -> None:
-        """Delete local copies of a version."""
         unlink_noted(self._made_path(digest))
 
     def drop_patch(self, digest: str) -> bool:
@@ -496,7 +493,6 @@ class PolicyStore:
         return [one for one in self.everything() if digest_in(one.name) not in kept]
 
     def remove(self, orphan: Listed) -> bool:
-        """Delete a file. Raises ResourceError."""
         removed = self._drop(orphan.name)
         folder = (self.root / orphan.name).parent
         if folder.parent.name == "assets" and folder.is_dir() and not any(folder.iterdir()):

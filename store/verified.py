@@ -130,7 +130,6 @@ def _is_noted(path: Path, digest: str) -> bool:
 
 
 def _write(path: Path, note: Note) -> None:
-    """Write a note atomically; ignore failures."""
     final = note_path(path)
     partial = final.with_name(f"{TEMPORARY}{os.getpid()}-{final.name}")
     with suppress(OSError):

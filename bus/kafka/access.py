@@ -371,7 +371,6 @@ def _log_in(
 
 
 def _sasl_handshake(connection: socket.socket, mechanism: str) -> list[str] | None:
-    """Return the mechanisms of a listener, None without SASL. Raises OSError, EOFError."""
     request = SaslHandshakeRequest(version=1, mechanism=mechanism)
     answer = _ask(connection, request, SaslHandshakeResponse)
     refused = answer.error_code == kafka_errors.IllegalSaslStateError.errno

@@ -133,7 +133,6 @@ class KafkaBus(Bus):
             return client.opened(KafkaAdminClient, self.client_settings())[0]
 
     def create(self, topics: Sequence[TopicSpec]) -> None:
-        """Create missing topics with up to three replicas and unlimited retention."""
         for spec in topics:
             check_spec(spec)
         wanted, existing = {spec.name: spec for spec in topics}, set(self.topics())
@@ -339,7 +338,6 @@ class KafkaReader(Reader):
         return any(first != before[tp] for tp, first in kept.items())
 
     def _listen(self, *, heard: bool) -> None:
-        """Check after a long silence whether the broker is gone."""
         now_s = time.monotonic()
         if throttle := self._client.throttle_s():
             self._throttled_s = now_s
@@ -425,7 +423,6 @@ class KafkaWriter(Writer):
         self._open()
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        """Append all, in one transaction if exclusive."""
         self.here.check()
         if self._broken:
             raise BusError("this exclusive writer does not know what it appended; open another one")
@@ -495,7 +492,6 @@ class KafkaWriter(Writer):
             raise Fenced(f"a newer writer {name} took over")
 
     def _count(self, name: str) -> tuple[int, int]:
-        """Return id and epoch of a name's newest producer."""
         needs = f"DESCRIBE on transactional id {name}"
         found = self._bus.ask(lambda admin: admin.describe_transactions([name])[name], needs=needs)
         return int(found.producer_id), int(found.producer_epoch)

@@ -140,7 +140,6 @@ def problems_of(topic: TopicFacts) -> list[TopicProblem]:
 
 
 def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
-    """Yield problems that lose acknowledged records or prevent appends."""
     policy = topic.settings.get("cleanup.policy", "delete")
     if "compact" in policy:
         yield TopicProblem(

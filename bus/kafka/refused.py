@@ -54,7 +54,6 @@ def refusal(
 
 
 def _difference(match: re.Match[str], settings: Mapping[str, str]) -> str:
-    """Describe the clock difference from the broker's accepted range."""
     sent, first, last = map(int, match.groups())
     if sent > last:
         broker = last - int(settings.get("message.timestamp.after.max.ms", _MS_PER_H))

@@ -63,7 +63,6 @@ class KafkaSecurity:
 
     @property
     def sasl(self) -> bool:
-        """Return whether clients log in."""
         return self.protocol.startswith("SASL_")
 
     @property
@@ -158,7 +157,6 @@ def _unusable(key: str, path: str, error: OSError) -> ConfigError:
 
 
 def _why(error: Exception) -> str:
-    """Return the system's reason; OpenSSL's are codes."""
     if isinstance(error, ssl.SSLError) or not isinstance(error, OSError):
         return "no PEM that can be read"
     return (error.strerror or type(error).__name__).lower()

@@ -209,7 +209,6 @@ class TransferServer(flight.FlightServerBase):  # type: ignore[misc]
         return flight.GeneratorStream(SCHEMA, _Chunks(pieces, sent, self._streams.release))
 
     def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
-        """Handle hello, drop and size."""
         name = action.body.to_pybytes()
         if action.type == HELLO:
             return iter([self._gate.hello(name)])

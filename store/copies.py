@@ -15,7 +15,8 @@ KEEP_S: Final = 600.0
 """Time that a used copy remains, because another process may open it."""
 
 CACHED: Final = ("contributions", "optimizer", "patches", "weights")
-"""Folders bounded in a cache."""
+"""Folders bounded in the cache of a remote store. Config and tokenizer files are small and never
+removed."""
 
 MADE: Final = "made"
 """Folder bounded in a local store."""

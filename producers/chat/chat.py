@@ -1,9 +1,7 @@
-"""A model's chat: prompts of messages, turns read, bridges to the next turn.
+"""Prompts, parsed turns and bridges of a model's chat template.
 
-Tokens that were sampled stay what they are: a conversation is its first prompt, rendered whole, and
-from then on every turn as it was sampled and behind it only what the template adds. Decides by
-which way that goes (the model's own template, or a typed renderer where the template writes its
-history anew), and refuses at the start what would not hold.
+A conversation is its first rendered prompt, then each turn as sampled, each followed by the tokens
+that the template adds. Where the template rewrites its history, a typed renderer replaces it.
 """
 
 from __future__ import annotations
@@ -39,25 +37,22 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What a run says about its chat; see the keys of [task].
-
-    Example: ``ChatOptions(kwargs={"enable_thinking": False}, now_ns=run.at_ns)``.
-    """
+    """Options of a chat, from the keys of [task]."""
 
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     renderer: str = "auto"
     tool_parser: str = "auto"
     rewritten_history: Literal["refuse", "keep"] = "refuse"
     parse: bool = False
-    """Control tokens in contents are control tokens (`task.special_tokens`)."""
+    """Parse control tokens in contents (`task.special_tokens`)."""
     directory: str = ""
-    """Where a parser of the user's is imported from."""
+    """Folder from which a user's parser is imported."""
     now_ns: int = 0
-    """What templates take for now."""
+    """Time that templates see as now."""
 
 
 class Chat:
-    """A model's chat template at work.
+    """Chat template of a model.
 
     Example: ``Chat.open(assets, tokenizer, ChatOptions()).start(messages).prompt_ids``.
     """
@@ -73,26 +68,24 @@ class Chat:
         hidden: frozenset[int],
     ) -> None:
         self.template_renderer = template_renderer
-        """The model's own template."""
         self._typed = typed
         self._parser = parser
         self.digest = digest
-        """sha256 over all that decides its token ids and how turns are read."""
+        """sha256 of everything that determines token ids and parsing of turns."""
         self.flaw = flaw
-        """Why it is for single turns only; empty: it is for several."""
+        """Reason why only single turns work; empty if several work."""
         stops = (
             template_renderer.stop_ids
             if typed is None
             else template_renderer.stop_ids | typed.stop_ids
         )
         self.stop_ids = tuple(sorted(stops))
-        """Token ids that end a turn."""
         self._hidden = hidden | stops
 
     @classmethod
     def open(cls, assets: Path, tokenizer: Tokenizer, options: ChatOptions) -> Chat:
-        """Prove what the template promises, and choose how it is rendered. Raises ConfigError for
-        options that do not fit, PolicyError for a model without a template."""
+        """Verify the template's bridges and choose a renderer. Raises ConfigError for options that
+        do not fit, PolicyError for a model without a template."""
         template_renderer, texts = _template_renderer(assets, tokenizer, options)
         flaw = first_flaw(template_renderer, template_renderer.features)
         typed = _typed(template_renderer, tokenizer, options, flaw)
@@ -121,16 +114,17 @@ class Chat:
 
     @property
     def calls_unread(self) -> bool:
-        """Whether nothing reads the tool calls of this chat template."""
+        """Report whether no parser reads the tool calls of this template."""
         return self._parser is none and self._typed is None
 
     @property
     def renderer(self) -> str:
-        """What renders: `template`, or the family of a typed renderer."""
+        """Name of the renderer: `template`, or the family of a typed renderer."""
         return "template" if self._typed is None else self._typed.name
 
     def start(self, messages: Sequence[Message], tools: Tools = ()) -> Conversation:
-        """A conversation, its prompt rendered. Raises TaskError where the template refuses it."""
+        """Return a conversation with its rendered prompt. Raises TaskError if the template rejects
+        it."""
         if tools and self._typed is None and not self.template_renderer.features.tools:
             raise TaskError("the model's chat template shows no tools")
         return Conversation(self, self.renders.prompt(messages, tools), messages, tools)
@@ -138,8 +132,8 @@ class Chat:
     def training_ids(
         self, messages: Sequence[Message], tools: Tools = ()
     ) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation as a run has it, and a mask of 1 where the assistant
-        speaks, the token that ends its turn included. Raises TaskError."""
+        """Return the token ids of a conversation and its mask: 1 for tokens of the assistant,
+        including the token that ends a turn. Raises TaskError."""
         if not any(one.get("role") == "assistant" for one in messages):
             raise TaskError("the conversation has no turn of the assistant")
         ids, ends = joined(self.renders, messages, tools)
@@ -150,8 +144,7 @@ class Chat:
         return ids, mask
 
     def check(self, *, several_turns: bool, tools: bool = False) -> None:
-        """Raises ConfigError where a run of several turns has no bridge between them, or one with
-        tools has nothing that reads their calls."""
+        """Raise ConfigError if several turns have no bridge, or tools have no parser."""
         if several_turns and self.flaw:
             raise ConfigError(
                 f"the chat template has no bridge between turns: {self.flaw}",
@@ -165,16 +158,16 @@ class Chat:
             )
 
     def text(self, ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without hidden tokens and ends of turns."""
+        """Return the text of sampled tokens, without hidden tokens and ends of turns."""
         return self.template_renderer.text([one for one in ids if one not in self._hidden])
 
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
-        """What a sampled turn says, behind the ids `before` it."""
+        """Parse a sampled turn that follows the ids `before`."""
         if self._typed is not None:
             return self._typed.parse(ids, before, tools)
         text = self.text(ids)
         if self.template_renderer.features.thinking == "always" and "</think>" not in text:
-            text = "<think>" + text  # The prompt has begun it.
+            text = "<think>" + text  # The prompt opened the thoughts.
         return self._parser(text, tools)
 
     def bridge(
@@ -185,8 +178,8 @@ class Chat:
         tools: Tools,
         **ids: Any,
     ) -> list[int]:
-        """The ids behind a turn. A typed renderer has none behind one that is not well made (its
-        thoughts never end, say): then it is the template's. Raises TaskError."""
+        """Return the ids that follow a turn. The template handles turns that a typed renderer
+        rejects, such as unfinished thoughts. Raises TaskError."""
         if self._typed is not None:
             try:
                 return self._typed.bridge(history, turn, new, tools, **ids)
@@ -196,15 +189,15 @@ class Chat:
 
     @property
     def renders(self) -> TemplateRenderer | TypedRenderer:
-        """What makes its ids."""
+        """Active renderer."""
         return self.template_renderer if self._typed is None else self._typed
 
 
 class Conversation:
-    """One conversation on its way: `prompt_ids`, then for every turn `say` and `answered`.
+    """One conversation: `prompt_ids`, then `say` and `answered` for each turn.
 
-    Example: ``conversation.say(ids).tool_calls``, then
-    ``conversation.answered([{"role": "tool", ...}])``.
+    Example: ``conversation.say(ids).tool_calls``, then ``conversation.answered([{"role": "tool",
+    ...}])``.
     """
 
     def __init__(
@@ -216,16 +209,16 @@ class Conversation:
         self._messages = [dict(one) for one in messages]
         self._sampled: Sequence[int] = ()
         self.prompt_ids = prompt_ids
-        """Token ids up to where the model first speaks."""
+        """Token ids of the first prompt."""
         self.turns = 0
-        """Turns of the model so far."""
+        """Number of the model's turns."""
         self.text = ""
-        """What the last of them says, without thoughts and calls."""
+        """Text of the last turn, without thoughts and calls."""
         self.reasoning = ""
-        """The thoughts of the last of them."""
+        """Thoughts of the last turn."""
 
     def say(self, ids: Sequence[int]) -> Turn:
-        """The model has sampled a turn. What it says; its calls have ids of their own."""
+        """Parse a sampled turn; each of its calls gets an id."""
         said = self._chat.parse(ids, self._ids, self._tools)
         start = sum(len(one.get("tool_calls", ())) for one in self._messages)
         calls = [
@@ -240,15 +233,15 @@ class Conversation:
         return said
 
     def answered(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
-        """The bridge: the ids behind the last turn, of the messages that answer it and, to `go_on`,
-        of what stands before the next one. Raises TaskError where the template has none."""
+        """Append the bridge: ids of the answering messages and, with `go_on`, of the next turn's
+        opening. Raises TaskError if the template has no bridge."""
         found = self.bridge(new, go_on=go_on)
         self._ids += [*self._sampled, *found]
         self._messages += [dict(one) for one in new]
         return found
 
     def bridge(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
-        """What `answered` would give, and nothing is answered. Raises TaskError."""
+        """Return the ids of `answered` without changing the conversation. Raises TaskError."""
         if not (new or go_on):
             return []
         return self._chat.bridge(
@@ -262,14 +255,13 @@ class Conversation:
         )
 
     def messages(self) -> tuple[dict[str, Any], ...]:
-        """The whole conversation, all turns and answers included."""
+        """All messages so far."""
         return tuple(self._messages)
 
 
 def _template_renderer(
     assets: Path, tokenizer: Tokenizer, options: ChatOptions
 ) -> tuple[TemplateRenderer, Mapping[str, str]]:
-    """The model's template with all that is known of it, and its texts."""
     templates = find_templates(assets)
     if templates is None:
         raise PolicyError(
@@ -298,7 +290,7 @@ def _template_renderer(
 def _typed(
     template_renderer: TemplateRenderer, tokenizer: Tokenizer, options: ChatOptions, flaw: str
 ) -> TypedRenderer | None:
-    """The typed renderer that is asked for, or that fits a template which has a flaw."""
+    """Return the configured typed renderer, or one that fits a template with a flaw."""
     if options.renderer == "template" or (options.renderer == "auto" and not flaw):
         return None
     if options.renderer == "auto":

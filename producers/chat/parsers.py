@@ -1,7 +1,7 @@
-"""What a sampled turn says: thoughts, text and calls of tools, by the format of a model's family.
+"""Parsers of sampled turns: thoughts, text and tool calls in each model family's format.
 
-A parser is a function of the turn's text (added tokens that belong to its format written out) and
-of the tools. What is no call that can be made is kept with the reason and as it was written.
+A parser maps the turn's text (including added tokens of its format) and the tools to a Turn.
+Invalid calls keep their text and the reason.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Parser = Callable[[str, Tools], Turn]
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
-    """(thoughts, what is said behind them)."""
+    """Return (thoughts, text after them)."""
     begin, end = THINK
     if end in text:
         thoughts, _, said = text.partition(end)
         return thoughts.partition(begin)[2].strip() or thoughts.strip(), said
-    if text.lstrip().startswith(begin):  # It was not done with thinking.
+    if text.lstrip().startswith(begin):  # Unfinished thoughts.
         return text.partition(begin)[2].strip(), ""
     return "", text
 
 
 def none(text: str, tools: Tools) -> Turn:
-    """Thoughts and text; no calls."""
+    """Return thoughts and text, without calls."""
     del tools
     thoughts, said = split_thoughts(text)
     return Turn(text=said.strip(), reasoning=thoughts)
@@ -45,7 +45,7 @@ def none(text: str, tools: Tools) -> Turn:
 def _blocks(
     begin: str, end: str, one: Callable[[str, Tools], list[ToolCall]]
 ) -> Callable[[str, Tools], Turn]:
-    """A format with calls between two marks."""
+    """Return a parser for calls between two marks."""
     block = re.compile(f"{re.escape(begin)}(.*?)({re.escape(end)}|$)", re.DOTALL)
 
     def parse(text: str, tools: Tools) -> Turn:
@@ -60,8 +60,8 @@ def _blocks(
 
 
 def _loaded(text: str) -> Any:
-    """JSON that the model wrote; half characters (lone surrogates) stay as their escapes, NaN and
-    infinities as they were written. Raises ValueError."""
+    """Parse the model's JSON; lone surrogates, NaN and infinities keep their written form. Raises
+    ValueError."""
     return escaped(json.loads(text, parse_constant=str, parse_float=_finite))
 
 
@@ -125,7 +125,7 @@ def _glm_call(inner: str, tools: Tools) -> list[ToolCall]:
 
 
 def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Tools) -> ToolCall:
-    """Values that are written as plain text are what the tool's schema says, else JSON or text."""
+    """Convert plain-text values by the tool's schema, else as JSON or text."""
     kinds = _properties(name, tools)
     return ToolCall(
         name=name,
@@ -171,7 +171,7 @@ def _python_call(node: ast.expr, raw: str) -> ToolCall:
 
 
 def _llama(text: str, tools: Tools) -> Turn:
-    """``{"name": "add", "parameters": {"a": 1}}``, alone in a turn."""
+    """``{"name": "add", "parameters": {"a": 1}}`` as the entire turn."""
     del tools
     thoughts, said = split_thoughts(text)
     body = said.replace("<|python_tag|>", "").strip()
@@ -193,16 +193,14 @@ PARSERS: Final[Mapping[str, Parser]] = {
     "llama": _llama,
     "pythonic": _blocks("<|tool_call_start|>", "<|tool_call_end|>", _python_calls),
 }
-"""By the names that `task.tool_parser` has for them."""
+"""Parsers by their names in `task.tool_parser`."""
 
 
 def open_parser(
     name: str, template_renderer: TemplateRenderer, directory: str
 ) -> tuple[str, Parser]:
-    """(name, parser) of `task.tool_parser`. Raises ConfigError.
-
-    `auto` is the format in which a call that the template has written is read back.
-    """
+    """Return (name, parser) of `task.tool_parser`; `auto` picks the format that reads back a call
+    which the template wrote. Raises ConfigError."""
     if name == "auto":
         found = next((one for one in PARSERS if _reads_back(PARSERS[one], template_renderer)), "")
         return found, PARSERS.get(found, none)
@@ -227,7 +225,6 @@ def open_parser(
 
 
 def _reads_back(parser: Parser, template_renderer: TemplateRenderer) -> bool:
-    """Whether calls that the template writes are the calls that are read in it."""
     if not template_renderer.features.calls:
         return False
     calls = [call("zamble", "froom"), call("zamble", "gr ent", 1)]

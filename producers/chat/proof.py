@@ -1,4 +1,4 @@
-"""Whether bridges give the ids of the whole conversation, tried on generated conversations."""
+"""Verification, on generated conversations, that bridges give the ids of the whole conversation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dora_pipe.producers.chat.template_renderer import Tools
 from dora_pipe.producers.tasks.port import Message
 
 CONVERSATIONS: Final = 12
-"""Tried when a run starts."""
+"""Conversations tried at the start of a run."""
 
 _WORDS: Final = (
     "sum it up please", "42", "größer als Ω", "x = 3;\ny = [1, 2]", "日本語です", "two\n\nlines",
@@ -21,22 +21,22 @@ _WORDS: Final = (
 
 
 class Renderer(Protocol):
-    """What is proved: see `template_renderer.TemplateRenderer`."""
+    """Interface under verification; see `template_renderer.TemplateRenderer`."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """See there."""
+        """Return the prompt's ids."""
         ...
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """See there."""
+        """Return the ids of a whole conversation."""
         ...
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What these ids say, added tokens written out."""
+        """Return the text of these ids, including added tokens."""
         ...
 
     def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
-        """See there."""
+        """Return the ids of a turn."""
         ...
 
     def bridge(
@@ -49,14 +49,14 @@ class Renderer(Protocol):
         before: Sequence[int],
         sampled: Sequence[int],
     ) -> list[int]:
-        """See there."""
+        """Return the ids that follow a turn."""
         ...
 
 
 def conversations(
     features: TemplateFeatures, *, seed: int = 0, count: int = CONVERSATIONS
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
-    """Conversations of the kinds that a template takes, with their tools; each ends in a turn."""
+    """Yield conversations that the template supports, with their tools; each ends in a turn."""
     chance = random.Random(seed)
     for number in range(count):
         tools = features.tools and number % 3 != 0
@@ -81,7 +81,6 @@ def _said(features: TemplateFeatures, chance: random.Random) -> dict[str, Any]:
 
 
 def _calls(features: TemplateFeatures, chance: random.Random) -> Iterator[dict[str, Any]]:
-    """A turn with calls, and their results."""
     said = _said(features, chance)
     if chance.random() < 0.5 or not features.parallel:
         said["content"] = ""
@@ -95,14 +94,15 @@ def _calls(features: TemplateFeatures, chance: random.Random) -> Iterator[dict[s
 
 
 def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str:
-    """Where prompt, turns and bridges give other ids than the whole; empty: nowhere."""
+    """Return the first position where prompt, turns and bridges differ from the whole; empty if
+    none."""
     try:
         ids, ends = joined(renders, messages, tools)
         whole = renders.whole(messages, tools)
     except TaskError as error:
         return str(error)
     if whole[: len(ids)] == ids or renders.text(whole).startswith(renders.text(ids)):
-        return ""  # Other ids of the same text: at the border where the model begins to speak.
+        return ""  # Same text, other ids at the border of prompt and turn.
     at = next(
         (at for at, (one, other) in enumerate(zip(ids, whole, strict=False)) if one != other),
         min(len(ids), len(whole)),
@@ -115,8 +115,8 @@ def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str
 def joined(
     renders: Renderer, messages: Sequence[Message], tools: Tools
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """A conversation as a run has it: first prompt, turns as sampled, bridges. Where the pieces
-    end, with the message that each is of. Raises TaskError."""
+    """Return the ids of prompt, sampled turns and bridges, and the end of each piece with the index
+    of its message. Raises TaskError."""
     spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
     ids = renders.prompt(messages[: spoken[0]], tools)
     ends = [(len(ids), spoken[0] - 1)]
@@ -135,9 +135,8 @@ def joined(
 
 
 def bridges_flaw(renders: Renderer, features: TemplateFeatures) -> str:
-    """Why sampled turns cannot stay what they are where a template rewrites them; empty: they can.
-
-    Whatever was sampled, a bridge is behind it."""
+    """Return the reason why sampled turns of a history-rewriting template have no bridge; empty if
+    all have one."""
     for messages, tools in conversations(features):
         for at, said in enumerate(messages[:-1]):
             following = messages[at + 1 :]
@@ -152,7 +151,7 @@ def bridges_flaw(renders: Renderer, features: TemplateFeatures) -> str:
 
 
 def first_flaw(renders: Renderer, features: TemplateFeatures) -> str:
-    """What does not hold for a template, by the conversations tried at a start; empty: all does."""
+    """Return the first failure among the conversations tried at a start; empty if none."""
     for messages, tools in conversations(features):
         flaw = flaw_of(renders, messages, tools)
         if flaw:

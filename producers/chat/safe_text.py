@@ -1,12 +1,10 @@
-"""Texts of a conversation to token ids, so that what was written into the data is never a control
-token: decides what in a rendered text the template has written, and what the data.
+"""Encoding of conversations in which control tokens of the data stay plain text.
 
-A chat template puts its control tokens (`<|im_start|>`, `</tool_call>`) and the contents of the
-messages into one text, where they look alike. So, before it is rendered, every control token that
-stands in a string of the data is broken by a character that no text is written with;
-what the tokenizer still finds in the rendered text is the template's own. The stretches between
-are encoded by an encoder that knows no control tokens, without the breaks. Where nothing had to be
-broken (nearly always) the tokenizer encodes the whole text at once: the ids are transformers'.
+A template puts its control tokens (`<|im_start|>`, `</tool_call>`) and the messages into one text.
+Before rendering, a noncharacter breaks each control token in the data. Control tokens found after
+rendering are the template's own. An encoder without control tokens encodes the stretches between
+them, without the breaks. If nothing was broken, the tokenizer encodes the whole text, with the ids
+of transformers.
 """
 
 from __future__ import annotations
@@ -23,19 +21,19 @@ if TYPE_CHECKING:
     import tokenizers
 
 _ANCHOR: Final = NONCHARACTERS[-1]
-"""A token that only stands in front of a stretch: behind it no text begins, but one goes on."""
+"""Token placed before a stretch, so that the stretch is not encoded as the start of a text."""
 
 MARKS: Final = NONCHARACTERS[:-1]
 
 _WHOLE: Final = frozenset({"role", "type", "name", "id", "tool_call_id"})
-"""Keys whose values templates compare with others: only whole tokens are broken in them."""
+"""Keys whose values templates compare: only whole tokens in them are broken."""
 
 
 class SafeText:
-    """Marks control tokens in data, and encodes what was rendered of it.
+    """Encoder that marks control tokens in data.
 
-    Example: ``safe.ids(template.render(safe.marked(messages, mark), ...), mark)``. With `parse`
-    control tokens in the data are control tokens.
+    Example: ``safe.ids(template.render(safe.marked(messages, mark), ...), mark)``. With `parse`,
+    control tokens in the data count.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class SafeText:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.control = {at: one.content for at, one in added.items() if one.content in control}
-        """Text of every control token, by its id."""
+        """Texts of control tokens by id."""
         self._parse = parse or not control
         self._found = _pattern(control)
         self._ends = _Ends(sorted(control))
@@ -58,7 +56,7 @@ class SafeText:
         self._asks = normalised and any(one.normalized for one in added.values())
 
     def mark_for(self, *values: Any) -> str:
-        """A character that stands nowhere in these. Raises TaskError where there is none."""
+        """Return a character absent from these values. Raises TaskError if there is none."""
         written = set().union(*map(_noncharacters, values))
         mark = next((one for one in MARKS if one not in written), None)
         if mark is None or _ANCHOR in written:
@@ -66,8 +64,8 @@ class SafeText:
         return mark
 
     def marked(self, value: Any, mark: str, *, whole: bool = False) -> Any:
-        """A copy of messages or a part of them, control tokens broken by `mark`; of tools with
-        `whole`, as templates compare names in them."""
+        """Return a copy of messages with control tokens broken by `mark`; use `whole` for tools,
+        whose names templates compare."""
         if self._parse:
             return value
         if isinstance(value, str):
@@ -84,8 +82,8 @@ class SafeText:
         return value
 
     def broken(self, text: str, mark: str, *, whole: bool) -> str:
-        """`text` with `mark` in every control token; unless `whole`, also in what may become one
-        with what the template writes around it."""
+        """Return `text` with `mark` in every control token and, unless `whole`, in parts that could
+        form one with the template's text."""
         places = {found.start() for found in self._found.finditer(text)}
         if not whole and text:
             places |= self._ends.places(text)
@@ -96,8 +94,7 @@ class SafeText:
         return self._asked(text, mark) if self._asks else text
 
     def _asked(self, text: str, mark: str) -> str:
-        """Tokens that are found in normalised text can be written in many ways: the tokenizer
-        itself says where."""
+        """Break tokens matched in normalized text, at the positions that the tokenizer reports."""
         for _ in range(len(text)):
             found = next(iter(self._tokens(text, mark)), None)
             if found is None:
@@ -108,7 +105,7 @@ class SafeText:
         return text
 
     def ids(self, text: str, mark: str) -> list[int]:
-        """Token ids of a rendered text, without the marks."""
+        """Return the token ids of a rendered text, without the marks."""
         if self._parse or mark not in text:
             whole: list[int] = self._backend.encode(text, add_special_tokens=False).ids
             return whole
@@ -120,22 +117,22 @@ class SafeText:
         return found + self._stretch(text[done:], mark, first=not found)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text of these ids, control tokens written out."""
+        """Return the text of these ids, including control tokens."""
         text: str = self._backend.decode(token_ids, skip_special_tokens=False)
         return text
 
     def tokens(self, text: str) -> list[int]:
-        """The control tokens in a text that nothing is marked in, in order."""
+        """Return the control tokens of an unmarked text, in order."""
         return [token_id for token_id, _, _ in self._tokens(text, MARKS[0])]
 
     def _tokens(self, text: str, mark: str) -> Iterator[tuple[int, int, int]]:
-        """(id, start, end) of the control tokens that the tokenizer finds, in order."""
+        """Yield (id, start, end) of each control token, in order."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self.control.get(token_id)
             if token is None or (len(token) == 1 and text[end : end + 1] == mark):
                 continue
-            # A tokenizer may say "unknown" by an added token: then its text is another one.
+            # If the unknown token is an added token, its text differs from the input.
             if token in text[start:end] or (self._asks and mark not in text[start:end]):
                 yield token_id, start, end
 
@@ -150,7 +147,7 @@ class SafeText:
 
 
 class _Ends:
-    """Where a text may become an added token together with what stands before or behind it."""
+    """Positions where a text may form an added token with its surroundings."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self._joined = "\0".join(tokens)
@@ -159,7 +156,7 @@ class _Ends:
         self._longest = max(map(len, tokens), default=0)
 
     def places(self, text: str) -> set[int]:
-        """Characters behind which it is to be broken."""
+        """Return the positions to break."""
         if len(text) < self._longest and text in self._joined:
             return {0}
         places: set[int] = set()
@@ -172,7 +169,7 @@ class _Ends:
 
 
 def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Every place where one of these begins, those inside of others too."""
+    """Return a pattern of all positions where one of these starts, nested ones included."""
     words = "|".join(re.escape(one) for one in sorted(tokens, key=len, reverse=True))
     return re.compile(f"(?={words})" if words else r"(?!)")
 

@@ -1,9 +1,7 @@
-"""A model's chat template: found among its files, compiled, rendered; decides nothing.
+"""Chat template of a model: lookup, compilation and rendering.
 
-It is rendered as transformers renders it (the same environment, filters and globals), so that
-prompts here are those that the model was trained on, with one difference: `strftime_now` is the
-moment of the configuration and not of the clock, so that no prompt depends on the day on which it
-is rendered.
+Rendering matches transformers, except that `strftime_now` returns the configured time, so prompts
+do not depend on the clock.
 """
 
 from __future__ import annotations
@@ -22,31 +20,29 @@ if TYPE_CHECKING:
     import jinja2
 
 FILE: Final = "chat_template.jinja"
-"""Where a model directory has its template, and where one that overrides it is put."""
+"""Name of the template's file, also for an override."""
 
 _CONFIGS: Final = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
 _OTHERS: Final = "additional_chat_templates"
 
 _SPECIAL: Final = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Tokens that transformers hands to a template by name: `bos_token` and so on."""
+"""Tokens that transformers passes to a template by name, such as `bos_token`."""
 
 NONCHARACTERS: Final = "".join(map(chr, range(0xFDD0, 0xFDF0)))
-"""Characters that no text is written with (Unicode keeps 32 in a row free for processes' own)."""
+"""Unicode noncharacters U+FDD0 to U+FDEF, absent from texts."""
 
 _ESCAPED: Final = re.compile(r"\\ufd([de][0-9a-f])")
 
 
 class Templates:
-    """The texts of a model's templates, by name: `default` and, of some, `tool_use`."""
+    """Texts of a model's templates by name: `default` and sometimes `tool_use`."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts = dict(texts)
 
     def text(self, *, tools: bool) -> str:
-        """The template for conversations with or without tools, chosen as transformers does.
-
-        Raises PolicyError where there are several and none is the default.
-        """
+        """Return the template for conversations with or without tools, as transformers does. Raises
+        PolicyError if none of several is the default."""
         if tools and "tool_use" in self.texts:
             return self.texts["tool_use"]
         if "default" in self.texts:
@@ -58,7 +54,7 @@ class Templates:
 
 
 def find_templates(assets: Path) -> Templates | None:
-    """The chat templates of a model directory; None where it has none. Raises PolicyError."""
+    """Return the chat templates of a model directory, or None. Raises PolicyError."""
     found: dict[str, str] = {}
     for name in reversed(_CONFIGS):
         value = read_object(assets / name).get("chat_template")
@@ -69,7 +65,7 @@ def find_templates(assets: Path) -> Templates | None:
         elif isinstance(value, dict):
             found |= value
     file = assets / FILE
-    if file.is_file():  # It goes before all that stands in the configs.
+    if file.is_file():  # The file precedes templates in the configs.
         found = {"default": read_template(file)}
     for more in sorted((assets / _OTHERS).glob("*.jinja")):
         found[more.stem] = read_template(more)
@@ -77,7 +73,7 @@ def find_templates(assets: Path) -> Templates | None:
 
 
 def read_template(path: Path) -> str:
-    """The text of a template's file. Raises PolicyError."""
+    """Return the text of a template file. Raises PolicyError."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -85,7 +81,7 @@ def read_template(path: Path) -> str:
 
 
 def special_tokens(assets: Path) -> dict[str, str]:
-    """The tokens that a template knows by name, as the model's files name them."""
+    """Return the special tokens of the model's files by their names in templates."""
     found: dict[str, str] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, value in read_object(assets / name).items():
@@ -96,7 +92,7 @@ def special_tokens(assets: Path) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises PolicyError."""
+    """Read a JSON object; return an empty one if the file is missing. Raises PolicyError."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -109,10 +105,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Template:
-    """A template with all that is handed to it.
+    """Template with its variables.
 
     Example: ``Template(text, values={"bos_token": "<s>"}, now_ns=0).render(messages, (),
-    generate=True)``. Raises PolicyError for a text that is no template.
+    generate=True)``. Raises PolicyError for an invalid template.
     """
 
     def __init__(self, text: str, *, values: Mapping[str, Any], now_ns: int) -> None:
@@ -126,10 +122,8 @@ class Template:
         *,
         generate: bool,
     ) -> str:
-        """The text of a conversation; with `generate`, up to where the model begins to speak.
-
-        Raises TaskError where the template does not take such a conversation.
-        """
+        """Return the text of a conversation; `generate` adds the opening of the model's turn.
+        Raises TaskError if the template rejects the conversation."""
         import jinja2
 
         try:
@@ -153,7 +147,7 @@ class Template:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(text: str, now_s: int) -> jinja2.Template:
-    """Compiled once per process: that takes up to tens of milliseconds."""
+    """Compile once per process; this takes tens of milliseconds."""
     try:
         import jinja2
         import jinja2.ext
@@ -175,7 +169,7 @@ def _compiled(text: str, now_s: int) -> jinja2.Template:
 
 
 def _generation_blocks() -> type[jinja2.ext.Extension]:
-    """``{% generation %}``, which marks what the assistant says: here what is in it is enough."""
+    """Return the extension for ``{% generation %}``, which renders its content only."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser
@@ -184,7 +178,7 @@ def _generation_blocks() -> type[jinja2.ext.Extension]:
         def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            # A scope of its own, as transformers has it: what is set inside does not leave it.
+            # A new scope, as in transformers: assignments inside do not leave it.
             return nodes.Scope(body).set_lineno(line)
 
     GenerationBlocks.tags = {"generation"}
@@ -198,7 +192,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """transformers' filter: jinja2's own escapes HTML. Marks of `safe_text` stay what they are."""
+    """Dump JSON as transformers does (jinja2's filter escapes HTML), keeping the marks of
+    `safe_text`."""
     text = json.dumps(
         value,
         ensure_ascii=ensure_ascii,

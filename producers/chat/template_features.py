@@ -1,5 +1,4 @@
-"""What a chat template understands, learnt by rendering small conversations; and messages in the
-form in which it wants them. Decides that form, and what is refused for it."""
+"""Features of a chat template, detected by rendering small conversations."""
 
 from __future__ import annotations
 
@@ -35,32 +34,31 @@ PROBE_TOOL: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateFeatures:
-    """What a template takes, and how.
+    """Features of a template.
 
     Example: Qwen2.5's is ``TemplateFeatures(system=True, tools=True, calls=True, results=True)``.
     """
 
     content: Literal["text", "parts"] = "text"
-    """Contents are strings, or lists of parts."""
     arguments: Literal["object", "text"] = "object"
-    """Arguments of calls are objects, or JSON in a string."""
+    """Arguments of calls: objects, or JSON strings."""
     empty: Literal["text", "none"] = "text"
-    """The content beside calls that say nothing else is an empty string, or None."""
+    """Content of a turn with calls only: an empty string, or None."""
     reasoning: str = ""
-    """The key of an assistant's thoughts; empty: they are not rendered."""
+    """Key of an assistant's thoughts; empty if the template ignores them."""
     system: bool = False
     developer: bool = False
-    """Else a developer's messages are a system's."""
+    """Whether a developer role exists; otherwise it becomes system."""
     tools: bool = False
     calls: bool = False
     results: bool = False
     parallel: bool = False
-    """A turn may have several calls."""
+    """Whether a turn may have several calls."""
     thinking: Literal["free", "always", "never"] = "free"
-    """Whether a turn begins with thoughts: what is written in front of it may decide that."""
+    """Whether a turn begins with thoughts."""
 
     def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Messages as the template wants them. Raises TaskError for those that it cannot show."""
+        """Return messages in the template's form. Raises TaskError for unsupported messages."""
         return [self._message(one) for one in messages]
 
     def _message(self, one: Message) -> dict[str, Any]:
@@ -98,7 +96,7 @@ class TemplateFeatures:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content. Raises TaskError where it is no text."""
+    """Return the text of a content. Raises TaskError if it has none."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -112,7 +110,7 @@ def text_of(content: Any) -> str:
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as templates want them: schemas of functions, each said to be one."""
+    """Return the tools as function schemas for templates."""
     return [
         dict(one) if "function" in one else {"type": "function", "function": dict(one)}
         for one in tools
@@ -120,7 +118,8 @@ def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def learn(template: Template, tool_template: Template) -> TemplateFeatures:
-    """What a template (and the one for tools) takes. Raises PolicyError where it shows no user."""
+    """Detect the features of a template and its tool template. Raises PolicyError if it ignores
+    user messages."""
     features = next(
         (
             one
@@ -156,7 +155,7 @@ def _with_reasoning(template: Template, features: TemplateFeatures) -> TemplateF
 
 
 def _begins_thoughts(template: Template, features: TemplateFeatures) -> bool:
-    """Whether what is written in front of a turn begins thoughts and does not end them."""
+    """Report whether the generation prompt opens thoughts without closing them."""
     asked = template.render(features.messages([_USER]), (), generate=True)
     begin, end = (asked.rfind(mark) for mark in THINK)
     return begin > max(end, asked.rindex("quorl"))
@@ -217,7 +216,7 @@ def _shows(
     *words: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> bool:
-    """Whether the template takes these messages and writes the words of them."""
+    """Report whether the template renders these messages with their words."""
     try:
         text = template.render(features.messages(messages), tools, generate=False)
     except TaskError:

@@ -1,9 +1,7 @@
-"""Prompts, bridges and sampled turns by a model's own template, whatever template it is.
+"""Prompts, bridges and turns rendered by the model's own template.
 
-A bridge is what the template writes behind a turn of the model, up to where the model speaks again:
-the conversation is rendered once up to the turn and once with all that follows, and from there on
-the second text begins with the token that ended the turn. That this gives the ids which the whole
-conversation has is not promised here but proved, for a template, by `proof`.
+A bridge is the text between the token that ends a turn and the next turn of the model. It is the
+tail of the whole rendered conversation. `proof` verifies that its ids equal those of the whole.
 """
 
 from __future__ import annotations
@@ -24,26 +22,26 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateRenderer:
-    """A template with what is known of it.
+    """Renderer of a template.
 
     Example: ``template_renderer.prompt([{"role": "user", "content": "2+2?"}], ())``.
     """
 
     plain: Template
     tooled: Template
-    """For conversations with tools: nearly always the same."""
+    """Template for conversations with tools, usually the same."""
     features: TemplateFeatures
     safe: SafeText
     stop_ids: frozenset[int]
-    """That end a turn: the tokenizer's and the template's own."""
+    """Ids that end a turn: the tokenizer's and the template's."""
     closers: frozenset[int]
-    """Those of them that the template writes behind a turn; none where the next message's first
-    token ends it."""
+    """Ids that the template writes after a turn; empty if the next message's first token ends it.
+    """
 
     def render(
         self, messages: Sequence[Message], tools: Tools, mark: str, *, generate: bool
     ) -> str:
-        """The text of a conversation, its data marked. Raises TaskError."""
+        """Return the text of a conversation with marked data. Raises TaskError."""
         template = self.tooled if tools else self.plain
         said = self.safe.marked(self.features.messages(messages), mark)
         return template.render(
@@ -51,17 +49,17 @@ class TemplateRenderer:
         )
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Token ids up to where the model begins to speak. Raises TaskError."""
+        """Return the token ids of a prompt for the model's next turn. Raises TaskError."""
         mark = self.safe.mark_for(messages, tools)
         return self.safe.ids(self.render(messages, tools, mark, generate=True), mark)
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Token ids of a conversation rendered at once. Raises TaskError."""
+        """Return the token ids of a whole conversation. Raises TaskError."""
         mark = self.safe.mark_for(messages, tools)
         return self.safe.ids(self.render(messages, tools, mark, generate=False), mark)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What these ids say, added tokens written out."""
+        """Return the text of these ids, including added tokens."""
         return self.safe.text(token_ids)
 
     def bridge(
@@ -75,12 +73,13 @@ class TemplateRenderer:
         sampled: Sequence[int],
         generate: bool = True,
     ) -> list[int]:
-        """What is appended to a sampled turn. Raises TaskError where the template has no bridge.
+        """Return the ids that follow a sampled turn. Raises TaskError if the template has no
+        bridge.
 
-        Thoughts are left out of what is rendered: only what stands behind the turn counts, and a
-        template that drops earlier ones would write two different histories.
+        Rendering omits thoughts: a template that drops earlier thoughts would give two different
+        histories.
         """
-        del before  # The ids of the turn's prompt: what it says is known from the messages.
+        del before  # Ids of the prompt; the messages already contain it.
         mark = self.safe.mark_for(history, turn, new, tools)
         earlier, said = [_thoughtless(one) for one in history], _thoughtless(turn)
         after = self.render([*earlier, said, *new], tools, mark, generate=generate)
@@ -93,7 +92,7 @@ class TemplateRenderer:
     def _end_of_turn(
         self, before: list[Message], turn: Message, after: str, tools: Tools, mark: str
     ) -> int:
-        """Where in `after` the token stands that ends the turn."""
+        """Return the position in `after` of the token that ends the turn."""
         for messages, generate in ((before, False), (before, True)):
             start = self.render(messages, tools, mark, generate=generate)
             if after.startswith(start):
@@ -106,7 +105,7 @@ class TemplateRenderer:
         return len(spoken)
 
     def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
-        """The ids that a model samples which says `said`, its end included. Raises TaskError."""
+        """Return the ids of a sampled turn `said`, including its end. Raises TaskError."""
         mark = self.safe.mark_for(history, said, tools)
         prompt = self.render(history, tools, mark, generate=True)
         text = self.render([*history, said], tools, mark, generate=False)
@@ -116,7 +115,7 @@ class TemplateRenderer:
         whole = self.safe.ids(text[: found.end() if found else len(text)], mark)
         start = self.safe.ids(prompt, mark)
         ids = whole[len(start) :]
-        if whole[: len(start)] != start:  # tokens over the border: no model samples them
+        if whole[: len(start)] != start:  # no model samples tokens across the border
             ids = self.safe.ids(text[len(prompt) : found.end() if found else len(text)], mark)
         return ids if found or not self.stop_ids else [*ids, min(self.stop_ids)]
 
@@ -127,7 +126,7 @@ class TemplateRenderer:
 
 
 def closers(template: Template, features: TemplateFeatures, safe: SafeText) -> frozenset[int]:
-    """The added tokens that a template writes behind a turn."""
+    """Return the added tokens that a template writes after a turn."""
     user = {"role": "user", "content": "quorl"}
     turns: list[Message] = [{"role": "assistant", "content": "blint"}]
     if features.calls:
@@ -139,7 +138,7 @@ def closers(template: Template, features: TemplateFeatures, safe: SafeText) -> f
     if not behind[0]:
         return frozenset()
     found = {behind[0][0]}
-    # Behind calls may stand tokens of the calls, and another one in place of the usual end.
+    # After calls, call tokens or another end token may follow.
     return frozenset(found | {one[-1] for one in behind[1:] if one and not found & {*one}})
 
 

@@ -1,26 +1,24 @@
-"""Text to token ids and back by a model's own tokenizer files; decides which special tokens count.
+"""Encoding and decoding with a model's own tokenizer files.
 
-Rules:
+1. The tokenizer is `tokenizer.json`; without it, transformers converts the older files.
 
-1. The tokenizer is `tokenizer.json`, as it stands (what transformers' fast tokenizers are). Only
-   where a model directory has none is one made by transformers from its older files.
-2. A prompt is encoded without special tokens; then what the tokenizer's post-processor puts in
-   front of every text (usually a begin-of-sequence token) is put in front, unless the prompt
-   begins with it already. What the post-processor puts behind is left out.
-3. Any other text (what an environment says) is encoded alone, without special tokens, and
-   appended. Tokens as sampled are never made again from text.
-   In texts of both kinds control tokens (`</s>`, `<|im_end|>`, `<tool_call>`) are text like any
-   other, so nobody who writes into the data or answers as a tool can end a turn. Only with
-   `special_tokens = "parse"` are they found in it. A prompt that begins as a rendered conversation
-   does is refused.
-4. Control tokens are the added tokens that are special, that the chat template writes, or that
-   formats of calls and thoughts are written with. Other added tokens are words.
-5. Text for rewards and environments has no special tokens in it but those of `MARKERS`; text for
-   stop strings has all.
-6. A turn ends at the tokenizer's `eos_token`, and at those ids of `eos_token_id` (in
-   generation_config.json, else config.json) that the tokenizer knows as special tokens. Where
-   neither is left, `eos_token_id` is taken as it is: libraries write one of their own into
-   config.json, which may be any letter of another tokenizer.
+2. A prompt is encoded without special tokens, then gets the post-processor's prefix (usually a
+begin-of-sequence token) unless it already starts with it. The suffix is omitted.
+
+3. Other texts are encoded alone, without special tokens. Sampled tokens are never re-encoded.
+
+4. Control tokens (`</s>`, `<|im_end|>`, `<tool_call>`) in texts are plain text, so data and tools
+cannot end a turn. `special_tokens = "parse"` parses them. A prompt that looks rendered is rejected.
+
+5. Control tokens are added tokens that are special, that the chat template writes, or that formats
+of calls and thoughts use. Other added tokens are words.
+
+6. Text for rewards and environments keeps only the special tokens of `MARKERS`; text for stop
+strings keeps all.
+
+7. A turn ends at the `eos_token`, and at each `eos_token_id` (generation_config.json, else
+config.json) that is a special token. If there is neither, `eos_token_id` is used as is: config.json
+often has a default that is a letter of this tokenizer.
 """
 
 from __future__ import annotations
@@ -41,30 +39,30 @@ if TYPE_CHECKING:
     import tokenizers
 
 SpecialTokens = Literal["text", "parse"]
-"""How control tokens that are written in a text are encoded; see `task.special_tokens`."""
+"""Handling of control tokens in texts; see `task.special_tokens`."""
 
 THINK: Final = ("<think>", "</think>")
 
 MARKERS: Final = (*THINK, "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
     "</arg_value>", "<|tool_call_start|>", "<|tool_call_end|>", "<|python_tag|>",
 )  # fmt: skip
-"""Added tokens that formats of calls and thoughts are written with; rewards see them."""
+"""Added tokens of call and thought formats; rewards see them."""
 
 _MARKUP: Final = re.compile(r"[^\w\s].*[^\w\s]", re.DOTALL)
-"""The form of a control token that has no flag: an added word (`kilogram`) has another."""
+"""Form of a control token without a flag; added words (`kilogram`) differ."""
 
 _NOWHERE: Final = "\0{}\0" + "\0" * 62
-"""A name for a piece that is no longer wanted: nobody writes 64 zero characters."""
+"""Name of a removed vocabulary piece: 64 zero characters occur in no text."""
 
 _PROBES: Final = ("0", "a", "A", ".", "\n")
-"""Any text that has tokens: only what is put around it counts."""
+"""Texts with tokens, used to find the post-processor's prefix."""
 
 
 class Tokenizer:
-    """A model's tokenizer.
+    """Tokenizer of a model.
 
-    Example: ``Tokenizer(store.assets_path(digest)).prompt_ids("1+2=")``. Raises PolicyError where
-    the directory has no tokenizer that can be read.
+    Example: ``Tokenizer(store.assets_path(digest)).prompt_ids("1+2=")``. Raises PolicyError if the
+    directory has no readable tokenizer.
     """
 
     def __init__(self, assets: Path, *, special_tokens: SpecialTokens = "text") -> None:
@@ -76,38 +74,38 @@ class Tokenizer:
         self._added = frozenset(added)
         self._prefix = _prefix_of(self.backend)
         self.size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
-        """One above its largest token id; with gaps in the ids, more than its tokens."""
+        """Largest token id plus 1."""
         self.stop_ids = _stop_ids(assets, self.backend)
         """Token ids that end a turn, sorted."""
         templates = find_templates(assets)
         texts = () if templates is None else templates.texts.values()
         self.control = control_tokens(self.backend, texts, self.stop_ids)
-        """Texts of the tokens that no text of the data becomes."""
+        """Control tokens, which texts of the data never become."""
         self.hidden = frozenset(
             token_id
             for token_id, token in added.items()
             if (token.special and token.content not in MARKERS) or token_id in self.stop_ids
         )
-        """Ids that rewards, environments and agents do not see."""
+        """Ids hidden from rewards, environments and agents."""
         self._found = _any_of(self.control)
         self._openers = self._opening(assets)
 
     def reading(self, special_tokens: SpecialTokens) -> Tokenizer:
-        """The same one under another rule for control tokens in texts."""
+        """Return this tokenizer with another rule for control tokens."""
         other = copy.copy(self)
         other._parses = special_tokens == "parse"
         other.__dict__.pop("_encoder", None)
         return other
 
     def _opening(self, assets: Path) -> tuple[str, ...]:
-        """The control tokens that a rendered conversation may begin with."""
+        """Return the control tokens that may open a rendered conversation."""
         named = {text for key, text in special_tokens(assets).items() if key != "bos_token"}
         ends = {self.backend.id_to_token(one) for one in self.stop_ids}
         return tuple(self.control - named - ends - set(MARKERS))
 
     def check_unrendered(self, text: str) -> None:
-        """Raise TaskError where a text of the data begins as a rendered conversation does, and its
-        control tokens would become letters."""
+        """Raise TaskError if a text starts like a rendered conversation whose control tokens would
+        become plain text."""
         start = text.lstrip()
         if self._parses or not start.startswith(self._openers):
             return
@@ -118,15 +116,13 @@ class Tokenizer:
         )
 
     def spelled(self, text: str) -> str:
-        """The first control token whose name is in a text and becomes letters; empty: none."""
+        """Return the first control token that a text spells in plain text, or an empty string."""
         found = None if self._parses else self._found.search(text)
         return found[0] if found else ""
 
     def prompt_ids(self, text: str) -> list[int]:
-        """Token ids of a prompt, a begin-of-sequence token included where the model has one.
-
-        Raises TaskError as `check_unrendered`.
-        """
+        """Return the ids of a prompt, with the model's begin-of-sequence token. Raises TaskError as
+        `check_unrendered`."""
         self.check_unrendered(text)
         ids = self.ids(text)
         if ids[: len(self._prefix)] == self._prefix:
@@ -134,19 +130,17 @@ class Tokenizer:
         return [*self._prefix, *ids]
 
     @functools.cached_property
-    def _encoder(self) -> tokenizers.Tokenizer:  # who only decodes need not wait for it
+    def _encoder(self) -> tokenizers.Tokenizer:  # lazy: decoding does not need it
         return self.backend if self._parses else plain_encoder(self.backend, self.control)
 
     def ids(self, text: str) -> list[int]:
-        """Token ids of a text that is appended to others."""
+        """Return the ids of an appended text."""
         ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return ids
 
     def again(self, token_ids: Sequence[int]) -> list[int]:
-        """What these ids say, encoded again by the rule for texts; added tokens stay themselves.
-
-        Where control tokens are parsed in texts, they are parsed here.
-        """
+        """Decode and re-encode these ids; added tokens stay, other control tokens follow the rule
+        for texts."""
         if self._parses:
             return self.ids(self.full_text(token_ids))
         found: list[int] = []
@@ -156,11 +150,11 @@ class Tokenizer:
         return found
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, without those of `hidden`."""
+        """Return the text of sampled tokens without those of `hidden`."""
         return self.full_text([one for one in token_ids if one not in self.hidden])
 
     def full_text(self, token_ids: Sequence[int]) -> str:
-        """Text of sampled tokens, special tokens written out."""
+        """Return the text of sampled tokens with all special tokens."""
         text: str = self.backend.decode(token_ids, skip_special_tokens=False)
         return text
 
@@ -168,7 +162,7 @@ class Tokenizer:
 def control_tokens(
     backend: tokenizers.Tokenizer, templates: Iterable[str], stop_ids: Collection[int] = ()
 ) -> frozenset[str]:
-    """The control tokens of a model with these chat templates; its other added tokens are words."""
+    """Return a model's control tokens; its other added tokens are words."""
     written = "\0".join(templates)
     return frozenset(
         token.content
@@ -181,17 +175,16 @@ def control_tokens(
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of these texts, the longest first."""
+    """Return a pattern of these texts, longest first."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def plain_encoder(backend: tokenizers.Tokenizer, control: Collection[str]) -> tokenizers.Tokenizer:
-    """A tokenizer that makes the ids of `backend`, but knows none of these added tokens.
+    """Return a tokenizer with the ids of `backend` but without these added tokens.
 
-    They are taken out of what is matched before the model, and out of the model's own vocabulary,
-    where a WordLevel or a Unigram model would find them again. What stays: the token that the model
-    needs for unknown words, and added words, runs of white space among them.
+    They are removed from the added tokens and from the vocabulary, where WordLevel or Unigram
+    models would match them. The model's unknown token and added words stay.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -200,7 +193,7 @@ def plain_encoder(backend: tokenizers.Tokenizer, control: Collection[str]) -> to
     words = [one for one in spec["added_tokens"] if one["content"] not in control]
     added = set(control) - {_unknown(model)}
     spec["added_tokens"], spec["post_processor"] = words, None
-    # Words have their ids in the vocabulary: else they would get the first ones that are free now.
+    # Keep the words' ids: otherwise they would get the first free ones.
     ids = {one["content"]: one["id"] for one in words}
     if isinstance(model["vocab"], dict):
         left = {piece: at for piece, at in model["vocab"].items() if piece not in added}
@@ -215,7 +208,7 @@ def plain_encoder(backend: tokenizers.Tokenizer, control: Collection[str]) -> to
 def _without(
     pieces: Sequence[tuple[str, float]], added: Collection[str], ids: Mapping[str, int]
 ) -> list[tuple[str, float]]:
-    """A Unigram vocabulary, where ids are places: others in place of pieces are never found."""
+    """Return a Unigram vocabulary (ids are positions) with placeholders for removed pieces."""
     least = min(score for _, score in pieces)
     found = [
         (_NOWHERE.format(at) if piece in added else piece, score)
@@ -229,7 +222,7 @@ def _without(
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:
-    """What a model says where it knows no piece of a text."""
+    """Return the model's unknown token."""
     place = model.get("unk_id")
     if place is not None:
         return str(model["vocab"][place][0])
@@ -237,7 +230,7 @@ def _unknown(model: Mapping[str, Any]) -> str | None:
 
 
 def _pieces(merge: str | Sequence[str]) -> tuple[str, ...]:
-    """The pieces of a merge, and what it makes of them."""
+    """Return both pieces of a merge and their concatenation."""
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first, second, first + second
 
@@ -271,7 +264,7 @@ def _converted(assets: Path) -> tokenizers.Tokenizer:
 
 
 def _prefix_of(backend: tokenizers.Tokenizer) -> list[int]:
-    """What the post-processor puts in front of every text."""
+    """Return the post-processor's prefix."""
     for probe in _PROBES:
         bare: list[int] = backend.encode(probe, add_special_tokens=False).ids
         dressed: list[int] = backend.encode(probe, add_special_tokens=True).ids
@@ -294,7 +287,7 @@ def _stop_ids(assets: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
 
 
 def _eos_token(assets: Path) -> str | None:
-    """The `eos_token` of tokenizer_config.json or special_tokens_map.json: text, or an object."""
+    """Return the `eos_token` of tokenizer_config.json or special_tokens_map.json."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = read_object(assets / name).get("eos_token")
         if isinstance(token, dict):

@@ -1,8 +1,7 @@
-"""Prompts, bridges and parsed turns by the package `renderers`, where it knows a model's family.
+"""Prompts, bridges and parsed turns by the package `renderers`.
 
-It is used where a template writes its history anew (earlier thoughts are dropped, say): a typed
-renderer keeps what was sampled. Which family a template is of is not guessed by a name but proved:
-prompts and tool cycles must have the very ids that the template gives them.
+Used where a template rewrites its history, such as dropping earlier thoughts. The family is
+detected by equal ids for prompts and tool cycles, not by name.
 """
 
 from __future__ import annotations
@@ -22,17 +21,16 @@ if TYPE_CHECKING:
     import tokenizers
 
 _FAULTS: Final = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
-"""What `renderers` raises for a tokenizer without a family's tokens, and for messages that a family
-does not take."""
+"""Errors of `renderers` for a tokenizer or messages that a family does not support."""
 
 _HARMONY: Final = "gpt-oss"
 
 
 class TypedRenderer:
-    """A typed renderer, over a tokenizer to which no data gives control tokens.
+    """Typed renderer over a tokenizer whose data has no control tokens.
 
     Example: ``TypedRenderer("qwen3", safe, backend, kwargs={"enable_thinking": False})``. Raises
-    ConfigError where the family is unknown, or is not one of this tokenizer.
+    ConfigError for a family that is unknown or does not match the tokenizer.
     """
 
     def __init__(
@@ -63,22 +61,21 @@ class TypedRenderer:
                 hint="task.renderer = auto or template takes what fits the model",
             ) from None
         self.stop_ids = frozenset(self._renderer.get_stop_token_ids())
-        """Ids that end a turn."""
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Token ids up to where the model begins to speak. Raises TaskError."""
+        """Return the token ids of a prompt for the model's next turn. Raises TaskError."""
         return self._ids(messages, tools, generate=True)
 
     def whole(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Token ids of a conversation rendered at once. Raises TaskError."""
+        """Return the token ids of a whole conversation. Raises TaskError."""
         return self._ids(messages, tools, generate=False)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """What these ids say, added tokens written out."""
+        """Return the text of these ids, including added tokens."""
         return self._safe.text(token_ids)
 
     def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
-        """The ids that a model samples which says `said`, its end included. Raises TaskError."""
+        """Return the ids of a sampled turn `said`, including its end. Raises TaskError."""
         found = self._render([*history, said], tools, generate=False)
         start = len(history)
         if len(found.sampled_mask) != len(found.token_ids):
@@ -97,7 +94,7 @@ class TypedRenderer:
         sampled: Sequence[int],
         generate: bool = True,
     ) -> list[int]:
-        """What is appended to a sampled turn, whose prompt is `before`. Raises TaskError."""
+        """Return the ids that follow a sampled turn with prompt `before`. Raises TaskError."""
         del history, turn, generate
         mark = self._words.mark = self._safe.mark_for(new, tools)
         try:
@@ -115,7 +112,7 @@ class TypedRenderer:
         return list(found.token_ids[len(ids) :])
 
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
-        """What a sampled turn says."""
+        """Parse a sampled turn."""
         try:
             found = self._renderer.parse_response(
                 list(ids), tools=schemas(tools) or None, prompt_ids=list(before)
@@ -144,7 +141,7 @@ class TypedRenderer:
 
 
 class _Words:
-    """The tokenizer that `renderers` is given."""
+    """Tokenizer passed to `renderers`."""
 
     name_or_path = ""
     unk_token_id = None
@@ -154,7 +151,7 @@ class _Words:
         self._safe = safe
         self._backend = backend
         self.mark = MARKS[0]
-        """What breaks added tokens in the texts at hand."""
+        """Character that breaks added tokens in the current texts."""
 
     def encode(self, text: str, **_: Any) -> list[int]:
         return self._safe.ids(text, self.mark)
@@ -179,7 +176,7 @@ def _call(found: Any) -> ToolCall:
 
 
 def known() -> list[str]:
-    """The families that `renderers` knows; none where it is not installed."""
+    """Return the families of `renderers`; empty if it is not installed."""
     if importlib.util.find_spec("renderers") is None:
         return []
     from renderers import base
@@ -191,10 +188,10 @@ def known() -> list[str]:
 def family_of(
     template_renderer: TemplateRenderer, backend: tokenizers.Tokenizer, kwargs: Mapping[str, Any]
 ) -> TypedRenderer | None:
-    """The typed renderer that gives the ids of this template; None where there is none."""
+    """Return the typed renderer with the ids of this template, or None."""
     for name in known():
         if name == _HARMONY and backend.token_to_id("<|channel|>") is None:
-            continue  # It would look for its vocabulary in the network.
+            continue  # It would download its vocabulary.
         try:
             typed = TypedRenderer(name, template_renderer.safe, backend, kwargs=kwargs)
         except ConfigError:
@@ -205,7 +202,7 @@ def family_of(
 
 
 def disagreement(typed: TypedRenderer, template_renderer: TemplateRenderer) -> str:
-    """In what a typed renderer differs from a template, or from itself; empty: in nothing."""
+    """Describe how a typed renderer differs from a template; empty if it does not."""
     for messages, tools in _first_turns(template_renderer):
         try:
             same = typed.prompt(messages, tools) == template_renderer.prompt(messages, tools)
@@ -220,7 +217,7 @@ def disagreement(typed: TypedRenderer, template_renderer: TemplateRenderer) -> s
 def _first_turns(
     template_renderer: TemplateRenderer,
 ) -> Iterator[tuple[list[Message], list[dict[str, Any]]]]:
-    """Conversations up to the first answer of the model, calls and results before it included."""
+    """Yield conversations up to the model's first answer, with earlier calls and results."""
     for messages, tools in conversations(template_renderer.features):
         spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
         answered = next(at for at in spoken if "tool_calls" not in messages[at])

@@ -1,1 +1,1 @@
-"""Rows of data sets: files in the formats that people have, as one lazy sequence of plain JSON."""
+"""Rows of data sets in common formats, as one lazy sequence of plain JSON."""

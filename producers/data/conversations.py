@@ -1,11 +1,8 @@
-"""A conversation as data sets have it, and what of it is the prompt and what the answer.
+"""Conversations in data sets, split into prompt and answer.
 
-It decides which forms are known: a list of messages (`role`, `content`), ShareGPT's (`from`,
-`value`), and both as JSON in a string where a string may be one. Keys of a message that hold null
-are dropped; arguments of calls keep theirs.
-
-The prompt ends before the last message of an assistant that ends the conversation: that one is the
-answer of the data.
+Supported forms: lists of messages (`role`, `content`), ShareGPT (`from`, `value`), and both as JSON
+strings. Null keys of a message are dropped, except in call arguments. The answer is the final
+message if the assistant wrote it.
 """
 
 from __future__ import annotations
@@ -28,28 +25,24 @@ ROLES: Final[Mapping[str, str]] = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's names of speakers."""
 
 SYSTEM: Final = ("system", "developer")
 
 TOOLS: Final = "tools"
-"""The column with the schemas of a row's own tools."""
+"""Column with the schemas of a row's tools."""
 
 NOT_SHOWN: Final = (
     *("functions", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking"),
     *("documents", "system", "system_prompt", "response_format", "image", "images", "videos"),
 )
-"""Columns that mean something to a chat elsewhere, and nothing here."""
+"""Chat columns that are ignored."""
 
 Conversation = list[dict[str, Any]]
 
 
 def conversation_of(value: object, *, in_text: bool = False) -> Conversation | None:
-    """The messages of a column's value, with `in_text` also those that are written as JSON; None
-    where it is text, or nothing that is known.
-
-    Raises TaskError naming the message that is none.
-    """
+    """Return the messages of a value, or None for text and unknown values; `in_text` also parses
+    JSON strings. Raises TaskError naming the invalid message."""
     if isinstance(value, str) and in_text:
         value = _listed(value)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -62,10 +55,10 @@ def conversation_of(value: object, *, in_text: bool = False) -> Conversation | N
 def prompt_of(
     value: object, *, chat: bool, system: str = ""
 ) -> tuple[str | Conversation, dict[str, Any] | None]:
-    """The prompt in a column's value, and the message that answers it there.
+    """Return the prompt of a value and the message that answers it.
 
-    With `chat` text becomes the message of a user, and JSON in a text is a conversation. `system`
-    stands in front where the conversation has no such message. Raises TaskError.
+    With `chat`, text becomes a user message, and JSON text a conversation. `system` is prepended if
+    there is no system message. Raises TaskError.
     """
     messages = conversation_of(value, in_text=True)
     if messages is None and not isinstance(value, str):
@@ -82,8 +75,8 @@ def prompt_of(
 def unshown_columns(
     rows: Iterable[Mapping[str, Any]], used: Collection[str], *, tools: bool
 ) -> Iterator[str]:
-    """A sentence about each column of these rows that means something to a chat and is not shown
-    to the model. `tools`: those of the column `tools` are."""
+    """Return a sentence for each chat column that the model does not see. `tools`: the column
+    `tools` is used."""
     names = {name for row in rows for name, value in row.items() if value not in (None, "", [], {})}
     for name in (*NOT_SHOWN, *(() if tools else (TOOLS,))):
         if name in names and name not in used:
@@ -92,21 +85,21 @@ def unshown_columns(
 
 
 def split_answer(messages: Conversation) -> tuple[Conversation, dict[str, Any] | None]:
-    """What is asked, and the assistant's message that ends the conversation, if one does."""
+    """Split off the final message if the assistant wrote it."""
     if len(messages) > 1 and messages[-1]["role"] == "assistant":
         return messages[:-1], messages[-1]
     return messages, None
 
 
 def with_system(messages: Conversation, text: str) -> Conversation:
-    """With this system message in front, unless there is one."""
+    """Prepend a system message unless there is one."""
     if not text or messages[0]["role"] in SYSTEM:
         return messages
     return [{"role": "system", "content": text}, *messages]
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, its parts joined. Raises TaskError for a part that is no text."""
+    """Return the text of a message, its parts joined. Raises TaskError for a part without text."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -118,7 +111,7 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _listed(text: str) -> object:
-    """A list that is written as JSON; any other text is text."""
+    """Parse a JSON list; return other text unchanged."""
     if not text.lstrip().startswith("["):
         return None
     try:

@@ -1,12 +1,12 @@
-"""The language of `task.filter`: a Python expression over the columns of a row, and no more.
+"""Language of `task.filter`: Python expressions over the columns of a row.
 
     level >= 3 and source in ("gsm8k", "math")
     len(answer) < 20 and not prompt.startswith("#")
     row.get("score", 0) > 0.5 or row["needs review"]
 
-It decides what such an expression may hold: comparisons, `and`, `or`, `not`, arithmetic, constants,
-lists of them, columns by their name (or `row["name"]`), and the functions and methods named here.
-Nothing of it reaches files, modules or chance, so equal rows are kept everywhere.
+Allowed: comparisons, `and`, `or`, `not`, arithmetic, constants, lists of them, columns (`name` or
+`row["name"]`), and the functions and methods named here. Files, modules and randomness are out of
+reach.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Filter = Callable[[Mapping[str, Any]], bool]
 
 
 def compile_filter(text: str) -> Filter:
-    """A function of a row. Raises ConfigError for what is no such expression.
+    """Return a predicate over rows. Raises ConfigError for an invalid expression.
 
-    The function raises TaskError where a row lacks a column, or holds what cannot be compared so.
+    The predicate raises TaskError for a missing column and for values that do not compare.
     """
     try:
         tree = ast.parse(text, mode="eval")

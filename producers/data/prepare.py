@@ -1,14 +1,12 @@
-"""How rows are made ready: small data in memory, large data once per machine in a file.
+"""Preparation of rows: small data stays in memory, large data becomes one file per machine.
 
-It decides which rows of the sources are taken (columns, filter, held-out share), and when a file
-that was made before is still right: as long as the sources have the same size, time and inode, and
-the same is asked of them. What `hf:NAME` was when it was prepared it stays, until the file goes.
+A cached file is valid while the specification and each source's size, time and inode are unchanged;
+`hf:NAME` keeps its content until the file is deleted. Files are in DORA_PIPE_CACHE (default:
+`dora-pipe` in the user's cache folder), limited to `CACHE_BYTES_MAX`, least recently used deleted
+first. A separate process writes them, because reading tables needs memory that a long-running
+process would keep.
 
-Files lie in DORA_PIPE_CACHE, by default `dora-pipe` in the user's cache folder, and take
-`CACHE_BYTES_MAX`; those not used for the longest go first. A process of its own makes them, since
-reading a table takes memory that a process which runs for days would keep.
-
-    python -m dora_pipe.producers.data.prepare      started by `open_rows`, of no use by hand
+    python -m dora_pipe.producers.data.prepare    started by `open_rows`
 """
 
 from __future__ import annotations
@@ -44,19 +42,19 @@ from dora_pipe.schemas.wire import canonical, sha256_hex
 CACHE_VARIABLE: Final = "DORA_PIPE_CACHE"
 
 MEMORY_BYTES_MAX: Final = 32 * 1024 * 1024
-"""Rows that take no more are held by each task process; larger ones are mapped from a file."""
+"""Largest rows held in memory by each task process; larger ones are mapped from a file."""
 
 CACHE_BYTES_MAX: Final = 200 * 1024**3
-"""Of all files of rows on one machine."""
+"""Limit of all row files on one machine."""
 
 REPORT_S: Final = 5.0
-"""Between two words on how far preparing has come."""
+"""Seconds between two progress reports."""
 
 SILENT_S: Final = 3600.0
-"""A data set of which nothing new was heard for so long (a download that hangs) is given up."""
+"""Seconds without news after which preparation fails, such as a hanging download."""
 
 _FORM: Final = 1
-"""Of the files; another is made anew."""
+"""Version of the file format."""
 
 _COMMAND: Final = (sys.executable, "-P", "-m", "dora_pipe.producers.data.prepare")
 
@@ -67,7 +65,7 @@ _report: ContextVar[Report] = ContextVar("report", default=lambda text: None)
 
 @contextlib.contextmanager
 def reporting(report: Report) -> Iterator[None]:
-    """Whoever prepares data in this block says so to `report`, every few seconds."""
+    """Send progress of preparation in this block to `report`, every few seconds."""
     token = _report.set(report)
     try:
         yield
@@ -76,10 +74,10 @@ def reporting(report: Report) -> Iterator[None]:
 
 
 def open_rows(spec: DataSpec) -> DataRows:
-    """The rows of a specification; preparing large ones takes time once per machine.
+    """Return the rows of a specification, preparing large ones once per machine.
 
-    Raises TaskError naming file, row and column of what cannot be read, ConfigError for a filter
-    that is none, ResourceError where the cache has no room.
+    Raises TaskError naming file, row and column of unreadable data, ConfigError for an invalid
+    filter, ResourceError if the cache is full.
 
     Example: ``open_rows(DataSpec(sources=("train.parquet",)))[0]["prompt"]``
     """
@@ -94,7 +92,7 @@ def open_rows(spec: DataSpec) -> DataRows:
     if not path.exists():
         _prepare_apart(spec, path)
     with contextlib.suppress(OSError):
-        os.utime(path)  # the clock of what goes first
+        os.utime(path)  # for eviction by last use
     try:
         return DataRows.mapped(path)
     except OSError as error:
@@ -102,13 +100,13 @@ def open_rows(spec: DataSpec) -> DataRows:
 
 
 def cache_folder() -> Path:
-    """Where files of rows lie on this machine. Raises ResourceError where nothing says so."""
+    """Return the folder of row files on this machine. Raises ResourceError if there is none."""
     own = os.environ.get(CACHE_VARIABLE)
     if own:
         return Path(own) / "data"
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError as error:  # somebody without a home
+    except RuntimeError as error:  # no home directory
         raise ResourceError(str(error), hint=f"{CACHE_VARIABLE} names a folder for data") from error
     return folder / "dora-pipe" / "data"
 
@@ -116,7 +114,7 @@ def cache_folder() -> Path:
 def chosen(
     sources: Sequence[Source], spec: DataSpec, report: Report = lambda text: None
 ) -> Iterator[Placed]:
-    """The rows that a specification takes of its sources, with file and place."""
+    """Yield the selected rows with file and position."""
     keeps = compile_filter(spec.filter) if spec.filter else None
     said_at, taken = time.monotonic(), 0
     for number, source in enumerate(sources, 1):
@@ -175,7 +173,7 @@ def _columns(row: dict[str, Any]) -> str:
     return f"it has {', '.join(f'`{name}`' for name in row) or 'no columns'}"
 
 
-# The process that prepares, seen from who waits for it.
+# Parent side of the preparing process.
 
 
 def _key(sources: Sequence[Source], spec: DataSpec) -> str:
@@ -207,7 +205,7 @@ def _prepare_apart(spec: DataSpec, path: Path) -> None:
 
 
 def _follow(child: subprocess.Popen[bytes], say: Report) -> DataRefused | None:
-    """Wait for the end of the process and say what it says; its silence, too, is said."""
+    """Wait for the process to end and report its messages and its silence."""
     assert child.stdout is not None
     decoder = msgspec.json.Decoder(DataProgress | DataRefused)
     with selectors.DefaultSelector() as selector:
@@ -236,14 +234,14 @@ def _no_cache(path: Path, error: OSError) -> ResourceError:
     )
 
 
-# The process that prepares, seen from within.
+# Child side of the preparing process.
 
 
 def main() -> None:
-    """Make one file of rows; the order comes on stdin, what is to be told goes to stdout."""
+    """Write one file of rows: specification on stdin, messages on stdout."""
     spec, name = msgspec.json.decode(sys.stdin.buffer.read(), type=tuple[DataSpec, str])
     with os.fdopen(os.dup(1), "wb", buffering=0) as outbox:
-        os.dup2(2, 1)  # what a library prints is no answer
+        os.dup2(2, 1)  # keep prints of libraries out of the messages
 
         def tell(said: DataProgress | DataRefused) -> None:
             outbox.write(msgspec.json.encode(said) + b"\n")
@@ -255,11 +253,11 @@ def main() -> None:
 
 
 def prepare(spec: DataSpec, path: Path, report: Report) -> None:
-    """Write the file, one process at a time, unless it is there by then. Raises as `open_rows`."""
+    """Write the file unless it exists, one process at a time. Raises as `open_rows`."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with path.with_name("lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait for the file, not beside it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # others wait for the file
             if path.exists():
                 return
             with contextlib.ExitStack() as undone, unfinished.open("wb") as file:
@@ -278,10 +276,8 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
 
 
 def make_room(newest: Path, bytes_max: int = CACHE_BYTES_MAX) -> None:
-    """Delete files of rows, the longest unused first, until the rest fits; never the newest.
-
-    Who has one mapped keeps it: its pages stay until he ends.
-    """
+    """Delete the least recently used row files until the rest fits, except the newest. Mapped files
+    stay readable until their processes end."""
     found = sorted(newest.parent.glob("*.rows"), key=lambda one: one.stat().st_mtime_ns)
     total = sum(one.stat().st_size for one in found)
     for path in found:

@@ -1,8 +1,7 @@
-"""Rows of one file or data set, one at a time, whatever the format; nothing is held but a batch.
+"""Readers of rows from one file or data set, one batch at a time.
 
-It decides how values become plain JSON: dates and times are ISO text, decimals and durations (in
-seconds) are numbers, NaN is null, in JSON too. Bytes, images and infinities are refused by their
-column. Cells of CSV are text, all of them: `007` stays what it is.
+Values become plain JSON: dates and times are ISO text, decimals and durations (seconds) are
+numbers, NaN is null. Bytes, images and infinities are rejected by column. CSV cells are text.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from dora_pipe.producers.data.sources import DataFile, HubSet, Source
 from dora_pipe.producers.data.spec import DataSpec, without
 
 BATCH_ROWS: Final = 512
-"""Rows of a table that are Python objects at the same time."""
+"""Table rows held as Python objects at a time."""
 
 CELL_CHARACTERS_MAX: Final = 64 * 1024 * 1024
-"""Of one cell of CSV."""
+"""Limit of one CSV cell."""
 
 Place = str
-"""Where a row stands in its file: `line 12`, `row 11`."""
+"""Position of a row in its file: `line 12`, `row 11`."""
 
 Placed = tuple[Place, dict[str, Any]]
 
@@ -51,7 +50,7 @@ _FORMATS: Final = (
 
 
 def rows_of(source: Source, spec: DataSpec) -> Iterator[Placed]:
-    """The rows of a source with their places. Raises TaskError naming file and place."""
+    """Yield the rows of a source and their positions. Raises TaskError naming file and position."""
     if isinstance(source, HubSet):
         return _hub_rows(source, tuple(without(spec.columns)))
     path = source.path
@@ -82,7 +81,7 @@ def _text_rows(path: Path, packed: str) -> Iterator[Placed]:
 
 
 def _torn() -> tuple[type[Exception], ...]:
-    """What reading a file raises that is not whole."""
+    """Return the errors that a truncated file raises."""
     zstandard = sys.modules.get("zstandard")
     of_zstandard = () if zstandard is None else (zstandard.ZstdError,)
     return OSError, EOFError, zlib.error, *of_zstandard
@@ -99,7 +98,7 @@ def _opened(path: Path, packed: str) -> io.BufferedReader:
 
 
 def _json_rows(path: Path, stream: io.BufferedReader, packed: str) -> Iterator[Placed]:
-    """One object per line, or an array of objects where the file begins with a bracket."""
+    """Yield objects, one per line, or of an array if the file starts with a bracket."""
     if stream.peek(64).lstrip(_BOM + b" \t\r\n").startswith(b"["):
         yield from _array_rows(path, stream, packed)
         return
@@ -110,7 +109,7 @@ def _json_rows(path: Path, stream: io.BufferedReader, packed: str) -> Iterator[P
 
 
 def _array_rows(path: Path, stream: io.BufferedReader, packed: str) -> Iterator[Placed]:
-    """The objects of an array; the file is mapped, and only where they begin is held."""
+    """Yield the objects of an array; the file is mapped, only their offsets are in memory."""
     data: bytes | mmap.mmap = b""
     if packed == "text":
         data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
@@ -137,8 +136,8 @@ def _object(path: Path, place: Place, text: bytes | msgspec.Raw) -> dict[str, An
 
 
 def _of_python(where: object, text: bytes | memoryview, why: Exception) -> Any:
-    """JSON as Python's `json` writes it, with NaN as null. Raises TaskError for an infinity, and
-    for what is no JSON there either, with `why`."""
+    """Parse JSON as Python's `json` writes it, with NaN as null. Raises TaskError for an infinity,
+    and for invalid JSON with `why`."""
     try:
         return json.loads(bytes(text), parse_constant=_constant)
     except (ValueError, RecursionError) as error:
@@ -150,7 +149,7 @@ def _of_python(where: object, text: bytes | memoryview, why: Exception) -> Any:
 
 
 class _Infinite(ValueError):
-    """A number that JSON does not have."""
+    """Infinite number, which JSON lacks."""
 
 
 def _constant(name: str) -> None:
@@ -195,7 +194,7 @@ def _batches(path: Path, kind: str, dropped: tuple[str, ...]) -> Iterator[Any]:
     if kind == "parquet":
         import pyarrow.parquet as pq
 
-        # Whole row groups are not read ahead: one may be as large as the file.
+        # No read-ahead of row groups: one may be as large as the file.
         with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             names = [name for name in file.schema_arrow.names if name not in dropped]
             yield from file.iter_batches(BATCH_ROWS, columns=names, use_threads=False)
@@ -264,7 +263,7 @@ def _plain_rows(table: Any, needs: Mapping[str, bool]) -> Iterator[dict[str, Any
 
 
 def _in_python(table: Any) -> Any:
-    """With types that Python has: what counts nanoseconds counts microseconds."""
+    """Convert nanosecond types to microseconds, which Python has."""
     import pyarrow as pa
 
     fields = [field.with_type(_python_type(field.type)) for field in table.schema]
@@ -293,7 +292,7 @@ def _python_type(kind: Any) -> Any:
 
 
 def _converted(where: str, name: str, kind: Any) -> bool:
-    """Whether values of this type have to be made plain. Raises TaskError for what cannot be."""
+    """Report whether values of this type need conversion. Raises TaskError if unsupported."""
     import pyarrow as pa
 
     types = pa.types
@@ -317,7 +316,7 @@ def _converted(where: str, name: str, kind: Any) -> bool:
 
 
 def _is_merged(kind: Any) -> bool:
-    """Whether values are messages or schemas of tools: a table gives each all keys of any."""
+    """Report whether values are messages or tool schemas: a table gives each all keys of any."""
     import pyarrow as pa
 
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
@@ -328,7 +327,7 @@ def _is_merged(kind: Any) -> bool:
 
 
 def _filled(value: Any) -> Any:
-    """The value without keys that hold nothing, at any depth."""
+    """Remove null keys at any depth."""
     if isinstance(value, Mapping):
         return {key: _filled(inner) for key, inner in value.items() if inner is not None}
     return [_filled(inner) for inner in value] if isinstance(value, list) else value

@@ -1,11 +1,10 @@
-"""Rows as one file: JSON lines, where each begins, their number and their digest.
+"""Rows as one memory-mapped file: JSON lines, their offsets, number and digest.
 
     lines | padding | offsets, 8 bytes each, one more than rows | footer, JSON | its length, 8 bytes
 
-Whatever the rows came from, this is what task processes map into memory; a row is decoded when it
-is asked for. The digest is that of `registry.rows_digest`: sha256 over the canonical JSON of every
-row, so the same rows have one digest in every format, and old runs the one they have.
-Arrow would force rows with different columns into one schema.
+Rows are decoded on access. The digest is sha256 over the canonical JSON of every row
+(`registry.rows_digest`), equal in every format. Arrow would force rows with different columns into
+one schema.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class RowsFooter(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands behind the rows."""
+    """Footer of a row file."""
 
     rows: int
     offsets_at: int
@@ -36,17 +35,17 @@ class RowsFooter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TooManyBytes(Exception):
-    """More rows than memory was meant for."""
+    """Rows exceed the byte limit."""
 
 
 class DataRows(Sequence[Mapping[str, Any]]):
-    """Rows of a data set, decoded one at a time; `digest` is known without reading them.
+    """Rows of a data set, decoded one at a time; `digest` needs no reading.
 
-    Example: ``rows[17]["prompt"]``. Every row is a fresh object.
+    Example: ``rows[17]["prompt"]``. Every row is a new object.
     """
 
     def __init__(self, buffer: bytes | mmap.mmap) -> None:
-        """Raises TaskError where these bytes are no such file."""
+        """Raises TaskError for bytes in another format."""
         view = memoryview(buffer)
         try:
             length = int.from_bytes(view[-_WORD:], "little")
@@ -62,10 +61,10 @@ class DataRows(Sequence[Mapping[str, Any]]):
 
     @classmethod
     def mapped(cls, path: Path) -> DataRows:
-        """Of a file; its pages are shared by all processes that map it. Raises OSError."""
+        """Map a file; processes share its pages. Raises OSError."""
         with path.open("rb") as file:
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        buffer.madvise(mmap.MADV_RANDOM)  # rows are asked for in a shuffled order
+        buffer.madvise(mmap.MADV_RANDOM)  # shuffled access
         return cls(buffer)
 
     def __len__(self) -> int:
@@ -92,7 +91,7 @@ class DataRows(Sequence[Mapping[str, Any]]):
 def write_rows(
     rows: Iterable[tuple[str, Mapping[str, Any]]], file: IO[bytes], *, bytes_max: int | None = None
 ) -> RowsFooter:
-    """Write rows and what stands behind them. Each comes with where it was found, for messages.
+    """Write rows, offsets and footer; each row comes with its position for messages.
 
     Raises TaskError for a row that is not plain JSON, TooManyBytes beyond `bytes_max`.
     """

@@ -1,7 +1,7 @@
-"""Which files a source names, by what they begin with: decides formats, globs and splits.
+"""Files of a data source: formats, globs and splits.
 
-Every file is known by its content (Parquet, Arrow, gzip, zstd), and what is text by its ending: CSV
-and TSV; all other text is JSON, one object per line or one array of objects.
+Content identifies Parquet, Arrow, gzip and zstd; the suffix identifies CSV and TSV. Other text is
+JSON, one object per line or one array.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ DEFAULT_SPLIT: Final = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
-    """A file with rows."""
-
     path: Path
 
     def identity(self) -> tuple[str, int, int, int]:
-        """What changes when the file does, without reading it. Raises TaskError."""
+        """Return path, size, time and inode state that changes with the file. Raises TaskError."""
         try:
             found = self.path.stat()
         except OSError as error:
@@ -38,7 +36,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSet:
-    """A data set by its name on the hub. Example: ``hf:openai/gsm8k:main@v1``."""
+    """Return path, size, time and inode, to detect changes. Raises TaskError."""
 
     name: str
     config: str
@@ -46,7 +44,7 @@ class HubSet:
     split: str
 
     def identity(self) -> tuple[str, str, str, str]:
-        """What was asked for: what the hub has under that name may become another."""
+        """Name, configuration and revision as requested; the hub's content may change."""
         return self.name, self.config, self.revision, self.split
 
 
@@ -54,10 +52,8 @@ Source = DataFile | HubSet
 
 
 def sources_of(spec: DataSpec) -> list[Source]:
-    """Files and hub's data sets of a specification, in order; a glob's are sorted.
-
-    Raises TaskError where there is nothing, or no such split.
-    """
+    """Return files and hub data sets in order, those of a glob sorted. Raises TaskError for missing
+    files or splits."""
     found: list[Source] = []
     for named in spec.sources:
         found += [_hub(named, spec.split)] if named.startswith(HUB) else _local(named, spec.split)
@@ -96,7 +92,7 @@ def _matches(named: str) -> Sequence[Path]:
 
 
 def _saved(folder: Path, split: str) -> Iterator[DataFile]:
-    """The files of what `save_to_disk` wrote: a data set, or a dictionary of them by split."""
+    """Yield the files of `save_to_disk`: a data set, or a dictionary of splits."""
     if (folder / "dataset_dict.json").is_file():
         splits = [str(one) for one in _plain(folder / "dataset_dict.json").get("splits", ())]
         if not split:

@@ -1,4 +1,4 @@
-"""What is asked of data: which files, which rows of them, under which names."""
+"""Specification of data: sources, selection of rows, names of columns."""
 
 from __future__ import annotations
 
@@ -8,50 +8,49 @@ from typing import Final, Literal
 import msgspec
 
 HUB: Final = "hf:"
-"""How a source begins that is the name of a data set on the Hugging Face hub."""
+"""Prefix of a source on the Hugging Face hub."""
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Rows of one or several sources, in their order.
+    """Rows of one or several sources, in order.
 
-    Columns are renamed first; `filter`, `part` and `prompt` see the new names.
-
-    Example: ``DataSpec(sources=("train-*.parquet",), columns={"prompt": "question"})``.
+    Columns are renamed first; `filter`, `part` and `prompt` use the new names. Example:
+    ``DataSpec(sources=("train-*.parquet",), columns={"prompt": "question"})``.
     """
 
     sources: tuple[str, ...]
-    """Paths, globs, directories that `save_to_disk` wrote, or `hf:NAME[:CONFIG][@REVISION]`."""
+    """Paths, globs, `save_to_disk` directories, or `hf:NAME[:CONFIG][@REVISION]`."""
     split: str = ""
-    """Of saved data sets and those of the hub; empty: the only one, or `train`."""
+    """Split of saved or hub data sets; empty: the only one, or `train`."""
     columns: Mapping[str, str] = {}
-    """New name to old name; a new name of nothing ("") leaves that column out."""
+    """Old name by new name; an empty new name drops the column."""
     filter: str = ""
-    """An expression over the columns; see `filters`."""
+    """Expression over the columns; see `filters`."""
     part: Literal["all", "train", "eval"] = "all"
-    """Of the rows that are left: those that `held_out` leaves, or those that it takes."""
+    """Training or held-out part of the remaining rows."""
     held_out: float = 0.0
-    """Share of the rows, chosen by a hash of their content."""
+    """Held-out share of the rows, chosen by a hash of their content."""
     prompt: str = ""
-    """A column that must hold text or a conversation in every row; empty: none is asked for."""
+    """Column that must hold text or a conversation in every row; empty: no check."""
 
 
 class DataProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """What preparing says of itself while it goes on."""
+    """Progress of preparation."""
 
     text: str
 
 
 class DataRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Why data cannot be read."""
+    """Reason why data cannot be read."""
 
     message: str
     hint: str | None
     kind: str
-    """Name of the error's class."""
+    """Class name of the error."""
 
 
 def said_of(sources: tuple[str, ...]) -> str:
-    """The sources as a message names them."""
+    """Return the sources as named in messages."""
     more = f" and {len(sources) - 1} more" if len(sources) > 1 else ""
     return f"{sources[0]}{more}"
 

@@ -1,1 +1,1 @@
-"""Rewards by name and weight: what a task asks, and the functions that come with the package."""
+"""Rewards by name and weight: built-in functions and users' own."""

@@ -1,13 +1,11 @@
-"""What a reward function is given: decides it by the names of its parameters; and what those that
-come with the package are made of.
+"""Binding of reward functions: the names of their parameters select their arguments.
 
-`row`, `text`, `turns`, `messages`, `completion` and `answer` are of the trajectory; a function that
-names `rows`, `texts`, `answers` or `completions` is asked of several at once (`batches`). What has
-another name is an option. Two parameters with other names are called by place, with the row and
-the text.
+`row`, `text`, `turns`, `messages`, `completion` and `answer` belong to the trajectory. A function
+that names `rows`, `texts`, `answers` or `completions` is called in batches (`batches`). Other names
+are options. Two parameters with other names receive row and text by position.
 
-A function of a group has `row`, `answer`, `completions` and `texts`, the last two as lists of all
-siblings; two parameters with other names are called with the row and the completions.
+A function of a group has `row`, `answer`, `completions` and `texts`, the last two as lists over the
+group's trajectories. Two parameters with other names receive row and completions.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ from dora_pipe.producers.rewards.batches import Batches
 from dora_pipe.producers.tasks.port import Completion, Row
 
 KNOWN: Final = ("row", "text", "reasoning", "turns", "messages", "completion", "answer")
-"""Of the trajectory: its row, the last turn's text and thoughts, all segments' texts, the
-conversation, all of this at once, and the row's answer."""
+"""Arguments of a trajectory; `completion` contains all others except row and answer."""
 
 LISTS: Final = {
     "rows": "row",
@@ -34,39 +31,38 @@ LISTS: Final = {
     "answers": "answer",
     "completions": "completion",
 }
-"""The same of several trajectories, as lists of one length."""
+"""Batched arguments: lists of equal length, one item per trajectory."""
 
 OF_GROUP: Final = ("row", "answer", "completions", "texts")
-"""Of a group: its row, that row's answer, and what its siblings said, in order."""
+"""Arguments of a group; `completions` and `texts` are in sample order."""
 
 Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardContext:
-    """What a reward may know of where it is asked. Example: ``RewardContext(limit_s=10.0)``."""
+    """Context in which rewards run. Example: ``RewardContext(limit_s=10.0)``."""
 
     directory: str = ""
-    """Where relative paths in its options begin: `task.directory`."""
+    """Base of relative paths in options: `task.directory`."""
     limit_s: float = 10.0
-    """`task.reward_timeout_s`: nobody waits longer."""
+    """Time limit of a score: `task.reward_timeout_s`."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the options of a reward that comes with the package."""
+    """Base of the options of built-in rewards."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """The function, called by the names of its parameters. `where` names it in messages.
-
-        Raises ConfigError.
-        """
+        """Return the reward function, called by parameter names. `where` names it in messages.
+        Raises ConfigError."""
         raise NotImplementedError
 
     def check_answer(self, answer: Any) -> None:
-        """Raises TaskError for a row's answer that nothing can be compared with."""
+        """Raise TaskError for a row's answer that cannot be compared."""
 
     def digested(self, where: str, context: RewardContext) -> tuple[str, ...]:
-        """What decides the score and stands elsewhere. Raises ConfigError where it is not there."""
+        """Return external content that determines the score, such as files. Raises ConfigError
+        if missing."""
         return ()
 
 
@@ -76,19 +72,19 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A function with its options, and what it wants of a trajectory.
+    """Function with its options and argument names.
 
     Example: ``Bound(function=brevity, takes=("text",), options={"words": 50})``.
     """
 
     function: Function
     takes: tuple[str, ...] | None
-    """Names of `KNOWN` or of `LISTS`; None: row and text, by place."""
+    """Names of `KNOWN` or `LISTS`; None: row and text by position."""
     options: Mapping[str, Any]
     batches: Batches | None = None
 
     def __call__(self, row: Row, completion: Completion) -> Any:
-        """What the function gives. Raises what it raises, TaskError for a row without an answer."""
+        """Call the function. Raises its errors, and TaskError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completion.text)
         given = {name: _given(LISTS.get(name, name), row, completion) for name in self.takes}
@@ -99,18 +95,18 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundGroup:
-    """A function that scores the siblings of a group together, and what it wants of them.
+    """Function that scores the trajectories of a group together, with its argument names.
 
     Example: ``BoundGroup(function=rank, takes=("texts",), options={})``.
     """
 
     function: Function
     takes: tuple[str, ...] | None
-    """Names of `OF_GROUP`; None: row and completions, by place."""
+    """Names of `OF_GROUP`; None: row and completions by position."""
     options: Mapping[str, Any]
 
     def __call__(self, row: Row, completions: Sequence[Completion]) -> Any:
-        """What the function gives. Raises what it raises, KeyError for a row without an answer."""
+        """Call the function. Raises its errors, and KeyError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completions)
         given = {name: self._given(name, row, completions) for name in self.takes}
@@ -137,14 +133,14 @@ def _given(name: str, row: Row, completion: Completion) -> Any:
 
 
 def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
-    """Decide what `function` is given. `where` names it in messages.
+    """Bind `function` to its options. `where` names it in messages.
 
-    Raises ConfigError where a parameter is no name of `KNOWN` and no option, or an option is none
-    of its parameters.
+    Raises ConfigError for a parameter that is neither in `KNOWN` nor an option, and for an option
+    without a parameter.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # Some functions in C have none.
+    except (TypeError, ValueError):  # Some C functions have no signature.
         return Bound(function=function, takes=None, options={})
     if not options and _is_by_place(parameters, (*KNOWN, *LISTS)):
         return Bound(function=function, takes=None, options={})
@@ -155,7 +151,7 @@ def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
 
 
 def bind_group(where: str, function: Function, options: Mapping[str, Any]) -> BoundGroup:
-    """As `bind`, of a function that scores the siblings of a group together."""
+    """Bind a function that scores a group; see `bind`."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -172,8 +168,8 @@ def _taken(
     options: Mapping[str, Any],
     known: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Which of the `known` names a function asks for. Raises ConfigError where another one is no
-    option, or an option is none of its parameters."""
+    """Return the `known` names that a function takes. Raises ConfigError for unknown parameters
+    or options."""
     named = {name: one for name, one in parameters.items() if one.kind in _NAMED}
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     what = "group" if known is OF_GROUP else "trajectory"
@@ -195,8 +191,7 @@ def _taken(
 
 
 def _is_by_place(parameters: Mapping[str, inspect.Parameter], known: tuple[str, ...]) -> bool:
-    """Whether these are called with row and text: ``score(sample, output)``. Not where a name says
-    something else."""
+    """Report whether the arguments are positional, as in ``score(sample, output)``."""
     needed = [one for one in parameters.values() if one.default is one.empty]
     placed = [one.name for one in needed if one.kind in _BY_PLACE]
     others = len(needed) - len(placed)

@@ -1,7 +1,7 @@
-"""Reward functions that take lists: decides which calls wait for each other.
+"""Batching of reward functions that take lists.
 
-What comes within `WAIT_S` of the first is asked at once, `BATCH_MAX` at most. A function that is
-not `async` runs in the main thread, as any reward.
+A batch closes `WAIT_S` after its first call, or at `BATCH_MAX` calls. A function that is not
+`async` runs in the main thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAIT_S: Final = 0.02
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """Calls that are answered together."""
+    """Calls answered together."""
 
     given: list[Mapping[str, Any]] = field(default_factory=list)
     full: asyncio.Event = field(default_factory=asyncio.Event)
@@ -30,13 +30,13 @@ class Batch:
     answers: asyncio.Task[Sequence[Any]] | None = None
 
     def waits(self, waiting: bool) -> None:
-        """As `Place.waits`, of all its calls."""
+        """Mark all calls as waiting; see `Place.waits`."""
         for place in self.places:
             place.waits(waiting)
 
 
 class Batches:
-    """A function that is called with lists, as one that is called for each.
+    """Adapter from single calls to a function of lists.
 
     Example: ``await Batches(model.scores, {}).ask({"texts": "42"})``
     """
@@ -46,8 +46,8 @@ class Batches:
         self._open: Batch | None = None
 
     async def ask(self, given: Mapping[str, Any]) -> Any:
-        """The function's answer for one item of its lists. Raises what the function raises, and
-        ValueError where it gave another number of answers than it was asked for."""
+        """Return the function's answer for one item. Raises its errors, and ValueError for a
+        wrong number of answers."""
         batch = self._open
         if batch is None:
             batch = self._open = Batch()

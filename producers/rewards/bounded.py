@@ -1,12 +1,10 @@
-"""Questions about a model's text that may take for ever, asked of a helper process with limits.
+"""Evaluation of untrusted patterns, expressions and schemas in a helper process with limits.
 
-A pattern that tries every way to match, an expression of astronomic size, a nested document: what
-answers them cannot be interrupted where it stands, so it stands in a process that the kernel ends
-after `CPU_S` seconds of computing or beyond `MEMORY_BYTES`. Time is that of the processor, so that
-a busy machine decides as an idle one does. The caller gets None in place of an answer, and the next
-question a fresh helper.
+Such evaluation cannot be interrupted in a thread. The kernel kills the helper after `CPU_S` seconds
+of processor time (so load does not matter) or beyond `MEMORY_BYTES`. The caller then gets None, and
+the next question a new helper.
 
-    python -m dora_pipe.producers.rewards.bounded      started by `Helper`, of no use by hand
+    python -m dora_pipe.producers.rewards.bounded    started by `Helper`
 """
 
 from __future__ import annotations
@@ -29,19 +27,20 @@ from typing import Any, Final
 import msgspec
 
 CPU_S: Final = 3.0
-"""Of one question. Of math-verify's hardest honest comparisons one in a thousand takes a second."""
+"""Processor seconds of one question; 1 in 1000 of math-verify's hardest honest comparisons takes
+1 s."""
 
 MEMORY_BYTES: Final = 2 << 30
-"""Of address space, libraries included."""
+"""Address space in bytes, libraries included."""
 
 BY_LIMITS: Final = (signal.SIGPROF, signal.SIGKILL, signal.SIGSEGV)
-"""What ends it: time, the machine's memory, the stack's."""
+"""Signals that mean a limit: time, memory, stack."""
 
 END_S: Final = 1.0
-"""How long it may take to go by itself."""
+"""Seconds for the helper to exit by itself."""
 
 CHARACTERS_MAX: Final = 200_000
-"""Of a text: what is before its last so many is not looked at."""
+"""Characters kept from the end of a text."""
 
 
 _MODULE: Final = "dora_pipe.producers.rewards.bounded"
@@ -55,18 +54,19 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """`value` is None where a limit was in the way; `error` is what the question did wrong."""
+    """Result of a question: `value` is None if a limit ended it; `error` describes a wrong
+    question."""
 
     value: Any = None
     error: str = ""
 
 
 class WrongQuestion(ValueError):
-    """It is not the model's text that cannot be judged, but what it is held against."""
+    """Invalid pattern, gold answer or schema, independent of the model's text."""
 
 
 class Helper:
-    """The helper process of this one; it starts with the first question.
+    """Helper process, started by the first question.
 
     Example: ``HELPER.ask("search", pattern="a+", group="", text="caat") == "aa"``
     """
@@ -77,11 +77,8 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, what: str, **about: Any) -> Any:
-        """The answer; None where it would take more than the limits.
-
-        Raises WrongQuestion for a schema that is none, an answer in the data that is no expression;
-        ChildProcessError where the helper ends by no limit.
-        """
+        """Return the answer, or None beyond the limits. Raises WrongQuestion for an invalid
+        schema or gold answer, ChildProcessError if the helper dies otherwise."""
         about = {key: _end_of(value) for key, value in about.items()}
         with self._lock:
             process = self._started()
@@ -102,7 +99,6 @@ class Helper:
         return answer.value
 
     def close(self) -> None:
-        """End the process."""
         with self._lock:
             self._end()
 
@@ -117,7 +113,7 @@ class Helper:
         return self._process
 
     def _end(self) -> int:
-        """Its status, of its exit or -signal."""
+        """Return the exit status, or -signal."""
         atexit.unregister(self.close)
         process, self._process = self._process, None
         if process is None:
@@ -125,7 +121,7 @@ class Helper:
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
-                    pipe.close()  # Where it lives, it reads the end, and goes.
+                    pipe.close()  # A live helper exits at the end of input.
         try:
             return process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -140,11 +136,11 @@ def _end_of(value: Any) -> Any:
     return value[-CHARACTERS_MAX:] if isinstance(value, str) else value
 
 
-# In the helper: the questions.
+# Child side: questions.
 
 
 def search(pattern: str, group: str, text: str) -> str | bool:
-    """What the group of the last match holds; without a group, whether there is a match."""
+    """Return the group of the last match; without a group, whether there is a match."""
     if not group:
         return re.search(pattern, text) is not None
     held = ""
@@ -154,8 +150,8 @@ def search(pattern: str, group: str, text: str) -> str | bool:
 
 
 def equal(gold: str, answer: str) -> list[Any]:
-    """Whether the answer can be read as an expression, whether it is the gold one's equal, and what
-    it reads: all equals of the gold one as that, another as the library writes it."""
+    """Return whether the answer parses, whether it equals the gold answer, and its normal form:
+    the gold answer's if equal, else the library's."""
     from math_verify import parse, verify
 
     wanted = _gold(gold)
@@ -169,20 +165,20 @@ def equal(gold: str, answer: str) -> list[Any]:
 
 
 def _written(expressions: list[Any]) -> str:
-    """Whole numbers and fractions alike: 0.50 is 1/2. Empty where it cannot be written down."""
+    """Return a normal form, with 0.50 as 1/2; empty if there is none."""
     first = expressions[0]
     try:
         return str(Fraction(str(first)) if getattr(first, "is_Float", False) else first)
-    except ValueError:  # More digits than Python writes.
+    except ValueError:  # More digits than Python prints.
         return ""
 
 
 @lru_cache(maxsize=1024)
 def _gold(gold: str) -> list[Any]:
-    """A row's answer as expressions. It may be bare: then it is read as LaTeX first."""
+    """Parse a row's answer; bare answers are read as LaTeX first."""
     from math_verify import parse
 
-    last = gold.rpartition("####")[2].strip()  # GSM8K's answers end so, behind their way.
+    last = gold.rpartition("####")[2].strip()  # GSM8K puts the answer after ####.
     if re.fullmatch(r"[-+]?\d+(\.\d+)?[eE][-+]?\d{1,2}", last):
         last = f"{Decimal(last):f}"
     marked = any(mark in last for mark in ("$", "\\(", "\\[", "\\boxed"))
@@ -191,8 +187,8 @@ def _gold(gold: str) -> list[Any]:
 
 
 def conforms(schema: dict[str, Any], text: str) -> list[Any]:
-    """Whether the text is JSON, whether that is what the schema describes, and the JSON with its
-    keys in order."""
+    """Return whether the text is JSON, whether it matches the schema, and the JSON with sorted
+    keys."""
     import jsonschema
     from referencing import Registry
     from referencing.exceptions import Unresolvable
@@ -207,7 +203,7 @@ def conforms(schema: dict[str, Any], text: str) -> list[Any]:
     except (ValueError, RecursionError):
         return [False, False, ""]
     try:
-        # An empty registry: nothing is fetched from where a schema refers to.
+        # An empty registry: references are never fetched.
         valid = kind(schema, registry=Registry()).is_valid(value)
         return [True, valid, json.dumps(value, sort_keys=True, separators=(",", ":"))]
     except Unresolvable as error:
@@ -219,7 +215,7 @@ def _no_constant(name: str) -> None:
 
 
 _VERIFY: Final[Mapping[str, Any]] = {"timeout_seconds": None, "allow_set_relation_comp": True}
-"""Time is the kernel's to limit; `x <= 3` is the interval."""
+"""The kernel limits the time; `x <= 3` is an interval."""
 
 QUESTIONS: Final[Mapping[str, Callable[..., Any]]] = {
     "search": search,
@@ -229,12 +225,12 @@ QUESTIONS: Final[Mapping[str, Callable[..., Any]]] = {
 
 
 def main() -> None:
-    """Answer until the pipe ends; the word behind the module is the seconds of a question."""
+    """Answer questions until the pipe ends; the argument is the limit in seconds."""
     cpu_s = float(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # Ends the process, wherever it stands.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # Terminates the process at any point.
     known: set[str] = set()
     for line in sys.stdin.buffer:
         question = msgspec.json.decode(line, type=Question)
@@ -249,7 +245,7 @@ def main() -> None:
 
 
 def _prepare(what: str) -> None:
-    """Imports do not count as time of a question; libraries say nothing of every text."""
+    """Import libraries outside the time limit and silence them."""
     import logging
 
     logging.disable()

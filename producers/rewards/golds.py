@@ -1,8 +1,8 @@
-"""The right answers of a row, in whatever form its data have them.
+"""Correct answers of a row, in the forms that data sets use.
 
-A list means any of its items, a number equals all ways to write it, `true` and `false` are these
-words. An object needs the name of the field that is meant; null, and what is none of these, is an
-error: it would be compared as the text "None".
+A list allows any of its items, a number equals all its notations, `true` and `false` are these
+words. An object needs a field name. Null and other values are errors: they would compare as the
+text "None".
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Gold = str | Decimal
 
 
 def right_answers(answer: Any, field: str = "") -> list[Gold]:
-    """Return what is right, at least one: texts, and numbers.
+    """Return the correct answers, at least one, as texts and numbers.
 
-    `field` names what counts of an object; dots go deeper. Raises TaskError.
+    `field` selects a field of an object; dots select nested fields. Raises TaskError.
     """
     value = plain(answer)
     items = value if isinstance(value, list) else [value]
@@ -61,7 +61,7 @@ def _inner(value: Mapping[str, Any], field: str) -> Any:
 
 
 def is_right(text: str, gold: Gold) -> bool:
-    """Compare a text with a right answer: numbers by value, other answers letter for letter."""
+    """Compare a text with a correct answer: numbers by value, others character by character."""
     if isinstance(gold, str):
         return text == gold
     try:

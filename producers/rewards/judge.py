@@ -1,9 +1,8 @@
-"""The reward `judge`: a model behind an endpoint of OpenAI's chat completions gives a score.
+"""Reward `judge`: a score from a model behind an OpenAI chat completions endpoint.
 
-It decides what is asked (a template over row, text, thoughts, turns and messages), what of an
-answer is the score, and what of a failure passes: an endpoint that is busy, away, or gives no score
-is asked again (`Retry`), one that refuses is not. Temperature is 0. Answers are kept by the content
-of their question, so that the same question has one answer, and costs once.
+The question is a template over row, text, thoughts, turns and messages; temperature is 0. A busy or
+absent endpoint and an answer without a score raise `Retry`; a rejection is final. Answers are
+cached by the content of their question.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ if TYPE_CHECKING:
     import jinja2
 
 SCORE: Final = r"(?i)\bscore\b\W{0,9}?(-?\d+(?:\.\d+)?)"
-"""What counts as a score by default: "Score: 7", "**score** = 0.5"."""
+"""Default pattern of a score: "Score: 7", "**score** = 0.5"."""
 
 ANSWER_BYTES_MAX: Final = 4 << 20
 ANSWER_CHARACTERS_MAX: Final = 20_000
-"""Of the judge's words, in which the score is looked for."""
+"""Characters of the judge's answer in which the score is searched."""
 
 _OBJECT: Final = re.compile(r"\{[^{}]*\}")
 
@@ -56,47 +55,49 @@ T = TypeVar("T")
 
 
 class Judge(Options, frozen=True, kw_only=True):
-    """What another model says of the text. Parts `prompt_tokens`, `completion_tokens` and, with
-    `price`, `cost`: of the answer when it was asked for."""
+    """Score of the text by another model.
+
+    Parts `prompt_tokens`, `completion_tokens` and, with `price`, `cost`, as of the original
+    request.
+    """
 
     model: str
     url: str = ""
-    """Of the API: what `/chat/completions` is put behind."""
+    """Base URL, to which `/chat/completions` is appended."""
     url_env: str = ""
-    """The environment variable that has it, where it is no run's business."""
+    """Environment variable with the URL."""
     key_env: str = ""
-    """The environment variable with the key. A key stands in no configuration."""
+    """Environment variable with the key; keys are not allowed in configurations."""
     prompt: str = ""
-    """A Jinja template with the rubric; `row`, `text`, `reasoning`, `turns` and
-    `messages` are known in it."""
+    """Jinja template with the rubric, over `row`, `text`, `reasoning`, `turns` and `messages`."""
     prompt_file: str = ""
-    """The file that has it, relative to `task.directory`."""
+    """File with the template, relative to `task.directory`."""
     system: str = ""
-    """A system message before it."""
+    """System message."""
     pattern: str = SCORE
-    """Its last match in the answer has the score in its first group."""
+    """Pattern of the score; the first group of the last match counts."""
     field: str = ""
-    """In place of a pattern: the field of a JSON object in the answer."""
+    """Field of a JSON object in the answer, instead of a pattern."""
     range: tuple[float, float] = (0.0, 1.0)
-    """Of the judge's scores; they become 0 to 1. What lies outside is no score."""
+    """Range of the judge's scores, mapped to 0 to 1; scores outside are invalid."""
     max_tokens: Annotated[int, Meta(ge=0)] = 512
-    """Of the judge's answer; 0 says nothing of it."""
+    """Token limit of the answer; 0 omits it."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What else stands in the request, or in place of what is there: `{temperature = 1}`."""
+    """Additional or replaced fields of the request, such as `{temperature = 1}`."""
     price: tuple[float, float] = (0.0, 0.0)
-    """Of a million prompt tokens and of a million completion tokens."""
+    """Prices of a million prompt tokens and a million completion tokens."""
     at_once: Annotated[int, Meta(ge=1, le=256)] = 64
-    """Questions in flight, of one task process."""
+    """Concurrent requests of one task process."""
     timeout_s: Annotated[float, Meta(gt=0)] = 8.0
-    """For one answer."""
+    """Time limit of one answer, in seconds."""
     cache: str = ""
-    """A folder of answers, relative to `task.directory`; empty: the user's (`docs/rewards.md`)."""
+    """Cache folder, relative to `task.directory`; empty: the user's (`docs/rewards.md`)."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """See Options. Raises ConfigError for what is missing or does not fit."""
+        """Return the function; see Options. Raises ConfigError for missing or invalid options."""
         if bool(self.url) == bool(self.url_env):
             raise ConfigError(f"{where}: takes one of the options `url` and `url_env`")
-        if "@" in self.url:  # It is stored and printed: this line must not repeat it.
+        if "@" in self.url:  # URLs are stored and printed: do not repeat this one.
             raise ConfigError(f"{where}: no names and passwords in an address; see `key_env`")
         if self.timeout_s >= context.limit_s:
             raise ConfigError(
@@ -112,11 +113,11 @@ class Judge(Options, frozen=True, kw_only=True):
         return client.score_reasoning if asks_reasoning else client.score
 
     def digested(self, where: str, context: RewardContext) -> tuple[str, ...]:
-        """The template, which may stand in a file."""
+        """Return the template, which may be in a file."""
         return (self.template(where, context),)
 
     def template(self, where: str, context: RewardContext) -> str:
-        """The prompt's text. Raises ConfigError where there is none."""
+        """Return the prompt template. Raises ConfigError if there is none."""
         if bool(self.prompt) == bool(self.prompt_file):
             raise ConfigError(f"{where}: takes one of the options `prompt` and `prompt_file`")
         if self.prompt:
@@ -128,10 +129,8 @@ class Judge(Options, frozen=True, kw_only=True):
 
 
 class JudgeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer as it is kept.
-
-    Example: ``JudgeAnswer(said="Score: 7", prompt_tokens=120, completion_tokens=4)``.
-    """
+    """Cached answer. Example: ``JudgeAnswer(said="Score: 7", prompt_tokens=120,
+    completion_tokens=4)``."""
 
     said: str
     prompt_tokens: int = 0
@@ -139,10 +138,10 @@ class JudgeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JudgeClient:
-    """One judge of a task process, with its connections and what it has answered."""
+    """Client of one judge in a task process, with connections and cache."""
 
     def __init__(self, options: Judge, where: str, context: RewardContext) -> None:
-        """Raises ConfigError for a template or pattern that is none, a variable that is not set."""
+        """Raises ConfigError for an invalid template or pattern, or an unset variable."""
         self._options = options
         self._template = _template(where, options.template(where, context))
         self._endpoint = JsonEndpoint(
@@ -167,7 +166,7 @@ class JudgeClient:
     async def score(
         self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message]
     ) -> Reward:
-        """As `score_reasoning`, for a prompt that does not mention the reasoning."""
+        """Score a completion whose prompt does not use the reasoning."""
         return await self.score_reasoning(row, text, turns, messages, reasoning="")
 
     async def score_reasoning(
@@ -178,17 +177,19 @@ class JudgeClient:
         messages: Sequence[Message],
         reasoning: str,
     ) -> Reward:
-        """The score, from 0 to 1. Raises Retry where another try may do better, TaskError where the
-        endpoint refuses."""
+        """Return the score, 0 to 1. Raises Retry for transient failures, TaskError if the
+        endpoint rejects the request."""
         prompt = self._template.render(
             row=row, text=text, reasoning=reasoning, turns=turns, messages=messages
         )
         return await self._scored(await self._answered(self._question(prompt)))
 
     async def _answered(self, question: Mapping[str, Any]) -> JudgeAnswer:
-        """The answer that is kept, or the endpoint's."""
+        """Return the cached answer or request one."""
         name = hashlib.sha256(canonical(question)).hexdigest()
-        asked = self._asked.get(name)  # Siblings often say the same, at the same time.
+        asked = self._asked.get(
+            name
+        )  # Trajectories of a group often have equal texts at the same time.
         if asked is None:
             asked = self._in_thread(self._judged, question, name)
             self._asked[name] = asked
@@ -196,14 +197,14 @@ class JudgeClient:
         return await asyncio.shield(asked)
 
     async def _scored(self, answer: JudgeAnswer) -> Reward:
-        """Reading an answer may take as long as the limits of `bounded` allow."""
+        """Read the score in a thread: it may take as long as the limits of `bounded`."""
         return await self._in_thread(self._reward, answer)
 
     def _in_thread(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     def close(self) -> None:
-        """Let go of connections and threads."""
+        """Close connections and threads."""
         self._threads.shutdown()
         self._endpoint.close()
 
@@ -224,11 +225,11 @@ class JudgeClient:
         if kept is not None:
             return kept
         asked = self._ask(question)
-        self._read(asked.said)  # What has no score is not kept.
+        self._read(asked.said)  # Answers without a score are not cached.
         return _keep(path, asked)
 
     def _reward(self, answer: JudgeAnswer) -> Reward:
-        """Raises Retry where there is no score in it."""
+        """Raises Retry if the answer has no score."""
         value = self._read(answer.said)
         spent = (answer.prompt_tokens, answer.completion_tokens)
         parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
@@ -238,7 +239,7 @@ class JudgeClient:
         return Reward(value=value, parts=parts)
 
     def _read(self, said: str) -> float:
-        """The score in an answer, from 0 to 1. Raises Retry where there is none."""
+        """Return the score of an answer, 0 to 1. Raises Retry if there is none."""
         said = said[-ANSWER_CHARACTERS_MAX:]
         if self._options.field:
             found = _field(said, self._options.field)
@@ -262,7 +263,7 @@ class JudgeClient:
 
 
 def cache_folder() -> Path:
-    """Where answers are kept that no option says the place of."""
+    """Return the default cache folder."""
     from dora_pipe.producers.data.prepare import cache_folder as of_data
 
     return of_data().with_name("judge")
@@ -281,7 +282,7 @@ def _template(where: str, text: str) -> jinja2.Template:
 
 
 def _written(value: Any) -> Any:
-    """Raise TaskError for null, which the judge would read as the word None."""
+    """Raise TaskError for null, which the judge would read as "None"."""
     if value is None:
         raise TaskError("a value in the judge's prompt is null; `{{ row.x or '' }}` allows it")
     return value
@@ -320,7 +321,7 @@ def _judge_answer(body: bytes) -> JudgeAnswer:
 
 
 def _kept(path: Path) -> JudgeAnswer | None:
-    """An answer of before; one that cannot be read is asked for again."""
+    """Return a cached answer, or None if it is missing or unreadable."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=JudgeAnswer)
     except (OSError, msgspec.DecodeError):
@@ -328,8 +329,8 @@ def _kept(path: Path) -> JudgeAnswer | None:
 
 
 def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
-    """Keep an answer, and give the one that counts: the first that came, should another process
-    have asked the same. Where there is no room to keep it, it is used all the same."""
+    """Cache an answer and return the first one cached, possibly by another process. A full disk
+    is ignored."""
     partial = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -343,7 +344,7 @@ def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
 
 
 def _field(said: str, field: str) -> float | None:
-    """A field of the answer, or of the last object in it."""
+    """Return a field of the answer, or of its last JSON object."""
     for text in (last_block(said), *_OBJECT.findall(said)[-1:]):
         try:
             found = json.loads(text)

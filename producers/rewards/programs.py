@@ -1,8 +1,7 @@
-"""The reward `code`: a row's tests are run on the program in the text, in `sandbox`.
+"""Reward `code`: runs a row's tests on the program in the text, in `sandbox`.
 
-It decides what the program is (the last fenced block, or all of the text), what kind of tests a row
-has, and when one has passed. The tests and the program share a process where tests are Python: what
-sets out to cheat them can. `docs/rewards.md` says what is isolated from what.
+The program is the last fenced block, or the entire text. Python tests share a process with the
+program, so a hostile program can cheat. `docs/rewards.md` describes the isolation.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from dora_pipe.producers.tasks.port import Retry, Reward, Row
 SANDBOX: Final = Path(__file__).with_name("sandbox.py")
 
 BESIDE_S: Final = 1.0
-"""What starting and ending take beside the programs, on a busy machine."""
+"""Seconds to start and stop on a busy machine, in addition to the programs."""
 
 TESTS_MAX: Final = 1000
-"""Of one row."""
+"""Maximum tests of a row."""
 
 MEBIBYTE: Final = 1 << 20
 
@@ -58,12 +57,11 @@ def main():
 
 main()
 """
-"""Python's tests, one after the other; each that passes is a line with a word that the program is
-not told."""
+"""Harness of Python tests: prints a secret word for each passed test."""
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """What a program reads, and what it has to print."""
+    """Input and expected output of a program."""
 
     input: str
     output: str
@@ -74,35 +72,34 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Code(Options, frozen=True, kw_only=True):
-    """Whether the text's program passes the row's tests. Part `passed`: the share that did.
+    """Score of a program by the row's tests. Part `passed`: the share that passed.
 
-    Tests are Python (a text, or a list of texts: `assert add(1, 2) == 3`), or what a program reads
-    and has to print (a list of `{input, output}`, or `{inputs = [...], outputs = [...]}`); all of
-    it also as JSON in a text.
+    Tests are Python (a text or a list of texts: `assert add(1, 2) == 3`), or inputs and outputs (a
+    list of `{input, output}`, or `{inputs = [...], outputs = [...]}`), also as JSON text.
     """
 
     column: str = "tests"
-    """The row's column with its tests."""
+    """Column with the tests."""
     share: bool = False
-    """The score is the share of tests that passed, not whether all did."""
+    """Score with the share of passed tests instead of all or nothing."""
     wall_s: Limit = 6.0
-    """For all tests of a text."""
+    """Seconds for all tests of a text."""
     cpu_s: Count = 4
-    """Seconds of the processor, of one program."""
+    """Processor seconds of one program."""
     memory_mb: Count = 512
-    """Of address space, of each process."""
+    """Address space of each process, in MB."""
     file_mb: Count = 16
-    """Of one file, and of what is printed; all files together may have four times that."""
+    """Limit of one file and of the output, in MB; all files together get 4 times that."""
     processes: Count = 16
-    """At the same time."""
+    """Maximum concurrent processes of a program."""
     at_once: Count = 4
-    """Texts whose programs run at the same time, in one task process; others wait."""
+    """Programs that run concurrently in one task process."""
     isolation: Literal["required", "none"] = "required"
-    """`required`: programs run in namespaces of the kernel, and nothing starts without them.
-    `none`: programs see the files and the network of the worker's user."""
+    """`required`: programs run in kernel namespaces, or the start fails. `none`: programs see
+    the files and network of the worker's user."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """See Options. Runs a program, to learn whether this machine isolates it."""
+        """Return the function; see Options. Runs a program to test the machine's isolation."""
         if self.wall_s + BESIDE_S > context.limit_s:
             raise ConfigError(
                 f"{where}: wall_s is {self.wall_s:g}, and task.reward_timeout_s"
@@ -113,11 +110,11 @@ class Code(Options, frozen=True, kw_only=True):
 
 
 class Programs:
-    """The programs of a task process; so many at a time."""
+    """Runner of programs with bounded concurrency, one per task process."""
 
     def __init__(self, options: Code, where: str, context: RewardContext) -> None:
-        """Raises ConfigError where isolation is required and there is none, TaskError where no
-        program can be run at all."""
+        """Raises ConfigError if isolation is required but unavailable, TaskError if no program
+        runs at all."""
         self._options = options
         self._patience_s = context.limit_s - options.wall_s - BESIDE_S
         self._room = asyncio.Semaphore(options.at_once)
@@ -133,8 +130,8 @@ class Programs:
         )
 
     async def score(self, row: Row, text: str) -> Reward:
-        """Whether, or how far, the tests pass. Raises ValueError where the row's tests are none,
-        Retry where there is no room to run them."""
+        """Score the program of a text. Raises ValueError for invalid tests, Retry if resources
+        are short."""
         tests = read_tests(row[self._options.column])
         program = last_block(text)
         if isinstance(tests[0], Expected):
@@ -200,7 +197,7 @@ class Programs:
                 said, _ = await process.communicate(msgspec.json.encode(order))
             finally:
                 if process.returncode is None:
-                    process.terminate()  # It ends what it has started, then itself.
+                    process.terminate()  # It kills its programs, then exits.
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), BESIDE_S)
                 if process.returncode is None:
@@ -211,7 +208,7 @@ class Programs:
         return _read(said, process.returncode)
 
     def _runs(self, *, isolate: bool) -> bool:
-        """Whether an empty program comes to its end so."""
+        """Report whether an empty program finishes."""
         directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
         try:
             order = self._order([Program(arguments=["-c", ""], stdin="")], {}, isolate=isolate)
@@ -228,7 +225,8 @@ def _command(directory: str) -> list[str]:
 
 
 def _read(said: bytes, status: int | None) -> list[Ended]:
-    """What the sandbox says. Raises Retry where it came to no end: then it is the machine's."""
+    """Parse the sandbox's output. Raises Retry if it is incomplete, which is the machine's
+    fault."""
     try:
         return msgspec.json.decode(said, type=list[Ended])
     except msgspec.DecodeError:
@@ -236,7 +234,7 @@ def _read(said: bytes, status: int | None) -> list[Ended]:
 
 
 def read_tests(value: Any) -> list[str | Expected]:
-    """The tests of a row, whatever way they are written in. Raises ValueError."""
+    """Return the tests of a row from any of their forms. Raises ValueError."""
     found = _tests(value)
     if not found or len(found) > TESTS_MAX:
         raise ValueError(f"a row has {len(found)} tests; from 1 to {TESTS_MAX} can be run")
@@ -248,7 +246,7 @@ def _tests(value: Any) -> list[str | Expected]:
         try:
             value = msgspec.json.decode(value)
         except msgspec.DecodeError:
-            return [value]  # Python may begin so too.
+            return [value]  # Python may also start this way.
     match value:
         case str():
             return [value]
@@ -280,5 +278,5 @@ def _text(value: Any) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """White space at the ends of lines, and empty lines at the end, do not count."""
+    """Split lines, ignoring trailing white space and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

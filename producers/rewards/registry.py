@@ -1,16 +1,11 @@
-"""The rewards of a configuration: which functions they are, and how their scores become one.
+"""Configured rewards: opens their functions and combines their scores.
 
-The value is the sum of weight times score. A reward that gives None abstains: the weights of the
-others grow in proportion, and the trajectory is invalid where all abstain. Every score is a part
-under its name; what a function says of its own in parts stands behind that name and a dot. `raw` is
-the first reward's score: the list begins with what is wanted, and what follows shapes it. The
-answer is that of the first that says one. A function of `task.reward` is asked, and its answer
-passed on, as it was when there was no list.
-
-Those that say `group` are asked apart, of all siblings of a group at once.
-
-What is not `async` is called in the calling thread, one after the other; the rest is waited for
-together.
+The value is the sum of weight times score. A reward that returns None abstains: the other weights
+grow in proportion. If all abstain, the trajectory is invalid. Each score is a part under its name;
+a function's own parts are prefixed with that name and a dot. `raw` is the score of the first
+reward. The first answer counts. A single function of `task.reward` passes its answer unchanged.
+Rewards with `group` run once for all trajectories of a group. Functions that are not `async` run in
+sequence in the calling thread; the others run concurrently.
 """
 
 from __future__ import annotations
@@ -52,17 +47,14 @@ _HERE: Final = "dora_pipe.producers.rewards"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltIn:
-    """A reward that comes with the package.
-
-    Example: ``BuiltIn(options="texts:Exact")``.
-    """
+    """Built-in reward. Example: ``BuiltIn(options="texts:Exact")``."""
 
     options: str
-    """Its `Options`, by module of this package and class."""
+    """Module and class of its `Options`."""
     needs: str = ""
-    """What it cannot do without, of the extra `rewards`; the version is digested."""
+    """Required package of the extra `rewards`; its version is digested."""
     sources: tuple[str, ...] = ()
-    """Other modules of this package that decide its score."""
+    """Other modules of this package that affect the score."""
 
 
 BUILT_IN: Final[Mapping[str, BuiltIn]] = {
@@ -78,7 +70,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One reward of the list, open.
+    """Open reward of the list.
 
     Example: ``Part(name="brevity", weight=0.1, ask=bind(...), sources=(brevity, "..."))``.
     """
@@ -87,13 +79,13 @@ class Part:
     weight: float
     ask: Bound | BoundGroup
     sources: tuple[Any, ...]
-    """Objects whose modules, and texts that, decide the score (`Task.reward_sources`)."""
+    """Objects (by their modules) and texts that determine the score (`Task.reward_sources`)."""
     check_answer: Callable[[Any], None]
     """See `Options`."""
 
 
 class Rewards:
-    """The rewards of a task as one scorer. Functions are imported when they are first needed.
+    """Combined scorer of a task's rewards; functions are imported on first use.
 
     Example: ``open_rewards(config.task).score({"answer": "42"}, Completion(text="42"))``
     """
@@ -105,22 +97,22 @@ class Rewards:
         single: bool = False,
         context: RewardContext | None = None,
     ) -> None:
-        """`single`: one reward by its name, whose answer is recorded as it is."""
+        """Create a scorer; `single` names one reward whose answer is passed unchanged."""
         self._uses = tuple(uses)
         self._context = context or RewardContext()
         self._single = single
         self._bare = single and ":" in uses[0].use
 
     def score(self, row: Row, completion: Completion) -> float | Reward | Awaitable[float | Reward]:
-        """A number or Reward, or an awaitable of it where a function is `async`.
+        """Return a number or Reward, or an awaitable if a function is `async`.
 
-        Raises what the functions raise: TypeError and ValueError, naming the reward, where one gave
-        no finite number; TaskError and ConfigError where one cannot be opened.
+        Raises the functions' errors, TypeError and ValueError naming a reward without a finite
+        number, and TaskError or ConfigError if a reward cannot be opened.
         """
         alone, _ = self._parts
         if self._bare:
             given: float | Reward = _asked(alone, row, completion)[0]
-            return given  # Or an awaitable; or what is no answer, which its caller says.
+            return given  # An awaitable, or an invalid answer that the caller reports.
         found = _asked(alone, row, completion)
         if any(map(inspect.isawaitable, found)):
             return self._together(found, functools.partial(_sum, alone))
@@ -129,7 +121,7 @@ class Rewards:
     def score_group(
         self, row: Row, completions: Sequence[Completion]
     ) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
-        """As `score`, of the rewards of groups: one Reward per completion, in order."""
+        """Score a group; return one Reward per completion, in order. See `score`."""
         alone, of_groups = self._parts
         found = _asked(of_groups, row, completions)
         summed = functools.partial(_sums, of_groups, len(completions), bool(alone))
@@ -143,30 +135,30 @@ class Rewards:
 
     @property
     def wants_answer(self) -> bool:
-        """Whether one of them is given the row's answer."""
+        """Report whether a reward uses the row's answer."""
         alone, of_groups = self._parts
         return any("answer" in (part.ask.takes or ()) for part in (*alone, *of_groups))
 
     @property
     def wants_reasoning(self) -> bool:
-        """Whether one of them looks at the thoughts alone."""
+        """Report whether a reward uses the thoughts."""
         parts = (*self._parts[0], *self._parts[1])
         named = any("reasoning" in (part.ask.takes or ()) for part in parts)
         return named or any(use.options.get("of") == "reasoning" for use in self._uses)
 
     def check_answer(self, answer: Any) -> None:
-        """Raises TaskError for a row's answer that one of them cannot compare with."""
+        """Raise TaskError for a row's answer that a reward cannot compare."""
         for part in self._parts[0]:
             part.check_answer(answer)
 
     def sources(self) -> tuple[Any, ...]:
-        """What decides the scores, for `Task.reward_sources`."""
+        """Return the objects that determine the scores (`Task.reward_sources`)."""
         alone, of_groups = self._parts
         return tuple(one for part in (*alone, *of_groups) for one in part.sources)
 
     @functools.cached_property
     def _parts(self) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-        """Those of one completion, and those of groups."""
+        """Return rewards of single completions and of groups."""
         parts: tuple[list[Part], list[Part]] = ([], [])
         for at, use in enumerate(self._uses):
             key = KEY if self._single else f"{KEY}[{at}]"
@@ -176,7 +168,7 @@ class Rewards:
     async def _together(
         self, found: Sequence[Any], summed: Callable[[Sequence[Any]], Summed]
     ) -> Summed:
-        """Wait for all; where one raises, or nobody waits any more, the others are stopped."""
+        """Await all; on an error or cancellation, cancel the rest."""
         waiting = [asyncio.ensure_future(one) for one in found if inspect.isawaitable(one)]
         try:
             await asyncio.gather(*waiting)
@@ -191,7 +183,7 @@ class Rewards:
 
 
 def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
-    """What each gives, or will give. Raises what they raise."""
+    """Call each part. Raises the parts' errors."""
     found: list[Any] = []
     try:
         for part in parts:
@@ -203,7 +195,7 @@ def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
 
 
 def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
-    """Sum of weight times score. Raises NoAnswer where all with a weight abstain."""
+    """Return the weighted sum. Raises NoAnswer if all with a weight abstain."""
     value, answer = 0.0, ""
     parts: dict[str, float] = {}
     scored = [part for part, one in zip(asked, found, strict=True) if one is not None]
@@ -235,8 +227,8 @@ def _abstained(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def _sums(asked: Sequence[Part], count: int, beside: bool, found: Sequence[Any]) -> list[Reward]:
-    """A Reward per sibling, of what each function gave for all of them. Where all abstain for all
-    siblings they add nothing, `beside` the rewards that each has alone."""
+    """Return one Reward per trajectory from the functions' lists. If all abstain on all
+    trajectories, they add nothing to the single rewards (`beside`)."""
     given = [
         in_order(f"the reward `{part.name}`", one, count)
         for part, one in zip(asked, found, strict=True)
@@ -247,7 +239,8 @@ def _sums(asked: Sequence[Part], count: int, beside: bool, found: Sequence[Any])
 
 
 def open_rewards(task: model.Task) -> Rewards:
-    """Return the scorer of `task.reward`; import nothing yet. Raises ConfigError if empty."""
+    """Return the scorer of `task.reward`, without importing functions. Raises ConfigError if
+    empty."""
     context = RewardContext(directory=task.directory, limit_s=task.reward_timeout_s)
     if isinstance(task.reward, str):
         return single(task.reward, context)
@@ -255,7 +248,7 @@ def open_rewards(task: model.Task) -> Rewards:
 
 
 def single(use: str, context: RewardContext | None = None) -> Rewards:
-    """The scorer of one reward, as `task.reward` names it. Raises ConfigError where it is empty."""
+    """Return the scorer of one reward named as in `task.reward`. Raises ConfigError if empty."""
     if not use:
         raise ConfigError(
             "task.reward: a reward is needed",
@@ -320,7 +313,7 @@ def _built_in(
 
 
 def _made(where: str, kind: type, options: Mapping[str, Any]) -> Function:
-    """An object of a user's class, made once with the options; it is called for every score."""
+    """Instantiate a user's class once with its options."""
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
@@ -341,7 +334,7 @@ def _number(name: str, value: object) -> float:
 
 
 def _drop(found: Sequence[Any]) -> None:
-    """Coroutines that nobody will wait for."""
+    """Close coroutines that will not be awaited."""
     for one in found:
         if inspect.iscoroutine(one):
             one.close()

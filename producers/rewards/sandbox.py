@@ -1,16 +1,14 @@
-"""Runs programs that nobody trusts, one after the other, with limits; decides nothing of them.
+"""Runner of untrusted programs, one after another, with limits.
 
-Where the kernel lets it, each is alone: namespaces of its own for users, mounts, processes, network
-and IPC. It then sees a file system that is read-only but for an empty temporary one in memory, no
-network but itself, no other process, an empty /proc, /run and /tmp; and when it ends, all it
-started ends. Elsewhere only the limits hold: time, memory, files, processes.
+If the kernel allows, each program has its own namespaces for users, mounts, processes, network and
+IPC. It sees a read-only file system, an empty temporary one in memory, loopback only, no other
+process, and an empty /proc, /run and /tmp. Its descendants end with it. Otherwise only the limits
+on time, memory, files and processes apply. A program can still read what its user can read; a
+kernel bug opens namespaces.
 
-What it can do all the same: read what its user can read, and use processor and memory up to the
-limits. Namespaces are the kernel's; a fault of the kernel opens them.
-
-A program by itself, of the standard library alone: ``python -I -S sandbox.py < ORDER``, one JSON
-object each way (`Order`, and a list of `Ended`). It ends with the process that started it, and
-every program with it.
+Standalone, standard library only: ``python -I -S sandbox.py < ORDER``, with one JSON object each
+way (`Order`, and a list of `Ended`). It ends with its parent process and takes all programs with
+it.
 """
 
 from __future__ import annotations
@@ -33,36 +31,36 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 1, 2, 4, 0x4000, 0x40000
 SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 
 INNER_ID: Final = 1000
-"""User and group inside, so that starting the program takes the namespaces' rights away."""
+"""User and group inside; exec as non-root drops the namespace's capabilities."""
 
 HIDDEN: Final = ("/proc", "/run", "/tmp", "/var/tmp", "/dev/shm")
-"""Empty inside, but where Python itself lies there."""
+"""Folders emptied inside, unless Python is installed there."""
 
 LOOK_FIRST_S, LOOK_MAX_S = 0.002, 0.03
-"""Between two looks at a running program."""
+"""Seconds between two polls of a running program."""
 
 ROUNDS_MAX: Final = 200
-"""Of killing what is left of a program without a namespace."""
+"""Attempts to kill the remains of a program without a namespace."""
 
 ROOM: Final = 4
-"""The temporary file system holds so many times the largest file."""
+"""Size of the temporary file system, as a multiple of the largest file."""
 
 BESIDE: Final = 2
-"""Processes that are ours below the one between."""
+"""Our own processes below the intermediate one."""
 
 OUTPUT_BYTES_MAX: Final = 8 << 20
-"""Of a program's output that is told."""
+"""Bytes of a program's output that are reported."""
 
 
 class Program(TypedDict):
-    """One program: Python's arguments, and what it reads."""
+    """Python arguments of a program, and its input."""
 
     arguments: list[str]
     stdin: str
 
 
 class Order(TypedDict):
-    """What to run, with which limits; `stop`: not on behind the first that fails."""
+    """Programs and limits; `stop`: stop after the first failure."""
 
     runs: list[Program]
     files: dict[str, str]
@@ -76,8 +74,8 @@ class Order(TypedDict):
 
 
 class Ended(TypedDict):
-    """`status`: of its exit, or -signal; None where it was too late or too many, or never began.
-    `isolated`: whether it was alone."""
+    """Result: `status` is the exit status or -signal, None if the program exceeded time or
+    processes, or never started. `isolated`: whether it ran in namespaces."""
 
     status: int | None
     output: str
@@ -88,22 +86,22 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError where a call of the C library failed."""
+    """Raise OSError if a call of the C library failed."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the parent is."""
+    """Die with the parent."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def enter_namespaces() -> None:
-    """Be alone; the next process that is started is the first of the new namespace. Raises OSError
-    where the kernel, or what contains this machine, does not let us."""
+    """Enter new namespaces; the next child is their first process. Raises OSError if the kernel
+    or container forbids it."""
     user, group = os.getuid(), os.getgid()
     flags = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
     check(LIBC.unshare(flags), "unshare")
@@ -113,13 +111,12 @@ def enter_namespaces() -> None:
 
 
 def mount(kind: str, place: str, flags: int, options: str) -> None:
-    """mount(2)."""
     done = LIBC.mount(b"none", place.encode(), kind.encode(), flags, options.encode())
     check(done, f"mount {place}")
 
 
 def hide_files(directory: str, room_bytes: int) -> None:
-    """Everything read-only; `directory` empty, writable, in memory; what is `HIDDEN` empty."""
+    """Make all read-only, `directory` an empty writable memory file system, and `HIDDEN` empty."""
     mount("", "/", MS_REC | MS_PRIVATE, "")
     read_only = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID, 0, 0, 0)  # attr_set, clr, ...
     size = ctypes.sizeof(read_only)
@@ -142,7 +139,7 @@ def hide_files(directory: str, room_bytes: int) -> None:
 
 
 def limit(order: Order, *, isolated: bool) -> None:
-    """Of the calling process and what it starts."""
+    """Limit the calling process and its children."""
     for what, bound in (
         (resource.RLIMIT_CPU, order["cpu_s"]),
         (resource.RLIMIT_AS, order["memory_bytes"]),
@@ -151,12 +148,12 @@ def limit(order: Order, *, isolated: bool) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (bound, bound))
-    if isolated:  # Elsewhere it counts what else the user runs.
+    if isolated:  # Without a namespace it counts the user's other processes.
         resource.setrlimit(resource.RLIMIT_NPROC, (order["processes"] + BESIDE,) * 2)
 
 
 def run(order: Order, one: Program, directory: str, end: float) -> Ended:
-    """Program a program to its end, or to a limit."""
+    """Run a program until it ends or reaches a limit."""
     given, output = os.memfd_create("input"), os.memfd_create("output")
     os.write(given, one["stdin"].encode(errors="replace"))
     os.lseek(given, 0, os.SEEK_SET)
@@ -186,11 +183,11 @@ def run(order: Order, one: Program, directory: str, end: float) -> Ended:
 def _between(
     order: Order, one: Program, directory: str, parent: int, pipes: tuple[int, int], tell: int
 ) -> None:
-    """A process between this one and the program: it makes the namespaces, and takes them away."""
+    """Run the intermediate process, which creates the namespaces and ends with them."""
     die_with(parent)
     os.setpgid(0, 0)
     isolated = order["isolate"]
-    if isolated:  # All of it, or the program does not start.
+    if isolated:  # Fully isolated, or the program does not start.
         enter_namespaces()
         hide_files(directory, order["file_bytes"] * ROOM)
     os.write(tell, b"alone " if isolated else b"among ")
@@ -200,7 +197,7 @@ def _between(
     if first:
         os.waitpid(first, 0)
         os._exit(0)
-    # The first of its namespace: signals do not end it, and with it everything there ends.
+    # First process of the namespace: signals do not end it, and its end kills all others.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     program = os.fork()
     if program == 0:
@@ -232,7 +229,7 @@ def _become(
 
 
 def _wait(child: int, processes: int, end: float) -> bool:
-    """Whether it ended by itself, in time, and never was more than so many processes."""
+    """Report whether the child ended in time and within the process limit."""
     pause = LOOK_FIRST_S
     most = processes + BESIDE
     while not os.waitpid(child, os.WNOHANG)[0]:
@@ -244,7 +241,7 @@ def _wait(child: int, processes: int, end: float) -> bool:
 
 
 def descendants(process: int, most: int) -> list[int]:
-    """Processes below a process, `most` at most."""
+    """Return descendants of a process, at most `most`."""
     found: list[int] = []
     look = [process]
     while look and len(found) < most:
@@ -258,7 +255,7 @@ def descendants(process: int, most: int) -> list[int]:
 
 
 def kill(child: int) -> None:
-    """Everything that a program started and that is left of it: children of ours by now."""
+    """Kill the remaining processes of a program, which are reparented to us."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     for _ in range(ROUNDS_MAX):
@@ -274,7 +271,7 @@ def kill(child: int) -> None:
 
 
 def main() -> None:
-    """Do what the order says."""
+    """Run the order from stdin."""
     die_with(int(sys.argv[1]))
     directory = sys.argv[2]
     order: Order = json.load(sys.stdin)

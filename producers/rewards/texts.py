@@ -1,7 +1,7 @@
-"""Rewards that look at the last turn's text: `math`, `exact`, `regex`, `json-schema`.
+"""Rewards of the last turn's text: `math`, `exact`, `regex`, `json-schema`; each is 1 or 0.
 
-Each is 1 or 0. They decide what of the text is compared with what of the row (`golds`); what may
-take for ever is asked of `bounded`, and is 0 where it would (part `stopped`).
+`golds` gives the correct answers. `bounded` evaluates untrusted input; a timeout scores 0 with part
+`stopped`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STOPPED = Reward(value=0.0, parts={"stopped": 1.0})
 
 
 def last_block(text: str) -> str:
-    """What stands in the last fenced block of a text that is closed; without one, the text."""
+    """Return the content of the last closed fenced block, or the entire text."""
     found: str | None = None
     inside: list[str] | None = None
     for line in text.splitlines(keepends=True):
@@ -40,37 +40,36 @@ class Compared(Options, frozen=True, kw_only=True):
     """Options of a reward that compares with the row's answer."""
 
     field: str = ""
-    """The field of an answer that is an object; dots go deeper."""
+    """Field of an answer that is an object; dots select nested fields."""
     of: Literal["auto", "text", "reasoning", "written"] = "auto"
-    """The compared text: the last turn's text, its thoughts, or the turn as it was written,
-    thoughts included; `auto` is `text`."""
+    """Compared text: the last turn's text, its thoughts, or the turn as written, including
+    thoughts; `auto` is `text`."""
 
     def part(self, completion: Completion) -> str:
-        """Return what is looked at."""
+        """Return the compared text."""
         return str(getattr(completion, "text" if self.of == "auto" else self.of))
 
     def check_answer(self, answer: Any) -> None:
-        """See Options."""
         right_answers(answer, self.field)
 
 
 class Math(Compared, frozen=True, kw_only=True):
-    """Whether the text's last expression equals the row's answer (math-verify).
+    """Equality of the text's last expression and the row's answer (math-verify).
 
-    Numbers, fractions, LaTeX, sets, intervals, equations; what cannot be read is 0, and so is what
-    takes too long to compare. Part `parsed`: whether there was an expression.
+    Supports numbers, fractions, LaTeX, sets, intervals and equations. Unreadable or slow
+    expressions score 0. Part `parsed`: whether there was an expression.
     """
 
     boxed: bool = False
-    """Only what stands in the text's last ``\\boxed{}`` counts."""
+    """Compare only the text's last ``\boxed{}``."""
 
     def open(self, where: str, context: RewardContext) -> Function:
-        """See Options. Asks once, so that the library is there when the first text comes."""
+        """Return the function; see Options. Loads the library before the first text."""
         HELPER.ask("equal", gold="1", answer="1")
         return self.score
 
     def score(self, completion: Completion, answer: Any) -> Reward:
-        """1 or 0. Raises TaskError where no answer of the row is an expression."""
+        """Return 1 or 0. Raises TaskError if no answer of the row is an expression."""
         said = self.part(completion)
         if self.boxed:
             inner = last_boxed(said)
@@ -91,7 +90,7 @@ class Math(Compared, frozen=True, kw_only=True):
 
 
 def last_boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{...}`` whose brackets close; None without one."""
+    """Return the content of the last ``\boxed{...}`` with balanced braces, or None."""
     at = text.rfind("\\boxed{")
     if at < 0:
         return None
@@ -104,31 +103,31 @@ def last_boxed(text: str) -> str | None:
 
 
 class NoReward(Options, frozen=True, kw_only=True):
-    """0 for everything: what is learnt comes from a teacher."""
+    """Zero for every text, for training by a teacher."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         return self.score
 
     def score(self, text: str) -> float:
-        """0."""
+        """Return 0."""
         return 0.0
 
 
 class Exact(Compared, frozen=True, kw_only=True):
-    """Compare the text with the row's answers, character for character; numbers by value."""
+    """Character equality with the row's answers; numbers compare by value."""
 
     strip: bool = True
-    """White space around both does not count."""
+    """Ignore surrounding white space."""
     case: bool = True
-    """Whether capital letters are other letters."""
+    """Distinguish upper and lower case."""
     behind: str = ""
-    """A marker: what stands behind its last place in the text is compared. No marker, no match."""
+    """Marker: compare the text after its last occurrence; without it there is no match."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         return self.score
 
     def score(self, completion: Completion, answer: Any) -> Reward:
-        """1 or 0."""
+        """Return 1 or 0."""
         said, golds = self.part(completion), right_answers(answer, self.field)
         if self.behind:
             _, marker, said = said.rpartition(self.behind)
@@ -142,7 +141,7 @@ class Exact(Compared, frozen=True, kw_only=True):
 
 
 def _compared(said: str, golds: Sequence[Gold], normal: Callable[[str], str]) -> Reward:
-    """1 where one of them is said; of equal ones the first is the answer."""
+    """Return 1 if a correct answer is given; the first of equal ones is recorded."""
     said = normal(said)
     golds = [normal(gold) if isinstance(gold, str) else gold for gold in golds]
     right = any(is_right(said, gold) for gold in golds)
@@ -150,12 +149,12 @@ def _compared(said: str, golds: Sequence[Gold], normal: Callable[[str], str]) ->
 
 
 class Regex(Compared, frozen=True, kw_only=True):
-    """Whether a pattern is in the text; with a group, whether its last match has the answer."""
+    """Match of a pattern; with a group, the last match must contain the answer."""
 
     pattern: str
-    """Python's; flags stand in it, as ``(?i)``."""
+    """Python pattern; flags are inline, as ``(?i)``."""
     group: str = ""
-    """Name or number of the group that is compared."""
+    """Name or number of the compared group."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         try:
@@ -168,18 +167,19 @@ class Regex(Compared, frozen=True, kw_only=True):
         return self.compared if self.group else self.found
 
     def part(self, completion: Completion) -> str:
-        """See Compared; `auto` is `written` for a pattern with `<think>` or `</think>`."""
+        """Return the compared text; `auto` is `written` for a pattern with `<think>` or
+        `</think>`."""
         marked = any(mark in self.pattern for mark in ("<think>", "</think>"))
         return completion.written if self.of == "auto" and marked else super().part(completion)
 
     def found(self, completion: Completion) -> float | Reward:
-        """1 where the pattern matches somewhere."""
+        """Return 1 if the pattern matches."""
         text = self.part(completion)
         held = HELPER.ask("search", pattern=self.pattern, group="", text=text)
         return _STOPPED if held is None else float(held)
 
     def compared(self, completion: Completion, answer: Any) -> Reward:
-        """1 where the last match's group is an answer; white space around both does not count."""
+        """Return 1 if the last match's group is an answer, ignoring surrounding white space."""
         text = self.part(completion)
         golds = right_answers(answer, self.field)
         held = HELPER.ask("search", pattern=self.pattern, group=self.group, text=text)
@@ -189,15 +189,15 @@ class Regex(Compared, frozen=True, kw_only=True):
 
 
 class JsonSchema(Options, frozen=True, kw_only=True):
-    """Whether the text, or its last fenced block, is JSON that a schema describes.
+    """JSON that matches a schema: the text, or its last fenced block.
 
-    Nothing is fetched from where a schema refers to. Part `json`: whether it was JSON.
+    References of a schema are not fetched. Part `json`: whether it was JSON.
     """
 
     schema: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The schema, where all rows have the same."""
+    """Schema of all rows."""
     column: str = ""
-    """The row's column with its schema: a table, or JSON in a text."""
+    """Column with a row's schema: an object, or JSON text."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         if bool(self.schema) == bool(self.column):
@@ -215,7 +215,7 @@ class JsonSchema(Options, frozen=True, kw_only=True):
         return self.score
 
     def score(self, row: Row, text: str) -> Reward:
-        """1 or 0. Raises ValueError where the row's schema is none."""
+        """Return 1 or 0. Raises ValueError for an invalid schema in the row."""
         schema: Any = self.schema or row[self.column]
         if isinstance(schema, str):
             schema = msgspec.json.decode(schema)

@@ -1,1 +1,1 @@
-"""Tasks out of environments that others wrote, each behind the name of its package."""
+"""Tasks from third-party environments, prefixed by the name of their package."""

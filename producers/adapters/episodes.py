@@ -1,6 +1,4 @@
-"""What environments of others have in common here: rows that are seeds, and a conversation that is
-text, or messages of a user. Decides nothing of a game.
-"""
+"""Shared parts of environment adapters: seeded rows, and conversations as text or messages."""
 
 from __future__ import annotations
 
@@ -14,18 +12,17 @@ from dora_pipe.producers.tasks.port import Observation, Prompt, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
 
 EVAL_SEED: Final = 999
-"""Evaluation rows do not depend on `options.seed`: runs can be compared."""
+"""Seed of evaluation rows, independent of `options.seed` so that runs are comparable."""
 
 SEED_BITS: Final = 31
-"""Most packages take seeds as long as this."""
+"""Bits of a seed, supported by most packages."""
 
 
 class SeededRandom:
-    """A state of `random`, the generator that a whole process shares, for one episode alone.
+    """State of the process-wide generator `random` for one episode.
 
-    Example: ``with drawn: game.step(action)``; what is drawn inside follows from the seed and from
-    what was drawn inside before. Of all threads one is inside at a time: nothing that waits for
-    others belongs there.
+    Example: ``with drawn: game.step(action)``; numbers drawn inside depend only on the seed and
+    earlier draws inside. A lock admits one thread: do not block inside.
     """
 
     _one = threading.Lock()
@@ -46,7 +43,7 @@ class SeededRandom:
 
 
 class PromptFormat:
-    """How an environment's texts reach the model: as they are, or as messages.
+    """Format of an environment's texts: raw text, or messages.
 
     Example: ``PromptFormat(chat=True).first("a") == [{"role": "user", "content": "a"}]``.
     """
@@ -62,7 +59,7 @@ class PromptFormat:
         return [*system, {"role": "user", "content": text.strip("\n")}]
 
     def then(self, text: str, *, ok: bool = True) -> Observation:
-        """What the model is told behind its turn; the episode goes on."""
+        """Return the observation after a turn of a continuing episode."""
         if not self.chat:
             return Observation(text=text, done=False, ok=ok)
         told = {"role": "user", "content": text.strip("\n")}
@@ -70,12 +67,12 @@ class PromptFormat:
 
 
 class SeededTask(Task):
-    """A task whose rows are seeds of episodes: ``{"seed": 1297450433}``."""
+    """Task whose rows are seeds of episodes: ``{"seed": 1297450433}``."""
 
     def __init__(
         self, *, name: str, seed: int, count: int, eval_count: int, prompt_format: PromptFormat
     ) -> None:
-        """`name`: what the seeds are drawn for. Raises ConfigError for counts that cannot be."""
+        """Create a task; `name` enters the seeds. Raises ConfigError for invalid counts."""
         if count < 1 or eval_count < 0:
             counts = f"count {count} and eval_count {eval_count}"
             raise ConfigError(f"task.options: {counts} are no rows")
@@ -94,9 +91,9 @@ class SeededTask(Task):
         return False
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
-        """Never asked: episodes score themselves."""
+        """Unused: episodes score themselves."""
         raise NotImplementedError
 
     def reward_sources(self) -> Sequence[Any]:
-        """Of this class, and which packages it plays with."""
+        """Return this class and the packages in use."""
         return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))

@@ -1,13 +1,12 @@
-"""Environments of Gymnasium as tasks: `gymnasium:FrozenLake-v1`. It decides how an observation is
-said, how an action is read, and what a turn that is no action means.
+"""Gymnasium environments as tasks: `gymnasium:FrozenLake-v1`.
 
     task.kind = "gymnasium:FrozenLake-v1"
-    prompt       You are on: 0           (what `options.first` makes of the observation)
+    prompt       You are on: 0           (observation in the form of `options.first`)
     model        right                   environment   1
     model        ...
 
-The reward of an episode is the sum of what its steps gave; turns that are no action are told so,
-cost `options.mistake`, and end the episode when there are more than `options.mistakes_max`.
+The reward is the sum of the steps' rewards. Invalid actions are reported to the model, cost
+`options.mistake`, and end the episode after `options.mistakes_max`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ ACTIONS: Final[Mapping[str, Sequence[str]]] = {
     "LunarLander": ("none", "left", "main", "right"),
     "Blackjack": ("stick", "hit"),
 }
-"""Names of the actions of Gymnasium's own environments, in the order of their numbers; by the name
-of the environment without its version."""
+"""Action names of Gymnasium's environments, in numeric order, by environment name without
+version."""
 
 FIRST: Final = "{observation}\n"
 THEN: Final = "\n{observation}\n"
@@ -46,7 +45,7 @@ _COLOURED: Final = re.compile(r"(?:\x1b\[[\d;]*m)+([^\x1b]*)(?:\x1b\[0m)+")
 
 
 class GymnasiumTask(SeededTask):
-    """The task `gymnasium:ID`.
+    """Task `gymnasium:ID`.
 
     Example: ``GymnasiumTask("FrozenLake-v1", arguments={"is_slippery": False})``.
     """
@@ -71,12 +70,12 @@ class GymnasiumTask(SeededTask):
         chat: bool = False,
         system_prompt: str = "",
     ) -> None:
-        """Options of the task; docs/environments.md has them all.
+        """Create the task; docs/environments.md lists the options.
 
-        `environment`: an id of Gymnasium's registry, with the module that registers it in front
-        where it needs one (`ale_py:ALE/Pong-v5`). `observe` and `act` are `module:function`:
-        (observation, info) to text, and text to action, with ValueError for a mistake. Raises
-        ConfigError where gymnasium is not installed, and for what it cannot make.
+        `environment` is an id of Gymnasium's registry, optionally prefixed by the registering
+        module (`ale_py:ALE/Pong-v5`). `observe` and `act` are `module:function`: (observation,
+        info) to text, and text to action (ValueError for a mistake). Raises ConfigError if
+        gymnasium is missing or the environment fails.
         """
         kind = f"gymnasium:{environment}"
         super().__init__(
@@ -102,14 +101,14 @@ class GymnasiumTask(SeededTask):
             _check_form(f"task.options.{key}", form)
         self.first, self.then = first, then
         self.mistake, self.mistakes_max = mistake, mistakes_max
-        made = self.open()  # now, while modules of the user's are found
+        made = self.open()  # now, while the user's modules are importable
         self._packages = packages_of("gymnasium", type(made.unwrapped).__module__)
         drawn = getattr(made.spec, "nondeterministic", True)
-        self.replayable = not drawn and not any(self._own)  # what own functions do is not known
+        self.replayable = not drawn and not any(self._own)  # users' functions are opaque
         made.close()
 
     def open(self) -> Any:
-        """An environment of the package. Raises ConfigError where it cannot be made."""
+        """Return a new environment. Raises ConfigError on failure."""
         try:
             return self._gymnasium.make(self._id, **self._arguments)
         except (self._gymnasium.error.Error, TypeError, ImportError) as error:
@@ -118,7 +117,7 @@ class GymnasiumTask(SeededTask):
             raise ConfigError(f"task.kind: `{self._kind}`: {error}", hint=hint) from error
 
     def check(self) -> None:
-        """Raises TaskError where an observation cannot be said or an action not be read."""
+        """Raise TaskError if observations or actions have no text form."""
         made = self.open()
         observe, act = self._own
         try:
@@ -141,7 +140,7 @@ class GymnasiumTask(SeededTask):
         return Game(self)
 
     def packages(self) -> Mapping[str, str]:
-        """Of Gymnasium, and of whose code the environment is."""
+        """Return versions of Gymnasium and of the environment's package."""
         return self._packages
 
     def reward_sources(self) -> Sequence[Any]:
@@ -149,9 +148,9 @@ class GymnasiumTask(SeededTask):
         return (*super().reward_sources(), sys.modules[self._spaces.__name__].read, *own)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
-        """Conversations of episodes whose actions are drawn by chance: they show the form of an
-        action, and nothing of which one is good. Raises TaskError where prompts are text, and where
-        actions are read by a function of the user's."""
+        """Return conversations of episodes with random actions: they teach the format of
+        actions, not their quality. Raises TaskError for text prompts and for custom `act`
+        functions."""
         if not self.prompt_format.chat or self._own[1]:
             raise TaskError(
                 f"{self._kind} makes demonstrations only of messages, and of actions that it reads",
@@ -161,7 +160,7 @@ class GymnasiumTask(SeededTask):
         return [self._conversation(one % 2**31) for one in drawn]
 
     def said(self, made: Any, observation: Any, info: Any) -> str:
-        """An observation as text."""
+        """Return an observation as text."""
         observe = self._own[0]
         if observe is not None:
             return observation_text(observe(observation, info))
@@ -171,14 +170,14 @@ class GymnasiumTask(SeededTask):
         return said
 
     def read(self, made: Any, text: str) -> Any:
-        """The action in a text. Raises ValueError, for the model, where there is none."""
+        """Return the action in a text. Raises ValueError, shown to the model, if there is none."""
         act = self._own[1]
         if act is not None:
             return act(text)
         return self._spaces.read(made.action_space, text, self._names(made.action_space))
 
     def form(self, made: Any, form: str, observation: str) -> str:
-        """What the model is told: `first` or `then`, filled in."""
+        """Fill in a template, `first` or `then`."""
         actions = ", ".join(self._names(made.action_space))
         return form.replace("{observation}", observation).replace("{actions}", actions)
 
@@ -213,12 +212,10 @@ class GymnasiumTask(SeededTask):
 
 
 DEMONSTRATED_MAX: Final = 16
-"""Messages of a demonstrated conversation."""
+"""Maximum messages of a demonstration."""
 
 
 class Game(Environment):
-    """One episode."""
-
     def __init__(self, task: GymnasiumTask) -> None:
         self._task = task
         self._made: Any = None
@@ -252,7 +249,7 @@ class Game(Environment):
         )
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
-        """The sum of all steps' rewards, less mistakes; parts count."""
+        """Return the sum of the steps' rewards minus mistakes, with counts as parts."""
         parts = {"steps": self._steps, "mistakes": self._mistakes, "ended": float(self._ended)}
         return Reward(value=self._total, parts=parts)
 
@@ -262,7 +259,7 @@ class Game(Environment):
 
 
 def marked(drawn: Any) -> str:
-    """A drawing for terminals with brackets in place of colours, such as where the player is."""
+    """Return a terminal drawing with brackets instead of colors, such as the player's position."""
     return _COLOURED.sub(r"[\1]", str(drawn)).strip("\n")
 
 

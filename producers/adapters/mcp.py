@@ -1,8 +1,7 @@
-"""Tools of MCP servers as tools of a task: `task.mcp`. It decides which of them the model is told
-of, how a result is text, and which failures are the model's to hear.
+"""Tools of MCP servers as tools of a task: `task.mcp`.
 
-A server is connected to when its tools are first asked for, once in each task process, or
-(`sessions = "episode"`) once for each episode, whose state is then its own.
+A server is connected on first use: once per task process, or with `sessions = "episode"` once per
+episode, which then has its own state.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ if TYPE_CHECKING:
     from mcp import Client
 
 PAGES_MAX: Final = 32
-"""Of a list of tools."""
+"""Maximum pages of a tool list."""
 
 LATE_S: Final = 1.0
-"""A call is waited for so much longer than the model waits, which has been told by then."""
+"""Seconds that a call may exceed the time limit, after the model received the timeout."""
 
 SESSIONS_MAX: Final = 256
-"""Of one server that are open at once in a task process; a further episode is tried again."""
+"""Maximum open sessions of one server in a task process; further episodes are retried."""
 
 
 class McpSession:
-    """One conversation with a server, begun when it is first needed."""
+    """Session with a server, opened on first use."""
 
     def __init__(self, server: Server, *, lasting: bool) -> None:
-        """`lasting`: begun anew where the server was lost; else what was lost stays so."""
+        """Create a session; `lasting`: reconnect after a lost connection, else fail."""
         self._server, self._lasting = server, lasting
         self._connection: Connection | None = None
         self._opening, self._lost = threading.Lock(), False
         self.about: dict[str, Any] = {}
 
     def ask(self, request: Callable[[Client], Awaitable[T]], limit_s: float) -> T:
-        """The answer to a request. Raises ServerAway, ServerRefused."""
+        """Return the answer to a request. Raises ServerAway, ServerRefused."""
         connection = self._opened()
         try:
             return connection.ask(request, limit_s)
@@ -69,7 +68,7 @@ class McpSession:
             raise
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the session; idempotent."""
         with self._opening:
             connection, self._connection = self._connection, None
         if connection is not None:
@@ -87,10 +86,10 @@ class McpSession:
 
 
 class Server:
-    """A server of the configuration, with what it said that it has."""
+    """Configured server with its reported tools."""
 
     def __init__(self, use: McpServer, *, key: str, directory: str) -> None:
-        """`key`: where it stands in the configuration. Raises ConfigError."""
+        """Create a server; `key` is its configuration key. Raises ConfigError."""
         if bool(use.command) == bool(use.url):
             raise ConfigError(f"{key}: a server has a command or a url")
         self._use, self._key, self._directory = use, key, directory
@@ -104,7 +103,7 @@ class Server:
         self._about: dict[str, Any] | None = None
 
     def connect(self) -> Connection:
-        """A new connection, counted until `left`. Raises ServerAway, ServerRefused."""
+        """Return a new connection, counted until `left`. Raises ServerAway, ServerRefused."""
         with self._counting:
             if self._open >= SESSIONS_MAX:
                 raise ServerAway(f"{self.where} has {SESSIONS_MAX} sessions open")
@@ -118,12 +117,12 @@ class Server:
         return connection
 
     def left(self) -> None:
-        """A connection is closed."""
+        """Count a connection as closed."""
         with self._counting:
             self._open -= 1
 
     def listed(self) -> list[dict[str, Any]]:
-        """Its tools as it describes them, or those of `tools`. Raises TaskError, ConfigError."""
+        """Return the server's tools, limited to `tools`. Raises TaskError, ConfigError."""
         if self._listed is None:
             found = {str(one.get("name")): one for one in self._said()["tools"]}
             for name in self._use.tools:
@@ -140,18 +139,18 @@ class Server:
         return [self._tool(session, one) for one in self.listed()]
 
     def stamp(self) -> str:
-        """Its version, and a digest of its tools as it describes them."""
+        """Return its version and a digest of its tools."""
         listed = self.listed()
         said = self._said()["about"]
         digest = hashlib.sha256(canonical(listed)).hexdigest()[:DIGEST_CHARACTERS]
         return f"{said.get('version', '-')} {digest}"
 
     def called(self) -> str:
-        """Its name in `worker joined`."""
+        """Name in `worker joined`."""
         return f"mcp:{self.name or self._said()['about'].get('name', '')}"
 
     def _said(self) -> dict[str, Any]:
-        """What it says of its tools and of itself."""
+        """Return the server's description of its tools and itself."""
         if self._about is None:
             self._about = {"tools": self._pages(), "about": self._shared.about}
         return self._about
@@ -193,13 +192,13 @@ class Server:
 
 
 class McpTools:
-    """The servers of a task, for its `tools`: a task of one's own is given it as `mcp`.
+    """Servers of a task as its `tools`; a custom task receives them as `mcp`.
 
     Example: ``McpTools([McpServer(command=("python", "notes.py"))]).tools()``
     """
 
     def __init__(self, uses: Sequence[McpServer], *, directory: str = "") -> None:
-        """`directory`: where commands are started. Nothing is connected to yet. Raises
+        """Create without connecting; `directory` is the working directory of commands. Raises
         ConfigError."""
         if uses and find_spec("mcp") is None:
             raise ConfigError("task.mcp: mcp is not installed", hint=install_hint("mcp"))
@@ -208,17 +207,17 @@ class McpTools:
         ]
 
     def tools(self) -> list[DescribedTool]:
-        """The tools of all servers, for one episode. Raises TaskError where a server cannot be
-        reached, ConfigError where it has no such tool."""
+        """Return the tools of all servers for one episode. Raises TaskError for an unreachable
+        server, ConfigError for a missing tool."""
         return [tool for server in self._servers for tool in server.tools()]
 
     def packages(self) -> dict[str, str]:
-        """For `Task.packages`."""
+        """Return names and stamps for `Task.packages`."""
         return {server.called(): server.stamp() for server in self._servers}
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    """What a result says: its texts, else its structured content; other contents by their kind."""
+    """Return a result's texts, else its structured content; other contents by kind."""
     parts = []
     for part in result.get("content") or ():
         kind = part.get("type")

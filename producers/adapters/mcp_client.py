@@ -1,6 +1,6 @@
-"""Connections to MCP servers by the official SDK, whose coroutines run in one loop per process.
+"""Connections to MCP servers by the official SDK, with one event loop per process.
 
-Any thread may ask; a limit is over the whole answer, however the server spends the time.
+Any thread may send requests; a time limit covers the entire answer.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
-"""Limit of one event of a stream."""
+"""Byte limit of one stream event."""
 
 CONNECT_S: Final = 30.0
-"""Time for a server to start and list its tools."""
+"""Seconds for a server to start and list its tools."""
 
 CLOSE_S: Final = 8.0
-"""Time for a server to end: the SDK waits up to 6.5 s before it has killed one."""
+"""Seconds for a server to stop; the SDK kills it after at most 6.5 s."""
 
 CANCEL_S: Final = 1.0
-"""Time for the SDK to end a late request; its caller waits no longer."""
+"""Seconds for the SDK to cancel a late request; its caller does not wait."""
 
 _PASSES: Final = frozenset((404, 408, 409, 425, 429))
-"""HTTP statuses, besides 5xx, of what another time may answer; 404: the session was forgotten."""
+"""Retriable HTTP statuses besides 5xx; 404 means a forgotten session."""
 
 _STAND_INS: Final = ("Not Found", "Session terminated", "Server returned an error response")
-"""Messages of the SDK for a request that was refused by an HTTP status."""
+"""Messages of the SDK for a request rejected by HTTP status."""
 
 _QUOTED: Final = 2048
 
@@ -51,7 +51,7 @@ ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Runs a server that does not outlive this process (Linux)."""
+"""Wrapper that ends a server with this process (Linux)."""
 
 _LOOP: Final = Background()
 
@@ -59,29 +59,29 @@ T = TypeVar("T")
 
 
 class ServerAway(ResourceError):
-    """The server does not answer, or not now; another time it may."""
+    """Server unavailable; retriable."""
 
 
 class ServerLate(ServerAway):
-    """It has not answered in time; it may be busy with this request alone."""
+    """Answer exceeded the time limit; only this request may be slow."""
 
 
 class ServerRefused(TaskError):
-    """The server answers with an error of the protocol."""
+    """Protocol error reported by the server."""
 
 
 class Connection:
-    """One conversation with a server.
+    """Connection to a server.
 
     Example: ``Connection("the server notes", use, secret="", directory="").ask(call, 30.0)``
     """
 
     def __init__(self, where: str, use: McpServer, *, secret: str, directory: str) -> None:
-        """`directory`: where a command is started; empty: here. Raises ServerAway,
-        ServerRefused."""
+        """Connect; `directory` is the working directory of a command, empty for the current one.
+        Raises ServerAway, ServerRefused."""
         self._where, self._use, self._secret, self._directory = where, use, secret, directory
         self._refusal: tuple[int, str] | None = None
-        """Status and words of the last answer to a request that was an HTTP error."""
+        """Status and text of the last HTTP error."""
         self._closing = asyncio.Event()
         self._opened: Future[Client] = Future()
         self._living = _LOOP.run(self._live())
@@ -93,12 +93,12 @@ class Connection:
 
     @property
     def about(self) -> dict[str, Any]:
-        """The server's name and version, if it gives them."""
+        """Return the server's name and version, if given."""
         said = self._opened.result(0.0).server_info
         return {} if said is None else plain(said)
 
     def ask(self, request: Callable[[Client], Awaitable[T]], limit_s: float) -> T:
-        """The answer to a request. Raises ServerAway, ServerRefused."""
+        """Return the answer to a request. Raises ServerAway, ServerRefused."""
         asked = _LOOP.run(_within(limit_s, request(self._opened.result(0.0))))
         wait([asked], limit_s + CANCEL_S)
         if not asked.done() or asked.exception() is not None:
@@ -107,13 +107,13 @@ class Connection:
         return asked.result()
 
     def close(self) -> None:
-        """End the conversation, and a server that was started for it; idempotent."""
+        """Close the connection and the server started for it; idempotent."""
         _LOOP.run(_set(self._closing))
         if wait([self._living], CLOSE_S).not_done:
             self._living.cancel()
 
     async def _live(self) -> None:
-        """Be connected until `close`: the SDK wants to be left in the task that entered it."""
+        """Stay connected until `close`: the SDK must exit in the task that entered it."""
         from mcp import Client
         from mcp.types import Implementation
 
@@ -136,7 +136,7 @@ class Connection:
         http = await stack.enter_async_context(
             httpx2.AsyncClient(
                 headers=headers,
-                timeout=httpx2.Timeout(CONNECT_S, read=None),  # `ask` has the limit
+                timeout=httpx2.Timeout(CONNECT_S, read=None),  # `ask` limits the time
                 event_hooks={"response": [self._note]},
             )
         )
@@ -159,14 +159,14 @@ class Connection:
         )
 
     async def _note(self, response: httpx2.Response) -> None:
-        """Keep what a server says to a request that it refuses: the SDK gives the code alone. Many
-        servers refuse its GET for a stream, which no caller waits for."""
+        """Keep the text of an HTTP error, since the SDK gives only the code. Rejected GETs for a
+        stream, common and awaited by no caller, are ignored."""
         if response.status_code >= 400 and response.request.method == "POST":
             body = (await response.aread())[:_QUOTED].decode(errors="replace")
             self._refusal = response.status_code, one_line(" ".join(body.split()), _QUOTED)
 
     def _error(self, asked: Future[Any], limit_s: float) -> ServerAway | ServerRefused:
-        """The error of a request, or of a connection, that was cancelled or has failed."""
+        """Return the error of a failed or canceled request or connection."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
@@ -197,6 +197,6 @@ async def _set(event: asyncio.Event) -> None:
 
 
 def plain(model: Any) -> dict[str, Any]:
-    """A tool, or a result, of the SDK as the protocol writes it."""
+    """Return an SDK tool or result as protocol JSON."""
     written: dict[str, Any] = model.model_dump(by_alias=True, mode="json", exclude_unset=True)
     return written

@@ -1,15 +1,12 @@
-"""Environments behind an address of OpenEnv's protocol as tasks: `openenv:http://host:8000`. It
-decides which field of an action a turn is, how an observation is said, and what a failure of the
-server means.
+"""Environments of an OpenEnv server as tasks: `openenv:http://host:8000`.
 
-    GET /schema, /metadata   what an action is; which environment, and its version
+    GET /schema, /metadata   form of an action; environment and version
     websocket /ws            one connection per episode: {"type": "reset", "data": {"seed": 7}} and
                              {"type": "step", "data": {"message": "..."}}, each answered by
                              {"type": "observation", "data": {"observation": {...}, "reward": 1,
                              "done": false}} or {"type": "error", ...}
 
-An episode lives in its connection: one that is lost cannot go on, and is the fault of nobody's
-turn.
+A lost connection loses its episode, which does not count as the model's mistake.
 """
 
 from __future__ import annotations
@@ -31,23 +28,20 @@ from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.wire import canonical
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
-"""Of one message of a server."""
+"""Byte limit of one server message."""
 
 ASK_S: Final = 30.0
-"""For a server to say what it is, and to take a connection."""
+"""Seconds to read the server's description and to connect."""
 
 _MISTAKES: Final = ("VALIDATION_ERROR",)
-"""Codes of errors that say that a turn was no action."""
+"""Error codes of invalid actions."""
 
 _AWAY: Final = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")
-"""Codes of errors that another time may not be there."""
+"""Error codes of transient failures."""
 
 
 class OpenEnvTask(SeededTask):
-    """The task `openenv:URL`.
-
-    Example: ``OpenEnvTask("http://127.0.0.1:8000", field="message")``.
-    """
+    """Task `openenv:URL`. Example: ``OpenEnvTask("http://127.0.0.1:8000", field="message")``."""
 
     def __init__(
         self,
@@ -67,10 +61,10 @@ class OpenEnvTask(SeededTask):
         chat: bool = False,
         system_prompt: str = "",
     ) -> None:
-        """Options of the task; docs/environments.md has them all.
+        """Create the task; docs/environments.md lists the options.
 
-        Raises ConfigError where websockets is not installed, TaskError where the server does not
-        say what an action is.
+        Raises ConfigError if websockets is missing, TaskError if the server does not describe
+        actions.
         """
         kind = f"openenv:{url}"
         if not url.startswith(("http://", "https://")):
@@ -106,7 +100,7 @@ class OpenEnvTask(SeededTask):
         return RemoteEpisode(self)
 
     def packages(self) -> Mapping[str, str]:
-        """What the server says of itself: its version, and a digest of its schemas."""
+        """Return the server's version and a digest of its schemas."""
         digest = hashlib.sha256(canonical(self._schema)).hexdigest()[:DIGEST_CHARACTERS]
         version = self._about.get("version") or "-"
         return {f"openenv:{self._about.get('name', '')}": f"{version} {digest}"}
@@ -116,7 +110,7 @@ class OpenEnvTask(SeededTask):
         return (*super().reward_sources(), *own)
 
     def said(self, observation: Any) -> str:
-        """An observation as text."""
+        """Return an observation as text."""
         if self._observe is not None:
             return observation_text(self._observe(observation))
         fields = {
@@ -131,7 +125,7 @@ class OpenEnvTask(SeededTask):
         return "\n".join(f"{name}: {_plain(value)}" for name, value in fields.items())
 
     def read(self, text: str) -> dict[str, Any]:
-        """The action that a turn is. Raises ValueError, for the model, where it is none."""
+        """Return the action of a turn. Raises ValueError, shown to the model, if it is invalid."""
         if self._act is not None:
             return dict(self._act(text))
         value: Any = text
@@ -143,7 +137,7 @@ class OpenEnvTask(SeededTask):
         return {self._field: value}
 
     def _fit(self, field: str) -> tuple[str, str]:
-        """The field of an action that a turn is, and its type."""
+        """Return the action's field filled by a turn, and its type."""
         action = self._schema.get("action", {})
         fields = {
             name: one for name, one in action.get("properties", {}).items() if name != "metadata"
@@ -162,7 +156,7 @@ class OpenEnvTask(SeededTask):
 
 
 class _Room:
-    """How many episodes are open at once in a task process; the others wait for one to end."""
+    """Limit of concurrent episodes in a task process; others wait."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -171,19 +165,19 @@ class _Room:
         self._free: asyncio.Semaphore | None = None
 
     async def enter(self) -> None:
-        """Wait for room, as long as the call's time limit lets."""
+        """Wait for a free slot, within the call's time limit."""
         if self._free is None:
             self._free = asyncio.Semaphore(self._size)
         await self._free.acquire()
 
     def leave(self) -> None:
-        """An episode has ended."""
+        """Release a slot."""
         assert self._free is not None
         self._free.release()
 
 
 class RemoteEpisode(Environment):
-    """One episode, in one connection."""
+    """Episode in its own connection."""
 
     def __init__(self, task: OpenEnvTask) -> None:
         self._task = task
@@ -193,7 +187,7 @@ class RemoteEpisode(Environment):
         self._entered = False
 
     def reset(self, row: Row) -> Any:
-        """See Environment; awaited."""
+        """Start the episode; see Environment."""
         return self._begin(row)
 
     async def _begin(self, row: Row) -> Any:
@@ -203,7 +197,7 @@ class RemoteEpisode(Environment):
             await self._connect()
             answer = await self._ask("reset", {"seed": row["seed"], **self._task.begin})
         finally:
-            if answer is None:  # an episode that has not begun is not closed by anybody else
+            if answer is None:  # no other code closes an episode that failed to start
                 await self.close()
         return self._task.prompt_format.first(f"{self._task.said(answer['observation'])}\n")
 
@@ -222,7 +216,7 @@ class RemoteEpisode(Environment):
         return self._task.prompt_format.then(f"\n{self._task.said(answer['observation'])}\n")
 
     def reward(self, text: str, turns: Sequence[str]) -> Reward:
-        """Of the steps, as `options.total` says; parts count."""
+        """Return the steps' reward by `options.total`, with counts as parts."""
         parts = {
             "steps": float(len(self._rewards)),
             "mistakes": float(self._mistakes),
@@ -243,7 +237,6 @@ class RemoteEpisode(Environment):
                 self._task.room.leave()
 
     async def _connect(self) -> None:
-        """A connection of its own."""
         address = f"ws{self._task.url.removeprefix('http')}/ws"
         try:
             self._socket = await self._task.client.connect(
@@ -253,13 +246,13 @@ class RemoteEpisode(Environment):
             raise Retry(f"{self._task.where} takes no connection: {error}") from None
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """What the server observes. Raises ValueError for an action that is none, Retry where the
-        server is away, RuntimeError where the environment fails."""
+        """Return the server's observation. Raises ValueError for an invalid action, Retry if the
+        server is away, RuntimeError if the environment fails."""
         if self._socket is None:
             raise Retry(f"{self._task.where} lost the episode")
         message = msgspec.json.encode({"type": kind, "data": data}).decode()
         try:
-            with contextlib.suppress(_failure()):  # what it said before it went is there to be read
+            with contextlib.suppress(_failure()):  # read messages sent before it closed
                 await self._socket.send(message)
             answer = msgspec.json.decode(await self._socket.recv())
         except (OSError, _failure()) as error:
@@ -296,7 +289,7 @@ def _plain(value: Any) -> str:
 
 
 def _got(where: str, url: str) -> dict[str, Any]:
-    """What the server says there. Raises TaskError."""
+    """Return the server's JSON at this path. Raises TaskError."""
     import requests
 
     try:

@@ -1,7 +1,6 @@
-"""Packages of others that a task plays with: whether they are there, and which exactly.
+"""Third-party packages of a task: availability, versions and digests.
 
-A package is known by its version and by a sha256 of its files as they lie here, so that a changed
-copy of the same version is another one.
+The sha256 of the installed files distinguishes modified copies of one version.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import Any, Final
 from dora_pipe.core.errors import ConfigError, install_hint
 
 _BUILT: Final = ("__pycache__", ".pyc")
-"""What Python writes beside the files of a package."""
+"""Files that Python generates in a package."""
 
 DIGEST_CHARACTERS: Final = 16
-"""Of a package's sha256, as it is logged."""
+"""Logged characters of a package's sha256."""
 
 
 def required(module: str, *, package: str, extra: str, kind: str) -> Any:
-    """The module, imported. Raises ConfigError, naming the package, where that is not installed."""
+    """Import a module. Raises ConfigError naming the package if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
-            raise  # one that the package itself misses
+            raise  # a missing dependency of the package
         raise ConfigError(
             f"task.kind: `{kind}`: {package} is not installed",
             hint=install_hint(extra),
@@ -38,10 +37,10 @@ def required(module: str, *, package: str, extra: str, kind: str) -> Any:
 
 
 def packages_of(*modules: ModuleType | str) -> dict[str, str]:
-    """Of each top-level package that the modules are in: version and digest.
+    """Return version and digest of each top-level package of the modules.
 
-    Example: ``{"gymnasium": "1.4.0 3f6b0c9d2a7e81f4"}``. A module that was not installed under its
-    name, such as a file of the user's, has no version: ``{"mine": "- 09c2..."}``.
+    Example: ``{"gymnasium": "1.4.0 3f6b0c9d2a7e81f4"}``. Modules that were not installed, such as a
+    user's file, have no version: ``{"mine": "- 09c2..."}``.
     """
     found: dict[str, str] = {}
     for module in modules:
@@ -56,7 +55,7 @@ def packages_of(*modules: ModuleType | str) -> dict[str, str]:
 
 @functools.cache
 def _source_digest(name: str) -> str:
-    """sha256 over the names and bytes of the files of an imported top-level package."""
+    """Return the sha256 over names and bytes of an imported package's files."""
     module = sys.modules[name]
     file = getattr(module, "__file__", None)
     roots = list(getattr(module, "__path__", ())) or ([file] if file else [])

@@ -1,8 +1,7 @@
-"""Generators of reasoning-gym as tasks: `reasoning-gym:basic_arithmetic`. It decides which part of
-what the model said is the answer; the score is the generator's own.
+"""Generators of reasoning-gym as tasks: `reasoning-gym:basic_arithmetic`.
 
-A row is a question with its answer, where it has one, and its number; the rest of what the
-generator knows of it (`metadata`) is made again from the number when an answer is scored.
+A row contains the question, its number and, if any, its answer. Scoring regenerates `metadata` from
+the number and uses the generator's own score.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dora_pipe.schemas.identity import derive_seed
 
 
 class ReasoningGymTask(Task):
-    """The task `reasoning-gym:NAME`.
+    """Task `reasoning-gym:NAME`.
 
     Example: ``ReasoningGymTask("basic_arithmetic", arguments={"max_terms": 3})``.
     """
@@ -37,11 +36,11 @@ class ReasoningGymTask(Task):
         chat: bool = False,
         system_prompt: str = "",
     ) -> None:
-        """Options of the task; docs/environments.md has them all.
+        """Create the task; docs/environments.md lists the options.
 
-        `tag`: of what stands between ``<answer>`` and ``</answer>`` the last is the answer; where
-        there is none, or `tag` is empty, all that was said is. Raises ConfigError where the package
-        is not installed or has no such generator, and for arguments that it does not take.
+        The answer is the content of the last ``<answer>`` element (`tag`); without one, or with an
+        empty `tag`, the entire text. Raises ConfigError for a missing package, an unknown generator
+        and invalid arguments.
         """
         kind = f"reasoning-gym:{name}"
         package = required(
@@ -74,7 +73,7 @@ class ReasoningGymTask(Task):
         return self._prompt_format.first(str(row["question"]))
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> Reward:
-        """What the generator's `score_answer` gives for the answer."""
+        """Return the generator's `score_answer`."""
         answer = self._utils.extract_answer(text, tag_name=self._tag) if self._tag else None
         answer = text.strip() if answer is None else answer
         score = self._sets[row["split"]].score_answer(
@@ -83,8 +82,8 @@ class ReasoningGymTask(Task):
         return Reward(value=float(score), answer=answer)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
-        """Questions with their answers alone, from the first row after `seed` on; those that have
-        none are left out. Raises ConfigError where nothing has an answer."""
+        """Return questions with their answers from row `seed` on, omitting those without an
+        answer. Raises ConfigError if none has one."""
         found: list[Any] = []
         for step in range(self._counts["train"]):
             row = self._row("train", (seed + step) % self._counts["train"])
@@ -106,11 +105,11 @@ class ReasoningGymTask(Task):
         return packages_of("reasoning_gym")
 
     def reward_sources(self) -> Sequence[Any]:
-        """This module, and which reasoning-gym."""
+        """Return this module and the reasoning-gym package."""
         return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
 
     def _entry(self, split: Split, at: int) -> Any:
-        """As the generator makes it; some draw from `random`, whatever seed they are given."""
+        """Generate an entry; some generators draw from `random` regardless of their seed."""
         with SeededRandom(derive_seed(self._kind, split, at)):
             return self._sets[split][at]
 
@@ -136,7 +135,7 @@ def _check_arguments(kind: str, given: Mapping[str, Any], form: type) -> None:
 
 
 def _opened(package: Any, kind: str, name: str, arguments: Mapping[str, Any]) -> Any:
-    """The package refuses values with asserts."""
+    """Open a generator; the package rejects values by assertions."""
     try:
         return package.create_dataset(name, **arguments)
     except (AssertionError, ValueError, TypeError) as error:

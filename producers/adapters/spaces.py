@@ -1,13 +1,13 @@
-"""How an observation of a Gymnasium space is said, and an action of one is read.
+"""Text forms of observations and actions of Gymnasium spaces.
 
-space           said and read as
-Discrete        its number; an action by its name, where names are given
+space           text form
+Discrete        number; for actions also the name
 Text            the text itself
-MultiDiscrete,  numbers with blanks between them, row by row; of floating point so many digits
-MultiBinary,    behind the point
+MultiDiscrete,  numbers separated by spaces, row by row; floats rounded
+MultiBinary,    to a number of digits
 Box
-Tuple           its parts, with blanks between them; not read
-Dict            one line per part, `name: part`; not read
+Tuple           parts separated by spaces; observations only
+Dict            one line per part, `name: part`; observations only
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from gymnasium import spaces
 
 NUMBERS_MAX: Final = 256
-"""Of one observation: beyond it is an image, and no text."""
+"""Maximum numbers of an observation; larger ones are images."""
 
 _NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _READ: Final = (
@@ -31,11 +31,11 @@ _READ: Final = (
 
 
 class NotRead(ValueError):
-    """A text that is no action; the message is for the model."""
+    """Text without a valid action; the message is for the model."""
 
 
 def unsaid(space: gymnasium.Space[Any]) -> str:
-    """Why observations of a space cannot be said; empty: they can."""
+    """Return why observations of a space have no text form; empty if they have one."""
     match space:
         case spaces.Discrete() | spaces.Text():
             return ""
@@ -51,14 +51,15 @@ def unsaid(space: gymnasium.Space[Any]) -> str:
 
 
 def unread(space: gymnasium.Space[Any]) -> str:
-    """Why actions of a space cannot be read; empty: they can."""
+    """Return why actions of a space have no text form; empty if they have one."""
     if isinstance(space, _READ):
         return unsaid(space)
     return f"actions of {type(space).__name__} cannot be read"
 
 
 def say(space: gymnasium.Space[Any], value: Any, digits: int, names: Sequence[str] = ()) -> str:
-    """A value of a space as text; `names` are those of a Discrete space's values, in order."""
+    """Return a value of a space as text; `names` are those of a Discrete space's values, in
+    order."""
     match space:
         case spaces.Discrete() if names:
             return names[int(value) - int(space.start)]
@@ -79,13 +80,13 @@ def say(space: gymnasium.Space[Any], value: Any, digits: int, names: Sequence[st
 def _number(value: float, digits: int) -> str:
     if isinstance(value, float):
         said = f"{value:.{digits}f}"
-        return said if float(said) else said.removeprefix("-")  # one zero, not two
+        return said if float(said) else said.removeprefix("-")  # no negative zero
     return str(int(value))
 
 
 def read(space: gymnasium.Space[Any], text: str, names: Sequence[str] = ()) -> Any:
-    """The action in a text: of a Discrete space the last one that stands in it, of a Text space the
-    text without white space around it, else as many numbers as it takes. Raises NotRead."""
+    """Return the action in a text: the last value for Discrete, the stripped text for Text, else
+    the required count of numbers. Raises NotRead."""
     match space:
         case spaces.Discrete():
             return _chosen(space, text, names)

@@ -1,10 +1,8 @@
-"""Environments of verifiers as tasks: `verifiers:NAME`. It decides what of an episode is the
-reward, and what of its errors is nobody's fault.
+"""Environments of verifiers as tasks: `verifiers:NAME`.
 
-NAME is a taskset: a package that is installed beside verifiers, or a module beside the
-configuration. Its environment and harness are the rollout, as verifiers runs them (see
-`verifiers_rollouts`); its rewards are the trajectory's. A row is what a task of the taskset says of
-itself, with its place.
+NAME is a taskset: an installed package, or a module next to the configuration. Verifiers runs the
+rollout with its environment and harness (see `verifiers_rollouts`) and computes the rewards. A row
+is the description of a task, with its index.
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from dora_pipe.producers.tasks.calls import one_line
 from dora_pipe.producers.tasks.port import Retry, Reward, Row, Split
 
 VERSION: Final = "0.4."
-"""Of verifiers; its interfaces change with the second number."""
+"""Supported versions; interfaces change with the second number."""
 
 _OUTSIDE: Final = ("InterceptionError", "SandboxError", "ToolsetError", "TunnelError")
-"""Errors of verifiers that are nobody's fault: the rollout starts again."""
+"""Transient errors of verifiers: the rollout restarts."""
 
 _SERVER_ERROR: Final = 500
 
 
 class VerifiersError(Exception):
-    """An episode that verifiers could not finish or score."""
+    """Episode that verifiers could not finish or score."""
 
 
 class VerifiersTask(AgentTask):
-    """The task `verifiers:NAME`.
+    """Task `verifiers:NAME`.
 
     Example: ``VerifiersTask("gsm8k", env={"agent": {"harness": {"id": "null"}}})``.
     """
@@ -61,10 +59,13 @@ class VerifiersTask(AgentTask):
         count: int | None = None,
         eval_count: int = 64,
     ) -> None:
-        """`env`: verifiers' own section of that name. `eval_taskset`: keys of its `taskset` that
-        are others for evaluation; without, the first `eval_count` tasks are evaluated and not
-        trained. `count`: so many are trained; None: all. Raises ConfigError where verifiers or the
-        taskset is not there, and for what they refuse."""
+        """Create the task.
+
+        `env` is verifiers' section of that name. `eval_taskset` overrides keys of `taskset` for
+        evaluation; without it, the first `eval_count` tasks are for evaluation only. `count` limits
+        training tasks; None: all. Raises ConfigError if verifiers or the taskset is missing or
+        rejects the options.
+        """
         self._kind = f"verifiers:{name}"
         self._vf = _verifiers(self._kind)
         said = dict(env or {})
@@ -87,7 +88,7 @@ class VerifiersTask(AgentTask):
         ]
 
     def check(self) -> None:
-        """Whether harness, task and runtime go together."""
+        """Check that harness, task and runtime are compatible."""
         pairing = importlib.import_module("verifiers.v1.utils.compile")
         runtime = getattr(self._env.config, self._seat).runtime
         try:
@@ -98,7 +99,7 @@ class VerifiersTask(AgentTask):
             raise self._refused(error) from error
 
     async def play(self, base_url: str, api_key: str, row: Row) -> Reward:
-        """An episode of the environment, whose model is the session's."""
+        """Run an episode of the environment with the session's model."""
         await self._served()
         with session_client(self._vf, base_url, api_key) as client:
             context = self._vf.ModelContext(model=MODEL, client=client)
@@ -106,17 +107,18 @@ class VerifiersTask(AgentTask):
             return reward_of(await self._env.run_episode(task, context), self._seat)
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
-        """0, of what a limit of the run has ended before verifiers could score it."""
+        """Return 0: a limit of the run ended the episode before scoring."""
         return 0.0
 
     def packages(self) -> Mapping[str, str]:
-        """See Task: verifiers, and where taskset, environment, harness and tools come from."""
+        """Return verifiers and the packages of taskset, environment, harness and tools; see
+        Task."""
         objects = (self._env, self._env.taskset, self._harness(), *self._tools())
         kinds = (self._kind_of_task(), *map(type, objects))
         return packages_of("verifiers", *(one.__module__ for one in kinds))
 
     def reward_sources(self) -> Sequence[Any]:
-        """This module, and which packages."""
+        """Return this module and the packages."""
         return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
 
     def _harness(self) -> Any:
@@ -126,7 +128,7 @@ class VerifiersTask(AgentTask):
         return type(self._env.taskset).task_type()
 
     def _tools(self) -> list[Any]:
-        """Servers of tools, of each task and of all together."""
+        """Return tool servers of single tasks and of all tasks."""
         taskset = self._env.taskset
         own = self._kind_of_task().toolsets(taskset.config.task)
         return [*own, *taskset.toolsets(taskset.config)]
@@ -136,7 +138,7 @@ class VerifiersTask(AgentTask):
             return self._vf.load_environment(self._config(said, name))
         except ModuleNotFoundError as error:
             if "not found (tried to import" not in str(error):
-                raise  # one that a package itself misses
+                raise  # a missing dependency of the package
             raise ConfigError(
                 f"task.kind: `{self._kind}`: {one_line(str(error))}",
                 hint=f"install it where verifiers is ({sys.executable}), or put "
@@ -180,8 +182,7 @@ class VerifiersTask(AgentTask):
         return {"train": train, "eval": evaluated}
 
     async def _served(self) -> None:
-        """Servers for harnesses, and of tools that tasks share, are there from the first episode to
-        the end of the process."""
+        """Start servers of harnesses and shared tools; they run until the process ends."""
         if self._serving is None or (self._serving.done() and self._serving.exception()):
             self._serving = asyncio.ensure_future(self._serve())
         await asyncio.shield(self._serving)
@@ -193,11 +194,11 @@ class VerifiersTask(AgentTask):
 
 
 def reward_of(episode: Any, seat: str) -> Reward:
-    """The mean over a seat's traces of what their rewards sum up to; these are parts of it, beside
-    the metrics. Raises Retry, VerifiersError."""
+    """Return the mean reward over a seat's traces, with rewards and metrics as parts. Raises
+    Retry, VerifiersError."""
     if not episode.ok:
         raise _failure([*episode.errors, *(one for of in episode.traces for one in of.errors)])
-    # The seat of an environment that has one is not named.
+    # A single seat has no name.
     traces = [one for one in episode.traces if one.agent.name in (seat, "", None)]
     unknown = {name for one in traces for name, given in one.rewards.items() if given is None}
     if unknown or not any(one.rewards for one in traces):
@@ -213,8 +214,8 @@ def reward_of(episode: Any, seat: str) -> Reward:
 
 
 def _verifiers(kind: str) -> Any:
-    """The package's interface. Raises ConfigError where it is not there, or is another one, of
-    which nothing is imported."""
+    """Return the package's interface. Raises ConfigError if it is missing or has another
+    version, before importing it."""
     hint = (
         "task.python names the interpreter of a virtual environment with"
         f' "verifiers=={VERSION}*" and msgspec'
@@ -234,8 +235,8 @@ def _verifiers(kind: str) -> Any:
 
 
 def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:
-    """The one seat that the policy plays. Raises ConfigError where it is not one, or where nobody
-    has said in what it runs."""
+    """Return the single seat of the policy. Raises ConfigError if there is not exactly one, or
+    its runtime is not configured."""
     seats = {name: one for name, one in env.config if isinstance(one, vf.AgentConfig)}
     free = [name for name, one in seats.items() if one.client is None]
     if len(free) != 1:
@@ -254,7 +255,7 @@ def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:
 
 
 def _failure(errors: Sequence[Any]) -> Exception:
-    """The first error as this project's: whether it may be tried again."""
+    """Convert the first error, marking whether it is retriable."""
     if not errors:
         return VerifiersError("the episode failed without an error")
     first = errors[0]
@@ -264,8 +265,7 @@ def _failure(errors: Sequence[Any]) -> Exception:
 
 
 def _let_programs_find(module: str) -> None:
-    """Servers of tools are programs of their own: they find what stands beside the
-    configuration."""
+    """Let tool servers, which are separate programs, find modules next to the configuration."""
     file = getattr(sys.modules[module.partition(".")[0]], "__file__", None)
     if file is None or "site-packages" in Path(file).parts:
         return

@@ -1,14 +1,9 @@
-"""Rollouts of verifiers as sessions of a worker: where their model calls go, and what their local
-programs run in. Decides when a rollout that a limit of the run has cut ends.
+"""Rollouts of verifiers as sessions of a worker, and the runtime of their local programs.
 
-Verifiers puts a server of its own between a harness and the model, which forwards what the harness
-asks in whichever dialect to the endpoint of the rollout's client. Here that is the session's
-address, with its key; the connections are shared by all rollouts of a process.
-
-A program of a harness (PEP 723) is one script, which verifiers gives an environment of its own by
-`uv sync`, once per process and from a package index. Where all that it asks for is installed beside
-verifiers it runs right there, and nothing is looked up anywhere. Programs and tool servers die with
-the task's process.
+Verifiers' own server forwards a harness's calls to the client's endpoint: here the session's
+address and key, with connections shared by the process. A harness program (PEP 723) usually gets
+its own environment by `uv sync` from a package index. If its requirements are installed here, it
+runs in this interpreter, offline. Programs and tool servers die with the task process.
 """
 
 from __future__ import annotations
@@ -32,8 +27,8 @@ from typing import Any, Final
 MODEL: Final = "policy"
 
 _KEY_VARIABLE: Final = "DORA_PIPE_API_KEY_"
-"""Names of variables that hold keys begin so. Verifiers reads keys from the environment, and hands
-none that has `API_KEY` in its name to programs."""
+"""Prefix of environment variables for keys: verifiers reads keys from there, and hides names
+with `API_KEY` from programs."""
 
 _METADATA: Final = re.compile(r"(?m)^# /// script\s*$\n((?:^#(?:| .*)$\n)+?)^# ///\s*$")
 
@@ -47,7 +42,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def session_client(vf: Any, base_url: str, api_key: str) -> Iterator[Any]:
-    """The client of a session, as verifiers is configured with one."""
+    """Yield the client of a session in verifiers' form."""
     variable = f"{_KEY_VARIABLE}{next(_numbers)}"
     os.environ[variable] = api_key
     try:
@@ -57,22 +52,21 @@ def session_client(vf: Any, base_url: str, api_key: str) -> Iterator[Any]:
 
 
 class SessionInterception:
-    """An `Interception` of verifiers that sends each rollout to its own session.
+    """`Interception` of verifiers that routes each rollout to its own session.
 
     Example: ``SessionInterception(vf, inner).acquire(rollout_session)``.
     """
 
     def __init__(self, vf: Any, inner: Any) -> None:
-        """`inner`: what serves the rollouts."""
+        """Wrap `inner`, which serves the rollouts."""
         self._inner = inner
-        # A client per endpoint would be kept for ever: they share the one of an endpoint that is
-        # nobody's, with its connections.
+        # Verifiers never drops a client: all share the connections of one with a dummy endpoint.
         self._shared = vf.EvalClientConfig(base_url="http://session.invalid", api_key_var="-")
-        _cut_by_a_limit.__annotations__["trace"] = vf.Trace  # by which it is called
+        _cut_by_a_limit.__annotations__["trace"] = vf.Trace  # verifiers calls it with this argument
 
     @asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[Any]:
-        """See verifiers; a seat with a client of its own keeps it."""
+        """Yield the session's endpoint; a seat with its own client keeps it."""
         own = session.ctx
         if not own.client.api_key_var.startswith(_KEY_VARIABLE):
             async with self._inner.acquire(session) as slot:
@@ -89,8 +83,8 @@ class SessionInterception:
 
 
 def _cut_by_a_limit(trace: Any) -> bool:
-    """A stop of verifiers: what was sampled last is cut, and not by what its program asked for. The
-    next call would be refused; stopped before it, a rollout is finished and scored as it is."""
+    """Stop condition of verifiers: a limit of the run cut the last sample. Stopping before the
+    next call, which would be rejected, lets verifiers finish and score the rollout."""
     if not trace.calls or trace.calls[-1].finish_reason != "length":
         return False
     sampling = trace.calls[-1].sampling
@@ -98,12 +92,12 @@ def _cut_by_a_limit(trace: Any) -> bool:
 
 
 def run_programs_here(runtimes: Any) -> None:
-    """From now on verifiers' subprocess runtime is the one below; `runtimes` is its module."""
+    """Replace the subprocess runtime of verifiers' module `runtimes`."""
     if getattr(runtimes.SubprocessRuntime, "here", False):
         return
 
     class HereRuntime(runtimes.SubprocessRuntime):  # type: ignore[misc]
-        """See the top."""
+        """Subprocess runtime that uses this interpreter if it has all requirements."""
 
         here = True
 
@@ -136,12 +130,12 @@ def _dying(argv: list[str]) -> list[str]:
 
 @functools.lru_cache(maxsize=64)
 def missing_of(script: str) -> tuple[str, ...]:
-    """What a script's metadata asks for and this interpreter has not; of one that has no metadata
-    all of it is missing.
+    """Return requirements of a script that this interpreter lacks, or ("metadata",) for a script
+    without metadata.
 
     Example: ``missing_of(script) == ("mcp==2.0.0",)``.
     """
-    # Verifiers brings it; this project does not ask for it.
+    # Verifiers depends on it; this project does not.
     requirement = importlib.import_module("packaging.requirements").Requirement
     block = _METADATA.search(script)
     if block is None:
@@ -165,7 +159,7 @@ def _installed(asked: Any) -> bool:
 
 
 def _written(script: str, folder: Path) -> Path:
-    """The file that holds a script; written at once, whoever else does."""
+    """Return a script's file, written atomically for concurrent processes."""
     path = folder / f"{hashlib.sha256(script.encode()).hexdigest()}.py"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,4 @@
-"""A small run told by hand, whose traces can be read: two siblings, a move, a tool, a step.
-
-Times are ms after the start of the run, so that a tree of it is the same for ever.
-"""
+"""Handwritten run with readable traces; times are ms after its start."""
 
 from __future__ import annotations
 
@@ -46,16 +43,13 @@ from tests.support.orchestrator_records import (
 
 MS = 1_000_000
 START_NS = 1_750_000_000 * 1000 * MS
-"""A day in June."""
 
 GROUP = "g0000000007"
 FIRST, SECOND = trajectory_id(GROUP, 0), trajectory_id(GROUP, 1)
 W0, W1 = 2, 3
-"""Role epochs of the two workers."""
 
 
 def at(ms: float) -> int:
-    """Wall clock ns, so many ms after the start."""
     return START_NS + round(ms * MS)
 
 
@@ -149,8 +143,6 @@ def commit(ms: float, step: int = 4, *, attempt: int = 1, group: str = GROUP) ->
 
 @dataclass
 class AccountStage:
-    """Tells a run, turn by turn."""
-
     account: RunAccount = field(default_factory=RunAccount)
     events: list[Event] = field(default_factory=list)
     started: RunStarted | None = None
@@ -159,13 +151,11 @@ class AccountStage:
 
     @property
     def run(self) -> RunFacts:
-        """What traces say of it."""
         assert self.started is not None
         return run_facts(self.started)
 
     @property
     def ended(self) -> list[GroupEnded | StepEnded]:
-        """Groups and steps, in order."""
         return [one for one in self.events if isinstance(one, GroupEnded | StepEnded)]
 
     def fact(self, fact: AnyControl) -> AccountStage:
@@ -189,7 +179,6 @@ class AccountStage:
 
 
 def began() -> AccountStage:
-    """A run with its trainer and two workers: role epochs `W0` and `W1`."""
     told = AccountStage().fact(started())
     trainer = role_started("trainer", 0)
     told.fact(msgspec.structs.replace(trainer, at_ns=at(1)))
@@ -200,7 +189,7 @@ def began() -> AccountStage:
 
 
 def whole() -> AccountStage:
-    """The second sibling moves from w1 to w0 and comes last; step 4 trains both."""
+    """Sibling 1 moves from w1 to w0 and ends last; step 4 trains both."""
     told = began()
     told.decide(100, Dispatch(reason="2 slots are free", spec=spec()), place("w0", W0, 0))
     told.decide(150, place("w1", W1, 1))
@@ -223,7 +212,6 @@ def whole() -> AccountStage:
 
 
 def contents() -> dict[str, Content]:
-    """What the records of `whole` say."""
     return {
         FIRST: Content(
             segments=(

@@ -1,4 +1,4 @@
-"""Adapters for tests: random ones that change what a tiny model says, and policies made of them."""
+"""Random adapters for tests, and policies built from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
-    """A model directory in a store, with adapters on it: `policies` are (file, digest), the first
-    of them the base."""
+    """Model directory with adapters; `policies` are (file, digest), the base first."""
 
     store: PolicyStore
     assets: str
@@ -38,7 +37,6 @@ def random_adapter(
     size: float = 0.2,
     dtype: PolicyDtype = "float32",
 ) -> Adapter:
-    """An adapter of all named layers of a safetensors file of whole weights."""
     chance = np.random.default_rng(seed)
 
     def drawn(*shape: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
@@ -61,7 +59,6 @@ def publish(store: PolicyStore, adapter: Adapter) -> Manifest:
 def make_lora(
     directory: Path, root: Path, *, adapters: int = 2, dtype: PolicyDtype = "float32"
 ) -> Lora:
-    """A model directory in a store, with so many random adapters on it, all published in a type."""
     store = PolicyStore(root)
     manifest, assets = import_model(store, directory, dtype)
     base = store.weights_path(manifest.digest)

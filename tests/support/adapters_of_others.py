@@ -1,4 +1,4 @@
-"""What tests of environments of others share: a task opened as a run opens it, and an episode."""
+"""Tasks and episodes for tests of third-party environments."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ def installed(package: str) -> bool:
 
 
 def task_of(kind: str, *, chat: bool = False, **options: Any) -> Task:
-    """The task of a configuration, checked as every task process checks it."""
     task = open_task(model.Task(kind=kind, options=options, chat=chat))
     task.check()
     return task
 
 
 def played(task: Task, row: Row, turns: Sequence[str]) -> tuple[Prompt, list[Observation], Any]:
-    """The prompt, what each turn was answered, and the reward."""
     world = opened(task, row)
     prompt = world.reset(row)
     seen = [world.step(turn) for turn in turns]

@@ -1,6 +1,5 @@
-"""A user's folder whose rollouts are a script of the package `openai`: two sub-agents at the same
-time, several turns, a last call that wants two answers and names what ends them. It notes what it
-was told."""
+"""User folder whose rollouts run a script with the package `openai`: parallel sub-agents,
+several turns, several choices."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ async def run(base_url, api_key, row):
 
 STOPS = tuple("abcdefghijklmnop")
 CALL_TOKENS_MAX = 6
-"""As the script has both."""
+"""Same value as in the script."""
 
 CONFIG = """
 agent = "agent:run"
@@ -72,7 +71,6 @@ max_tokens = 100
 
 
 def furnish_agent(place: Path) -> Path:
-    """Have the rollouts of a user's folder be the script's."""
     (place / "own.jinja").write_text(TEMPLATE)
     (place / "agent.py").write_text(AGENT)
     text = (place / "config.toml").read_text()
@@ -84,7 +82,6 @@ def furnish_agent(place: Path) -> Path:
 
 
 def told(place: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the scripts were told, by session."""
     found: dict[str, list[dict[str, Any]]] = {}
     for line in (place / "told.jsonl").read_text().splitlines():
         one = json.loads(line)
@@ -93,7 +90,6 @@ def told(place: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def check_what_was_told_is_logged_once(place: Path) -> None:
-    """Every token that the script was told, and no other."""
     sessions = told(place)
     found = trajectories(place)
     assert len(found) >= 16
@@ -107,7 +103,6 @@ def check_what_was_told_is_logged_once(place: Path) -> None:
 
 
 def check_answers_stand_behind_their_prompts(place: Path) -> None:
-    """Each in a context of its trajectory."""
     sessions = told(place)
     for one in trajectories(place):
         contexts = [context.token_ids.tolist() for context in contexts_of(one)]
@@ -120,7 +115,6 @@ def check_answers_stand_behind_their_prompts(place: Path) -> None:
 
 
 def check_calls_end_where_they_asked(place: Path) -> None:
-    """With the token that completes a stop string of theirs, and no other call does."""
     tokenizer, ended = Tokenizer(place / "model"), 0
     for one in trajectories(place):
         for call in one.meta.calls:
@@ -134,8 +128,7 @@ def check_calls_end_where_they_asked(place: Path) -> None:
 
 
 def versions_at_once(place: Path) -> int:
-    """Of how many versions sessions of one worker were between their first call and their last at
-    the same moment."""
+    """Return the versions that sessions of one worker used at the same time."""
     changes: list[tuple[int, int, int, str]] = []
     for one in trajectories(place):
         (worker,) = {segment.worker for segment in one.segments if segment.kind == "model"}

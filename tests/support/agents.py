@@ -1,4 +1,4 @@
-"""Agents without processes or an endpoint: generators that ask the model and hear its answers."""
+"""In-process agents: generators that call the model and receive its answers."""
 
 from __future__ import annotations
 
@@ -37,18 +37,15 @@ Play = Callable[[AgentCall], Agent]
 
 @dataclass
 class _RunningAgent:
-    """An agent that runs."""
-
     agent: Agent
     first: int = 0
-    """Number of the first call that it waits for."""
+    """Number of the first awaited call."""
     waits: dict[int, Heard | None] = field(default_factory=dict)
     prompts: dict[int, list[int]] = field(default_factory=dict)
 
 
 class AgentsPort:
-    """The agents of a worker, and the endpoint that they call. `thinks` is how many polls an agent
-    takes before every event."""
+    """Agents of a worker and their endpoint; `thinks` is the number of polls before each event."""
 
     effects: tuple[type, ...] = (AgentCall, OpenSession, AnswerCall, RefuseCall, CloseSession)
 
@@ -62,7 +59,7 @@ class AgentsPort:
         self.closed: list[str] = []
         self.refused: list[RefuseCall] = []
         self.answered: dict[str, list[tuple[list[int], list[int]]]] = {}
-        """By request: prompt and tokens of every answer that the present start of it has heard."""
+        """Prompt and tokens of each answer of the current attempt, by request."""
 
     def start(self, effect: Any) -> None:
         match effect:
@@ -91,7 +88,6 @@ class AgentsPort:
         self._running.clear()
 
     def lose(self, request: str) -> None:
-        """The process of an agent dies."""
         self._running.pop(request)
         self._say(EpisodeLost(request=request, message="its process ended: killed"))
 
@@ -151,14 +147,12 @@ class AgentsPort:
 
 
 class RecordingEngine(SimulatedEngine):
-    """A simulated engine that keeps what it was asked and what it sampled."""
-
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.asked: dict[str, EngineRequest] = {}
         self.sampled: dict[str, list[int]] = {}
         self.stays: list[tuple[list[int], list[int]]] = []
-        """(tokens that it began with, tokens sampled behind them) of every stay in a slot."""
+        """(initial tokens, tokens sampled after them) for each stay in a slot."""
 
     def add(self, request: EngineRequest) -> None:
         super().add(request)
@@ -181,8 +175,6 @@ class RecordingEngine(SimulatedEngine):
 
 
 def turns(prompt: Sequence[int], *answers: Sequence[int]) -> Play:
-    """An agent whose every call goes on with the last one, after these answers to it."""
-
     def play(call: AgentCall) -> Agent:
         so_far = list(prompt)
         for answer in (*answers, None):
@@ -196,7 +188,7 @@ def turns(prompt: Sequence[int], *answers: Sequence[int]) -> Play:
 
 
 def wandering(random: Random, calls: int) -> Agent:
-    """Goes on with, branches off, cuts and joins what it has heard, one call or several at once."""
+    """Random calls that continue, branch, cut or join earlier contexts."""
     said: list[list[int]] = [[random.randrange(1, 50) for _ in range(random.randint(1, 6))]]
     made = 0
     while made < calls:

@@ -1,9 +1,8 @@
-"""Arrow records that are small and become large, or lie about how large they are; a program too.
+"""Arrow records that expand or misstate their size, and a program that reads them.
 
-``python -m tests.support.arrow_bombs`` makes them all, reads each in a process with a bound on its
-address space, and prints a line for each: bytes of the record, how far the process grew at its
-highest, refusal. With FILES it reads those: name, refusal (empty if it was read), growth and size
-of Arrow's pool, in bytes.
+``python -m tests.support.arrow_bombs`` reads each in a process with bounded address space, and
+prints record bytes, peak growth and refusal. With FILES it prints name, refusal, growth and Arrow's
+pool size in bytes.
 """
 
 from __future__ import annotations
@@ -29,20 +28,19 @@ from dora_pipe.schemas.trajectory_codec import TRAJECTORY, decode_trajectory, en
 from tests.golden import arrow_values
 
 INT, STRUCT = 2, 13
-"""Tags of Arrow's types."""
+"""Arrow's type tags."""
 
 Value = tuple[str, int]
-"""A number in a table: its struct format and what it is."""
+"""Struct format and value."""
 
 
 class Flat:
-    """A flatbuffer in the making. Example: ``Flat().root()``."""
+    """Flatbuffer builder. Example: ``Flat().root()``."""
 
     def __init__(self) -> None:
         self.data = bytearray(4)
 
     def table(self, values: Mapping[int, Value], refs: Sequence[int] = ()) -> Table:
-        """A table with numbers and places for offsets, by slot."""
         slots = max([*values, *refs], default=-1) + 1
         self._pad(8)
         at_vtable = len(self.data)
@@ -62,20 +60,17 @@ class Flat:
         return Table(at=at, places=places)
 
     def vector(self, count: int) -> list[int]:
-        """A vector of offsets: their places."""
         self._pad(4)
         self.data += struct.pack("<I", count) + bytes(4 * count)
         return [len(self.data) - 4 * (count - index) for index in range(count)]
 
     def text(self, text: bytes) -> int:
-        """A text: where it lies."""
         self._pad(4)
         at = len(self.data)
         self.data += struct.pack("<I", len(text)) + text + b"\0"
         return at
 
     def point(self, place: int, target: int) -> None:
-        """Let the offset at a place lead to a target behind it."""
         assert target > place
         struct.pack_into("<I", self.data, place, target - place)
 
@@ -85,17 +80,13 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Where a table lies, and its offsets by slot."""
-
     at: int
     places: Mapping[int, int] = field(default_factory=dict)
 
 
 def schema_message(levels: Sequence[int], name: bytes = b"x") -> bytes:
-    """A schema whose fields of each level all have the same children: those of the next level.
-
-    ``levels == [3, 1]`` are three fields (one table), each with one child. All have this name.
-    """
+    """Return a schema in which all fields of a level share the next level's fields as children:
+    ``[3, 1]`` is three fields (one table), each with one child."""
     flat = Flat()
     message = flat.table({0: ("<h", 4), 1: ("<B", 1), 3: ("<q", 0)}, [2])
     flat.point(0, message.at)
@@ -125,10 +116,10 @@ def _framed(metadata: bytes) -> bytes:
 
 
 RAW: Final = arrow_frame.decompress(encode_trajectory(arrow_values.TRAJECTORY)[0])
-"""A sound stream."""
+"""Valid stream."""
 
 LARGE: Final = 60_000_000
-"""Bytes; what a stream may hold at most is a little more."""
+"""Bytes; slightly below the limit of a stream."""
 
 
 def stream_of(batch: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None) -> bytes:
@@ -139,12 +130,10 @@ def stream_of(batch: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = No
 
 
 def frame(raw: bytes) -> bytes:
-    """A frame around a stream."""
     return zstandard.compress(raw)
 
 
 def with_columns(**columns: pa.Array) -> bytes:
-    """The sound stream with other columns in place of its own, or beside them."""
     batch = pa.ipc.open_stream(RAW).read_next_batch()
     arrays = {name: batch.column(place) for place, name in enumerate(batch.schema.names)}
     arrays.update(columns)
@@ -155,7 +144,6 @@ def with_columns(**columns: pa.Array) -> bytes:
 
 
 def under(schema: bytes) -> bytes:
-    """The sound batch under another schema."""
     return schema + RAW[len(TRAJECTORY.head) :]
 
 
@@ -164,14 +152,13 @@ def list_of(inner: pa.Array) -> pa.Array:
 
 
 def lying(at: int, pattern: str, value: int) -> bytes:
-    """The sound stream with one number of its messages changed."""
+    """Return the valid stream with one changed number."""
     changed = bytearray(RAW)
     struct.pack_into(pattern, changed, at, value)
     return bytes(changed)
 
 
 def largest() -> bytes:
-    """A record that is read, as large as the bounds let it be."""
     count = arrow_frame.ENTRIES_MAX
     beside = frame(
         with_columns(
@@ -188,14 +175,13 @@ def largest() -> bytes:
 
 
 def routes(tokens: int, layers: int) -> pa.Array:
-    """Through the same expert, one of 255, in every layer."""
+    """Same expert (of 255) in every layer."""
     sizes = {"experts": 255, "layers": layers, "per_token": 1}
     column = {**sizes, "data": bytes(tokens * layers)}
     return pa.array([column], TRAJECTORY.routed.schema.field("routed_experts").type)
 
 
 def segments(count: int, step: int) -> pa.Array:
-    """So many segments of so many tokens each."""
     rows = [
         {
             "kind": "model",
@@ -321,11 +307,11 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
     "a frame that goes on": (lambda: _endless(), "goes on above"),
     "the largest record": (largest, ""),
 }
-"""Name to (bytes, what its refusal says)."""
+"""(bytes, expected refusal) by name."""
 
 
 def _wide_window() -> bytes:
-    """A frame without a size, with a window of 2 GiB: descriptor 0, exponent 21."""
+    """Frame without a size, with a window of 2 GiB: descriptor 0, exponent 21."""
     return b"\x28\xb5\x2f\xfd\x00" + bytes([21 << 3]) + b"\x01\x00\x00"
 
 
@@ -336,19 +322,18 @@ def _endless() -> bytes:
 
 
 def _status(name: str) -> int:
-    """A line of this process's status, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split(f"{name}:")[1].split()[0]) * 1024
 
 
 def main(files: list[str]) -> None:
-    """Read every file, each from the same beginning, with a bound on the address space."""
     decode_trajectory(encode_trajectory(arrow_values.TRAJECTORY)[0])
     limit = _status("VmSize") + arrow_frame.DECODE_BYTES_MAX
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     for file in files:
         data = Path(file).read_bytes()
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # The peak begins again.
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # Reset the peak.
         before = _status("VmRSS")
         refused = ""
         try:
@@ -361,7 +346,6 @@ def main(files: list[str]) -> None:
 
 
 def table() -> None:
-    """Every bomb, as a person reads it."""
     with tempfile.TemporaryDirectory() as folder:
         files = {str(Path(folder) / name): made() for name, (made, _) in BOMBS.items()}
         for path, data in files.items():

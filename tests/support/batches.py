@@ -1,4 +1,4 @@
-"""Trajectories and batches made from a seed, for tests of whatever reads them."""
+"""Trajectories and batches generated from a seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ SETTINGS: Settings = {
     "objective.kl_estimate": "k3",
     "objective.mask": "none",
 }
-"""Logged keys as a batch decision carries them."""
 
 
 def make_trajectory(
@@ -50,7 +49,7 @@ def make_trajectory(
     logprobs: Sequence[float] | None = None,
     reward: float | None = 1.0,
 ) -> Trajectory:
-    """A single-turn trajectory; its log-probs are those of a coarse guess if none are given."""
+    """Return a single-turn trajectory; default log-probs are rough guesses."""
     purpose, ordinal, sibling = parse_trajectory_id(trajectory)
     start, end = len(prompt), len(prompt) + len(sampled)
     known = [-4.5] * len(sampled) if logprobs is None else logprobs
@@ -89,7 +88,6 @@ def make_trajectory(
 
 
 def _segments(start: int, end: int, **of: Any) -> list[Segment]:
-    """A prompt and what the model made of it."""
     return [
         Segment(kind="prompt", start=0, end=start, turn=0, start_ns=1, end_ns=1),
         Segment(kind="model", start=start, end=end, turn=0, start_ns=1, end_ns=2, **of),
@@ -106,7 +104,7 @@ def make_batch(
     vocabulary: int = 90,
     valid: float = 1.0,
 ) -> TrainBatch:
-    """A batch of random trajectories; a share of `1 - valid` has no valid reward."""
+    """Return random trajectories; a share of `1 - valid` has no valid reward."""
     chance = random.Random(seed)
     made = []
     for ordinal in range(groups):
@@ -129,7 +127,6 @@ def make_batch(
 
 
 def with_teacher(batch: TrainBatch, seed: int = 1) -> TrainBatch:
-    """The batch with a teacher's log-probs, made from a seed."""
     chance = random.Random(seed)
     return replace(
         batch,
@@ -144,7 +141,7 @@ def with_teacher(batch: TrainBatch, seed: int = 1) -> TrainBatch:
 
 
 def poisoned(batch: TrainBatch, logprob: float = -1e30) -> TrainBatch:
-    """This batch, its first group sampled at log-probs whose ratios are infinite."""
+    """Return the batch with log-probs in group 0 that give infinite ratios."""
     for one in batch.groups[0].trajectories:
         for place, mask in enumerate(one.loss_mask):
             if mask:
@@ -155,8 +152,8 @@ def poisoned(batch: TrainBatch, logprob: float = -1e30) -> TrainBatch:
 def states_with_a_part_ahead(
     trainer_of: Callable[[], Any], path: Path
 ) -> list[tuple[Manifest, bytes]]:
-    """Weights and optimizer state (written to `path`) after two steps: without a part of the second
-    one ahead of it, and with one, by a trainer of parts each."""
+    """Return weights and optimizer state after two steps, without and with part of step 2 ahead;
+    one trainer each."""
     batch = make_batch(seed=3, step=1, groups=4, siblings=3)
     states = []
     for ahead in (False, True):
@@ -171,7 +168,6 @@ def states_with_a_part_ahead(
 
 
 def routed(batch: TrainBatch, *, layers: int, experts: int = 8, per_token: int = 2) -> TrainBatch:
-    """The batch, where every token has experts drawn at random."""
     chance, groups = np.random.default_rng(5), []
     for group in batch.groups:
         made = []

@@ -1,4 +1,4 @@
-"""A recorded run in which one trained trajectory is an agent's: of four contexts and five calls."""
+"""Recorded run with one agent trajectory of four contexts and five calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PIECES: Final[tuple[tuple[SegmentKind, int, int], ...]] = (
     ("model", 5, 0),
     ("environment", 4, 0),
     ("model", 7, 1),
-    ("prompt", 5, 0),  # context 1: a sub-agent's, of its own
+    ("prompt", 5, 0),  # context 1: a sub-agent
     ("model", 6, 0),
     ("prompt", 0, 0),  # context 2: another answer to the first prompt
     ("model", 4, 0),
-    ("prompt", 3, 0),  # context 3: goes on from there, less its last token
+    ("prompt", 3, 0),  # context 3: continues there without the last token
     ("model", 5, 0),
 )
 """Kind, tokens and turn of each segment."""
@@ -44,14 +44,12 @@ ASKED: Final = (
     (15, 22, 110, 150, "planner"),
     (40, 45, 160, 190, ""),
 )
-"""Of each call: from, to, asked and answered (ms after the trajectory was placed), its caller."""
+"""Per call: start, end, asked and answered (ms after placement), caller."""
 
 
 def branch(
     log: Tamper, place: int = 40, change: Callable[[Trajectory], Trajectory] | None = None
 ) -> str:
-    """Make a trained trajectory an agent's, in its record, in control, decisions and the commit:
-    the one above, or what `change` makes of it."""
     row, fact = log.trained(place)
     made = log.reencode(row, change or branched)
     log.put(made)
@@ -74,7 +72,6 @@ def branch(
 
 
 def branched(found: Trajectory) -> Trajectory:
-    """The same trajectory with the tokens, contexts and calls above."""
     at_ns, worker = found.meta.times.placed, found.meta.worker
     segments: list[Segment] = []
     calls = {start: (asked, answered) for start, _, asked, answered, _ in ASKED}

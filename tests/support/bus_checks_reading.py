@@ -1,4 +1,4 @@
-"""The part of the bus contract that readers rely on."""
+"""Bus contract for readers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.bus_steps import (
 
 
 def offsets_increase_and_leave_gaps(harness: Harness) -> None:
-    """A reader that computes "last offset + 1" must meet a gap here, on every bus."""
+    """ "Last offset + 1" must meet a gap on every bus."""
     bus, topic, at = opened(harness)
     writer = bus.writer(exclusive=harness.topic("w"))
     offsets = [offset for i in range(5) for offset in writer.append(appends(topic, f"{i}", "b"))]

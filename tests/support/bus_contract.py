@@ -1,8 +1,6 @@
-"""What every bus must keep, as functions over a harness; `CHECKS` is the whole contract.
+"""Bus contract for writers, open and close, and deletion; `CHECKS` is the entire contract.
 
-Here is the part that writers rely on, those who open and close, and those who delete. A check
-raises AssertionError when the bus breaks the promise in its name. They are functions and not tests
-so that deliberately broken buses can be run through them too: each of those must fail.
+A check raises AssertionError. Checks are functions, so that tests also run them on broken buses.
 """
 
 from __future__ import annotations
@@ -91,7 +89,7 @@ def a_record_too_large_is_refused_with_its_whole_call(harness: Harness) -> None:
     over = Append(topic=topic, value=bytes(99_981), key=b"k" * 10, headers=(("name", b"123456"),))
     with pytest.raises(RecordTooLarge):
         writer.append([*appends(topic, "first"), over])
-    writer.append([fits] * 50)  # the bound is on one record, not on the call
+    writer.append([fits] * 50)  # the limit applies to one record
     reader = bus.reader({TopicPartition(topic, 0): 0})
     assert values(read(reader, 50)) == [fits.value] * 50
 
@@ -181,13 +179,13 @@ def what_was_appended_is_there_after_reopening(harness: Harness) -> None:
 
 
 def a_forked_child_is_refused(harness: Harness) -> None:
-    """The parent goes on undisturbed; the child exits with 0 only if all three were refused."""
+    """The child exits with 0 only if all three calls were rejected."""
     bus, topic, at = opened(harness)
     reader, writer = bus.reader({at: 0}), bus.writer()
     if not harness.shared:
-        return  # a log in memory is simply another log after a fork
+        return  # after a fork, a log in memory is a separate log
     with warnings.catch_warnings():
-        # Newer Pythons warn of forking beside threads, which is what this is about.
+        # Newer Pythons warn about forks in threaded processes.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -207,20 +205,20 @@ def a_forked_child_is_refused(harness: Harness) -> None:
     assert values(read(reader, 1)) == [b"parent"]
 
 
-# What may be deleted, and what readers see of it
+# Deletion, and readers of deleted records
 
 CALLS_MAX = 100
 
 
 def trimmed_on(harness: Harness, bus: Bus) -> TopicPartition:
-    """The first of two partitions of a fresh topic that may be trimmed."""
+    """Return partition 0 of a new topic with two trimmable partitions."""
     name = f"{harness.topic('t')}.metrics"
     bus.create([TopicSpec(name=name, partitions=2)])
     return TopicPartition(name, 0)
 
 
 def trim_all(bus: Bus, at: TopicPartition, before: int) -> int:
-    """Trim until there is no more to delete; the calls that it took."""
+    """Trim completely; return the number of calls."""
     calls = 1
     while bus.trim(at, before):
         calls += 1

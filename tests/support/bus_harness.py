@@ -1,4 +1,4 @@
-"""Harnesses of the bus contract: a log in memory, in a file, on a broker."""
+"""Harnesses of the bus contract: memory, SQLite and Kafka."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ ALL_LAND = 1 << 30
 
 
 class _Opener:
-    """Opens buses, closes them all at the end, and hands out names."""
-
     waits = True
     shared = True
     url = ""
@@ -32,28 +30,22 @@ class _Opener:
         self._prefix = ""
 
     def topic(self, name: str) -> str:
-        """A name that nobody else uses."""
         self._names += 1
         return f"{self._prefix}{name}{self._names}"
 
     def keep(self, bus: Bus) -> Bus:
-        """Close it at the end."""
         self._opened.append(bus)
         return bus
 
     def leave_open(self, topic: str) -> Callable[[], None] | None:
-        """Holds nobody back."""
         return None
 
     def close(self) -> None:
-        """Close everything that was opened."""
         for bus in self._opened:
             bus.close()
 
 
 class MemoryHarness(_Opener):
-    """Every bus on one `MemoryLog`, which a broken bus may bring along."""
-
     waits = False
     shared = False
 
@@ -64,11 +56,10 @@ class MemoryHarness(_Opener):
         self._ms = 0
 
     def open(self) -> Bus:
-        """One more bus on the log."""
         return self.keep(self._bus(self.log, now_ms=lambda: self._ms))
 
     def leave_open(self, topic: str) -> Callable[[], None] | None:
-        """An append that readers see when its time has come; what is behind it waits too."""
+        """Start an append that delays visibility of all records after it."""
         late = ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=1)})
         bus = MemoryBus(self.log, faults=late, now_ms=lambda: self._ms)
         bus.writer().append([Append(topic=topic, value=b"open")])
@@ -79,34 +70,28 @@ class MemoryHarness(_Opener):
         return end
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        """By the fault plan, which is what it is for."""
         bus: MemoryBus = writer._bus  # type: ignore[attr-defined]
         fault = AppendFault(kind="unknown", lands=ALL_LAND)
         bus.faults = ScriptedFaults(appends={bus.appends: fault})
 
 
 class SqliteHarness(_Opener):
-    """Every bus on one file."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.path = folder / "log.sqlite"
         self.url = f"sqlite:{self.path}"
 
     def open(self) -> Bus:
-        """One more bus on the file."""
         return self.keep(SqliteBus(self.path))
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        """The commit reaches the disk and then the disk reports a failure."""
+        """The commit reaches the disk, then the disk reports an error."""
         assert isinstance(writer, SqliteWriter)
         file = writer._file
         file.connection = FailingCommit(file.connection)  # type: ignore[assignment]
 
 
 class FailingCommit:
-    """A connection whose first COMMIT works but says that the disk failed."""
-
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._fails = True
@@ -125,8 +110,6 @@ class FailingCommit:
 
 
 class KafkaHarness(_Opener):
-    """Every bus on one broker, with names of its own."""
-
     def __init__(self, bootstrap: str) -> None:
         super().__init__()
         self.bootstrap = bootstrap
@@ -134,11 +117,10 @@ class KafkaHarness(_Opener):
         self._prefix = f"{uuid4().hex[:8]}."
 
     def open(self) -> Bus:
-        """One more bus on the broker."""
         return self.keep(KafkaBus([self.bootstrap]))
 
     def leave_open(self, topic: str) -> Callable[[], None] | None:
-        """A transaction whose record is acknowledged; the writer's successor ends it."""
+        """Open a transaction with an acknowledged record; the writer's successor ends it."""
         name, bus = self.topic("dead"), self.open()
         dead = bus.writer(exclusive=name)
         leave_open(dead, Append(topic=topic, value=b"open"))
@@ -149,7 +131,7 @@ class KafkaHarness(_Opener):
         return end
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        """The broker does it, and its answer is lost."""
+        """The broker commits, but its answer is lost."""
         assert isinstance(writer, KafkaWriter)
         append, drop = writer._append, writer._drop
 
@@ -166,14 +148,13 @@ class KafkaHarness(_Opener):
 
 
 def leave_open(writer: Writer, record: Append) -> int:
-    """What death between the acknowledgement and the commit leaves of an append; its offset."""
+    """Simulate death between acknowledgement and commit; return the offset."""
     assert isinstance(writer, KafkaWriter) and writer._producer is not None
     writer._producer.begin_transaction()
     return int(send(writer._producer, record).get(30).offset)
 
 
 def log_in_memory(bus: Bus) -> MemoryLog:
-    """Copy a log with its offsets and ends; the beginning of the copy can be deleted."""
     log = MemoryLog()
     names = {topic: bus.partitions(topic) for topic in bus.topics()}
     MemoryBus(log).create([TopicSpec(name=name, partitions=count) for name, count in names.items()])

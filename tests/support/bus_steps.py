@@ -1,4 +1,4 @@
-"""Harnesses and small steps that the checks of the bus contract are made of."""
+"""Harness interface and steps for checks of the bus contract."""
 
 from __future__ import annotations
 
@@ -10,35 +10,33 @@ from typing import Any, Protocol
 from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 
 PATIENCE_S = 30.0
-"""How long a check waits for what must come; only a broken bus ever waits so long."""
+"""Seconds until a check fails."""
 
 
 class Harness(Protocol):
-    """One log, and how to open it."""
+    """One log and its constructors."""
 
     waits: bool
-    """Whether a poll really waits; the memory bus has no time of its own."""
+    """Whether polls block; the memory bus has virtual time."""
     shared: bool
     """Whether other processes can open `url`."""
     url: str
 
     def open(self) -> Bus:
-        """One more bus on the same log; the caller closes it, or the harness at the end."""
+        """Open another bus; the caller or the harness closes it."""
         ...
 
     def topic(self, name: str) -> str:
-        """A name that nobody else uses."""
+        """Return an unused topic name."""
         ...
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        """The next append of this writer lands, but the writer does not hear of it."""
+        """Make the next append succeed with an unknown outcome."""
         ...
 
     def leave_open(self, topic: str) -> Callable[[], None] | None:
-        """A writer dies inside an append; call what comes back to end that append.
-
-        None where nobody is ever held back by such a thing.
-        """
+        """Kill a writer inside an append; return a function that ends the append, or None if it
+        blocks no reader."""
         ...
 
 
@@ -46,13 +44,12 @@ Check = Callable[[Harness], None]
 
 
 def checks_of(module: dict[str, Any]) -> list[Check]:
-    """The functions of a module that take a harness and nothing else, in their order."""
+    """Return the functions of a module whose only parameter is a harness."""
     functions = [one for one in module.values() if inspect.isfunction(one)]
     return [one for one in functions if [*inspect.signature(one).parameters] == ["harness"]]
 
 
 def opened(harness: Harness, *, partitions: int = 1) -> tuple[Bus, str, TopicPartition]:
-    """A bus, a fresh topic on it, and that topic's first partition."""
     bus = harness.open()
     topic = topic_on(harness, bus, partitions=partitions)
     return bus, topic, TopicPartition(topic, 0)
@@ -67,7 +64,6 @@ def topic_on(
 
 
 def read(reader: Reader, count: int) -> list[Record]:
-    """Exactly the next `count` records."""
     found: list[Record] = []
     deadline_s = time.monotonic() + PATIENCE_S
     while len(found) < count:
@@ -77,7 +73,6 @@ def read(reader: Reader, count: int) -> list[Record]:
 
 
 def catch_up(bus: Bus, reader: Reader, at: TopicPartition) -> list[Record]:
-    """Everything up to the end, by the only right meaning of "caught up"."""
     found: list[Record] = []
     deadline_s = time.monotonic() + PATIENCE_S
     while reader.position(at) < bus.end(at):
@@ -95,7 +90,6 @@ def appends(topic: str, *texts: str, partition: int = 0) -> list[Append]:
 
 
 def read_poll(reader: Reader, *, records_max: int = 500, bytes_max: int = 1 << 20) -> list[Record]:
-    """The first poll that returns something."""
     deadline_s = time.monotonic() + PATIENCE_S
     found: list[Record] = []
     while not found and time.monotonic() < deadline_s:

@@ -1,10 +1,9 @@
-"""A process that appends until it is killed, fenced, or done; says what was acknowledged.
+"""Process that appends until it is killed, fenced, or done.
 
     python -m tests.support.bus_writer URL TOPIC PARTITION WHO BATCH COUNT [EXCLUSIVE]
 
-Appends COUNT calls of BATCH records `WHO call index`; prints the call's number after each
-acknowledgement, `fenced` if it was fenced, `unknown` if the log did not
-say. Starts with `ready` and waits for a line of input.
+Prints `ready` and waits for a line. Then appends COUNT batches of BATCH records `WHO call index`,
+and prints each acknowledged call's number, `fenced`, or `unknown`.
 """
 
 import sys
@@ -15,13 +14,11 @@ from dora_pipe.core.errors import Fenced, OutcomeUnknown
 
 
 def say(line: str) -> None:
-    """Tell the parent, at once."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def main(arguments: list[str]) -> int:
-    """Append as told on the command line."""
     url, topic, partition, who, batch, count, *exclusive = arguments
     bus = open_bus(url)
     writer = bus.writer(exclusive=exclusive[0] if exclusive else None)

@@ -1,4 +1,4 @@
-"""A catalogue for tests, told fact by fact; and the two accounts of one log held side by side."""
+"""Handwritten catalogue, and comparison of the catalogue and the ledger of a log."""
 
 from __future__ import annotations
 
@@ -45,15 +45,14 @@ SIBLINGS = 2
 
 
 class ToldRun(ABC):
-    """Time goes on by a second with every round and report; a subclass folds what is told."""
+    """Run told record by record, one second each; subclasses fold the records."""
 
     def __init__(self, **config: Any) -> None:
-        """`config` as `make_config` takes it."""
+        """Takes arguments of `make_config`."""
         self.now_ns = START_NS
         self.offset = 0
         self.rounds = 0
         self.orchestrator = 0
-        """The incarnation that decides."""
         self.fact(records.run_started(records.make_config(**config)))
         self.fact(records.role_started("trainer", 0))
 
@@ -66,20 +65,17 @@ class ToldRun(ABC):
         """Fold a round."""
 
     def fact(self, fact: AnyControl) -> int:
-        """A control record at this moment; its offset."""
         self.offset += 1
         self.take_fact(self.offset, replace(fact, at_ns=self.now_ns))
         return self.offset
 
     def begins(self, role: ExclusiveRole, role_epoch: int) -> None:
-        """The orchestrator or the trainer begins, a second later."""
         self.now_ns += SECOND_NS
         if role == "orchestrator":
             self.orchestrator = role_epoch
         self.fact(records.role_started(role, role_epoch))
 
     def decide(self, *decisions: AnyDecision) -> None:
-        """A round of these, a second later."""
         self.now_ns += SECOND_NS
         round_ = Round(
             ordinal=self.rounds,
@@ -92,7 +88,6 @@ class ToldRun(ABC):
         self.take_round(round_)
 
     def spec(self, ordinal: int, version: int = 0, purpose: Purpose = "train") -> GroupSpec:
-        """A group as its dispatch names it."""
         return GroupSpec(
             group=group_id(purpose, ordinal),
             ordinal=ordinal,
@@ -112,7 +107,6 @@ class ToldRun(ABC):
         return Dispatch(reason="a slot is free", spec=spec)
 
     def placed(self, spec: GroupSpec, worker: str, epoch: int, attempt: int = 1) -> Place:
-        """All siblings go to a worker."""
         siblings = tuple(PlacedSibling(sibling=one, attempt=attempt) for one in range(SIBLINGS))
         return Place(reason="its turn", spec=spec, worker=worker, epoch=epoch, siblings=siblings)
 
@@ -127,7 +121,7 @@ class ToldRun(ABC):
         offset: int = 0,
         said: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """w0 says that siblings lie in the log, a second later; `said` is more of some of them."""
+        """w0 reports logged trajectories; `said` overrides fields."""
         self.now_ns += SECOND_NS
         entries = tuple(
             LoggedEntry(
@@ -152,8 +146,6 @@ class ToldRun(ABC):
 
 
 class CatalogueStage(ToldRun):
-    """A run that is told by hand, a second after the other; `catalogue` has its tables."""
-
     def __init__(self) -> None:
         self.builder = CatalogueBuilder()
         self._catalogue = Catalogue()
@@ -161,21 +153,17 @@ class CatalogueStage(ToldRun):
 
     @property
     def catalogue(self) -> Catalogue:
-        """The tables as of now."""
         self._catalogue.append(self.builder.drain())
         self._catalogue.refresh(self.builder.live())
         return self._catalogue
 
     def take_fact(self, offset: int, fact: AnyControl) -> None:
-        """See the base."""
         self.builder.fact(offset, fact)
 
     def take_round(self, round_: Round) -> None:
-        """See the base."""
         self.builder.round(round_, round_.ordinal)
 
     def worker(self, name: str = "w0", slots: int = 4) -> int:
-        """A worker joins; its incarnation."""
         return self.fact(records.joined(name, slots=slots))
 
     def group(self, ordinal: int, version: int = 0, purpose: Purpose = "train") -> GroupSpec:
@@ -184,7 +172,6 @@ class CatalogueStage(ToldRun):
         return spec
 
     def place(self, spec: GroupSpec, epoch: int, *, worker: str = "w0", attempt: int = 1) -> None:
-        """All siblings go to a worker."""
         self.decide(self.placed(spec, worker, epoch, attempt))
 
     def log(
@@ -197,11 +184,9 @@ class CatalogueStage(ToldRun):
         tokens: int = 20,
         offset: int = 0,
     ) -> None:
-        """w0 says that all siblings lie in the log, a second later."""
         self.logged(spec, epoch, rewards, attempt=attempt, tokens=tokens, offset=offset)
 
     def taken(self, spec: GroupSpec, offset: int = 0) -> TakenGroup:
-        """A group as a batch names it."""
         return TakenGroup(
             group=spec.group,
             version=spec.version,
@@ -220,7 +205,6 @@ class CatalogueStage(ToldRun):
         )
 
     def part(self, step: int, part: int, *specs: GroupSpec) -> None:
-        """A part of the next batch is taken."""
         groups = tuple(self.taken(one) for one in specs)
         one = TakePart(
             reason="some finished", step=step, attempt=1, part=part, groups=groups, settings={}
@@ -250,7 +234,6 @@ class CatalogueStage(ToldRun):
         ahead_s: tuple[float, ...] = (),
         **changes: Any,
     ) -> None:
-        """A batch is taken and its step committed, a second apart; `changes` of the commit."""
         groups = self.take(step, *specs, parts=parts)
         self.now_ns += SECOND_NS
         fact = replace(records.committed(step, groups), parts=parts, ahead_s=ahead_s, **changes)
@@ -261,7 +244,6 @@ class CatalogueStage(ToldRun):
 
 
 def differences(bus: Bus, topics: Topics) -> list[str]:
-    """Where the catalogue of a log and audit's ledger of it do not say the same, by group."""
     ledger = build_ledger(bus, topics)
     with closing(read_catalogue(bus, topics)) as catalogue:
         said = {

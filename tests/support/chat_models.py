@@ -1,4 +1,4 @@
-"""Model directories for chat tests: a real chat template, and a small tokenizer made for it."""
+"""Model directories with real chat templates and a small tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How the tokenizers of most of these families split texts."""
+"""Pre-tokenizer pattern of most families."""
 
 _TOKEN: Final = re.compile(
     r"<\|?[a-zA-Z_/0-9\uff5c\u2581.]+\|?>|<\uff5c[^\uff5c]*\uff5c>|\[/?INST\]|<\|[^|>]*\|>"
@@ -33,12 +33,12 @@ _TOKEN: Final = re.compile(
 _NAMED: Final = re.compile(
     r"<[^\s<>{}=]+>|\[[A-Za-z]+\]|\u3008\|\S+\|\u3009|\]~[!b]+[\[\]]|\[e~\[|<\|\"\|>"
 )
-"""How special tokens stand in the sources of typed renderers."""
+"""Pattern of special tokens in the sources of typed renderers."""
 
 _OTHERS: Final = """<|endoftext|> <|im_start|> <|im_end|> <think> </think> <tool_call> </tool_call>
 <tool_response> </tool_response> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|> <pad>
 <|eom_id|> <|python_tag|> [gMASK] <sop> <|user|> <|observation|> <s> </s>"""
-"""Tokens of families that their templates do not write, and a typed renderer wants."""
+"""Tokens that typed renderers require but templates do not write."""
 
 _ENDS: Final = {
     "gemma": ("<bos>", "<eos>"),
@@ -50,12 +50,10 @@ _ENDS: Final = {
 
 
 def names() -> list[str]:
-    """The templates that are kept here."""
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
 def bpe(special: set[str]) -> tokenizers.Tokenizer:
-    """A byte-level BPE trained on a line of text, with these special tokens."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -79,7 +77,6 @@ def bpe(special: set[str]) -> tokenizers.Tokenizer:
 
 
 def tokens_of(family: str) -> set[str]:
-    """The special tokens that the source of a typed renderer names."""
     from renderers import base, parsing
 
     base._populate_registry()
@@ -95,7 +92,6 @@ def tokens_of(family: str) -> set[str]:
 
 
 def write_chat_model(folder: Path, name: str = "", *, text: str = "", **config: object) -> Path:
-    """A directory with tokenizer and template: one of those kept, of a file, or a text."""
     path = Path(name)
     if name:
         text = (path if path.is_absolute() else TEMPLATES / f"{name}.jinja").read_text()

@@ -1,8 +1,4 @@
-"""A headless Chromium, spoken to over a pipe in its DevTools protocol; for tests of the pages.
-
-Nothing of it is a dependency: the browser is Debian's package `chromium`, the protocol is JSON with
-a zero byte behind each message.
-"""
+"""Headless Chromium (Debian's package), controlled by the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ ANSWER_S = 60.0
 FLAGS = (
     "--headless=new",
     "--remote-debugging-pipe",
-    "--no-sandbox",  # tests may run as root in a container; nothing foreign is opened
+    "--no-sandbox",  # tests may run as root in a container; all pages are local
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--no-first-run",
@@ -34,12 +30,11 @@ FLAGS = (
 
 
 def found() -> str | None:
-    """The browser's path; None where there is none."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
 class Page:
-    """One tab. Messages of its console that are errors, and requests to elsewhere, are kept."""
+    """Tab that collects console errors and external requests."""
 
     def __init__(self, browser: _Browser, session: str) -> None:
         self._browser, self._session = browser, session
@@ -49,7 +44,6 @@ class Page:
             self._call(f"{domain}.enable")
 
     def size(self, width: int, height: int) -> None:
-        """As large as a window of so many CSS pixels."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -59,29 +53,27 @@ class Page:
         )
 
     def open(self, address: str) -> None:
-        """Go there, and wait until the page says that it was drawn."""
         self._call("Page.navigate", url="about:blank")
         self._call("Page.navigate", url=address)
         self.until("document.documentElement?.dataset.ready === 'yes'")
 
     def leave(self) -> None:
-        """To nowhere: a page that follows a run would miss its server."""
+        """Leave the page before its server stops."""
         self._call("Page.navigate", url="about:blank")
         self.until("location.href === 'about:blank'")
 
     def go(self, address: str) -> None:
-        """To another page of the same application: what stands behind the #."""
         self.run(f"location.hash = {json.dumps(address)}")
         self.until(f"location.hash === {json.dumps(address)}")
         self.settle()
 
     def settle(self) -> None:
-        """Wait until nothing is being fetched or drawn."""
         self.until("!document.querySelector('main[aria-busy]')")
         self.run("new Promise((done) => setTimeout(done, 120))")
 
     def run(self, code: str) -> Any:
-        """The value of an expression, a promise's too. Raises AssertionError with what it threw."""
+        """Return the value of an expression or promise. Raises AssertionError with what it
+        threw."""
         found = self._call(
             "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
         )
@@ -89,14 +81,12 @@ class Page:
         return found["result"].get("value")
 
     def until(self, condition: str, limit_s: float = 30.0) -> None:
-        """Wait until an expression is true."""
         end_s = time.monotonic() + limit_s
         while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < end_s, f"not so after {limit_s} s: {condition}"
             time.sleep(0.05)
 
     def text(self, selector: str = "main") -> str:
-        """What a reader sees of an element."""
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
 
     def click(self, selector: str) -> None:
@@ -104,7 +94,6 @@ class Page:
         self.settle()
 
     def press(self, key: str) -> None:
-        """A key, as a keyboard sends it."""
         for kind in ("keyDown", "keyUp"):
             code = {"Tab": 9, "Enter": 13, "ArrowRight": 39}.get(key, 0)
             text = {"text": "\r"} if key == "Enter" and kind == "keyDown" else {}
@@ -169,7 +158,6 @@ class _Browser:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """A tab of a browser that ends with the block; `folder` is its own."""
     program = found()
     assert program is not None, "there is no Chromium: ask `found` first"
     from_us, to_browser = os.pipe()

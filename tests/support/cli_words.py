@@ -1,4 +1,4 @@
-"""What the command line makes of words that stand in a manifest, without doing what they say."""
+"""Parser for command lines in manifests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from dora_pipe.cli.app import app
 
 
 def parsed(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Return the innermost command and its parameters.
-
-    Raises the error of the command line for a wrong word.
+    """Return the innermost command and its parameters. Raises usage errors.
 
     Example: ``parsed(["worker", "a.toml", "--name", "w0"])[1]["name"] == "w0"``
     """

@@ -1,10 +1,8 @@
-"""A whole run in one process: the simulator's roles in the real loop, by turns on a virtual clock.
+"""Run in one process: real loops with simulated roles, in turns on a virtual clock.
 
-Where a world goes from event to event, `tick` gives every role one turn and moves time by
-`TICK_NS`; the log may lie on the disk, the task answers inline, engine and learner may be torch's.
-A role can be killed, frozen (no turns), made deaf (no decisions) and started again.
-
-Example::
+`tick` gives every role one turn and adds `TICK_NS`. The log may be a file; the task is inline;
+engine and learner may be torch. Roles can be killed, frozen (no turns), made deaf (no decisions)
+and restarted.
 
     with Cluster(tmp_path, make_config()) as cluster:
         cluster.run()
@@ -80,7 +78,8 @@ TICKS_MAX = 60_000
 
 
 def make_config(**changes: Any) -> Config:
-    """A small run: 4 groups of 4 per step, eta 2, 8 steps; ``make_config(run__steps=3)``."""
+    """Small run: 4 groups of 4 per step, max_staleness 2, 8 steps;
+    ``make_config(run__steps=3)``."""
     plain: dict[str, Any] = {
         "run": {"name": "small", "steps": 8, "seed": 7},
         "model": {"path": "model"},
@@ -106,14 +105,12 @@ def make_config(**changes: Any) -> Config:
 
 @dataclass
 class Ears:
-    """What a role hears; while `deaf`, nothing that others write reaches its loop."""
+    """Input filter of a role; `deaf` blocks records of other roles."""
 
     deaf: bool = False
 
 
 class _BriskReader(ReaderWrapper):
-    """A reader that never waits: time belongs to the cluster."""
-
     def __init__(self, reader: Reader, ears: Ears) -> None:
         super().__init__(reader)
         self._ears = ears
@@ -127,8 +124,6 @@ class _BriskReader(ReaderWrapper):
 
 
 class BriskBus(BusWrapper):
-    """A bus whose readers never wait."""
-
     def __init__(self, bus: Bus, ears: Ears) -> None:
         super().__init__(bus)
         self._ears = ears
@@ -139,8 +134,6 @@ class BriskBus(BusWrapper):
 
 @dataclass
 class Role:
-    """A role that runs."""
-
     name: str
     machine: Any
     runtime: Runtime
@@ -149,29 +142,29 @@ class Role:
 
 
 def reward_by_text(call: RewardCall) -> TaskEvent:
-    """0 or 1 by a digest of the text; one in 24 raises."""
+    """Hash the text to 0 or 1; one in 24 raises."""
     if text_digest(call) % 24 == 0:
         return TaskFailed(request=call.request, error="ValueError", message="no number in it")
     return reward_of(call)
 
 
 class Parts(Protocol):
-    """Policy, engine, tokenizer, learner: asked once for the policy, then once per role."""
+    """Policy, engine, tokenizer and learner of a run."""
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        """Version 0 and the digest of the assets, both in the store."""
+        """Return version 0 and the digest of the assets, both in the store."""
         ...
 
     def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
-        """A worker's engine."""
+        """Return a worker's engine."""
         ...
 
     def texts(self, assets: Path) -> TextCodec:
-        """A worker's tokenizer."""
+        """Return a worker's tokenizer."""
         ...
 
     def stop_ids(self, assets: Path) -> tuple[int, ...]:
-        """Tokens that end a turn."""
+        """Return the tokens that end a turn."""
         ...
 
     def trainer(self, assets: Path, reference: Path, config: Config) -> Learner: ...
@@ -179,11 +172,11 @@ class Parts(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedParts:
-    """Without torch: tokens and lengths are hashes, weights too."""
+    """Parts without torch, based on hashes."""
 
     lengths: Lengths = long_tailed_length
     versions: int = 1
-    """How many each worker hosts at once."""
+    """Versions hosted at a time."""
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         (assets := directory / "assets").mkdir(exist_ok=True)
@@ -211,11 +204,9 @@ class SimulatedParts:
 
 @dataclass(frozen=True)
 class TorchParts:
-    """A model directory, run and trained by torch."""
-
     model: Path
     dtype: PolicyDtype = "float32"
-    """Of what is published."""
+    """Type of published weights."""
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         return import_model(store, self.model, self.dtype)
@@ -246,7 +237,7 @@ class TorchParts:
 
 
 class SlowPort(InlinePort):
-    """The trainer's work in the loop, with a pause of some turns before each event."""
+    """Inline trainer work with a delay before each event."""
 
     def __init__(self, handlers: EffectHandlers, ticks: int) -> None:
         super().__init__(handlers)
@@ -254,7 +245,6 @@ class SlowPort(InlinePort):
         self._left = ticks
 
     def poll(self) -> list[Any]:
-        """The next event, once its time has come."""
         if self.busy and self._left:
             self._left -= 1
             return []
@@ -264,7 +254,7 @@ class SlowPort(InlinePort):
 
 @dataclass
 class Cluster:
-    """See the head of this file. `workers` are started at once, with orchestrator and trainer."""
+    """Cluster of roles; starts `workers`, orchestrator and trainer."""
 
     directory: Path
     config: Config = field(default_factory=make_config)
@@ -273,9 +263,9 @@ class Cluster:
     parts: Parts = field(default_factory=SimulatedParts)
     tasks: Callable[[], InlineTasks] = lambda: InlineTasks(reward=reward_by_text)
     train_ticks: int = 12
-    """Turns of the loop that a training step takes."""
+    """Turns of a training step."""
     failing: tuple[FailingPlace, ...] = ()
-    """Places of tasks that every worker says fail."""
+    """Task locations that every worker reports as failing."""
 
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
@@ -301,7 +291,6 @@ class Cluster:
 
     @property
     def source(self) -> SourceRun:
-        """The run as its steps are repeated, from the log alone."""
         reference = self.store.weights_path(self.run_started.policy.digest)
         return SourceRun(
             bus=self.bus,
@@ -314,21 +303,18 @@ class Cluster:
     def replayed(
         self, first: int, last: int, settings: Mapping[str, str | float] = MappingProxyType({})
     ) -> list[StepResult]:
-        """These steps once more, with keys of their settings changed so."""
+        """Retrain these steps with changed settings."""
         return [*replay_steps(self.source, range(first, last), Change(settings=dict(settings)))]
 
     @property
     def path(self) -> Path:
-        """The SQLite log."""
         return self.directory / "log.sqlite"
 
     @property
     def assets(self) -> Path:
-        """The model's config and tokenizer files."""
         return self.store.assets_path(self.run_started.assets_digest)
 
     def open_bus(self, ears: Ears | None = None) -> Bus:
-        """A bus of its own on the cluster's log."""
         bus = self.open_log()
         self._buses.append(bus)
         return BriskBus(bus, ears or Ears())
@@ -339,7 +325,6 @@ class Cluster:
         return MemoryBus(self._log, now_ms=lambda: self.clock.ns // 1_000_000)
 
     def start(self, name: str) -> None:
-        """Start a role that does not run."""
         assert name not in self.roles
         ears, sizes = Ears(), self.config.workers
         site = Site(
@@ -367,20 +352,18 @@ class Cluster:
         self.roles[name] = Role(name=name, machine=started.machine, runtime=runtime, ears=ears)
 
     def kill(self, name: str) -> None:
-        """What SIGKILL does: nothing more is said."""
+        """SIGKILL."""
         del self.roles[name]
 
     def restart(self, name: str) -> None:
-        """Kill and start again."""
         self.kill(name)
         self.start(name)
 
     def stop(self, name: str) -> None:
-        """What SIGTERM does: the role ends in order, in the ticks that follow."""
+        """SIGTERM: the role ends during later ticks."""
         self.roles[name].runtime._events.append(StopAsked())
 
     def tick(self) -> None:
-        """One turn of every role that is not frozen; those that have ended go."""
         for name, role in list(self.roles.items()):
             if not role.frozen:
                 role.runtime.tick()
@@ -394,7 +377,6 @@ class Cluster:
             self.tick()
 
     def until(self, done: Callable[[], bool], ticks_max: int = TICKS_MAX) -> None:
-        """Tick until something holds."""
         for _ in range(ticks_max):
             if done():
                 return
@@ -402,12 +384,10 @@ class Cluster:
         raise AssertionError(f"not within {ticks_max} ticks; there are {sorted(self.roles)}")
 
     def run(self) -> None:
-        """Until the run is over and every role has gone."""
         self.until(lambda: not self.roles)
 
     @property
     def version(self) -> int:
-        """The newest one, as the orchestrator knows it."""
         return int(self.roles[ORCHESTRATOR].machine.state.version)
 
     def close(self) -> None:
@@ -416,7 +396,7 @@ class Cluster:
         for bus in self._buses:
             bus.close()
 
-    # What `dora_pipe.sim.parts.Parts` is asked for
+    # Interface of `dora_pipe.sim.parts.Parts`
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         return self.parts.policy(store, directory)
@@ -465,7 +445,6 @@ class Cluster:
         )
 
     def store_of(self, worker: str) -> PolicyStore:
-        """Where a worker has versions from; all roles share a machine."""
         return self.store
 
     def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:

@@ -1,4 +1,4 @@
-"""The command line, called in the process of a test."""
+"""Command line called in the test's process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """Runs `dora-pipe` with these words: exit code, stdout, stderr."""
-
     def called(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["dora-pipe", *map(str, args)])
         with pytest.raises(SystemExit) as ended:

@@ -1,8 +1,7 @@
-"""Reads compose.yaml as Compose does, as far as it is used here, and runs it as plain processes.
+"""Runner of compose.yaml with plain processes instead of containers.
 
-A service of an image of ours becomes a process with the same words and the same environment and
-nothing else of this one's; the brokers become `KafkaBroker`s with the same settings. Only names of
-hosts and paths of volumes become those of this machine.
+Our services keep their words and environment; brokers become `KafkaBroker`s with the same settings.
+Only host names and volume paths change.
 """
 
 from __future__ import annotations
@@ -28,55 +27,53 @@ ADDRESSES: Final = {
     "listener.security.protocol.map",
     "listeners",
 }
-"""Settings that say which broker of which cluster one is."""
+"""Settings that identify a broker and its cluster."""
 IMAGE_ONLY: Final = {"log.dirs", "heap.opts"}
-"""Settings that name a place or a size of the container."""
+"""Settings specific to the container."""
 
 _VARIABLE: Final = re.compile(r"\$(?:\$|\{(\w+)(?::-([^}]*))?\})")
 POLL_S: Final = 0.1
 PATH: Final = f"{Path(sys.executable).parent}:/usr/bin:/bin"
-"""Where a service's programs are found."""
+"""PATH of services."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One service, with its defaults filled in."""
+    """Service with defaults."""
 
     name: str
     image: str
     profiles: tuple[str, ...]
     words: tuple[str, ...]
-    """Entry point and command; without the image's own entry point."""
+    """Entry point and command, without the image's entry point."""
     entrypoint: tuple[str, ...] | None
     environment: Mapping[str, str]
     volumes: Mapping[str, str]
-    """Target -> named volume."""
+    """Named volume by target."""
     mounts: Mapping[str, Path]
-    """Target -> file or folder of the repository."""
+    """Repository path by target."""
     files: Mapping[str, str]
-    """Target -> content that stands in the compose file."""
+    """Inline content by target."""
     depends_on: Mapping[str, tuple[str, bool]]
-    """Name -> (condition, required)."""
+    """(condition, required) by name."""
     raw: Mapping[str, Any] = field(repr=False)
 
     @property
     def is_broker(self) -> bool:
-        """Whether it is one of Kafka's."""
         return self.image.startswith(BROKER_IMAGE)
 
     def kafka_settings(self) -> dict[str, str]:
-        """What the image makes of its variables: server.properties."""
+        """Return server.properties from the image's variables."""
         named = {k: v for k, v in self.environment.items() if k.startswith("KAFKA_")}
         return {k.removeprefix("KAFKA_").lower().replace("_", "."): v for k, v in named.items()}
 
     def plain_settings(self) -> dict[str, str]:
-        """Those of them that mean the same outside of the container."""
+        """Return the settings that are valid outside the container."""
         given = self.kafka_settings()
         return {k: v for k, v in given.items() if k not in ADDRESSES | IMAGE_ONLY}
 
 
 def read(variables: Mapping[str, str] | None = None) -> dict[str, Service]:
-    """The services of the repository's compose.yaml, whatever their profiles."""
     top = yaml.safe_load((ROOT / "compose.yaml").read_text())
     services: dict[str, Service] = {}
     for path in top["include"]:
@@ -124,11 +121,8 @@ def _value(found: re.Match[str], variables: Mapping[str, str]) -> str:
 
 
 class Containers:
-    """The services of some profiles as processes, each with folders of its own in `folder`.
-
-    `hosts` maps `name:port` of the network, or another word, to what it is here. Brokers are the
-    caller's.
-    """
+    """Services of some profiles as processes with separate folders in `folder`. `hosts` maps
+    `name:port` or other words to local ones. The caller runs brokers."""
 
     def __init__(
         self, folder: Path, services: Mapping[str, Service], hosts: Mapping[str, str]
@@ -138,21 +132,18 @@ class Containers:
         self._hosts = hosts
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.codes: dict[str, int] = {}
-        """Exit codes of those that have ended."""
+        """Exit codes of ended services."""
 
     def volume(self, source: str) -> Path:
-        """Where a named volume lies."""
         path = self._folder / "volumes" / source
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def said(self, name: str) -> str:
-        """What a service printed so far."""
         path = self._folder / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def run(self, limit_s: float) -> None:
-        """Start each when it may, until all have ended or one has failed."""
         give_up_s = time.monotonic() + limit_s
         try:
             while len(self.codes) < len(self._services):
@@ -178,7 +169,7 @@ class Containers:
     def _may(self, service: Service) -> bool:
         for name, (condition, required) in service.depends_on.items():
             if condition == "service_healthy" and not required:
-                continue  # a broker: the caller has started it, or it is of another profile
+                continue  # a broker, or another profile
             assert condition == "service_completed_successfully", condition
             if self.codes.get(name) != 0:
                 return False
@@ -203,7 +194,6 @@ class Containers:
             )
 
     def _here(self, word: str, home: Path) -> str:
-        """Names of hosts and paths of the container as those of this machine."""
         everybody = self._services.values()
         mounted = [pair for one in everybody for pair in one.volumes.items()]
         places = {target: self.volume(source) for target, source in mounted}

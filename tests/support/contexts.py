@@ -1,4 +1,4 @@
-"""Trajectories of several contexts: made from a seed, or cut out of those of one."""
+"""Trajectories with several contexts: random ones, or split single-context ones."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory
 from tests.support.batches import make_trajectory
 
 Piece = tuple[SegmentKind, int]
-"""A segment, and its tokens."""
+"""Segment kind and tokens."""
 
 
 def in_pieces(
     one: Trajectory, pieces: Sequence[Piece], contexts: tuple[Context, ...] = ()
 ) -> Trajectory:
-    """The trajectory with other segments: log-probs of what is not sampled there are dropped."""
+    """Return the trajectory with other segments; log-probs of unsampled tokens are dropped."""
     tiles: list[Segment] = []
     for kind, size in pieces:
         at = tiles[-1].end if tiles else 0
@@ -55,8 +55,7 @@ def in_pieces(
 
 
 def tree(chance: random.Random, name: str, *, vocabulary: int = 90) -> Trajectory:
-    """A prompt with two turns, a sub-agent of its own, a second answer to the prompt, and a
-    compaction of that answer's context."""
+    """Two turns, a sub-agent, a second answer to the prompt, and its compaction."""
     prompt, first, said, second = (chance.randint(2, 6) for _ in range(4))
     own, answer, other, kept, more, last = (chance.randint(2, 6) for _ in range(6))
     pieces: list[Piece] = [
@@ -86,7 +85,6 @@ def tree(chance: random.Random, name: str, *, vocabulary: int = 90) -> Trajector
 
 
 def branched_batch(*, seed: int, groups: int = 3, siblings: int = 4) -> TrainBatch:
-    """A batch of such trajectories."""
     chance = random.Random(seed)
     made = []
     for ordinal in range(groups):
@@ -98,14 +96,12 @@ def branched_batch(*, seed: int, groups: int = 3, siblings: int = 4) -> TrainBat
 
 
 def in_two_turns(batch: TrainBatch) -> TrainBatch:
-    """The batch with an observation of two tokens in the middle of what was sampled; each
-    trajectory is then as long as it was."""
+    """Insert an observation of two tokens; the length stays."""
     return _each(batch, _two_turns)
 
 
 def cut_in_two(batch: TrainBatch) -> TrainBatch:
-    """Trajectories of two turns, the second as a context that goes on where the first is: what is
-    said is the same, token for token."""
+    """Split trajectories into two turns, the second in a new context, with equal tokens."""
     return _each(batch, _cut)
 
 
@@ -142,7 +138,7 @@ def _each(batch: TrainBatch, change: object) -> TrainBatch:
 
 @dataclass(slots=True)
 class _Own:
-    """The own tokens of a context that is being written down."""
+    """Tokens owned by a context."""
 
     context: Context
     ids: list[int] = field(default_factory=list)
@@ -150,7 +146,7 @@ class _Own:
     sampler: list[float | None] = field(default_factory=list)
     tiles: list[tuple[SegmentKind, int]] = field(default_factory=list)
     calls: list[tuple[int, int, Call]] = field(default_factory=list)
-    """Of each where it begins and ends, here."""
+    """Start, end and call."""
     prefills: list[int] = field(default_factory=list)
 
     def give(self, kind: SegmentKind, ids: Sequence[int]) -> None:
@@ -161,8 +157,7 @@ class _Own:
 
 
 class Served:
-    """An agent's trajectory in the place of a recorded one, its calls sampled by an engine that has
-    the version's weights.
+    """Agent trajectory whose calls an engine with the version's weights samples.
 
     Example: ``served = Served(one, engine, params); served.call(); served.trajectory()``.
     """
@@ -175,13 +170,11 @@ class Served:
         self._clock = 0
 
     def open(self, ids: Sequence[int], *, parent: int = -1, shared: int = 0) -> int:
-        """Another context; its number."""
         self._own.append(_Own(Context(start=0, parent=parent, shared=shared)))
         self._own[-1].give("prompt", ids)
         return len(self._own) - 1
 
     def sequence(self, number: int) -> list[int]:
-        """All tokens of a context so far."""
         own = self._own[number]
         before = (
             self.sequence(own.context.parent)[: own.context.shared] if own.context.shared else []
@@ -191,8 +184,7 @@ class Served:
     def call(
         self, number: int = 0, given: Sequence[int] = (), *, most: int = 40, moves_at: int = 0
     ) -> None:
-        """A call whose prompt is the context and what is given; it goes on elsewhere after so many
-        tokens."""
+        """Sample a call; it moves elsewhere after some tokens."""
         own = self._own[number]
         if given:
             own.give("environment", given)
@@ -219,7 +211,6 @@ class Served:
         own.calls.append((start, len(own.ids), call))
 
     def _stay(self, own: _Own, prompt: list[int], seed: int, sampled: int, until: int) -> str:
-        """Sample a call from its first tokens to so many."""
         engine = self._engine
         request = EngineRequest(
             request="call",
@@ -240,7 +231,6 @@ class Served:
                     return event.reason
 
     def trajectory(self) -> Trajectory:
-        """What was said so far, as its record."""
         found, at = self._found, 0
         segments: list[Segment] = []
         calls: list[Call] = []
@@ -287,8 +277,8 @@ class Served:
 def served_agent(
     found: Trajectory, engine: Engine, params: SamplingParams, weights: Path = Path()
 ) -> Trajectory:
-    """An agent's trajectory: two turns, the second of which moves, a sub-agent, a second answer to
-    the first prompt, and a compaction of that."""
+    """Two turns (the second one moves), a sub-agent, a second answer to the prompt, and its
+    compaction."""
     engine.load(weights, version=found.version, digest=found.digest)
     served = Served(found, engine, params)
     prompt = len(served.sequence(0))

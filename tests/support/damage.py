@@ -1,6 +1,6 @@
-"""Damages to a copy of a recorded run: what a disk, a bug or a forger may do to a log.
+"""Corruptions of a copied recorded run by a disk, bug or forger.
 
-Each is a function of a `Tamper` and returns the id that audit must name.
+Each takes a `Tamper` and returns the finding that audit must report.
 """
 
 from __future__ import annotations
@@ -24,63 +24,56 @@ def remove_trajectory(log: Tamper) -> str:
 
 
 def change_token(log: Tamper) -> str:
-    """One sampled token is another one; the headers are as they were."""
     row, fact = log.trained()
     log.put(replace(log.reencode(row, another_token), headers=row.headers))
     return fact.trajectory
 
 
 def change_token_and_record(log: Tamper) -> str:
-    """One sampled token is another one, and the record's own sha256 fits."""
+    """The record's sha256 matches the changed token."""
     row, fact = log.trained()
     log.put(log.reencode(row, another_token))
     return fact.trajectory
 
 
 def change_version(log: Tamper) -> str:
-    """The record says, in headers, value and segments, that it is of the next version."""
     row, fact = log.trained()
     log.put(log.reencode(row, another_version))
     return fact.trajectory
 
 
 def change_segment_version(log: Tamper) -> str:
-    """One stretch of tokens came from another version than the record says of itself."""
     row, fact = log.trained()
     log.put(log.reencode(row, another_segment_version))
     return fact.trajectory
 
 
 def change_logprob(log: Tamper) -> str:
-    """One log-prob is another one; the headers are as they were."""
     row, fact = log.trained()
     log.put(replace(log.reencode(row, another_logprob), headers=row.headers))
     return fact.trajectory
 
 
 def double_step(log: Tamper) -> str:
-    """A commit is there twice; the second lies in the gap behind the first."""
     row, fact = log.facts(StepCommitted)[5]
     log.put(replace(row, offset=row.offset + 1))
     return f"step {fact.step}"
 
 
 def remove_step(log: Tamper) -> str:
-    """A commit is gone."""
     row, fact = log.facts(StepCommitted)[5]
     log.remove(row)
     return f"step {fact.step}"
 
 
 def remove_last_step(log: Tamper) -> str:
-    """The last commit is gone."""
     row, fact = log.facts(StepCommitted)[-1]
     log.remove(row)
     return f"step {fact.step}"
 
 
 def train_fenced(log: Tamper) -> str:
-    """A batch holds what a fenced worker logged instead of the record that counts."""
+    """A batch uses a fenced worker's record."""
     used = {
         one.trajectory: one
         for _, fact in log.facts(StepCommitted)
@@ -114,7 +107,7 @@ def train_fenced(log: Tamper) -> str:
 
 
 def train_beyond_deadline(log: Tamper) -> str:
-    """Two groups change places between batches, so that one is trained too late."""
+    """Swapping groups between batches violates max_staleness."""
     batches = {fact.step: fact.groups for _, fact in log.facts(StepCommitted)}
     step, early, late_step, late = next(
         (step, early, late_step, late)
@@ -135,7 +128,6 @@ def train_beyond_deadline(log: Tamper) -> str:
 
 
 def change_round(log: Tamper) -> str:
-    """A round dispatches another prompt than the one whose turn it was."""
     row, round_ = next(
         (row, round_)
         for row, round_ in log.rounds()[10:]
@@ -152,42 +144,36 @@ def change_round(log: Tamper) -> str:
 
 
 def change_reward(log: Tamper) -> str:
-    """Control says another reward than the record."""
     row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].reward == 0.0)
     log.log_otherwise(row, record, place, reward=1.0)
     return fact.trajectory
 
 
 def change_answer(log: Tamper) -> str:
-    """Control says an answer that the record has not."""
     row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].reward == 0.0)
     log.log_otherwise(row, record, place, answer="42")
     return fact.trajectory
 
 
 def change_part(log: Tamper) -> str:
-    """Control says another part of a reward than the record."""
     row, record, place, fact = next(one for one in log.logged()[40:] if one[-1].parts)
     log.log_otherwise(row, record, place, parts={"exact": 0.5})
     return fact.trajectory
 
 
 def change_weights(log: Tamper) -> str:
-    """One byte of a policy's weights is another one."""
     _, fact = log.facts(StepCommitted)[5]
     flip_last_byte(log.run.store / "weights" / f"{fact.digest_after}.safetensors")
     return f"version {fact.step + 1}"
 
 
 def change_contributions(log: Tamper) -> str:
-    """One byte of a contributions file is another one."""
     _, fact = log.facts(StepCommitted)[5]
     flip_last_byte(log.run.store / "contributions" / f"{fact.contributions.sha256}.arrow")
     return f"contributions of step {fact.step}"
 
 
 def change_checkpoint(log: Tamper) -> str:
-    """One byte of a checkpoint is another one."""
     fact = next(fact for _, fact in log.facts(StepCommitted) if fact.checkpoint is not None)
     assert fact.checkpoint is not None
     flip_last_byte(log.run.store / "optimizer" / f"{fact.checkpoint.sha256}.safetensors")
@@ -195,7 +181,6 @@ def change_checkpoint(log: Tamper) -> str:
 
 
 def mix_in_another_run(log: Tamper) -> str:
-    """A trajectory of another run lies in the log."""
     row, fact = log.trained()
     last = max(one.offset for one in log.rows("trajectories") if one.partition == row.partition)
 
@@ -207,7 +192,7 @@ def mix_in_another_run(log: Tamper) -> str:
 
 
 def forge_everything(log: Tamper, change: Callable[[Trajectory], Trajectory] | None = None) -> str:
-    """A token (or what `change` says) is another one, and every sha256 and digest fits it."""
+    """Change a token (or apply `change`) and fix every sha256 and digest."""
     row, fact = log.trained()
     changed = log.reencode(row, change or another_token)
     sha256 = dict(changed.headers)["sha256"].decode()
@@ -231,14 +216,13 @@ def forge_everything(log: Tamper, change: Callable[[Trajectory], Trajectory] | N
 
 
 def flip_last_byte(path: Path) -> None:
-    """Change a file where it hurts least: size and head stay."""
+    """Change the byte that readers are least likely to notice."""
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(bytes(data))
 
 
 def another_token(one: Trajectory) -> Trajectory:
-    """Its first sampled token is another one."""
     ids = list(one.token_ids)
     place = list(one.loss_mask).index(1)
     ids[place] = ids[place] + 1 if ids[place] < 90 else 5
@@ -246,14 +230,12 @@ def another_token(one: Trajectory) -> Trajectory:
 
 
 def another_logprob(one: Trajectory) -> Trajectory:
-    """Its last log-prob is another one."""
     place = len(one.logprobs) - 1
     values = [*one.logprobs[:place], -0.125]
     return replace(one, logprobs=values, sampler_logprobs=values)
 
 
 def another_version(one: Trajectory) -> Trajectory:
-    """It says everywhere that it is of the next version."""
     segments = [
         msgspec.structs.replace(segment, version=one.version + 1) for segment in one.segments
     ]
@@ -261,7 +243,6 @@ def another_version(one: Trajectory) -> Trajectory:
 
 
 def another_segment_version(one: Trajectory) -> Trajectory:
-    """Its tokens are said to be of the next version, itself not."""
     segments = [
         msgspec.structs.replace(segment, version=one.version + 1) for segment in one.segments
     ]
@@ -269,7 +250,7 @@ def another_segment_version(one: Trajectory) -> Trajectory:
 
 
 def forge_evaluation(log: Tamper) -> str:
-    """The reward of an evaluation is another one, in its record, control and every digest."""
+    """Change the reward of an evaluation in record, control and digests."""
     rows = {(row.partition, row.offset): row for row in log.rows("trajectories")}
     at, record, place, fact = next(
         one for one in log.logged() if one[-1].trajectory.startswith("e") and one[-1].reward == 0.0

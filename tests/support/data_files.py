@@ -1,4 +1,4 @@
-"""The same rows in every format that data come in."""
+"""Writers of equal rows in every supported format."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def write_jsonl(path: Path, rows: Rows) -> None:
-    """One object per line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_saved(path: Path, rows: Rows) -> None:
-    """A directory as `save_to_disk` of `datasets` leaves it, in two shards."""
     path.mkdir(parents=True)
     table = pa.Table.from_pylist(list(rows))
     half = len(rows) // 2
@@ -35,7 +33,6 @@ def write_saved(path: Path, rows: Rows) -> None:
 
 
 def write_splits(path: Path, splits: Mapping[str, Rows]) -> None:
-    """A dictionary of saved data sets."""
     for name, rows in splits.items():
         write_saved(path / name, rows)
     (path / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
@@ -80,11 +77,11 @@ TYPED: Final[Mapping[str, Callable[[Path, Rows], None]]] = {
     "rows.arrow": _arrow,
     "saved": write_saved,
 }
-"""By name of the file; a writer each."""
+"""Writer by file name."""
 
 TEXT: Final[Mapping[str, Callable[[Path, Rows], None]]] = {
     **TYPED,
     "rows.csv": _csv,
     "rows.tsv": lambda path, rows: _csv(path, rows, "\t"),
 }
-"""Those that hold rows of text, too."""
+"""Writers that support text rows."""

@@ -1,6 +1,6 @@
-"""DeepSpeed trainers for tests: DORA_PIPE_RANKS ranks, on `support.device`, on logged batches.
+"""DeepSpeed trainers for tests: DORA_PIPE_RANKS ranks on logged batches.
 
-A process has one team of ranks for its life, so a test run has one number of them.
+A process has one team of ranks, so a test run has one rank count.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ ENGINES: list[dict[str, Any]] = [
     {"zero_stage": 2, "offload": "optimizer"},
     {"zero_stage": 3, "offload": "all"},
 ]
-"""Ways to spread what a step needs over the ranks, all in float32."""
+"""Sharding configurations, all in float32."""
 
 
 def need_deepspeed(*, ranks: int | None = None) -> None:
-    """Skip a test where the package is absent, or where it wants another number of ranks."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed; make test-deepspeed runs this")
     if ranks not in (None, RANKS):
@@ -52,7 +51,7 @@ def need_deepspeed(*, ranks: int | None = None) -> None:
 
 
 class BatchLog:
-    """A SQLite log that batches of a test are put into, so that ranks can read their shares."""
+    """SQLite log from which ranks read their shares."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +65,7 @@ class BatchLog:
         self._writer = self.bus.writer()
 
     def logged(self, batch: TrainBatch) -> TrainBatch:
-        """The same batch with places; every group lies in one partition."""
+        """Log the batch; each group is in one partition."""
         groups = [
             replace(group, places=self._log(number % PARTITIONS, group.trajectories))
             for number, group in enumerate(batch.groups)
@@ -95,8 +94,6 @@ class BatchLog:
 
 
 class LoggedTrainer:
-    """A trainer whose batches are put into a log first."""
-
     def __init__(self, trainer: DeepspeedLearner, log: BatchLog) -> None:
         self.trainer = trainer
         self._log = log
@@ -144,7 +141,6 @@ def make_learner(
     router_aux_loss: float = 0.0,
     expert_parallel: int = 1,
 ) -> LoggedTrainer:
-    """A trainer of `RANKS` ranks."""
     prepare()
     from dora_pipe.consumers.learners.deepspeed.engine import EngineOptions
     from dora_pipe.consumers.learners.deepspeed.learner import DeepspeedLearner, DeepspeedOptions

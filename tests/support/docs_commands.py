@@ -1,4 +1,4 @@
-"""Commands as the documentation writes them, to be run as a reader would."""
+"""Commands from the documentation, run as a reader would."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ LIMIT_S = 120
 
 
 def commands(page: str, word: str) -> list[str]:
-    """The commands, each whole, of every console block of a page in which `word` occurs."""
     found: list[str] = []
     for block in re.findall(r"^ *```console\n(.*?)^ *```$", (ROOT / page).read_text(), re.M | re.S):
-        if word in block:  # A block in a list is indented, and is not when it is shown.
+        if word in block:  # Blocks in lists are indented.
             found += re.findall(r"^\$ (.*(?:\n(?!\$ ).*)*)", textwrap.dedent(block), re.M)
     assert found, f"{page} has no console block with {word}"
     return found
 
 
 def run(command: str, folder: Path, replaced: Mapping[str, str], path: str) -> str:
-    """What a command prints, in a shell; it must succeed."""
     for old, new in replaced.items():
         command = command.replace(old, new)
     done = subprocess.run(

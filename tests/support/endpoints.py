@@ -1,4 +1,4 @@
-"""An endpoint with its process, and a worker's machine that the test plays."""
+"""Agent endpoint with its process; the test plays the worker's machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ CONTEXT_TOKENS = 4096
 
 
 def source_setup(*, chat: bool = True, **task: Any) -> SourceSetup:
-    """One source, `train`, of a task that has an agent."""
     config = model.Task(kind="calculator", agent="agent:run", **task)
     return SourceSetup(sources=("train",), task=config, sampling=model.Sampling(), chat=chat)
 
 
 class Stage:
-    """A `SessionPort` driven from a thread, whose calls are answered by a function.
+    """`SessionPort` driven by a thread; a function answers calls.
 
     Example: ``with stage(assets, lambda asked: answer(asked, ids)) as one: one.open("g-0/0")``.
     """
@@ -48,7 +47,6 @@ class Stage:
         self._thread.start()
 
     def open(self, request: str, start: int = 0) -> tuple[str, str]:
-        """A session's address and key."""
         self.tell(OpenSession(request=request, source="train", start=start))
         address = self.port.addresses.of(request, start)
         return address.base_url, address.api_key
@@ -57,12 +55,10 @@ class Stage:
         self.tell(CloseSession(request=request))
 
     def tell(self, effect: Any) -> None:
-        """As the machine would."""
         with self._lock:
             self.port.start(effect)
 
     def close(self) -> None:
-        """Stop the thread, then the process."""
         self._over.set()
         self._thread.join()
         self.port.close()
@@ -88,7 +84,6 @@ def stage(
     listen: str = "127.0.0.1:0",
     **task: Any,
 ) -> Iterator[Stage]:
-    """An endpoint over a model directory; `task` are keys of its task."""
     setup = EndpointSetup(
         listen=listen,
         assets=str(assets),
@@ -105,7 +100,7 @@ def stage(
 
 
 def says(assets: Path, words: Mapping[int, str] | str) -> Callable[[CallAsked], AnswerCall]:
-    """A model that says these texts (added tokens written out), by the number of the call."""
+    """Return a model that answers these texts by call number."""
     tokenizer = Tokenizer(assets)
     count = iter(range(10**6))
 

@@ -1,8 +1,7 @@
-"""What every engine must do, as check functions; an engine is asked only for what it declares.
+"""Engine contract as check functions; each check runs only for engines that declare the feature.
 
-A check takes a `Subject`: how to open an engine, and two policies it can load. `CHECKS` are all of
-them, those of `engine_moves` too where that is imported. `run` drives an engine like a worker does,
-refilling slots as they become free.
+A `Subject` opens engines and has two policies. `CHECKS` contains all checks, including those of
+`engine_moves` if imported. `run` drives an engine like a worker, refilling free slots.
 """
 
 from __future__ import annotations
@@ -33,50 +32,46 @@ from dora_pipe.producers.engines.port import (
 )
 
 STEPS_MAX = 20_000
-"""A run that takes more steps hangs."""
+"""Step limit of a run."""
 LENGTHS = (1, 2, 5, 31, 32, 33, 63, 64, 65, 100)
-"""Prompt lengths around the places where an engine may change its shapes."""
+"""Prompt lengths around likely shape boundaries."""
 
 Decode = Callable[[Sequence[int]], str]
 
 
 class Open(Protocol):
-    """Opens an engine."""
-
     def __call__(
         self, *, slots: int, context_tokens: int = 256, decode: Decode | None = None
     ) -> Engine:
-        """A fresh engine that hosts the first policy."""
+        """Open an engine with the first policy."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """An engine under test. `policies` are two (weights file, digest), the first one loaded."""
+    """Engine under test. `policies` are two (weights file, digest), the first one loaded."""
 
     name: str
     open: Open
     vocabulary: int
     policies: tuple[tuple[Path, str], tuple[Path, str]]
     rounding: float = 0.0
-    """Nats between log-probs of a token in one company and in another; 0: results are equal."""
+    """Tolerance in nats between log-probs in different batches; 0: equal."""
     coarse: bool = False
-    """That may change which token is drawn, and all that follow."""
+    """Whether rounding may change sampled tokens."""
     keeping: Callable[..., Engine] | None = None
-    """Opens it so that it declares `prefix_reuse`; `kv_keep` says how much it keeps."""
+    """Opens an engine that declares `prefix_reuse`; `kv_keep` is its budget."""
     ahead: bool = False
-    """It computes ahead of its steps, so that a request may have ended there before it leaves."""
+    """Whether the engine computes ahead of its steps: requests may end before they leave."""
     samples: bool = True
-    """Its log-probs are of a distribution."""
+    """Whether its log-probs form a distribution."""
 
 
 CHECKS: dict[str, Callable[[Subject], None]] = {}
-"""By name; each skips where the engine does not declare what it is about."""
+"""Checks by name; each skips engines without the declared feature."""
 
 
 def check(*needs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function one of the checks, for engines that declare all this."""
-
     def add(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def ask(subject: Subject, *given: Any, **named: Any) -> None:
@@ -92,13 +87,13 @@ def check(*needs: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
 
 def byte_decode(tokens: Sequence[int]) -> str:
-    """Text as the byte tokenizer's: three ids for special tokens, then one per byte."""
+    """Byte tokenizer: three special tokens, then bytes."""
     return bytes(token - 3 for token in tokens if 3 <= token < 259).decode(errors="replace")
 
 
 @dataclass(slots=True)
 class Result:
-    """What came of a request; equal results are equal in every bit."""
+    """Outcome of a request; equal means bitwise equal."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -106,7 +101,6 @@ class Result:
     reason: StopReason | None = None
 
     def after(self, tokens: int) -> Result:
-        """The result without its first tokens."""
         return Result(
             tokens=self.tokens[tokens:],
             logprobs=self.logprobs[tokens:],
@@ -127,7 +121,6 @@ def request(
 def requests(
     subject: Subject, count: int, *, seed: int = 1, max_tokens: int = 60
 ) -> list[EngineRequest]:
-    """Requests of many lengths and settings, the same ones for the same arguments."""
     chance = np.random.default_rng(seed)
     settings: list[dict[str, Any]] = [
         {},
@@ -140,7 +133,7 @@ def requests(
     made = []
     for number in range(count):
         length = int(chance.choice(LENGTHS))
-        # Half of them plain: mixed batches take another path than plain ones.
+        # Half of them plain: mixed batches use another code path.
         which = int(chance.integers(1, len(settings))) if chance.random() < 0.5 else 0
         made.append(
             request(
@@ -157,7 +150,6 @@ def requests(
 def run(
     engine: Engine, wanted: Iterable[EngineRequest], *, together: int | None = None
 ) -> dict[str, Result]:
-    """Run requests to their end, at most `together` at once, and check the order of events."""
     waiting = list(wanted)[::-1]
     results: dict[str, Result] = {}
     for _ in range(STEPS_MAX):
@@ -173,7 +165,6 @@ def run(
 
 
 def take(result: Result, event: TokensSampled | RequestFinished) -> None:
-    """Add an event to its request's result."""
     assert result.reason is None, f"{event.request} got an event after its end"
     if isinstance(event, RequestFinished):
         result.reason = event.reason
@@ -186,8 +177,8 @@ def take(result: Result, event: TokensSampled | RequestFinished) -> None:
 
 
 def assert_alike(subject: Subject, found: Result, wanted: Result) -> None:
-    """The same request in another company: equal, or as nearly as the subject's rounding allows;
-    where that is coarse, up to the first token that it has changed."""
+    """Compare a request in two batches within the subject's rounding; if coarse, up to the first
+    changed token."""
     if not subject.rounding:
         assert found == wanted
         return
@@ -197,14 +188,13 @@ def assert_alike(subject: Subject, found: Result, wanted: Result) -> None:
     assert subject.coarse or found.reason == wanted.reason
     near = subject.rounding
     assert found.logprobs[:same] == pytest.approx(wanted.logprobs[:same], abs=near)
-    if not subject.coarse:  # else what is left out of a distribution may be another token
+    if not subject.coarse:  # if coarse, truncation may remove another token
         assert found.sampler_logprobs == pytest.approx(wanted.sampler_logprobs, abs=near)
 
 
 def assert_all_alike(
     subject: Subject, found: Mapping[str, Result], wanted: Mapping[str, Result]
 ) -> None:
-    """See `assert_alike`, of every request."""
     assert found.keys() == wanted.keys()
     for name, one in wanted.items():
         assert_alike(subject, found[name], one)
@@ -212,7 +202,6 @@ def assert_all_alike(
 
 @check()
 def check_requests_run_to_their_end(subject: Subject) -> None:
-    """Every request gets its tokens, finite log-probs and one reason; slots come back."""
     engine = subject.open(slots=6)
     wanted = requests(subject, 25)
     results = run(engine, wanted)
@@ -238,7 +227,7 @@ def check_declarations_are_known(subject: Subject) -> None:
 
 @check()
 def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
-    """`emit_every` splits the events, and only them."""
+    """`emit_every` splits events and changes nothing else."""
     engine = subject.open(slots=4)
     whole = run(engine, [request("r", [5, 6, 7], max_tokens=23)])["r"]
     engine.add(replace(request("r", [5, 6, 7], max_tokens=23), emit_every=5))
@@ -257,7 +246,7 @@ def check_tokens_are_emitted_as_asked(subject: Subject) -> None:
 
 @check()
 def check_refusals(subject: Subject) -> None:
-    """What cannot be taken is refused with a ValueError, and nothing changes."""
+    """Invalid requests raise ValueError and change nothing."""
     engine = subject.open(slots=2, context_tokens=64)
     engine.add(request("a", [5], max_tokens=64))
     bad = [
@@ -287,14 +276,14 @@ def check_refusals(subject: Subject) -> None:
 
 @check()
 def check_a_context_that_is_too_long_is_refused_alike(subject: Subject) -> None:
-    """A prompt that leaves no room for a token is one line, the same from every engine, when it is
-    added; with room for less than `max_tokens` it is taken, and the context ends it."""
+    """A prompt without room for a token is rejected with the same line by every engine; with
+    less room than `max_tokens` it runs to the end of the context."""
     engine = subject.open(slots=2, context_tokens=48)
     for length in (48, 49, 200):
         with pytest.raises(ValueError) as caught:
             engine.add(request("long", [5] * length, max_tokens=1))
         assert str(caught.value) == f"long: {length} tokens leave no room in a context of 48"
-    again = request("long", [5] * 48, sampled=8, max_tokens=99)  # it has ended where it was before
+    again = request("long", [5] * 48, sampled=8, max_tokens=99)  # it ended earlier
     with pytest.raises(ValueError, match="leave no room"):
         engine.add(again)
     assert engine.active == 0
@@ -304,7 +293,6 @@ def check_a_context_that_is_too_long_is_refused_alike(subject: Subject) -> None:
 
 @check()
 def check_cancel(subject: Subject) -> None:
-    """A cancelled request leaves without an event, and the others do not notice."""
     wanted = requests(subject, 6)
     alone = run(subject.open(slots=6), wanted)
     engine = subject.open(slots=6)
@@ -331,7 +319,6 @@ def check_cancel(subject: Subject) -> None:
 
 @check()
 def check_stop_ids(subject: Subject) -> None:
-    """A stop token ends a request and is part of the output."""
     engine = subject.open(slots=2)
     free = run(engine, [request("r", [5, 6], max_tokens=50)])["r"]
     stop = free.tokens[20]
@@ -345,7 +332,7 @@ def check_stop_ids(subject: Subject) -> None:
 
 @check()
 def check_stop_strings(subject: Subject, decode: Decode = byte_decode) -> None:
-    """A stop string ends a request with the token that completes it, also after a restart."""
+    """A stop string ends a request with its completing token, also after a restart."""
     engine = subject.open(slots=2, decode=decode)
     free = run(engine, [request("r", [5, 6], max_tokens=50)])["r"]
     end = next(n for n in range(12, 50) if decode(free.tokens[n - 3 : n]).isascii())
@@ -362,7 +349,6 @@ def check_stop_strings(subject: Subject, decode: Decode = byte_decode) -> None:
 
 @check()
 def check_context_end(subject: Subject) -> None:
-    """A sequence ends with the context, whatever `max_tokens` says."""
     engine = subject.open(slots=2, context_tokens=48)
     results = run(engine, [request("a", [5] * 40, max_tokens=99), request("b", [5] * 47)])
     assert len(results["a"].tokens) == 8 and results["a"].reason == "length"
@@ -371,7 +357,7 @@ def check_context_end(subject: Subject) -> None:
 
 @check(COUNTER_SAMPLING)
 def check_counter_sampling(subject: Subject) -> None:
-    """Seed and position decide; plain sampling has one log-prob, greedy has none of its own."""
+    """Seed and position determine samples; greedy requests have log-prob 0."""
     engine = subject.open(slots=8)
     assert COUNTER_SAMPLING in engine.declares
     same = request("r", [5, 6, 7], max_tokens=40)
@@ -389,20 +375,19 @@ def check_counter_sampling(subject: Subject) -> None:
 
 @check(BATCH_INVARIANT)
 def check_batch_invariance(subject: Subject, *, count: int = 40, max_tokens: int = 60) -> None:
-    """Every bit of a request's result is the same alone and in any company."""
     assert BATCH_INVARIANT in subject.open(slots=1).declares
     wanted = requests(subject, count, seed=2, max_tokens=max_tokens)
     engine = subject.open(slots=48)
     reference = run(engine, wanted)
     for together, order in ((1, 1), (3, -1), (7, 1), (9, -1), (20, 1), (48, -1)):
-        some = wanted[: 5 * together + 1]  # every slot is refilled some times
+        some = wanted[: 5 * together + 1]  # refill every slot several times
         results = run(engine, some[::order], together=together)
         assert results == {name: reference[name] for name in results}, f"{together} together"
 
 
 @check(PREFILL_EXACT)
 def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 60) -> None:
-    """A request that goes on from any prefix gives the same bits as never having stopped."""
+    """Resuming from any prefix gives the same bits."""
     engine = subject.open(slots=16)
     assert PREFILL_EXACT in engine.declares
     wanted = requests(subject, count, seed=3, max_tokens=max_tokens)
@@ -424,7 +409,6 @@ def check_exact_prefill(subject: Subject, *, count: int = 24, max_tokens: int = 
 
 @check()
 def check_load(subject: Subject) -> None:
-    """Weights change between requests only, and then decide what is sampled."""
     (first, first_digest), (second, second_digest) = subject.policies
     engine = subject.open(slots=4)
     wanted = requests(subject, 4)
@@ -442,7 +426,6 @@ def check_load(subject: Subject) -> None:
 
 @check(SLEEP)
 def check_sleep(subject: Subject) -> None:
-    """One that sleeps takes no request; loaded again it is what it was."""
     (first, digest), _ = subject.policies
     engine = subject.open(slots=4)
     wanted = requests(subject, 4)
@@ -461,8 +444,8 @@ def check_sleep(subject: Subject) -> None:
 
 @check()
 def check_accounting(subject: Subject) -> None:
-    """`active` and `kv_used_tokens` follow the rows: all tokens of each, with its last or without,
-    and of one that has none yet as much of its prompt as may be."""
+    """`active` and `kv_used_tokens` count all tokens of each row, with or without the last; a
+    row without tokens counts up to its prompt."""
     engine = subject.open(slots=4)
     assert (engine.active, engine.kv_used_tokens) == (0, 0)
     lengths = {"a": 10, "b": 20}
@@ -487,10 +470,8 @@ def check_accounting(subject: Subject) -> None:
 
 @check()
 def check_logprobs_are_at_the_temperature_asked_for(subject: Subject) -> None:
-    """Without truncation they are those of what was drawn from, in company of others that are not.
-
-    The tokens do not depend on it.
-    """
+    """Without truncation, log-probs are those of the sampling distribution, also in mixed
+    batches; tokens do not depend on them."""
     hot: dict[str, Any] = {"temperature": 0.7, "max_tokens": 20}
     wanted = [
         request("raw", [5, 6, 7], seed=3, **hot),

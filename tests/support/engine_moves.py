@@ -1,7 +1,7 @@
-"""What an engine that lets go of running requests must do: hand over, take up, change weights.
+"""Engine contract for interrupted requests: export, import, weight changes.
 
-Beside `engine_contract`, whose subjects and results are used. A carrier takes a KV cache from one
-engine to the other; the plain one hands the object on.
+Extends `engine_contract`. A carrier transports a KV cache between engines; the plain one passes the
+object.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.support.engine_contract import (
 __all__ = ["CHECKS"]
 
 Carrier = Callable[[Kv], Kv | None]
-"""None: the cache is lost on its way, the request is prefilled."""
+"""None: the cache is lost and the request is prefilled."""
 
 STEPS_MAX = 5000
 ATTEMPTS_MAX = 50
@@ -49,7 +49,6 @@ def plain(kv: Kv) -> Kv | None:
 
 
 def steps(engine: Engine, results: dict[str, Result], count: int) -> None:
-    """So many steps; what they give goes to the results."""
     for _ in range(count):
         for event in engine.step():
             assert not isinstance(event, WeightsLoaded)
@@ -57,7 +56,6 @@ def steps(engine: Engine, results: dict[str, Result], count: int) -> None:
 
 
 def finish(engine: Engine, results: dict[str, Result]) -> None:
-    """Steps until the engine is idle."""
     for _ in range(STEPS_MAX):
         if not engine.active:
             return
@@ -74,8 +72,8 @@ def move(
     *,
     ahead: bool = False,
 ) -> bool:
-    """Take a request from one running engine to another; whether its cache went along. One that
-    computes `ahead` of its steps may keep it: then it has ended there."""
+    """Move a request between engines; return whether its cache moved too. An engine that
+    computes `ahead` may have ended it."""
     found = source.export(one.request)
     if ahead and found is None:
         return False
@@ -95,8 +93,7 @@ def move(
 
 
 def taken_out(engine: Engine, one: EngineRequest, *, after: int) -> Exported:
-    """The request, after so many steps. An engine that computes ahead of them may have ended it by
-    then; it is asked again."""
+    """Export a request after some steps; retry if the engine already ended it."""
     for _ in range(ATTEMPTS_MAX):
         engine.add(one)
         steps(engine, {}, after)
@@ -111,7 +108,6 @@ def taken_out(engine: Engine, one: EngineRequest, *, after: int) -> Exported:
 def check_moved_requests_end_as_if_they_had_stayed(
     subject: Subject, carry: Carrier = plain, *, count: int = 16, cuts: Sequence[int] = (1, 7, 40)
 ) -> None:
-    """Every bit is that of never having moved, whatever runs where it comes and where it goes."""
     source, target = subject.open(slots=count + 4), subject.open(slots=count + 8)
     assert KV_EXPORT in source.declares
     wanted = requests(subject, count, seed=4, max_tokens=90)
@@ -129,7 +125,7 @@ def check_moved_requests_end_as_if_they_had_stayed(
         running = [one for one in wanted if results[one.request].reason is None]
         for one in running[::2]:
             went_along = move(source, target, one, results[one.request], carry)
-            # In the first step not every prompt has its turn.
+            # The first step may not prefill every prompt.
             assert went_along or cut == 1 or carry is not plain
             steps(target, results, 1)
         finish(source, results)
@@ -140,7 +136,7 @@ def check_moved_requests_end_as_if_they_had_stayed(
 
 @check(KV_EXPORT)
 def check_a_request_moves_again_and_again(subject: Subject, carry: Carrier = plain) -> None:
-    """To and fro between two engines, also before its first step in the new one."""
+    """Requests also move before their first step."""
     engines = [subject.open(slots=3), subject.open(slots=5)]
     one = request("r", [5, 6, 7, 8], max_tokens=240, seed=3)
     whole = run(engines[0], [one])["r"]
@@ -157,8 +153,7 @@ def check_a_request_moves_again_and_again(subject: Subject, carry: Carrier = pla
 
 @check(KV_EXPORT)
 def check_what_is_not_complete_has_no_cache(subject: Subject) -> None:
-    """A request that was not prefilled, or has one token, comes without a cache; then slots are
-    free again."""
+    """Requests without prefill or with one token have no cache; their slots become free."""
     engine = subject.open(slots=2)
     assert engine.export("nobody") is None
     engine.add(request("a", [5, 6, 7]))
@@ -173,7 +168,6 @@ def check_what_is_not_complete_has_no_cache(subject: Subject) -> None:
 
 @check(KV_EXPORT, BATCH_INVARIANT)
 def check_export_leaves_the_others_alone(subject: Subject) -> None:
-    """Taking rows out of a batch, in any order, changes no bit of those that stay."""
     wanted = requests(subject, 10, seed=6, max_tokens=60)
     alone = run(subject.open(slots=10), wanted)
     engine = subject.open(slots=10)
@@ -193,7 +187,6 @@ def check_export_leaves_the_others_alone(subject: Subject) -> None:
 
 @check(KV_EXPORT)
 def check_unfit_caches_are_refused(subject: Subject) -> None:
-    """A cache of another policy, request or model is named and refused; nothing changes."""
     engine = subject.open(slots=2)
     one = request("r", [5, 6, 7, 8], max_tokens=200)
     exported: list[EngineRequest] = []
@@ -202,7 +195,7 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
         found = taken_out(engine, one, after=4)
         assert found.sampled is not None and found.kv is not None
         sequence = [*one.token_ids, *found.sampled.token_ids]
-        done = len(found.sampled.token_ids)  # a busy server may give fewer than one in each step
+        done = len(found.sampled.token_ids)  # a busy server may return fewer than one per step
         exported.append(replace(one, token_ids=sequence, sampled=done, kv=found.kv))
     other, good = exported
     kv = good.kv
@@ -228,8 +221,8 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
 
 @check(INTERRUPTIBLE)
 def check_weights_change_under_running_requests(subject: Subject) -> None:
-    """Tokens before stay; what follows is what a fresh request with that prefix gets from the new
-    weights. Emitted or not: before `WeightsLoaded` come the old weights' tokens, all of them."""
+    """Earlier tokens stay; later ones equal those of a new request with that prefix and the new
+    weights. Tokens before `WeightsLoaded` have the old weights, emitted or not."""
     (_, _), (second, digest) = subject.policies
     engine, fresh = subject.open(slots=12), subject.open(slots=12)
     assert INTERRUPTIBLE in engine.declares
@@ -263,7 +256,6 @@ def check_weights_change_under_running_requests(subject: Subject) -> None:
 
 
 def replace_reason(whole: Result, part: Result) -> Result:
-    """The beginning of `whole`, as long as `part`, with its reason."""
     size = len(part.tokens)
     return Result(
         tokens=whole.tokens[:size],
@@ -275,7 +267,7 @@ def replace_reason(whole: Result, part: Result) -> Result:
 
 @check(INTERRUPTIBLE)
 def check_weights_change_again_and_again(subject: Subject) -> None:
-    """Also before the first step, twice in a row, and back: then the tokens between differ only."""
+    """Weights change before the first step, twice in a row, and back."""
     first, second = subject.policies
     engine = subject.open(slots=2)
     one = request("r", [5, 6, 7], max_tokens=60, seed=4)
@@ -296,7 +288,7 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
 
 @check(INTERRUPTIBLE)
 def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None:
-    """A digest that is not that of the file: the requests go on under the old weights."""
+    """A wrong digest keeps the old weights."""
     from dora_pipe.core.errors import PolicyError
 
     engine = subject.open(slots=4)

@@ -1,8 +1,7 @@
-"""What an engine that declares `prefix_reuse` must do: give the bits of one that keeps nothing.
+"""Engine contract for `prefix_reuse`: equal bits with and without kept prefixes.
 
-`Calls` are drawn from a seed: groups of siblings with equal prompts, whose episodes go on from what
-they have sampled, or from a part of it (what was said is rewritten). `play` has an engine answer
-them all, as many at once as it has slots.
+Seeded episodes of groups with equal prompts continue from all or part of their tokens. `play` runs
+them with as many at a time as the engine has slots.
 """
 
 from __future__ import annotations
@@ -32,18 +31,17 @@ CONTEXT_TOKENS = 256
 
 @dataclass(slots=True)
 class Episode:
-    """One sibling: its next prompt, and what the environment will say, drawn before."""
+    """Trajectory of a group: its next prompt and pre-drawn observations."""
 
     name: str
     ids: list[int]
     answers: deque[tuple[int, list[int]]]
-    """(how many tokens of what was said so far stay, what is said behind them) of each turn."""
+    """Per turn: (tokens to keep, tokens to append)."""
     seed: int
     done: list[Result] = field(default_factory=list)
 
 
 def episodes(subject: Subject, seed: int, *, groups: int = 2, size: int = 3) -> list[Episode]:
-    """Episodes of these groups; the same ones for the same arguments."""
     chance = np.random.default_rng(seed)
 
     def said(most: int) -> list[int]:
@@ -68,7 +66,6 @@ def episodes(subject: Subject, seed: int, *, groups: int = 2, size: int = 3) -> 
 
 
 def play(engine: Engine, wanted: list[Episode], *, max_tokens: int = 12) -> dict[str, list[Result]]:
-    """Every turn of every episode, by name."""
     waiting, running = deque(wanted), dict[str, tuple[Episode, Result]]()
     for _ in range(STEPS_MAX):
         while waiting and engine.active < engine.slots:
@@ -87,7 +84,6 @@ def play(engine: Engine, wanted: list[Episode], *, max_tokens: int = 12) -> dict
 
 
 def _goes_on(one: Episode, result: Result) -> bool:
-    """Take a turn's result; whether another follows."""
     one.done.append(result)
     if not one.answers:
         return False
@@ -98,7 +94,6 @@ def _goes_on(one: Episode, result: Result) -> bool:
 
 
 def opens_keeping(subject: Subject) -> Callable[..., Engine]:
-    """How to open the engine with prefixes kept; skips where it cannot."""
     if subject.keeping is None:
         pytest.skip(f"{subject.name} does not declare {PREFIX_REUSE}")
     assert PREFIX_REUSE in subject.keeping(slots=1).declares
@@ -109,7 +104,6 @@ def opens_keeping(subject: Subject) -> Callable[..., Engine]:
 def check_kept_prefixes_change_no_bit(
     subject: Subject, plain: Engine, keeping: Engine, seed: int
 ) -> None:
-    """Random episodes, in an engine that has kept whatever it has seen so far."""
     before, before_plain = keeping.prompt_tokens, plain.prompt_tokens
     wanted = play(plain, episodes(subject, seed))
     assert play(keeping, episodes(subject, seed)) == wanted
@@ -119,7 +113,7 @@ def check_kept_prefixes_change_no_bit(
 
 
 def check_siblings_compute_their_prompt_once(subject: Subject, *, size: int = 8) -> None:
-    """All of a group are there at once, more of them than an engine prefills in one step."""
+    """The group exceeds one prefill step."""
     open_keeping = opens_keeping(subject)
     prompt = list(range(3, 83)) * 2
     group = [
@@ -135,11 +129,11 @@ def check_siblings_compute_their_prompt_once(subject: Subject, *, size: int = 8)
 
 
 def check_a_turn_computes_what_was_said_since(subject: Subject) -> None:
-    """Only the last sampled token, whose keys nobody needed, and what is new."""
+    """Computes only the last sampled token, whose keys were not needed, and the new ones."""
     engine = opens_keeping(subject)(slots=2)
     one = Episode(name="e", ids=[5] * 40, answers=deque([(100, [7] * 9)] * 3), seed=1)
     play(engine, [one], max_tokens=20)
-    starts = [40 + 29 * turn for turn in range(4)]  # of turns: 20 are sampled, 9 are said
+    starts = [40 + 29 * turn for turn in range(4)]  # per turn: 20 sampled, 9 appended
     assert engine.prompt_tokens.computed == 39 + 3 * 9
     assert engine.prompt_tokens.reused == sum(start - 1 - 9 for start in starts[1:])
 
@@ -153,7 +147,7 @@ def check_request_that_nobody_goes_on_from_leaves_only_its_prompt(subject: Subje
 
 
 def check_versions_that_are_replaced_take_theirs_along(subject: Subject) -> None:
-    """Back under the first policy everything is computed again, too; the tokens are its own."""
+    """Returning to the first policy recomputes everything."""
     engine = opens_keeping(subject)(slots=2)
     (_, first), (_, second) = subject.policies
     asked = request("r", [5, 6, 7] * 20, max_tokens=9)
@@ -168,7 +162,7 @@ def check_versions_that_are_replaced_take_theirs_along(subject: Subject) -> None
 
 
 def check_interrupted_requests_go_on_from_nothing_older(subject: Subject) -> None:
-    """As fresh requests with these tokens would, under the new weights."""
+    """Requests equal new ones with these tokens and weights."""
     engine = opens_keeping(subject)(slots=4)
     if INTERRUPTIBLE not in engine.declares:
         pytest.skip(f"{subject.name} does not declare {INTERRUPTIBLE}")
@@ -187,7 +181,7 @@ def check_interrupted_requests_go_on_from_nothing_older(subject: Subject) -> Non
     before = {name: list(result.tokens) for name, result in results.items()}
     while engine.active:
         _take_all(engine.step(), results)
-    # One of them whole, and the others as far as they begin like it.
+    # One matches completely, the others up to their common prefix.
     assert since(engine, spent).computed >= 60 + max(map(len, before.values())) - 1
     plain = subject.open(slots=4)
     plain.load(path, version=1, digest=digest)
@@ -198,7 +192,7 @@ def check_interrupted_requests_go_on_from_nothing_older(subject: Subject) -> Non
 
 
 def check_cache_of_another_engine_is_kept_for_nobody(subject: Subject) -> None:
-    """Its bits are those of that engine; who goes on from them would have no record of it."""
+    """Its bits belong to the other engine; later requests could not record that."""
     source, engine = subject.open(slots=1), opens_keeping(subject)(slots=2)
     one = request("r", [5] * 40, max_tokens=30)
     source.add(one)

@@ -1,4 +1,4 @@
-"""Runs requests on an engine that says through which experts their tokens go."""
+"""Runner of requests on an engine that returns routed experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.engine_contract import request
 def routed_run(
     engine: Engine, requests: Sequence[EngineRequest]
 ) -> dict[str, tuple[list[int], Routes]]:
-    """Tokens and entries of each request that asks for them, from all its events."""
+    """Return tokens and routes of each request that asks for them."""
     for one in requests:
         engine.add(one)
     tokens: dict[str, list[int]] = {one.request: [] for one in requests}
@@ -36,7 +36,7 @@ def routed_run(
 
 
 def same_experts(folder: Path, ids: list[int], routes: Routes) -> bool:
-    """Whether these tokens went through the experts that the own engine sends them through."""
+    """Compare routes with those of the built-in engine."""
     from dora_pipe.producers.engines.torch.engine import TorchEngine
 
     own = TorchEngine.open(folder, slots=1, context_tokens=128, threads=1, routes=True)

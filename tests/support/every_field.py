@@ -1,4 +1,4 @@
-"""Changes one field of a JSON record, whichever: what a forger may do; decides nothing."""
+"""Changes of single fields of a JSON record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 Path = tuple[str | int, ...]
-"""From the record to a field: names, and places in lists."""
+"""Names and list indexes from the record to a field."""
 
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "run-started": {"lineage": {"run": "another", "step": 3, "digest": "a" * 64}},
@@ -27,11 +27,11 @@ LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "take-batch": {"pins": [0]},
     "assign": {"drop": [0]},
 }
-"""By kind, what a record may leave out, and what a forger puts there."""
+"""Optional fields by kind, with a forged value."""
 
 
 def fields_of(value: Any, path: Path = ()) -> Iterator[Path]:
-    """Every field that has a plain value; of a list the first entry stands for all."""
+    """Yield each field with a plain value; the first entry represents a list."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from fields_of(inner, (*path, name))
@@ -43,7 +43,6 @@ def fields_of(value: Any, path: Path = ()) -> Iterator[Path]:
 
 
 def with_another(value: Any, path: Path) -> Any:
-    """A record with another value in one field; the one of `LEFT_OUT` where there is none."""
     if not path:
         return another(value)
     at = path[0]
@@ -56,7 +55,7 @@ def with_another(value: Any, path: Path) -> Any:
 
 
 def another(value: Any) -> Any:
-    """A value of the same kind that is another one; of digests the last digit."""
+    """Return another value of the same kind; digests change in the last digit."""
     match value:
         case bool():
             return not value

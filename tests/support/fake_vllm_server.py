@@ -1,10 +1,8 @@
-"""A server that speaks like vLLM's and has no model: tokens are hashes.
+"""Fake vLLM server without a model: tokens are hashes of (label of weights or adapter, seed,
+position).
 
-A token is a function of (label of the weights or adapter, seed, position), and so is what two ranks
-of it have of a KV cache, each its head. The server keeps a record of the doors that were opened,
-and can be told to go wrong in named ways.
-
-As a program it is what `vllm.serve` is to a worker: ``python -m tests.support.fake_vllm_server``.
+Two ranks each hold one head of a KV cache. The server records requests and fails on demand.
+``python -m tests.support.fake_vllm_server`` acts as `vllm.serve`.
 """
 
 from __future__ import annotations
@@ -36,17 +34,15 @@ VOCABULARY = 300
 CHUNK_TOKENS = 8
 RANKS = 2
 GUARD_S = 30.0
-"""No handler waits longer for a test."""
+"""Limit of a handler's wait."""
 
 
 class FakeVllm(ThreadingHTTPServer):
-    """Serve in a thread of its own; `close` when done."""
-
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
     stock = False
-    """It has no endpoints for development, as vLLM has none unless it is told."""
+    """Without development endpoints, as vLLM's default."""
 
     def __init__(self, key: str = "key", *, slots: int = 64, context_tokens: int = 256) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -65,46 +61,46 @@ class FakeVllm(ThreadingHTTPServer):
         }
         self.label, self.held = "default", ""
         self.asleep: set[str] = set()
-        """vLLM's names of what has no memory."""
+        """vLLM's names of released memory."""
         self.kv = CacheFacts(layout="fake", dtype="<f4", layers=1, heads=2, width=1)
         self.forgets_kv = False
-        """Its ranks say that they know no request."""
+        """Whether ranks report every request as unknown."""
         self.kv_files: list[Path] = []
-        """Of the caches that requests began with."""
+        """Caches with which requests started."""
         self.named: dict[str, int] = {}
-        """Adapters that the front end knows, with their ids."""
+        """Ids of adapters known to the front end."""
         self.hosted: set[int] = set()
-        """Ids of those that the worker has."""
+        """Ids of adapters in the worker."""
         self.before: set[int] = set()
         self.opened: list[str] = []
-        """Words of the last `dora_open`."""
+        """Arguments of the last `dora_open`."""
         self.gone: list[str] = []
-        """Stays whose experts are not wanted any more."""
+        """Stays whose routes were dropped."""
         self.loads = 0
         self.refusal = ""
-        """What is said of the next adapters, if anything."""
+        """Error for the next adapters."""
         self.begin = threading.Event()
-        """Streams begin when it is set; an abort before that is of nothing that is known."""
+        """Gate of streams; an abort before it finds no request."""
         self.begin.set()
         self.doors: list[str] = []
-        """Paths that were asked for, in order, but for /health."""
+        """Requested paths in order, without /health."""
         self.bodies: list[dict[str, Any]] = []
-        """Of the streams, as they came: each has a connection, and one may overtake another."""
+        """Bodies of streams by arrival: separate connections may overtake each other."""
         self.running: dict[str, threading.Event] = {}
-        """By vLLM's id of a request; set to abort it."""
+        """Abort events by vLLM's request id."""
         self.aborted: list[str] = []
         self.asked = threading.Semaphore(0)
-        """Counts them."""
+        """Count of `bodies`."""
         self.hold_after: dict[int, int] = {}
-        """By seed: a stream goes on after so many tokens only when `release` is set."""
+        """By seed: tokens after which a stream waits for `release`."""
         self.release = threading.Event()
         self.trouble: dict[int, Any] = {}
         """By seed: "refuse", "error", "cut", "nan", "silent end" or a label for all tokens."""
         self.chunk_s = 0.0
-        """Between two chunks; none: a stream has ended when its second token is read."""
+        """Seconds between chunks; 0: a stream ends when its second token is read."""
         self.healthy = True
         self.cached_tokens = 0
-        """Of every prompt, as it says."""
+        """Reported cached tokens of each prompt."""
         self.sockets: list[socket.socket] = []
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
@@ -114,7 +110,6 @@ class FakeVllm(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def close(self) -> None:
-        """No more answers; what is open breaks."""
         self.shutdown()
         self.server_close()
         for one in self.sockets:
@@ -124,15 +119,14 @@ class FakeVllm(ThreadingHTTPServer):
         self._thread.join()
 
     def last_bodies(self, count: int) -> list[dict[str, Any]]:
-        """Of the last streams, in the order in which their engine asked for them."""
+        """Return the last streams in their engine's order."""
         order = sorted(self.bodies, key=lambda one: int(one["request_id"].rpartition("-")[2]))
         return order[-count:]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away is none."""
+        """Ignore disconnected clients."""
 
     def ranks(self, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """What a method of the extension answers, from each of its processes."""
         method, words = body["method"], body.get("args", [])
         if method == "dora_kv":
             seen = is_seen(Path(words[0]), words[1])
@@ -143,7 +137,6 @@ class FakeVllm(ThreadingHTTPServer):
         return [self.rpc(body)]
 
     def copy_kv(self, stay: str, path: str, rank: int) -> str:
-        """Write a rank's head of what a request has."""
         running = [one for one in self.bodies if one["request_id"] == stay]
         if self.forgets_kv or not running:
             return "ended"
@@ -152,13 +145,12 @@ class FakeVllm(ThreadingHTTPServer):
         return "copied"
 
     def head(self, body: dict[str, Any], tokens: int, rank: int) -> np.ndarray[Any, Any]:
-        """What a rank has of a request's first tokens."""
         seed, made = body["sampling_params"]["seed"], _weights(self.label)
         numbers = [mix64(mix64(seed ^ rank) ^ made ^ at) for at in range(tokens)]
         return (np.array(numbers, np.uint64)[:, None] % 1000).astype("<f4")
 
     def check_kv(self, body: dict[str, Any]) -> None:
-        """What a request begins with must be what it would have."""
+        """Reject a KV cache that differs from the expected one."""
         named = body["sampling_params"].get("extra_args", {}).get("kv_file")
         if named is None or not Path(named).exists():
             return
@@ -169,8 +161,8 @@ class FakeVllm(ThreadingHTTPServer):
             assert (array[..., rank, :] == self.head(body, array.shape[2], rank)).all()
 
     def rpc(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The extension's other methods; a file of weights holds its own digest, or is one of
-        adapters' tests."""
+        """Call the extension's other methods; a weights file contains its digest, or is a test
+        adapter."""
         method, words = body["method"], body.get("args", [])
         if method == "dora_open":
             self.opened = words
@@ -197,14 +189,13 @@ class FakeVllm(ThreadingHTTPServer):
         return {"tensors": 1}
 
     def adapter(self, path: str, name: str) -> tuple[int, object]:
-        """Loads or unloads one; status and answer."""
         known = name in self.named
         if path.startswith("/v1/load") and not known and not self.refusal:
             self.loads += 1
             self.named[name] = self.loads
             self.hosted.add(self.loads)
         elif path.startswith("/v1/unload") and known:
-            del self.named[name]  # its worker keeps the adapter, as vLLM's does
+            del self.named[name]  # the worker keeps the adapter, as in vLLM
         else:
             said = self.refusal or f"The lora adapter '{name}' cannot be found."
             return 400, {"error": {"message": said}}
@@ -220,10 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.sockets.append(self.connection)
 
     def log_message(self, *_: Any) -> None:
-        """Silence."""
+        """Print nothing."""
 
     def do_GET(self) -> None:
-        """Health and the label."""
         if self._may():
             if self.path == "/health":
                 self._answer(None, 200 if self.server.healthy else 503)
@@ -234,7 +224,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer({"weight_version": self.server.label})
 
     def do_POST(self) -> None:
-        """All other doors."""
         content = self.rfile.read(int(self.headers["Content-Length"]))
         if not self._may():
             return
@@ -375,13 +364,12 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def experts(start: int, end: int) -> dict[str, Any]:
-    """Of tokens [start, end), as vLLM's worker tells them: two of eight in a layer, by position."""
+    """Routes of tokens [start, end): two of eight experts per layer, by position."""
     choices = [[[at % 8, (at + 3) % 8]] for at in range(start, end)]
     return dict(msgspec.to_builtins(Routes.of(np.array(choices, np.uint8), 8)))
 
 
 def _digest_of(path: Path) -> str:
-    """What a file holds; empty where there is none."""
     if not path.exists():
         return ""
     try:
@@ -391,13 +379,10 @@ def _digest_of(path: Path) -> str:
 
 
 def _weights(label: str) -> int:
-    """A number of the digest in a label, or in an adapter's name."""
     return mix64(int.from_bytes(label.partition(":")[2].encode()[:8].ljust(8), "big"))
 
 
 def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str]:
-    """What is sampled for a request, and why it ends; weights are the digest in the label, or in
-    the adapter's name."""
     params, found = body["sampling_params"], []
     seed = params["seed"] if params["temperature"] else 0
     weights = _weights(label)
@@ -414,7 +399,8 @@ def _tokens(body: dict[str, Any], label: str) -> tuple[list[dict[str, Any]], str
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """As `vllm.serve`: report a port, end with stdin. A model called `refused` is refused."""
+    """Report a port and exit at the end of stdin, as `vllm.serve`. A model called `refused` is
+    rejected."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--report", type=int, required=True)

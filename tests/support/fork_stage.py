@@ -1,5 +1,5 @@
-"""Runs whose trajectories are continued, or whose evaluations are asked again, in this process:
-tasks, tokenizer and engine are those of the run, without processes."""
+"""In-process continuation of trajectories and evaluations, with the run's tasks, tokenizer and
+engine."""
 
 from __future__ import annotations
 
@@ -39,17 +39,15 @@ TURNS = 4
 
 
 def digest(text: str) -> int:
-    """A number that follows from a text."""
     return Random(text).randrange(1 << 30)
 
 
 @dataclass
 class Puzzles(InlineTasks):
-    """Episodes of some turns whose answers follow from what was said last, and their rewards from
-    all that was."""
+    """Episodes whose answers depend on the last turn and whose rewards depend on all turns."""
 
     slip: str = ""
-    """Environments answer as those with another one do not."""
+    """Salt of the answers."""
 
     def __post_init__(self) -> None:
         self.episodes = self.replayable = True
@@ -74,7 +72,6 @@ def single_turns() -> InlineTasks:
 
 
 def record(directory: Path, tasks: Callable[[], InlineTasks], **changes: Any) -> RecordedRun:
-    """A short run of such a task."""
     plain = {"run__steps": 1, "run__name": "short", "evaluation__prompts": 0}
     config = make_config(**{**plain, "task__turns_max": TURNS, **changes})
     with Cluster(directory, config, tasks=tasks) as cluster:
@@ -84,7 +81,6 @@ def record(directory: Path, tasks: Callable[[], InlineTasks], **changes: Any) ->
 
 
 def engine(*, assets: Path, config: model.Config, decode: Any) -> SimulatedEngine:
-    """As the run's workers had it."""
     workers = config.workers
     return SimulatedEngine(
         slots=workers.slots, context_tokens=workers.context_tokens, lengths=long_tailed_length
@@ -107,8 +103,7 @@ class _Words(Numbers):
 def install(
     monkeypatch: pytest.MonkeyPatch, tasks: Callable[[], InlineTasks], **facts: Any
 ) -> None:
-    """From now on workers of commands run such tasks in this process; `facts` are what a task says
-    of itself otherwise."""
+    """Run workers of commands with these tasks in this process."""
 
     class Pool:
         def __init__(self, task: model.Task, *, clock: Clock) -> None:

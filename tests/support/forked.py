@@ -1,12 +1,8 @@
-"""Commands of `dora-pipe` as processes that need not import torch: most of what a small run
-computes is its imports, three times over.
+"""Commands of `dora-pipe` forked from a process that has already imported torch and the roles.
 
-One process has imported what commands and their roles need, and forks a command for every message;
-the command is a process of its own with its own directory, environment and signals. What proves
-the start itself runs the program: the wheel, the compose file, the pages of docs.
-
-Method: the server's stdin is a socket. A message is what to be, with three files: the command's
-stdout and stderr, and a pipe that is told its process id and, when it has ended, its exit code.
+Each command is a process with its own directory, environment and signals. Tests of startup (wheel,
+compose file, documentation) run the real program. A message on the server's stdin (a socket)
+carries the words and three files: stdout, stderr, and a pipe for process id and exit code.
 """
 
 from __future__ import annotations
@@ -35,10 +31,10 @@ from tests.support.tidy import ROOT
 PROGRAM: Final = Path(sys.executable).parent / "dora-pipe"
 
 MESSAGE_BYTES_MAX: Final = 1 << 17
-"""Of a message: words, a folder and an environment."""
+"""Byte limit of a message."""
 
 FILES: Final = 3
-"""With a message."""
+"""Files per message."""
 
 _NUMBER: Final = struct.Struct("=i")
 
@@ -53,12 +49,10 @@ ALSO: Final = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2.modeling_qwen2",
 )
-"""Besides what the trainer preloads."""
+"""Modules to import besides the trainer's."""
 
 
 class Forked(subprocess.Popen[bytes]):
-    """A command that was forked elsewhere; its files are whose they were."""
-
     def __init__(self, words: Sequence[str], status: int) -> None:
         self.args = words
         self.stdin = self.stdout = self.stderr = None
@@ -68,13 +62,11 @@ class Forked(subprocess.Popen[bytes]):
         self.pid = self._told()
 
     def poll(self) -> int | None:
-        """The exit code, if it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; raises `subprocess.TimeoutExpired`."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -90,15 +82,13 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def may_fork() -> bool:
-    """Whether commands are forked here: not with a GPU, whose libraries want to be imported by who
-    uses them."""
+    """Not with a GPU: its libraries must be imported by the process that uses them."""
     return sys.platform == "linux" and not ON_GPU
 
 
 def fork(
     words: Sequence[str], place: Path, environment: dict[str, str], out: int, err: int
 ) -> Forked:
-    """`dora-pipe WORDS` in this folder; stdout and stderr go to these files."""
     asked = {"words": list(words), "place": str(place), "environment": environment}
     read, write = os.pipe()
     try:
@@ -110,7 +100,6 @@ def fork(
 
 @cache
 def _server() -> socket.socket:
-    """Of this process, to its end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     process = subprocess.Popen(
         [sys.executable, "-c", "from tests.support.forked import serve; serve()"],
@@ -130,12 +119,11 @@ def _server() -> socket.socket:
 
 
 def serve() -> None:
-    """Fork what is asked for until nobody asks; in a child this is the command itself."""
     from dora_pipe.launch.roles import TRAINER_PRELOAD
 
     sys.path[0] = str(PROGRAM.parent)
     interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # an import starts no CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # imports must not start CUDA
     for module in (*TRAINER_PRELOAD, *ALSO):
         importlib.import_module(module)
     gc.freeze()
@@ -165,7 +153,7 @@ def serve() -> None:
 
 
 def _tell(status: int, number: int) -> None:
-    with suppress(BrokenPipeError):  # nobody wants to know
+    with suppress(BrokenPipeError):  # the reader may be gone
         os.write(status, _NUMBER.pack(number))
 
 
@@ -177,7 +165,6 @@ def _tell_end(one: int, pid: int, status: int) -> None:
 
 
 def _be(message: bytes, files: Sequence[int], inherited: Sequence[int]) -> None:
-    """Be the command, to its `SystemExit`."""
     from dora_pipe.cli.main import main
 
     asked = json.loads(message)

@@ -1,5 +1,4 @@
-"""Environments whose answers follow from their row and from what they were told, for tests of
-episodes that go on elsewhere."""
+"""Deterministic environments for tests of moved episodes."""
 
 from __future__ import annotations
 
@@ -21,19 +20,16 @@ from tests.support.inline_tasks import InlineTasks
 
 @dataclass
 class Games(InlineTasks):
-    """Episodes of a few turns, with tools, mistakes and empty answers, drawn from a seed.
-
-    An environment lives from its prompt to its reward, or until it is lost or forgotten; a turn for
-    one that is not there is a mistake of the worker.
-    """
+    """Episodes with tools, mistakes and empty answers, drawn from a seed. An environment exists
+    from prompt to reward, or until lost; a turn without one is an error of the worker."""
 
     seed: int = 0
     turns: int = 5
-    """Of an episode, at most."""
+    """Maximum turns."""
     slip: int = 0
-    """Environments answer as those with another one do not."""
+    """Salt of the answers."""
     told: dict[str, list[str]] = field(default_factory=dict)
-    """By request: what its environment has been told."""
+    """Texts received by each request's environment."""
 
     def __post_init__(self) -> None:
         self.episodes = self.replayable = True
@@ -65,7 +61,6 @@ class Games(InlineTasks):
         )
 
     def _score(self, call: RewardCall) -> TaskEvent:
-        """By all that the environment was told, and by what is said to have happened."""
         said = self.told.pop(call.request)
         value = Random(f"{said} {call.turns}").random()
         return Rewarded(request=call.request, reward=value, raw=None, parts={"turns": len(said)})

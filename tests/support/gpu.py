@@ -1,10 +1,9 @@
-"""What runs on a GPU: the contract suites and whole runs, on one machine (`make test-gpu`).
+"""GPU rounds: contract suites and demos on one machine (`make test-gpu`).
 
     python -m tests.support.gpu [ROUND...]
 
-A round is a process of its own, because DeepSpeed's device and vLLM's type are of a process; all of
-them run, also after one has failed. What is not installed skips. Nothing here is of a GPU alone:
-the same tests run on CPUs, see `support.device`.
+Each round is a separate process, because DeepSpeed and vLLM have one device and type per process.
+All rounds run, also after a failure.
 """
 
 from __future__ import annotations
@@ -38,44 +37,41 @@ DEEPSPEED_TESTS: Final = (
 
 OK: Final = "ok"
 DORA_PIPE: Final = "from dora_pipe.cli.main import main; main()"
-"""The command, also in an environment whose package is a folder on the path."""
+"""Command, also for a package in a folder on the path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Tests of one process, or with no tests a demo."""
+    """Tests in one process, or a demo."""
 
     name: str
     tests: tuple[str, ...] = ()
     only: str = ""
-    """Of pytest's -k."""
+    """pytest's -k."""
     needs: str = ""
-    """A package, without which it is skipped."""
+    """Required package."""
     dtype: str = "float32"
     gpus: int = 1
     engine: str = "vllm"
-    """Of a demo."""
+    """Engine of a demo."""
     keys: tuple[str, ...] = ()
-    """Of a demo's configuration, beside device and type."""
+    """Further configuration keys of a demo."""
 
     def environment(self) -> dict[str, str]:
-        """What `support.device` and `support.deepspeed` read."""
         ours = {"DORA_PIPE_DEVICE": "cuda", "DORA_PIPE_DTYPE": self.dtype}
         return {**os.environ, **ours, "DORA_PIPE_RANKS": str(self.gpus)}
 
     def command(self, runs: str) -> list[str]:
-        """What runs it; a demo's run goes into this folder."""
         if not self.tests:
             words = [sys.executable, "-c", DORA_PIPE, "demo", "--engine", self.engine]
             keys = ("trainer.device=cuda", f"workers.vllm.dtype={self.dtype}", *self.keys)
             return [*words, "--runs", runs, *(word for key in keys for word in ("-o", key))]
         chosen = ["-k", self.only] if self.only else []
-        # What drivers and libraries of a GPU warn of is shown, but fails nothing.
+        # Warnings of GPU drivers and libraries are shown, not errors.
         options = ["-v", "-rs", "-W", "default", *chosen]
         return [sys.executable, "-m", "pytest", *options, *self.tests]
 
     def run(self) -> str:
-        """Run it; `ok`, or why not."""
         if self.gpus > (there := gpus()):
             return f"skipped: it needs {self.gpus} GPUs, here is {there}"
         if self.needs and importlib.util.find_spec(self.needs) is None:
@@ -120,7 +116,6 @@ ROUNDS: Final = (
 
 
 def gpus() -> int:
-    """How many the driver lists."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -129,7 +124,6 @@ def gpus() -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run these rounds, or all; 1 if one of them failed."""
     unknown = set(words) - {one.name for one in ROUNDS}
     if unknown or not has_gpu():
         names = ", ".join(one.name for one in ROUNDS)
@@ -142,7 +136,6 @@ def main(words: Sequence[str]) -> int:
 
 
 def _told(one: Round) -> str:
-    """Run it; the line that says how it went."""
     started_s = time.monotonic()
     ended = one.run()
     line = f"gpu round {one.name:12} {time.monotonic() - started_s:5.0f} s  {ended}"

@@ -1,4 +1,4 @@
-"""A task pool and a tokenizer without processes or files, for tests of the worker."""
+"""In-process task pool and tokenizer for tests of the worker."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from dora_pipe.producers.tasks.calls import (
 
 @dataclass
 class InlineTasks:
-    """A task pool without processes; every answer is a function that a test may replace.
-
-    Answers come with the poll after the call; calls of a kind in `held` are kept back.
-    """
+    """Task pool whose answers are replaceable functions, delivered at the next poll; kinds in
+    `held` wait."""
 
     episodes: bool = False
     replayable: bool = False
@@ -63,7 +61,6 @@ class InlineTasks:
         self.calls.clear()
 
     def lose(self, request: str) -> None:
-        """The process of this request's environment dies."""
         self.calls = [call for call in self.calls if call.request != request]
         self.events.append(EpisodeLost(request=request, message="its process ended: killed"))
 
@@ -87,14 +84,13 @@ class InlineTasks:
 
 
 def ranked(call: GroupCall) -> GroupRewarded:
-    """0 for the first sibling, 1 for the second, and so on."""
     rewards = tuple(map(float, range(len(call.completions))))
     parts = tuple({"place": one} for one in rewards)
     return GroupRewarded(request=call.request, rewards=rewards, parts=parts)
 
 
 def episode_tasks(last: int) -> InlineTasks:
-    """Episodes that end after `last` turns, each answered by two tokens of a tool."""
+    """Return episodes that end after `last` turns, each answered by two tool tokens."""
     tasks = InlineTasks(episodes=True)
 
     def step(call: EnvStep) -> EnvObserved:
@@ -107,5 +103,4 @@ def episode_tasks(last: int) -> InlineTasks:
 
 
 def failed(call: TaskCall, error: str = "ValueError", message: str = "no") -> TaskFailed:
-    """The answer to a call that raised."""
     return TaskFailed(request=call.request, error=error, message=message)

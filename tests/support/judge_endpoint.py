@@ -1,4 +1,4 @@
-"""A stand-in for the endpoint of a judge or a teacher: it answers, late or at once, or refuses."""
+"""Fake endpoint of a judge or teacher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ Answer = tuple[int, bytes]
 
 
 def said(text: str) -> Answer:
-    """A completion that says this."""
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
     body = {"id": "1", "choices": [{"index": 0, "message": message}], "usage": usage}
@@ -24,7 +23,7 @@ def said(text: str) -> Answer:
 
 @dataclass(slots=True)
 class Endpoint:
-    """What was asked of it, and what it answers to the prompt of the n-th question."""
+    """Received requests, and the answer to the n-th."""
 
     answer: Callable[[int, Any], Answer]
     delay_s: float = 0.0
@@ -32,7 +31,7 @@ class Endpoint:
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
     most: int = 0
-    """Questions that it worked on at the same time."""
+    """Maximum concurrent requests."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -50,7 +49,6 @@ def judge_endpoint(
     delay_s: float = 0.0,
     asked: Callable[[dict[str, Any]], Any] = last_message,
 ) -> Iterator[Endpoint]:
-    """Listens on this machine while the block lasts."""
     endpoint = Endpoint(answer, delay_s)
     lock = threading.Lock()
     now = 0
@@ -77,7 +75,7 @@ def judge_endpoint(
             self.wfile.write(text)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nobody reads it."""
+            """Print nothing."""
 
     with _Server(("127.0.0.1", 0), Handler) as server:
         endpoint.url = f"http://127.0.0.1:{server.server_address[1]}/v1"

@@ -1,7 +1,7 @@
-"""The real brokers that tests stand on; what they are and how they are hurt is in infra/kafka.
+"""Kafka brokers of tests; see infra/kafka.
 
-Take the fixture `kafka_broker` (one broker per session) and use topics of your own. A test that
-kills or stops brokers makes its own: `with KafkaBroker(tmp_path) as broker`, or `KafkaCluster`.
+The fixture `kafka_broker` shares one broker per session. Tests that kill brokers use `with
+KafkaBroker(tmp_path) as broker`, or `KafkaCluster`.
 """
 
 import time
@@ -45,11 +45,7 @@ Found = TypeVar("Found")
 
 
 class KafkaCluster(broker.KafkaCluster):
-    """Three brokers that tell who leads a partition."""
-
     def leader(self, topic: str, partition: int = 0) -> KafkaBroker:
-        """The broker that leads a partition. Raises BrokerError."""
-
         def look() -> KafkaBroker | None:
             number = self.partition(topic, partition)["leader_id"]
             return next((one for one in self.nodes if one.node == number and one.running), None)
@@ -57,17 +53,14 @@ class KafkaCluster(broker.KafkaCluster):
         return _until(look, f"{topic} has no leader")
 
     def in_sync(self, topic: str, partition: int = 0) -> list[int]:
-        """Node numbers of the replicas that are in sync."""
         return sorted(self.partition(topic, partition)["isr_nodes"])
 
     def await_in_sync(self, topic: str, partition: int = 0, count: int = NODES) -> None:
-        """Return when `count` replicas are in sync. Raises BrokerError."""
         words = f"{topic} has no {count} replicas in sync"
         _until(lambda: len(self.in_sync(topic, partition)) >= count or None, words)
 
     @contextmanager
     def admin(self) -> Iterator[Any]:
-        """Open a kafka-python admin client on the brokers that run."""
         alive = [node.bootstrap for node in self.nodes if node.running]
         with tidied_client():
             admin = KafkaAdminClient(bootstrap_servers=alive, request_timeout_ms=5_000)
@@ -93,7 +86,6 @@ def _until(look: Callable[[], Found | None], words: str) -> Found:
 
 
 def values_of(bootstrap: str, topic: str, count: int) -> list[bytes]:
-    """What is in a topic's first partition once so much is there, read by the client itself."""
     reader = KafkaConsumer(bootstrap_servers=bootstrap.split(","), enable_auto_commit=False)
     with closing(reader):
         reader.assign([TopicPartition(topic, 0)])

@@ -1,12 +1,8 @@
-"""A real broker that asks who comes: certificates made by openssl, users, and ACLs.
+"""Kafka broker with TLS certificates, users and ACLs.
 
-Its listeners, each on its own port, are doors to the same log:
-- `SECURE`: SASL_SSL with SCRAM-SHA-256, SCRAM-SHA-512 and PLAIN; ACLs decide what a user may do;
-- `EXPIRED`: the same with a certificate whose time is over;
-- `ELSEWHERE`: the same with a certificate for another host;
-- `MUTUAL`: SSL that asks for a client certificate;
-- `CLEAR`: SASL_PLAINTEXT;
-- `PLAINTEXT` (of every test broker): nobody is asked, and the nobody may do everything.
+Listeners: `SECURE` (SASL_SSL with SCRAM-SHA-256, SCRAM-SHA-512 and PLAIN, ACLs), `EXPIRED` (expired
+certificate), `ELSEWHERE` (another host's certificate), `MUTUAL` (client certificate), `CLEAR`
+(SASL_PLAINTEXT), `PLAINTEXT` (anonymous, all rights).
 """
 
 from __future__ import annotations
@@ -36,15 +32,12 @@ _PREFIXED = {"prefixed": ACLResourcePatternType.PREFIXED, "literal": ACLResource
 
 
 def password_of(user: str) -> str:
-    """Unlike anything else that a log or an error might hold."""
+    """Return a password that no log or error would contain by chance."""
     return f"secret-of-{user}-7f3a"
 
 
 class Certificates:
-    """An authority, a broker's certificate, an expired one, a client's, and a stranger's authority.
-
-    All are PEM files of one folder: `ca.pem`, `broker.pem` (with its key), ...
-    """
+    """PEM files of an authority, a broker, an expired broker, a client and another authority."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -60,11 +53,9 @@ class Certificates:
         self._signed("stranger", "stranger-ca", "hosts")
 
     def path(self, name: str) -> str:
-        """A file's path."""
         return str(self.folder / name)
 
     def encrypt(self, key: str, target: str, password: str) -> None:
-        """A copy of a key that needs a password."""
         self._openssl(
             *("pkey", "-in", key, "-aes256", "-passout", f"pass:{password}", "-out", target)
         )
@@ -100,7 +91,6 @@ class Certificates:
 
 
 def secure_broker(folder: Path, certificates: Certificates) -> KafkaBroker:
-    """The broker, not yet started."""
     scram = [
         word
         for user in USERS
@@ -153,7 +143,6 @@ def _settings(certificates: Certificates) -> dict[str, str]:
 def security_of(
     user: str, certificates: Certificates, folder: Path, *, mechanism: str = "SCRAM-SHA-512"
 ) -> KafkaSecurity:
-    """How this user enters at SECURE; the password lies in a file of `folder`."""
     file = folder / f"{user}.password"
     file.write_text(password_of(user) + "\n")
     return KafkaSecurity(
@@ -166,7 +155,6 @@ def security_of(
 
 
 def allow(broker: KafkaBroker, rights: Sequence[Mapping[str, str]]) -> None:
-    """Add ACLs: each has user, operation, kind, name and pattern, as `documented_acls` gives."""
     admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
     try:
         done = admin.create_acls([_acl(right) for right in rights])
@@ -188,7 +176,7 @@ def _acl(right: Mapping[str, str]) -> ACL:
 
 
 def documented_rights(run: str) -> list[dict[str, str]]:
-    """What docs/kafka.md says that each role needs, for `allow`."""
+    """Return the rights of each role from docs/kafka.md, for `allow`."""
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in (ROOT / "docs" / "kafka.md").read_text().splitlines()

@@ -1,5 +1,4 @@
-"""What `kubectl kustomize` makes of a folder, as far as the manifests here need it: resources,
-other folders among them, and patches that are merged by Kubernetes' rules (strategic merge)."""
+"""Subset of `kubectl kustomize`: resources, nested folders, strategic merge patches."""
 
 from __future__ import annotations
 
@@ -10,13 +9,12 @@ from typing import Any
 import yaml
 
 KEYS = {"containers": "name", "env": "name", "volumes": "name", "volumeMounts": "mountPath"}
-"""By which key the members of a list are the same; other lists are replaced."""
+"""Merge key of list members; other lists are replaced."""
 
 Object = dict[str, Any]
 
 
 def built(folder: Path) -> dict[tuple[str, str], Object]:
-    """The objects by kind and name."""
     asked = yaml.safe_load((folder / "kustomization.yaml").read_text())
     assert asked.keys() <= {"apiVersion", "kind", "namespace", "resources", "patches"}
     found: dict[tuple[str, str], Object] = {}
@@ -35,7 +33,6 @@ def built(folder: Path) -> dict[tuple[str, str], Object]:
 
 
 def listed(folder: Path) -> list[str]:
-    """The files and folders that a folder's kustomization names."""
     asked = yaml.safe_load((folder / "kustomization.yaml").read_text())
     return [*asked["resources"], *(one["path"] for one in asked.get("patches", []))]
 

@@ -1,8 +1,8 @@
-"""An MCP server of the standard library, over a pipe or HTTP: it adds, notes, fails, hangs, dies.
+"""MCP server of the standard library for tests, over a pipe or HTTP.
 
-python tests/support/mcp_server.py               a line per message
-python tests/support/mcp_server.py --http        prints its address; answers in JSON
-python tests/support/mcp_server.py --http --sse  the same, in server-sent events
+python tests/support/mcp_server.py                one line per message
+python tests/support/mcp_server.py --http         prints its address; JSON answers
+python tests/support/mcp_server.py --http --sse   server-sent events
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ TOOLS = [
 
 
 class Session:
-    """What a client has noted."""
+    """Notes of a client."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """To a request; nothing to a notification."""
         if "id" not in message or "method" not in message:
             return None
         method, params = message["method"], message.get("params", {})
@@ -80,7 +79,7 @@ class Session:
             time.sleep(60)
         if name == "die":
             os._exit(3)
-        while name == "deaf":  # it says much and reads nothing any more
+        while name == "deaf":  # writes much and stops reading
             sys.stdout.write(json.dumps({"jsonrpc": "2.0", "id": 78, "method": "ping"}) + "\n")
             sys.stdout.flush()
         return {"content": [_text("see"), {"type": "image", "data": "", "mimeType": "image/png"}]}
@@ -91,9 +90,8 @@ def _text(said: str) -> dict[str, str]:
 
 
 def over_a_pipe() -> None:
-    """Until the input ends."""
     session = Session()
-    sys.stdout.write("notes server, ready\n")  # not of the protocol, as some servers do
+    sys.stdout.write("notes server, ready\n")  # noise outside the protocol, as some servers print
     for line in sys.stdin:
         message = json.loads(line)
         if message.get("method") == "initialize":
@@ -104,8 +102,6 @@ def over_a_pipe() -> None:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Streamable HTTP with sessions, and a key."""
-
     sessions: ClassVar[dict[str, Session]] = {}
     sse = False
 
@@ -127,11 +123,10 @@ class Handler(BaseHTTPRequestHandler):
         return self._say(200, json.dumps(said, ensure_ascii=False).encode(), session=name)
 
     def _chat(self) -> None:
-        """A stream that never says anything, and never ends."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        with contextlib.suppress(OSError):  # nobody listens any more
+        with contextlib.suppress(OSError):  # client disconnected
             while True:
                 self.wfile.write(b": still there\n\n")
                 time.sleep(0.05)
@@ -160,7 +155,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """See the module."""
     if "--http" not in sys.argv:
         return over_a_pipe()
     Handler.sse = "--sse" in sys.argv

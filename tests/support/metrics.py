@@ -1,4 +1,4 @@
-"""Reads metrics as Prometheus does: through the text format and its parser."""
+"""Reader of metrics in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from dora_pipe.observe.run_stats import RunStats
 
 
 def page_of(exporter: Exporter) -> str:
-    """The answer to Prometheus."""
     registry = CollectorRegistry()
     registry.register(exporter)
     return generate_latest(registry).decode()
 
 
 def values_on(page: str) -> dict[str, float]:
-    """The samples of a page by name and labels, without the label `run`.
+    """Return samples by name and labels, without the label `run`.
 
     Example: ``{'dora_pipe_moves_total{stage="decided"}': 3.0}``
     """
@@ -36,7 +35,6 @@ def values_on(page: str) -> dict[str, float]:
 
 
 def values_of(stats: RunStats) -> dict[str, float]:
-    """The samples of a run, as on its page."""
     exporter = Exporter(stats.run, lambda _: [])
     exporter.families = families(METRICS, stats)
     return values_on(page_of(exporter))

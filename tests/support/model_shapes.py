@@ -1,4 +1,4 @@
-"""Configurations of models and of runs whose memory is estimated, without weights."""
+"""Model and run configurations for memory estimates, without weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def _shape(config: str) -> ModelShape:
 
 
 def run(**keys: Any) -> Config:
-    """A configuration with vLLM and other values of keys, as `section__key`."""
     table: dict[str, Any] = {
         "run": {"name": "r", "steps": 1},
         "model": {"path": "m"},

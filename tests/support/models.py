@@ -1,13 +1,12 @@
-"""Tiny Hugging Face model directories, made on the fly: random weights, a tokenizer of their own.
+"""Tiny Hugging Face models with random weights and their own tokenizers.
 
-`make_qwen2` has the shape of the demo's policy (0.55 M parameters, one character per token);
-`make_llama_gqa` is about as large but differs wherever a mistake could hide: grouped-query
-attention, tied embeddings, sharded weights, scaled rotary frequencies, a byte-level tokenizer
-(a character may take several tokens) that puts a `<s>` before every text. `make_qwen3_moe` and
-`make_glm4_moe` are mixtures of eight experts; the second has shared ones too, behind a dense layer,
-and `make_grouped` in two groups, of which a token's experts are from one; `make_further` has a
-layer behind the last beside that. `make_deepseek_v2` and `make_deepseek_v3` are such mixtures with
-attention over latents; the first has no latent of queries, and rotary positions scaled by yarn.
+`make_qwen2` has the shape of the demo's policy (0.55 M parameters, one character per token).
+`make_llama_gqa` differs where bugs hide: grouped-query attention, tied embeddings, sharded weights,
+scaled rotary frequencies, a byte-level tokenizer with a `<s>` prefix. `make_qwen3_moe` and
+`make_glm4_moe` have eight experts; the latter adds shared experts after a dense layer.
+`make_grouped` routes within one of two groups; `make_further` adds a multi-token prediction layer.
+`make_deepseek_v2` and `make_deepseek_v3` add latent attention; the former has no query latent, and
+yarn-scaled positions.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from transformers import (
 )
 
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
-"""Ids of the special tokens, the same in both models."""
+"""Special token ids of both tokenizers."""
 SPECIAL = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
 QWEN2_VOCABULARY = 4 + 1 + 95
-"""Special tokens, the newline, the printable characters of ASCII."""
+"""Special tokens, newline and printable ASCII."""
 LLAMA_VOCABULARY = 3 + 256
 """Special tokens and one token per byte."""
 
@@ -47,10 +46,8 @@ LLAMA_VOCABULARY = 3 + 256
 def make_qwen2(
     directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
 ) -> Path:
-    """Write a 0.55 M-parameter Qwen2 with a character tokenizer to `directory` and return it.
-
-    `scale` widens the logits (random weights are close to uniform); `changes` go to the config.
-    """
+    """Write a 0.55 M-parameter Qwen2 with a character tokenizer. `scale` widens the logits
+    (random weights are almost uniform); `changes` override the config."""
     settings: dict[str, Any] = dict(
         vocab_size=QWEN2_VOCABULARY,
         hidden_size=128,
@@ -69,7 +66,6 @@ def make_qwen2(
 def make_llama_gqa(
     directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
 ) -> Path:
-    """Write a 0.5 M-parameter grouped-query Llama with a byte tokenizer; see `make_qwen2`."""
     settings: dict[str, Any] = dict(
         vocab_size=LLAMA_VOCABULARY,
         hidden_size=144,
@@ -111,7 +107,6 @@ MIXTURE: dict[str, Any] = dict(
 def make_qwen3_moe(
     directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
 ) -> Path:
-    """Write a Qwen3-MoE of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
     settings = MIXTURE | dict(num_experts=8, max_position_embeddings=context_tokens)
     model = _built(Qwen3MoeForCausalLM, Qwen3MoeConfig, settings | changes, seed)
     return _save(model, character_tokenizer(), directory, scale)
@@ -120,7 +115,6 @@ def make_qwen3_moe(
 def make_glm4_moe(
     directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
 ) -> Path:
-    """Write a GLM-4-MoE of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
     settings = MIXTURE | dict(
         n_routed_experts=8,
         n_shared_experts=1,
@@ -150,7 +144,6 @@ LATENTS: dict[str, Any] = {name: one for name, one in MIXTURE.items() if name !=
 def make_deepseek_v3(
     directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
 ) -> Path:
-    """Write a DeepSeek-V3 of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
     settings = LATENTS | dict(
         q_lora_rank=20,
         n_group=2,
@@ -165,7 +158,6 @@ def make_deepseek_v3(
 def make_deepseek_v2(
     directory: Path, seed: int = 0, *, context_tokens: int = 512, scale: float = 1.0, **changes: Any
 ) -> Path:
-    """Write a DeepSeek-V2 of 0.2 M parameters with a character tokenizer; see `make_qwen2`."""
     settings = LATENTS | dict(
         q_lora_rank=None,
         topk_method="group_limited_greedy",
@@ -190,7 +182,7 @@ def make_deepseek_v2(
 
 
 def _balanced(model: Any) -> Any:
-    """The model as it is when its experts were balanced by a bias."""
+    """Return the model with non-zero balancing biases of its experts."""
     for name, choice in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             choice.normal_(std=0.02)
@@ -198,13 +190,12 @@ def _balanced(model: Any) -> Any:
 
 
 def make_grouped(directory: Path, seed: int = 0, **options: Any) -> Path:
-    """Write `make_glm4_moe` with its experts in two groups."""
     return make_glm4_moe(directory, seed, **{"n_group": 2, "topk_group": 1} | options)
 
 
 def make_further(directory: Path, seed: int = 0, **options: Any) -> Path:
-    """Write `make_grouped` with a layer for multi-token prediction behind its last, as published
-    models of its kind have one: of a decoder, and matrices of its own."""
+    """Write `make_grouped` with a multi-token prediction layer, as published models have: a
+    decoder layer and its own matrices."""
     make_grouped(directory, seed, num_nextn_predict_layers=1, **options)
     weights = directory / "model.safetensors"
     tensors = load_file(weights)
@@ -217,23 +208,21 @@ def make_further(directory: Path, seed: int = 0, **options: Any) -> Path:
 
 
 def _built(build: Any, config: Any, settings: dict[str, Any], seed: int) -> Any:
-    """A model with random weights."""
     torch.manual_seed(seed)
     return build(config(**settings))
 
 
 def character_tokenizer() -> Any:
-    """One token per printable ASCII character or newline; any other byte becomes `<unk>`.
+    """One token per printable ASCII character or newline; other bytes are `<unk>`.
 
-    It is byte-level like every Qwen2 tokenizer: `AutoTokenizer` rebuilds the pipeline by the
-    model type and takes no more than the vocabulary from other kinds.
+    Byte-level like Qwen2's: `AutoTokenizer` rebuilds the pipeline by model type and keeps only the
+    vocabulary of other kinds.
     """
     characters = "\n " + string.digits + string.ascii_letters + string.punctuation
     return _byte_level(["<pad>", "<bos>", "<eos>", "<unk>"], characters.encode())
 
 
 def byte_tokenizer() -> Any:
-    """One token per byte of UTF-8; every text begins with `<s>` unless special tokens are off."""
     return _byte_level(["<pad>", "<s>", "</s>"], bytes(range(256)), prefix="<s>")
 
 
@@ -260,7 +249,7 @@ def _byte_level(specials: list[str], alphabet: bytes, prefix: str = "") -> Any:
 
 
 def _byte_names() -> list[str]:
-    """The printable stand-ins of the 256 bytes in byte-level vocabularies (GPT-2's table)."""
+    """Return the printable characters of 256 bytes in GPT-2's vocabulary."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     names = {byte: chr(byte) for byte in printable}
@@ -275,7 +264,7 @@ def _save(model: Any, tokenizer: Any, directory: Path, scale: float, **options: 
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if name.endswith("bias"):
-                weights.normal_(std=0.02)  # zero biases would hide that they are forgotten
+                weights.normal_(std=0.02)  # zero biases would hide missing ones
             elif weights.dim() == 1:
                 weights.add_(torch.randn_like(weights) * 0.1)
         model.get_output_embeddings().weight.mul_(scale)

@@ -1,4 +1,4 @@
-"""Runs of real processes whose requests move because a worker is drained."""
+"""Runs of real processes whose requests move because a worker drains."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ LONG = (
     "workers.checkpoint_tokens=16",
     f"sampling.max_tokens={TOKENS}",
     "groups.per_step=5",
-    "staleness.max_staleness=0",  # one version at a time: the others have slots for it
+    "staleness.max_staleness=0",  # one version at a time: other workers have slots
     "evaluation.prompts=0",
 )
 WORDS = [word for change in LONG for word in ("-o", change)]
 
 
 def of(place: Path, kind: type[T]) -> list[T]:
-    """Control records of a kind."""
     return [one for one in facts(place, "tiny") if isinstance(one, kind)]
 
 
 def moves(place: Path) -> list[Move]:
-    """What the planner has decided."""
     with opened(str(place / "runs" / "tiny")) as run:
         tp = TopicPartition(run.topics.decisions, 0)
         rounds = [decode_round(one.value) for one in records_of(run.bus, {tp: run.bus.end(tp)})]
@@ -54,7 +52,8 @@ def moves(place: Path) -> list[Move]:
 
 
 def samples(place: Path) -> bool:
-    """Whether the worker has running requests with progress records, and half of each before it."""
+    """Report whether the worker has running requests with progress and half of their tokens
+    left."""
     with opened(str(place / "runs" / "tiny")) as run:
         tp = TopicPartition(run.topics.metrics, 0)
         end = run.bus.end(tp)
@@ -68,7 +67,7 @@ def samples(place: Path) -> bool:
 
 @contextmanager
 def stopped(place: Path) -> Iterator[int]:
-    """Its process, which neither samples nor hears of a decision meanwhile."""
+    """Stop its process for the block."""
     pid = next(one for one in of(place, WorkerJoined) if one.worker == DRAINED).pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -79,13 +78,12 @@ def stopped(place: Path) -> Iterator[int]:
 
 
 def asked_away(place: Path) -> set[str]:
-    """Its requests that the planner wants elsewhere."""
+    """Return its requests that the planner wants to move."""
     return {one.trajectory for one in moves(place) if one.worker == DRAINED}
 
 
 @contextmanager
 def run_until_it_samples(place: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A run whose worker is in the middle of its requests."""
     running = start(place, "run", "config.toml", *WORDS, *words)
     try:
         until(lambda: b"step    0 " in (place / "said").read_bytes())
@@ -97,14 +95,12 @@ def run_until_it_samples(place: Path, *words: str) -> Iterator[subprocess.Popen[
 
 
 def drain(place: Path) -> None:
-    """What a user asks for."""
     command = Command(at_ns=0, user="u", verb="drain", args={"worker": DRAINED})
     with opened(str(place / "runs" / "tiny")) as run:
         run.bus.writer().append([Append(topic=run.topics.control, value=encode(command))])
 
 
 def trajectories(place: Path) -> dict[str, Trajectory]:
-    """The last record of each."""
     with opened(str(place / "runs" / "tiny")) as run:
         topic = run.topics.trajectories
         tps = [TopicPartition(topic, number) for number in range(run.bus.partitions(topic))]

@@ -1,4 +1,4 @@
-"""Objectives with their settings, and random inputs for them."""
+"""Objectives with settings and random inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ OF_TRAINER: Settings = {
 
 
 def objective_settings(kind: str, **keys: Any) -> dict[str, Any]:
-    """The logged keys of an objective, defaults filled in, as a batch decision carries them."""
     objective = msgspec.convert({"kind": kind, **keys}, Objective)
     if objective.loss == "constant" and objective.loss_tokens is None:
         objective = msgspec.structs.replace(objective, loss_tokens=64)
@@ -38,7 +37,6 @@ def objective_settings(kind: str, **keys: Any) -> dict[str, Any]:
 
 
 def chosen(kind: str, **keys: Any) -> Objective:
-    """What a trainer hands to `terms_of`."""
     return step_settings({**OF_TRAINER, **objective_settings(kind, **keys)}).objective
 
 
@@ -50,10 +48,8 @@ def random_inputs(
     proximal: bool = False,
     on_policy: bool = False,
 ) -> Inputs:
-    """Tokens of trajectories in float64, each trajectory with an advantage of its own.
-
-    `spread` is how far the policies are apart, in nats; with `on_policy` they are all the same.
-    """
+    """Return float64 tokens with one advantage per trajectory. `spread` is the distance of the
+    policies in nats; `on_policy` makes them equal."""
     made = torch.Generator().manual_seed(seed)
     size = sum(lengths)
 
@@ -89,7 +85,7 @@ def rows(inputs: Inputs, values: Tensor) -> list[Tensor]:
 
 
 def worth_of(inputs: Inputs, settings: Objective) -> Tensor:
-    """The advantage of every token: of its trajectory, and what the teacher thinks of it."""
+    """Return the advantage of each token, including the teacher's term."""
     if not settings.teacher_weight:
         return inputs.advantages
     assert inputs.teacher is not None
@@ -98,7 +94,7 @@ def worth_of(inputs: Inputs, settings: Objective) -> Tensor:
 
 
 def weights_of(inputs: Inputs, settings: Objective) -> Tensor:
-    """The weights in J = sg(weight) A log pi, from the equations, trajectory by trajectory."""
+    """Return the weights in J = sg(weight) A log pi from the equations, by trajectory."""
     found = []
     log_ratio = (inputs.logprobs - inputs.around).detach()
     for part, worth in zip(

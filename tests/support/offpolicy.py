@@ -1,4 +1,4 @@
-"""For tests of the off-policy study: cells as if they had been measured, and a task for anybody."""
+"""Measured cells and a task for tests of the off-policy study."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from dora_pipe.producers.tasks.port import Row
 
 
 class Wordy(Arithmetic):
-    """Arithmetic that rewards long words: a random policy, too, earns this and that."""
+    """Arithmetic that rewards long words, so that a random policy earns varying rewards."""
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
-        """Letters, not too many."""
         return min(1.0, len(text) / 40)
 
 
@@ -28,7 +27,6 @@ def measured(
     masked: float | None = None,
     diverged_at: int | None = None,
 ) -> Measured:
-    """A cell of two steps that ended at this reward."""
     return Measured(
         setting=setting,
         objective=objective,

@@ -1,4 +1,4 @@
-"""The workers and the trainer of `orchestrator_world`: they obey decisions, and break down."""
+"""Workers and trainer of `orchestrator_world`, with faults."""
 
 from __future__ import annotations
 
@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 class PlayWorker:
-    """One worker name and whichever incarnation of it there is.
-
-    What a closure does later is done only if `self.life` is still the one it was planned in.
-    """
+    """Worker and its incarnations. A delayed closure runs only if `self.life` is unchanged."""
 
     def __init__(
         self, world: World, name: str, slots: int, prefetch: int, versions: int = 1
@@ -42,7 +39,7 @@ class PlayWorker:
         self.world, self.name = world, name
         self.slots, self.prefetch = slots, prefetch
         self.versions = versions
-        """How many it hosts at once."""
+        """Versions hosted at a time."""
         self.held: set[int] = set()
         self.life = 0
         self.epoch = -1
@@ -53,12 +50,11 @@ class PlayWorker:
         self.waiting: deque[PlacedRequest] = deque()
         self.running: dict[str, PlacedRequest] = {}
         self.scored: dict[str, PlacedRequest] = {}
-        """What has left its slot and is being scored."""
+        """Requests being scored, without a slot."""
         self.late: list[tuple[int, PlacedRequest]] = []
-        """What ended while it was frozen: (life, place)."""
+        """(life, place) of requests that ended while it was frozen."""
 
     def join(self) -> None:
-        """A fresh incarnation."""
         self.life += 1
         self.alive, self.frozen, self.draining = True, False, False
         self.version = -1
@@ -80,19 +76,17 @@ class PlayWorker:
         self._heartbeat(self.life)
 
     def die(self, away_s: float) -> None:
-        """Killed; somebody starts it again later."""
         self.alive = False
         self.life += 1
         self.world.after(away_s, self.join)
 
     def freeze(self, away_s: float) -> None:
-        """Stopped and continued: it does not know that time has passed."""
+        """Stop and continue without noticing the elapsed time."""
         self.frozen = True
         life = self.life
         self.world.after(away_s, lambda: self._thaw(life))
 
     def hear(self, decision: AnyDecision) -> None:
-        """Obey what is for this incarnation."""
         if not self.alive or isinstance(decision, StopRun):
             self.alive = self.alive and not isinstance(decision, StopRun)
             return
@@ -130,7 +124,7 @@ class PlayWorker:
             self.die(self.world.chance.random())
 
     def _let_go(self, life: int, move: Move) -> None:
-        """Late, if it was frozen meanwhile; not at all, if the request has ended."""
+        """Release late if it was frozen, and never if the request ended."""
         if life != self.life or not self.alive:
             return
         if self.frozen:
@@ -156,7 +150,7 @@ class PlayWorker:
         chance, chances = self.world.chance, self.world.chances
         here = len(self.running) + len(self.waiting) + len(self.scored)
         times = OPEN_TIMES if chances.score_s else 1
-        # A few may have been cancelled while they were scored.
+        # Some may have been canceled during scoring.
         late = len(self.scored.keys() - self.world.machine.state.requests.keys())
         assert here - late < times * (self.slots + self.prefetch), "overfull"
         self.waiting.append(place)
@@ -195,7 +189,7 @@ class PlayWorker:
         self._maybe_leave()
 
     def _score(self, life: int, place: PlacedRequest) -> None:
-        """Its reward comes later, without a slot."""
+        """Deliver the reward later, without a slot."""
         score_s = self.world.chances.score_s * self.world.chance.random()
         self.world.after(score_s, lambda: self._scored(life, place))
 
@@ -279,7 +273,7 @@ class PlayWorker:
 
 
 class PlayTrainer:
-    """Trains the newest batch of its next step; starts again now and then."""
+    """Trainer that trains the newest batch of its next step, and restarts sometimes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -287,7 +281,6 @@ class PlayTrainer:
         world.tell(records.role_started("trainer", 0))
 
     def hear(self, decision: AnyDecision) -> None:
-        """A batch to train."""
         if isinstance(decision, TakeBatch):
             seconds = self.world.chances.train_s * (0.5 + self.world.chance.random())
             self.world.after(seconds, lambda: self._train(decision))

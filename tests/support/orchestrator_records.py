@@ -1,4 +1,4 @@
-"""Builds the control records that tests of the orchestrator speak; decides nothing."""
+"""Control records for tests of the orchestrator."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ ASSETS = sha256_hex(b"assets")
 
 
 def make_config(**changes: Any) -> Config:
-    """A small run: 2 groups of 2 per step, eta 1, 4 steps; ``make_config(staleness__x=...)``."""
+    """Small run: 2 groups of 2 per step, max_staleness 1, 4 steps;
+    ``make_config(staleness__x=...)``."""
     plain: dict[str, Any] = {
         "run": {"name": RUN, "steps": 4, "seed": 7},
         "model": {"path": "model"},
@@ -61,7 +62,6 @@ def make_config(**changes: Any) -> Config:
 def with_several(
     config: Config, tasks: dict[str, float], evaluations: Sequence[Evaluation] = ()
 ) -> Config:
-    """The same with tasks of these names and ratios, and with these evaluations."""
     of = [Task(kind="arithmetic", name=name, ratio=ratio) for name, ratio in tasks.items()]
     first, *more = evaluations or (config.evaluation,)
     return msgspec.structs.replace(
@@ -74,19 +74,17 @@ def with_several(
 
 
 def weights(version: int) -> str:
-    """The weights digest of a version in every test."""
     return sha256_hex(f"weights {version}".encode())
 
 
 def manifest(version: int) -> Manifest:
-    """A policy without tensors."""
     return Manifest(digest=weights(version), bytes=0, tensors=())
 
 
 def run_started(
     config: Config, *, rows: int = 10, eval_rows: int = 4, together: tuple[str, ...] = ()
 ) -> RunStarted:
-    """The first record; groups of the sources `together` are scored together."""
+    """Groups of the sources in `together` are scored together."""
     plain = msgspec.to_builtins(config)
     return RunStarted(
         at_ns=0,
@@ -114,7 +112,6 @@ def run_started(
 
 
 def data_of(source: str) -> str:
-    """Digest of the rows of a task or evaluation with a name."""
     return sha256_hex(source.encode())
 
 
@@ -167,14 +164,12 @@ def ready(
 
 
 def left(worker: str, epoch: int, progress: dict[str, Resume] | None = None) -> WorkerLeft:
-    """A worker leaves in order."""
     return WorkerLeft(at_ns=0, worker=worker, epoch=epoch, reason="test", progress=progress or {})
 
 
 def logged(
     place: PlacedRequest, *, reward: float | None = 1.0, offset: int = 100
 ) -> TrajectoryLogged:
-    """What a worker reports when the placed request is in the log."""
     return TrajectoryLogged(
         at_ns=0,
         worker=place.worker,
@@ -197,7 +192,6 @@ def logged(
 def released(
     place: PlacedRequest, resume: Resume | None = None, kv: Blob | None = None
 ) -> RequestReleased:
-    """A worker has let go of a request."""
     return RequestReleased(
         at_ns=0,
         worker=place.worker,
@@ -212,7 +206,6 @@ def released(
 def failed(
     place: PlacedRequest, *, retryable: bool = True, error: str = "EngineError"
 ) -> RequestFailed:
-    """A placed request came to nothing."""
     return RequestFailed(
         at_ns=0,
         worker=place.worker,
@@ -228,7 +221,6 @@ def failed(
 def scored(
     decision: ScoreGroup, rewards: Sequence[float] = (), *, error: str = "", retryable: bool = False
 ) -> GroupScored:
-    """The answer to a `score group`: these rewards, or an error."""
     names = [one.trajectory for one in decision.trajectories]
     return GroupScored(
         at_ns=0,
@@ -268,7 +260,6 @@ def committed(
 
 
 def refused(step: int, groups: list[str], *, attempt: int = 1, role_epoch: int = 0) -> BatchRefused:
-    """A batch the trainer does not accept."""
     offenders = tuple(Offender(group=one, trajectory=f"{one}-000", why="test") for one in groups)
     return BatchRefused(
         at_ns=0, step=step, attempt=attempt, role_epoch=role_epoch, offenders=offenders
@@ -276,6 +267,6 @@ def refused(step: int, groups: list[str], *, attempt: int = 1, role_epoch: int =
 
 
 def command(verb: str, **args: Any) -> Command:
-    """What a user asks; dots in keys are written as two underscores."""
+    """Return a user's command; two underscores stand for a dot in keys."""
     plain = {key.replace("__", "."): value for key, value in args.items()}
     return Command(at_ns=0, user="tester", verb=verb, args=plain)

@@ -1,10 +1,7 @@
-"""Plays workers and a trainer against the real orchestrator, in virtual time on a log in memory.
+"""Simulated workers and trainer around the real orchestrator, in virtual time on a memory log.
 
-Everything that happens follows from a seed. The orchestrator is the real machine in the real loop;
-the players know only what the log says. `World.run` goes on until the run is over or time is up;
-`World.ledger` has watched every decision and fact meanwhile, without looking at State.
-
-Example::
+A seed determines everything. Players see only the log. `World.ledger` checks decisions and facts
+without reading State.
 
     world = World(seed=3, config=make_config(), workers={"w0": (4, 1)}, chances=Chances(crash=0.1))
     world.run()
@@ -45,7 +42,7 @@ from tests.support.orchestrator_players import PlayTrainer, PlayWorker
 
 
 class Ledger:
-    """Checks as it watches; `check_end` checks what only the end can show."""
+    """Incremental checks; `check_end` checks the final state."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -53,12 +50,12 @@ class Ledger:
         self.skipped: list[int] = []
         self.fates: dict[str, str] = {}
         self.trained: dict[str, int] = {}
-        """Trajectory id to the step that trained it."""
+        """Step by trained trajectory."""
         self.placements: dict[str, dict[int, int]] = {}
-        """Trajectory id to role epochs by attempt."""
+        """Role epochs by attempt, by trajectory."""
         self.taken: dict[tuple[int, int], TakeBatch] = {}
         self.moves: dict[str, int] = {}
-        """Trajectory id to how often it was asked to move."""
+        """Number of requested moves by trajectory."""
         self.fenced: set[int] = set()
         self.epochs: dict[str, int] = {}
         self.staleness: dict[int, int] = {}
@@ -67,12 +64,10 @@ class Ledger:
         self._offset = 0
 
     def next_offset(self) -> int:
-        """Where the next trajectory lies."""
         self._offset += 3
         return self._offset
 
     def fact(self, offset: int, record: AnyControl) -> None:
-        """Something was appended to control."""
         if isinstance(record, WorkerJoined):
             if record.worker in self.epochs:
                 self.fenced.add(self.epochs[record.worker])
@@ -110,7 +105,7 @@ class Ledger:
                 self.fenced.add(decision.epoch)
 
     def check_end(self) -> None:
-        """Every group has exactly one fate, and all steps are trained."""
+        """Every group has exactly one outcome, and all steps are trained."""
         assert self.step == self.config.run.steps
         assert self.specs.keys() == self.fates.keys(), "a group without a fate"
         trained = [group for group, fate in self.fates.items() if fate == "trained"]
@@ -157,50 +152,50 @@ class Ledger:
 SECOND_NS = 1_000_000_000
 WALL_NS = 1_700_000_000 * SECOND_NS
 EVENTS_MAX = 400_000
-"""A run with more events than this does not end by itself."""
+"""Limit that detects endless runs."""
 
 ETA_MAX = 3
-"""Users set max_staleness up to here."""
+"""Largest max_staleness that users set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chances:
-    """Probabilities per event, and for times seconds."""
+    """Probabilities per event, and times in seconds."""
 
     invalid: float = 0.0
-    """A trajectory without a valid reward."""
+    """A trajectory has no valid reward."""
     failure: float = 0.0
-    """A request that fails, half of them for good."""
+    """A request fails, half of them permanently."""
     crash: float = 0.0
-    """Per placed request: its worker dies and comes back after `away_s`."""
+    """Per placed request: its worker dies for `away_s`."""
     freeze: float = 0.0
-    """Per placed request: its worker stops for `away_s`, then goes on as if nothing was."""
+    """Per placed request: its worker freezes for `away_s`."""
     refusal: float = 0.0
-    """A batch the trainer refuses."""
+    """The trainer rejects a batch."""
     trainer_restart: float = 0.0
-    """A batch during which the trainer starts again."""
+    """The trainer restarts during a batch."""
     restart: float = 0.0
-    """Per tick of a second: the orchestrator dies and starts again."""
+    """Per second: the orchestrator restarts."""
     command: float = 0.0
-    """Per second: a user drains a worker, pauses, resumes, or sets eta or C."""
+    """Per second: a user drains a worker, pauses, resumes, or sets max_staleness or
+    async_batches."""
     token_s: float = 0.01
     tokens_mean: float = 20.0
     train_s: float = 1.0
     load_s: float = 0.5
     away_s: float = 12.0
     moves: bool = False
-    """Workers let go of requests when they are asked."""
+    """Workers release requests on demand."""
     release_s: float = 0.3
-    """At most so long after they were asked."""
+    """Maximum delay of a release."""
     kv_tokens: int = 0
-    """In the KV cache of 1024 tokens, for each running request."""
+    """KV tokens (of 1024) of each running request."""
     score_s: float = 0.0
-    """At most so long after its last token a trajectory is scored, without a slot."""
+    """Maximum scoring time, without a slot."""
     equal_rewards: float = 0.0
-    """A group whose rewards are all equal."""
+    """All rewards of a group are equal."""
 
     def calm(self) -> Chances:
-        """The same times, and no faults."""
         return Chances(
             token_s=self.token_s,
             tokens_mean=self.tokens_mean,
@@ -215,8 +210,6 @@ class Chances:
 
 @dataclass
 class WorldClock:
-    """Virtual time; sleeping moves it."""
-
     ns: int = 0
 
     def now_ns(self) -> int:
@@ -231,15 +224,15 @@ class WorldClock:
 
 @dataclass
 class World:
-    """See the head of this file. `workers` maps names to (slots, prefetch)."""
+    """World of players; `workers` maps names to (slots, prefetch)."""
 
     seed: int
     config: Config
     workers: dict[str, tuple[int, int]]
     versions: dict[str, int] = field(default_factory=dict)
-    """How many versions a worker hosts at once; one, if nothing is said."""
+    """Versions hosted by a worker at a time; default 1."""
     elastic: frozenset[str] = frozenset()
-    """Workers that share their GPUs with the trainer."""
+    """Colocated workers."""
     chances: Chances = field(default_factory=Chances)
     rows: int = 50
     eval_rows: int = 3
@@ -268,7 +261,6 @@ class World:
         self.after(1.0, self._every_second)
 
     def start_orchestrator(self) -> None:
-        """A new incarnation, at the end of the log."""
         self.meter = Meter()
         bus = MemoryBus(self.log, now_ms=lambda: self.clock.ns // 1_000_000)
         writer = bus.writer(exclusive="orchestrator")
@@ -295,27 +287,22 @@ class World:
         )
 
     def after(self, seconds: float, event: Callable[[], None]) -> None:
-        """Let something happen later."""
         at_ns = self.clock.ns + int(seconds * 1e9)
         heapq.heappush(self._events, (at_ns, next(self._number), event))
 
     def tell(self, record: AnyControl) -> int:
-        """Append a control record; its offset."""
         append = Append(topic=self.topics.control, value=encode(record))
         (offset,) = self.writer.append([append])
         self.ledger.fact(offset, record)
         return offset
 
     def status(self, status: WorkerStatus) -> None:
-        """Append a metrics record."""
         self.writer.append([Append(topic=self.topics.metrics, value=encode(status))])
 
     def cost(self) -> Cost:
-        """Nothing costs anything here."""
         return Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0)
 
     def run(self, *, seconds: float = 1e5) -> None:
-        """Until the run is over or virtual time is up."""
         until_ns = self.clock.ns + int(seconds * 1e9)
         for _ in range(EVENTS_MAX):
             self._turn()
@@ -329,14 +316,12 @@ class World:
         raise AssertionError(f"seed {self.seed}: no end after {EVENTS_MAX} events")
 
     def heal(self) -> None:
-        """No more faults from now on, and no pause."""
         if self.chances.command:
             self.commands += 1
             self.tell(records.command("resume"))
         self.chances = self.chances.calm()
 
     def _turn(self) -> None:
-        """The orchestrator reacts until it has nothing to do; the players hear what it decided."""
         while self.runtime.tick():
             for record in self.rounds.poll(timeout_s=0):
                 round_ = decode_round(record.value)
@@ -355,7 +340,7 @@ class World:
         self.after(1.0, self._every_second)
 
     def _command(self) -> AnyControl:
-        """Something a user may ask at any time; half of the pauses and resumes are illegal."""
+        """Draw a user's command; half of the pauses and resumes are invalid."""
         eta = self.chance.randrange(ETA_MAX + 1)
         return self.chance.choice(
             [

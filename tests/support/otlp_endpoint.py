@@ -1,4 +1,4 @@
-"""A real endpoint for OTLP over HTTP: it parses what it is sent, as a collector does."""
+"""OTLP endpoint over HTTP that parses requests like a collector."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ KINDS: dict[int, Kind] = {1: "internal", 4: "producer", 5: "consumer"}
 
 
 class OtlpEndpoint:
-    """Example: ``with OtlpEndpoint() as endpoint: ...; endpoint.spans``. `refuse` so many first;
-    `refuses` says it of each request by its number, with a Retry-After."""
+    """Example: ``with OtlpEndpoint() as endpoint: ...; endpoint.spans``.
+
+    `refuse` rejects the first requests; `refuses` rejects by number, with Retry-After.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,7 @@ class OtlpEndpoint:
     ) -> None:
         self.refuses = refuses or (lambda asked: (status, "") if asked <= refuse else None)
         self.rejects = 0
-        """Spans of each request that it takes and drops."""
+        """Spans of each request to drop."""
         self.requests: list[ExportTraceServiceRequest] = []
         self.asked = 0
         handler = type("Handler", (_Handler,), {"endpoint": self})
@@ -47,16 +49,13 @@ class OtlpEndpoint:
 
     @property
     def address(self) -> str:
-        """Without a path."""
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     @property
     def spans(self) -> list[Span]:
-        """Everything that came, in order."""
         return [one for request in list(self.requests) for one in spans_of(request)]
 
     def resources(self) -> list[dict[str, Value]]:
-        """What each request says of its resource."""
         return [
             {one.key: value_of(one.value) for one in each.resource.attributes}
             for request in self.requests
@@ -113,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
 
 def spans_of(request: ExportTraceServiceRequest) -> list[Span]:

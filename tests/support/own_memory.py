@@ -1,4 +1,4 @@
-"""The peak of a process's own memory: without the pages of files, which are the page cache's."""
+"""Peak of a process's private memory, without pages of the page cache."""
 
 import ctypes
 import gc
@@ -13,10 +13,10 @@ EVERY_S = 0.002
 
 @contextmanager
 def peak_of_own_memory() -> Iterator[list[int]]:
-    """A list whose only number is, behind the block, by how much the process grew at most."""
+    """Yield a list with the peak growth, set at the end of the block."""
     over, found = threading.Event(), [0]
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # What was freed and is still held would be taken again.
+    ctypes.CDLL(None).malloc_trim(0)  # Otherwise freed but retained memory would be reused.
     before = own_bytes("RssAnon")
 
     def watch() -> None:

@@ -1,5 +1,4 @@
-"""Asks a page in a browser whether people can use it: expressions that each give what is wrong, and
-axe-core, which `make axe` fetches and which is never kept here."""
+"""Accessibility checks in a browser: own expressions, and axe-core (fetched by `make axe`)."""
 
 from __future__ import annotations
 
@@ -41,13 +40,13 @@ CONTRAST: Final = r"""
   return [...low];
 })()
 """
-"""Texts with less contrast to their ground than 4.5 to 1 (WCAG 2, AA)."""
+"""Texts with a contrast below 4.5 to 1 (WCAG 2, AA)."""
 
 TABLES_EMPTY: Final = """
 [...document.querySelectorAll('figure details')]
   .filter((one) => !one.querySelector('tbody tr')).map((one) => one.innerText)
 """
-"""Charts whose table has nothing in it, once it was opened."""
+"""Charts with an empty table."""
 
 UNFOLD: Final = "document.querySelectorAll('details').forEach((one) => { one.open = true; })"
 
@@ -55,12 +54,11 @@ DRAWN_WIDE: Final = """
 [...document.querySelectorAll('svg')].filter((one) => one.clientWidth > innerWidth)
   .map((one) => one.getAttribute('aria-label'))
 """
-"""Charts that are wider than the window."""
+"""Charts wider than the window."""
 
 
 def unusable(page: Page, width: int) -> dict[str, Any]:
-    """What of this page, everything unfolded, not everybody can use; nothing where all is well.
-    axe is asked where it is there."""
+    """Return accessibility problems of the unfolded page; axe runs if available."""
     page.run(UNFOLD)
     page.settle()
     across = page.run("document.documentElement.scrollWidth")
@@ -76,7 +74,7 @@ def unusable(page: Page, width: int) -> dict[str, Any]:
 
 
 def violations(page: Page) -> list[str]:
-    """What axe finds on the page as it is now: rule, and the first element that breaks it."""
+    """Return axe's violations: rule and first element."""
     if page.run("typeof axe === 'undefined'"):
         page.run(f"{AXE.read_text()}; true")
     found = page.run(

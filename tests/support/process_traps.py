@@ -1,8 +1,7 @@
-"""Rounds in which a worker's process is stopped, or killed late in a long request.
+"""Rounds in which a worker is stopped, or killed late in a long request.
 
-`python -m tests.support.process_traps FOLDER` plays them in FOLDER; what the log of each run then
-says is for the tests to look at. It is a program because roles are forked from a process that has
-not imported torch yet; one program, because importing takes longer than a round.
+`python -m tests.support.process_traps FOLDER` plays them. It is a program because roles are forked
+before torch is imported, and a single one because imports take longer than a round.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ KILLED: Final = Order(
     number=0,
     seed=SEED,
     role="w1",
-    # Both of its requests are that far, and a turn of the bus later the orchestrator knows.
+    # Both of its requests reached it; the orchestrator learns so after a turn of the bus.
     at=Point(moment="after", what="progress", nth=3, tokens=KILLED_AT),
 )
 UNHARMED: Final = Order(
@@ -60,20 +59,19 @@ LONG_REQUESTS: Final[dict[str, Any]] = {
     "groups.per_step": 2,
     "evaluation.prompts": 0,
     "sampling.max_tokens": 600,
-    # The row of the end token is zero: never among the ten likeliest words.
+    # The end token's row is zero, so it is never among the ten likeliest.
     "sampling.top_k": 10,
     "workers.slots": 2,
     "workers.context_tokens": CONTEXT_TOKENS,
     "workers.checkpoint_tokens": CHECKPOINT_TOKENS,
-    # What the orchestrator knows of progress comes with the heartbeat.
+    # The orchestrator learns progress from heartbeats.
     "timing.heartbeat_s": 0.02,
 }
-"""Four requests of 600 tokens, two per worker: some turns of the bus fall between token 200 and
-the last one."""
+"""Four requests of 600 tokens, two per worker: several turns of the bus between token 200 and
+the end."""
 
 
 def run_traps(folder: Path, *, limit_s: float) -> None:
-    """Play the rounds in a process of its own. Raises when it fails or takes too long."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.process_traps", str(folder)],
         cwd=ROOT,
@@ -88,17 +86,16 @@ def run_traps(folder: Path, *, limit_s: float) -> None:
 
 
 def directory_of(order: Order, folder: Path) -> RunDir:
-    """Where the run of a round lies."""
     return RunDir(folder / f"round-{order.number}-{order.seed}")
 
 
 def stopped_epoch(folder: Path) -> int:
-    """The role epoch in which the worker was stopped; a busy machine may have fenced others."""
+    """Return the role epoch in which the worker was stopped; load may fence others."""
     return int((directory_of(STOPPED, folder).path / "stopped-epoch").read_text())
 
 
 class _GoOnWhenFenced:
-    """Lets the stopped worker go on as soon as a round of the log fences what was stopped."""
+    """Resume the stopped worker when a round fences it."""
 
     def __init__(self) -> None:
         self.done = False
@@ -141,7 +138,6 @@ def _killed(session: Session) -> None:
 
 
 def _never_end(model: Path) -> None:
-    """Make the end token's logit zero."""
     from safetensors.numpy import load_file, save_file
 
     path = model / "model.safetensors"
@@ -161,7 +157,6 @@ def _check(played: RoundResult) -> None:
 
 
 def main() -> None:
-    """See the head of this file."""
     (folder,) = sys.argv[1:]
     with closing(Session(Path(folder))) as session:
         _stopped(session)

@@ -1,4 +1,4 @@
-"""A real Prometheus on a free port, with the committed configuration pointed at an exporter."""
+"""Real Prometheus with the committed configuration, scraping an exporter."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ START_S = 60.0
 ANSWER_S = 10.0
 TURN_S = 0.2
 STARTS = 503
-"""What Prometheus answers until it has read its own log."""
+"""Status until Prometheus has replayed its log."""
 
 
 def missing() -> str:
-    """Why no Prometheus can be started here; empty where one can."""
     if shutil.which("prometheus") and shutil.which("promtool"):
         return ""
     return "a real Prometheus needs Debian's package `prometheus`, not found on this machine"
 
 
 class Prometheus:
-    """Scrapes `target` once a second. Example: ``with Prometheus(folder, "127.0.0.1:9464"):``"""
+    """Prometheus that scrapes `target` every second.
+
+    Example: ``with Prometheus(folder, "127.0.0.1:9464"):``
+    """
 
     def __init__(self, folder: Path, target: str) -> None:
         self._folder = folder
@@ -69,8 +71,6 @@ class Prometheus:
         self._log.close()
 
     def ask(self, path: str, **fields: str) -> Any:
-        """The data of an answer. Raises AssertionError with what Prometheus says is wrong, and
-        URLError while it starts."""
         url = f"http://{self._at}/api/v1/{path}?{urllib.parse.urlencode(fields)}"
         try:
             with urllib.request.urlopen(url, timeout=ANSWER_S) as answer:
@@ -84,12 +84,10 @@ class Prometheus:
         return found["data"]
 
     def query(self, expr: str) -> list[dict[str, Any]]:
-        """The samples of an instant query."""
         found: list[dict[str, Any]] = self.ask("query", query=expr)["result"]
         return found
 
     def until(self, expr: str) -> None:
-        """Wait until a query has samples."""
         late = time.monotonic() + START_S
         while time.monotonic() < late:
             assert self._process.poll() is None, (self._folder / "prometheus.log").read_text()
@@ -97,6 +95,6 @@ class Prometheus:
                 if self.query(expr):
                     return
             except (urllib.error.URLError, ConnectionError):
-                pass  # It starts.
+                pass  # starting
             time.sleep(TURN_S)
         raise AssertionError(f"no sample of {expr!r} within {START_S} s")

@@ -1,16 +1,14 @@
-"""A TCP proxy between a client and a broker, which a test can stall, cut, slow down or make deaf.
-
-Example::
+"""TCP proxy between client and broker with faults.
 
     with Proxy(lambda: broker.address("PROXIED")) as proxy:
-        proxy.stall()          # connections stay, nothing passes
-        proxy.flow()           # what waited passes
-        proxy.reset()          # RST on every connection; new ones are taken
-        proxy.drop_answers()   # what the broker says is lost; what it is told arrives
-        proxy.refuse()         # new connections are taken and never served: half open
-        proxy.slow(64_000)     # bytes a second, each way
+        proxy.stall()  # connections stay open, nothing passes
+        proxy.flow()  # held data passes
+        proxy.reset()  # RST on every connection; new ones are accepted
+        proxy.drop_answers()  # answers are lost, requests arrive
+        proxy.refuse()  # new connections are accepted, never served
+        proxy.slow(64_000)  # bytes per second, each way
 
-One thread per direction and connection; all end with the proxy.
+Each direction of a connection has a thread; all end with the proxy.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ CONNECT_S = 5.0
 
 
 class Proxy:
-    """See the head of this file. `target` is asked at each connection."""
+    """Proxy to `target`, which is called for each connection."""
 
     def __init__(self, target: Callable[[], str]) -> None:
         self._target = target
@@ -44,39 +42,32 @@ class Proxy:
         self._closed = threading.Event()
         self._bytes_per_s: float | None = None
         self.dropped_bytes = 0
-        """Of answers that were lost."""
+        """Bytes of lost answers."""
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
         self._threads[0].start()
 
     @property
     def address(self) -> str:
-        """`host:port` where it listens; known before the broker is."""
         return f"{HOST}:{self._listener.getsockname()[1]}"
 
     def stall(self) -> None:
-        """Nothing passes; connections stay as they are."""
         self._stalled.set()
 
     def flow(self) -> None:
-        """Everything passes again, first of all what waited."""
         for one in (self._stalled, self._dropping, self._refusing):
             one.clear()
         self._bytes_per_s = None
 
     def drop_answers(self) -> None:
-        """What brokers say is lost from now on."""
         self._dropping.set()
 
     def refuse(self) -> None:
-        """New connections are taken, and nobody serves them."""
         self._refusing.set()
 
     def slow(self, bytes_per_s: float) -> None:
-        """So many bytes a second and direction and connection."""
         self._bytes_per_s = bytes_per_s
 
     def reset(self) -> int:
-        """Cut every connection with RST; how many there were."""
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
@@ -88,7 +79,6 @@ class Proxy:
         return len(pairs)
 
     def close(self) -> None:
-        """Cut everything and end."""
         self._closed.set()
         self.flow()
         self._threads[0].join()
@@ -127,7 +117,7 @@ class Proxy:
             with self._lock:
                 self._pairs.append((client, server))
             for source, sink, answers in ((client, server, False), (server, client, True)):
-                with suppress(OSError):  # cut by `reset` meanwhile; the pump ends at once
+                with suppress(OSError):  # closed by `reset`; the pump ends
                     source.settimeout(TICK_S)
                 words = (source, sink, answers)
                 thread = threading.Thread(target=self._pump, args=words, daemon=True)
@@ -159,7 +149,7 @@ class Proxy:
                 one.close()
 
     def _piece(self, source: socket.socket) -> bytes | None:
-        """What came; nothing at the end of the stream, None for not yet."""
+        """Return data, nothing at the end of the stream, None if not ready."""
         try:
             return source.recv(PIECE_BYTES)
         except TimeoutError:

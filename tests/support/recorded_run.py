@@ -1,8 +1,8 @@
-"""One eventful run on a SQLite log, recorded once per session; tests look at it or at copies.
+"""Recorded run on a SQLite log with many faults, once per session.
 
-It has what a run can have: a worker killed in the middle of its requests, one that was fenced
-while it slept and went on writing, a trajectory appended twice, a trainer and an orchestrator that
-started again, a batch command, evaluations, invalid rewards. Every promise holds for it.
+It contains a worker killed during requests, a fenced worker that kept writing, a duplicate
+trajectory, restarts of trainer and orchestrator, a batch of commands, evaluations and invalid
+rewards. The audit passes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LEASE_TICKS = int(LEASE_S * 1e9) // TICK_NS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """A run directory: `config.toml`, `log.sqlite`, `policies/`."""
+    """Run directory: `config.toml`, `log.sqlite`, `policies/`."""
 
     directory: Path
     run: str
@@ -43,7 +43,6 @@ class RecordedRun:
 
     @property
     def log(self) -> Path:
-        """The SQLite file."""
         return self.directory / "log.sqlite"
 
     @property
@@ -51,17 +50,15 @@ class RecordedRun:
         return self.directory / "policies"
 
     def open(self) -> SqliteBus:
-        """The log; close it."""
         return SqliteBus(self.log)
 
     def copy(self, directory: Path) -> RecordedRun:
-        """The same run elsewhere, to be damaged; without tables that a command kept beside it."""
+        """Copy the run without cached tables of commands."""
         shutil.copytree(self.directory, directory, ignore=shutil.ignore_patterns(FILE))
         return RecordedRun(directory=directory, run=self.run)
 
 
 def record(directory: Path) -> RecordedRun:
-    """Let the eventful run happen."""
     config = make_config(run__steps=STEPS, run__name="recorded", timing__lease_s=LEASE_S)
     with Cluster(directory, config) as cluster:
         (directory / "config.toml").write_text(dump_toml(config))
@@ -86,7 +83,7 @@ def _events(cluster: Cluster) -> None:
 
 
 def _kill_worker_in_the_middle(cluster: Cluster) -> None:
-    """w1 dies with running requests that have progress records; it comes back."""
+    """Kill w1 during requests with progress records and restart it."""
     cluster.until(lambda: progress_is_known(cluster, "w1"))
     cluster.kill("w1")
     cluster.ticks(LEASE_TICKS + 30)
@@ -94,7 +91,6 @@ def _kill_worker_in_the_middle(cluster: Cluster) -> None:
 
 
 def progress_is_known(cluster: Cluster, name: str) -> bool:
-    """Whether the orchestrator has heard of a progress record of a request that still runs."""
     rows = cluster.roles[name].machine.requests.by_key
     running = {row.place.trajectory for row in rows.values()}
     statuses = cluster.roles[ORCHESTRATOR].machine._statuses
@@ -103,8 +99,7 @@ def progress_is_known(cluster: Cluster, name: str) -> bool:
 
 
 def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
-    """w0 gets no turns for longer than its lease, then goes on for a while without hearing of it:
-    what it logs meanwhile is fenced."""
+    """Freeze w0 beyond its lease, then let it write without noticing; its records are fenced."""
     role = cluster.roles["w0"]
     cluster.until(lambda: len(role.machine.requests.by_key) >= 4)
     role.frozen = True
@@ -118,7 +113,7 @@ def _let_a_worker_sleep_beyond_its_lease(cluster: Cluster) -> None:
 
 
 def _append_a_trajectory_again(cluster: Cluster) -> None:
-    """What a worker does after an append of unknown outcome: the first one counts."""
+    """Repeat an append after an unknown outcome; the first one counts."""
     topic = cluster.topics.trajectories
     at = TopicPartition(topic, 0)
     first = records_of(cluster.bus, {at: cluster.bus.end(at)})
@@ -130,18 +125,16 @@ def _append_a_trajectory_again(cluster: Cluster) -> None:
 
 
 def _settle(log: Path) -> None:
-    """One file, no write-ahead log beside it, so that it can be copied."""
+    """Merge the write-ahead log, so that the file can be copied."""
     bus = SqliteBus(log)
     bus.close()
 
 
 @cache
 def recorded_in(directory: Path) -> RecordedRun:
-    """The session's run; made on first use."""
     return record(directory / "recorded")
 
 
 def audited(run: RecordedRun) -> AuditReport:
-    """What an audit from the beginning says of it."""
     with closing(run.open()) as bus:
         return audit(bus, run.topics, run.store)

@@ -1,4 +1,4 @@
-"""Trajectories and requests one by one, where the log has them together: each way and back."""
+"""Conversion between records of several trajectories and single ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ T = TypeVar("T")
 
 
 def as_record(record: T | TrajectoryLogged) -> T | TrajectoriesLogged:
-    """What control says of one trajectory; any other record as it is."""
     if not isinstance(record, TrajectoryLogged):
         return record
     entry = LoggedEntry(
@@ -37,7 +36,6 @@ def as_record(record: T | TrajectoryLogged) -> T | TrajectoriesLogged:
 
 
 def as_decision(decision: AnyDecision | PlacedRequest) -> AnyDecision:
-    """The `place` of one request; any other decision as it is."""
     if not isinstance(decision, PlacedRequest):
         return decision
     sibling = PlacedSibling(
@@ -56,12 +54,10 @@ def as_decision(decision: AnyDecision | PlacedRequest) -> AnyDecision:
 
 
 def placed(decisions: Iterable[AnyDecision]) -> list[PlacedRequest]:
-    """Every request that these decisions place, in order."""
     return [request for one in decisions if isinstance(one, Place) for request in one.requests()]
 
 
 def singly(records: Iterable[T]) -> list[T | TrajectoryLogged]:
-    """Records with those of several trajectories taken apart."""
     found: list[T | TrajectoryLogged] = []
     for one in records:
         if isinstance(one, TrajectoriesLogged):

@@ -1,8 +1,8 @@
-"""How large the house is: lines by folder, small modules, class names used again; prints a table.
+"""Code size: lines by folder, small modules, repeated class names.
 
     python -m tests.support.size
 
-Code is a line that is neither blank, nor a comment, nor part of a docstring.
+Code excludes blank lines, comments and docstrings.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from tests.support.tidy import ROOT, files
 
 SMALL_LINES = 60
-"""A module below this is seldom an idea of its own."""
+"""Threshold of small modules."""
 
 REPEATED = 3
-"""A class name in so many files says too little."""
+"""Files with the same class name that are reported."""
 
 NOT_INSTALLED = ("bench", "docs", "examples", "infra", "tests")
 LIFE = ROOT / "docs" / "life.md"
@@ -29,8 +29,6 @@ LIFE = ROOT / "docs" / "life.md"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Example: ``Size(files=3, lines=700, code=500)``."""
-
     files: int
     lines: int
     code: int
@@ -43,7 +41,6 @@ NOTHING = Size(0, 0, 0)
 
 
 def modules() -> list[Path]:
-    """Every Python file of the tree, relative to its root."""
     return files(".py")
 
 
@@ -60,7 +57,6 @@ def size_of(path: Path) -> Size:
 
 
 def _docstring_lines(tree: ast.Module) -> set[int]:
-    """Lines of strings that stand by themselves: docstrings of modules, classes, fields."""
     found: set[int] = set()
     for node in ast.walk(tree):
         value = node.value if isinstance(node, ast.Expr) else None
@@ -70,7 +66,6 @@ def _docstring_lines(tree: ast.Module) -> set[int]:
 
 
 def by_folder() -> dict[str, Size]:
-    """Of every folder at the top; of tests, those directly below it too."""
     sizes: dict[str, Size] = {}
     for path in modules():
         depth = 2 if path.parts[0] == "tests" else 1
@@ -80,7 +75,6 @@ def by_folder() -> dict[str, Size]:
 
 
 def total(sizes: dict[str, Size], folders: Iterable[str] | None = None) -> Size:
-    """Of these folders at the top, or of all that is installed."""
     chosen = None if folders is None else set(folders)
     found = NOTHING
     for name, size in sizes.items():
@@ -91,7 +85,6 @@ def total(sizes: dict[str, Size], folders: Iterable[str] | None = None) -> Size:
 
 
 def small_modules() -> list[str]:
-    """Installed modules of fewer than `SMALL_LINES` lines, `__init__` left out."""
     return [
         str(path)
         for path in modules()
@@ -102,7 +95,6 @@ def small_modules() -> list[str]:
 
 
 def repeated_classes() -> dict[str, int]:
-    """Names of classes in `REPEATED` installed modules or more, with how many."""
     names: Counter[str] = Counter()
     for path in modules():
         if path.parts[0] not in NOT_INSTALLED:
@@ -112,13 +104,12 @@ def repeated_classes() -> dict[str, int]:
 
 
 def life() -> list[Path]:
-    """The files that docs/life.md names, in their order, each once."""
+    """Return the files of docs/life.md, in order, each once."""
     named = re.findall(r"\(\.\./([\w/]+\.py)\)", LIFE.read_text())
     return [Path(name) for name in dict.fromkeys(named)]
 
 
 def report() -> str:
-    """What this program prints."""
     sizes = by_folder()
     named = {
         **dict(sorted(sizes.items())),

@@ -1,4 +1,4 @@
-"""Commands that work where torch is not installed, with what each must end with and print."""
+"""Commands that work without torch, with expected exit code and output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.tamper import Tamper
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of `dora-pipe` in a place of `lay_out`: words, exit code, a part of stdout."""
+    """Call of `dora-pipe`: words, exit code, part of stdout."""
 
     words: tuple[str, ...]
     says: str
@@ -20,7 +20,6 @@ class Call:
 
 
 def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
-    """Put the run and a damaged copy of it into `place`/runs; what to call there."""
     (place / "runs").mkdir(parents=True)
     recorded.copy(place / "runs" / "recorded")
     damaged = recorded.copy(place / "runs" / "damaged")
@@ -47,7 +46,6 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
 
 
 def assert_written(place: Path) -> None:
-    """The exports of `lay_out` are there and can be read."""
     import pyarrow.parquet as pq
 
     assert pq.read_metadata(place / "out.parquet").num_rows > STEPS

@@ -1,11 +1,9 @@
-"""`make test-full`: slow tests that only compute run in the time that the other slow tests leave.
+"""Runner of `make test-full`: CPU-bound slow tests use the time that others leave.
 
-python -m tests.support.slow_tier [WORDS FOR PYTEST ...]
+    python -m tests.support.slow_tier [WORDS FOR PYTEST ...]
 
-The others start processes and brokers, and wait half of the time: they run two at a time, a file in
-one process. Behind them comes, one at a time, what measures time, rates or memory, or has to meet a
-moment that a busy machine would shift (`alone`). What is `pure` runs beside both, two at a time,
-with a processor only where nobody else wants it.
+Tests with processes and brokers run two files at a time. Tests of time, rates, memory or exact
+moments (`alone`) follow one at a time. `pure` tests run in parallel at the lowest priority.
 """
 
 from __future__ import annotations
@@ -37,13 +35,12 @@ PAIRED = (
 ALONE = (SLOWEST, "-m", "slow and alone")
 
 LAST = 19
-"""The priority of who waits for everybody else."""
+"""Lowest priority."""
 AUTOGROUP = Path("/proc/self/autogroup")
-"""Linux shares processors between sessions first, by this; priorities count within one alone."""
+"""Linux schedules sessions by this first; nice values apply within a session."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run all parts, and show the pure one's words after the others'; the exit code."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryFile("w+") as said:
         pure = subprocess.Popen(
@@ -59,7 +56,7 @@ def main(words: Sequence[str]) -> int:
             codes = [subprocess.run(part, check=False).returncode for part in parts]
             codes.append(pure.wait())
         finally:
-            with suppress(ProcessLookupError):  # it has ended, unless this was interrupted
+            with suppress(ProcessLookupError):  # it ended, unless interrupted
                 os.killpg(pure.pid, signal.SIGTERM)
             pure.wait()
             said.seek(0)
@@ -69,14 +66,14 @@ def main(words: Sequence[str]) -> int:
 
 
 def stand_back() -> None:
-    """Let every other session have the processors first."""
+    """Give all other sessions priority."""
     os.nice(LAST)
-    with suppress(OSError):  # not Linux, or without such groups
+    with suppress(OSError):  # not Linux, or no autogroups
         AUTOGROUP.write_text(str(LAST))
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """Of all parts together: WORDS may leave some of them without a test, but not all."""
+    """Combine exit codes: some parts may have no tests, but not all."""
     nothing = pytest.ExitCode.NO_TESTS_COLLECTED
     wrong = [code for code in codes if code not in (0, nothing)]
     return wrong[0] if wrong else nothing if set(codes) == {nothing} else 0

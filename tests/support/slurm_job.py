@@ -1,4 +1,4 @@
-"""`infra/slurm/dora-pipe.sbatch` as Slurm runs it; nodes are process groups of this machine."""
+"""`infra/slurm/dora-pipe.sbatch` under a fake Slurm whose nodes are local process groups."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from tests.support.tidy import ROOT
 from tests.support.user_run import furnish
 
 NODES = ("127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4")
-"""Names that this machine has; the first is the broker's."""
+"""Local node names; the first runs the broker."""
 
 
 class SlurmJob:
-    """A user's folder that all nodes see, and the job submitted from a checkout.
-
-    With `apart` each node has copies of policies of its own, on a disk that no other node sees, and
-    they lie in a store at an address.
-    """
+    """User folder shared by all nodes, and the submitted job. `apart` gives each node a private
+    disk for policies and a store at an address."""
 
     def __init__(
         self, folder: Path, *, nodes: int = 2, apart: bool = False, **variables: str
@@ -54,7 +51,6 @@ class SlurmJob:
 
     @contextmanager
     def submitted(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-        """The job while it runs; it is ended as Slurm ends one."""
         script = ROOT / "infra" / "slurm" / "dora-pipe.sbatch"
         with (self.folder / "said").open("ab") as said:
             job = subprocess.Popen(
@@ -71,13 +67,11 @@ class SlurmJob:
             job.wait(60)
 
     def said(self) -> str:
-        """All that the job and its roles printed so far."""
         logs = [self.folder / "said", *sorted(self.scratch.glob("*.log"))]
         return "\n".join(f"{one.name}:\n{one.read_text()}" for one in logs if one.exists())
 
     def processes(self, words: str = "") -> list[int]:
-        """Those of this job whose command line, or title, has these words: all name its run, or its
-        folder."""
+        """Return processes whose command line or title has these words and the run or folder."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:

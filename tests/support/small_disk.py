@@ -1,4 +1,4 @@
-"""A disk that is really full: a small file system in memory, mounted where a test says."""
+"""Small file system in memory that a test can fill."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ MOUNT_S = 20
 
 
 def _mount(*words: str) -> bool:
-    """Whether it could be done."""
     done = subprocess.run(words, capture_output=True, timeout=MOUNT_S, check=False)
     return done.returncode == 0
 
 
 class SmallDisk:
-    """Of `size_mib`; `fill` leaves no room, `make_room` gives back what `fill` took."""
+    """Disk of `size_mib`; `fill` uses all space, `make_room` frees it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ballast = path / ".ballast"
 
     def fill(self, *, but_bytes: int = 0) -> None:
-        """Take all the room there is, but so many bytes."""
         free = os.statvfs(self.path)
         take = free.f_bavail * free.f_frsize - but_bytes
         piece = bytes(PIECE_BYTES)
@@ -40,7 +38,6 @@ class SmallDisk:
                 assert not but_bytes, "somebody else takes room too"
 
     def make_room(self) -> None:
-        """Give it back."""
         self._ballast.unlink(missing_ok=True)
 
     def grow(self, size_mib: int) -> None:
@@ -49,7 +46,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(path: Path, size_mib: int) -> Iterator[SmallDisk]:
-    """Mount it at `path` for as long as the block lasts; skips the test where nobody may."""
+    """Mount it at `path` in the block; skip the test without permission."""
     path.mkdir(parents=True)
     size = f"size={size_mib}m"
     if os.geteuid() != 0 or not _mount("mount", "-t", "tmpfs", "-o", size, "tmpfs", str(path)):

@@ -1,4 +1,4 @@
-"""Numbers of a run for tests, told fact by fact; and those of a whole log."""
+"""Run statistics for tests, from handwritten records or an entire log."""
 
 from __future__ import annotations
 
@@ -20,49 +20,42 @@ COST = Cost(total_s=2.0, bus_s=0.5, control_s=0.25, codec_s=0.25, rss_bytes=1000
 
 
 def stats_of(bus: Bus, topics: Topics) -> RunStats:
-    """Everything that a log says."""
     stats = RunStats(topics.run)
     stats.read(bus, topics)
     return stats
 
 
 class Stage(ToldRun):
-    """A run that is told by hand. Example: ``Stage().worker("w0")``."""
+    """Handwritten run. Example: ``Stage().worker("w0")``."""
 
     def __init__(self, *, stats: RunStats | None = None, **config: Any) -> None:
         self.stats = RunStats(records.RUN) if stats is None else stats
         super().__init__(**config)
 
     def take_fact(self, offset: int, fact: AnyControl) -> None:
-        """See the base."""
         self.stats.fact(offset, fact)
 
     def take_round(self, round_: Round) -> None:
-        """See the base."""
         self.stats.round(round_, round_.ordinal)
 
     def worker(self, name: str = "w0", version: int = 0) -> int:
-        """A worker that is ready; its role epoch."""
         epoch = self.fact(records.joined(name))
         self.fact(records.ready(name, epoch, version))
         return epoch
 
     def assign(self, name: str, epoch: int, version: int) -> None:
-        """A worker shall host a version, or none."""
         digest = records.weights(version) if version >= 0 else ""
         self.decide(Assign(reason="new", worker=name, epoch=epoch, version=version, digest=digest))
 
     def group(
         self, ordinal: int, epoch: int, *, purpose: Purpose = "train", **names: str
     ) -> GroupSpec:
-        """A group of two, of this task or evaluation, is dispatched under version 0 and placed on
-        w0."""
+        """Dispatch a group of two under version 0 and place it on w0."""
         spec = msgspec.structs.replace(self.spec(ordinal, purpose=purpose), **names)
         self.decide(self.dispatch(spec), self.placed(spec, "w0", epoch))
         return spec
 
     def log(self, spec: GroupSpec, epoch: int, *rewards: float | None) -> None:
-        """w0 says that siblings lie in the log, a second later."""
         self.logged(spec, epoch, rewards)
 
     def status(
@@ -76,7 +69,6 @@ class Stage(ToldRun):
         reused: int = 0,
         **more: Any,
     ) -> None:
-        """A worker says what it does; `more` as `WorkerStatus` has it."""
         self.stats.status(
             WorkerStatus(
                 **more,

@@ -1,4 +1,4 @@
-"""Policy stores for tests: small weights, a file system that fails, an S3 of this machine."""
+"""Policy stores for tests: small weights, a failing file system, a local S3."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _COUNTER = itertools.count()
 
 
 class Writer:
-    """Writes weights of one number."""
-
     def __init__(self, value: float) -> None:
         self.data = struct.pack("<f", value)
 
@@ -32,7 +30,6 @@ class Writer:
 
 
 def assets_in(folder: Path) -> Sequence[Path]:
-    """Config and tokenizer files of a model."""
     folder.mkdir(exist_ok=True)
     found = []
     for name in ("config.json", "tokenizer.json"):
@@ -42,7 +39,7 @@ def assets_in(folder: Path) -> Sequence[Path]:
 
 
 class HeldBack:
-    """A file system whose first `times` looks and uploads fail; `cut` uploads lose their end."""
+    """File system whose first `times` reads and uploads fail; `cut` uploads are truncated."""
 
     type_name = "s3"
 
@@ -64,7 +61,6 @@ class HeldBack:
         return getattr(self._inner, name)
 
     def open_output_stream(self, path: str) -> Any:
-        """Fails so often; then what is written may lack its end."""
         self.calls += 1
         if self.calls <= self.times:
             raise OSError(self.says)
@@ -90,13 +86,11 @@ class _Cut:
 
 
 def s3_files(request: pytest.FixtureRequest) -> ArrowFiles:
-    """A folder of its own on moto's server."""
-    # A bucket of this process outlives its server.
+    # The process's bucket outlives its server.
     return open_files(s3_address(request), folder=f"run-{next(_COUNTER)}")
 
 
 def s3_address(request: pytest.FixtureRequest) -> str:
-    """A bucket on moto's server; the test is skipped where moto is not installed."""
     server = pytest.importorskip("moto.server", reason="moto is not installed: no S3 to test on")
     patch = pytest.MonkeyPatch()
     request.addfinalizer(patch.undo)
@@ -115,7 +109,7 @@ def s3_address(request: pytest.FixtureRequest) -> str:
 
 
 class Walk:
-    """Writes versions of a policy of 4000 numbers: in each, 40 others have changed.
+    """Writer of versions of 4000 numbers, each with 40 changes.
 
     Example: ``published = publish_walk(store, 5, whole_every=4)``
     """
@@ -132,7 +126,6 @@ class Walk:
 
 
 def publish_walk(store: PolicyStore, versions: int, *, whole_every: int) -> list[PublishedVersion]:
-    """Publish versions 0 to `versions` - 1, each with a patch of the one before."""
     found: list[PublishedVersion] = []
     for version in range(versions):
         before = found[-1].manifest.digest if found else ""

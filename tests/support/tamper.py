@@ -1,8 +1,7 @@
-"""Opens a copy of a recorded run for forgers; decides how far a forged chain can be made to fit.
+"""Editor of a copied recorded run for forgery tests.
 
-`Tamper` edits the SQLite file behind the bus's back, record by record, and leaves the chain of
-rounds broken where it should be. `Tamper.mend` is the forger's last step: every chain, and every
-state digest that can still be computed, is made to fit.
+`Tamper` edits records of the SQLite file and leaves the chain of rounds broken. `Tamper.mend`
+repairs every chain and computable state digest.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A record where it lies in the file."""
-
     topic: str
     partition: int
     offset: int
@@ -60,7 +57,7 @@ class Row:
 
 
 class Tamper:
-    """An open copy of a run. Example: ``with Tamper(run.copy(tmp_path / "x")) as log: ...``"""
+    """Open copy of a run. Example: ``with Tamper(run.copy(tmp_path / "x")) as log: ...``"""
 
     def __init__(self, run: RecordedRun) -> None:
         self.run = run
@@ -80,10 +77,10 @@ class Tamper:
         self._db.commit()
         self._db.close()
 
-    # Records as they lie
+    # Raw records
 
     def rows(self, topic: str) -> list[Row]:
-        """Every record of a topic, named without its run: ``rows("control")``."""
+        """Return all records of a topic, named without its run: ``rows("control")``."""
         name = f"{self.run.run}.{topic}"
         found = self._db.execute(
             "SELECT partition, offset, key, headers, value FROM log WHERE topic = ? ORDER BY at",
@@ -102,7 +99,6 @@ class Tamper:
         ]
 
     def put(self, row: Row) -> None:
-        """Write a record at its place, over whatever lies there."""
         headers = msgspec.msgpack.encode(row.headers) if row.headers else None
         self._db.execute(
             "INSERT OR REPLACE INTO records (at, key, headers, value) VALUES (?, ?, ?, ?)",
@@ -110,17 +106,15 @@ class Tamper:
         )
 
     def remove(self, row: Row) -> None:
-        """Take a record out."""
         self._db.execute("DELETE FROM records WHERE at = ?", (self._at(row),))
 
     def _at(self, row: Row) -> int:
         topic = self._topics[f"{self.run.run}.{row.topic}"]
         return topic << 52 | row.partition << 40 | row.offset
 
-    # Records as they are meant
+    # Decoded records
 
     def control(self) -> Iterator[tuple[Row, AnyControl]]:
-        """Control records that can be read."""
         for row in self.rows("control"):
             record = decode_control(row.value)
             assert isinstance(record, AnyControl)
@@ -130,7 +124,7 @@ class Tamper:
         return [(row, record) for row, record in self.control() if isinstance(record, kind)]
 
     def logged(self) -> list[tuple[Row, TrajectoriesLogged, int, TrajectoryLogged]]:
-        """Every reported trajectory: its record, and where in that it stands."""
+        """Return each reported trajectory: record, row and index in it."""
         return [
             (row, record, place, fact)
             for row, record in self.facts(TrajectoriesLogged)
@@ -140,7 +134,6 @@ class Tamper:
     def log_otherwise(
         self, row: Row, record: TrajectoriesLogged, place: int, **changes: Any
     ) -> None:
-        """Another entry in a report."""
         entries = list(record.trajectories)
         entries[place] = msgspec.structs.replace(entries[place], **changes)
         self.rewrite(row, msgspec.structs.replace(record, trajectories=tuple(entries)))
@@ -149,11 +142,10 @@ class Tamper:
         return [(row, decode_round(row.value)) for row in self.rows("decisions")]
 
     def rewrite(self, row: Row, record: msgspec.Struct) -> None:
-        """Another record in the place of this one."""
         self.put(replace(row, value=encode(record)))
 
     def decide_otherwise(self, change: Callable[[AnyDecision], AnyDecision | None]) -> int:
-        """Change decisions; None takes one out. How many rounds were changed."""
+        """Change decisions, or remove them with None; return the number of changed rounds."""
         changed = 0
         for row, round_ in self.rounds():
             decisions = [change(one) for one in round_.decisions]
@@ -164,7 +156,7 @@ class Tamper:
         return changed
 
     def rebatch(self, change: Callable[[int, TakenGroup], TakenGroup | None]) -> None:
-        """Change the groups of batches, in decisions and commits, with digests that fit."""
+        """Change groups of batches in decisions and commits, with matching digests."""
 
         def groups(step: int, found: tuple[TakenGroup, ...]) -> tuple[TakenGroup, ...]:
             changed = (change(step, one) for one in found)
@@ -182,7 +174,6 @@ class Tamper:
             self.rewrite(row, msgspec.structs.replace(fact, groups=new, batch_digest=digest))
 
     def trained(self, place: int = 40) -> tuple[Row, TrajectoryLogged]:
-        """A trajectory that was logged, counts and was trained: its record and its fact."""
         used = {
             one.trajectory: (one.partition, one.offset)
             for _, fact in self.facts(StepCommitted)
@@ -198,12 +189,12 @@ class Tamper:
         return found[place]
 
     def reencode(self, row: Row, change: Callable[[Trajectory], Trajectory]) -> Row:
-        """A trajectory record with another content, and headers that fit it."""
+        """Change a trajectory record, with matching headers."""
         value, headers = encode_trajectory(change(decode_trajectory(row.value)))
         return replace(row, value=value, headers=header_pairs(headers))
 
     def mend(self) -> None:
-        """Recompute the chain, and the state digests for as long as the rounds can be folded."""
+        """Recompute the chain, and state digests while rounds fold."""
         control = [(row.offset, row.value) for row in self.rows("control")]
         state: State | None = State()
         chain, start = GENESIS_CHAIN, 0

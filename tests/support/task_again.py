@@ -1,4 +1,4 @@
-"""The task of a run that is asked again, in the process of a test: for commands that open it."""
+"""In-process task for commands that open the run's task."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.support.inline_tasks import InlineTasks
 
 
 class AssetsNumbers(Numbers):
-    """Numbers as texts, in place of a tokenizer that is read from a folder."""
+    """Numbers as texts, without tokenizer files."""
 
     stop_ids = (0,)
     made: ClassVar[list[str]] = []
-    """The special tokens that were read, of each."""
+    """`special_tokens` of each opened tokenizer."""
 
     def __init__(self, assets: Path) -> None:
         assert assets.is_dir()
@@ -29,8 +29,6 @@ class AssetsNumbers(Numbers):
 
 
 class PoolTasks(InlineTasks):
-    """A pool that is open as long as it is used."""
-
     def __enter__(self) -> PoolTasks:
         return self
 
@@ -39,7 +37,6 @@ class PoolTasks(InlineTasks):
 
 
 def ask_here(monkeypatch: pytest.MonkeyPatch, pool: Callable[[Any], PoolTasks]) -> None:
-    """Commands ask this in place of a task's processes."""
     monkeypatch.setattr(task_again, "TaskPool", pool)
     monkeypatch.setattr(task_again, "Tokenizer", AssetsNumbers)
     monkeypatch.setattr(task_again, "check_data", lambda facts, run, sources: None)

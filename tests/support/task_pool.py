@@ -1,4 +1,4 @@
-"""What tests of the task pool share: a user's module that does everything wrong, and polling."""
+"""Faulty user module and polling for tests of the task pool."""
 
 import time
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from dora_pipe.producers.tasks.calls import (
 from dora_pipe.producers.tasks.pool import TaskPool
 
 LIMIT_S = 1.0
-"""Where something is meant to hang. Elsewhere a busy machine gets more."""
+"""Limit for calls meant to hang; others get more on a busy machine."""
 
 PATIENCE_S = 20.0
 DEADLINE_S = 60.0
@@ -89,8 +89,6 @@ class Odd(Task):
 
 
 def write_module(folder: Path) -> Path:
-    """A prompt call."""
-    """Put the module `odd_task` into a folder."""
     (folder / "odd_task.py").write_text(USER_MODULE)
     return folder
 
@@ -98,7 +96,6 @@ def write_module(folder: Path) -> Path:
 def task(
     folder: Path, *, processes: int = 1, limit_s: float = PATIENCE_S, **options: Any
 ) -> model.Task:
-    """The configuration of the odd task, with a time limit per call."""
     return model.Task(
         kind="odd_task:Odd",
         directory=str(folder),
@@ -110,7 +107,6 @@ def task(
 
 
 def survey(task: model.Task) -> TaskFacts:
-    """Digests and sizes of a task's data."""
     with TaskPool(msgspec.structs.replace(task, processes=1)) as pool:
         return pool.wait()
 
@@ -124,7 +120,6 @@ def prompt(request: str, index: int = 0) -> PromptCall:
 
 
 def gather(pool: TaskPool, count: int) -> list[TaskEvent]:
-    """Poll until there are `count` events, and fail when they do not come."""
     events: list[TaskEvent] = []
     end = time.monotonic() + DEADLINE_S
     while len(events) < count:
@@ -134,21 +129,19 @@ def gather(pool: TaskPool, count: int) -> list[TaskEvent]:
 
 
 def ask(pool: TaskPool, call: Any) -> TaskEvent:
-    """Submit one call and wait for its event."""
     pool.submit(call)
     (event,) = gather(pool, 1)
     return event
 
 
 def pid_of(pool: TaskPool) -> int:
-    """The process that answers now."""
     event = ask(pool, score("pid", "pid"))
     assert isinstance(event, Rewarded)
     return int(event.reward)
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended with all its threads (a zombie that nobody reaps counts)."""
+    """Report whether a process ended with all threads; zombies count."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
@@ -158,7 +151,6 @@ def is_gone(pid: int) -> bool:
 
 
 def poll_until(pool: TaskPool, done: Callable[[], bool]) -> bool:
-    """Poll, with no event due, until something holds; whether it does."""
     end = time.monotonic() + DEADLINE_S
     while not done() and time.monotonic() < end:
         assert pool.poll(wait_s=0.05) == []
@@ -166,7 +158,6 @@ def poll_until(pool: TaskPool, done: Callable[[], bool]) -> bool:
 
 
 def wait_until_gone(pid: int) -> bool:
-    """Wait for a process to end; whether it did."""
     end = time.monotonic() + DEADLINE_S
     while not is_gone(pid) and time.monotonic() < end:
         time.sleep(0.02)

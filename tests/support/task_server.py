@@ -1,4 +1,4 @@
-"""A server of tasks in a process of its own, for tests."""
+"""Task server in a separate process."""
 
 import os
 import re
@@ -24,8 +24,6 @@ options = {episodes = true}
 
 
 class Server:
-    """`dora-pipe task serve` in a process."""
-
     def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
         self.words = words
         (folder / "played.toml").write_text(CONFIG)
@@ -44,7 +42,6 @@ class Server:
         self.url, self.port = found[1], int(found[2])
 
     def end(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit status."""
         self.process.send_signal(how)
         self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode

@@ -1,4 +1,4 @@
-"""Teachers for tests: one that is a formula, and an endpoint that scores with a model directory."""
+"""Teachers for tests: hashes, and an endpoint that scores with a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint
 
 
 class HashTeacher:
-    """Without a model: its log-probs are hashes of ids, or, with `forgets`, of how often it was
-    asked, too."""
+    """Teacher whose log-probs hash the ids and, with `forgets`, the number of calls."""
 
     waits_for = ""
 
@@ -44,7 +43,7 @@ class HashTeacher:
 
 
 def own_logprobs(directory: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Log-prob of every token but the first, by transformers and a plain softmax."""
+    """Return log-probs of all tokens but the first, by transformers and softmax."""
     read: Any = AutoModelForCausalLM.from_pretrained
     network = read(directory, dtype=torch.float32)
     with torch.no_grad():
@@ -58,7 +57,7 @@ def own_logprobs(directory: Path, ids: Sequence[int], temperature: float = 1.0) 
 def teacher_endpoint(
     directory: Path, *, fails: int = 0, delay_s: float = 0.0
 ) -> Iterator[Endpoint]:
-    """Answers as vLLM does, by this model; the first `fails` requests get 503."""
+    """Answer like vLLM with this model; the first `fails` requests get 503."""
     read: Any = AutoModelForCausalLM.from_pretrained
     network = read(directory, dtype=torch.float32)
     alone = threading.Lock()

@@ -1,4 +1,4 @@
-"""The house rules as functions from a file to complaints; tests/unit/test_tidy.py applies them."""
+"""House rules as functions from a file to complaints, applied by tests/unit/test_tidy.py."""
 
 import ast
 import os
@@ -15,7 +15,7 @@ FOLDERS = tuple(
 """Top folders of code: `dora_pipe.<folder>` in a checkout."""
 
 INSTALLED = tuple(folder for folder in FOLDERS if folder not in NOT_INSTALLED)
-"""Those of them that a wheel holds."""
+"""Folders in the wheel."""
 
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 600
@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 2_000_000
 
 _SKIPPED = {"build", "dist", "runs", "__pycache__", "node_modules"}
 _NOT_INSTALLED = re.compile(rf"dora_pipe\.({'|'.join(sorted(NOT_INSTALLED))})(\.|$)")
-"""What a checkout could import although no wheel holds it."""
+"""Modules that a checkout can import but no wheel contains."""
 _PICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 _PICKLING = {"Queue", "SimpleQueue", "JoinableQueue", "Manager", "Pool", "ProcessPoolExecutor"}
 _PICKLING_CALLS = _PICKLING | {"save", "load", "send", "recv"}
@@ -34,7 +34,7 @@ HEAVY_HOMES = re.compile(
     r"|producers/engines/vllm/(extension|kv|plugins|sampler|weights)\.py$"
     r"|(consumers/learners|cli)/(\w+/)*\w*(torch|deepspeed|sft)\w*(/|\.py$)"
 )
-"""Files that may import torch and its like when they are imported themselves."""
+"""Files that may import torch and similar packages at import time."""
 _CATCH_ALL_HOMES = re.compile(
     r"((cli|launch)/|analysis/probes\.py$|core/(runtime|effect_runner)\.py$"
     r"|producers/tasks/(server|process|background|main_thread|kept)\.py$)"
@@ -42,7 +42,7 @@ _CATCH_ALL_HOMES = re.compile(
 """The task server and its threads run users' code, which may raise anything; the others end in a
 message."""
 
-# Put together from parts, so that this file does not break the rules it states.
+# Built from parts, so that this file passes its own rules.
 _UNFINISHED = re.compile(
     r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3, "HA" + "CK")) + r")\b"
 )
@@ -67,12 +67,12 @@ _REGISTRY = re.compile(
 
 
 def files(*suffixes: str) -> list[Path]:
-    """Every file of the tree that a commit could hold, relative to the root, sorted."""
+    """Return every file that a commit could contain, relative to the root, sorted."""
     found: list[Path] = []
     for folder, names, leaves in os.walk(ROOT):
         here = Path(folder)
         names[:] = [n for n in names if not _ignored(n)]
-        # In a linked worktree `.git` is a file, which no commit holds.
+        # In a linked worktree `.git` is a file.
         found += [(here / leaf).relative_to(ROOT) for leaf in leaves if leaf != ".git"]
     return sorted(p for p in found if not suffixes or p.suffix in suffixes)
 
@@ -84,18 +84,18 @@ def _ignored(name: str) -> bool:
 
 @lru_cache(maxsize=1)
 def tree_of(text: str) -> ast.Module:
-    """A file's syntax tree; rules that look at one file in turn share it."""
+    """Parse a file; the cache serves consecutive rules."""
     return ast.parse(text)
 
 
 @lru_cache(maxsize=1)
 def nodes_of(text: str) -> tuple[ast.AST, ...]:
-    """Everything in that tree; walked once, for all rules."""
+    """Return all nodes of the tree; cached for all rules."""
     return tuple(ast.walk(tree_of(text)))
 
 
 def sizes(path: str, text: str) -> Iterator[str]:
-    """Functions, files and lines stay short enough to be read at once."""
+    """Limit lengths of functions, files and lines."""
     lines = text.splitlines()
     if len(lines) > MAX_FILE_LINES:
         yield f"{path}: {len(lines)} lines ({MAX_FILE_LINES})"
@@ -109,13 +109,13 @@ def sizes(path: str, text: str) -> Iterator[str]:
 
 
 def docstrings(path: str, text: str) -> Iterator[str]:
-    """Every module says what it decides; so does every package."""
+    """Require a docstring in every module."""
     if len((ast.get_docstring(tree_of(text)) or "").split()) < 3:
         yield f"{path}: no sentence at its head that says what it decides"
 
 
 def annotations(path: str, text: str) -> Iterator[str]:
-    """Every function says what it takes and what it returns."""
+    """Require annotations of parameters and return values."""
     for node in _functions(text):
         takes = node.args
         named = [*takes.posonlyargs, *takes.args, *takes.kwonlyargs]
@@ -128,7 +128,7 @@ def annotations(path: str, text: str) -> Iterator[str]:
 
 
 def catching(path: str, text: str) -> Iterator[str]:
-    """Only the runtime, the command line and the server of users' tasks may catch everything."""
+    """Allow catching all exceptions only in runtime, command line and task server."""
     if _CATCH_ALL_HOMES.match(path):
         return
     for node in nodes_of(text):
@@ -140,8 +140,7 @@ def catching(path: str, text: str) -> Iterator[str]:
 
 
 def imports(path: str, text: str) -> Iterator[str]:
-    """No pickler, no top folder under its bare name, nothing of the package that is not installed,
-    and torch only where it is needed."""
+    """Forbid picklers, bare top folders and modules outside the wheel; restrict torch imports."""
     tree = tree_of(text)
     for node, names in module_imports(tree):
         roots = {name.split(".")[0] for name in names}
@@ -162,7 +161,7 @@ def imports(path: str, text: str) -> Iterator[str]:
 
 
 def pickling(path: str, text: str) -> Iterator[str]:
-    """What pickles without saying so: process queues and pools, torch's own files, numpy's."""
+    """Forbid implicit pickling: process queues and pools, torch's and numpy's files."""
     roots = {name.split(".")[0] for _, names in module_imports(tree_of(text)) for name in names}
     for node in nodes_of(text):
         if not isinstance(node, ast.Call) or not _may_pickle(node):
@@ -180,20 +179,20 @@ def pickling(path: str, text: str) -> Iterator[str]:
 
 
 def _may_pickle(node: ast.Call) -> bool:
-    """Whether it is worth a closer look, which takes a hundred times as long."""
+    """Filter cheaply before the full check, which is 100 times slower."""
     name = getattr(node.func, "attr", getattr(node.func, "id", ""))
     return name in _PICKLING_CALLS or any(one.arg == "allow_pickle" for one in node.keywords)
 
 
 def assertions(path: str, text: str) -> Iterator[str]:
-    """Every test asserts something that a reader can see."""
+    """Require an assertion in every test."""
     for node in _functions(text):
         if node.name.startswith("test_") and not any(map(_asserts, ast.walk(node))):
             yield f"{path}:{node.lineno}: {node.name} asserts nothing"
 
 
 def sleeping(path: str, text: str) -> Iterator[str]:
-    """Unit tests run on virtual time."""
+    """Forbid real sleeps in unit tests."""
     if not path.startswith("tests/unit/"):
         return
     for node in nodes_of(text):
@@ -202,7 +201,7 @@ def sleeping(path: str, text: str) -> Iterator[str]:
 
 
 def repeated_names(path: str, text: str) -> Iterator[str]:
-    """A module names each thing once: two definitions or imports of a name are a merge scar."""
+    """Forbid repeated definitions and imports of a name, left by merges."""
     seen: set[str] = set()
     for node in tree_of(text).body:
         inner = node.body if isinstance(node, ast.If) and not node.orelse else [node]
@@ -219,8 +218,8 @@ def repeated_names(path: str, text: str) -> Iterator[str]:
 
 
 def words(path: str, text: str) -> Iterator[str]:
-    """Nothing unfinished, nothing of one machine, no address of a registry, no installation by a
-    name that is on no index."""
+    """Forbid unfinished work, machine paths, registry addresses and installs by an unregistered
+    name."""
     for pattern, what in (
         (_UNFINISHED, "unfinished"),
         (_MACHINE, "a path of one machine"),
@@ -264,7 +263,7 @@ def _asserts(node: ast.AST) -> bool:
 def module_imports(
     tree: ast.AST, *, only_at_import: bool = False
 ) -> Iterator[tuple[ast.Import | ast.ImportFrom, list[str]]]:
-    """Import statements with the full names they bring; without those inside functions if asked."""
+    """Yield import statements with full names; `only_at_import` excludes those in functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield node, [alias.name for alias in node.names]

@@ -1,4 +1,4 @@
-"""In which tier a parameter of a test is played: the fast one has a few, the slow one the rest."""
+"""Tier of test parameters: few in the fast tier, the rest in the slow one."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def more(values: Iterable[Any]) -> list[Any]:
-    """Parameters that only `make test-full` plays, in the time that others leave (`pure`)."""
+    """Return parameters that only `make test-full` uses (`pure`)."""
     return [pytest.param(one, marks=[pytest.mark.slow, pytest.mark.pure]) for one in values]

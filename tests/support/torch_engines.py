@@ -1,4 +1,4 @@
-"""Opens the torch engine on tiny models for tests, and asks transformers for the truth."""
+"""Torch engine on tiny models, and reference values of transformers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dora_pipe.store.store import PolicyStore
 from tests.support import models
 from tests.support.engine_contract import Decode, Result, Subject
 
-# A tied head makes logits wide by itself: the last token is the likeliest.
+# Tied heads widen logits: the last token is the likeliest.
 SCALES = {"llama_gqa": 2.0} | dict.fromkeys(
     ("qwen2", "qwen3_moe", "glm4_moe", "grouped", "deepseek_v2", "deepseek_v3"), 8.0
 )
-"""What makes a random model's distribution far from uniform."""
+"""Scales that make a random model's distribution far from uniform."""
 
 
 BUILDERS: dict[str, Callable[..., Path]] = {
@@ -36,12 +36,11 @@ BUILDERS: dict[str, Callable[..., Path]] = {
 
 
 def make(kind: str, directory: Path, seed: int = 0, **changes: Any) -> Path:
-    """A tiny model of a kind of `SCALES` with wide logits."""
     return BUILDERS[kind](directory, seed, scale=SCALES[kind], **changes)
 
 
 def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
-    """The torch engine under contract, with two policies in a store of their own."""
+    """Return the torch engine under contract, with two policies in its own store."""
     directories = [make(kind, folder / f"seed{seed}", seed, **changes) for seed in (0, 1)]
     store = PolicyStore(folder / "policies")
     manifests = [import_model(store, directory)[0] for directory in directories]
@@ -76,7 +75,7 @@ def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
 
 
 def reference_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
-    """transformers' logits of a whole sequence, float64 [tokens, vocabulary]."""
+    """Return transformers' logits of a sequence, float64 [tokens, vocabulary]."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([list(tokens)])).logits[0]
@@ -86,8 +85,8 @@ def reference_logits(directory: Path, tokens: Sequence[int]) -> torch.Tensor:
 def logprob_distance(
     directory: Path, asked: EngineRequest | Sequence[int], result: Result
 ) -> float:
-    """The largest distance of the result's log-probs from those of transformers, at the request's
-    `logprob_temperature`; a prompt alone is of temperature 1."""
+    """Return the largest distance from transformers' log-probs at `logprob_temperature` (1 for
+    prompts)."""
     prompt, temperature = asked, 1.0
     if isinstance(asked, EngineRequest):
         prompt, temperature = asked.token_ids, asked.params.logprob_temperature
@@ -99,7 +98,6 @@ def logprob_distance(
 
 
 def greedy_tokens(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers' own greedy generation gives."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     made = model.generate(
         torch.tensor([list(prompt)]),

@@ -1,4 +1,4 @@
-"""Traces of a log, and what must hold of them whatever happened: every path is unbroken."""
+"""Invariants of the traces of a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dora_pipe.schemas.topics import Topics
 from tests.support.traces_page import stages
 
 WAY = ("queued", "generated", "reward", "published")
-"""What the time of a trajectory is made of."""
+"""Stages of a trajectory's time."""
 
 
 def traces_of(bus: Bus, topics: Topics, *, after: int = -1) -> list[Span]:
@@ -29,7 +29,7 @@ def traces_of(bus: Bus, topics: Topics, *, after: int = -1) -> list[Span]:
 
 
 def check_traces(bus: Bus, topics: Topics) -> int:
-    """Hold the traces of a log against its ledger; how many trained trajectories there were."""
+    """Compare the traces of a log with its ledger; return the number of trained trajectories."""
     spans = traces_of(bus, topics)
     check_whole(spans)
     roots = {str(one.attributes[names.GROUP]): one for one in spans if one.stage == "group"}
@@ -50,7 +50,7 @@ def check_traces(bus: Bus, topics: Topics) -> int:
 
 
 def check_whole(spans: Sequence[Span]) -> None:
-    """What must hold of any trace: ids, parents, times, and only attributes that are declared."""
+    """Check ids, parents, times and declared attributes of a trace."""
     ids = {(one.trace_id, one.span_id): one for one in spans}
     assert len(ids) == len(spans)
     for one in spans:
@@ -67,14 +67,13 @@ def check_whole(spans: Sequence[Span]) -> None:
 
 
 def undeclared(span: Span) -> list[str]:
-    """Attributes of a span that the table does not name for its stage."""
     figure = names.FIGURE.removesuffix("*")
     keys = (names.FIGURE if key.startswith(figure) else key for key in span.attributes)
     return [key for key in keys if key not in stages()[span.stage].attributes]
 
 
 def _check_trained(group: GroupEntry, spans: Sequence[Span], step: Span) -> int:
-    """From the dispatch to the step and back, for every trajectory that counts."""
+    """Check the path from dispatch to step for every trained trajectory."""
     stages = _by(spans, lambda one: one.stage)
     (root,), (dispatched,) = stages["group"], stages["dispatched"]
     (selected,), (trained,) = stages["selected"], stages["trained"]
@@ -101,7 +100,7 @@ def _check_trained(group: GroupEntry, spans: Sequence[Span], step: Span) -> int:
 
 
 def check_way(trajectory: Span, below: Sequence[Span]) -> None:
-    """A published trajectory's stages follow each other without a gap, and nothing is beside."""
+    """Check that a published trajectory's stages are contiguous and complete."""
     assert [one for one in below if one.stage not in WAY] == []
     assert below[0].stage == "queued", trajectory
     assert below[-1].stage == "published", trajectory

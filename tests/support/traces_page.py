@@ -1,4 +1,4 @@
-"""Reads reference/traces.md: the stages of a trace, and the attributes of their spans."""
+"""Parser of reference/traces.md: stages and attributes of spans."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ PAGE = ROOT / "docs" / "reference" / "traces.md"
 
 @dataclass(frozen=True)
 class Stage:
-    """Spans of one name, as the page has them."""
-
     parent: str
     """Stage of the parent; empty for a root."""
     kind: str
@@ -23,7 +21,6 @@ class Stage:
 
 @cache
 def stages() -> dict[str, Stage]:
-    """The stages by name."""
     text = PAGE.read_text().partition("## Spans")[2].partition("## Attributes")[0]
     lists = dict(re.findall(r"^- \*\*(\w+)\*\*: (.*)$", text, re.M))
     keys = {
@@ -40,6 +37,6 @@ def stages() -> dict[str, Stage]:
 
 @cache
 def attributes() -> dict[str, str]:
-    """Where each attribute comes from, by its key."""
+    """Return the origin of each attribute by key."""
     text = PAGE.read_text().partition("## Attributes")[2]
     return dict(re.findall(r"^\| `([^`]+)` \| [\w\[\]]+ \| (.+?) \|", text, re.M))

@@ -1,4 +1,4 @@
-"""Trackers for tests: each with a reader that is not our own, and a W&B that lives in memory."""
+"""Trackers for tests, each with a third-party reader, and an in-memory W&B."""
 
 from __future__ import annotations
 
@@ -29,26 +29,18 @@ RUN: Final = TrackedRun(name="demo", started_ns=10**18, config={"run": {"name": 
 PROJECT: Final = "arithmetic"
 
 FLUSH_LIMIT_S: Final = 60.0
-"""W&B's own process writes its file, and has so long for it."""
+"""Seconds for W&B's process to write its file."""
 
 Rows = list[tuple[int, dict[str, float]]]
 
 
 class Harness(Protocol):
-    """A tracker, and what a reader of it sees."""
+    def open(self) -> Tracker: ...
 
-    def open(self) -> Tracker:
-        """As an export does."""
-        ...
-
-    def rows(self, run: TrackedRun = RUN) -> Rows:
-        """The rows of a run in the order in which they were given."""
-        ...
+    def rows(self, run: TrackedRun = RUN) -> Rows: ...
 
 
 class TensorBoardHarness:
-    """Event files, read by tensorboard's own reader."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "tb"
 
@@ -61,7 +53,7 @@ class TensorBoardHarness:
 
 
 def event_rows(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
-    """(step, wall time, figures) of all files of a run, by tensorboard's own reader."""
+    """Return (step, wall time, metrics) of a run's files, by tensorboard's reader."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
 
@@ -77,15 +69,13 @@ def event_rows(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
 
 
 class Row(NamedTuple):
-    """A row as a tracker was given it."""
-
     step: int
     at_ns: int
     figures: dict[str, float]
 
 
 class Kept(Tracker):
-    """Keeps what it is given, and says that so many rows were there before."""
+    """Tracker that records rows and reports earlier ones."""
 
     def __init__(self, there: int = 0) -> None:
         self.there = there
@@ -105,17 +95,14 @@ class Kept(Tracker):
 
 @dataclass
 class FakeWandb:
-    """What `import wandb` gives in a test: runs by id, with what was logged to each.
-
-    It keeps W&B's rule that a step never falls: what breaks it is dropped there, and fails here.
-    """
+    """Fake `wandb` module: runs by id with logged rows. Decreasing steps, which W&B drops, are
+    an error."""
 
     runs: dict[str, FakeRun] = field(default_factory=dict)
     calls: list[dict[str, Any]] = field(default_factory=list)
     refuses: str = ""
 
     def module(self) -> ModuleType:
-        """To be put into `sys.modules`."""
         module = ModuleType("wandb")
         module.Error = FakeError  # type: ignore[attr-defined]
         module.init = self._init  # type: ignore[attr-defined]
@@ -138,7 +125,7 @@ class FakeError(Exception):
 
 @dataclass
 class FakeRun:
-    """A run of W&B; an offline one is what all its folders hold together."""
+    """W&B run; an offline run merges its folders."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     axes: dict[str, str | None] = field(default_factory=dict)
@@ -149,19 +136,15 @@ class FakeRun:
         self.axes[name] = step_metric
 
     def log(self, data: Mapping[str, Any], step: int, commit: bool) -> None:
-        """A row, whole and at once."""
         assert commit and not self.finished
         assert step == len(self.rows), "W&B drops a row whose step falls"
         self.rows.append(dict(data))
 
     def finish(self) -> None:
-        """No more rows."""
         self.finished = True
 
 
 class FakeWandbHarness:
-    """The tracker of W&B on a module that stands in for it."""
-
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str = "") -> None:
         self.fake = FakeWandb()
         self.environment = {"WANDB_DIR": str(folder)} | ({"WANDB_MODE": mode} if mode else {})
@@ -180,7 +163,7 @@ class FakeWandbHarness:
 
 
 class RealWandbHarness:
-    """The tracker of W&B on the real package, offline; its files are read as W&B lays them out."""
+    """Tracker of the real W&B package, offline, with a reader of its files."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if importlib.util.find_spec("wandb") is None:
@@ -208,7 +191,7 @@ class RealWandbHarness:
 
 
 def _ended(path: Path) -> list[Any]:
-    """All records of a file of W&B, whose own process may still be writing the last ones."""
+    """Return all records of a W&B file, waiting for the last ones."""
     give_up_s = time.monotonic() + FLUSH_LIMIT_S
     while True:
         records = list(_wandb_records(path.read_bytes()))
@@ -219,7 +202,7 @@ def _ended(path: Path) -> list[Any]:
 
 
 def _wandb_records(data: bytes, block: int = 32768) -> Iterator[Any]:
-    """The records of a `.wandb` file: LevelDB's log format behind seven bytes."""
+    """Yield the records of a `.wandb` file: LevelDB's log format after seven bytes."""
     proto = importlib.import_module("wandb.proto.wandb_internal_pb2")
     at, whole = 7, b""
     while at + 7 <= len(data):
@@ -229,7 +212,7 @@ def _wandb_records(data: bytes, block: int = 32768) -> Iterator[Any]:
         _, size, kind = struct.unpack_from("<IHB", data, at)
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # a whole record, or its last part
+        if kind in (1, 4):  # an entire record, or its last part
             record = proto.Record()
             record.ParseFromString(whole)
             yield record

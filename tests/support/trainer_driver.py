@@ -1,4 +1,4 @@
-"""Drives a trainer's machine by hand: events in, orders and records out."""
+"""Manual driver of the trainer's machine."""
 
 from __future__ import annotations
 
@@ -77,8 +77,6 @@ def batch(step: int, attempt: int = 1, deadline: int = 9) -> TakeBatch:
 
 
 class Driver:
-    """Feeds a machine and reads what it writes."""
-
     def __init__(self, *, checkpoint_every: int = 2, history: CommitHistory | None = None) -> None:
         self.history = history or CommitHistory(run_started=run_started(), role_epoch=4)
         setup = TrainerSetup(
@@ -98,7 +96,6 @@ class Driver:
         self.statuses: list[TrainerStatus] = []
 
     def react(self, *inputs: Any, after_ns: int = 1) -> list[Any]:
-        """One turn; its effects."""
         self.now_ns += after_ns
         outputs = self.machine.react(inputs, Now(mono_ns=self.now_ns, wall_ns=self.now_ns + 7))
         self._read(outputs)
@@ -118,7 +115,6 @@ class Driver:
                 self.dead_letters.append(decode_dead_letter(record.value, record.headers))
 
     def decide(self, *decisions: AnyDecision) -> list[Any]:
-        """A round from the log; the effects of reading it."""
         self.offset += 10
         ordinal = self.offset // 10
         value = encode(
@@ -129,7 +125,6 @@ class Driver:
         )
 
     def to_idle(self) -> Driver:
-        """Restored and caught up."""
         effects = self.react()
         assert isinstance(effects[0], Restore)
         self.react(CaughtUp())
@@ -185,7 +180,6 @@ class Driver:
         return self.react(Published(tag=tag, topic=TOPICS.control, partition=0, offset=offset))
 
     def step(self, step: int) -> None:
-        """A whole step from idle."""
         if self.phase == "idle":
             self.decide(batch(step))
         self.fetched(step)

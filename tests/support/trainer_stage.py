@@ -1,6 +1,6 @@
-"""A stage for the trainer: a log in memory, a hand-made orchestrator, and workers that are honest.
+"""Stage for the trainer: memory log, handwritten orchestrator and workers.
 
-Everything runs in one thread on a clock of its own; the trainer's work runs inline.
+One thread, virtual clock, inline trainer work.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NO_COST = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
 
 
 class VirtualClock:
-    """Time that passes when somebody says so."""
+    """Manually advanced clock."""
 
     def __init__(self) -> None:
         self.ns = 1_000_000_000
@@ -67,7 +67,7 @@ class VirtualClock:
 
 
 class TrainerStage:
-    """The log of a run with everybody but the trainer on it."""
+    """Log of a run with all roles except the trainer."""
 
     def __init__(self, root: Path, open_bus: Callable[[], Bus] | None = None) -> None:
         self.log = MemoryLog()
@@ -87,17 +87,15 @@ class TrainerStage:
         self.policy = self.store.publish_weights(initial_weights)
         self.digests = {0: self.policy.digest}
         self.settings: dict[str, Any] = {}
-        """Of batches that are decided from now on, beside the usual ones."""
+        """Extra settings of the next batches."""
         self.rounds = 0
 
     def open_memory(self) -> Bus:
-        """One more bus on the log in memory."""
         return MemoryBus(self.log, now_ms=lambda: self.clock.ns // 1_000_000)
 
-    # Others
+    # Other roles
 
     def start_run(self, **trainer: Any) -> RunStarted:
-        """Append `run started`; `trainer` changes keys of that section."""
         (self.store.assets_path("assets")).mkdir(parents=True)
         config = Config(
             run=Run(name=RUN, steps=100),
@@ -129,13 +127,12 @@ class TrainerStage:
         return started
 
     def append(self, topic: str, record: msgspec.Struct) -> int:
-        """Append a JSON record; its offset."""
         return self.writer.append([Append(topic=topic, value=encode(record))])[0]
 
     def log_trajectory(
         self, trajectory: Trajectory, /, partition: int | None = None, **header_changes: Any
     ) -> TakenTrajectory:
-        """Append a trajectory, its headers changed as asked; how a batch decision names it."""
+        """Append a trajectory with changed headers; return its entry for a batch decision."""
         value, headers = encode_trajectory(trajectory)
         headers = msgspec.structs.replace(headers, **header_changes)
         ordinal = int(trajectory.trajectory[1:11])
@@ -163,7 +160,6 @@ class TrainerStage:
     def log_group(
         self, ordinal: int, *, version: int = 0, deadline: int = 9, size: int = 2, **changes: Any
     ) -> TakenGroup:
-        """Log every sibling of a group as an honest worker would."""
         group = group_id("train", ordinal)
         taken = [
             self.log_trajectory(
@@ -187,7 +183,6 @@ class TrainerStage:
         )
 
     def decide(self, *decisions: AnyDecision) -> int:
-        """Append a round; its offset."""
         record = Round(
             ordinal=self.rounds, role_epoch=0, now_ns=1, control_next=0, decisions=decisions
         )
@@ -211,7 +206,7 @@ class TrainerStage:
     def take_new(
         self, step: int, version: int | None = None, groups: int = 2, pins: tuple[int, ...] = ()
     ) -> TakeBatch:
-        """Log groups of a version (the step's own if none is given) and decide their batch."""
+        """Log groups of a version (default: the step's) and decide their batch."""
         at = step if version is None else version
         logged = [
             self.log_group(step * 100 + number, version=at, deadline=step + 2)
@@ -220,10 +215,9 @@ class TrainerStage:
         return self.take(step, logged, pins=pins)
 
     def stop_run(self) -> None:
-        """Decide that the run is over."""
         self.decide(StopRun(reason="test"))
 
-    # What is in the log
+    # Contents of the log
 
     def records(self, topic: str, partition: int = 0) -> list[Record]:
         at = TopicPartition(topic, partition)
@@ -239,7 +233,7 @@ class TrainerStage:
         return [one for one in decoded if not isinstance(one, Unknown)]
 
     def commits(self) -> list[StepCommitted]:
-        """Every commit; the digests they name are remembered for `log_group`."""
+        """Return all commits; their digests are kept for `log_group`."""
         commits = [one for one in self.control() if isinstance(one, StepCommitted)]
         self.digests |= {one.step + 1: one.digest_after for one in commits}
         return commits
@@ -249,7 +243,7 @@ class TrainerStage:
         return [one for one in decoded if isinstance(one, TrainerStatus)]
 
     def change_trajectory(self, partition: int, offset: int) -> None:
-        """Change a token of a trajectory where it lies, its own sha256 with it."""
+        """Change a token and the record's own sha256."""
         held = self.log._partitions[TopicPartition(self.topics.trajectories, partition)]
         place = held.offsets.index(offset)
         trajectory = decode_trajectory(held.records[place].value)
@@ -261,12 +255,11 @@ class TrainerStage:
         )
 
     def trainer(self, **options: Any) -> StagedTrainer:
-        """A trainer that takes over now."""
         return StagedTrainer(self, **options)
 
 
 class StagedTrainer:
-    """One incarnation of the trainer, ticked by hand."""
+    """Incarnation of the trainer with manual ticks."""
 
     def __init__(
         self,
@@ -329,13 +322,11 @@ class StagedTrainer:
         )
 
     def tick(self, count: int = 1) -> None:
-        """Turns of the loop, 10 ms apart."""
         for _ in range(count):
             self.stage.clock.sleep(0.01)
             self.runtime.tick()
 
     def until(self, done: Callable[[], bool], ticks_max: int = 2000) -> None:
-        """Tick until something is so; a failure if it never is."""
         for _ in range(ticks_max):
             if done():
                 return
@@ -343,16 +334,13 @@ class StagedTrainer:
         raise AssertionError(f"not done after {ticks_max} ticks, phase {self.machine.phase}")
 
     def train_to(self, step: int) -> None:
-        """Tick until `step` is the next one and nothing is under way."""
         self.until(lambda: self.machine.history.next_step == step and self.idle)
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for a decision."""
         return self.machine.phase == "idle"
 
     def close(self) -> None:
-        """End this incarnation."""
         self.runtime.close()
         self.bus.close()
 
@@ -364,7 +352,6 @@ def role_started(epoch: int) -> RoleStarted:
 
 
 def train(stage: TrainerStage, trainer: StagedTrainer, *steps: int) -> None:
-    """Take and train steps, each on groups of the version it starts from."""
     for step in steps:
         stage.commits()
         stage.take_new(step)
@@ -374,8 +361,7 @@ def train(stage: TrainerStage, trainer: StagedTrainer, *steps: int) -> None:
 def train_killed(
     stage: TrainerStage, lives: Sequence[int], make: Callable[[], StagedTrainer], *, steps: int
 ) -> None:
-    """Train so many steps by one trainer after the other, each of which lives so many ticks; what
-    is in memory is lost then, files and log stay."""
+    """Train steps with trainers killed after given ticks; files and log survive."""
     taken = 0
     for life in lives:
         trainer = make()
@@ -392,5 +378,4 @@ def train_killed(
 
 
 def digests(stage: TrainerStage) -> list[str]:
-    """Weights after each committed step."""
     return [one.digest_after for one in stage.commits()]

@@ -1,4 +1,4 @@
-"""Pairs of processes that hand blobs to each other, by every way there is; and what goes wrong."""
+"""Pairs of processes that transfer blobs, by every transport, with faults."""
 
 from __future__ import annotations
 
@@ -41,40 +41,34 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two ends: what `source` offers, `target` fetches. `age` makes all that lies there old."""
+    """Two ends: `target` fetches what `source` offers. `age` makes stored blobs old."""
 
     source: Transfers
     target: Transfers
     clock: VirtualClock
     damage: Callable[[Blob], None]
     kept: Callable[[], int]
-    """Blobs that lie where `source` puts them."""
+    """Number of blobs stored by `source`."""
 
 
 class MakePair(Protocol):
-    """Makes a pair; the context closes both ends."""
-
     def __call__(self, folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
-        """`bytes_max` is how much its place holds."""
+        """`bytes_max` is the capacity of the source."""
         ...
 
 
 @dataclass(slots=True)
 class MemoryTransfers:
-    """Shared by all that are said to run on one machine.
-
-    Example: ``MemoryTransfers(SystemClock())``
-    """
+    """Transfers shared by roles of one machine. Example: ``MemoryTransfers(SystemClock())``"""
 
     clock: Clock
     bytes_max: int = PLACE_BYTES_MAX
     kept: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    """By digest: when it was offered (ns), and its bytes; a test may change what it likes."""
+    """(time offered in ns, bytes) by digest; tests may change it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def address(self) -> str:
-        """Nobody from outside gets in."""
         return ""
 
     def offer(self, chunks: Sequence[memoryview]) -> Blob | Lost:
@@ -115,11 +109,10 @@ class MemoryTransfers:
             self.kept.clear()
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Nothing to stop."""
 
 
 def memory_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
-    """One object for both ends."""
     clock = VirtualClock()
     place = MemoryTransfers(clock, bytes_max=bytes_max)
 
@@ -146,7 +139,7 @@ def files_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
 
 
 def flight_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:
-    """Two machines: a directory each, and a wire."""
+    """Two machines: a directory each, and a network."""
     clock = VirtualClock()
     with (
         served(folder / "source", clock=clock, bytes_max=bytes_max) as source,
@@ -177,7 +170,6 @@ def served(
     port: int = 0,
     linger_s: float = 0.0,
 ) -> Iterator[FlightTransfers]:
-    """A process of a machine of its own; its policy store is `folder/policies`."""
     place = MappedFiles(folder / "place", clock=clock or VirtualClock(), bytes_max=bytes_max)
     transfers = FlightTransfers(
         place,
@@ -194,7 +186,7 @@ def served(
 
 @contextmanager
 def mute_peer() -> Iterator[str]:
-    """An address where connections are taken and nothing is ever said."""
+    """Yield an address that accepts connections and never answers."""
     with socket.create_server((HOST, 0)) as server:
         taken: list[socket.socket] = []
 
@@ -217,7 +209,7 @@ def mute_peer() -> Iterator[str]:
 
 
 def nobody() -> str:
-    """An address where nobody listens."""
+    """Return an address without a listener."""
     return f"grpc://{HOST}:{free_ports(1)[0]}"
 
 
@@ -226,10 +218,8 @@ def files_in(folder: Path) -> int:
 
 
 def flip(path: Path) -> None:
-    """Turn one bit of a file."""
     path.write_bytes(flipped(path.read_bytes()))
 
 
 def flipped(data: bytes) -> bytes:
-    """One bit turned."""
     return data[:-1] + bytes([data[-1] ^ 1])

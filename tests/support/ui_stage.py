@@ -1,4 +1,4 @@
-"""What tests of the pages look at: a run that was told by hand, and the recorded run's log."""
+"""Handwritten and recorded runs for tests of the web pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from tests.support.recorded_run import RecordedRun
 
 
 def view_of_told(stage: CatalogueStage) -> RunView:
-    """A told run as pages see it now."""
     return view_of(stage.catalogue, records.RUN)
 
 
@@ -28,7 +27,6 @@ def source_of(
     decode: Decode | None = None,
     catalogue: Path | None = None,
 ) -> Iterator[RunSource]:
-    """The recorded run as pages see it."""
     with closing(recorded.open()) as bus:
         yield RunSource(
             bus=bus,

@@ -1,4 +1,4 @@
-"""A user's folder and `dora-pipe` called in it: own model, data and reward; processes are real."""
+"""User folder with model, data and reward, and calls of `dora-pipe` in real processes."""
 
 from __future__ import annotations
 
@@ -62,18 +62,17 @@ TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content }}</s>"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-"""Of chats, in a few characters."""
+"""Chat template of few characters."""
 REWARD = """
 def score(row, text):
     return min(1.0, text.count(row["answer"]) / 3)
 """
 WAIT_S = 120.0
 WARM_S = 600.0
-"""Some tasks are Python processes that import much."""
+"""Some tasks import many packages."""
 
 
 def furnish(place: Path, **changes: Any) -> Path:
-    """A user's folder: own configuration, data, reward, and a grouped-query Llama, changed so."""
     make_llama_gqa(place / "model", **changes)
     (place / "config.toml").write_text(CONFIG)
     (place / "judge.py").write_text(REWARD)
@@ -83,18 +82,15 @@ def furnish(place: Path, **changes: Any) -> Path:
 
 
 def start(place: Path, *words: str) -> subprocess.Popen[bytes]:
-    """`dora-pipe WORDS` in the user's folder; what it says goes to a file there."""
     with (place / "said").open("ab") as said:
         return _start(place, words, said, said)
 
 
 def call(place: Path, *words: str) -> int:
-    """Its exit code."""
     return start(place, *words).wait(WAIT_S)
 
 
 def answer(place: Path, *words: str, wait_s: float = WAIT_S) -> subprocess.CompletedProcess[str]:
-    """What `dora-pipe WORDS` says, stdout and stderr apart."""
     with TemporaryFile() as out, TemporaryFile() as err:
         process = _start(place, words, out, err)
         try:
@@ -107,7 +103,6 @@ def answer(place: Path, *words: str, wait_s: float = WAIT_S) -> subprocess.Compl
 
 
 def bench(place: Path, *words: str, wait_s: float = WARM_S) -> subprocess.CompletedProcess[str]:
-    """Run `python -m bench WORDS` there."""
     return subprocess.run(
         [sys.executable, "-m", "dora_pipe.bench", *words],
         cwd=place,
@@ -137,8 +132,8 @@ def _start(
 
 
 def call_here(place: Path, *words: str) -> int:
-    """The exit code of `dora-pipe WORDS` called in this process, which has imported what it needs:
-    for commands that read. What it says goes where `start` has it."""
+    """Run `dora-pipe WORDS` in this process, for commands that read; output goes to the file of
+    `start`."""
     root = logging.getLogger()
     before = root.handlers[:], root.level
     with (
@@ -158,20 +153,17 @@ def call_here(place: Path, *words: str) -> int:
 
 
 def facts(place: Path, run: str) -> Iterator[object]:
-    """The control records of a run; none while its topic is being made."""
     with opened(str(place / "runs" / run)) as open_run:
         yield from facts_on(open_run.bus, run)
 
 
 def facts_of(url: str) -> list[object]:
-    """The same, of a run on a broker: ``kafka://HOST:PORT/RUN``."""
     address, _, run = url.rpartition("/")
     with closing(open_bus(address)) as bus:
         return list(facts_on(bus, run))
 
 
 def facts_on(bus: Bus, run: str) -> Iterator[object]:
-    """The same, on a log."""
     control = TopicPartition(Topics(run).control, 0)
     if control.topic in bus.topics():
         for record in records_of(bus, {control: bus.end(control)}):
@@ -179,19 +171,16 @@ def facts_on(bus: Bus, run: str) -> Iterator[object]:
 
 
 def steps(place: Path, run: str) -> list[int]:
-    """The committed steps, in log order."""
     return [fact.step for fact in facts(place, run) if isinstance(fact, StepCommitted)]
 
 
 def assert_clean(place: Path, run: str) -> None:
-    """Every promise holds for the run."""
     with opened(str(place / "runs" / run)) as open_run:
         found = audit(open_run.bus, open_run.topics, open_run.store)
     assert found.holds, found.violations
 
 
 def until(done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-    """Wait for something that has to happen."""
     give_up_s = time.monotonic() + wait_s
     while not done():
         assert time.monotonic() < give_up_s, "it never happened"
@@ -199,7 +188,6 @@ def until(done: Callable[[], bool], wait_s: float = WAIT_S) -> None:
 
 
 def warm_example(place: Path, example: str, keys: Sequence[str], *, steps: int) -> Path:
-    """The model of examples/`example`, made and warmed up in this folder with these overrides."""
     (place / "examples").symlink_to(ROOT / "examples")
     made = [sys.executable, f"examples/{example}/make.py", "made"]
     subprocess.run(made, check=True, cwd=place)
@@ -213,7 +201,6 @@ def warm_example(place: Path, example: str, keys: Sequence[str], *, steps: int) 
 
 
 def trajectories(place: Path) -> list[Trajectory]:
-    """All that the run of a furnished folder has logged."""
     with opened(str(place / "runs" / "tiny")) as run:
         topic = run.topics.trajectories
         ends = {one: run.bus.end(one) for one in (TopicPartition(topic, at) for at in range(4))}

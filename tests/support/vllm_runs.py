@@ -1,4 +1,4 @@
-"""Runs with vLLM on a user's own material: the folder, and who has joined."""
+"""vLLM runs on a user's folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from tests.support.user_run import assert_clean, facts, furnish, start, steps, u
 from tests.support.vllm_servers import need_vllm
 
 WAIT_S = 600.0
-"""A server imports vLLM twice, each time for a quarter of a minute of CPU."""
+"""A server imports vLLM twice, 15 CPU seconds each."""
 
 
 def furnished(folder: Path) -> Path:
-    """A user's folder with a tied, grouped-query Llama whose heads vLLM has kernels for; trainer
-    and vLLM compute as `support.device` says."""
+    """Return a user folder with a tied, grouped-query Llama that vLLM's kernels support."""
     need_vllm()
     furnish(folder)
     config = (folder / "config.toml").read_text()
@@ -39,7 +38,6 @@ def furnished(folder: Path) -> Path:
 
 
 def joined(place: Path) -> dict[str, str]:
-    """Engines of the workers that joined, by name."""
     if not (place / "runs" / "tiny" / "log.sqlite").exists():
         return {}
     found = [one for one in facts(place, "tiny") if isinstance(one, WorkerJoined)]
@@ -47,7 +45,6 @@ def joined(place: Path) -> dict[str, str]:
 
 
 def until_joined(place: Path, workers: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """Wait until these are workers of the run; none of them ends before."""
     until(lambda: workers.keys() <= joined(place).keys() or any_ended(workers), WAIT_S)
     assert not any_ended(workers), (place / "said").read_text()
 
@@ -57,8 +54,8 @@ def any_ended(processes: Mapping[str, subprocess.Popen[bytes]]) -> bool:
 
 
 def check_agents_run(place: Path, *words: str, steps_made: int, numerics_max: float) -> None:
-    """A run of agents with these options: what they were told is the log, and it holds. Its steps
-    are made again bit for bit, and trajectories token for token; log-probs are the trainer's."""
+    """Run agents with these options: their answers match the log, and the audit passes.
+    Retraining is bitwise equal, resampling token by token; log-probs match the trainer's."""
     furnish_agent(place)
     options = ("config.toml", "-o", f"run.steps={steps_made}", *words)
     for command in (("run", *options), ("replay", "tiny"), ("replay", "tiny", "--random", "4")):

@@ -1,4 +1,4 @@
-"""Opens the vLLM engine on tiny models for tests: few servers, which all of them share."""
+"""vLLM engines on tiny models, sharing few servers."""
 
 from __future__ import annotations
 
@@ -58,22 +58,21 @@ BUILDERS: dict[str, Callable[..., Path]] = {
     ),
     "glm4_moe": partial(models.make_glm4_moe, scale=8.0, head_dim=32),
 }
-"""Models of heads that vLLM has kernels for. `padded` has embedding rows without a token. The other
-mixtures' experts are 48 wide, which is no multiple of what its kernels on a CPU want."""
+"""Models that vLLM's kernels support. `padded` has embedding rows without a token. Other
+mixtures have experts 48 wide, which the CPU kernels reject."""
 
 SLOTS = 64
 ADAPTERS = 3
-"""At once, of a server that hosts some."""
+"""Adapters at a time."""
 
 SERVERS = 4
-"""That run at once: one of two ranks has 2.5 GB. No test asks for more."""
+"""Concurrent servers: one of two ranks has 2.5 GB. No test needs more."""
 
 _running: dict[tuple[tuple[str, Any], ...], tuple[ServerProcess, Path]] = {}
-"""By what they were asked for; who was asked for last is last."""
+"""Servers by arguments, most recently used last."""
 
 
 def need_vllm() -> None:
-    """Skip where vLLM is not installed, or its build is for another device."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed: make test-gpu" if ON_GPU else NOT_INSTALLED)
     if bool(version_of(CPU_BUILD)) == ON_GPU:
@@ -81,24 +80,20 @@ def need_vllm() -> None:
 
 
 def running_server(**which: Any) -> tuple[ServerProcess, Path]:
-    """The server that `start_server` starts for these, and the folder of the model that it has.
-
-    Starting one takes half a minute of CPU: it runs until the tests end, or until `SERVERS` others
-    were asked for since. Engines that want less take a part of it.
-    """
+    """Return the shared server for these arguments and its model's folder. Starting takes 30 CPU
+    seconds, so it runs until the tests end or `SERVERS` others replace it."""
     asked = signature(start_server).bind(**which)
     asked.apply_defaults()
     key = tuple(asked.arguments.items())
     found = _running.pop(key, None)
     if found is None:
-        _end_beyond(SERVERS - 1)  # first: while it starts it has its memory already
+        _end_beyond(SERVERS - 1)  # first: the new server needs the memory
         found = start_server(**which)
     _running[key] = found
     return found
 
 
 def _end_beyond(count: int) -> None:
-    """End those that were asked for longest ago."""
     while len(_running) > count:
         _running.pop(next(iter(_running)))[0].close()
 
@@ -114,8 +109,7 @@ def start_server(
     pipeline_parallel: int = 1,
     kv_gb: float = 0.0,
 ) -> tuple[ServerProcess, Path]:
-    """A server of so many ranks and groups of them, and its model's folder. Those of another
-    `number` are others, of an equal model."""
+    """Start a server; another `number` gives a separate one with an equal model."""
     folder = Path(tempfile.mkdtemp(prefix="dora-pipe-vllm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     model = BUILDERS[kind](folder / "seed0", 0)
@@ -138,10 +132,10 @@ def start_server(
 
 
 def family(server: int) -> list[int]:
-    """The processes that a server is: of its session are its engine core and its ranks, too."""
+    """Return a server's processes, including engine core and ranks of its session."""
     found = []
     for one in Path("/proc").glob("[0-9]*"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # already ended
             if (one / "stat").read_text().rpartition(")")[2].split()[3] == str(server):
                 found.append(int(one.name))
     return found
@@ -155,7 +149,6 @@ def open_shared(
     routes: bool = False,
     **which: Any,
 ) -> VllmEngine:
-    """An engine of that server, without weights."""
     server, model = running_server(**which)
     return VllmEngine(
         model,
@@ -170,8 +163,8 @@ def open_shared(
 
 @contextmanager
 def held(*engines: Engine) -> Iterator[None]:
-    """Servers that compute nothing meanwhile, so that nothing ends in them that its worker has yet
-    to see: what runs there keeps its place, what is added waits. Who steps lets them `go`."""
+    """Pause servers in the block: running requests keep their state, new ones wait. Use `go` to
+    step."""
     for engine in engines:
         _hold(engine)
     try:
@@ -183,7 +176,7 @@ def held(*engines: Engine) -> Iterator[None]:
 
 @contextmanager
 def go(engine: Engine) -> Iterator[None]:
-    """Its server, which is held, computes meanwhile."""
+    """Resume the paused server in the block."""
     _resume(engine)
     try:
         yield
@@ -192,8 +185,8 @@ def go(engine: Engine) -> Iterator[None]:
 
 
 def _hold(engine: Engine) -> None:
-    if isinstance(engine, VllmEngine):  # another computes in its steps alone
-        # Where it clears its caches, which it does unasked, all that runs is prefilled again.
+    if isinstance(engine, VllmEngine):  # others compute only in their steps
+        # If it clears its caches unasked, all running requests are prefilled again.
         engine._server._call("POST", "/pause?mode=keep&clear_cache=false")
 
 
@@ -204,10 +197,8 @@ def _resume(engine: Engine) -> None:
 
 @contextmanager
 def server_subject(folder: Path, kind: str = "qwen2", **which: Any) -> Iterator[Subject]:
-    """The vLLM engine under contract, with two policies in a store of their own.
-
-    Engines of one server must not run at the same time under other weights; no check does that.
-    """
+    """Yield the vLLM engine under contract with two policies. Engines of one server must not run
+    under different weights at the same time."""
     need_gpus(which.get("tensor_parallel", 1) * which.get("pipeline_parallel", 1))
     _, model = running_server(kind=kind, **which)
     directories = [model, BUILDERS[kind](folder / "seed1", 1)]
@@ -242,7 +233,7 @@ def server_subject(folder: Path, kind: str = "qwen2", **which: Any) -> Iterator[
 
 @contextmanager
 def server_opener(lora_rank: int) -> Iterator[Callable[..., Engine]]:
-    """Opens engines for adapters, each of which takes the one server from the one before it."""
+    """Yield an opener of engines for adapters; each takes the server over from the last one."""
     server, model = running_server(lora_rank=lora_rank)
     opened: list[Engine] = []
 

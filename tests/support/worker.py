@@ -1,7 +1,5 @@
-"""A worker in virtual time: the real machine, loop, ports and codec on a log in memory.
-
-The test is the orchestrator: it writes decisions and reads what comes back.
-"""
+"""Worker in virtual time: real machine, loop, ports and codec on a memory log; the test is the
+orchestrator."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ PARTITIONS = 2
 DATASET = "d" * 64
 EVAL_DATASET = "e" * 64
 OF_AGENTS = {"agents": frozenset({"train"}), "turns_max": {"train": 64}}
-"""What a worker is told of agents."""
+"""Worker settings for agents."""
 TICK_NS = 5_000_000
 HEARTBEAT_NS = 500_000_000
 T = TypeVar("T")
@@ -68,8 +66,6 @@ def digest_of(version: int) -> str:
 
 @dataclass
 class VirtualClock:
-    """Time that moves when somebody sleeps."""
-
     ns: int = 0
 
     def now_ns(self) -> int:
@@ -85,7 +81,6 @@ class VirtualClock:
 def spec_of(
     ordinal: int, version: int = 0, purpose: Purpose = "train", digest: str = ""
 ) -> GroupSpec:
-    """A group as its dispatch stamps it."""
     return GroupSpec(
         group=group_id(purpose, ordinal),
         ordinal=ordinal,
@@ -103,7 +98,6 @@ def spec_of(
 
 
 def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup:
-    """A small worker's setup."""
     params = SamplingParams(max_tokens=changes.pop("max_tokens", 64), stop_ids=(END_TOKEN,))
     settings: dict[str, Any] = {
         "topics": TOPICS,
@@ -124,8 +118,6 @@ def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup
 
 
 class Worker:
-    """One incarnation on a world's log."""
-
     def __init__(
         self,
         world: World,
@@ -151,7 +143,7 @@ class Worker:
             writer=world.bus.writer(),
             ports=[
                 TaskPort(tasks, Numbers()),
-                *(() if agents is None else (agents,)),  # behind it: agents are called here
+                *(() if agents is None else (agents,)),  # last: agents are called here
                 CodecPort(self.meter, clock=clock),
                 ProgressPort(world.bus, TOPICS.progress, self.meter, clock=clock),
                 GroupPort(world.bus, TOPICS.trajectories, TOPICS.run, self.meter, clock=clock),
@@ -176,7 +168,7 @@ class Worker:
 
 
 class World:
-    """A log, a clock, and whatever the test does as the orchestrator."""
+    """Log, clock and decisions of the test."""
 
     def __init__(
         self,
@@ -208,7 +200,6 @@ class World:
         self.stopping: set[int] = set()
 
     def engine(self, setup: WorkerSetup) -> Engine:
-        """A simulated engine, unless the test brings another."""
         if self._engine is not None:
             return self._engine(setup)
         return SimulatedEngine(
@@ -255,7 +246,6 @@ class World:
         return Worker(self, setup, tasks or InlineTasks(), agents)
 
     def decide(self, *decisions: AnyDecision | PlacedRequest, role_epoch: int = 1) -> None:
-        """Append a round."""
         record = Round(
             ordinal=self.rounds,
             role_epoch=role_epoch,
@@ -327,7 +317,6 @@ class World:
         return worker
 
     def ticks(self, worker: Worker, count: int) -> None:
-        """Turns of the loop, 5 ms each."""
         for _ in range(count):
             if worker.machine.finished:
                 return
@@ -335,7 +324,6 @@ class World:
             self.clock.ns += TICK_NS
 
     def until(self, worker: Worker, done: Callable[[], bool], ticks_max: int = 20_000) -> None:
-        """Tick until something holds."""
         for _ in range(ticks_max):
             if done():
                 return
@@ -346,12 +334,10 @@ class World:
         )
 
     def until_idle(self, worker: Worker) -> None:
-        """Tick until no request is left, and what was decided has been read."""
         self.ticks(worker, 4)
         self.until(worker, lambda: not worker.machine.requests.by_key)
 
     def stop(self, worker: Worker) -> None:
-        """What SIGTERM does, then on to the end."""
         worker.runtime.run(lambda: True)
 
     # What came back
@@ -384,12 +370,10 @@ class World:
         return statuses
 
     def trajectory(self, logged: TrajectoryLogged) -> Trajectory:
-        """The record that a fact points at."""
         for record in self.records(TOPICS.trajectories):
             if (record.partition, record.offset) == (logged.partition, logged.offset):
                 return decode_trajectory(record.value)
         raise AssertionError(f"nothing lies at {logged.partition}/{logged.offset}")
 
     def trajectories(self) -> dict[str, Trajectory]:
-        """Every logged trajectory by its id."""
         return {one.trajectory: self.trajectory(one) for one in self.facts(TrajectoryLogged)}

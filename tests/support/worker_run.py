@@ -1,4 +1,4 @@
-"""A run's log and store for tests of the worker as a role: a script decides while it works."""
+"""Log and store for tests of the worker as a role, driven by a script of decisions."""
 
 from __future__ import annotations
 
@@ -38,25 +38,24 @@ from tests.support.singly import as_decision, singly
 from tests.support.worker import PARTITIONS, TOPICS, spec_of
 
 TURNS_MAX = 4_000
-"""Turns of the loop before a script is said to hang."""
+"""Turns after which a script counts as hung."""
 
 OPTIONS: dict[str, Any] = {"count": 16, "eval_count": 4}
 
 
 def task_of_the_run() -> Arithmetic:
-    """The task, in this process."""
     return Arithmetic(**OPTIONS)
 
 
 @dataclass
 class Run:
-    """A run's log and store; a script decides while the worker runs."""
+    """Log and store of a run; a script decides while the worker runs."""
 
     bus: Bus
     store: PolicyStore
     assets_digest: str
     policy: Manifest
-    """Of version 0, whose file the store has."""
+    """Version 0, stored."""
     config: model.Config
     rounds: int = 0
     turns: int = 0
@@ -114,7 +113,6 @@ class Run:
         return sum(isinstance(one, kind) for one in singly(one for _, one in self.control()))
 
     def logged(self) -> list[TrajectoryLogged]:
-        """Every trajectory that was reported, one by one."""
         facts = singly(one for _, one in self.control())
         return [one for one in facts if isinstance(one, TrajectoryLogged)]
 
@@ -138,7 +136,7 @@ class Run:
         )
 
     def work(self, script: Iterator[bool], *, worker: str = "w0", **more: Any) -> None:
-        """Be the worker; at every turn the script goes on, and ends it by giving True."""
+        """Run the worker; the script advances each turn and ends the run by yielding True."""
 
         def stop() -> bool:
             self.turns += 1

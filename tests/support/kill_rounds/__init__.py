@@ -1,1 +1,1 @@
-"""Kill rounds: short runs of the real roles, each struck at one moment, and what is left then."""
+"""Kill rounds: short runs of real roles, each killed at one moment, then judged."""

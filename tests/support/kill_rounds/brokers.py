@@ -1,8 +1,7 @@
-"""Real brokers for a bench, as the repository's infra/kafka starts them; decides who is struck.
+"""Kafka brokers of kill rounds, from infra/kafka of the checkout.
 
-The package does not bring them along: their folder is found beside it, in a checkout. A broker
-dies with the thread that started it, so the thread that made `Brokers` also starts again what was
-killed (`mend`); `strike` may be called by another one.
+A broker dies with the thread that started it: the thread that made `Brokers` also restarts them
+(`mend`). Other threads may call `strike`.
 """
 
 from __future__ import annotations
@@ -29,22 +28,21 @@ CHECKOUT_HINT: Final = "run it from a checkout that is installed with `pip insta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """A broker that was killed."""
+    """Killed broker."""
 
     node: int
     pid: int
     led: tuple[TopicPartition, ...]
-    """The partitions asked about that it led."""
+    """Partitions that it led, of those asked about."""
 
 
 class Brokers:
-    """One broker or three, with their data below `folder`.
+    """One or three brokers with data in `folder`.
 
     Example: ``with closing(Brokers(folder, 1)) as brokers: brokers.start(); open_bus(brokers.url)``
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        """Raises ResourceError where brokers cannot be started."""
         _find_infra()
         from tests.support.kafka_broker import KafkaBroker, KafkaCluster, missing_tools
 
@@ -57,20 +55,18 @@ class Brokers:
         self._group = KafkaCluster(folder) if count == CLUSTER else KafkaBroker(folder)
         self._lock = threading.Lock()
         self._down: dict[int, float] = {}
-        """Killed brokers, and when (monotonic seconds) each is started again."""
+        """Killed brokers with their restart time (monotonic seconds)."""
 
     @property
     def url(self) -> str:
-        """Of the bus."""
         return f"kafka://{self._group.bootstrap}"
 
     @property
     def nodes(self) -> Sequence[KafkaBroker]:
-        """Every broker."""
         return self._group.nodes
 
     def start(self) -> None:
-        """Start all and return when they answer. Raises ResourceError."""
+        """Start all brokers and wait until they answer. Raises ResourceError."""
         from infra.kafka.broker import BrokerError
 
         try:
@@ -79,14 +75,11 @@ class Brokers:
             raise ResourceError(f"no broker starts: {str(error).splitlines()[0]}") from error
 
     def close(self) -> None:
-        """Kill what runs; the data stays."""
         self._group.kill()
 
     def strike(self, target: TopicPartition, among: Sequence[str], *, down_s: float) -> Struck:
-        """Kill -9 the broker that leads `target`; it stays down for so long.
-
-        `among` are the topics whose partitions it may have led.
-        """
+        """Kill -9 the leader of `target` for `down_s`; `among` are the topics whose leaders are
+        recorded."""
         from infra.kafka.broker import KafkaBroker
 
         led: tuple[TopicPartition, ...] = ()
@@ -98,18 +91,16 @@ class Brokers:
         return self._kill(victim, led, down_s)
 
     def strike_again(self, struck: Struck, *, down_s: float) -> Struck:
-        """Kill a broker that has been started again."""
         victim = next(one for one in self.nodes if one.node == struck.node)
         return self._kill(victim, struck.led, down_s)
 
     def pid(self, node: int) -> int | None:
-        """The process id of a broker, unless it is down."""
         with self._lock:
             found = next(one for one in self.nodes if one.node == node)
             return found.pid if node not in self._down and found.running else None
 
     def mend(self) -> None:
-        """Start again what has been down for long enough; does not wait until it answers."""
+        """Restart brokers whose downtime is over, without waiting for answers."""
         now_s = time.monotonic()
         with self._lock:
             due = [node for node, due_s in self._down.items() if due_s <= now_s]
@@ -119,14 +110,14 @@ class Brokers:
                     del self._down[node.node]
 
     def heal(self) -> None:
-        """Start what is down and return when every broker answers. Raises ResourceError."""
+        """Start stopped brokers and wait until all answer. Raises ResourceError."""
         from infra.kafka.broker import BrokerError
 
         with self._lock:
             self._down.clear()
             for node in self.nodes:
                 if not node.running:
-                    node.kill()  # one that ended by itself still has to be waited for
+                    node.kill()  # also reap one that ended by itself
                     node.launch()
             try:
                 for node in self.nodes:
@@ -135,7 +126,7 @@ class Brokers:
                 raise ResourceError(f"a broker is gone: {str(error).splitlines()[0]}") from error
 
     def forget(self, topics: Sequence[str]) -> None:
-        """Delete topics that nobody writes to any more."""
+        """Delete unused topics."""
         from kafka import KafkaAdminClient
 
         admin = KafkaAdminClient(bootstrap_servers=self._group.bootstrap.split(","))
@@ -168,7 +159,7 @@ class Brokers:
 
 
 def _find_infra() -> None:
-    """Make the repository's folders importable. Raises ResourceError outside of a checkout."""
+    """Make infra importable. Raises ResourceError outside a checkout."""
     root = Path(dora_pipe.__file__).resolve().parent
     if not (root / "infra" / "kafka" / "broker.py").is_file():
         raise ResourceError(

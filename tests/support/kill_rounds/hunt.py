@@ -1,4 +1,4 @@
-"""Meets random moments: a thread waits until one comes and kills a role or a broker."""
+"""Random kills: a thread waits for a moment and kills a role or broker."""
 
 from __future__ import annotations
 
@@ -23,34 +23,30 @@ POLL_S: Final = 0.05
 
 
 class Victim(Protocol):
-    """What an order is for."""
+    """Target of an order."""
 
     def pid(self) -> int | None:
-        """Its process while it is there."""
+        """Return its process id while it runs."""
         ...
 
     def strike(self) -> tuple[int, str] | None:
-        """Kill it: (process id, the moment in words); None when it has just ended by itself."""
+        """Kill it; return (process id, description), or None if it just ended."""
         ...
 
     def led(self) -> tuple[tuple[str, int], ...]:
-        """Partitions that went down with it; empty: all, or it is a role."""
+        """Return the partitions it led; empty: all, or a role."""
         ...
 
 
 class RoleVictim:
-    """A role of the run."""
-
     def __init__(self, order: Order, supervisor: Supervisor) -> None:
         self._order = order
         self._supervisor = supervisor
 
     def pid(self) -> int | None:
-        """See Victim."""
         return self._supervisor.pid(self._order.role)
 
     def strike(self) -> tuple[int, str] | None:
-        """See Victim."""
         pid = self.pid()
         if pid is None:
             return None
@@ -61,13 +57,10 @@ class RoleVictim:
         return pid, "at a random moment"
 
     def led(self) -> tuple[tuple[str, int], ...]:
-        """See Victim."""
         return ()
 
 
 class BrokerVictim:
-    """The broker that leads the partition of the order."""
-
     def __init__(self, order: Order, topics: Topics, brokers: Brokers) -> None:
         self._order = order
         self._topics = topics
@@ -75,12 +68,10 @@ class BrokerVictim:
         self._struck: Struck | None = None
 
     def pid(self) -> int | None:
-        """See Victim."""
         node = self._brokers.nodes[0].node if self._struck is None else self._struck.node
         return self._brokers.pid(node)
 
     def strike(self) -> tuple[int, str] | None:
-        """See Victim."""
         name, partition = self._order.leads
         down_s = self._order.down_s
         words = f"broker led {name}/{partition}"
@@ -93,13 +84,12 @@ class BrokerVictim:
         return self._struck.pid, words
 
     def led(self) -> tuple[tuple[str, int], ...]:
-        """See Victim."""
         return () if self._struck is None else self._struck.led
 
 
 @contextmanager
 def hunting(order: Order, victim: Victim, files: Files, url: str, topics: Topics) -> Iterator[None]:
-    """For a random moment: kill the victim when it comes, while the block lasts."""
+    """Kill the victim of a random order while the block runs."""
     if not isinstance(order.at, Chance):
         yield
         return
@@ -114,8 +104,6 @@ def hunting(order: Order, victim: Victim, files: Files, url: str, topics: Topics
 
 
 class _Hunt:
-    """One thread's work."""
-
     def __init__(self, order: Order, at: Chance, victim: Victim, files: Files) -> None:
         self.over = threading.Event()
         self._order = order
@@ -124,7 +112,6 @@ class _Hunt:
         self._files = files
 
     def run(self, url: str, topics: Topics) -> None:
-        """Until the moment has come, and come again if it shall."""
         self._count(url, TopicPartition(topics.control, 0))
         self.over.wait(self._at.delay_s)
         first = self._strike()
@@ -143,7 +130,7 @@ class _Hunt:
                 seen += sum(map(_facts, reader.poll(timeout_s=POLL_S, records_max=1)))
 
     def _strike(self, *, before: str = "") -> Hit | None:
-        """Kill it as soon as it is there; None when the run ended first."""
+        """Kill it as soon as it runs; return None if the run ended first."""
         while self._victim.pid() is None and not self.over.wait(POLL_S):
             pass
         struck = None if self.over.is_set() else self._victim.strike()
@@ -163,16 +150,16 @@ class _Hunt:
 
 
 def _facts(record: Record) -> int:
-    """How many facts a control record says: a worker reports several trajectories at once."""
+    """Count reported facts: one record may contain several trajectories."""
     found = decode_control(record.value)
     return len(found.trajectories) if isinstance(found, TrajectoriesLogged) else 1
 
 
 def recovered_s(files: Files, hit: Hit, names: tuple[str, ...]) -> float | None:
-    """From a strike to the first record of the role's next incarnation.
+    """Return the seconds from a strike to the first record of the role's next incarnation.
 
-    For a broker: until every role that still appends has had an append acknowledged that began
-    afterwards, and one of them went to a partition that the broker had led.
+    For a broker: until every appending role had a later append acknowledged, one of them on a
+    partition that the broker led.
     """
     if hit.role != BROKER:
         later = (ack for ack in files.acks(hit.role) if ack.at_ns > hit.at_ns)

@@ -1,6 +1,6 @@
-"""Kills a role at an aimed moment and writes down the records whose append was acknowledged.
+"""Aimed kills and a log of acknowledged records.
 
-It wraps the bus and the policy store that a role is handed; the role itself is production code.
+Wraps the bus and policy store of production roles.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.kill_rounds.order import Order, Point
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """One acknowledged record; times are this machine's monotonic clock."""
+    """Acknowledged record; times are monotonic ns of this machine."""
 
     at_ns: int
     pid: int
@@ -36,26 +36,26 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     partition: int
     offset: int
     sha256: str
-    """Of the value."""
+    """sha256 of the value."""
     began_ns: int = 0
-    """When its append began."""
+    """Start of its append."""
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
-    """A role or a broker was struck."""
+    """Strike on a role or broker."""
 
     role: str
     pid: int
     phase: str
     at_ns: int
     led: tuple[tuple[str, int], ...] = ()
-    """The partitions that a struck broker led; empty: all."""
+    """Partitions that a broker led; empty: all."""
     down_s: float = 0.0
-    """As the order had it."""
+    """Downtime of the order."""
 
 
 class Files:
-    """Where a round keeps its own notes, beside the run."""
+    """Notes of a round, stored next to the run."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -63,11 +63,10 @@ class Files:
         self.hit = directory / "hit.json"
 
     def acks_path(self, role: str) -> Path:
-        """The acknowledged records of a role, all its incarnations."""
         return self.directory / f"{role}.acks"
 
     def acks(self, role: str) -> list[Ack]:
-        """The acknowledged records of a role; a last line that was cut off is left out."""
+        """Return a role's acknowledged records, without a truncated last line."""
         if not self.acks_path(role).exists():
             return []
         decode = msgspec.json.Decoder(Ack).decode
@@ -75,38 +74,36 @@ class Files:
         return [decode(line) for line in lines]
 
     def write_hit(self, hit: Hit, nth: int = 0) -> None:
-        """All or nothing: whoever waits for the file may read it. `nth`: of a round's strikes."""
+        """Write atomically: readers poll the file. `nth` counts a round's strikes."""
         path = self.hit.with_stem(f"hit-{nth}") if nth else self.hit
         partial = path.with_suffix(f".{hit.pid}.partial")
         partial.write_bytes(msgspec.json.encode(hit))
         partial.replace(path)
 
     def read_hits(self) -> list[Hit]:
-        """All that were struck, the first first."""
         written = [path.read_bytes() for path in self.directory.glob("hit*.json")]
         hits = [msgspec.json.decode(one, type=Hit) for one in written]
         return sorted(hits, key=lambda hit: hit.at_ns)
 
     def read_hit(self) -> Hit | None:
-        """Who was struck, if anybody was."""
         if not self.hit.exists():
             return None
         return msgspec.json.decode(self.hit.read_bytes(), type=Hit)
 
     @property
     def claimed(self) -> Path:
-        """The order, once the incarnation that it is for has taken it."""
+        """Return the order's path after its incarnation took it."""
         return self.order.with_suffix(".claimed")
 
     def dead_until_ns(self, role: str) -> int:
-        """Until when (monotonic ns) a role that was struck stays dead; 0: it may begin."""
+        """Return the end (monotonic ns) of a role's downtime, or 0."""
         dead = [hit for hit in self.read_hits() if hit.role == role and hit.down_s]
         return max((hit.at_ns + round(hit.down_s * 1e9) for hit in dead), default=0)
 
 
 class Injector:
-    """Of one incarnation of a role. It is armed if the round's order is for this role and no
-    incarnation before it was."""
+    """Injector of one incarnation; armed if the order is for this role and no earlier
+    incarnation took it."""
 
     def __init__(self, files: Files, role: str, topics: Topics) -> None:
         self.topics = topics
@@ -118,7 +115,6 @@ class Injector:
         self._acks = os.open(files.acks_path(role), flags, 0o644)
 
     def _claim(self) -> Order | None:
-        """The order if it is an aimed one for this role, given to one incarnation only."""
         if not self._files.order.exists():
             return None
         order = msgspec.json.decode(self._files.order.read_bytes(), type=Order)
@@ -129,12 +125,11 @@ class Injector:
 
     @property
     def point(self) -> Point | None:
-        """Where this incarnation shall be struck."""
         at = None if self._order is None else self._order.at
         return at if isinstance(at, Point) else None
 
     def due(self, records: Sequence[Append]) -> Point | None:
-        """The point if these records make it due now; counts them."""
+        """Count these records and return the point if it is due."""
         point = self.point
         if point is None or not any(point.matches(record, self.topics) for record in records):
             return None
@@ -142,7 +137,7 @@ class Injector:
         return point if self._passed == point.nth else None
 
     def passed(self, moment: str, what: str) -> None:
-        """A point that is no append was reached; strikes if it is the one."""
+        """Strike if this is the point, one without an append."""
         point = self.point
         if point is not None and (point.moment, point.what) == (moment, what):
             self._passed += 1
@@ -150,7 +145,7 @@ class Injector:
                 self.strike()
 
     def strike(self) -> None:
-        """End this process as `kill -9` does, or stop it; a stopped one goes on from here."""
+        """Kill or stop this process; a stopped one continues from here."""
         assert self._order is not None
         assert isinstance(self._order.at, Point)
         order, phase, pid = self._order, self._order.at.phase, os.getpid()
@@ -168,7 +163,6 @@ class Injector:
     def acknowledged(
         self, records: Sequence[Append], offsets: Sequence[int], *, began_ns: int
     ) -> None:
-        """Write down what the bus has promised to keep."""
         now_ns, pid = time.monotonic_ns(), os.getpid()
         acks = (
             Ack(now_ns, pid, one.topic, one.partition, offset, sha256_hex(one.value), began_ns)
@@ -178,17 +172,15 @@ class Injector:
 
 
 Arm = Callable[[Point, Callable[[], None]], None]
-"""Strike once, inside of the append that comes next.
+"""Arranges one strike inside the next append.
 
-There is no hook in production code. SQLite calls a trace with each statement as it begins: the rows
-are in when COMMIT does. The Kafka client is wrapped in the process that is to be struck, and only
-there: an exclusive writer's records are acknowledged when its commit begins; a plain writer has no
-commit, and is met when its first record was handed to the client, which sends it a moment later.
+Production code has no hooks. SQLite's trace reports each statement before it runs, so rows exist at
+COMMIT. The Kafka client is patched in the process to kill. An exclusive writer is struck when its
+commit begins, a plain one after its first record reached the client.
 """
 
 
 def _arm_sqlite(file: SqliteFile, point: Point, strike: Callable[[], None]) -> None:
-    """Inside of the transaction of one writer's connection."""
     commits = [point]
 
     def on(statement: str) -> None:
@@ -199,7 +191,7 @@ def _arm_sqlite(file: SqliteFile, point: Point, strike: Callable[[], None]) -> N
 
 
 def _arm_kafka(exclusive: bool, point: Point, strike: Callable[[], None]) -> None:
-    """Of all producers of this process that are, or are not, exclusive; a role has one of each."""
+    """Patch the exclusive, or the plain, producers of this process; a role has one of each."""
     from kafka import KafkaProducer
 
     name = "commit_transaction" if exclusive else "send"
@@ -212,7 +204,7 @@ def _arm_kafka(exclusive: bool, point: Point, strike: Callable[[], None]) -> Non
 
     def send(producer: Any, *arguments: Any, **named: Any) -> Any:
         future = whole(producer, *arguments, **named)
-        if producer.config["transactional_id"] is None:  # the other one may be at it too
+        if producer.config["transactional_id"] is None:  # the other producer may be active too
             setattr(KafkaProducer, name, whole)
             _strike(point, strike)
         return future
@@ -228,10 +220,9 @@ def _strike(point: Point, strike: Callable[[], None]) -> None:
 
 
 class FaultBus(BusWrapper):
-    """A bus whose writers strike their own process when they are told to.
+    """Bus whose writers can kill their process.
 
-    Its writers on SQLite have their connection made here: that is how a moment inside of the
-    transaction can be met.
+    SQLite writers connect here, so that strikes inside a transaction are possible.
     """
 
     def __init__(self, inner: Bus, injector: Injector) -> None:
@@ -246,7 +237,7 @@ class FaultBus(BusWrapper):
     def _open(self, exclusive: str | None) -> tuple[Writer, Arm | None]:
         if not isinstance(self.inner, SqliteBus):
             from dora_pipe.bus.kafka.bus import (
-                KafkaBus,  # a round on SQLite does without the client
+                KafkaBus,  # SQLite rounds do not need the client
             )
 
             on_kafka = isinstance(self.inner, KafkaBus)
@@ -263,7 +254,7 @@ class FaultBus(BusWrapper):
 
 
 class FaultWriter(Writer):
-    """See FaultBus. Without `arm` the moments `middle` and `commit` never come."""
+    """Writer that can kill its process; without `arm`, moments `middle` and `commit` never come."""
 
     def __init__(self, inner: Writer, arm: Arm | None, injector: Injector) -> None:
         self._inner = inner
@@ -290,7 +281,7 @@ class FaultWriter(Writer):
 
 
 class FaultStore(PolicyStore):
-    """A policy store that strikes its own process around the name of a policy file."""
+    """Policy store that can kill its process before or after a policy file is renamed."""
 
     def __init__(self, root: Path, injector: Injector) -> None:
         super().__init__(root)
@@ -299,8 +290,6 @@ class FaultStore(PolicyStore):
     def publish_version(
         self, write: Callable[[Path], Manifest], *, before: str, whole: bool
     ) -> PublishedVersion:
-        """See PolicyStore."""
-
         def writing(path: Path) -> Manifest:
             manifest = write(path)
             self._injector.passed("written", "weights")

@@ -1,8 +1,7 @@
-"""Judges a run that somebody was killed in, from its log, its store and the roles' books.
+"""Judge of a kill round, from log, store and acknowledged records.
 
-Beside the audit it counts by itself, from the raw records: what was trained twice, and what a
-role was told is safe and is not there. Then every step is trained again from version 0, in one
-process that nobody kills: the same batches must give the same weights.
+In addition to the audit it counts double training and lost acknowledged records from raw records.
+It retrains every step from version 0 in one process and compares the weights.
 """
 
 from __future__ import annotations
@@ -36,47 +35,45 @@ from dora_pipe.store.store import as_store
 from tests.support.kill_rounds.inject import Ack
 
 VIOLATIONS_MAX = 5
-"""Violations that a verdict names."""
+"""Maximum violations in a verdict."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a run. `clean` is the whole question."""
+    """Outcome of a run; `clean` summarizes it."""
 
     finished: bool
     steps: int
     steps_wanted: int
     violations: tuple[str, ...]
-    """The audit's first ones, and what broke the replay off."""
+    """First violations of the audit, and errors of the replay."""
     acknowledged: int
-    """Records whose append was acknowledged to a role."""
+    """Acknowledged records."""
     trajectories: int
-    """Of these, trajectories."""
+    """Acknowledged trajectories."""
     lost: int
-    """Of these, records that are not in the log, or with other bytes."""
+    """Acknowledged records missing from the log, or with other bytes."""
     trained_twice: int
-    """Steps, groups and trajectories that committed steps hold more than once."""
+    """Steps, groups and trajectories committed more than once."""
     equal: int
-    """Steps, from 0 on, whose weights came out bit-equal when they were trained again."""
+    """Consecutive steps from 0 with bitwise equal weights after retraining."""
     moved: bool
-    """Every step changed the weights: otherwise equal weights would say nothing."""
+    """Whether every step changed the weights; otherwise equality proves nothing."""
     others: tuple[str, ...] = ()
-    """What a role that stayed dead has cost the other roles."""
+    """Effects of a dead role on others."""
 
     @property
     def weights_equal(self) -> bool:
-        """Whether the whole run came out again."""
         return self.equal == self.steps == self.steps_wanted and self.moved
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong."""
         counted = self.lost == self.trained_twice == 0 < self.acknowledged
         whole = self.finished and not self.violations and not self.others
         return whole and counted and self.weights_equal
 
 
 class Evidence(msgspec.Struct, kw_only=True):
-    """The raw control records that matter, in their order."""
+    """Relevant raw control records, in order."""
 
     started: RunStarted | None = None
     commits: list[StepCommitted] = []
@@ -92,10 +89,8 @@ def judge(
     clock: Clock,
     dead: str = "",
 ) -> Verdict:
-    """Look at everything. `trainer` is a fresh one, `dead` is a role that stayed dead for a while.
-
-    Raises BusError when the log cannot be read.
-    """
+    """Return the verdict. `trainer` is a new one; `dead` is a role that stayed dead. Raises
+    BusError for an unreadable log."""
     report = audit(bus, topics, store)
     evidence = read_evidence(bus, topics)
     assert evidence.started is not None
@@ -118,7 +113,6 @@ def judge(
 
 
 def read_evidence(bus: Bus, topics: Topics) -> Evidence:
-    """The run's first record and every commit. Raises SchemaError for one that cannot be read."""
     found = Evidence()
     for record in records_of(bus, ends_of(bus, topics.control)):
         control = decode_control(record.value)
@@ -130,7 +124,6 @@ def read_evidence(bus: Bus, topics: Topics) -> Evidence:
 
 
 def count_twice(commits: Iterable[StepCommitted]) -> int:
-    """Steps, groups and trajectories that are in commits more than once."""
     seen: Counter[str] = Counter()
     for commit in commits:
         seen[f"step {commit.step}"] += 1
@@ -141,7 +134,6 @@ def count_twice(commits: Iterable[StepCommitted]) -> int:
 
 
 def count_lost(bus: Bus, topics: Topics, acks: Iterable[Ack]) -> int:
-    """Acknowledged records that the log does not hold as they were acknowledged."""
     held: dict[tuple[TopicPartition, int], str] = {}
     for topic in topics.all():
         for record in records_of(bus, ends_of(bus, topic)):
@@ -153,7 +145,7 @@ def count_lost(bus: Bus, topics: Topics, acks: Iterable[Ack]) -> int:
 
 
 def others_lost(bus: Bus, topics: Topics, dead: str) -> list[str]:
-    """What roles beside `dead` have lost: none is fenced, begins again or fails a request."""
+    """Return losses of roles other than `dead`: fenced, restarted, or failed requests."""
     found: list[str] = []
     begun: Counter[str] = Counter()
     for record in records_of(bus, ends_of(bus, topics.control)):
@@ -175,7 +167,6 @@ def others_lost(bus: Bus, topics: Topics, dead: str) -> list[str]:
 def _count_equal(
     bus: Bus, topics: Topics, store: Path, trainer: Learner, steps: int, clock: Clock
 ) -> tuple[int, tuple[str, ...]]:
-    """Steps that came out bit-equal, and what broke the replay off."""
     equal = 0
     try:
         source = SourceRun(

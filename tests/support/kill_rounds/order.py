@@ -1,9 +1,8 @@
-"""Decides which role or broker is killed in which round of a series, and at which moment.
+"""Orders of kill rounds: role or broker, and moment.
 
-A moment is *aimed* (a point of the role's own doing: before, in the middle of, or right after an
-append, or around the name of a policy file) or *random* (so many facts in control, and a little
-later). A broker knows nothing of roles: its moments are random. Everything is drawn from the
-series' seed and the round's number, so that one round can be made again alone.
+An *aimed* moment is before, inside or after an append of the role, or around the rename of a policy
+file. A *random* moment is a number of facts in control plus a delay. Broker moments are random.
+Seed and round number determine an order, so a round can be repeated alone.
 """
 
 from __future__ import annotations
@@ -24,117 +23,114 @@ ROLE_KINDS: Final[tuple[RoleKind, ...]] = get_args(RoleKind)
 BROKER: Final = "broker"
 Kind = RoleKind | Literal["broker"]
 KINDS: Final[tuple[Kind, ...]] = (*ROLE_KINDS, BROKER)
-"""What is struck on Kafka, in turns."""
+"""Targets on Kafka, in rotation."""
 
 AppendMoment = Literal["before", "middle", "commit", "after"]
-"""Nothing is in the log yet; its rows are inserted and not committed; the commit is under way;
-the append is durable and the role does not know it. On Kafka: the records are acknowledged and
-their transaction is not committed, or, for a writer without transactions, the first record was
-handed to the client; a little later."""
+"""Before: nothing is in the log. Middle: rows are inserted, not committed. Commit: the commit is
+in progress. After: durable, but unknown to the role. On Kafka, middle: records are acknowledged
+without a commit, or a plain writer's first record reached the client."""
 
 FileMoment = Literal["written", "named"]
-"""A policy file is complete under its temporary name; it has its own name."""
+"""Before or after the rename of a policy file."""
 
 AIMED_PER_FIVE: Final = 3
-"""Of five rounds of a role so many are aimed, the others random."""
+"""Aimed rounds per five rounds of a role."""
 
 COMMIT_DELAY_S_MAX: Final = 0.002
-"""A commit under way is hit at most so long after it began."""
+"""Maximum seconds from the start of a commit to the strike."""
 
 RANDOM_DELAY_S_MAX: Final = 0.25
-"""A random moment is at most so long after the fact that it counts to."""
+"""Maximum seconds from a counted fact to a random strike."""
 
 AGAIN_S_MAX: Final = 1.0
-"""A role that is struck twice is struck again at most so long after it was started again."""
+"""Maximum seconds from a role's restart to its second strike."""
 
 BROKER_AGAIN_S_MAX: Final = 4.0
-"""The same for a broker, which takes 2 to 3 s to start."""
+"""Same for a broker, which starts in 2 to 3 s."""
 
 DOWN_S_MAX: Final = 1.0
-"""A broker is started again at most so long after it was killed."""
+"""Maximum seconds until a broker restarts."""
 
 PARTITIONS: Final = 3
-"""Of trajectories and progress in a round."""
+"""Partitions of trajectories and progress."""
 
 _LED: Final = (
     *((name, at) for name in ("trajectories", "progress") for at in range(PARTITIONS)),
     *((name, 0) for name in ("control", "decisions", "metrics")),
 )
-"""Partitions whose leader may be struck."""
+"""Partitions whose leader may be killed."""
 
 WORKERS: Final = ("w0", "w1")
-"""The workers of a round."""
 
 ROLES: Final = (*WORKERS, "trainer", "orchestrator")
-"""Processes that have a book of what they appended."""
+"""Processes with a log of appended records."""
 
 _TOPIC_OF: Final = {"trajectory": "trajectories", "progress": "progress", "status": "metrics"}
 _DECISIONS: Final = {"round": b'"ordinal"', "take-batch": b'"kind":"take-batch"'}
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
-    """An aimed moment of a role's own doing.
+    """Aimed moment of a role.
 
     Example: ``Point(moment="middle", what="step-committed", nth=2)``.
     """
 
     moment: AppendMoment | FileMoment
     what: str
-    """`trajectory`, `progress`, `status`, `round`, `take-batch`, the kind of a control record, or
-    `weights` for the policy file."""
+    """`trajectory`, `progress`, `status`, `round`, `take-batch`, the kind of a control record,
+    or `weights` for the policy file."""
     nth: int
-    """Counted from 1 over the incarnation's appends that hold such a record."""
+    """Number (from 1) among the incarnation's appends with such a record."""
     tokens: int = 0
-    """Of progress records only those count that reach so many sampled tokens."""
+    """Minimum sampled tokens of counted progress records."""
     delay_s: float = 0.0
-    """For `commit`: how long after it began."""
+    """Delay after the start of a `commit`."""
 
     @property
     def phase(self) -> str:
-        """In words. Example: ``"right after the append of step-committed, no. 2"``."""
+        """Return a description. Example: ``"right after the append of step-committed, no. 2"``."""
         return f"{_WORDS[self.moment].format(self.what)}, no. {self.nth}"
 
     def matches(self, record: Append, topics: Topics) -> bool:
-        """Whether a record is what this point counts."""
         return record_is(record, self.what, topics) and reached(record, self.tokens)
 
 
 class Chance(msgspec.Struct, frozen=True, kw_only=True, tag="chance"):
-    """A random moment: `delay_s` after control holds `control` facts."""
+    """Random moment: `delay_s` after control has `control` facts."""
 
     control: int
     delay_s: float
     again_s: float | None = None
-    """The role is struck once more so long after it was started again: while it recovers."""
+    """Seconds from the restart to a second strike."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What shall happen in a round.
+    """Strike of one round.
 
     Example: ``Order(number=4, seed=17, role="trainer", at=Chance(control=40, delay_s=0.1))``.
     """
 
     number: int
     seed: int
-    """Of the run: prompts and tokens."""
+    """Seed of prompts and tokens."""
     role: str
-    """The process's name: `orchestrator`, `trainer`, `w0`, `w1`, `broker`."""
+    """Process: `orchestrator`, `trainer`, `w0`, `w1`, `broker`."""
     at: Point | Chance
     stop: bool = False
-    """The role is stopped (SIGSTOP) instead of killed."""
+    """Stop (SIGSTOP) instead of kill."""
     leads: tuple[str, int] = ("control", 0)
-    """For a broker: the partition whose leader is struck, its topic named without the run."""
+    """Partition whose leader is killed, topic without the run."""
     down_s: float = 0.0
-    """How long what was struck stays down; 0: a role is started again at once."""
+    """Downtime in seconds; 0: a role restarts immediately."""
 
     @property
     def must_come_back(self) -> bool:
-        """Whether a round proves nothing unless what was struck has come back."""
+        """Report whether the round only counts if the victim comes back."""
         return not self.stays_dead
 
     @property
     def stays_dead(self) -> bool:
-        """Whether a role stays dead for so long that it shows what its death costs others."""
+        """Report whether the role's absence affects other roles."""
         return self.role in ROLES and self.down_s > 0
 
 
@@ -148,7 +144,7 @@ _WORDS: Final[Mapping[str, str]] = {
 }
 
 _Aim = tuple[AppendMoment | FileMoment, str, int]
-"""Moment, what, and the largest `nth` that surely comes."""
+"""Moment, record kind, and the largest reliable `nth`."""
 
 AIMED: Final[Mapping[RoleKind, Sequence[_Aim]]] = {
     "worker": (
@@ -179,7 +175,7 @@ AIMED: Final[Mapping[RoleKind, Sequence[_Aim]]] = {
         ("after", "role-started", 1),
     ),
 }
-"""In the order in which rounds take them. `before round` is between reading and appending."""
+"""Points in order of rounds. `before round` is between reading and appending."""
 
 INSIDE: Final[Mapping[RoleKind, Sequence[_Aim]]] = {
     "worker": (
@@ -198,12 +194,10 @@ INSIDE: Final[Mapping[RoleKind, Sequence[_Aim]]] = {
         ("middle", "status", 8),
     ),
 }
-"""Where a role that stays dead is struck: there it leaves open what is acknowledged, not committed.
-`status` would be the worst of it, if statuses were in transactions."""
+"""Points inside appends for roles that stay dead: acknowledged, not committed."""
 
 
 def record_is(record: Append, what: str, topics: Topics) -> bool:
-    """Whether a record is of this sort (see `Point.what`)."""
     if what in _TOPIC_OF:
         return record.topic == f"{topics.run}.{_TOPIC_OF[what]}"
     if what in _DECISIONS:
@@ -212,7 +206,6 @@ def record_is(record: Append, what: str, topics: Topics) -> bool:
 
 
 def reached(record: Append, tokens: int) -> bool:
-    """Whether a progress record covers so many sampled tokens; any record where `tokens` is 0."""
     if tokens == 0:
         return True
     progress = decode_progress(record.value)
@@ -229,11 +222,11 @@ def order_of(
     dead_s: float = 0.0,
     again: int = 0,
 ) -> Order:
-    """The order of round `number` (from 0) of the series `seed`; `kinds` take turns.
+    """Return order `number` (from 0) of the series `seed`; `kinds` rotate.
 
-    With `dead_s` roles are struck inside their appends, and stay dead for so long.
-    `control_facts` is how many a whole run has in control at least; random moments stay below four
-    fifths of it. `again` draws anew for a round whose moment never came.
+    With `dead_s`, roles are struck inside appends and stay dead that long. `control_facts` is the
+    minimum of a run; random moments stay below 4/5 of it. `again` redraws a round whose moment
+    never came.
     """
     kind = only or kinds[number % len(kinds)]
     turn = number if only else number // len(kinds)

@@ -1,8 +1,4 @@
-"""The processes of a kill round: rigged roles, the maker of the model, the judge.
-
-A rigged role is the production role, handed a bus and a policy store that `kill_rounds.inject`
-has wrapped.
-"""
+"""Processes of a kill round: production roles with wrapped bus and store, model builder, judge."""
 
 from __future__ import annotations
 
@@ -40,13 +36,13 @@ from tests.support.kill_rounds.order import ROLES
 
 MODEL: Final = "model"
 JUDGE: Final = "judge"
-"""Names of the processes that are no roles."""
+"""Process that is not a role."""
 
 CONTEXT_TOKENS: Final = 96
 
 
 class FaultStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The message to such a process: JSON on its standard input."""
+    """JSON message on the process's stdin."""
 
     name: str
     directory: str
@@ -54,17 +50,15 @@ class FaultStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_of(directory: RunDir) -> Path:
-    """Where a round keeps the record that starts its run."""
     return directory.path / "first.json"
 
 
 def verdict_of(directory: RunDir) -> Path:
-    """Where the judge puts its verdict."""
     return directory.path / "verdict.json"
 
 
 def be(name: str, directory: RunDir) -> int:
-    """Be this process, for the run in `directory` (the model is made there); the exit code."""
+    """Run as this process for `directory`; return the exit code."""
     while (left_ns := Files(directory.path).dead_until_ns(name) - time.monotonic_ns()) > 0:
         time.sleep(left_ns / 1e9)
     starts: dict[str, Callable[[], None]] = {
@@ -77,7 +71,6 @@ def be(name: str, directory: RunDir) -> int:
 
 
 def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clock]:
-    """What a role is made with."""
     config = directory.config()
     topics = Topics(config.run.name)
     injector = Injector(Files(directory.path), name, topics)
@@ -85,7 +78,8 @@ def _rigged(directory: RunDir, name: str) -> tuple[Config, Topics, Injector, Clo
 
 
 def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
-    """As `RunDir.open_bus`, with the log itself wrapped: what is booked is what lies there."""
+    """Open the bus as `RunDir.open_bus`, with a wrapped log, so that acknowledgements are those
+    of the log."""
     log = open_bus(directory.bus_url(config), KafkaSecurity.of(config.bus))
     return ClaimBus(FaultBus(log, injector), directory.claims(config))
 

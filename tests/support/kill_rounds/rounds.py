@@ -1,9 +1,8 @@
-"""Plays kill rounds: real roles, each in a process of its own.
+"""Runner of kill rounds: production roles in separate processes.
 
-A role here is the production role with its ports wrapped (`kill_rounds.inject`); who is killed
-when was decided by `kill_rounds.order`, and random moments are met by `kill_rounds.hunt`. The
-supervisor starts again what was killed, as in any run; a killed broker is started again by the
-watch. When the run has ended, one more process judges it (`kill_rounds.judge`).
+`kill_rounds.order` selects victim and moment, `kill_rounds.inject` wraps ports, `kill_rounds.hunt`
+handles random moments. The supervisor restarts roles, the watch restarts brokers, and a final
+process judges the run.
 """
 
 from __future__ import annotations
@@ -57,57 +56,54 @@ GROUPS: Final = 4
 SIBLINGS: Final = 4
 
 WHOLE_EVERY: Final = (1, 3, 50)
-"""One of these is a round's `policies.whole_every`: versions are whole, or most of them patches."""
+"""Values of `policies.whole_every`: full checkpoints, or mostly deltas."""
 
 LEASE_S: Final = 5.0
 
 DEAD_S: Final = 2 * LEASE_S
-"""A role that stays dead does so for longer than any lease lasts."""
+"""Downtime beyond every lease."""
 
 CONTROL_FACTS: Final = STEPS * (GROUPS * SIBLINGS + 1)
-"""So many facts has control at least: a trajectory that was logged counts as one."""
+"""Minimum facts in control: each trajectory counts as one."""
 
 ROUND_LIMIT_S: Final = 180.0
-"""A round that takes longer counts as hung."""
+"""Seconds after which a round counts as hung."""
 
 CHILD_LIMIT_S: Final = 300.0
-"""For making the model (torch is imported before) and for judging a run."""
+"""Limit for building the model (imports torch) and judging."""
 
 NAMES: Final = ROLES
 
 Watch = Callable[[Supervisor, Files], None]
-"""Called about ten times a second while a round lasts."""
+"""Called about 10 times a second during a round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundResult:
-    """What a round was."""
+    """Result of a round."""
 
     order: Order
     hit: Hit | None
-    """None when the moment never came: then the round says nothing."""
+    """None: the moment never came and the round does not count."""
     recovered_s: float | None
     """See `hunt.recovered_s`."""
     verdict: Verdict | None
     trouble: str
-    """What kept the run from ending, or the judge from judging."""
+    """Error that prevented the end of the run, or the verdict."""
     seconds: float
 
     @property
     def clean(self) -> bool:
-        """Whether somebody was struck and nothing is wrong.
-
-        A worker that stays dead need not come back: the others may end the run without it.
-        """
+        """Report whether a strike happened without errors. A worker that stays dead need not
+        return: the run may end without it."""
         back = self.recovered_s is not None or not self.order.must_come_back
         struck = self.hit is not None and back
         return struck and self.verdict is not None and self.verdict.clean and not self.trouble
 
 
 class Session:
-    """A folder of rounds.
+    """Folder of rounds; `brokers` is the number of Kafka brokers to start.
 
-    With `brokers` rounds are played on Kafka: so many of them, started here.
     Example: ``with closing(Session(folder)) as session: session.play(order)``.
     """
 
@@ -119,12 +115,10 @@ class Session:
             self._brokers.start()
 
     def close(self) -> None:
-        """End the brokers."""
         if self._brokers is not None:
             self._brokers.close()
 
     def model(self) -> Path:
-        """A small random model, made once."""
         path = self.root / fault_roles.MODEL
         if not path.exists():
             self._call(fault_roles.MODEL, RunDir(self.root))
@@ -133,7 +127,7 @@ class Session:
     def play(
         self, order: Order, *, changes: dict[str, Any] | None = None, watch: Watch | None = None
     ) -> RoundResult:
-        """One round. `changes` are keys of the configuration, ``{"run.steps": 3}``."""
+        """Play a round; `changes` are configuration keys, ``{"run.steps": 3}``."""
         began_s = time.monotonic()
         directory = self.directory(order)
         config = round_config(self.model(), order, {**self._place(), **(changes or {})})
@@ -158,21 +152,18 @@ class Session:
         )
 
     def directory(self, order: Order) -> RunDir:
-        """Where a round's run lies."""
         return RunDir(self.root / _run_name(order))
 
     def forget(self, order: Order) -> None:
-        """Remove what a round left."""
         shutil.rmtree(self.directory(order).path)
         if self._brokers is not None:
             self._brokers.forget(Topics(_run_name(order)).all())
 
     def _place(self) -> dict[str, Any]:
-        """The keys that say where the log is."""
         return {} if self._brokers is None else {"bus.url": self._brokers.url}
 
     def _run(self, directory: RunDir, config: Config, order: Order, watch: Watch | None) -> str:
-        """Let the run happen; what was wrong with it, or ""."""
+        """Run until the end; return the error or ""."""
         until_s = time.monotonic() + ROUND_LIMIT_S
         files = Files(directory.path)
         copies = directory.store(config) / MADE
@@ -236,15 +227,14 @@ class Session:
 
 
 def _start(directory: RunDir, name: str) -> subprocess.Popen[bytes]:
-    """Start a role of a round, the maker of its model or its judge."""
     start = fault_roles.FaultStart(name=name, directory=str(directory.path), parent_pid=os.getpid())
     log = directory.logs / f"{name}.log"
     return start_process(fault_roles.__name__, msgspec.json.encode(start), log)
 
 
 def damage_copies(folder: Path) -> int:
-    """Flip a bit of every version that patches have made; how many there were. Who has one open
-    keeps what it was."""
+    """Flip a bit of every version built from deltas and return their number; open files keep
+    their content."""
     found = sorted(folder.glob("*.safetensors"))
     for path in found:
         data = bytearray(path.read_bytes())
@@ -256,11 +246,10 @@ def damage_copies(folder: Path) -> int:
 
 
 def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
-    """A short run with everything in it: evaluation, progress records, checkpoints, minibatches.
+    """Short run with evaluation, progress records, checkpoints and minibatches.
 
-    In every third round a judge takes its time, and more requests are open than there are places.
-    In most, versions are patches (`WHOLE_EVERY`), and when somebody was struck, all that patches
-    have made is damaged.
+    Every third round has a slow judge and more requests than slots. Most have deltas
+    (`WHOLE_EVERY`); after a strike, all versions built from them are damaged.
     """
     plain: dict[str, Any] = {
         "run": {"name": _run_name(order), "steps": STEPS, "seed": order.seed},
@@ -295,14 +284,14 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
 
 
 def _policies(order: Order) -> dict[str, Any]:
-    """How versions are stored: drawn by the round's seed, whatever else is drawn of it."""
+    """Draw storage settings from the round's seed, independently of other draws."""
     every = random.Random(f"{order.seed}/versions").choice(WHOLE_EVERY)
     return {"whole_every": every} | ({} if every == 1 else {"dtype": "bfloat16"})
 
 
 def _make_several(plain: dict[str, Any]) -> None:
-    """Every other round has two tasks, 3 to 1, the rows of one drawn by weights and its siblings
-    scored together, and two evaluations of periods of their own."""
+    """Every second round has two tasks (3 to 1), weighted rows, groups scored together, and two
+    evaluations."""
     task, evaluation = plain["task"], plain["evaluation"]
     plain["task"] = task | {"name": "often", "ratio": 3.0}
     drawn = {"options": {"sigma": 0.3}, "sampler": "dora_pipe.sim.parts:weights"}

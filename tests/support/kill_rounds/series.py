@@ -1,4 +1,4 @@
-"""`bench faults`: kill -9 in round after round, and what was lost, doubled or changed by it."""
+"""Command `bench faults`: series of kill rounds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.support.kill_rounds.rounds import CONTROL_FACTS, DEAD_S, RoundResult,
 app = typer.Typer(add_completion=False)
 
 TRIES_MAX: Final = 3
-"""A moment that never came is drawn again; so many times in all."""
+"""Attempts of a round whose moment never comes."""
 
 SQLITE: Final = "sqlite"
 KAFKA: Final = "kafka"
@@ -57,16 +57,16 @@ _ONLY_JSON: Final = ("steps", "acknowledged", "trajectories", "finished", "moved
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Which rounds are played."""
+    """Rounds of a series."""
 
     seed: int
     kinds: tuple[Kind, ...]
-    """What is killed, in turns."""
+    """Targets in rotation."""
     only: Kind | None
     brokers: int
-    """0 on SQLite."""
+    """Number of brokers; 0 for SQLite."""
     dead_s: float = 0.0
-    """How long roles stay dead; 0: they are started again at once."""
+    """Downtime of roles; 0: restart immediately."""
 
 
 @app.command()
@@ -113,7 +113,7 @@ def faults(
 
 
 def row(played: RoundResult) -> dict[str, Any]:
-    """A round as the table shows it, then what only JSON shows."""
+    """Return the table row of a round, then fields for JSON only."""
     verdict = played.verdict
     said: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
     return {
@@ -136,7 +136,7 @@ def row(played: RoundResult) -> dict[str, Any]:
 
 
 def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
-    """The last lines. Raises InvariantBroken unless every round was clean."""
+    """Print totals. Raises InvariantBroken unless every round was clean."""
     clean = sum(one.clean for one in played)
     verdicts = [one.verdict for one in played if one.verdict is not None]
     for line in _recovery(played):
@@ -159,7 +159,7 @@ def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
 
 
 def _recovery(played: Sequence[RoundResult]) -> list[str]:
-    """Times to recover: over all, and for each kind if there are several."""
+    """Return recovery times in total and, with several kinds, per kind."""
     times: dict[str, list[float]] = {}
     for one in played:
         if one.recovered_s is not None:
@@ -183,7 +183,7 @@ def series_of(
     *,
     stay_dead: bool,
 ) -> Series:
-    """What the options mean. Raises UsageError."""
+    """Return the series of these options. Raises UsageError."""
     if bus not in (SQLITE, KAFKA):
         raise UsageError(f"no bus {bus!r}", hint=f"one of {SQLITE}, {KAFKA}")
     if brokers not in (1, CLUSTER) or (brokers > 1 and bus == SQLITE):
@@ -204,7 +204,7 @@ def series_of(
 
 
 def play_rounds(session: Session, series: Series, numbers: Iterable[int]) -> Iterator[RoundResult]:
-    """Play these rounds and say of each how it was; what a clean one left is removed."""
+    """Play and report these rounds; clean ones are deleted."""
     session.model()
     for number in numbers:
         played = play_round(session, series, number)
@@ -215,7 +215,7 @@ def play_rounds(session: Session, series: Series, numbers: Iterable[int]) -> Ite
 
 
 def play_round(session: Session, series: Series, number: int) -> RoundResult:
-    """Play a round; a moment that never came is drawn again."""
+    """Play a round, redrawing moments that never came."""
     again = 0
     while True:
         order = _order(series, number, again)
@@ -240,7 +240,6 @@ def _order(series: Series, number: int, again: int) -> Order:
 
 
 def sentence_of(played: RoundResult) -> str:
-    """A round in one line."""
     if played.trouble:
         return f"NOT CLEAN, {played.order.role}: {played.trouble}"
     came_back = played.recovered_s is not None or not played.order.must_come_back

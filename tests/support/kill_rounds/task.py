@@ -1,4 +1,4 @@
-"""The task of the kill rounds: a random policy earns different rewards, so that weights move."""
+"""Task of kill rounds: a random policy earns varying rewards, so weights change."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from dora_pipe.producers.tasks.port import Completion, Row
 
 
 class DigitShare(Arithmetic):
-    """Prompts of `arithmetic`; the reward is the share of digits among the words of the answer."""
+    """Prompts of `arithmetic`; the reward is the share of digits among the answer's words."""
 
     def reward(self, row: Row, text: str, turns: Sequence[str]) -> float:
-        """Between 0 and 1; see Task."""
         return _share(text)
 
 
 class JudgedDigits(DigitShare):
-    """The same, as a judge that takes `judge_s` would say it: others are sampled meanwhile."""
+    """Slow judge of `judge_s` seconds with the same reward."""
 
     def __init__(self, judge_s: float = 0.5, **options: Any) -> None:
         super().__init__(**options)
@@ -28,7 +27,6 @@ class JudgedDigits(DigitShare):
     async def reward(  # type: ignore[override]
         self, row: Row, text: str, turns: Sequence[str]
     ) -> float:
-        """After a while; see Task."""
         await asyncio.sleep(self._judge_s)
         return _share(text)
 
@@ -39,9 +37,8 @@ def _share(text: str) -> float:
 
 
 class Ranked(DigitShare):
-    """The same, and a little more for what is shorter than its siblings."""
+    """Same reward, with a bonus for shorter answers in a group."""
 
     def score_group(self, row: Row, completions: Sequence[Completion]) -> Sequence[float]:
-        """Between 0 and 0.2; see Task."""
         lengths = sorted((len(one.text) for one in completions), reverse=True)
         return [0.2 * lengths.index(len(one.text)) / len(lengths) for one in completions]

@@ -1,1 +1,1 @@
-"""Wrong rules, planted into production's: what the simulator's checkers have to find."""
+"""Wrong rules patched into production code, which the simulator's checkers must detect."""

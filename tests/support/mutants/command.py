@@ -1,4 +1,4 @@
-"""`python -m tests.support.mutants.command`: look for every planted bug until a seed finds it."""
+"""Search for a seed that detects each planted bug: `python -m tests.support.mutants.command`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.mutants.rules import BUGS, mutated
 from tests.support.mutants.seeds import seeds_of
 
 BUG_SEEDS: Final = 1_000
-"""A planted bug is looked for in so many seeds."""
+"""Seeds searched per bug."""
 
 
 def main() -> int:
-    """Plant wrong rules, one at a time, and say which seed finds each; 5 where none does."""
+    """Plant each bug and print its seed; return 5 if one is not detected."""
     settle()
     missed = []
     for name, bug in BUGS.items():

@@ -1,4 +1,4 @@
-"""Mutant bugs of workers that share their GPUs with the trainer; see `rules`."""
+"""Mutants of colocated workers; see `rules`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _never_given_back(patches: Patches) -> None:
 
 
 def _woken_in_a_step(patches: Patches) -> None:
-    """What sleeps is idle like any other while the trainer computes."""
+    """Sleeping workers count as idle while the trainer computes."""
     right = elastic.held
 
     def held(state: State) -> frozenset[str]:
@@ -31,7 +31,7 @@ def _taken_while_awake(patches: Patches) -> None:
 
 
 def _allow(patches: Patches) -> None:
-    """The fold believes whatever is assigned."""
+    """The fold accepts any assignment."""
     patches.put(elastic, "assign_error", lambda state, worker, decision: "")
 
 
@@ -40,4 +40,4 @@ OF_ELASTIC: Final = (
     ("woken-in-a-step", "an elastic worker is assigned a version in a step", _woken_in_a_step),
     ("taken-while-awake", "a batch does not wait for elastic workers", _taken_while_awake),
 )
-"""(name, what is wrong, how it is put there) of each."""
+"""(name, description, patch)."""

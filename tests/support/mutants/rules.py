@@ -1,8 +1,6 @@
-"""Mutant bugs: wrong rules, put into this process, that the checkers have to find.
+"""Mutants of rules that planner and fold share, so that a run follows the wrong rule consistently.
 
-Each changes production's rule where planner and fold share it, so that the run follows the wrong
-rule without noticing. Those of the bound are the ones that docs/staleness.md has counterexamples
-for.
+The mutants of the staleness bound match the counterexamples in docs/staleness.md.
 """
 
 from __future__ import annotations
@@ -48,18 +46,17 @@ _MISSING: Final = object()
 
 
 class Patches:
-    """Changes of rules of this process; `undo` takes them back."""
+    """Reversible patches of this process."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Give a class or a module another attribute."""
         self._undo.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, value)
 
     def everywhere(self, original: Any, value: Any) -> None:
-        """Put `value` wherever another module of this package has `original`, under any name."""
+        """Replace `original` in every other module of the package, under any name."""
         found = [
             (module, name)
             for key, module in list(sys.modules.items())
@@ -72,7 +69,6 @@ class Patches:
             self.put(module, name, value)
 
     def undo(self) -> None:
-        """Put everything back."""
         for owner, name, value in reversed(self._undo):
             if value is _MISSING:
                 delattr(owner, name)
@@ -82,8 +78,6 @@ class Patches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """A bug: what is wrong, and how it is put there."""
-
     name: str
     what: str
     plant: Callable[[Patches], None]
@@ -91,7 +85,7 @@ class Mutant:
 
 @contextmanager
 def mutated(name: str) -> Iterator[Mutant]:
-    """The process has this bug while the block lasts. Example: ``with mutated("gate-from-0"):``"""
+    """Apply this bug in the block. Example: ``with mutated("gate-from-0"):``"""
     bug, patches = BUGS[name], Patches()
     try:
         bug.plant(patches)
@@ -100,7 +94,7 @@ def mutated(name: str) -> Iterator[Mutant]:
         patches.undo()
 
 
-# The bound
+# Staleness bound
 
 
 def _gate_from_0(patches: Patches) -> None:
@@ -136,7 +130,7 @@ def _newest_first(patches: Patches) -> None:
 
 
 def _take_by(patches: Patches, key: Callable[[Finished], Any]) -> None:
-    """Batches in another order, behind the same gate."""
+    """Batches in another order after the same gate."""
 
     def take(
         finished: Sequence[Finished],
@@ -282,7 +276,7 @@ def _fenced_counts(patches: Patches) -> None:
 
 
 def _old_scores_count(patches: Patches) -> None:
-    """What a group was scored counts from whoever says it, asked last or not."""
+    """A group's scores count from any worker, not only from the last one asked."""
 
     def scored(state: State, offset: int, record: GroupScored) -> str:
         group = state.groups.get(record.group)
@@ -295,7 +289,7 @@ def _old_scores_count(patches: Patches) -> None:
 
 
 def _alone_trained(patches: Patches) -> None:
-    """Batches are trained with the rewards of the records alone."""
+    """Batches use the records' own rewards only."""
 
     def taken(group: Group) -> TakenGroup:
         return msgspec.structs.replace(right(group), rewards={})
@@ -305,7 +299,7 @@ def _alone_trained(patches: Patches) -> None:
 
 
 def _part_too_soon(patches: Patches) -> None:
-    """A part leaves no room for groups that are due."""
+    """A part leaves no room for due groups."""
 
     def part(finished: Sequence[Finished], *_: object, size: int, **at: int) -> Sequence[Finished]:
         fits = len(finished) >= size and at["taken"] + size < at["per_step"]
@@ -315,7 +309,7 @@ def _part_too_soon(patches: Patches) -> None:
 
 
 def _part_lost(patches: Patches) -> None:
-    """A batch forgets its last part."""
+    """A batch loses its last part."""
     right = elastic.batch_due
 
     def due(state: State) -> list[str]:
@@ -326,7 +320,7 @@ def _part_lost(patches: Patches) -> None:
 
 
 def _part_twice(patches: Patches) -> None:
-    """The groups of a part are still there for the next one."""
+    """Groups of a part remain available to the next part."""
 
     def taken(state: State, names: Sequence[str]) -> None:
         state.parts.append(tuple(names))
@@ -335,7 +329,7 @@ def _part_twice(patches: Patches) -> None:
 
 
 def _part_outlives(patches: Patches) -> None:
-    """A part stays although the step before it comes to nothing."""
+    """A part survives a failed previous step."""
 
     def ended(state: State, training: Training) -> None:
         state.training = None
@@ -345,7 +339,7 @@ def _part_outlives(patches: Patches) -> None:
 
 
 def _update_while_written(patches: Patches) -> None:
-    """A part that is an update does not wait until the weights are written that it changes."""
+    """An update does not wait until the weights that it changes are written."""
     patches.put(TrainerMachine, "_must_wait", lambda self, part: False)
 
 
@@ -354,7 +348,7 @@ def _progress_lost(patches: Patches) -> None:
 
 
 def _placed_twice(patches: Patches) -> None:
-    """Sibling 0 of every third group stays in the queue although it was placed."""
+    """Sample 0 of every third group stays queued after its placement."""
     right, require = transitions.place, rules_decision._require
 
     def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
@@ -375,7 +369,7 @@ def _placed_twice(patches: Patches) -> None:
 
 
 def _beyond_c(patches: Patches) -> None:
-    """Where C is automatic, all is admitted that the bound has room for."""
+    """Automatic `async_batches` admits everything within the bound."""
 
     def most(state: State) -> float:
         assert state.config is not None
@@ -483,7 +477,7 @@ def _chain_without_control(patches: Patches) -> None:
 
 
 def _counted_at_once(patches: Patches) -> None:
-    """What a group has come to decides about rows before the next version is there."""
+    """Group outcomes affect row sampling before the next version."""
 
     def note(state: State, group: Group) -> None:
         right(state, group)
@@ -495,7 +489,7 @@ def _counted_at_once(patches: Patches) -> None:
 
 
 def _weights_stay(patches: Patches) -> None:
-    """Rows are drawn by the weights of the first version that an orchestrator met."""
+    """Row weights stay at the first version seen by an orchestrator."""
 
     def count(state: State) -> None:
         kept = dict(state.weights)
@@ -571,4 +565,3 @@ _ALL: Final = (
 BUGS: Final[dict[str, Mutant]] = {
     name: Mutant(name=name, what=what, plant=plant) for name, what, plant in _ALL
 }
-"""Every planted bug by its name."""

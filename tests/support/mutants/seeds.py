@@ -1,7 +1,4 @@
-"""Which seeds can meet a mutant bug: a search plays no others.
-
-What a bug is about, parts of a batch say, is in some seeds only: in others nothing can be found.
-"""
+"""Seeds that can trigger a mutant; a search skips the others."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ def _of(has: Callable[[Config], bool]) -> Meets:
 
 
 def _under(*faults: str) -> Meets:
-    """One of these is among its faults."""
     return lambda drawn: not drawn.faults.keys().isdisjoint(faults)
 
 
@@ -74,10 +70,9 @@ _MEETS: Final[dict[str, Meets]] = {
     "restart-forgets": _under("kill-orchestrator", "kill-appending", "zombie-orchestrator"),
     "commit-again": _under("kill-trainer", "kill-appending", "zombie-trainer"),
 }
-"""By bug; the others may be met in every seed."""
+"""Predicates by bug; other bugs can occur in every seed."""
 
 
 def seeds_of(bug: str, most: int) -> Iterator[int]:
-    """Those of the first `most` seeds that can meet this bug. Example: ``seeds_of("x", 500)``"""
     meets = _MEETS.get(bug)
     return (seed for seed in range(most) if meets is None or meets(draw(seed)))

@@ -1,4 +1,4 @@
-"""Mutant bugs of sessions, where a worker decides about the calls of agents; see `rules`."""
+"""Mutants of agent sessions on a worker; see `rules`."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ OF_EPISODES: Final = (
         _told_otherwise,
     ),
 )
-"""As `OF_SESSIONS`, of episodes that go on with another environment."""
+"""Like `OF_SESSIONS`, for episodes that continue in another environment."""
 
 OF_SESSIONS: Final = (
     ("answered-early", "an answer leaves before its record is in the log", _answered_early),
@@ -154,4 +154,4 @@ OF_SESSIONS: Final = (
     ("calls-stay", "a session that moves leaves its open calls where it was", _calls_stay),
     ("thinking-holds", "an agent that thinks holds a slot's place", _thinking_holds),
 )
-"""Name, what is wrong, and what plants it."""
+"""(name, description, patch)."""

@@ -1,4 +1,4 @@
-"""Mutant bugs of what the policy store keeps and makes of versions; see `rules`."""
+"""Mutants of the policy store; see `rules`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _base_dropped(patches: Patches) -> None:
 
 
 def _any_base(patches: Patches) -> None:
-    """A machine that has copies begins at one of them, and nobody looks at what comes out."""
+    """Deltas start from any local copy, without verification."""
     right = PolicyStore._chain
 
     def chain(
@@ -71,4 +71,4 @@ OF_VERSIONS: Final = (
     ("any-base", "a patch is applied to whatever version a machine has", _any_base),
     ("damaged-stays", "a copy of a patch that was damaged is not fetched again", _damaged_stays),
 )
-"""(name, what is wrong, how it is put there) of each."""
+"""(name, description, patch)."""

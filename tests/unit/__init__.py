@@ -1,1 +1,1 @@
-"""One part at a time, no network, no sleeping."""
+"""Tests of single parts, without network or sleeping."""

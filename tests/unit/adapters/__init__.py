@@ -1,1 +1,1 @@
-"""Environments of others as tasks."""
+"""Tests of third-party environments as tasks."""

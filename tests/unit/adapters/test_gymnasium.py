@@ -1,4 +1,4 @@
-"""Environments of Gymnasium as tasks."""
+"""Tests of Gymnasium environments as tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dora_pipe.producers.tasks.registry import open_task, reward_digest
 from tests.support.adapters_of_others import opened, played, task_of
 
 WAY = ("down", "down", "right", "right", "down", "right")
-"""Over the ice of FrozenLake's 4x4, where nothing slips."""
+"""Path through FrozenLake's 4x4 without slipping."""
 
 OWN = """
 import gymnasium
@@ -86,7 +86,7 @@ def test_a_conversation_has_messages_of_a_user() -> None:
 
 
 def test_the_same_seed_and_turns_give_the_same_episode_beside_others() -> None:
-    task = task_of("gymnasium:FrozenLake-v1")  # it slips
+    task = task_of("gymnasium:FrozenLake-v1")  # slippery by default
     row = task.rows("train")[5]
     alone = played(task, row, WAY)
     other, again = opened(task, row), opened(task, row)

@@ -1,4 +1,4 @@
-"""Tools of MCP servers as tools of a task; servers are processes."""
+"""Tests of MCP tools, with servers as processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def http(*words: str) -> Iterator[str]:
 
 @pytest.fixture(params=["pipe", "json", "events"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[McpServer]:
-    """A server's place, by every wire."""
     if request.param == "pipe":
         yield McpServer(command=COMMAND)
         return
@@ -53,7 +52,6 @@ def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture
 def closing() -> Iterator[list[McpTools]]:
-    """Whose shared sessions end with the test."""
     opened: list[McpTools] = []
     yield opened
     for one in opened:
@@ -80,7 +78,7 @@ def test_a_servers_tools_are_told_with_its_words_and_called(
     assert schema["function"]["description"] == "Add two numbers."
     assert schema["function"]["parameters"]["required"] == ["a", "b"]
     assert told(tools, "add-numbers", a=2, b=40) == "42"
-    word = "Å…\x85\u2028 日本"  # of which ISO-8859-1, or a line's end, would make something else
+    word = "Å…\x85\u2028 日本"  # ISO-8859-1 decoding or line splitting would change it
     assert told(tools, "note", word=word) == json.dumps(
         {"notes": [word]}, ensure_ascii=False
     ).replace(": ", ":")
@@ -144,7 +142,7 @@ def test_a_call_that_hangs_ends_at_the_tools_time_limit(
         assert told(tools, "hang") == "error: timed out after 0.4 s"
     finally:
         TOOL_LIMIT_S.reset(token)
-    if not server.command:  # it answers several at once
+    if not server.command:  # several requests at a time
         assert told(tools, "add-numbers", a=1, b=2) == "3"
 
 
@@ -153,7 +151,7 @@ def test_a_server_that_says_much_and_reads_nothing_is_late_and_can_be_closed() -
     tools = here.tools()
     token = TOOL_LIMIT_S.set(0.4)
     try:
-        for words in ({}, {"word": "x" * (1 << 20)}):  # the second fills its pipe
+        for words in ({}, {"word": "x" * (1 << 20)}):  # the second one fills its pipe
             assert told(tools, "deaf", **words) == "error: timed out after 0.4 s"
     finally:
         TOOL_LIMIT_S.reset(token)
@@ -177,7 +175,6 @@ def test_a_wrong_key_and_a_forgotten_session_are_told_apart() -> None:
 
 
 def test_a_server_that_was_started_here_does_not_outlive_its_task(tmp_path: Path) -> None:
-    """It ignores that its input ended."""
     server = tmp_path / "server.py"
     server.write_text(
         f"import os, sys, time; sys.path.insert(0, {str(ROOT)!r}); "

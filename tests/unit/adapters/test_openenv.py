@@ -1,4 +1,4 @@
-"""Environments behind an address of OpenEnv's protocol; the server is a process."""
+"""Tests of OpenEnv environments, with the server as a process."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_an_environment_that_fails_is_the_tasks_error_and_one_that_is_away_is_tr
         task = task_of(f"openenv:{url}")
 
         async def begun_when_there_is_room() -> Environment:
-            for _ in range(100):  # the server may not know yet that the other has gone
+            for _ in range(100):  # the server may not have noticed the disconnect
                 with contextlib.suppress(Retry):
                     await begun(found := opened(task, {}))
                     return found

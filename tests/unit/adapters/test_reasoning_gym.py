@@ -1,4 +1,4 @@
-"""Generators of reasoning-gym as tasks; `make test-adapters` runs them where it is not in .venv."""
+"""Tests of reasoning-gym generators as tasks (`make test-adapters`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observations of Gymnasium's spaces as text, and actions read back."""
+"""Tests of Gymnasium spaces as text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ def boxes() -> st.SearchStrategy[spaces.Box]:
 
 
 def acted() -> st.SearchStrategy[Any]:
-    """Spaces whose actions are read."""
     sizes = st.integers(1, 9)
     return st.one_of(
         st.builds(lambda n, start: spaces.Discrete(n, start=start), sizes, st.integers(-3, 3)),

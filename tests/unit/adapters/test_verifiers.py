@@ -1,5 +1,4 @@
-"""Environments of verifiers as tasks. What needs verifiers itself is skipped where there is no
-.venv-verifiers; `make test-verifiers` makes it."""
+"""Tests of verifiers environments as tasks; some need .venv-verifiers (`make test-verifiers`)."""
 
 from __future__ import annotations
 
@@ -88,7 +87,7 @@ class Context:
 
 @dataclass(kw_only=True)
 class Rollout:
-    """As verifiers' `RolloutSession`."""
+    """Minimal `RolloutSession` of verifiers."""
 
     ctx: Context
     client: Any = None
@@ -96,7 +95,7 @@ class Rollout:
 
 
 class Inner:
-    """As verifiers' interception: one client for each endpoint, kept."""
+    """Minimal interception of verifiers: one cached client per endpoint."""
 
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
@@ -242,15 +241,14 @@ def test_the_configuration_of_the_page_opens() -> None:
 
 ROLLOUTS = 3
 PATIENCE_S = 300.0
-"""For rollouts: each is a Python process or two that import much."""
+"""Seconds for rollouts, whose Python processes import much."""
 
 SUM = re.compile(r"n\d+ \d+(?: n\d+ \d+)+")
-"""What a row of the example asks."""
+"""Question of the example's rows."""
 
 
 class Policy:
-    """Says what `say` makes of a call and its prompt. It answers nobody before so many calls of
-    sessions are open at once as `together`."""
+    """Model that answers by `say`, once `together` calls are open."""
 
     def __init__(self, assets: Path, say: Callable[[CallAsked, str], str], together: int) -> None:
         self._assets, self._say, self._together = assets, say, together
@@ -274,7 +272,6 @@ class Policy:
 
 
 def rewards(policy: Policy, stage: Stage, env: dict[str, Any]) -> list[Reward]:
-    """Of so many sessions of one environment, in one process at the same time."""
     policy.stage = stage
     options = {"env": env, "count": ROLLOUTS, "eval_count": 1}
     found: list[TaskEvent] = []
@@ -298,7 +295,6 @@ def rewards(policy: Policy, stage: Stage, env: dict[str, Any]) -> list[Reward]:
 @there
 @pytest.mark.slow
 def test_rollouts_at_once_of_one_environment_each_call_their_own_session(tmp_path: Path) -> None:
-    """Two attempts of each, all open at once: of the first row both are right, of the last none."""
     assets = write_chat_model(tmp_path, "qwen2_5")
     asked: dict[str, list[str]] = {}
 

@@ -1,4 +1,4 @@
-"""The search for the version after which a value falls, and for the group that caused it."""
+"""Tests of bisection by version and by group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAWS = 512
 
 @dataclass(slots=True)
 class World:
-    """Draw i is 1 where the i-th number is below what the subject is worth."""
+    """World in which draw i is 1 if the i-th number is below the subject's value."""
 
     worth: Callable[[Subject], float]
     draws: int = DRAWS
@@ -80,7 +80,6 @@ def test_draws_without_a_value_are_left_out_of_every_pair() -> None:
 def explained(
     causes: set[str], far: dict[str, float], *, steps: int = 20
 ) -> tuple[World, Explanation]:
-    """What is found where a trial is good that drops all of these causes."""
     suspects = [Suspect(name=name, step=9, deviations=value) for name, value in far.items()]
     suspects.sort(key=lambda one: -one.deviations)
     world = World(

@@ -1,4 +1,4 @@
-"""A repeated step with a change: dropped rows, other rewards, weights; files of a change."""
+"""Tests of changed steps: dropped rows, rewards, weights, change files."""
 
 from dataclasses import replace
 from pathlib import Path

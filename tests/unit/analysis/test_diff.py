@@ -1,4 +1,4 @@
-"""The first record where two runs part, and the cause of a trajectory's difference."""
+"""Tests of diff: first different record and its cause."""
 
 from __future__ import annotations
 

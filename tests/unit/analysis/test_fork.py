@@ -1,4 +1,4 @@
-"""Values of a trajectory's places, and the place that decided it."""
+"""Tests of fork: values of positions and the decisive one."""
 
 from __future__ import annotations
 

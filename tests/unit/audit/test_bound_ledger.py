@@ -1,4 +1,4 @@
-"""The bound's own books say the same as the orchestrator's rules, written in another form."""
+"""Tests that the ledger's staleness bound equals the orchestrator's rules."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_feasibility_is_that_of_the_orchestrator(
 def test_admission_is_that_of_the_orchestrator(
     deadlines: list[int], version: int, training: bool, eta: int, per_step: int
 ) -> None:
-    # U is feasible at all times; the orchestrator does not ask again.
+    # U is feasible at all times; the orchestrator does not check again.
     assume(staleness.feasible(Counter(deadlines), version + training, per_step))
     config = make_config(
         staleness__max_staleness=eta, groups__per_step=per_step, run__steps=6, groups__size=2
@@ -132,7 +132,7 @@ def test_two_batches_are_never_in_training() -> None:
 
 
 def _group(*endings: float | str | None, size: int = 4) -> GroupEntry:
-    """A group whose siblings ended like this: a reward, None (invalid), "failed" or "running"."""
+    """Return a group by its endings: a reward, None (invalid), "failed" or "running"."""
     spec = msgspec.structs.replace(spec_of(0), size=size)
     entries = {}
     for sibling, ending in enumerate([*endings, *["running"] * (size - len(endings))]):

@@ -1,4 +1,4 @@
-"""What `show` tells of a trajectory, a group and a step."""
+"""Tests of `show` for trajectories, groups and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other tools get: one Parquet row per trajectory, a policy as a model directory."""
+"""Tests of exports: Parquet rows and model directories."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ from tests.support.tamper import Tamper
 
 
 class Numbers:
-    """Token ids as their numbers; 0 is special."""
-
     def text(self, token_ids: Sequence[int]) -> str:
         return self.full_text([one for one in token_ids if one])
 
@@ -42,7 +40,6 @@ class Numbers:
 
 @pytest.fixture
 def trajectory(recorded: RecordedRun) -> Trajectory:
-    """One that has two segments at least."""
     with closing(recorded.open()) as bus:
         logged = build_ledger(bus, recorded.topics).accounts.logged
         for record in records_of(bus, ends_of(bus, recorded.topics.trajectories)):

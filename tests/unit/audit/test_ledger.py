@@ -1,8 +1,6 @@
-"""The ledger against runs of the real orchestrator with faults: the books always balance.
+"""Tests of the ledger on runs of the real orchestrator with faults.
 
-Method: `World` plays workers and a trainer that fail in every way a seed can draw. The ledger reads
-the log afterwards with its own rules; it must find nothing to complain of, bind exactly the records
-that the orchestrator counted, and give every group exactly one fate.
+It must report nothing, count the orchestrator's records and give each group one outcome.
 """
 
 from __future__ import annotations
@@ -173,7 +171,6 @@ def _tell(world: World, command: Command) -> None:
 def test_commit_that_lost_the_race_with_fail_batch_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The user ends the batch; the trainer, who does not know yet, commits it all the same."""
     world = _world(1, Chances(train_s=2.0))
     monkeypatch.setattr(world.ledger, "_end", lambda group, fate: None)
     raced: list[int] = []

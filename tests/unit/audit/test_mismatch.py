@@ -1,4 +1,4 @@
-"""The mismatch report: causes add up to the whole, and each is found where it was put."""
+"""Tests of the mismatch report: causes are detected and sum to the total."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ STEP = 3
 
 
 class Table:
-    """A scorer whose log-prob of a token is made of the token and the version."""
+    """Scorer whose log-probs depend on token and version."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -54,7 +54,7 @@ class Table:
 
 
 class Letters:
-    """A tokenizer that has a token of its own for each two equal letters in a row."""
+    """Tokenizer with a token for each pair of equal letters."""
 
     def ids(self, text: str) -> list[int]:
         found: list[int] = []
@@ -82,7 +82,7 @@ def weights_of(version: int) -> tuple[Path, str]:
 def sampled_by(
     version: int, text: str, *, sibling: int = 0, noise: float = 0.0, narrower: float = 0.0
 ) -> Trajectory:
-    """A trajectory whose engine was `noise` off, and drew from what was `narrower`, in nats."""
+    """Return a trajectory with `noise` and narrower sampling, in nats."""
     ids = [ord(one) for one in text]
     made = make_trajectory(
         trajectory_id(group_id("train", version), sibling),
@@ -194,7 +194,7 @@ def test_trajectory_without_a_sampled_token_is_left_out() -> None:
     assert nothing.figures[0].share is None
 
 
-# Tokenisation.
+# Tokenization.
 
 
 def test_text_that_is_encoded_to_other_ids_is_counted_from_its_first_difference() -> None:
@@ -232,7 +232,7 @@ def test_turn_that_moved_between_workers_is_encoded_whole() -> None:
 
 def test_contexts_are_held_against_what_they_were_sampled_behind() -> None:
     class Positions(Table):
-        """A log-prob is made of the token before, too."""
+        """Scorer whose log-probs also depend on the previous token."""
 
         def score(self, rows: Sequence[Row]) -> list[list[float]]:
             return [

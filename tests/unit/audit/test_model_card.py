@@ -1,4 +1,4 @@
-"""What lies beside exported weights: how they are sampled."""
+"""Tests of generation settings exported with weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Every plan of a run is made again from its log: equal, or the round that differs is named.
+"""Tests of replanning from the log: equal plans, or the different round is named.
 
-Method: a whole run in virtual time in which every kind of decision occurs; one decision of a kind
-is changed, as a forger would whose chain fits (`FoldCheck` takes the chain as it stands).
+A virtual run contains every kind of decision; a forger changes one of each kind.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ KINDS = (Dispatch, Place, Move, Cancel, Assign, Drain, Fence, TakeBatch, End, St
 
 @cache
 def turns() -> tuple[FoldedRound, ...]:
-    """A run in which everything happens that a plan can decide."""
     config = records.make_config(
         run__steps=8,
         groups__size=4,
@@ -66,7 +64,6 @@ def turns() -> tuple[FoldedRound, ...]:
 
 
 def check(found: list[FoldedRound]) -> tuple[FoldCheck, Findings]:
-    """Fold a log as audit does."""
     findings = Findings()
     fold = FoldCheck(findings)
     for turn in found:
@@ -75,14 +72,12 @@ def check(found: list[FoldedRound]) -> tuple[FoldCheck, Findings]:
 
 
 def forged(place: int, round_: Round) -> list[FoldedRound]:
-    """The run with another round in that place."""
     found = list(turns())
     found[place] = FoldedRound(offset=found[place].offset, round=round_, facts=found[place].facts)
     return found
 
 
 def rounds_with(kind: type[Any]) -> list[tuple[int, Round, int]]:
-    """(place of the turn, its round, place of the decision) of every decision of a kind."""
     return [
         (place, turn.round, number)
         for place, turn in enumerate(turns())
@@ -93,7 +88,7 @@ def rounds_with(kind: type[Any]) -> list[tuple[int, Round, int]]:
 
 
 def with_decisions(round_: Round, decisions: list[AnyDecision]) -> Round:
-    """A forger's round; what a decision says as its reason is no part of the state."""
+    """Forge a round; a decision's reason is not part of the state."""
     return msgspec.structs.replace(round_, decisions=tuple(decisions))
 
 
@@ -136,7 +131,6 @@ def test_after_a_plan_that_differs_the_later_ones_are_still_made_again() -> None
 
 
 def planned_by(planner: str) -> list[FoldedRound]:
-    """The run, begun by another planner."""
     found = list(turns())
     first = found[0]
     facts = []

@@ -1,4 +1,4 @@
-"""Figures of a report: buckets, hosting times, findings."""
+"""Tests of report metrics: buckets, hosting times, findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walking control and decisions: what joins rounds is checked link by link, breaks are local."""
+"""Tests of the walk over control and decisions: links, local breaks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ TOPICS = Topics("w")
 
 
 class Log:
-    """A log written by hand: facts, then rounds that fold them."""
-
     def __init__(self) -> None:
         self.bus = MemoryBus(MemoryLog())
         self.bus.create([TopicSpec(name=name) for name in TOPICS.all()])
@@ -41,14 +39,12 @@ class Log:
         self.folded: list[tuple[int, bytes]] = []
 
     def fact(self, value: bytes = b"") -> int:
-        """A control record; its offset."""
         value = value or encode(Command(at_ns=0, user="u", verb="pause"))
         (offset,) = self.writer.append([Append(topic=TOPICS.control, value=value)])
         self.folded.append((offset, value))
         return offset
 
     def round(self, **changes: object) -> Round:
-        """A round that folds the facts since the last one, changed after it was chained."""
         next_ = self.bus.end(TopicPartition(TOPICS.control, 0))
         bare = Round(ordinal=self.rounds, role_epoch=1, now_ns=10 * self.rounds, control_next=next_)
         content = b"".join(fold_bytes(offset, value) for offset, value in self.folded)
@@ -59,7 +55,6 @@ class Log:
         return written
 
     def walk(self) -> tuple[list[FoldedRound], list[str]]:
-        """The turns, and what was found."""
         findings = Findings()
         buried = read_buried(self.bus, TOPICS)
         turns = list(folded_rounds(self.bus, TOPICS, findings, buried=buried))

@@ -1,4 +1,4 @@
-"""The statement of exported weights: its shape, and every digest against files and log."""
+"""Tests of the statement of exported weights: form and digests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @pytest.fixture(scope="module")
 def made(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A version's folder with its statement."""
     folder = tmp_path_factory.mktemp("exported") / "model"
     _write(recorded, folder)
     return folder
@@ -119,7 +118,6 @@ def _facts(bus: Bus, topics: Topics) -> list[Any]:
 
 
 def _chain(bus: Bus, topics: Topics) -> tuple[str, int, int]:
-    """Chain, number and control position of the last round, made again from bytes."""
     control = list(records_of(bus, ends_of(bus, topics.control)))
     chain, folded, last = GENESIS_CHAIN, 0, None
     for record in records_of(bus, ends_of(bus, topics.decisions)):
@@ -131,7 +129,7 @@ def _chain(bus: Bus, topics: Topics) -> tuple[str, int, int]:
                 digest.update(len(one.value).to_bytes(8, "big") + one.value)
         bare = record.value[: record.value.rindex(b',"chain":')] + b"}"
         digest.update(bare)
-        if digest.hexdigest() != round_.chain:  # of an orchestrator that was fenced
+        if digest.hexdigest() != round_.chain:  # from a fenced orchestrator
             continue
         chain, folded, last = round_.chain, round_.control_next, round_
     assert last is not None
@@ -139,7 +137,6 @@ def _chain(bus: Bus, topics: Topics) -> tuple[str, int, int]:
 
 
 def _sampled(bus: Bus, topics: Topics, facts: list[Any]) -> dict[int, int]:
-    """Tokens by version, of the records that the commits name."""
     commits = {one.step: one for one in facts if isinstance(one, StepCommitted)}
     wanted = {
         (one.partition, one.offset)

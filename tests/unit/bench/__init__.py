@@ -1,1 +1,1 @@
-"""Tests of the measurements; none asserts a time."""
+"""Tests of benchmarks, without asserting times."""

@@ -1,4 +1,4 @@
-"""bench audit: its log holds, its figures are of what they say, memory does not grow with a run."""
+"""Tests of `bench audit`: valid log, correct metrics, constant memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.schemas.topics import Topics
 
 GROWTH_BYTES_MAX = 100
-"""Memory per trajectory: less than the smallest object that an audit could keep of each, more than
-the 45 bytes of gaps that the allocator leaves."""
+"""Bytes per trajectory: below any Python object, above the allocator's 45 bytes of gaps."""
 
 
 @pytest.mark.parametrize(

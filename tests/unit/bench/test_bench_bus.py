@@ -1,4 +1,4 @@
-"""The bus bench measures every phase of every bus and size; how fast they are is not asserted."""
+"""Tests of the bus benchmark: every phase, bus and size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec bench measures every way of every length on one sound trajectory."""
+"""Tests of the codec benchmark."""
 
 from __future__ import annotations
 

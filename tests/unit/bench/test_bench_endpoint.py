@@ -1,4 +1,4 @@
-"""`bench endpoint` measures what it says."""
+"""Tests of `bench endpoint`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's bench measures what it says: the demo's lengths, both sides of the comparison."""
+"""Tests of the engine benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench plan` measures turns of a run that trains, moves requests and keeps snapshots."""
+"""Tests of `bench plan` on a run with moves and snapshots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""`bench memory` measures what it says.
+"""Tests of `bench memory`.
 
-Method: what a process holds also depends on the pages of libraries that a busy machine has taken
-from it. What has to be small is therefore counted where torch allocates it, the same every time.
+Small sizes are counted by torch's allocator: resident memory depends on other processes.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ LOGITS_MB = TOKENS * HEAD_VOCABULARY * 4 / 1e6
 
 
 def head(chunk_tokens: int) -> MemoryCase:
-    """A head whose logits are most of what it takes."""
+    """Head dominated by its logits."""
     return MemoryCase(
         what="head",
         tokens=TOKENS,
@@ -26,8 +25,7 @@ def head(chunk_tokens: int) -> MemoryCase:
 
 
 def allocated_mb(compute: Callable[[], object]) -> tuple[float, float]:
-    """What its tensors leave behind, and most that they have at a time, by torch's own account of
-    its allocator."""
+    """Return retained and peak tensor memory by torch's allocator."""
     from torch.autograd.profiler import profile
 
     with profile(profile_memory=True) as profiled:

@@ -1,4 +1,4 @@
-"""`bench versions`: a version has every stage on its way to a worker's first token."""
+"""Tests of `bench versions`: stages from publication to a first token."""
 
 from __future__ import annotations
 

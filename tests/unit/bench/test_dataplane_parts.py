@@ -1,4 +1,4 @@
-"""The parts of `bench dataplane`: trajectories, moments, batches, figures."""
+"""Tests of parts of `bench dataplane`."""
 
 from __future__ import annotations
 

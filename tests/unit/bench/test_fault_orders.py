@@ -1,4 +1,4 @@
-"""Who is struck when: every moment that matters is in thirty rounds; a seed gives them again."""
+"""Tests of fault orders: coverage in 30 rounds, determinism by seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a struck role or broker counts as back."""
+"""Tests of recovery times of struck roles and brokers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench faults` says of its rounds: a round that proves nothing is not clean, and exit 5."""
+"""Tests of the table and exit code of `bench faults`."""
 
 from __future__ import annotations
 

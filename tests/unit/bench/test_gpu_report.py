@@ -1,4 +1,4 @@
-"""A report of a GPU is made of pieces: each is done once, bounded, and says what came of it."""
+"""Tests of GPU reports: bounded pieces, each run once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Staleness is exact by construction, cells are compared seed by seed, the plan is whole; a study
-that was stopped goes on where it ended, and never mixes settings."""
+"""Tests of the off-policy study: exact staleness, paired seeds, resumption."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ def test_a_cell_is_compared_with_the_base_of_its_own_seed() -> None:
     assert base.masked is None
 
 
-# The file of what was measured
+# The file of results
 
 STUDIED = {"trainer.learning_rate": 1e-3, "task.options": {"mu": 1.0}}
 S = setting_digest(STUDIED)

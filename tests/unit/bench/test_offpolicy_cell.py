@@ -1,4 +1,4 @@
-"""A cell of the off-policy study trains what the right version sampled; nothing else differs."""
+"""Tests of a cell of the off-policy study."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS, GROUPS, SIZE = 4, 2, 4
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A random model of the demo's size, and steps so small that they take no time."""
+    """Return a random model of the demo's size with very short steps."""
     place = tmp_path_factory.mktemp("study")
     make_model(place / "random", "arithmetic")
     (place / "demo.toml").write_text(example_config("arithmetic"))
@@ -44,7 +44,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 class Spy:
-    """Notes every batch on its way into the trainer; may fail at a step."""
+    """Trainer wrapper that records batches and may fail."""
 
     def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, fail_at: int = -1) -> None:
         self.batches: list[TrainBatch] = []

@@ -1,4 +1,4 @@
-"""Production's planner over modelled hardware, and the paradigms beside it."""
+"""Tests of the production planner on modeled hardware, and of other paradigms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ RATES = EngineRates(tau_s=0.02, load_s=1.0)
 
 
 def draw(ordinal: int) -> tuple[int, ...]:
-    """The lengths of a group of four."""
     return LENGTHS.draw(seed=1, ordinal=ordinal, size=4)
 
 
@@ -58,7 +57,6 @@ def test_a_step_never_beats_the_limit() -> None:
 
 
 def mean_staleness(run: ClusterRun) -> float:
-    """Over trained groups."""
     found = [pair for span in run.spans for pair in span.staleness]
     return sum(key * count for key, count in found) / sum(count for _, count in found)
 

@@ -1,4 +1,4 @@
-"""The running batch of a modelled engine, against a loop over tokens."""
+"""Tests of the modeled engine against a loop over tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ RATES = EngineRates(tau_s=0.02, rise=0.5, full=4)
 
 
 def drain(batch: Sharing) -> dict[str, float]:
-    """When each request ends."""
     found: dict[str, float] = {}
     while len(batch):
         at_s = batch.next_s()
@@ -22,7 +21,6 @@ def drain(batch: Sharing) -> dict[str, float]:
 
 
 def token_by_token(lengths: dict[str, int], rates: EngineRates) -> dict[str, float]:
-    """The same by a loop: every turn gives each active request one token."""
     left, now_s, found = dict(lengths), 0.0, {}
     while left:
         now_s += rates.tau(len(left))

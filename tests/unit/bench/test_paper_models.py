@@ -1,4 +1,4 @@
-"""The models of the published figures: lengths of responses, and the law from GPUs to speed."""
+"""Tests of published models: response lengths and GPU scaling."""
 
 from __future__ import annotations
 

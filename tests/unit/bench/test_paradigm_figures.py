@@ -1,4 +1,4 @@
-"""Ratios of paradigms: pairs with the same seed, an interval, and what it does not tell apart."""
+"""Tests of ratios of paradigms with paired seeds and intervals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dora_pipe.bench.studies.paradigms import (
 
 
 def run(entrant: str, seed: int, samples_per_s: float) -> ParadigmRun:
-    """A run of which only its speed matters."""
     own = own_setting(entrant, 3e-4)
     return of_cell(msgspec.structs.replace(own, seed=seed), samples_per_s=samples_per_s)
 

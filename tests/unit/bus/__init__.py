@@ -1,1 +1,1 @@
-"""Tests of the buses one by one; what they share is in tests/contract."""
+"""Tests of single buses; tests/contract has the shared ones."""

@@ -1,4 +1,4 @@
-"""What is under way between a client and its cluster stays within bounds, in order, on time."""
+"""Tests of bounds, order and timing of Kafka requests in flight."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dora_pipe.bus.port import Append, Record, TopicPartition
 
 @dataclass
 class Landed:
-    """What the client says of a record that was acknowledged."""
+    """Metadata of an acknowledged record."""
 
     offset: int
 
 
 @dataclass
 class Producer:
-    """Takes everything; a record is acknowledged only when somebody waits for it."""
+    """Producer that acknowledges only when awaited."""
 
     fails_at: int = -1
     sent: list[bytes] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Producer:
 
 
 class Later(Future):  # type: ignore[misc]  # the client has no types
-    """The client's future, with a `get`."""
+    """kafka-python's future with `get`."""
 
     def __init__(self, producer: Producer, number: int) -> None:
         super().__init__()
@@ -132,7 +132,6 @@ def test_the_error_of_a_record_ends_the_flight() -> None:
 def test_a_refusal_is_found_behind_the_follow_up_error_that_is_seen_first(
     cause: Exception, failed: bool
 ) -> None:
-    """The client fails the other records of the batch, or refuses the next one before any fails."""
     in_flight = InFlight(Producer(), limit_s=5)
     records = [record(size) for size in (1, 2, 3)]
     for each in records:

@@ -1,4 +1,4 @@
-"""How kafka-python's clients are made, called and given up, without any broker."""
+"""Tests of kafka-python clients without a broker."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def test_a_client_that_finds_no_cluster_leaves_no_thread(kind: Callable[..., Any
 
 
 def test_a_broker_that_is_gone_is_one_that_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that dies is still the leader of partitions, or a coordinator, until there is another."""
     client = PatientClient(bootstrap_servers="127.0.0.1:1")
     asked: list[bool] = []
     monkeypatch.setattr(client.cluster, "request_update", lambda: asked.append(True))
@@ -68,7 +67,7 @@ def test_a_question_to_such_a_broker_is_asked_again_but_not_for_ever(
 
 
 class Stuck:
-    """A producer that cannot be closed before somebody lets it."""
+    """Producer whose close blocks until released."""
 
     def __init__(self) -> None:
         self.free, self.closed, self.tries = threading.Event(), threading.Event(), 0

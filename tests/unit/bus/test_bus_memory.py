@@ -1,4 +1,4 @@
-"""The memory bus does exactly the faults that it is told, and has no time of its own."""
+"""Tests of the memory bus: planned faults and virtual time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ AT = TopicPartition("t", 0)
 
 
 class Clock:
-    """A clock that stands until it is set."""
-
     def __init__(self) -> None:
         self.ms = 0
 
@@ -158,7 +156,7 @@ def test_a_planned_poll_fails_and_loses_nothing() -> None:
 
 def test_a_fault_plan_sees_the_call_and_the_records() -> None:
     class NoSecrets:
-        """Refuses by content, as a simulator may."""
+        """Content filter, as in a simulator."""
 
         def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
             secret = any(record.value == b"secret" for record in records)

@@ -1,4 +1,4 @@
-"""Whatever is appended, sought and polled in whatever steps: a bus is a list with gaps."""
+"""Property tests of buses against a list with gaps."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ steps = st.lists(
 
 
 class Model:
-    """What must be in the log, and where the reader must be."""
-
     def __init__(self, bus: Bus, reader: Reader) -> None:
         self.bus, self.reader = bus, reader
         self.writer = bus.writer()
@@ -42,7 +40,6 @@ class Model:
         self.count = 0
 
     def append(self, step: list[tuple[int, int]]) -> None:
-        """Distinct values of the given sizes."""
         call = []
         for partition, size in step:
             self.count += 1
@@ -54,14 +51,12 @@ class Model:
             self.values[each.partition].append(each.value)
 
     def seek(self, step: tuple[int, float]) -> None:
-        """Anywhere up to the end, gaps included."""
         at = TopicPartition("t", step[0])
         position = round(step[1] * self.bus.end(at))
         self.reader.seek(at, position)
         assert self.reader.position(at) == position
 
     def poll(self, step: tuple[int, int]) -> int:
-        """Exactly the next records of every partition, within the bounds; how many came."""
         records_max, bytes_max = step
         before = {p: self.reader.position(TopicPartition("t", p)) for p in range(PARTITIONS)}
         found = self.reader.poll(timeout_s=0, records_max=records_max, bytes_max=bytes_max)
@@ -77,7 +72,6 @@ class Model:
         return len(found)
 
     def check_position(self, partition: int, passed: int, before: int) -> None:
-        """Behind everything returned, not behind anything else, never backwards."""
         at = TopicPartition("t", partition)
         position = self.reader.position(at)
         assert before <= position <= self.bus.end(at)
@@ -87,7 +81,6 @@ class Model:
 
 
 def check_against_model(bus: Bus, script: list[tuple[str, object]]) -> None:
-    """Play the script, then read to the end."""
     bus.create([TopicSpec(name="t", partitions=PARTITIONS)])
     places = [TopicPartition("t", partition) for partition in range(PARTITIONS)]
     model = Model(bus, bus.reader(dict.fromkeys(places, 0)))

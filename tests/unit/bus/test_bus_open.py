@@ -1,4 +1,4 @@
-"""An address means one bus or is refused with a hint; names are checked before any log is."""
+"""Tests of bus addresses and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the SQLite bus can do: its file, its locks, its disk, its waits."""
+"""Tests of the SQLite bus: file, locks, disk, waits."""
 
 from __future__ import annotations
 
@@ -248,7 +248,6 @@ def test_a_poll_with_nothing_new_asks_one_question(bus: SqliteBus) -> None:
 
 
 def in_a_child(use: Callable[[], object]) -> str:
-    """What a forked child's use of the bus said; empty if it was allowed."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -280,8 +279,6 @@ def test_a_child_may_not_open_what_its_parent_held_open(bus: SqliteBus, path: Pa
 
 
 class Time:
-    """Time that passes only by sleeping; `calls` of `monotonic` cost nothing."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
         self.slept: list[float] = []

@@ -1,4 +1,4 @@
-"""Values too large for the log lie beside it, come back whole, and are named when they do not."""
+"""Tests of blobs: values too large for the log."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ def read(bus: Bus) -> list[Record]:
 
 
 def raw(log: MemoryLog) -> list[Record]:
-    """What a reader without the store sees."""
     return read(MemoryBus(log))
 
 
@@ -251,8 +250,6 @@ def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: ClaimBus) -> None
 
 
 class ToldFiles(ClaimFiles):
-    """Says which sizes are being read, and can be away."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.begun: queue.Queue[int] = queue.Queue()
@@ -268,7 +265,6 @@ class ToldFiles(ClaimFiles):
 
 @pytest.fixture
 def told(tmp_path: Path) -> tuple[ToldFiles, ClaimBus]:
-    """A log of four claimed values, of 2 001 to 2 004 bytes."""
     files = ToldFiles(tmp_path / "told")
     bus = ClaimBus(MemoryBus(MemoryLog()), files, above_bytes=LIMIT_BYTES)
     bus.create([TopicSpec(name=TOPIC)])
@@ -321,7 +317,7 @@ def test_records_under_their_limit_touch_no_store(bus: ClaimBus, tmp_path: Path)
 
 
 class FailingFiles(ClaimFiles):
-    """The disk is full when the value has been written half."""
+    """Files on a disk that fills up during a write."""
 
     def write(self, digest: str, value: bytes) -> None:
         raise BusFull("no room")

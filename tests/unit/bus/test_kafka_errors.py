@@ -1,4 +1,4 @@
-"""Each error of the Kafka client has one meaning, and each refusal is one line with what to do."""
+"""Tests of Kafka error mapping and messages."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_refusal_hidden_in_a_nameless_error_is_found() -> None:
     ],
 )
 def test_the_cause_of_a_follow_up_error_decides(cause: Exception, ours: type[DoraError]) -> None:
-    """The client raises these three for what it does after its first failure."""
+    """The client raises these three after its first failure."""
     for follow_up in (
         kafka_errors.KafkaError("Cannot perform send because of errors.", cause),
         kafka_errors.KafkaError(f"Cannot execute: we are in an error state: {cause}"),

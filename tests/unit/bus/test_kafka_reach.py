@@ -1,4 +1,4 @@
-"""A knock on doors that are no Kafka, or another one than was thought; each ends, with one line."""
+"""Tests of connections to wrong or broken servers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Door = Callable[[Callable[[socket.socket], object]], str]
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    """Opens a port whose every visitor is handled by a function; returns its address."""
+    """Open a port whose connections a function handles."""
     monkeypatch.setattr(access, "PROBE_WAIT_S", 0.2)
     monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
     opened: list[tuple[socket.socket, threading.Thread]] = []
@@ -56,7 +56,6 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 
 
 def answer(visitor: socket.socket, body: bytes) -> bytes:
-    """Read one request and answer it; returns the request."""
     (size,) = struct.unpack(">i", visitor.recv(4))
     request = visitor.recv(size)
     visitor.sendall(struct.pack(">ii", len(body) + 4, 0) + body)
@@ -64,21 +63,19 @@ def answer(visitor: socket.socket, body: bytes) -> bytes:
 
 
 def enter(visitor: socket.socket) -> None:
-    """Let a client in without SASL, and name the brokers."""
     answer(visitor, NO_SASL)
-    with suppress(struct.error):  # who wants SASL asks no more
+    with suppress(struct.error):  # clients without SASL stop here
         answer(visitor, BROKERS)
 
 
 def offers(*mechanisms: bytes) -> bytes:
-    """A SASL handshake's answer."""
     names = b"".join(struct.pack(">h", len(one)) + one for one in mechanisms)
     return struct.pack(">hi", 0, len(mechanisms)) + names
 
 
 NO_SASL = struct.pack(">hi", 34, 0)
 BROKERS = struct.pack(">iih5sihii", 1, 7, 5, b"k.one", 9092, -1, 7, 0)
-"""A cluster's answer: one broker, k.one:9092, and no topics."""
+"""Answer of a cluster with broker k.one:9092 and no topics."""
 NAMED = ["k.one:9092"]
 REFUSED = struct.pack(">hh", 58, -1) + struct.pack(">i", 0)
 WELCOME = struct.pack(">hh", 0, -1) + struct.pack(">i", 0)
@@ -89,7 +86,7 @@ WELCOME = struct.pack(">hh", 0, -1) + struct.pack(">i", 0)
 def test_a_door_that_hangs_up_or_is_no_kafka_is_no_answer(
     door: Door, said: bytes, protocol: str
 ) -> None:
-    """It may be a broker that ends just now, or a proxy whose broker is away."""
+    """The broker may be stopping, or a proxy has lost its broker."""
     came: Queue[int] = Queue()
 
     def hang_up(visitor: socket.socket) -> None:
@@ -172,7 +169,6 @@ def test_a_login_is_taken_or_refused(door: Door, end: bytes, lets_in: bool) -> N
 
 
 def test_a_broker_that_cannot_prove_that_it_knows_the_password_is_refused(door: Door) -> None:
-    """SCRAM proves both sides; this one makes its first message up."""
     scram = KafkaSecurity(protocol="SASL_PLAINTEXT", username="w0")
 
     def listen(visitor: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What is said of full disks below brokers, from what a client can see of them."""
+"""Tests of full broker disks as clients see them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ Said = tuple[str, str]
 
 
 def part(number: int, *, leader: int = 1, in_sync: frozenset[int] = ALL) -> Partition:
-    """Of a topic with three replicas, two of which must answer."""
     return Partition(
         topic="r.control", number=number, leader=leader, replicas=ALL, in_sync=in_sync, needed=2
     )

@@ -1,4 +1,4 @@
-"""Secrets come from the environment or a file, go to a client, and are nowhere else."""
+"""Tests of Kafka secrets from environment and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ SECRET = "s3cret-9f1"
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of this machine's environment."""
     monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
     monkeypatch.delenv(KEY_PASSWORD_VARIABLE, raising=False)
 

@@ -1,4 +1,4 @@
-"""Which settings of somebody else's topic are refused, which are told, and with what hint."""
+"""Tests of checks of existing topics' settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPEC = TopicSpec(name="r.t", partitions=4)
 
 
 def topic(brokers: int = 3, replicas: int = 0, **changed: str) -> TopicFacts:
-    """A topic as we make it, but for what is changed (dots as underscores)."""
+    """Return our topic with changes; underscores stand for dots."""
     made = topic_settings(SPEC, brokers)
     settings = {**made["configs"], **{k.replace("_", "."): v for k, v in changed.items()}}
     return TopicFacts(
@@ -55,7 +55,6 @@ def test_what_would_lose_records_or_refuse_them_all_is_refused(
 
 
 def test_all_that_has_to_change_is_named_at_once() -> None:
-    """Topics with a company's settings: more partitions fit, and the sizes are Kafka's default."""
     theirs = topic(max_message_bytes="1048588")
     control = replace(theirs, name="r.control", partitions=1)
     many = replace(theirs, name="r.trajectories", partitions=2)
@@ -102,7 +101,6 @@ def test_what_is_weaker_than_it_could_be_is_told_and_used(
 
 
 def test_a_command_in_a_hint_can_be_pasted() -> None:
-    """It is a script that `make kafka-tools` makes, with every word it needs."""
     facts = replace(topic(retention_ms="1"), servers="k1.example:9092,k2.example:9092")
     (found,) = problems_of(facts)
     command = found.hint[found.hint.index("kafka-configs.sh") :]

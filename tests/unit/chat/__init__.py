@@ -1,1 +1,1 @@
-"""Tests of chat templates, in this process."""
+"""Tests of chat templates, in process."""

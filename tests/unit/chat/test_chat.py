@@ -1,4 +1,4 @@
-"""A model's chat: prompts as transformers makes them, turns read, bridges behind them."""
+"""Tests of chats: prompts as in transformers, parsed turns, bridges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_prompts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     wanted = theirs.apply_chat_template(
         ASKED, tools=tools or None, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    if name == "llama3_2":  # It names the day on which it is rendered: ours is that of the run.
+    if name == "llama3_2":  # Its prompt contains the current date: here the run's.
         now = theirs.decode(wanted).partition("Today Date: ")[2][:11]
         ours = Tokenizer(tmp_path).full_text(open_chat(tmp_path).start(ASKED, tools).prompt_ids)
         assert ours.replace("01 Jan 1970", now) == theirs.decode(wanted)
@@ -71,7 +71,7 @@ def test_a_conversation_goes_on_behind_what_was_sampled(tmp_path: Path) -> None:
     assert [one["role"] for one in said] == ["system", "user", "assistant", "tool", "assistant"]
     assert said[-1] == {"role": "assistant", "content": "So x."}
     closed = conversation.answered([{"role": "user", "content": "More."}])
-    assert closed[0] == end  # a turn that a stop string ended is closed by the template's token
+    assert closed[0] == end  # after a stop string, the template's token closes the turn
     assert conversation.turns == 2
 
 

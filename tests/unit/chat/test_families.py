@@ -1,5 +1,4 @@
-"""Real chat templates: what their bridges give is what the whole conversation has, or they are
-named; what the assistant says is what a mask says; data gives no control token."""
+"""Tests of real chat templates: bridges, masks, control tokens in data."""
 
 from __future__ import annotations
 
@@ -27,17 +26,16 @@ RENDERED_BY = {
     "qwen3": "qwen3",
     "qwen3_5_think": "qwen3.5",
 }
-"""Templates that write their history anew, and that a typed renderer knows."""
+"""Templates that rewrite history, with their typed renderer."""
 
 REPORTED = {"glm4moe": "message 2 of 4", "lfm2_2_5": "message 2 of 4"}
-"""Templates that write their history anew, with the first message that is another one then."""
+"""Templates that rewrite history, with the first changed message."""
 
 
 FAMILIES = sorted(
     set(known()) - {"gpt-oss", "prime-qwen3", "deepseek-r1", "deepseek-v3", "deepseek-v4", "hy3"}
 )
-"""But for one that fetches its vocabulary, one that does not say what a model samples, and those
-whose sources do not name their special tokens."""
+"""Families except those whose renderer downloads, lacks masks, or does not name special tokens."""
 
 ONE_CALL = ("llama-3",)
 EVERYTHING = [
@@ -72,7 +70,6 @@ def test_a_bridge_gives_the_ids_of_the_whole_or_the_template_is_reported(
 
 
 def proved(chat: Chat, *, count: int) -> None:
-    """Bridges are those of the whole, and the mask is on exactly what was sampled."""
     renders = chat.template_renderer
     for messages, tools in conversations(renders.features, seed=7, count=count):
         assert flaw_of(renders, messages, tools) == ""
@@ -84,7 +81,7 @@ def proved(chat: Chat, *, count: int) -> None:
         ]
         spoken = [one for one, said in zip(ids, mask, strict=True) if said]
         assert spoken == [token for turn in turns for token in turn]
-        # A thought that the prompt begins may join its first token: the text is the same then.
+        # An opened thought may merge with its first token: the text is equal.
         strict = not renders.features.reasoning
         assert ids == renders.whole(messages, tools)[: len(ids)] or not strict
 
@@ -127,7 +124,7 @@ def test_a_typed_renderer_keeps_what_was_sampled_and_gives_data_no_control_token
                 try:
                     ids = typed.bridge(history, said, told, tools, before=before, sampled=sampled)
                 except TaskError:
-                    continue  # behind this turn it has none
+                    continue  # no bridge after this turn
                 controls.append([one for one in ids if one in added])
                 bridged += 1
             assert not controls[1:] or controls[0] == controls[1]

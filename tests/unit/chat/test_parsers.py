@@ -1,4 +1,4 @@
-"""What turns say, by the formats of the families; what is no call says why, and how it was."""
+"""Tests of parsers of turns, including invalid calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No text of the data becomes a control token, and no other text gets other ids for that."""
+"""Tests that data never contains control tokens and other text keeps its ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 @functools.cache
 def metaspace(scheme: str) -> tokenizers.Tokenizer:
-    """A Unigram of letters, with "unknown" as an added token, as older models have it."""
+    """Return a Unigram tokenizer of letters with an added unknown token, as in older models."""
     letters = [chr(code) for code in range(33, 127)]
     made = tokenizers.Tokenizer(
         models.Unigram([("<unk>", 0.0), ("▁", -1.0), *((one, -2.0) for one in letters)], unk_id=0)
@@ -42,7 +42,7 @@ def metaspace(scheme: str) -> tokenizers.Tokenizer:
 
 @functools.cache
 def lower_case() -> tokenizers.Tokenizer:
-    """Its tokens are found in normalised text: written in capitals they are tokens, too."""
+    """Return a tokenizer that normalizes case: capitals also match its tokens."""
     made = bpe({"<s>"})
     made.normalizer = normalizers.Lowercase()
     made.add_tokens([AddedToken("<|im_start|>", normalized=True)])
@@ -100,7 +100,7 @@ def test_ids_are_the_tokenizers_own_where_nothing_must_be_broken_or_may_be(
         return
     mark = safe.mark_for(text)
     rendered = f"<|im_start|>user {text}<|im_end|> x<|im_start|>"
-    # The long way, by stretches, gives what the short one gives.
+    # Encoding by stretches equals encoding at once.
     marked = rendered.replace("user", "us" + mark + "er")
     whole = backend.encode(rendered, add_special_tokens=False).ids
     assert safe.ids(rendered, mark) == whole == safe.ids(marked, mark)

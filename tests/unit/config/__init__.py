@@ -1,1 +1,1 @@
-"""Tests of config, in this process and without IO."""
+"""Tests of config, in process and without IO."""

@@ -1,4 +1,4 @@
-"""The reference says what the code says: every key has a meaning, and the page is current."""
+"""Tests of the configuration reference page."""
 
 import tomllib
 from pathlib import Path

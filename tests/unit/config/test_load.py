@@ -1,4 +1,4 @@
-"""A configuration is read strictly, its paths resolved, and what does not fit together refused."""
+"""Tests of loading, paths and consistency of configurations."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def config(**changes: Any) -> Config:
-    """A small configuration with dotted keys changed (dots written as __)."""
+    """Return a small configuration with changed keys (`__` stands for a dot)."""
     plain: dict[str, Any] = {
         "run": {"name": "small", "steps": 3},
         "model": {"path": "m"},
@@ -205,7 +205,7 @@ def test_override_that_means_nothing_is_refused(file: Path, text: str, message: 
     assert message in refusal(file, text)[0]
 
 
-# What is refused.
+# Rejections.
 
 
 def test_path_below_a_folder_whose_name_is_no_utf_8_is_refused(file: Path) -> None:
@@ -383,7 +383,7 @@ def test_values_at_the_edge_are_taken(file: Path, overrides: list[str]) -> None:
     assert 1 <= in_flight_batches(read.staleness) <= eta + 1
 
 
-# Keys that change.
+# Changes to a run.
 
 
 def test_changed_keys_are_sorted_by_what_a_resumed_run_may_do() -> None:
@@ -497,10 +497,10 @@ FOUR_BILLION = 16 * 10**9  # bytes
     ("keys", "dtype", "bytes_", "every"),
     [
         ({}, "float32", FOUR_BILLION, 10),
-        ({}, "float32", 2**30 - 10**8, 10),  # with its checkpoints it is more
+        ({}, "float32", 2**30 - 10**8, 10),  # larger with its checkpoints
         ({}, "float32", 10**8, 0),
         ({}, "bfloat16", FOUR_BILLION // 2, 10),
-        ({}, "bfloat16", 12 * 10**8, 0),  # 600 million parameters: mostly patches
+        ({}, "bfloat16", 12 * 10**8, 0),  # 600 million parameters: mostly deltas
         ({"trainer": {"checkpoint_every": 1}}, "bfloat16", 12 * 10**8, 10),
         ({"policies": {"whole_every": 1}}, "bfloat16", FOUR_BILLION // 2, 10),
         ({"policies": {"whole_every": 8}}, "float32", FOUR_BILLION, 10),

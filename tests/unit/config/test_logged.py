@@ -1,4 +1,4 @@
-"""A configuration in a log is the configuration that the run was started with."""
+"""Tests of configurations read from a log."""
 
 from __future__ import annotations
 

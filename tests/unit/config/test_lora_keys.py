@@ -1,4 +1,4 @@
-"""What [lora] asks of the other sections, and what a resumed run may change of it."""
+"""Tests of [lora]: dependencies and changes on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of [objective]: every kind has its own, and says so when it gets another's."""
+"""Tests of keys of [objective] by kind."""
 
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def test_what_is_shown_is_read_back_the_same(kind: str, tmp_path: Path) -> None:
     assert from_plain(msgspec.to_builtins(again)) == again
 
 
-# What a step is told, and what `set` may change.
+# Step settings, and changes by `set`.
 
 
 def test_settings_of_a_step_hold_the_keys_of_the_kind_and_no_empty_ones() -> None:
@@ -163,7 +163,7 @@ def test_key_that_was_changed_is_not_forgotten() -> None:
     }
 
 
-# An objective of a user's own: nothing of it is imported here.
+# A user's objective: not imported here.
 
 
 def test_own_kind_has_the_keys_of_all_and_its_options_reach_the_step(tmp_path: Path) -> None:

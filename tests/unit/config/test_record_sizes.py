@@ -1,4 +1,4 @@
-"""A configuration whose decisions would not fit into a record is refused before anything starts."""
+"""Tests that oversized decisions are rejected at startup."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refusal(path: Path, *overrides: str) -> ConfigError:
 
 
 def largest_round_bytes(config: Config, seed: int) -> int:
-    """Of a whole run in virtual time, with more slots than there are requests."""
+    """Return the largest round of a virtual run with more slots than requests."""
     workers = {f"w{number}": (64, 16) for number in range(4)}
     world = World(seed=seed, config=config, workers=workers, eval_rows=60)
     world.run()

@@ -1,4 +1,4 @@
-"""The learning rate of a step is a function of the step and the configuration."""
+"""Tests of learning rate schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`[[task]]` and `[[evaluation]]`: one reads like ever, several have names, keys and overrides."""
+"""Tests of `[[task]]` and `[[evaluation]]` lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter on a base in bfloat16: held once, the bits of a float32 one, masters, exports."""
+"""Tests of adapters on a bfloat16 base."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LORA = LoraOptions(rank=4, alpha=8.0, targets=LAYERS)
 PLAIN = TorchOptions(micro_batch_tokens=128, lora=LORA)
 SMALL = {**SETTINGS, "trainer.learning_rate": 1e-5}
 HALF = 2.0**-8
-"""The most that rounding to bfloat16 changes a number, beside 1."""
+"""Largest relative error of rounding to bfloat16."""
 CHUNKED = MemoryOptions(head_chunk_tokens=7, mlp_chunk_tokens=16)
 MODELS = {
     "llama-gqa": make_llama_gqa,
@@ -43,8 +43,6 @@ MODELS = {
 
 
 class Policy:
-    """Version 0 in a type, with trainers of an adapter on it."""
-
     def __init__(self, root: Path, make: Callable[[Path], Path], dtype: PolicyDtype) -> None:
         self.store = PolicyStore(root / "policies")
         self.manifest, assets = import_model(self.store, make(root / "model"), dtype)
@@ -83,7 +81,6 @@ def steps(trainer: TorchLearner, count: int = 1, settings: Mapping[str, Any] = S
 
 
 def gradients(trainer: TorchLearner) -> dict[str, torch.Tensor]:
-    """Of one update, as it was added up."""
     steps(trainer, settings={**SETTINGS, "trainer.minibatches": 1})
     named = trainer._model.parameters()
     return {name: one.grad.clone() for name, one in named if one.grad is not None}

@@ -1,4 +1,4 @@
-"""Advantages compare siblings of a group; weights make a mean over a minibatch."""
+"""Tests of group advantages and minibatch weights."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""Whatever finite number a task gives: it is refused there, or every objective can train it."""
+"""Tests that every accepted reward is trainable by all objectives."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,6 @@ likely = st.one_of(anything, st.floats(-REWARD_MAX, REWARD_MAX), st.just(REWARD_
 
 
 def taken(reward: float) -> float | None:
-    """A task's reward as it goes into the record; None where it is no answer."""
     try:
         return scored("r", reward).reward
     except NoAnswer:
@@ -33,7 +32,7 @@ def taken(reward: float) -> float | None:
 
 @given(likely)
 def test_what_the_tasks_process_takes_is_what_every_objective_can_train(reward: float) -> None:
-    """See tests/contract/test_objective.py, which trains up to there."""
+    """See tests/contract/test_objective.py for larger values."""
     found = taken(reward)
     assert found is None or abs(found) <= REWARD_MAX
     assert (found is None) == (abs(reward) > REWARD_MAX)

@@ -1,4 +1,4 @@
-"""Passes in bfloat16 (`trainer.dtype`): near float32's, equal every time, updated in float32."""
+"""Tests of bfloat16 passes (`trainer.dtype`) with float32 updates."""
 
 from __future__ import annotations
 
@@ -23,12 +23,10 @@ from tests.support.models import make_llama_gqa, make_qwen3_moe
 PLAIN = TorchOptions(micro_batch_tokens=128)
 CHUNKED = MemoryOptions(head_chunk_tokens=7, mlp_chunk_tokens=16)
 NARROW = 2.0**-8
-"""A step of bfloat16 beside 1."""
+"""Relative step of bfloat16."""
 
 
 class Policy:
-    """Version 0 of a small model, with trainers for it."""
-
     def __init__(self, root: Path, model: Callable[[Path], Path] = make_llama_gqa) -> None:
         store = PolicyStore(root / "policies")
         self.manifest, assets = import_model(store, model(root / "model"))
@@ -48,7 +46,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def gradients(trainer: TorchLearner) -> Mapping[str, torch.Tensor]:
-    """After one step, as it was added up."""
     trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
     return {
         name: one.grad.clone() for name, one in trainer._model.parameters() if one.grad is not None

@@ -1,4 +1,4 @@
-"""Every claim of a batch decision is checked against the record; what is wrong is named."""
+"""Tests of checks of batch decisions against records."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +21,6 @@ SHA = "a" * 64
 
 
 class Case:
-    """A batch of one group with two siblings, right in every respect until it is changed."""
-
     def __init__(self) -> None:
         self.step = 2
         self.group: dict[str, Any] = {"group": GROUP, "version": 1, "deadline": 3}
@@ -93,7 +91,7 @@ def test_forged_take_batch_with_an_overdue_group_is_refused_by_the_header() -> N
     case = Case()
     case.step = 4
     case.known = replace(case.known, next_step=4)
-    case.group["deadline"] = 9  # the decision lies, the headers do not
+    case.group["deadline"] = 9  # the decision is wrong, the headers are right
     offenders = case.offenders()
     assert [one.trajectory for one in offenders] == [ONE, TWO]
     assert offenders[0].why == "C3: its headers say deadline 3, this is step 4"
@@ -196,7 +194,6 @@ def test_every_offender_is_named_at_once() -> None:
 
 
 def mixed(*versions: int, weights: tuple[tuple[int, str], ...] = ((2, OTHER),)) -> Case:
-    """The second trajectory's sampled tokens, one each by these versions, in a run that mixes."""
     case = Case()
     case.known = replace(case.known, interruptible=True, digests={1: DIGEST, 2: OTHER})
     prompt, model = case.trajectories[TWO].segments

@@ -1,4 +1,4 @@
-"""Every pass has one rank, the same batch is cut the same way, and a rank reads its own records."""
+"""Tests of shares of a batch: one rank per pass, deterministic cuts."""
 
 import random
 from pathlib import Path

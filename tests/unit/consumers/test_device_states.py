@@ -1,4 +1,4 @@
-"""What a trainer holds of its device leaves it and comes back; on a CPU, by storages of its own."""
+"""Tests of offloading device memory, on the CPU."""
 
 from __future__ import annotations
 

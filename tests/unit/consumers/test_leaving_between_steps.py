@@ -1,4 +1,4 @@
-"""A trainer that makes room between steps has made it before anybody hears that it may be taken."""
+"""Tests that a trainer frees its GPU before it announces so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.trainer_stage import TrainerStage, train
 
 
 class LeavingLearner(SimulatedLearner):
-    """Notes what it was asked for, and how many steps the log had when it left."""
+    """Learner that records calls and the number of logged steps."""
 
     def __init__(self, stage: TrainerStage) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A trainer that cannot be made is one line with a hint, before anything is trained."""
+"""Tests of errors when a trainer is created."""
 
 import importlib.util
 import sys
@@ -145,7 +145,6 @@ TRAINER = LearnerKind(open=lambda assets, reference, config, log: SimulatedLearn
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[Path]:
-    """A folder with a module of a user's, and one that cannot be imported."""
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "broken.py").write_text("nowhere\n")
     yield tmp_path

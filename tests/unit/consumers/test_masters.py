@@ -1,4 +1,4 @@
-"""Masters of what is published in bfloat16: updates that it cannot show are not lost."""
+"""Tests of float32 masters of bfloat16 weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def published(numbers: Tensor) -> Tensor:
 
 
 def held(parameter: Tensor, masters: Masters) -> Tensor:
-    """The masters, without changing anything."""
     with masters.present():
         return parameter.clone()
 
@@ -44,7 +43,7 @@ def test_value_is_the_rounded_master_and_the_master_comes_back(numbers: list[flo
         parameter.copy_(wanted)
     assert torch.equal(parameter, published(wanted))
     master = held(parameter, masters)
-    # Of a tie that is rounded down, float32's last place is lost, once.
+    # A tie rounded down loses float32's last bit, once.
     assert int((master.view(torch.int32) - wanted.view(torch.int32)).abs().max()) <= 1
     assert torch.equal(held(parameter, masters), master)
     assert torch.equal(parameter, published(master))
@@ -84,8 +83,6 @@ def test_updates_too_small_for_bfloat16_add_up_as_in_float32() -> None:
 
 
 class Policy:
-    """Version 0 of a small model as it is published, with trainers for it."""
-
     def __init__(self, root: Path, dtype: PolicyDtype) -> None:
         self.store = PolicyStore(root / "policies")
         self.manifest, assets = import_model(self.store, make_llama_gqa(root / "model"), dtype)

@@ -1,4 +1,4 @@
-"""Ranks of several machines meet within a bound, and hear of one that was lost and comes again."""
+"""Tests of rendezvous of ranks and of lost ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def _port() -> int:
 
 
 def _met(port: int) -> list[Meeting]:
-    """Two ranks, in the order of their numbers."""
     with ThreadPoolExecutor(2) as pool:
         coming = [
             pool.submit(Meeting, HOST, port, rank=rank, ranks=2, wait_s=WAIT_S) for rank in (1, 0)

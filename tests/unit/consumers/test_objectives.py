@@ -1,4 +1,4 @@
-"""What each objective promises: closed forms, gradients, and what masks leave out."""
+"""Tests of objectives: closed forms, gradients, masks."""
 
 import math
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_kl_estimates_agree_in_the_mean_and_not_in_their_gradient() -> None:
     assert torch.allclose(slopes["k3"], reverse, atol=1e-12)
 
 
-# Closed forms of single rules.
+# Closed forms.
 
 
 @given(seed=seeds, lengths=shapes)

@@ -1,4 +1,4 @@
-"""Muon, and AdamW with eight bits, beside AdamW: as written, learnt, kept."""
+"""Tests of Muon and 8-bit AdamW."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ LIBRARY = "bitsandbytes"
 
 
 class Policy:
-    """Version 0 of a small model with tied embeddings, with trainers for it."""
-
     def __init__(self, root: Path, dtype: PolicyDtype, optimizer: OptimizerName) -> None:
         self.optimizer = optimizer
         self.store = PolicyStore(root / "policies")
@@ -70,7 +68,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Keller Jordan's five steps of Newton and Schulz."""
+    """Newton-Schulz iteration, five steps (Keller Jordan)."""
     x: Tensor = matrix.bfloat16()
     x = x.T if len(matrix) > matrix.shape[1] else x
     x = x / (x.norm() + 1e-7)
@@ -104,7 +102,7 @@ def test_updates_are_those_of_the_literature(shape: tuple[int, int], decay: floa
         momentum = 0.95 * momentum + 0.05 * gradient
         update = orthogonalized(0.95 * momentum + 0.05 * gradient)
         expected = expected * (1 - rate * decay) - rate * 0.2 * 24**0.5 * update
-    # bfloat16 has eight bits, and rounds here in another order.
+    # bfloat16 has eight bits, and this rounds in another order.
     assert torch.allclose(parameter.detach(), expected, rtol=0, atol=3 * rate * 0.05)
     moved = (parameter.detach() - start * (1 - rate * decay) ** 3).square().mean().sqrt()
     assert 0.1 * rate < float(moved) < 0.8 * rate, "as far as AdamW would go, about"

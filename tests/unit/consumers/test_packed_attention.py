@@ -1,4 +1,4 @@
-"""Sequences of a packed pass that are each computed by themselves come to what a mask makes."""
+"""Tests of packed attention: per-sequence computation equals a mask."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +36,7 @@ from tests.support.models import (
 )
 
 NEAR = 1e-6
-"""Relative: what another order of sums makes of float32."""
+"""Relative error of another summation order in float32."""
 
 STEP = {**SETTINGS, "trainer.minibatches": 1}
 BATCH = make_batch(seed=3, groups=3, siblings=3, tokens=(1, 40))
@@ -59,12 +59,10 @@ FAMILIES: dict[str, Callable[[Path], Path]] = {
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Relative distance of two tensors."""
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
 def passage(lines: list[list[int]], device: str = "cpu", **more: Any) -> Passage:
-    """Rows of so many tokens in lines."""
     chance = torch.Generator().manual_seed(7)
     sizes = [size for line in lines for size in line]
     rows = [
@@ -81,7 +79,6 @@ LINES = [[17, 2, 9], [1, 25], [20, 3]]
 
 
 def graded(network: Any, given: Passage, **more: Any) -> dict[str, Tensor]:
-    """Gradients of a loss of a pass, by parameter, and its log-probs."""
     network.zero_grad()
     found = score(
         network,
@@ -102,7 +99,6 @@ def graded(network: Any, given: Passage, **more: Any) -> dict[str, Tensor]:
 
 
 def joined(tensors: dict[str, Tensor]) -> Tensor:
-    """All of them as one, in the order of their names."""
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
@@ -157,7 +153,7 @@ def test_gradients_by_sequences_are_those_under_a_mask(
     assert found.keys() == masked.keys() == still.keys()
     for name, one in masked.items():
         assert torch.equal(still[name], one), name
-        if float(one.norm()):  # Those of biases of keys nearly cancel out.
+        if float(one.norm()):  # Those of key biases almost cancel out.
             assert apart(found[name], one) < 10 * NEAR, name
     assert apart(joined(found), joined(masked)) < NEAR
 
@@ -194,8 +190,6 @@ def test_attention_that_the_kernel_has_not_goes_by_a_mask(tmp_path: Path, key: s
 
 
 class Policy:
-    """A model in a store, and trainers of it."""
-
     def __init__(self, root: Path) -> None:
         self.store = PolicyStore(root / "policies")
         made = make_qwen2(root / "model", num_key_value_heads=2, context_tokens=32_000)
@@ -244,7 +238,7 @@ def test_step_names_its_way_and_goes_the_way_of_an_older_log(
 def test_sequences_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_a_mask_in_bfloat16(
     tmp_path: Path, family: str
 ) -> None:
-    """What both round is the same, so neither may be much further from float32 than the other."""
+    """Both round the same values, so neither may be much further from float32."""
     made = FAMILIES[family](tmp_path / "model")
     given_pass = passage(LINES, "cuda")
     exact_network, network = build(made).to("cuda"), build(made).to("cuda")
@@ -257,7 +251,7 @@ def test_sequences_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_a_mask_in_bflo
             found, again = (graded(network, given_pass, cuts=given_pass.cuts) for _ in range(2))
     for name, one in found.items():
         assert torch.equal(again[name], one), name
-    # A tensor alone may be lucky: all of them are not.
+    # One tensor may be close by chance, all are not.
     assert apart(joined(found), joined(exact)) < 2 * apart(joined(masked), joined(exact)) + NEAR
 
 

@@ -1,4 +1,4 @@
-"""A batch is cut by what it holds and by nothing else."""
+"""Tests that packing depends on the batch only."""
 
 import random
 
@@ -68,7 +68,7 @@ def test_no_line_is_longer_than_its_pass_is_wide(tokens: list[int], width: int) 
     lines = lines_of(tokens, width)
     assert sorted(row for line in lines for row in line) == list(range(len(tokens)))
     assert all(line and sum(tokens[row] for row in line) <= width for line in lines)
-    # Of any two lines the later one's first row found no room in the earlier one.
+    # The first row of a later line never fits in an earlier one.
     assert sum(tokens) * 2 > (len(lines) - 1) * width
 
 

@@ -1,4 +1,4 @@
-"""A step whose batch comes in parts: the gradient of the whole, and the same bits however early."""
+"""Tests of batches in parts: same gradient, same bits at any time."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,13 +37,13 @@ def in_order(batch: TrainBatch, order: Sequence[int], parts: Sequence[int]) -> T
 
 
 def settings_of(kind: str, **keys: Any) -> dict[str, Any]:
-    wide = {"trainer.grad_norm_max": 1e6}  # Nothing is clipped: the gradient stays to be seen.
+    wide = {"trainer.grad_norm_max": 1e6}  # no clipping: the gradient stays visible
     group = {"advantage": "group"} if kind == "dora" else {}
     return {**settings_for(kind, minibatches=1, **group, **keys), **wide}
 
 
 def gradient_of(trainer: Learner, path: Path) -> dict[str, Tensor]:
-    """Of the one update there was: AdamW's first moment, up to its factor."""
+    """Return AdamW's first moment after one update, up to its factor."""
     trainer.save_optimizer(path)
     with mapped(path) as data:
         entries = [one for one in read_entries(path) if one.name.startswith("exp_avg/")]
@@ -126,8 +126,7 @@ def test_parts_that_are_dealt_as_minibatches_are_the_same_updates(
 def test_bits_of_updates_do_not_depend_on_how_many_were_made_ahead(
     policy: Policy, kind: str, sizes: list[int]
 ) -> None:
-    """Where a batch has fewer parts than there are updates, its last part is dealt to those that
-    are left."""
+    """If a batch has fewer parts than updates, the remaining updates share the last part."""
     settings = updating(kind, 3, kl=0.1)
     batch = batch_of(3, groups=6, parts=sizes)
     expected, digest = policy.train(batch, settings)

@@ -1,4 +1,4 @@
-"""Engine and trainer speak of the same policy: softmax(logits / temperature), which sampled."""
+"""Tests that engine and trainer use softmax(logits / temperature)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "objective.kl": 0.0}
 
 
 class Policy:
-    """A small model, in the store."""
-
     def __init__(self, root: Path) -> None:
         self.directory = make_qwen2(root / "model", scale=0.4)
         self.store = PolicyStore(root / "policies")
@@ -54,7 +52,6 @@ class Policy:
         return made
 
     def sampled(self, params: SamplingParams) -> TrainBatch:
-        """Two groups of four, as an engine samples them."""
         engine = TorchEngine.open(self.directory, slots=8, context_tokens=64, threads=1)
         names = [trajectory_id(group_id("train", at), one) for at in range(2) for one in range(4)]
         wanted = [
@@ -94,7 +91,6 @@ def params(**changes: Any) -> SamplingParams:
 
 
 def tempered(model: Any, ids: list[int], first: int, temperature: float) -> Tensor:
-    """Log-probs of the tokens from `first` on, by the definition."""
     logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
     table = torch.log_softmax(logits / temperature, -1)
     return table.gather(1, torch.tensor(ids[1:])[:, None])[first - 1 :, 0]

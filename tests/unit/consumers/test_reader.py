@@ -1,4 +1,4 @@
-"""Trajectories are read once into a bounded cache; what is not there is read from its place."""
+"""Tests of the trajectory reader and its bounded cache."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,7 +36,6 @@ def reader_of(stage: TrainerStage, **options: Any) -> BatchReader:
 
 
 def memory_bus(stage: TrainerStage, **faults: Any) -> MemoryBus:
-    """A bus on the stage's log on which something goes wrong."""
     return MemoryBus(
         stage.log, faults=ScriptedFaults(**faults), now_ms=lambda: stage.clock.ns // 1_000_000
     )
@@ -113,7 +112,7 @@ def test_a_busy_partition_does_not_hide_a_lost_one(stage: TrainerStage) -> None:
 
 
 class _SlowReader(ReaderWrapper):
-    """Gives nothing for now, as through a quota."""
+    """Reader without data for now, as under a quota."""
 
     slow = True
 
@@ -146,7 +145,7 @@ def test_evicted_records_are_read_again_from_their_place(stage: TrainerStage) ->
     reader = reader_of(stage, records_max=10)
     while reader.read_ahead(timeout_s=0.0):
         assert reader.records <= 10
-    # The earliest deadlines stay: they are wanted first.
+    # The earliest deadlines stay cached: they are needed first.
     assert readable(find(reader, *groups[:5]))
     assert reader.seeks == 0
     assert readable(find(reader, *groups[5:]))
@@ -203,7 +202,6 @@ def test_overdue_and_evaluation_records_are_not_kept(stage: TrainerStage) -> Non
 
 
 def damaged(stage: TrainerStage, kind: str) -> RecordPlace:
-    """Append one unreadable record."""
     if kind == "no headers":
         append = Append(topic=stage.topics.trajectories, value=b"x", key=b"k")
         (offset,) = stage.writer.append([append])
@@ -234,7 +232,7 @@ def test_unreadable_record_becomes_a_dead_letter_and_its_partition_goes_on(
     found = reader.find([place], timeout_s=0.0)
     assert found is not None
     assert found[place].why.startswith("unreadable: ")
-    assert reader.dead_letters() == []  # it was reported when it was passed
+    assert reader.dead_letters() == []  # reported when it was read first
 
 
 def test_place_without_a_record_and_partition_that_does_not_exist_are_unreadable(

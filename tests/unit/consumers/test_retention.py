@@ -1,4 +1,4 @@
-"""What the store keeps: pinned versions, some checkpoints, others until a commit drops them."""
+"""Tests of retention of versions and checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.trainer_driver import run_started
 from tests.support.trainer_stage import TrainerStage
 
 Choose = Callable[[Sequence[Any]], Any]
-"""One of several."""
+"""Chooses one of several."""
 
 WORKERS = 3
 CHECKPOINT_EVERY = 2
@@ -35,7 +35,7 @@ CHECKPOINT_EVERY = 2
 def commit_of(
     step: int, *, digest: str = "", checkpoint: bool = False, dropped: Sequence[int] = ()
 ) -> StepCommitted:
-    """A commit with nothing but what retention reads."""
+    """Return a commit with the fields of retention."""
     found = digest or f"v{step + 1}"
     return StepCommitted(
         at_ns=0,
@@ -59,8 +59,6 @@ def commit_of(
 
 
 class Commits:
-    """A history of so many steps."""
-
     def __init__(
         self, steps: int, *, checkpoint_every: int = 0, digests: Sequence[str] = ()
     ) -> None:
@@ -71,12 +69,11 @@ class Commits:
             self.history.add(step, commit_of(step, digest=digest, checkpoint=due))
 
     def checkpoint(self, version: int) -> str:
-        """sha256 of its optimizer state."""
         return self.history.checkpoint_of(version)
 
 
 def history_of(commits: Sequence[StepCommitted]) -> CommitHistory:
-    """What a trainer that starts now reads."""
+    """Return the history that a starting trainer reads."""
     history = CommitHistory(run_started=run_started("v0"))
     for offset, commit in enumerate(commits):
         assert history.add(offset, commit)
@@ -84,18 +81,18 @@ def history_of(commits: Sequence[StepCommitted]) -> CommitHistory:
 
 
 class Life:
-    """A run from the point of view of its policy store."""
+    """Simulated run as the policy store sees it."""
 
     def __init__(self, *, keep_every: int) -> None:
         self.keep_every = keep_every
         self.log: list[StepCommitted] = []
         self.files = {"v0"}
         self.known = 0
-        """The newest version that the orchestrator has read of."""
+        """Newest version known to the orchestrator."""
         self.groups: list[int] = []
-        """Versions that open groups carry."""
+        """Versions of open groups."""
         self.training: tuple[int, tuple[int, ...]] | None = None
-        """Step and pins of the batch decided last, until the orchestrator reads of its commit."""
+        """Step and pins of the last decided batch, until its commit is read."""
         self.targets: list[int] = [-1] * WORKERS
         self.loading = [False] * WORKERS
         self.trainer = history_of([])
@@ -112,28 +109,23 @@ class Life:
 
     @property
     def committed(self) -> int:
-        """The newest version."""
         return len(self.log)
 
     def moves(self) -> list[str]:
-        """What may happen next; whether it can is looked at when it does."""
+        """Return possible actions; each is checked when it runs."""
         return list(self._acts)
 
     def act(self, name: str, choose: Choose) -> None:
-        """Let it happen."""
         self._acts[name](choose)
 
     def needed(self) -> set[int]:
-        """Versions that somebody may open now."""
         hosted = {one for one in self.targets if one >= 0}
         return {0, self.committed, self.known, *self.groups, *hosted}
 
     def there(self) -> set[int]:
-        """Versions whose files are there."""
         return {v for v in range(self.committed + 1) if f"v{v}" in self.files}
 
     def dropped(self) -> set[int]:
-        """Versions that commits have dropped."""
         return {version for commit in self.log for version in commit.dropped}
 
     def told(self) -> str:
@@ -154,7 +146,7 @@ class Life:
         self.loading[choose(range(WORKERS))] = False
 
     def _take(self, choose: Choose) -> None:
-        """Only when the last commit was read of; a batch has a group of its own."""
+        """Only after the last commit was read; each batch has one group."""
         if self.training is None:
             self.groups.append(self.known)
             pins = {*self.groups, *(one for one in self.targets if one >= 0)}
@@ -174,7 +166,6 @@ class Life:
             self.files -= set(files_of(self.trainer, dropped).weights)
 
     def _read(self, choose: Choose) -> None:
-        """The orchestrator reads of the commit, at last: its batch's groups are trained."""
         if self.training is not None and self.known < self.committed:
             self.known += 1
             self.training = None
@@ -243,7 +234,7 @@ def test_one_commit_drops_a_bounded_number_and_the_next_ones_the_rest() -> None:
 
 
 def test_a_file_that_a_kept_version_has_too_is_not_deleted() -> None:
-    """A step that changes nothing makes the same weights again: one file, two versions."""
+    """A step without changes gives the same weights: one file, two versions."""
     made = Commits(4, digests=["a", "b", "a", "c"])
     made.history.kept -= {1, 2}
     files = files_of(made.history, [1, 2])
@@ -260,8 +251,8 @@ def test_optimizer_states_go_with_their_versions() -> None:
 def test_no_version_that_is_carried_or_hosted_is_ever_deleted_however_slow_anybody_is(
     data: st.DataObject,
 ) -> None:
-    """Dispatches, assignments, ends, batches, commits and restarts in any order; the orchestrator
-    reads commits late, the trainer reads decisions late, restarts forget everything but the log."""
+    """Dispatches, assignments, ends, batches, commits and restarts occur in any order, with late
+    readers."""
 
     def choose(options: Sequence[Any]) -> Any:
         return data.draw(st.sampled_from(options))
@@ -273,7 +264,7 @@ def test_no_version_that_is_carried_or_hosted_is_ever_deleted_however_slow_anybo
     assert life.dropped() <= set(range(life.committed))
 
 
-# The machine and the store
+# Machine and store
 
 
 def test_trainer_drops_after_the_commit_that_says_so(tmp_path: Path) -> None:

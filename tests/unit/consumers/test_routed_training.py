@@ -1,4 +1,4 @@
-"""A step sends tokens through the experts that the log names; the router's weights stay live."""
+"""Tests of training with logged routes and live router weights."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ from tests.support.torch_engines import make
 
 PROMPT = [1, *range(20, 36)]
 NEAR = 1e-5
-"""Nats: what an engine and a trainer of the same weights and experts may differ by."""
+"""Tolerance in nats between engine and trainer with equal weights and experts."""
 
 
 class Policy:
-    """A mixture in a store, and trainers of it."""
-
     def __init__(self, kind: str, root: Path) -> None:
         self.kind, self.directory = kind, make(kind, root / "model")
         self.store = PolicyStore(root / "policies")
@@ -91,7 +89,7 @@ def logprobs(model: TorchModel, said: TokensSampled, routes: Routes | None) -> t
 
 
 def turned(routes: Routes) -> Routes:
-    """Every token through the next experts: a choice that no router has made."""
+    """Route every token to the next experts, which no router chose."""
     choices = np.array(routes.choices)
     choices[1:] = (choices[1:] + 1) % routes.experts
     return Routes.of(choices, routes.experts)
@@ -150,7 +148,7 @@ def test_a_disturbance_of_the_router_is_called_routing(
     engine = TorchEngine.open(policy.directory, slots=4, context_tokens=64, threads=1, routes=True)
     experts = engine._weights.layers[1].experts if engine._weights else None
     assert experts is not None and experts.choice_bias is not None
-    if planted:  # Other experts are chosen, and those that are chosen weigh what they did.
+    if planted:  # Other experts are chosen, with unchanged weights.
         experts.choice_bias.add_(torch.linspace(0, 0.2, 8))
     names = [trajectory_id(group_id("train", 0), sibling) for sibling in range(4)]
     for seed, name in enumerate(names):
@@ -193,7 +191,6 @@ def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, to
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Relative distance of all gradients together."""
     pairs = [(one[name].double(), other[name].double()) for name in other]
     gap = sum(float((a - b).square().sum()) for a, b in pairs)
     return float(np.sqrt(gap / sum(float(b.square().sum()) for _, b in pairs)))
@@ -235,7 +232,7 @@ def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
     for options in ({"packing": True}, {"micro_batch_tokens": 60}):
         laid = gradients(qwen3, batch, router_aux_loss=0.5, **options)
         assert apart(laid, whole) < 1e-5
-    # Every sequence in a pass of its own: a router near a tie is the same one then.
+    # One sequence per pass: a router near a tie then chooses the same.
     trainer = qwen3.trainer(router_aux_loss=0.5, micro_batch_tokens=1)
     assert trainer.numerics()["router_aux_loss"] == "0.5"
     assert "router_aux_loss" not in qwen3.trainer().numerics()

@@ -1,4 +1,4 @@
-"""A supervised warm start teaches what the rows say, the same way every time."""
+"""Tests of supervised warm starts."""
 
 import itertools
 import json
@@ -71,7 +71,7 @@ def digest_of(directory: Path) -> str:
 
 
 def answer(model_dir: Path, prompt: str) -> tuple[str, bool]:
-    """What the model says greedily, and whether it then ends."""
+    """Return the greedy answer, and whether it ends."""
     tokenizer = Tokenizer(model_dir)
     load: Any = AutoModelForCausalLM.from_pretrained
     network = load(model_dir)
@@ -143,7 +143,7 @@ def test_equal_seeds_give_equal_weights_and_others_do_not(model_dir: Path, tmp_p
     assert digests[0] == digests[1] != digests[2]
 
 
-# Examples that share a row.
+# Examples in one row.
 
 EXAMPLES = st.lists(st.integers(2, 20), min_size=1, max_size=30).map(
     lambda lengths: [
@@ -251,7 +251,7 @@ SAID = {"role": "assistant", "content": "4"}
 
 @pytest.fixture(scope="module")
 def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama whose vocabulary has room for a chat template's tokens."""
+    """Return a small Llama with room for a chat template's tokens."""
     folder = tmp_path_factory.mktemp("chat")
     torch.manual_seed(0)
     build: Any = LlamaForCausalLM
@@ -270,7 +270,7 @@ def chat_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said_by(chat_dir: Path, example: Example) -> list[str]:
-    """The stretches that count, as text."""
+    """Return the trained text pieces."""
     tokenizer = Tokenizer(chat_dir)
     return [
         tokenizer.full_text([token for token, _ in pairs])

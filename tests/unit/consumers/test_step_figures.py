@@ -1,4 +1,4 @@
-"""What a step says of the batch it was given, whether or not anything of it had a gradient."""
+"""Tests of step metrics of the entire batch, with or without gradient."""
 
 from __future__ import annotations
 

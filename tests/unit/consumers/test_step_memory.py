@@ -1,4 +1,4 @@
-"""What bounds the memory of a step changes no number of it, beyond the order of sums."""
+"""Tests that memory limits of a step change only summation order."""
 
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,14 @@ from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_qwen2
 
 NEAR = 1e-6
-"""Relative: what another order of sums makes of float32."""
+"""Relative error of another summation order in float32."""
 
 
 def apart(one: Tensor, other: Tensor) -> float:
-    """Relative distance of two tensors."""
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
 def graded(chunks: int, *, bias: bool, plain: bool, temperature: float) -> list[Tensor]:
-    """Log-probs of a head, and the gradients by hidden states and by its parameters."""
     chance = torch.Generator().manual_seed(7)
     head = torch.nn.Linear(24, 50, bias=bias)
     for one in head.parameters():
@@ -91,8 +89,6 @@ def test_token_ids_without_a_token_have_no_share_of_the_distribution(
 
 
 class Policy:
-    """A model in a store, and trainers of it."""
-
     def __init__(self, root: Path) -> None:
         self.store = PolicyStore(root / "policies")
         self.manifest, assets = import_model(self.store, make_qwen2(root / "model"))
@@ -110,7 +106,6 @@ class Policy:
         return made
 
     def gradients(self, batch: TrainBatch, **options: Any) -> dict[str, Tensor]:
-        """Of one step, by parameter, before they are clipped."""
         trainer = self.trainer(**options)
         step = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
         trainer.train(batch, {**step, "trainer.grad_norm_max": 1e9})
@@ -176,7 +171,7 @@ def test_offloaded_step_on_a_gpu_has_equal_bits_and_holds_less_of_it(policy: Pol
 
 
 def counted(trainer: TorchLearner) -> int:
-    """How often a step of one pass computes the first layer."""
+    """Count computations of the first layer in a one-pass step."""
     calls: list[Any] = []
     layer = trainer._model.network.base_model.layers[0].mlp
     layer.register_forward_pre_hook(lambda *given: calls.append(given))
@@ -193,7 +188,6 @@ def test_gradient_checkpointing_refuses_a_model_that_would_drop_out(policy: Poli
 
 
 def dropping(module: Any, given: Any, found: Tensor) -> Tensor:
-    """A layer that drops out while it is trained."""
     return torch.nn.functional.dropout(found, 0.5, training=module.training)
 
 

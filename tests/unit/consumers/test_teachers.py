@@ -1,4 +1,4 @@
-"""Teachers: what they say, by formulas of the test's own; how an endpoint is asked, and again."""
+"""Tests of teachers: values, endpoint requests, retries."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def expected(directory: Path, temperature: float = 1.0) -> list[list[float]]:
-    """Position by position, one row at a time, in double precision."""
+    """Return log-probs by position, row by row, in double precision."""
     found = []
     for ids, mask in ROWS:
         whole = own_logprobs(directory, ids, temperature)

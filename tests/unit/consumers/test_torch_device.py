@@ -1,4 +1,4 @@
-"""What a GPU's libraries are called in a step's fingerprint; no GPU is asked."""
+"""Tests of GPU library names in a step's fingerprint, without a GPU."""
 
 import pytest
 import torch

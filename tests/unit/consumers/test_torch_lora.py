@@ -1,4 +1,4 @@
-"""The adapter's trainer: what is trained, what is not, and that equal inputs give equal bytes."""
+"""Tests of the adapter trainer: trained parameters and determinism."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ OPTIONS = LoraOptions(rank=4, alpha=8.0, targets=ALL)
 
 
 class Policy:
-    """A model directory, in the store, with trainers of an adapter on it."""
-
     def __init__(self, root: Path, name: str) -> None:
         self.directory = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[name](root / "model")
         self.store = PolicyStore(root / "policies")
@@ -55,7 +53,7 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
-    """A and B of every layer."""
+    """Return A and B of every layer."""
     named = dict(model.parameters())
     return {layer: (named[a_name(layer)], named[b_name(layer)]) for layer in model.pairs.layers}
 
@@ -134,7 +132,7 @@ def test_exported_policy_says_what_the_trainer_says(policy: Policy, tmp_path: Pa
 
 
 def test_gradient_is_that_of_the_merged_layer(policy: Policy) -> None:
-    """d loss / d B = scale * (d loss / d W) A^T, and for A likewise."""
+    """d loss / d B = scale * (d loss / d W) A^T, and for A accordingly."""
     made = publish(
         policy.store, random_adapter(policy.base, policy.manifest.digest, seed=6, size=0.1)
     )

@@ -1,4 +1,4 @@
-"""Objectives in the torch trainer: what it computes for them, and that steps stay repeatable."""
+"""Tests of objectives in the torch trainer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,6 @@ RECOMPUTED = ("grpo", "dapo", "dr-grpo", "decoupled-ppo", "tis", "cispo", "gspo"
 
 
 class Policy:
-    """Version 0 of a small model, with trainers for it."""
-
     def __init__(self, root: Path) -> None:
         self.store = PolicyStore(root / "policies")
         self.manifest, assets = import_model(self.store, make_qwen2(root / "model"))
@@ -33,7 +31,6 @@ class Policy:
         self.weights = self.store.weights_path(self.manifest.digest)
 
     def train(self, batch: TrainBatch, settings: Settings) -> tuple[StepResult, str]:
-        """One step from version 0; what it said, and the digest of its weights."""
         trainer = self.trainer()
         result = trainer.train(batch, settings)
         return result, trainer.manifest().digest
@@ -51,7 +48,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def settings_for(kind: str, *, minibatches: int = 2, **keys: Any) -> dict[str, Any]:
-    """Without `micro_batch_tokens`, which is an option of the trainer."""
+    """Return settings without `micro_batch_tokens`, an option of the trainer."""
     found = {**OF_TRAINER, **objective_settings(kind, **keys), "trainer.minibatches": minibatches}
     found.pop("trainer.micro_batch_tokens")
     return found
@@ -83,7 +80,7 @@ def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy
     later = [row for row in result.contributions if row["minibatch"] == 1 and row["ratio_mean"]]
     assert first
     assert later
-    # The first update starts at the proximal policy itself; the second has moved away from it.
+    # The first update starts at the proximal policy; the second has moved away.
     assert {(row["ratio_min"], row["ratio_max"]) for row in first} == {(1.0, 1.0)}
     assert all(row["ratio_min"] < 1.0 or row["ratio_max"] > 1.0 for row in later)
     model = TorchModel(policy.assets, device="cpu")
@@ -95,7 +92,7 @@ def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy
 
 
 def _weight(model: TorchModel, trajectory: Any) -> Tensor:
-    """pi_0 / behaviour of the sampled tokens, one trajectory at a time."""
+    """pi_0 / behavior of the sampled tokens, one trajectory at a time."""
     ids = torch.tensor([list(trajectory.token_ids)])
     with torch.no_grad():
         logits: Tensor = model.network(input_ids=ids).logits[0, :-1]

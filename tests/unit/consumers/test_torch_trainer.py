@@ -1,4 +1,4 @@
-"""The torch trainer against a plain second implementation of the step, and at its edges."""
+"""Tests of the torch trainer against a simple implementation of the step."""
 
 import math
 from dataclasses import replace
@@ -22,8 +22,6 @@ from tests.support.models import make_llama_gqa, make_qwen2
 
 
 class Policy:
-    """A model directory, in the store, with trainers for it."""
-
     def __init__(self, root: Path, name: str) -> None:
         self.directory = {"qwen2": make_qwen2, "llama-gqa": make_llama_gqa}[name](root / "model")
         self.store = PolicyStore(root / "policies")
@@ -51,20 +49,18 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def transformers_model(directory: Path, **options: Any) -> Any:
-    """What transformers itself makes of a directory."""
     load: Any = AutoModelForCausalLM.from_pretrained
     return load(directory, **options)
 
 
 def plain_logprobs(model: Any, token_ids: list[int]) -> Tensor:
-    """Log-probs of every token but the first, one sequence at a time."""
     logits = model(input_ids=torch.tensor([token_ids])).logits[0, :-1]
     table = torch.log_softmax(logits.double(), -1)
     return table.gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
 
 def plain_loss(model: Any, reference: Any, batch: TrainBatch, settings: Settings) -> Tensor:
-    """The objective of a whole batch, trajectory by trajectory, as the papers write it."""
+    """Return the papers' objective of a batch, trajectory by trajectory."""
     total = torch.zeros((), dtype=torch.float64)
     valid = [one for group in batch.groups for one in group.trajectories if one.valid]
     tokens = sum(one.sampled for one in valid)
@@ -78,7 +74,7 @@ def plain_loss(model: Any, reference: Any, batch: TrainBatch, settings: Settings
         for one in group.trajectories:
             if one.reward is None:
                 continue
-            # One valid sibling has nobody to be compared with.
+            # A single valid trajectory has no group to compare with.
             std = rewards.std() if len(rewards) > 1 else torch.zeros(())
             advantage = (one.reward - rewards.mean()) / (std + 1e-4)
             first = one.meta.prompt_tokens
@@ -112,7 +108,7 @@ def test_step_is_that_of_a_plain_implementation(
     }
     batch = make_batch(seed=3, groups=3, siblings=3, valid=0.8)
     trainer = policy.trainer(micro_batch_tokens=200)
-    # A step away from version 0 first, so that the reference is another policy.
+    # Step away from version 0, so that the reference differs.
     trainer.train(make_batch(seed=9, groups=2, siblings=2), settings)
     start = trainer.save_weights(tmp_path / "start")
     trainer.load(tmp_path / "start", digest=start.digest, optimizer=None)
@@ -131,7 +127,7 @@ def test_step_is_that_of_a_plain_implementation(
     assert result.figures["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     for name, parameter in plain.named_parameters():
         ours = dict(trainer._model.parameters())[name]
-        # AdamW's first update is the sign of the gradient: where that is noise, it may differ.
+        # AdamW's first update is the gradient's sign, which may differ for noise.
         close = torch.isclose(ours, parameter, atol=1e-5)
         assert close.float().mean() > 0.995, name
 
@@ -186,8 +182,6 @@ def test_weight_decay_is_that_of_a_plain_optimizer_and_leaves_vectors_alone(
 
 
 class TorchModelState:
-    """Weights of a file into a network that transformers made."""
-
     def __init__(self, network: Any) -> None:
         self.network = network
 
@@ -290,7 +284,7 @@ def test_a_minibatch_is_an_update_of_its_own(qwen2: Policy) -> None:
     assert result.figures["updates"] == 3
     by_group = {row["group"]: row["minibatch"] for row in result.contributions}
     assert list(by_group.values()) == [0, 1, 2, 0]
-    # The second update meets a policy that the first has changed: ratios say so.
+    # The second update sees a changed policy, with other ratios.
     on_policy = qwen2.trainer().train(batch, {**SETTINGS, "trainer.minibatches": 1})
     changed = [
         abs(row["ratio_mean"] - same["ratio_mean"]) > 1e-4

@@ -1,4 +1,4 @@
-"""The trainer's table of phases, from–to: what comes in, what is begun, what is written."""
+"""Tests of the trainer's phases and transitions."""
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ def test_nothing_is_begun_before_the_log_was_read_to_its_end() -> None:
     driver.restored()
     driver.decide(batch(0))
     assert driver.phase == "idle"
-    # The second attempt was decided before this start too: the first must not be trained.
+    # The second attempt precedes this start too: the first must not be trained.
     driver.decide(batch(0, attempt=2))
     (effect,) = driver.react(CaughtUp())
     assert effect.decision.attempt == 2

@@ -1,4 +1,4 @@
-"""How the trainer's machine ends, what it says of itself, and what it does with bad records."""
+"""Tests of the trainer machine's end, status and bad records."""
 
 import itertools
 

@@ -1,7 +1,6 @@
-"""A store without room, wherever it lies: named, waited for, bounded; and nothing is committed.
+"""Tests of a full policy store: reported, waited for, bounded, nothing committed.
 
-Method: a trainer on a log in memory; the file system below its store says ENOSPC, or what a store
-elsewhere says in its place, to uploads of one kind of file until somebody makes room.
+The file system below the store rejects uploads of one kind until space is freed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ OVER_S = 5.0
 
 
 class FullFiles:
-    """A directory of this machine that has no room for files of one kind."""
-
     def __init__(self, inner: Files, kind: str) -> None:
         self._inner = inner
         self._kind = kind
@@ -39,7 +36,6 @@ class FullFiles:
         return getattr(self._inner, name)
 
     def put(self, source: Path, name: str) -> None:
-        """Refuses as a full disk does."""
         if self.full and name.startswith(self._kind):
             self.tries += 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -47,8 +43,6 @@ class FullFiles:
 
 
 class FullSystem:
-    """A pyarrow file system whose uploads of one kind are refused in these words."""
-
     type_name = "s3"
 
     def __init__(self, inner: fs.FileSystem, kind: str, refusal: OSError) -> None:
@@ -62,7 +56,6 @@ class FullSystem:
         return getattr(self._inner, name)
 
     def open_output_stream(self, path: str) -> Any:
-        """Refuses as a full store does."""
         if self.full and f"/{self._kind}/" in path:
             self.tries += 1
             raise self._refusal
@@ -107,7 +100,6 @@ PLACES: dict[str, Callable[[TrainerStage, str], Any]] = {
 
 @pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> Callable[[TrainerStage, str], Any]:
-    """Puts the stage's store where there will be no room."""
     return PLACES[request.param]
 
 
@@ -119,7 +111,6 @@ def stage(tmp_path: Path) -> TrainerStage:
 
 
 def _waiting(stage: TrainerStage, trainer: StagedTrainer, seconds: float) -> None:
-    """Let so much time pass while it waits."""
     until_ns = stage.clock.ns + int(seconds * 1e9)
     while stage.clock.ns < until_ns:
         trainer.tick()

@@ -1,4 +1,4 @@
-"""Committed steps are trained again from the log alone; what differs is named."""
+"""Tests of retraining from the log."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_adopt_takes_the_committed_weights_and_logs_that_it_did(stage: TrainerSt
     last = stage.commits()[2]
     assert last.adopted
     assert last.digest_before == committed[1]
-    assert last.checkpoint is not None  # nobody has to adopt these steps again
+    assert last.checkpoint is not None  # no trainer has to adopt these steps again
     again.close()
     third = stage.trainer(trainer=SimulatedLearner(flavour="another machine"))
     train(stage, third, 3)
@@ -88,7 +88,7 @@ def commits_of(stage: TrainerStage) -> list[StepCommitted]:
 def replayed(
     stage: TrainerStage, commits: list[StepCommitted], first: int, trainer: Any = None
 ) -> list[Any]:
-    """Replay from the nearest checkpoint; what came out from step `first` on."""
+    """Replay from the nearest checkpoint; return results from step `first` on."""
     history = read_history(stage.bus, stage.topics, stage.clock)
     trainer = trainer or SimulatedLearner()
     assert history.run_started is not None
@@ -100,7 +100,7 @@ def replayed(
 
 
 class Packs(SimulatedLearner):
-    """A trainer of packed lines that goes this way if it may choose."""
+    """Learner that uses packed lines if allowed."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The trainer killed, fenced, cut off and started again, on a log in memory."""
+"""Tests of a trainer that is killed, fenced, disconnected and restarted."""
 
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def test_damaged_checkpoint_is_passed_over(stage: TrainerStage) -> None:
     assert newest is not None
     stage.store.blob("optimizer", newest.sha256).write_bytes(b"damaged")
     older = stage.commits()[1].digest_after
-    stage.store.weights_path(older).unlink()  # both checkpoints are gone: from version 0
+    stage.store.weights_path(older).unlink()  # without both checkpoints: from version 0
     again = stage.trainer(checkpoint_every=2)
     train(stage, again, 5)
     assert len(stage.commits()) == 6
@@ -98,7 +98,7 @@ def test_commit_of_unknown_outcome_ends_the_role_and_the_next_one_reads_what_hap
     stage: TrainerStage, lands: int
 ) -> None:
     class Flaky:
-        """The outcome of the append of a commit is not known."""
+        """Bus whose append of a commit has an unknown outcome."""
 
         def on_append(self, call: int, records: Any) -> AppendFault | None:
             commit = any(b'"step-committed"' in one.value for one in records)
@@ -133,7 +133,7 @@ def test_commit_rejected_by_the_orchestrator_is_replaced_in_the_history(
     groups = [stage.log_group(number, version=1, deadline=4) for number in (70, 71)]
     stage.take(1, groups)
     trainer.train_to(2)
-    # `fail-batch` came first: the orchestrator decides step 1 again, on other groups.
+    # `fail-batch` was first: the orchestrator decides step 1 again, on other groups.
     fresh = [stage.log_group(number, version=1, deadline=4) for number in (72, 73)]
     stage.take(1, fresh, attempt=2)
     trainer.until(lambda: [one.attempt for one in stage.commits()] == [1, 1, 2])
@@ -153,7 +153,7 @@ def test_step_that_is_not_finite_ends_the_role_and_commits_nothing(stage: Traine
     with pytest.raises(NonFinite, match=name):
         trainer.tick(200)
     assert stage.commits() == []
-    # After `fail-batch` the next attempt is taken, although the first comes first in the log.
+    # After `fail-batch` the next attempt counts, although the first is earlier in the log.
     trainer.close()
     stage.take(0, [stage.log_group(1), stage.log_group(2)], attempt=2)
     again = stage.trainer(trainer=SimulatedLearner(poison=[name]))

@@ -1,4 +1,4 @@
-"""The whole trainer on a log in memory: what it commits and what it refuses."""
+"""Tests of the trainer role on a memory log."""
 
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def test_forged_take_batch_with_an_overdue_group_is_refused(stage: TrainerStage)
     assert {one.group for one in refused.offenders} == {overdue.group}
     assert "C3: its headers say deadline 1, this is step 2" in refused.offenders[0].why
     assert len(stage.commits()) == 2
-    # The other group comes back in the next attempt and is trained.
+    # The other group returns in the next attempt and is trained.
     stage.take(2, [good], attempt=2)
     trainer.train_to(3)
     assert stage.commits()[-1].attempt == 2
@@ -92,7 +92,7 @@ def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(
 ) -> None:
     trainer = stage.trainer()
     good = stage.log_group(0)
-    # Right headers, a value that no codec reads: found only when it is decoded.
+    # Right headers with an unreadable value, detected when decoded.
     value = b"no zstd frame"
     name = trajectory_id(group_id("train", 1), 0)
     headers = describe(make_trajectory(name, run=RUN, deadline=9), sha256=sha256_hex(value))

@@ -1,5 +1,4 @@
-"""Trajectories of several contexts in a step: every sampled token once, in the context that sampled
-it, under one advantage; a ratio of a whole trajectory over all of them."""
+"""Tests of training on several contexts: each sampled token once."""
 
 import math
 from collections import Counter
@@ -44,12 +43,10 @@ EVERY: dict[str, dict[str, Any]] = {
     "a teacher": {"kind": "grpo", "teacher_weight": 0.5},
 }
 SMALL = 40
-"""Padded tokens of a pass that no trajectory here fits in."""
+"""Padded tokens of a pass too small for every trajectory."""
 
 
 class Policy:
-    """A tiny model, and trainers for it."""
-
     def __init__(self, root: Path) -> None:
         self.directory = make_qwen2(root / "model")
         self.root = root
@@ -57,7 +54,6 @@ class Policy:
         self.manifest, self.assets = import_model(self.store, self.directory)
 
     def step(self, batch: TrainBatch, tokens: int = 4096, **keys: Any) -> tuple[StepResult, Any]:
-        """One step from the first weights: its result, and its gradients."""
         weights = self.store.weights_path(self.manifest.digest)
         options = TorchOptions(micro_batch_tokens=tokens)
         learner = TorchLearner(
@@ -71,7 +67,7 @@ class Policy:
 
 
 def _gradients(data: memoryview, entries: Sequence[Entry]) -> dict[str, np.ndarray[Any, Any]]:
-    """Up to a factor: AdamW's first moments after a single update."""
+    """Return AdamW's first moments after one update, up to a factor."""
     return {
         one.name: np.frombuffer(bytes(data[one.start : one.end]), np.float32)
         for one in entries
@@ -95,7 +91,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def assert_same_step(one: tuple[StepResult, Any], other: tuple[StepResult, Any]) -> None:
-    """Figures of step and trajectories, and gradients, to rounding."""
     (first, gradients), (second, others) = one, other
     for name in first.figures.keys() - {"padded_tokens"}:
         close = pytest.approx(second.figures[name], rel=2e-4, abs=2e-6)
@@ -133,7 +128,7 @@ def test_contexts_that_do_not_fit_in_one_pass_are_trained_as_those_that_do(
 
 
 def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """By trajectory, what transformers says of each sampled token, context by context."""
+    """Return transformers' log-probs of sampled tokens by trajectory."""
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(policy.directory)
     found = {}
@@ -171,7 +166,7 @@ def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, toke
 
 
 def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:
-    """Which tokens of which record are trained, how often."""
+    """Count trained tokens by record."""
     found: Counter[tuple[str, int]] = Counter()
     for unit in (unit for one in passes for unit in one.units):
         trajectory = unit.item.trajectory

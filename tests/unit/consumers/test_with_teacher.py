@@ -1,5 +1,4 @@
-"""A trainer with a teacher beside it: asked before a step, what it says is kept with that, and
-asked again or not when the step is trained again."""
+"""Tests of a trainer with a teacher, including retraining."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of the loop and of what stands beside it."""
+"""Tests of the loop and its helpers."""

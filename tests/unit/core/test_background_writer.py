@@ -1,4 +1,4 @@
-"""What may be lost is appended in the background: nobody waits, and nothing fails in silence."""
+"""Tests of background appends of records that may be lost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ WAIT_S = 30.0
 
 
 class SlowWriter:
-    """Appends when it is let to."""
-
     def __init__(self) -> None:
         self.go, self.closed = threading.Event(), False
         self.appended: list[bytes] = []
@@ -24,7 +22,6 @@ class SlowWriter:
         self.error: Exception | None = None
 
     def append(self, records: Sequence[Append]) -> list[int]:
-        """Wait, then fail or append."""
         assert self.go.wait(WAIT_S)
         try:
             if self.error is not None:

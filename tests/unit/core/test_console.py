@@ -1,4 +1,4 @@
-"""A command goes on, or ends in order, when nobody can read its console any more."""
+"""Tests of commands whose console is closed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOST = {"reader": "Broken pipe", "disk": "No space left on device"}
 
 
 def closed_pipe() -> int:
-    """The end to write to of a pipe that nobody reads."""
+    """Return the write end of a pipe without a reader."""
     read, write = os.pipe()
     os.close(read)
     return write

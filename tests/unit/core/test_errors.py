@@ -1,4 +1,4 @@
-"""An error is one line that a terminal can show, whatever it quotes."""
+"""Tests of one-line, terminal-safe errors."""
 
 import pytest
 

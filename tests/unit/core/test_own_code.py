@@ -1,4 +1,4 @@
-"""The line of a user's code at which it raised."""
+"""Tests of the line at which a user's code raised."""
 
 from __future__ import annotations
 
@@ -36,6 +36,5 @@ def test_errors_of_this_package_have_no_line_of_the_users() -> None:
 
 
 def _without_tests(error: BaseException) -> str:
-    """Drop the test's own frame, which a task's process does not have."""
     assert error.__traceback__ is not None
     return raised_at(error.with_traceback(error.__traceback__.tb_next))

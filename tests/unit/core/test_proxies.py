@@ -1,4 +1,4 @@
-"""Connections to this machine bypass the proxies of the environment, with every client."""
+"""Tests that local connections bypass proxies of the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ BYPASSED = ["127.0.0.1", "localhost", "[::1]", "10.0.0.5", "inside.example"]
 
 @pytest.fixture(autouse=True)
 def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy for everything but one host, which only the lower-case variable names."""
     for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"):
         monkeypatch.setenv(name, PROXY)
     monkeypatch.setenv("NO_PROXY", "")

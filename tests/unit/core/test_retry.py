@@ -1,4 +1,4 @@
-"""What is tried again while the log is away, for how long, and what is not."""
+"""Tests of retries while the log is unavailable."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from tests.support.worker import VirtualClock
 
 
 class Flaky:
-    """Fails with these errors, then answers."""
-
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
         self.calls = 0
@@ -28,7 +26,7 @@ def test_call_is_repeated_until_the_log_is_back(caplog: pytest.LogCaptureFixture
     assert retry_bus("reading", flaky, clock) == "there"
     assert flaky.calls == 4
     assert clock.ns == 3 * int(RETRY_PAUSE_S * 1e9)
-    # Each new reason is said once.
+    # Each new reason is reported once.
     said = ["reading: away; trying again", "reading: full; trying again"]
     assert [record.message for record in caplog.records] == said
 

@@ -1,4 +1,4 @@
-"""Waiting for a run to start: there already, later, never, away for a moment; and runs over."""
+"""Tests of waiting for a run to start and of its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start(bus: MemoryBus) -> None:
 
 
 class LateStart(VirtualClock):
-    """The run starts while somebody sleeps."""
+    """Clock during whose sleep the run starts."""
 
     def __init__(self, bus: MemoryBus, at_ns: int) -> None:
         super().__init__()
@@ -45,7 +45,9 @@ def test_run_whose_configuration_is_not_the_one_of_its_digest_is_not_obeyed() ->
     bus.writer().append([Append(topic=TOPICS.control, value=encode(forged))])
     with pytest.raises(InvariantBroken, match="the configuration in `run started` of r was chang"):
         wait_for_run(bus, TOPICS, lambda: False, VirtualClock())
-    with pytest.raises(InvariantBroken):  # what `run --resume` and every command that starts asks
+    with pytest.raises(
+        InvariantBroken
+    ):  # check of `run --resume` and of all commands that start roles
         started(bus, TOPICS)
 
 
@@ -67,7 +69,6 @@ def test_control_with_other_records_only_is_no_start() -> None:
 
 
 def decide(bus: MemoryBus, ordinal: int, *decisions: AnyDecision) -> int:
-    """Append one round; the end of decisions behind it."""
     round_ = Round(
         ordinal=ordinal, role_epoch=0, now_ns=ordinal, control_next=0, decisions=decisions
     )

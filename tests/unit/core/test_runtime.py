@@ -1,4 +1,4 @@
-"""The loop in virtual time: what reaches a machine, what it may ask for, what a bad bus does."""
+"""Tests of the loop in virtual time with a faulty bus."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ OUT = TopicPartition("run.out", 0)
 
 @dataclass(frozen=True)
 class Shout:
-    """An effect of the test."""
+    """Effect of the test."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Heard:
-    """The event that answers a shout."""
+    """Event that answers a shout."""
 
     text: str
 
 
 @dataclass
 class Room:
-    """A port that answers every shout one poll later."""
+    """Port that answers each shout one poll later."""
 
     effects: tuple[type, ...] = (Shout,)
     said: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Room:
 
 @dataclass
 class Recorder:
-    """A machine that notes its inputs and does what it was told beforehand."""
+    """Machine that records inputs and returns scripted outputs."""
 
     plan: list[Outputs] = field(default_factory=list)
     inputs: list[Any] = field(default_factory=list)
@@ -100,10 +100,8 @@ def world(
     turn_ns: int = 0,
     status_faults: FaultPlan | None = None,
 ) -> tuple[Runtime, MemoryBus, VirtualClock, Room]:
-    """A runtime around the machine; faults hit only its own appends.
-
-    With `status_faults` it has a writer for statuses, which they hit.
-    """
+    """Return a runtime whose faults hit only its own appends; `status_faults` hit its status
+    writer."""
     log = MemoryLog()
     outside = MemoryBus(log)
     outside.create([TopicSpec(name=IN.topic), TopicSpec(name=OUT.topic)])
@@ -278,7 +276,7 @@ def test_a_status_that_cannot_be_appended_neither_ends_an_exclusive_role_nor_hol
 
 
 def test_a_status_waits_for_no_fact_that_cannot_be_appended() -> None:
-    """What must not be lost goes first; a role that ends there has nothing more to say."""
+    """Records that must not be lost are first; a role that ends there skips its status."""
     outputs = publish("status", lossy=True)
     outputs.publish += publish("fact").publish
     faults = ScriptedFaults(appends={0: AppendFault(kind="unknown", lands=0)})
@@ -291,7 +289,6 @@ def test_a_status_waits_for_no_fact_that_cannot_be_appended() -> None:
 
 
 def held(log: MemoryLog, clock: VirtualClock, text: str) -> None:
-    """An append that readers see a second later."""
     late = ScriptedFaults(appends={0: AppendFault(kind="delayed", delay_ms=1000)})
     bus = MemoryBus(log, faults=late, now_ms=lambda: clock.ns // 1_000_000)
     bus.writer().append([Append(topic=IN.topic, value=text.encode())])

@@ -1,4 +1,4 @@
-"""Waiting until everything acknowledged may be read: how long, what it says, and who does it."""
+"""Tests of waiting until acknowledged records are readable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTROL = TopicPartition(TOPICS.control, 0)
 
 
 class Bench:
-    """A log in which an append stays hidden, and a clock that moves when somebody sleeps."""
+    """Log with a hidden append, and a clock advanced by sleeping."""
 
     def __init__(self) -> None:
         self.clock, self.log = WorldClock(), MemoryLog()
@@ -32,7 +32,6 @@ class Bench:
         self.bus.create([TopicSpec(name=name) for name in TOPICS.all()])
 
     def hide(self, seconds: float, *found: AnyControl) -> None:
-        """Append what readers see only so much later."""
         late = AppendFault(kind="delayed", delay_ms=round(seconds * 1000))
         bus = MemoryBus(self.log, faults=ScriptedFaults(appends={0: late}), now_ms=self._now_ms)
         bus.writer().append([Append(topic=CONTROL.topic, value=encode(one)) for one in found])
@@ -48,7 +47,7 @@ def test_what_is_hidden_now_is_waited_for_and_what_is_hidden_later_is_not(
     bench.hide(30, records.run_started(records.make_config()))
 
     class Busy(WorldClock):
-        """Somebody else appends in every pause."""
+        """Clock during whose sleeps another writer appends."""
 
         def sleep(self, seconds: float) -> None:
             bench.clock.ns += int(seconds * 1e9)

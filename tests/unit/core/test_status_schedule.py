@@ -1,4 +1,4 @@
-"""When a role says its status: news soon, nothing new seldom, and never more bytes than it has."""
+"""Tests of status timing and byte budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def status(version: int = 0, at_s: float = 0.0) -> OrchestratorStatus:
 def played(
     news: dict[float, int], *, until_s: float, size_bytes: int = 100, quiet: int = QUIET
 ) -> list[float]:
-    """When statuses went out, if the version is `news[t]` from t on."""
+    """Return the times of statuses if the version is `news[t]` from t on."""
     schedule, said, now_ns = StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=quiet), [], 0
     while now_ns <= until_s * S:
         now_s = now_ns / S
@@ -68,7 +68,6 @@ def test_news_after_a_large_status_wait_until_it_is_paid_for_but_no_longer_than_
 def test_between_two_statuses_lies_at_most_a_quiet_period(
     turns: list[tuple[int, int, bool]],
 ) -> None:
-    """However large they are, and whatever hurries: a role that looks when it shall is heard."""
     schedule, now_ns, last_ns, version = (
         StatusSchedule(heartbeat_ns=HEARTBEAT, quiet_ns=QUIET),
         0,

@@ -1,4 +1,4 @@
-"""Since when a wait lasts, what ends it, and when it is an alarm."""
+"""Tests of durations, ends and alarms of waits."""
 
 from __future__ import annotations
 

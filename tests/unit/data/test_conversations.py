@@ -1,4 +1,4 @@
-"""Conversations as data sets have them: one form of messages, the answer apart from the prompt."""
+"""Tests of conversations in data sets."""
 
 from __future__ import annotations
 

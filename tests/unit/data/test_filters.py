@@ -1,4 +1,4 @@
-"""The language of `task.filter`: what it says, and that it reaches nothing else."""
+"""Tests of the language of `task.filter`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same rows in any format are the same rows with the same digest; what differs is named."""
+"""Tests that rows have one digest in every format."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rows_of_values_are_the_same_in_every_format_that_has_types(data: st.Dat
         }
     )
     rows = data.draw(st.lists(row, min_size=1, max_size=20))
-    rows[0]["messages"] = [{"role": "user", "content": "?"}]  # without one, tables know no type
+    rows[0]["messages"] = [{"role": "user", "content": "?"}]  # tables need a type
     wanted = rows_digest(rows, "train")
     with TemporaryDirectory() as folder:
         for name, write in TYPED.items():

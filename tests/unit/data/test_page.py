@@ -1,4 +1,4 @@
-"""docs/data.md: its configuration, its task, its filter and its error are what the code has."""
+"""Tests of docs/data.md against the code."""
 
 from __future__ import annotations
 

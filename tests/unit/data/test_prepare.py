@@ -1,4 +1,4 @@
-"""Large data are prepared once, in a file that processes share; the file is what it says it is."""
+"""Tests of preparation of large data in shared files."""
 
 from __future__ import annotations
 

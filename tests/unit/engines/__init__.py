@@ -1,1 +1,1 @@
-"""Tests of the engines part by part; what all engines share is in tests/contract."""
+"""Tests of engines; tests/contract has the shared ones."""

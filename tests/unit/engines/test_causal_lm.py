@@ -1,4 +1,4 @@
-"""Which models the torch engine takes: a config is read whole, or refused in one line."""
+"""Tests of models that the torch engine supports or rejects."""
 
 from __future__ import annotations
 

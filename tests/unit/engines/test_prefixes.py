@@ -1,4 +1,4 @@
-"""Kept prefixes against a plain model: whatever is found is what was computed of just these ids."""
+"""Tests of kept prefixes against a simple model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def ids_of(tokens: Sequence[int]) -> Integers:
 
 
 def computed(weights: str, tokens: Sequence[int]) -> Array:
-    """Stands for keys and values: of each position a number of all tokens up to it."""
+    """Return stand-ins for keys and values: a hash of all tokens up to each position."""
     sums = [hash((weights, tuple(tokens[: end + 1]))) for end in range(len(tokens))]
     return np.array(sums, np.int64).reshape(1, 1, 1, len(tokens), 1)
 
 
 def keep(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """Keep a sequence; which parts of it were copied."""
+    """Keep a sequence; return the copied ranges."""
     asked: list[tuple[int, int]] = []
 
     def copied(start: int, end: int) -> Array:
@@ -39,7 +39,7 @@ def keep(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> list[tuple[
 
 
 def found(kept: KeptPrefixes, weights: str, tokens: Sequence[int]) -> int:
-    """How many first tokens are held; what is held of them is compared."""
+    """Return the number of held tokens and compare their content."""
     known = kept.known(weights, ids_of(tokens))
     data = kept.longest(weights, ids_of(tokens))
     assert (0 if data is None else data.shape[-2]) == known
@@ -130,7 +130,6 @@ def test_common_beginning_is_that_of_two_lists(one: list[int], other: list[int])
 
 
 def _tokens(kept: KeptPrefixes) -> int:
-    """Counted anew, over all that hangs together."""
     left: list[Any] = [one for root in kept._roots.values() for one in root.children.values()]
     total = 0
     while left:

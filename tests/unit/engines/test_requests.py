@@ -1,6 +1,4 @@
-"""What engines say alike of a request: stop strings are found with the token that completes them,
-however the text is cut; tokens are held back, and a request ends once. And what of vLLM needs no
-vLLM: seeds and sizes."""
+"""Tests of shared request handling: stop strings, held tokens, seeds, sizes."""
 
 from __future__ import annotations
 
@@ -27,12 +25,12 @@ def bytes_decode(tokens: Sequence[int]) -> str:
 
 
 def stripping_decode(tokens: Sequence[int]) -> str:
-    """Like tokenizers that drop the space before the first word of a text."""
+    """Drop the space before the first word, as some tokenizers do."""
     return bytes_decode(tokens).removeprefix(" ")
 
 
 def first_stop(text: bytes, stops: tuple[str, ...], sampled: int = 0) -> int | None:
-    """After how many tokens a watcher that starts behind `sampled` of them sees a stop string."""
+    """Return the tokens after which a watcher that starts at `sampled` sees a stop string."""
     watcher = StopText(bytes_decode, stops, list(text[:sampled]))
     for count in range(sampled, len(text)):
         if watcher.feed(text[count]):
@@ -139,7 +137,6 @@ def test_logprob_that_is_not_finite_ends_a_row_without_its_token(logprob: float)
 
 
 def row_tokens(row: RunningRequest, tokens: list[int]) -> object:
-    """The event that a fresh copy of the row would make of these tokens."""
     copy = RunningRequest(request=row.request, stops=None, first_ns=row.first_ns)
     copy.extend(tokens, [-1.0] * len(tokens), [-1.0] * len(tokens))
     return copy.emit()

@@ -1,4 +1,4 @@
-"""The engine without a model: lengths like the demo's, tokens that tell policies apart."""
+"""Tests of the simulated engine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_turn_ends_with_the_end_token_where_its_seed_says() -> None:
 def test_the_second_turn_has_a_length_of_its_own() -> None:
     engine = SimulatedEngine(slots=1, context_tokens=512, lengths=lambda seed, turn: 4 + 3 * turn)
     first = run(engine, [request("r", [5], stop_ids=(END_TOKEN,))])["r"].tokens
-    context = [5, *first, 60, 61, 62]  # what the environment answered
+    context = [5, *first, 60, 61, 62]  # answer of the environment
     second = run(engine, [request("r", context, sampled=4, stop_ids=(END_TOKEN,))])["r"].tokens
     assert (len(first), len(second)) == (4, 7)
 

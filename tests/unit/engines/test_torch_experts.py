@@ -1,4 +1,4 @@
-"""The experts of the torch engine: a row's result is a function of the row."""
+"""Tests of experts in the torch engine: results depend on the row only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ COUNTS = range(ROWS_MIN, ROWS)
 def drawn(
     make: Callable[[Path], Path], folder: Path
 ) -> tuple[CausalLM, ExpertWeights, torch.Tensor]:
-    """The second layer of a model with weights at random, and rows to try it with."""
     model = read_causal_lm(make(folder), context_tokens=64)
     weights = empty_experts(model, 1)
     assert weights is not None

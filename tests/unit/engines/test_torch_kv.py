@@ -1,4 +1,4 @@
-"""The KV cache against a plain model of it: rows keep their keys wherever they are moved."""
+"""Tests of the KV cache against a simple model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_positions_read_the_keys_of_the_smallest_pool_that_holds_them() -> None:
 
 
 class Twin:
-    """The cache and what should be in it: each slot's keys are numbers of its own."""
+    """Cache and its expected content."""
 
     def __init__(self) -> None:
         self.kv = KvCache(MODEL, slots=SLOTS, context_tokens=CONTEXT)
@@ -47,7 +47,6 @@ class Twin:
         self.fresh = 0
 
     def write(self, slot: int, start: int, end: int) -> None:
-        """Write positions [start, end) through the storage, as the engine does."""
         number, row = self.kv.place(slot)
         lines = self.kv.lines(np.array([number]), np.array([row]))[0]
         for position in range(start, end):
@@ -137,7 +136,6 @@ def test_rows_keep_their_keys_wherever_they_are_moved(actions: list[tuple[str, i
 
 
 def _stage(twin: Twin, free: list[int], number: int) -> None:
-    """Stage a long prompt, or let the staged one enter."""
     if twin.staged is not None:
         slot, twin.staged = twin.staged, None
         twin.settle([(slot, 200)])
@@ -151,7 +149,7 @@ def _stage(twin: Twin, free: list[int], number: int) -> None:
 
 
 def test_nothing_of_a_row_is_left_for_the_next_one() -> None:
-    """Zero times infinity is not zero: what a mask hides must be finite."""
+    """Zero times infinity is not zero: masked values must be finite."""
     used = np.zeros(2, np.int64)
     kv = KvCache(MODEL, slots=2, context_tokens=64)
     kv.storage.fill_(torch.nan)

@@ -1,4 +1,4 @@
-"""Attention over latents in the torch engine: rows alone, transformers' numbers, little kept."""
+"""Tests of latent attention in the torch engine."""
 
 from __future__ import annotations
 

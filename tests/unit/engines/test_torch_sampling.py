@@ -1,4 +1,4 @@
-"""The sampler: its random numbers, its distribution, each truncation against a plain reference."""
+"""Tests of the sampler: random numbers, distribution, truncation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ SAMPLES = 20_000
 def draw(
     logits: torch.Tensor, params: list[SamplingParams], seeds: list[int], positions: list[int]
 ) -> Drawn:
-    """One token per row, each row in a slot of its own."""
     sampler = Sampler(slots=len(params))
     for slot, (one, seed) in enumerate(zip(params, seeds, strict=True)):
         sampler.set(slot, one, seed)
@@ -37,7 +36,7 @@ def draw(
 
 
 def reference(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Probabilities of the tokens that are left, rule by rule, with plain arithmetic."""
+    """Return the remaining tokens' probabilities by plain arithmetic."""
     if params.temperature == 0:
         return {max(range(len(logits)), key=lambda token: logits[token]): 1.0}
     hot = {token: value / params.temperature for token, value in enumerate(logits)}
@@ -93,7 +92,7 @@ def test_tokens_have_the_distribution_of_the_logits() -> None:
             assert set(np.flatnonzero(counts)) == wanted.keys()
             expected = np.array([wanted[token] for token in wanted]) * SAMPLES
             chi2 = (((counts[list(wanted)] - expected) ** 2) / expected).sum()
-            # Seven degrees of freedom at most: beyond 26 lies one case in two thousand.
+            # At most seven degrees of freedom: 1 case in 2000 exceeds 26.
             assert chi2 < 26, params
 
 
@@ -172,7 +171,7 @@ def test_rows_that_are_not_finite_are_drawn_without_harm() -> None:
 
 
 def test_a_wide_vocabulary_is_cut_like_a_narrow_one() -> None:
-    """With top-p over many tokens, only the largest are ranked; nothing else may change."""
+    """With top-p, only the largest tokens are ranked; nothing else may change."""
     chance = np.random.default_rng(4)
     logits = chance.normal(0, 4, 20_000).astype(np.float32)
     params = SamplingParams(top_p=0.95)

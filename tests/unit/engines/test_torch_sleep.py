@@ -1,4 +1,4 @@
-"""An engine that sleeps gives its memory back, and has what it is loaded with afterwards."""
+"""Tests of a sleeping engine: memory and reload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is told and given on a GPU, as far as can be seen without one, and without vLLM."""
+"""Tests of vLLM's GPU options, without a GPU or vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of vLLM are read and written in whatever order a kernel packs them; needs no vLLM."""
+"""Tests of vLLM's KV layouts, without vLLM."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ HEADS, SIZE, WIDTH, BLOCKS = 3, 32, 32, 7
 
 
 def beside(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
-    """Keys and values of a token beside each other, as FlashAttention has them."""
+    """Keys and values of a token adjacent, as in FlashAttention."""
     cache[block, :, at, :WIDTH], cache[block, :, at, WIDTH:] = key, value
 
 
 def turned(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
-    """Keys by dimension, then values by token, as vLLM's plain kernel on a CPU has them."""
+    """Keys by dimension, then values by token, as in vLLM's plain CPU kernel."""
     flat = cache[block].view(HEADS, 2 * SIZE * WIDTH)
     flat[:, at : SIZE * WIDTH : SIZE] = key
     flat[:, (SIZE + at) * WIDTH : (SIZE + at + 1) * WIDTH] = value
 
 
 def tiled(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
-    """Tiles of 16 tokens with pairs of dimensions together, values in pairs of tokens."""
+    """Tiles of 16 tokens with paired dimensions, values in pairs of tokens."""
     flat = cache[block].view(HEADS, 2, SIZE * WIDTH)
     tile = flat[:, 0].view(HEADS, SIZE // 16, WIDTH // 2, 16, 2)
     tile[:, at // 16, :, at % 16, :] = key.view(HEADS, WIDTH // 2, 2)
@@ -35,7 +35,7 @@ def tiled(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
 
 
 def lossy(cache: Any, block: int, at: int, key: Any, value: Any) -> None:
-    """Values are in two places, keys in none."""
+    """Values in two places, keys in none."""
     cache[block, :, at, :WIDTH], cache[block, :, at, WIDTH:] = value, value
 
 
@@ -44,7 +44,7 @@ Put = Callable[[Any, int, int, Any, Any], None]
 
 @dataclass
 class Layer:
-    """As much of vLLM's attention layer as is used; its own `impl`."""
+    """Minimal attention layer of vLLM; its own `impl`."""
 
     kv_cache: Any
     put: Put
@@ -56,7 +56,6 @@ class Layer:
     def do_kv_cache_update(
         self, layer: Layer, key: Any, value: Any, cache: Any, slots: Any
     ) -> None:
-        """vLLM's writer: a token's numbers go to its slot."""
         for token, slot in enumerate(slots.tolist()):
             self.put(cache, slot // SIZE, slot % SIZE, key[token], value[token])
 

@@ -1,4 +1,4 @@
-"""The directory that vLLM reads an adapter from, and the adapters that it never gets to see."""
+"""Tests of adapter directories for vLLM and of rejected adapters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ SHAPES = {"model.embed_tokens.weight": (20, 6), f"{LAYER}.weight": (8, 6)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files:
-    """A base's digest, and adapters on it: (file, digest)."""
-
     folder: Path
     base: tuple[Path, str]
 

@@ -1,4 +1,4 @@
-"""Options of vLLM that a run passes through, and those that it refuses by name."""
+"""Tests of vLLM options passed through or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server's process: its key, its end with the worker's, and what is said of a bad start."""
+"""Tests of a server's process: key, end, failed start."""
 
 from __future__ import annotations
 

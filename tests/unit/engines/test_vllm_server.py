@@ -1,4 +1,4 @@
-"""The vllm engine against a server without a model: the contract, and what goes wrong."""
+"""Tests of the vLLM engine against a fake server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server() -> Iterator[FakeVllm]:
 
 @pytest.fixture
 def subject(server: FakeVllm, tmp_path: Path) -> Iterator[Subject]:
-    """The engine of the fake server; a policy is a file that holds its own digest."""
+    """Yield the fake server's engine; a policy is a file with its own digest."""
     opened: list[VllmEngine] = []
     for name in "ab":
         (tmp_path / name).write_text(name * 64)
@@ -78,7 +78,6 @@ def _open(subject: Subject, slots: int = 4) -> VllmEngine:
 
 
 def _until(engine: VllmEngine, name: str) -> RequestFinished:
-    """Steps until a request has ended."""
     for _ in range(1000):
         for event in engine.step():
             if isinstance(event, RequestFinished) and event.request == name:
@@ -179,7 +178,7 @@ def test_request_names_the_temperature_of_its_log_probs_where_it_is_not_one(
         engine.step()
     (asked,) = server.last_bodies(1)
     assert asked["sampling_params"]["extra_args"] == {"logprob_temperature": 0.7}
-    assert asked["sampling_params"]["logprobs"] == 0  # it is that of what was drawn from, too
+    assert asked["sampling_params"]["logprobs"] == 0  # also gives the log-prob of the sampled token
 
 
 def test_prompts_of_ended_requests_are_counted_as_the_server_says(
@@ -265,7 +264,7 @@ def test_stop_string_aborts_what_the_server_is_ahead(server: FakeVllm, subject: 
 def test_server_that_is_late_in_every_step_is_accounted_for(
     server: FakeVllm, subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a busy machine has it: a step ends without a token of a row, or of any."""
+    """On a busy machine a step may end without a token of some or all rows."""
     monkeypatch.setattr(vllm_server, "STEP_WAIT_MS", 1)
     server.chunk_s = 0.004
     CHECKS["accounting"](subject)
@@ -363,7 +362,7 @@ def test_silence_of_a_server_that_is_not_well_is_an_error(
     monkeypatch.setattr(vllm_server, "SILENCE_MS", 0)
     server.hold_after = {1: 0}
     engine.add(request("r", [5], seed=1, max_tokens=30))
-    assert engine.step() == []  # it is well, and only slow
+    assert engine.step() == []  # healthy, but slow
     server.healthy = False
     with pytest.raises(ResourceError, match=r"503.*silent"):
         engine.step()

@@ -1,4 +1,4 @@
-"""KV caches of a server without a model, of two ranks: what leaves, what arrives, which files."""
+"""Tests of KV caches of a fake server with two ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.engine_contract import request
 from tests.support.fake_vllm_server import FakeVllm
 
 HELD_SEED = 3
-"""Its stream goes on after eleven tokens only when it is told to."""
+"""Its stream pauses after eleven tokens until released."""
 
 Open = Callable[[], VllmEngine]
 
@@ -35,7 +35,6 @@ def server() -> Iterator[FakeVllm]:
 
 @pytest.fixture
 def opens(server: FakeVllm, tmp_path: Path) -> Iterator[Open]:
-    """Opens engines of the server, with weights."""
     (tmp_path / "a").write_text("a" * 64)
     opened: list[VllmEngine] = []
 
@@ -55,7 +54,7 @@ def files(engine: VllmEngine) -> set[str]:
 
 
 def running(engine: VllmEngine, name: str = "r") -> EngineRequest:
-    """A request that has sampled six tokens, and cannot end."""
+    """Return a request with six tokens that cannot end."""
     one = request(name, [5, 6, 7], seed=HELD_SEED, max_tokens=40)
     engine.add(one)
     for _ in range(6):
@@ -64,7 +63,6 @@ def running(engine: VllmEngine, name: str = "r") -> EngineRequest:
 
 
 def after(one: EngineRequest, found: Exported | None) -> EngineRequest:
-    """What goes on from there."""
     assert found is not None and found.sampled is not None
     tokens = [*one.token_ids, *found.sampled.token_ids]
     return replace(one, token_ids=tokens, sampled=len(found.sampled.token_ids), kv=found.kv)

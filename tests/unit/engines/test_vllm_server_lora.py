@@ -1,5 +1,4 @@
-"""Versions of a LoRA policy in a server without a model: what is asked, in which order, and what is
-not believed."""
+"""Tests of versions of a LoRA policy in a fake server."""
 
 from __future__ import annotations
 
@@ -29,13 +28,10 @@ DROP = ["/v1/unload_lora_adapter", "/collective_rpc"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """A server for adapters, and a base with adapters on it: (file, digest)."""
-
     server: FakeVllm
     policies: list[tuple[Path, str]]
 
     def open(self, *, slots: int = 4, most: int = 3, rank: int = RANK) -> VllmEngine:
-        """An engine without weights."""
         return VllmEngine(
             Path("model"),
             slots=slots,
@@ -46,19 +42,16 @@ class Hosted:
         )
 
     def load(self, engine: VllmEngine, version: int, policy: int | None = None) -> None:
-        """Make a policy resident as a version."""
         path, digest = self.policies[version if policy is None else policy]
         engine.load(path, version=version, digest=digest)
 
     def hosting(self, *versions: int, most: int = 3) -> VllmEngine:
-        """An engine with these versions, the base first."""
         engine = self.open(most=most)
         for version in versions:
             self.load(engine, version)
         return engine
 
     def name(self, version: int) -> str:
-        """Of the version's adapter."""
         return f"{version}:{self.policies[version][1][:16]}"
 
 
@@ -166,7 +159,8 @@ def test_refused_adapter_leaves_what_was_there(hosted: Hosted) -> None:
 
 
 def let_go_unheard(hosted: Hosted) -> VllmEngine:
-    """An engine whose request, under version 1, was let go and aborted before its stream began."""
+    """Return an engine whose request under version 1 was released and aborted before its stream
+    began."""
     engine = hosted.hosting(0, 1)
     hosted.server.begin.clear()
     hosted.server.hold_after = {7: 1}

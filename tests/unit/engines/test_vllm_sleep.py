@@ -1,4 +1,4 @@
-"""vLLM that sleeps: which doors a server is asked to open, and when; what is said on a CPU."""
+"""Tests of vLLM's sleep: requests to the server, CPU error."""
 
 from __future__ import annotations
 

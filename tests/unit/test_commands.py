@@ -1,4 +1,4 @@
-"""The whole command line: its size, the examples in its help, commands named in pages and hints."""
+"""Tests of the command line: size, help examples, quoted commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HISTORY = ("CHANGELOG.md", "bench/results/", "tests/fuzz/corpus/")
 """Files that quote commands of earlier commits."""
 
 NOT_COMMANDS = frozenset({"batch", "kv", "transfers"})
-"""Words behind the name in the first bytes of a hash or of a file."""
+"""Words after the name in binary prefixes."""
 
 _TYPED = re.compile(r"(?:[`\"'(]|\$ )dora-pipe (?P<words>[^`\"'\n|;&>]+)")
 _OPTION = re.compile(r"--?[a-z][a-z-]*$")
@@ -56,7 +56,7 @@ def test_help_has_an_example_that_parses(words: tuple[str, ...], call: Call) -> 
 
 
 def _quoted() -> Iterator[tuple[str, str]]:
-    """(file, words behind `dora-pipe`) of every command that a page, a hint or a manifest names."""
+    """Yield (file, words after `dora-pipe`) of each command in pages, hints and manifests."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *PAGES], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -68,7 +68,7 @@ def _quoted() -> Iterator[tuple[str, str]]:
 
 
 def _unknown(typed: str) -> str:
-    """The first word of a command that the command line does not know; empty if it knows all."""
+    """Return the first unknown word of a command, or an empty string."""
     command: Any = get_command(app)
     words = typed.split()
     while words and hasattr(command, "commands"):

@@ -1,4 +1,4 @@
-"""What the compose file starts to show a run: files, ports, addresses and words fit together."""
+"""Tests of observability in the compose file: files, ports, addresses."""
 
 import json
 import re
@@ -23,14 +23,14 @@ def _yaml(path: Path) -> Any:
 
 
 def _ports(service: Service) -> dict[str, str]:
-    """Port of the container -> port of this machine."""
+    """Return host ports by container port."""
     pairs = [re.fullmatch(r"127\.0\.0\.1:(\d+):(\d+)", one) for one in service.raw["ports"]]
     assert all(pairs), f"{service.name} is open to other machines: {service.raw['ports']}"
     return {pair[2]: pair[1] for pair in pairs if pair}
 
 
 def _at_home(address: str) -> Service:
-    """The service that an address of the network means; it listens there."""
+    """Return the service of a network address, which listens on this machine."""
     found = re.search(r"(?:^|/)([\w-]+):(\d+)$", address)
     assert found, address
     return SERVICES[found[1]]

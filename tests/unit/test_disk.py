@@ -1,4 +1,4 @@
-"""A full disk is named by who can still look, bounded in time, and counted against nobody."""
+"""Tests of full disks: reported, bounded in time, no penalty."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from tests.support.worker import VirtualClock
 
 
 class Disk:
-    """How much room there is, as a test says."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = 10 * FULL_BYTES
         monkeypatch.setattr(disk, "free_bytes", lambda path: self.free)
@@ -31,7 +29,6 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 
 def look(watch: DiskWatch, clock: VirtualClock, seconds: float) -> None:
-    """Look often, for so long."""
     for _ in range(int(seconds * 2)):
         clock.ns += 500_000_000
         watch.turn()

@@ -1,4 +1,4 @@
-"""Imports go down only; a planted import that goes up, or touches chance, is found."""
+"""Tests of the import layers with planted violations."""
 
 import ast
 import os
@@ -12,7 +12,6 @@ LINT_LIMIT_S = 120
 
 
 def _lint(folder: Path) -> tuple[int, str]:
-    """Exit status and output of import-linter on the package in this folder."""
     path = os.pathsep.join([str(folder.parent), os.environ.get("PYTHONPATH", "")])
     code = "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())"
     done = subprocess.run(
@@ -28,7 +27,7 @@ def _lint(folder: Path) -> tuple[int, str]:
 
 
 def test_imports_go_down_only(tmp_path: Path) -> None:
-    linked = tmp_path / "dora_pipe"  # whatever the checkout is called, and wherever it lies
+    linked = tmp_path / "dora_pipe"  # independent of the checkout's name and location
     linked.symlink_to(ROOT, target_is_directory=True)
     status, output = _lint(linked)
     assert status == 0, output

@@ -1,4 +1,4 @@
-"""Which GPUs a role sees, and what is said of those that are not there."""
+"""Tests of GPU visibility by role, and of missing GPUs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANKS = {"kind": "deepspeed", "ranks": 2}
 
 @pytest.fixture(autouse=True)
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test starts as on a machine where nobody said anything, and leaves it so."""
+    """Start and end each test without GPU settings."""
     for name in (VISIBLE, ORDER[0]):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Help and errors of usage import nothing heavy: counted, not timed."""
+"""Tests that help and usage errors import nothing heavy."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ OWN = frozenset(
         ".core.proxies",
     )
 )
-"""Modules of ours that say what a command takes, and how it talks."""
+"""Our modules for arguments and output."""
 
 SLOW = frozenset({"asyncio", "multiprocessing", "sqlite3", "unittest", "xml"})
-"""Of the standard library."""
+"""Standard library modules."""
 
 ASK = """
 import io, json, sys
@@ -73,8 +73,8 @@ print(json.dumps([codes, sorted(set(sys.modules) - typers)]), file=said)
 
 
 def asked(*lines: list[str]) -> tuple[list[int], set[str]]:
-    """Exit codes of `dora-pipe` with these words, all in one process, and what it imported that an
-    empty command of typer does not."""
+    """Return exit codes of `dora-pipe` with these words in one process, and imports beyond
+    typer's."""
     done = subprocess.run(
         [sys.executable, "-c", ASK, json.dumps(lines)], capture_output=True, text=True, check=True
     )
@@ -83,14 +83,13 @@ def asked(*lines: list[str]) -> tuple[list[int], set[str]]:
 
 
 def heavy(modules: set[str]) -> set[str]:
-    """Which of them nobody should wait for."""
+    """Return modules that are too slow to import."""
     packages = {one: one.partition(".")[0] for one in modules - OWN}
     light = sys.stdlib_module_names - SLOW
     return {one for one, package in packages.items() if package not in light}
 
 
 def every_command() -> list[list[str]]:
-    """The words of every command and group."""
     found: list[list[str]] = []
 
     def walk(command: object, words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The broker in a container and the broker from jars are the same, and say the same things."""
+"""Tests that container and jar brokers are configured equally."""
 
 import re
 import xml.etree.ElementTree as ET

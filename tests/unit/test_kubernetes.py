@@ -1,4 +1,4 @@
-"""The Kubernetes manifests say what the command line, the configuration and each other allow."""
+"""Tests of Kubernetes manifests against command line and configuration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.tidy import ROOT
 BASE, NODES = "kubernetes", "kubernetes-nodes"
 GPU = "nvidia.com/gpu"
 DOWNWARD = {"$(POD_NAME)": "worker-3", "$(POD_INDEX)": "1"}
-"""What Kubernetes puts in the place of these."""
+"""Values that Kubernetes substitutes."""
 
 BUILT = {name: built(ROOT / "infra" / name) for name in (BASE, NODES)}
 KINDS = {
@@ -28,7 +28,7 @@ KINDS = {
     if kind in ("Deployment", "StatefulSet")
 }
 PODS = sorted(KINDS)
-"""Whose they are, by folder and role."""
+"""Pods by folder and role."""
 
 each_pod = pytest.mark.parametrize(("name", "role"), PODS)
 
@@ -54,7 +54,6 @@ def _words(name: str, role: str) -> list[str]:
 
 
 def _config(name: str, role: str, tmp_path: Path) -> Config:
-    """The configuration as the role gets it."""
     _, params = parsed(_words(name, role))
     path = tmp_path / params["config"].name
     path.write_text(BUILT[name]["ConfigMap", "run"]["data"][params["config"].name])
@@ -125,7 +124,7 @@ def test_nodes_of_the_trainer_meet_at_the_first_pod_and_each_rank_has_a_gpu(tmp_
     (port,) = service["ports"]
     assert node.rendezvous == f"trainer-0.{spec['serviceName']}:{port['port']}"
     assert service["selector"] == spec["selector"]["matchLabels"]
-    # Pods are found before they are ready, which they are when they have met.
+    # Pods are found before they are ready, since they become ready by meeting.
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
     ranks = ranks_per_node(config, node)
     assert _container(NODES, "trainer")["resources"]["limits"] == {GPU: ranks}

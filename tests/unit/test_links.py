@@ -1,4 +1,4 @@
-"""Every link inside the repository leads to a file that is there, and to a heading in it."""
+"""Tests of links and anchors inside the repository."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 from tests.support import tidy
 
 PAGES = [path for path in tidy.files(".md") if path.parts[0] != "tests"]
-"""Texts below `tests` are sections of pages that are printed to docs/."""
+"""Pages; texts in `tests` are sections of pages in docs/."""
 LINK = re.compile(r"\]\((?P<path>[^)\s#]*)(?:#(?P<heading>[^)\s]+))?\)")
 
 
 @cache
 def headings(page: Path) -> frozenset[str]:
-    """The anchors that a page's headings get: lower case, words with dashes between."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*)$", text, re.M)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
@@ -23,13 +22,12 @@ def headings(page: Path) -> frozenset[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    """Those that lead nowhere."""
     here = tidy.ROOT / page
     broken = []
     for found in LINK.finditer(here.read_text()):
         path, heading = found["path"], found["heading"]
         if ":" in path:
-            continue  # of the web
+            continue  # web link
         target = here.parent / path if path else here
         there = target.exists() and (
             not heading or target.suffix != ".md" or heading in headings(target)

@@ -1,4 +1,4 @@
-"""A log is told to another process as plain data, and opens there as here."""
+"""Tests of log locations sent to other processes."""
 
 from pathlib import Path
 

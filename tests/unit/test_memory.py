@@ -1,4 +1,4 @@
-"""Estimates of memory agree with networks and measured steps; proposed keys make a run fit."""
+"""Tests of memory estimates and proposed keys."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_kind_of_network_is_estimated(name: str) -> None:
 
 
 def state(**keys: Any) -> float:
-    """Bytes per parameter of a trainer of 4 billion between two passes."""
+    """Return bytes per parameter of a 4 B trainer between two passes."""
     held = memory.state_parts(qwen3("4B"), run(**keys))
     return sum(held.values()) / qwen3("4B").parameters
 

@@ -1,4 +1,4 @@
-"""A node of a trainer of several: what its ranks are told, what it ends with, where they meet."""
+"""Tests of nodes of a distributed trainer."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ sys.exit(run_node([sys.executable, "-c", sys.argv[1]], each, stop_s=5.0, notice_
 
 
 def _node(rank_does: str, notice_s: float = NOTICE_S) -> subprocess.Popen[str]:
-    """A node of two ranks which do this; `rank` is which. What they say is one `os.write` a line:
-    `print` may be two, and lines of ranks would lie within each other."""
+    """Start a node of two ranks running this code, with `rank` as variable. Print by one
+    `os.write` per line: `print` may interleave lines of ranks."""
     script = f"import os, signal, sys, time\nrank = os.environ['RANK']\n{rank_does}"
     return subprocess.Popen(
         [sys.executable, "-c", PARENT.format(notice=notice_s), script],

@@ -1,4 +1,4 @@
-"""Dashboards, alerts and Prometheus' configuration: their queries name metrics that exist."""
+"""Tests of dashboards, alerts and Prometheus' configuration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLUMNS = 24
 """Width of Grafana's grid."""
 
 HEIGHT = 8
-"""Height of a panel, in units of the grid."""
+"""Height of a panel in grid units."""
 
 METRIC = re.compile(r"dora_pipe_[a-z_]+")
 NAMES = {

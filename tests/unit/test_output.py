@@ -1,4 +1,4 @@
-"""What is printed steers no terminal, tables keep identifiers whole, and one place prints."""
+"""Tests of output: escaped control characters, complete identifiers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DIGEST = "0ba9d3565d780551516b98e3aaebb9fc112e31d1074af28f12dcdb0dfafb9d5f"
 
 
 def is_harmless(text: str) -> bool:
-    """Whether no character of any line is one that a terminal obeys."""
+    """Report whether no character controls a terminal."""
     return all(line.isprintable() for line in text.split("\n"))
 
 

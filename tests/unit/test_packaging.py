@@ -1,4 +1,4 @@
-"""What is installed is what is in the tree: packages and locks; every tool is told all of it."""
+"""Tests of installed packages, locks and tool settings."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Long commands say on stderr how far they are; stdout stays data."""
+"""Tests of progress on stderr of long commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ LIMIT_S = 30.0
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for another thread; a broken one fails the test."""
     end_s = time.monotonic() + LIMIT_S
     while not true():
         assert time.monotonic() < end_s

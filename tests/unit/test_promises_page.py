@@ -1,4 +1,4 @@
-"""The page of promises names tests that are there."""
+"""Tests that the promises page names existing tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who watches a run waits out an outage of the log, and ends the run when the log was cut."""
+"""Tests of watching a run through outages and a cut log."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from dora_pipe.launch.run import RunConsole
 
 
 class Scripted:
-    """A view of a log that answers as it is told to."""
-
     def __init__(self, *answers: list[str] | BusError) -> None:
         self._answers = list(answers)
 

@@ -1,7 +1,4 @@
-"""The house gets no larger unseen: lines, small modules, class names, the way of a trajectory.
-
-A bound that is in the way is looked at before it is raised: what became unnecessary?
-"""
+"""Tests of limits on code size; before raising one, look for code to remove."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Without torch: the package, the orchestrator, the readers of the log and the command line run."""
+"""Tests without torch: package, orchestrator, log readers, command line."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_the_block_holds() -> None:
 
 
 def _modules() -> list[str]:
-    """Every module that stands outside the few files where torch is at home."""
+    """Return every module outside the files that import torch."""
     names: list[str] = []
     for path in files(".py"):
         installed = path.parts[0] in (*INSTALLED, "__init__.py")

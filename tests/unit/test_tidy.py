@@ -1,4 +1,4 @@
-"""Every house rule refuses what it is there to refuse, and the tree breaks none of them."""
+"""Tests of the house rules and of the tree against them."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -91,7 +91,7 @@ def test_rule_lets_sound_code_pass(rule: Rule, path: str, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def broken() -> dict[str, list[str]]:
-    """What breaks each rule, by its name: every file is parsed once, for all rules."""
+    """Return violations by rule; each file is parsed once."""
     found: dict[str, list[str]] = {rule.__name__: [] for rule in tidy.PYTHON_RULES}
     files = tidy.files(".py")
     assert len(files) > 20, "the walk over the tree found too little to mean anything"

@@ -1,4 +1,4 @@
-"""A test that cannot run here says so in one line, and in CI it fails instead."""
+"""Tests that unavailable tests skip with a line, and fail in CI."""
 
 import ast
 import os
@@ -49,7 +49,7 @@ def test_a_test_that_is_to_run_on_a_gpu_is_skipped_where_there_is_none(
 
 
 def _marks(path: Path) -> set[str]:
-    """The names in a file's own `pytestmark`."""
+    """Return the names in a file's `pytestmark`."""
     for one in ast.parse((ROOT / path).read_text()).body:
         if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "pytestmark":
             return {part.attr for part in ast.walk(one.value) if isinstance(part, ast.Attribute)}
@@ -57,7 +57,7 @@ def _marks(path: Path) -> set[str]:
 
 
 def test_every_file_of_the_slow_folder_carries_the_slow_marker() -> None:
-    # Read, not collected: collecting imports torch, which takes longer than many a file of tests.
+    # Parsed, not collected: collecting imports torch, which is slow.
     slow = [path for path in files(".py") if str(path).startswith("tests/slow/test_")]
     assert slow
     assert [path for path in slow if "slow" not in _marks(path)] == []

@@ -1,4 +1,4 @@
-"""Which engine a worker of a run has, and what is said where it cannot run."""
+"""Tests of engines of a run's workers and their errors."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_unknown_engine_is_named() -> None:
 
 
 def test_module_of_an_engine_lies_beside_the_configuration(tmp_path: Path) -> None:
-    """Its heavy imports too, which `open` makes in the worker."""
+    """Includes heavy imports, which `open` makes in the worker."""
     (tmp_path / "own_engine.py").write_text(
         "from dora_pipe.producers.engines.registry import EngineKind\n"
         "def opened(assets, config, decode):\n"
@@ -137,7 +137,7 @@ def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:
 def test_gpus_of_workers_that_have_none_are_refused_where_all_of_them_are_known(
     workers: dict[str, Any], why: str
 ) -> None:
-    """One that joins a run has torch beside others that may have vLLM, whatever the file says."""
+    """A joining worker may have torch although others have vLLM."""
     config = _config(engine="torch", **workers)
     check_engines(config, ["torch"])
     local_roles.need_gpus(_config(engine="vllm", **workers))
@@ -186,7 +186,7 @@ def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path)
     check_model(asked, ["vllm"], tmp_path)
     enough = _config(engine="vllm", context_tokens=512, vllm={"kv_gb": 0.001})
     check_model(enough, ["vllm"], tmp_path)
-    _model(tmp_path, model_type="of another kind")  # what it takes of a context, vLLM alone knows
+    _model(tmp_path, model_type="of another kind")  # only vLLM knows its context memory
     check_model(config, ["vllm"], tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Which records, attempts and commits count for a group, and which do not."""
+"""Tests of which records, attempts and commits count for a group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from tests.support.orchestrator_records import command, joined, refused
 
 
 def _running() -> AccountStage:
-    """Both siblings run on w0."""
     return began().decide(100, Dispatch(reason="room", spec=spec()), place("w0", W0, 0, 1))
 
 

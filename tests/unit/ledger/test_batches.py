@@ -1,4 +1,4 @@
-"""Parts of a batch in the tables: when each was there, what it waited for, what was spent on it."""
+"""Tests of parts of a batch in the tables: times, waits, costs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ def stage() -> Iterator[CatalogueStage]:
 
 
 def placed_groups(stage: CatalogueStage, epoch: int, count: int) -> list[GroupSpec]:
-    """So many are on w0, two seconds after the trainer's start."""
     specs = [stage.spec(one) for one in range(count)]
     stage.decide(*map(stage.dispatch, specs))
     stage.decide(*(stage.placed(one, "w0", epoch) for one in specs))

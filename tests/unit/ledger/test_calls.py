@@ -1,4 +1,4 @@
-"""Rows of an agent's calls, from its record."""
+"""Tests of rows of an agent's calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue: which record counts, what stands where, what is saved and opened again."""
+"""Tests of the catalogue's tables and its saved file."""
 
 from __future__ import annotations
 

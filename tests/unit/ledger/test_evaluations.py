@@ -1,4 +1,4 @@
-"""mean@k, pass@k, maj@k and intervals, against sampling without replacement and against widths."""
+"""Tests of mean@k, pass@k, maj@k and intervals against sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One reader of a log for everybody: who is told what, what is counted, and where it gives up."""
+"""Tests of the log follower: listeners, counts, errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ METRICS = TopicPartition(TOPICS.metrics, 0)
 
 
 class Heard:
-    """Keeps what it is told."""
-
     def __init__(self) -> None:
         self.said: list[str] = []
 
@@ -39,7 +37,6 @@ class Heard:
 
 @pytest.fixture
 def bus() -> MemoryBus:
-    """The topics of a run."""
     bus = MemoryBus()
     names = (TOPICS.control, TOPICS.decisions, TOPICS.metrics)
     bus.create([TopicSpec(name=name) for name in names])
@@ -47,13 +44,12 @@ def bus() -> MemoryBus:
 
 
 def append(bus: MemoryBus, topic: str, *values: msgspec.Struct | bytes) -> list[int]:
-    """Records at the end of a topic; their offsets."""
     encoded = (one if isinstance(one, bytes) else encode(one) for one in values)
     return bus.writer().append([Append(topic=topic, value=value) for value in encoded])
 
 
 def round_(ordinal: int, control_next: int, *, stops: bool = False) -> Round:
-    """A round that folds control up to there."""
+    """Return a round that folds control up to `control_next`."""
     decisions = (StopRun(reason="all steps"),) if stops else ()
     return Round(
         ordinal=ordinal,
@@ -73,7 +69,6 @@ def status(at_ns: int) -> TrainerStatus:
 
 
 def read(follower: LogFollower) -> None:
-    """Up to the present end."""
     while follower.advance():
         pass
 
@@ -134,7 +129,7 @@ def test_of_the_metrics_topic_the_newest_are_read_and_deleted_ones_are_passed_ov
 
 
 class _Mute(ReaderWrapper):
-    """Has records that do not come."""
+    """Reader whose records never arrive."""
 
     def poll(
         self, *, timeout_s: float, records_max: int = 500, bytes_max: int = 32 * 1024 * 1024

@@ -1,4 +1,4 @@
-"""Marks: changed settings, stops, roles that restarted or were lost; no stop counts as a wait."""
+"""Tests of marks: settings, stops, restarts, losses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def trained(stage: CatalogueStage, step: int, epoch: int) -> None:
 
 
 def stopped(stage: CatalogueStage, *roles: str) -> None:
-    """The roles begin again after a time in which nothing was written."""
     stage.now_ns += STOPPED_S * SECOND_NS
     for role in roles:
         stage.begins("trainer" if role == "trainer" else "orchestrator", 1)
@@ -130,7 +129,7 @@ def test_a_role_that_begins_again_or_is_lost_is_a_mark(stage: CatalogueStage, na
 def test_a_time_in_which_the_run_was_stopped_is_nobodys_wait(
     stage: CatalogueStage, before: str, between: str
 ) -> None:
-    """The roles begin again before the batch is taken, or before it is committed."""
+    """The roles restart before the batch is taken, or before it is committed."""
     epoch = stage.worker()
     trained(stage, 0, epoch)
     spec = stage.group(1, 1)

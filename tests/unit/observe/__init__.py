@@ -1,1 +1,1 @@
-"""Tests of what a run tells the outside of itself."""
+"""Tests of a run's exported telemetry."""

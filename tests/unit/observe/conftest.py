@@ -1,4 +1,4 @@
-"""The session's eventful run as tests of traces and numbers look at it."""
+"""Fixtures of the recorded run for tests of traces and metrics."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
 
 @pytest.fixture(scope="session")
 def spans(recorded: RecordedRun) -> list[Span]:
-    """All of its traces, not to be changed."""
+    """Return all traces; do not modify."""
     with closing(recorded.open()) as opened:
         return traces_of(opened, recorded.topics)
 
 
 @pytest.fixture(scope="session")
 def ledger(recorded: RecordedRun) -> Ledger:
-    """What audit knows of it, not to be changed."""
+    """Return audit's ledger; do not modify."""
     with closing(recorded.open()) as opened:
         return build_ledger(opened, recorded.topics)

@@ -1,4 +1,4 @@
-"""A follower sends everything once, waits for what is away, and ends when the run does."""
+"""Tests of a follower: delivery once, outages, end of the run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ from tests.support.worker import VirtualClock
 
 @pytest.fixture(autouse=True)
 def small_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at the log brings few rounds, so that there are many."""
+    """Read few rounds at a time, for many reads."""
     monkeypatch.setattr("dora_pipe.ledger.follower.RECORDS_MAX", 20)
     monkeypatch.setattr(follow, "FLUSH_SPANS", 50)
 
 
 class Sink:
-    """Takes spans, unless `fails` says otherwise of this call."""
-
     def __init__(self, fails: Callable[[int], bool] = lambda call: False) -> None:
         self.spans: list[Span] = []
         self.calls = 0
@@ -108,8 +106,6 @@ def test_what_an_endpoint_took_before_it_refused_is_not_sent_again(
     monkeypatch.setattr(follow, "run_is_over", lambda *_: False)
 
     class Partial(Sink):
-        """Takes five spans of the second call."""
-
         def send(self, run: RunFacts, spans: Sequence[Span]) -> None:
             self.calls += 1
             taken = 5 if self.calls == 2 else len(spans)

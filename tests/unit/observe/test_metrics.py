@@ -1,4 +1,4 @@
-"""The metrics of a run as Prometheus reads them: names, the format, what some of them count."""
+"""Tests of Prometheus metrics: names, format, counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.support.stats_stage import Stage, stats_of
 from tests.support.tidy import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "metrics.txt"
-"""Names of the samples of the recorded run."""
 
 
 def test_docs_page_says_what_the_code_says() -> None:

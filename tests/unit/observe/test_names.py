@@ -1,4 +1,4 @@
-"""The page of traces and the code have the same words, and OpenTelemetry's are really there."""
+"""Tests of span names in the page, the code and OpenTelemetry."""
 
 from __future__ import annotations
 

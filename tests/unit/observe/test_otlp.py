@@ -1,4 +1,4 @@
-"""Spans in OTLP: a line of JSON and a request of the exporter say the same."""
+"""Tests that JSON lines and OTLP requests of spans agree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _all() -> tuple[RunFacts, list[Span]]:
 
 
 def _request(line: bytes) -> ExportTraceServiceRequest:
-    """OTLP's JSON has ids in hex where protobuf's has base64."""
+    """OTLP's JSON has ids in hex, protobuf's in base64."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

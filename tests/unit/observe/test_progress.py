@@ -1,4 +1,4 @@
-"""What the console knows of workers: who is there, and who has hosted anything."""
+"""Tests of the console's knowledge of workers."""
 
 from __future__ import annotations
 

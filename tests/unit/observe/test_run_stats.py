@@ -1,4 +1,4 @@
-"""A run in numbers: what is counted, what is not, and that a whole log comes out as it is."""
+"""Tests of run statistics, also of an entire log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def stats(bus: SqliteBus, recorded: RecordedRun) -> RunStats:
 
 @pytest.fixture(scope="module")
 def state(bus: SqliteBus, recorded: RecordedRun) -> State:
-    """What the orchestrator knew at its end."""
     found = State()
     for at in read_rounds(bus, recorded.topics):
         fold_round(found, at.round, at.folded())

@@ -1,4 +1,4 @@
-"""When groups that ended without a step are worth a word, and which."""
+"""Tests of reports of groups that ended without a step."""
 
 from __future__ import annotations
 
@@ -18,24 +18,19 @@ ADVICE = (
 
 
 class Told(ToldRun):
-    """A run whose groups end as they are told to."""
-
     def __init__(self) -> None:
         self.account, self.since = RunAccount(), GroupsSinceStep()
         super().__init__()
 
     def take_fact(self, offset: int, fact: AnyControl) -> None:
-        """See the base."""
         for event in self.account.fact(offset, fact):
             self.since.happened(event)
 
     def take_round(self, round_: Round) -> None:
-        """See the base."""
         for event in self.account.round(round_, round_.ordinal):
             self.since.happened(event)
 
     def end(self, fate: Fate, count: int, *, why: str = "", purpose: Purpose = "train") -> None:
-        """So many groups come and go."""
         for _ in range(count):
             spec = self.spec(self.rounds, purpose=purpose)
             self.decide(self.dispatch(spec))

@@ -1,4 +1,4 @@
-"""The spans of a group and of a step, and the tree that people read."""
+"""Tests of spans of groups and steps, and of the printed tree."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_tree_of_a_step_is_as_it_was() -> None:
 
 
 def _in_parts() -> list[Span]:
-    """A group goes ahead of the batch; the other one comes while it is computed."""
+    """Return spans of a batch whose first group is taken early as a part."""
     other = "g0000000018"
     first, second = f"{other}-000", f"{other}-001"
     told = began().decide(

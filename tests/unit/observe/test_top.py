@@ -1,4 +1,4 @@
-"""What `top` says of a run, line by line, without a terminal."""
+"""Tests of the lines of `top`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces of a log: read in pieces or at once, from the beginning or behind what was sent."""
+"""Tests of traces of a log, read at once, in pieces, or after sent ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.traces import check_whole, traces_of
 
 
 def _growing(bus: Bus, run: RecordedRun, path: Path) -> Iterator[Bus]:
-    """A copy of the log that grows: control and trajectories first, then a round at a time."""
+    """Yield a growing copy of the log: control and trajectories first, then single rounds."""
     copy = SqliteBus(path)
     copy.create(
         [TopicSpec(name=name, partitions=bus.partitions(name)) for name in run.topics.all()]
@@ -42,7 +42,7 @@ def _growing(bus: Bus, run: RecordedRun, path: Path) -> Iterator[Bus]:
 
 
 def _refill(copy: Bus, bus: Bus, at: TopicPartition) -> None:
-    """The same records at the same offsets: gaps are filled with what nobody can read."""
+    """Copy records to the same offsets, with unreadable ones in gaps."""
     records: list[Append] = []
     for record in records_of(bus, {at: bus.end(at)}):
         gap = Append(topic=at.topic, partition=at.partition, value=b"?")
@@ -73,7 +73,7 @@ def test_log_that_grows_gives_what_the_whole_one_gives(
         assert live.open == 0
     copy.close()
     whole = traces_of(bus, recorded.topics)
-    # Rounds lie elsewhere in the copy: everything else is the same.
+    # Only offsets of rounds differ in the copy.
     assert [(one.span_id, one.start_ns, one.end_ns) for one in grown] == [
         (one.span_id, one.start_ns, one.end_ns) for one in whole
     ]

@@ -1,4 +1,4 @@
-"""Whatever happens to a run: from every trained trajectory an unbroken path leads to its step."""
+"""Tests of complete traces in runs with faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.traces import check_traces, check_whole
 
 
 class _Traced(SeedRun):
-    """Checks the traces of a seed instead of auditing it."""
+    """Run that checks a seed's traces instead of auditing it."""
 
     trained = 0
 

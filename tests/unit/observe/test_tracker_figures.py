@@ -1,4 +1,4 @@
-"""Rows of figures: a function of the log, one for each step and evaluation, each name explained."""
+"""Tests of metric rows: deterministic, one per step and evaluation, documented."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.trackers import Kept, Row
 
 
 class Clock(SystemClock):
-    """Takes no time; `then` happens at every wait."""
+    """Clock that does not wait; `then` runs at each wait."""
 
     def __init__(self) -> None:
         self.slept: list[float] = []
@@ -31,7 +31,7 @@ class Clock(SystemClock):
 
 
 def contributions(sha256: str) -> list[dict[str, float]]:
-    """What a trainer with gradients would have written: the recorded run's had none."""
+    """Return contributions of a trainer with gradients, which the recorded run lacks."""
     assert len(sha256) == 64
     return [{"ratio_mean": 2.0, "staleness": 0}, {"ratio_mean": 1.0, "staleness": 1}]
 
@@ -72,7 +72,7 @@ def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
     for row in invalid:
         valid, raw, share = (row.figures[f"reward/{one}"] for one in ("valid", "raw", "invalid"))
         assert raw == pytest.approx(valid * (1 - share))
-        assert row.figures["reward/infrastructure"] == 0  # what the task raised is its own
+        assert row.figures["reward/infrastructure"] == 0  # errors raised by the task are its own
 
 
 def test_counts_of_all_rows_add_up_to_those_of_the_run(
@@ -136,7 +136,7 @@ def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Ro
     names = {name for row in rows for name in row.figures}
     exact = {name for name in told if "*" not in name}  # no task of this run has a name
     at_once = {"time/ahead_s", "time/ahead_share"}
-    simulated = {"train/entropy", "train/truncated"}  # its learner has no figures of tokens
+    simulated = {"train/entropy", "train/truncated"}  # its learner has no token metrics
     assert exact - names == at_once | simulated
     strangers = {n for n in names if not any(fnmatch.fnmatchcase(n, one) for one in told)}
     assert strangers == set()

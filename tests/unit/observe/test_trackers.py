@@ -1,4 +1,4 @@
-"""What each tracker has beside the contract: torn files, other runs, modes, absent packages."""
+"""Tests of single trackers: torn files, other runs, modes, missing packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ FIGURES = {"train/loss": 0.5}
 
 @pytest.fixture
 def board(tmp_path: Path) -> TensorBoardHarness:
-    """Event files in a folder of their own."""
     pytest.importorskip("tensorboardX")
     pytest.importorskip("tensorboard")
     return TensorBoardHarness(tmp_path)

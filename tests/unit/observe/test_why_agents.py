@@ -1,4 +1,4 @@
-"""`why` on workers of sessions and of tasks that fail: agents, open calls, places, advice."""
+"""Tests of `why` for agents and failing tasks."""
 
 from __future__ import annotations
 

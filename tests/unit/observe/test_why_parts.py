@@ -1,4 +1,4 @@
-"""Parts of a batch in the answers of `why`, `top` and the orchestrator."""
+"""Tests of parts of a batch in `why`, `top` and the orchestrator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares of an answer of `why` add up to at most everything, whatever was logged."""
+"""Tests that shares of `why` sum to at most 1."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tests of the orchestrator: the bound, the fold, the planner, the machine."""
+"""Tests of the orchestrator: bound, fold, planner, machine."""

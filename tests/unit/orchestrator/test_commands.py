@@ -1,4 +1,4 @@
-"""A user's commands: each does what its table says, and a wrong one says why and does nothing."""
+"""Tests of user commands, valid and rejected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tests.support.orchestrator_stage import Stage, unchanged
 
 
 def running(**changes: Any) -> Stage:
-    """A run under way."""
     stage = Stage(**changes).begin()
     stage.worker("w0", slots=4)
     return stage

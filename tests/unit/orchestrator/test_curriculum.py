@@ -1,4 +1,4 @@
-"""Rows by a user's weights and by how often they were solved: a function of the state alone."""
+"""Tests of row weights and curricula as functions of the state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLER = "mine:weights"
 
 
 def halves(rows: Sequence[RowStats], version: int) -> list[float]:
-    """Most of all what is solved half of the time."""
+    """Prefer rows solved half of the time."""
     return [row.mean * (1 - row.mean) + 0.05 if row.groups else 0.25 for row in rows]
 
 
@@ -32,13 +32,12 @@ def samplers_of(weigh: Weigh) -> Samplers:
 
 @pytest.fixture(autouse=True)
 def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row is solved by its last group alone."""
+    """A row's solve rate covers its last group only."""
     for module in ("orchestrator.curriculum", "audit.row_ledger"):
         monkeypatch.setattr(f"dora_pipe.{module}.SOLVED_GROUPS", 1)
 
 
 def stage_of(weigh: Weigh | None = None, **changes: Any) -> Stage:
-    """A run of ten rows on one worker, with its first groups running."""
     if weigh is not None:
         changes["task__sampler"] = SAMPLER
     stage = Stage(**{"run__steps": 30, **changes})
@@ -48,7 +47,6 @@ def stage_of(weigh: Weigh | None = None, **changes: Any) -> Stage:
 
 
 def play(stage: Stage, reward_of: Callable[[int], float], steps: int = 1) -> list[Dispatch]:
-    """Train so many steps, each row rewarded so; what was dispatched meanwhile."""
     before, last = len(stage.decided), stage.state.version + steps
     while stage.state.version < last:
         while stage.state.training is None:

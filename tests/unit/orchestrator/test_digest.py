@@ -1,4 +1,4 @@
-"""The formula of the digest is the documented one."""
+"""Tests that the state digest follows its documented formula."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.golden.state import FOLDER, content, golden_state
 
 
 def by_a_stranger(leaves: Sequence[bytes], rest: bytes) -> str:
-    """The documented formula, with nothing but the standard library."""
+    """Compute the documented formula with the standard library."""
     buckets: list[list[bytes]] = [[] for _ in range(4096)]
     for leaf in leaves:
         _, name, _ = json.loads(leaf)
@@ -29,7 +29,7 @@ def by_a_stranger(leaves: Sequence[bytes], rest: bytes) -> str:
 
 
 def written(value: Any) -> str:
-    """Canonical JSON as reference/records.md has it, of an object whose names are in order."""
+    """Return canonical JSON as in reference/records.md, for ordered keys."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{written(k)}:{written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

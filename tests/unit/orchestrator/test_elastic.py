@@ -1,8 +1,7 @@
-"""Elastic workers sleep while a step is computed and come back: whatever else happens.
+"""Tests of colocated workers, which sleep during steps.
 
-Goal: a batch is taken on GPUs that nobody else uses, nothing is asked of a sleeping worker, nothing
-is lost, and no run stands still for it, with some or all workers elastic.
-Method: single states by hand, and the worlds of `test_world` with elastic workers among theirs.
+A batch uses free GPUs, sleeping workers get no requests, nothing is lost and no run stalls. Single
+states are handwritten; worlds extend `test_world`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TWO: dict[str, Any] = {
 
 
 def beside(*, moves: bool = True) -> Stage:
-    """`a` always generates, `e` is elastic; four requests run on each."""
+    """`a` always generates, `e` is colocated; each runs four requests."""
     stage = Stage(**TWO).begin()
     stage.join("a", moves=moves)
     stage.join("e", moves=moves, elastic=True)
@@ -40,14 +39,12 @@ def beside(*, moves: bool = True) -> Stage:
 
 
 def finish_on(stage: Stage, worker: str, count: int) -> list[AnyDecision]:
-    """So many of a worker's requests are logged, then everybody plans."""
     for name in stage.running(worker)[:count]:
         stage.finish(name)
     return stage.plan()
 
 
 def sleeps(stage: Stage) -> list[AnyDecision]:
-    """The elastic worker's requests are released, and it says that it sleeps."""
     for name in stage.running("e"):
         stage.tell(records.released(stage.placed[name], None, None))
     stage.tell(records.ready("e", stage.state.workers["e"].epoch, NO_VERSION, ""))

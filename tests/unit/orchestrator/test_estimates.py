@@ -1,4 +1,4 @@
-"""What the planner expects of time follows from what the run has seen."""
+"""Tests of the planner's time estimates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ SECOND = 1_000_000_000
 
 
 def seen(*lives_s: float) -> Estimates:
-    """Requests that lived so long."""
     found = Estimates()
     for one in lives_s:
         found.lived(int(one * SECOND))

@@ -1,4 +1,4 @@
-"""A run in which groups fail stops by itself, says with what they failed, and can be resumed."""
+"""Tests of runs that stop after failing groups, and resume."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ FIRST = max(FIRST_MIN, 2 * B)
 
 
 def running(**changes: object) -> Stage:
-    """A run of groups of two, two a step, that has one worker."""
     stage = Stage(groups__per_step=B, groups__size=2, run__steps=50, **changes).begin()
     stage.worker("w0", slots=8)
     return stage
 
 
 def end_invalid(stage: Stage, name: str, error: str = TYPO) -> None:
-    """A running request is logged without a valid reward."""
     request = stage.placed[name]
     entry = LoggedEntry(
         trajectory=name,
@@ -59,7 +57,7 @@ def end_invalid(stage: Stage, name: str, error: str = TYPO) -> None:
 
 
 def fail_until_halted(stage: Stage, error: str = TYPO, *, turns: int = 100) -> Halt | None:
-    """Every request that runs ends invalid, until the run stops or so many turns are over."""
+    """End every running request as invalid until the run halts, at most `turns` times."""
     for _ in range(turns):
         for name in stage.running():
             if name in stage.state.requests:

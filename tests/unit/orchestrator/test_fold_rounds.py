@@ -1,4 +1,4 @@
-"""Rounds: a log folds to the state that wrote it, and a changed log is named."""
+"""Tests that a log folds to its writer's state, and changes are detected."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ Logged = list[tuple[Round, list[tuple[int, bytes]]]]
 
 
 class Recorder(Stage):
-    """A stage that writes a round per plan, as the machine does."""
-
     def __init__(self, **changes: Any) -> None:
         super().__init__(**changes)
         self.log: Logged = []
@@ -63,7 +61,6 @@ class Recorder(Stage):
 
 
 def whole_run() -> Recorder:
-    """From start to stop, with a failure and a refusal."""
     stage = Recorder(run__steps=2)
     stage.begin()
     stage.worker("w0", slots=4)

@@ -1,4 +1,4 @@
-"""The fold is total: every record of every kind, in every state, applies or changes nothing."""
+"""Tests that the fold handles every record kind in every state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ CONFIG = records.make_config()
 
 
 def busy() -> Stage:
-    """A run with requests, a batch in training, and two workers."""
     stage = Stage().begin()
     stage.worker("w0", slots=4)
     stage.join("w1")
@@ -37,7 +36,7 @@ def busy() -> Stage:
 
 
 def every_kind(stage: Stage) -> list[AnyControl]:
-    """A plausible record of every kind, all of them illegal once their epochs are not."""
+    """Return a plausible record of every kind; all are invalid under other epochs."""
     place = next(iter(stage.placed.values()))
     assert stage.batch is not None
     adopted = WeightsAdopted(

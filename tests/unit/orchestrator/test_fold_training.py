@@ -1,4 +1,4 @@
-"""Batches in the fold: from taken to committed, refused or failed, and everything illegal."""
+"""Tests of batches in the fold: taken, committed, refused, failed, illegal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def in_training(**changes: object) -> Stage:
-    """Step 0 trains two groups; two more are under way."""
+    """Step 0 trains two groups; two more are open."""
     stage = Stage(**changes).begin()
     stage.worker("w0", slots=4)
     for group in ("g0000000000", "g0000000001"):

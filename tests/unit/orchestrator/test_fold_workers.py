@@ -1,4 +1,4 @@
-"""Workers in the fold: from joined to ready, busy, lost, left; transitions are named from-to."""
+"""Tests of workers in the fold, named by transition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def one_group(**changes: object) -> Stage:
-    """One worker with two slots runs the two siblings of the only group."""
     changes = {"groups__per_step": 1, "staleness__max_staleness": 0, **changes}
     stage = Stage(**changes).begin()
     stage.worker("w0", slots=2)

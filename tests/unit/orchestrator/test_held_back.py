@@ -1,4 +1,4 @@
-"""The machine while the log holds records back: nobody is fenced, and the wait has a name."""
+"""Tests of the machine while the log holds records back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LEASE_S = 5
 
 
 def waits_of(bench: Bench) -> list[Wait]:
-    """Of the newest status."""
+    """Return the waits in the newest status."""
     status = decode_metrics(bench.topic(TOPICS.metrics)[-1].value)
     assert isinstance(status, OrchestratorStatus)
     return [one for one in status.waits if one.name == "held-back"]
@@ -51,7 +51,7 @@ def test_a_held_back_topic_is_a_wait_with_a_beginning_a_limit_and_a_name() -> No
 
 def test_statuses_may_be_lost_and_rounds_may_not() -> None:
     bench = Bench()
-    bench.now_s += 5  # longer than a status without news is kept back
+    bench.now_s += 5  # beyond the longest delay of an unchanged status
     outputs = bench.react(bench.fact(b"{}"))
     lossy = {one.record.topic: one.lossy for one in outputs.publish}
     assert lossy[TOPICS.metrics]

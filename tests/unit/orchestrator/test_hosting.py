@@ -1,4 +1,4 @@
-"""Which worker hosts which version: kept, freed, orphaned, given way; transitions are from-to."""
+"""Tests of the versions that workers host, named by transition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def targets(stage: Stage) -> dict[str, int]:
-    """Version by worker."""
     return {name: one.target for name, one in sorted(stage.state.workers.items())}
 
 

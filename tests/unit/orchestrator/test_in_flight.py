@@ -1,4 +1,4 @@
-"""An automatic C: what makes it grow and shrink, where it stays, and that the log says it."""
+"""Tests of the automatic in-flight limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MS = 1_000_000
 
 
 def after(ready: list[int], *, empty: int, most: float = 3.0, at: InFlight | None = None) -> float:
-    """C after so many commits with so many finished groups, `empty` of 100 slots being empty."""
+    """Return the limit after commits with these finished groups, `empty` of 100 slots being
+    empty."""
     found, now_ns = at or InFlight(), 0
     for count in ready:
         for _ in range(2):
@@ -72,7 +73,7 @@ def stage_of(**changes: Any) -> Stage:
 
 
 def starve(stage: Stage, steps: int) -> list[float | None]:
-    """So many steps at whose commits nothing has finished; what each batch says."""
+    """Run steps at whose commits nothing has finished; return each batch's limit."""
     said: list[float | None] = []
     for _ in range(steps):
         open_ = sorted(stage.running())

@@ -1,4 +1,4 @@
-"""An interruptible run: who is assigned what while requests run, where they queue, what stays."""
+"""Tests of runs with partial rollouts: assignments, queues, kept requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def stage_of(*, eval_rows: int = 4, **changes: Any) -> Stage:
-    """Two siblings a group, one group a step, three groups in flight."""
+    """Two trajectories per group, one group per step, three groups in flight."""
     keys = {
         "groups__per_step": 1,
         "groups__size": 2,
@@ -29,7 +29,6 @@ def targets(stage: Stage) -> dict[str, int]:
 
 
 def step(stage: Stage, group: str) -> list[Assign]:
-    """A group is finished and trained; the assignments of the plan that follows."""
     stage.finish_group(group)
     stage.settle()
     stage.commit()

@@ -1,4 +1,4 @@
-"""Leases run only while the orchestrator listens."""
+"""Tests that leases run only while the orchestrator listens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ A, B = ("a", 1), ("b", 2)
 
 
 def leases() -> Leases[Incarnation]:
-    """Ten long, gaps from two on."""
+    """Length 10, gaps from 2 on."""
     return Leases(lease_ns=10, gap_ns=2)
 
 
 def listen(found: Leases[Incarnation], start: int, end: int) -> None:
-    """React every tick, so that there is no gap."""
+    """React every tick, without a gap."""
     for now in range(start, end + 1):
         found.turn(now)
 

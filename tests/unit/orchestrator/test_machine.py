@@ -1,4 +1,4 @@
-"""The machine: facts and time in, rounds out; leases, gaps, bounds, what cannot be read."""
+"""Tests of the machine: inputs, rounds, leases, gaps, limits, unreadable records."""
 
 from __future__ import annotations
 
@@ -37,8 +37,6 @@ WALL_NS = 10**18
 
 
 class Bench:
-    """A machine, a clock in seconds, and everything it published."""
-
     def __init__(self, *, state: State | None = None, started: bool = True, **changes: Any) -> None:
         self.config = records.make_config(**changes)
         self.machine = OrchestratorMachine(
@@ -62,14 +60,12 @@ class Bench:
             )
 
     def fact(self, record: Any) -> Record:
-        """A control record, as the bus gives it."""
         value = record if isinstance(record, bytes) else encode(as_record(record))
         self.offset += 3
         self.control.append((self.offset, value))
         return Record(topic=TOPICS.control, partition=0, offset=self.offset, key=b"k", value=value)
 
     def status(self, worker: str, epoch: int, **progress: Resume) -> Record:
-        """A worker's metrics record."""
         status = WorkerStatus(
             at_ns=0,
             cost=COST,
@@ -85,7 +81,6 @@ class Bench:
         return Record(topic=TOPICS.metrics, partition=0, offset=9, key=b"", value=encode(status))
 
     def react(self, *inputs: Any) -> Outputs:
-        """One turn at the present time."""
         now_ns = int(self.now_s * 1e9)
         outputs = self.machine.react(inputs, Now(mono_ns=now_ns, wall_ns=WALL_NS + now_ns))
         for one in outputs.publish:
@@ -95,14 +90,14 @@ class Bench:
         return outputs
 
     def turn(self, *inputs: Any) -> list[Any]:
-        """React, and say which observations and decisions the new rounds hold."""
+        """React; return observations and decisions of new rounds."""
         count = len(self.rounds)
         self.react(*inputs)
         new = self.rounds[count:]
         return [one for round_ in new for one in (*round_.observations, *round_.decisions)]
 
     def wait(self, seconds: float, *inputs: Any, every_s: float = 0.5) -> list[Any]:
-        """React every heartbeat for so long, each time with these inputs."""
+        """React every heartbeat with these inputs."""
         found: list[Any] = []
         for _ in range(int(seconds / every_s)):
             self.now_s += every_s
@@ -110,14 +105,12 @@ class Bench:
         return found
 
     def serving(self, name: str = "w0", slots: int = 4) -> int:
-        """A worker joins, is assigned and ready; its role epoch."""
         self.turn(self.fact(records.joined(name, slots=slots)))
         epoch = self.offset
         self.turn(self.fact(records.ready(name, epoch, 0)))
         return epoch
 
     def topic(self, name: str) -> list[Append]:
-        """What was published there."""
         return [one for one in self.published if one.topic == name]
 
 

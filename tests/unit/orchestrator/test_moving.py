@@ -1,4 +1,4 @@
-"""Who moves, when, and where to; and that nobody moves for nothing or for ever."""
+"""Tests of migrations: which requests, when, where, and how often."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def moves_of(decisions: list[AnyDecision]) -> list[Move]:
 
 
 def two_half_empty(*, moves: bool = True, slots: int = 4, age_s: float = 100.0) -> Stage:
-    """`a` runs three requests of version 0, `b` two; a step was just committed, at most 20 more
-    groups may come. Both have run for long, so that they may run on for as long again."""
+    """`a` runs three requests of version 0, `b` two; a step was just committed, and at most 20
+    groups may follow. Both ran long enough to be expected to run as long again."""
     stage = Stage(**MANY).begin()
     stage.join("a", slots=slots, moves=moves)
     stage.join("b", slots=slots, moves=moves)
@@ -81,7 +81,7 @@ def test_nothing_moves_when_the_workers_cannot_let_go() -> None:
 
 
 def test_nothing_moves_that_would_soon_be_over() -> None:
-    """Nobody ran for longer than a stall: what is left is expected to be about as little."""
+    """All ran for less than a stall, so as little is expected to remain."""
     assert moves_of(two_half_empty(slots=5, age_s=0.1).plan()) == []
 
 
@@ -148,7 +148,6 @@ def test_drained_worker_hands_its_requests_over_and_leaves() -> None:
 
 
 def pressed(stage: Stage, name: str, used: int) -> list[AnyDecision]:
-    """The KV cache of a worker is seen with so many tokens."""
     epoch = stage.state.workers[name].epoch
     apply_observation(stage.state, KvPressure(worker=name, epoch=epoch, used_tokens=used))
     return stage.plan()

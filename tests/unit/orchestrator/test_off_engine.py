@@ -1,4 +1,4 @@
-"""A request that is scored, or is at its environment, holds no place of a worker."""
+"""Tests of requests that need no engine slot."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ MANY: dict[str, Any] = {
 
 
 def observed(stage: Stage, name: str, requests: int) -> list[AnyDecision]:
-    """So many requests of a worker need no slot; then everybody plans."""
     epoch = stage.state.workers[name].epoch
     apply_observation(stage.state, OffEngine(worker=name, epoch=epoch, requests=requests))
     return stage.plan()

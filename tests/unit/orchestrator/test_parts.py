@@ -1,4 +1,4 @@
-"""Batches in parts: which groups are taken when, what gives parts up, and what no part may do."""
+"""Tests of batches in parts: when taken, when given up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def running(**changes: Any) -> Stage:
-    """Four groups of one trajectory a step, in four parts at most; all of a step are open."""
+    """Four groups of one trajectory per step, in at most four parts; all of a step are open."""
     plain = {"groups__per_step": 4, "groups__size": 1, "trainer__parts": 4, "run__steps": 9}
     stage = Stage(**{**plain, "staleness__max_staleness": 1, **changes}).begin()
     stage.worker("w0", slots=8)
@@ -29,7 +29,6 @@ def name(ordinal: int) -> str:
 
 
 def finish(stage: Stage, *ordinals: int) -> list[TakePart | TakeBatch]:
-    """These end; what is taken then."""
     taken: list[TakePart | TakeBatch] = []
     for ordinal in ordinals:
         stage.finish_group(name(ordinal))
@@ -63,7 +62,6 @@ def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:
 
 
 def in_training(**changes: Any) -> tuple[Stage, TakePart]:
-    """Step 0 trains, and step 1 has a part."""
     stage = running(**changes)
     finish(stage, 0, 1, 2, 3)
     assert stage.state.training is not None

@@ -1,4 +1,4 @@
-"""Plans: what is decided, in which order, for whom; and that a plan leaves nothing to plan."""
+"""Tests of plans: decisions, order, completeness."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.singly import placed as placed_by
 
 
 def kinds(decisions: list[AnyDecision]) -> list[str]:
-    """What was decided, runs of equal kinds as one."""
+    """Return kinds of decisions, runs of equal kinds as one."""
     names = [type(one).__name__ for one in decisions]
     return [name for place, name in enumerate(names) if not place or names[place - 1] != name]
 
@@ -206,7 +206,7 @@ def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
     other = stage.copy()
     for one in planned:
         apply_decision(other, one)
-    other.trigger = ""  # A plan answers what asked for it.
+    other.trigger = ""  # The trigger of a plan may differ.
     assert tuple(decide(stage.state)) == planned
     assert other.digest() == stage.state.digest()
     assert plan(stage.state) == ()

@@ -1,4 +1,4 @@
-"""A log in memory, folded from the start: a restarted orchestrator is the one that died."""
+"""Tests that a restarted orchestrator equals the previous one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ INSTANCE = Instance(name="o", host="h", pid=1, package="0")
 
 
 def finished_world(**chances: Any) -> World:
-    """A short run, over."""
     world = World(
         seed=5,
         config=records.make_config(run__steps=6, evaluation__prompts=2),
@@ -81,7 +80,7 @@ def test_round_that_cannot_be_read_is_named_by_its_offset() -> None:
 
 
 class Stopwatch:
-    """Says stop after so many questions."""
+    """Clock that requests a stop after some calls."""
 
     def __init__(self, questions: int) -> None:
         self.left = questions
@@ -92,7 +91,7 @@ class Stopwatch:
 
 
 def be_orchestrator(bus: MemoryBus, *, first: bool = True, turns: int = 10) -> State:
-    """One life of the role."""
+    """Run one incarnation of the role."""
     config = records.make_config()
     return run_orchestrator(
         bus,
@@ -106,7 +105,6 @@ def be_orchestrator(bus: MemoryBus, *, first: bool = True, turns: int = 10) -> S
 
 
 def fresh() -> MemoryBus:
-    """A bus with the topics of a run, metrics in two partitions."""
     bus = MemoryBus(MemoryLog())
     topics = Topics("tiny")
     bus.create(

@@ -1,4 +1,4 @@
-"""Workers that host several versions at once: who takes what, who keeps what, what is dropped."""
+"""Tests of workers that host several versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def stage_of(**changes: Any) -> Stage:
-    """Two siblings a group, one group a step, three groups in flight, eta 2."""
+    """Two trajectories per group, one group per step, three groups in flight, max_staleness 2."""
     keys = {
         "groups__per_step": 1,
         "groups__size": 2,
@@ -30,7 +30,6 @@ def held(stage: Stage, name: str = "w0") -> list[int]:
 
 
 def step(stage: Stage, group: str) -> list[Assign]:
-    """A group is finished and trained; the assignments of the plan that follows."""
     stage.finish_group(group)
     stage.settle()
     stage.commit()
@@ -73,7 +72,7 @@ def test_worker_without_room_keeps_what_it_needs_and_takes_the_newest_when_that_
     stage.settle()
     step(stage, "g0000000001")
     stage.settle()
-    # g2 is of version 0, g3 of version 1, and version 2 is there.
+    # g2 has version 0, g3 version 1; version 2 exists.
     assert held(stage) == [0, 1]
     assert stage.state.version == 2
     assert stage.state.workers["w0"].target == 1

@@ -1,4 +1,4 @@
-"""Groups whose siblings are scored together: when they are asked about, and what answers do."""
+"""Tests of groups scored together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ G0 = "g0000000000"
 
 
 def stage_of(*workers: str, **changes: object) -> Stage:
-    """A run of groups that are scored together, with these workers."""
     stage = Stage(**changes).begin(together=("train", "eval"))
     for name in workers or ("w0",):
         stage.worker(name)
@@ -25,13 +24,11 @@ def stage_of(*workers: str, **changes: object) -> Stage:
 
 
 def asked(stage: Stage, group: str = G0) -> ScoreGroup:
-    """The newest question about a group."""
     found = (one for one in reversed(stage.decided) if isinstance(one, ScoreGroup))
     return next(one for one in found if one.spec.group == group)
 
 
 def complete(stage: Stage, group: str = G0, *rewards: float | None) -> ScoreGroup:
-    """All siblings of a group end, with these rewards; the question about it."""
     for sibling, reward in enumerate(rewards or (1.0, 1.0)):
         stage.finish(f"{group}-{sibling:03}", reward=reward)
     stage.settle()

@@ -1,4 +1,4 @@
-"""Several tasks in their ratios, each with a cursor of its own, and several evaluations."""
+"""Tests of several tasks and evaluations."""
 
 from __future__ import annotations
 

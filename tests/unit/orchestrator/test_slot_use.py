@@ -1,4 +1,4 @@
-"""Slots that only the limit of batches in flight leaves empty."""
+"""Tests of slots left empty only by the in-flight limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def stage_of(**changes: Any) -> Stage:
-    """A batch is four requests, the worker has 16 slots."""
+    """Batches of four requests, a worker of 16 slots."""
     small = {"groups__per_step": 2, "groups__size": 2, "staleness__max_staleness": 2}
     stage = Stage(**{**small, **changes}).begin()
     stage.worker("w0", slots=16)

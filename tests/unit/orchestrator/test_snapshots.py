@@ -1,4 +1,4 @@
-"""A snapshot makes a restart shorter and never another one; any doubt, and it is not used."""
+"""Tests of snapshots: shorter restarts with the same state, else unused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.support.orchestrator_world import Chances, World
 
 
 def world_of(seed: int = 5) -> World:
-    """A short eventful run, over."""
     world = World(
         seed=seed,
         config=records.make_config(run__steps=12, evaluation__prompts=2),
@@ -38,7 +37,6 @@ def world_of(seed: int = 5) -> World:
 
 
 def snapshot_at(world: World, folder: Path, rounds: int) -> WriteSnapshot:
-    """Keep the state after so many rounds."""
     state = State()
     for at in read_rounds(world.bus, world.topics):
         fold_round(state, at.round, at.folded())
@@ -68,7 +66,6 @@ def test_orchestrator_that_begins_at_a_snapshot_equals_one_that_folds(
 
 
 def damaged(kind: str) -> Callable[[bytes], bytes]:
-    """What befalls a file."""
     return {
         "truncated": lambda data: data[:-7],
         "empty": lambda data: b"",
@@ -119,7 +116,7 @@ def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
 def test_snapshot_that_says_another_round_of_the_log_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one of another run of the same name would."""
+    """As from another run with the same name."""
     caplog.set_level(logging.INFO, "dora_pipe.orchestrator")
     world = world_of()
     earlier, later = (snapshot_at(world, tmp_path, rounds) for rounds in (50, 80))

@@ -1,4 +1,4 @@
-"""Spare siblings and groups whose time is bounded: what counts, and what becomes of the others."""
+"""Tests of redundant trajectories and group timeouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ G0 = "g0000000000"
 
 
 def stage_of(*, slots: int = 8, together: tuple[str, ...] = (), **changes: Any) -> Stage:
-    """Groups of two with a spare sibling, one group a step, on one worker."""
+    """Groups of two with one redundant trajectory, one group per step, on one worker."""
     keys = {"groups__spare": 1, "groups__per_step": 1, "staleness__max_staleness": 0}
     stage = Stage(**{**keys, **changes}).begin(together=together)
     stage.worker("w0", slots=slots)
@@ -32,7 +32,6 @@ def stage_of(*, slots: int = 8, together: tuple[str, ...] = (), **changes: Any) 
 
 
 def name(sibling: int) -> str:
-    """A sibling of the first group."""
     return trajectory_id(G0, sibling)
 
 
@@ -41,13 +40,11 @@ def ends(stage: Stage) -> list[EndSiblings]:
 
 
 def taken(stage: Stage) -> list[str]:
-    """Trajectories of the newest batch."""
     assert stage.batch is not None
     return [one.trajectory for group in stage.batch.groups for one in group.trajectories]
 
 
 def expire(stage: Stage, group: str = G0) -> None:
-    """Its time is over."""
     apply_observation(stage.state, GroupExpired(group=group))
 
 

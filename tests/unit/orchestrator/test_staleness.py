@@ -1,4 +1,4 @@
-"""The bound: the rule against its own definition, and counterexamples of docs/staleness.md."""
+"""Tests of the staleness bound and of the counterexamples in docs/staleness.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def at(
     per_step: int = 1,
     steps: int = 1000,
 ) -> Standing:
-    """Where a run stands, in few words."""
     return Standing(
         version=version,
         training=training,
@@ -43,12 +42,12 @@ def at(
 
 
 def keys(*deadlines: int) -> list[Finished]:
-    """Finished groups with these deadlines, in order of dispatch."""
+    """Return finished groups with these deadlines, in dispatch order."""
     return sorted(Finished(one, place, f"g{place}") for place, one in enumerate(deadlines))
 
 
 def literally(deadlines: Mapping[int, int], step: int, per_step: int, first: int = -1) -> bool:
-    """The definition, word for word."""
+    """Return the definition, literally."""
     last = max([step, *deadlines]) - step
     return all(
         sum(count for one, count in deadlines.items() if one <= step + j) <= (j + 1) * per_step
@@ -160,15 +159,15 @@ def test_end_of_run_admits_only_what_a_step_is_left_for() -> None:
     assert admissible({10: 3}, near) == 1
     assert admissible({10: 4}, near) == 0
     assert admissible({}, at(version=9, training=True, eta=2, batches=3.0, steps=10)) == 0
-    # Without the bound, more groups would be open than steps could ever train.
+    # Without the bound, more groups would be open than steps could train.
     assert admissible({}, at(version=8, eta=2, batches=3.0, per_step=2)) == 6
 
 
-# The counterexamples that are a matter of counting; `test_staleness_search` finds the others.
+# The counterexamples by counting; `test_staleness_search` finds the others.
 
 
 def test_counterexample_a_batch_in_training_that_keeps_its_deadlines_starves_the_workers() -> None:
-    """eta = 1, B = 1: a (v0) trains; b of version 0 may go into step 1."""
+    """max_staleness = 1, B = 1: a (v0) trains; b of version 0 may go into step 1."""
     during = at(eta=1, training=True)
     assert not feasible({1: 2}, during.step, 1), "the variant still counts a, due at 1"
     assert admissible({}, during) == 1

@@ -1,7 +1,7 @@
-"""The bound holds in every course of a run, and the search finds every mistake planted in it.
+"""Exhaustive search of the staleness bound over small runs (`Course`).
 
-Goal: no batch beyond a deadline and no lock-up, whatever finishes or fails, in whatever order.
-Method: closed search over the states that the rules can see (`Course`).
+No batch exceeds a deadline and no run deadlocks, in any order of events; planted mistakes are
+found.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from dora_pipe.orchestrator.staleness import (
 )
 
 FOR_EVER = 10**6
-"""Steps of a run that does not end."""
+"""Steps of an endless run."""
 
 
 class Course(NamedTuple):
-    """One state. Deadlines are relative to t."""
+    """State of the search. Deadlines are relative to t."""
 
     unfinished: tuple[int, ...]
     finished: tuple[int, ...]
     """In order of finishing."""
     training: tuple[int, ...]
-    """Deadlines of the batch that trains; empty if none does."""
+    """Deadlines of the batch in training; empty if there is none."""
     held: tuple[int, ...] = ()
-    """Deadlines of the groups that the next step has in parts, as they were stamped."""
+    """Original deadlines of the groups in parts of the next step."""
 
 
 Admit = Callable[[Mapping[int, int], Standing], bool]
 Take = Callable[[Sequence[int], Mapping[int, int], int, int], Sequence[int]]
-"""(finished in order of finishing, U, step, per_step) -> places of the batch, or nothing."""
+"""(finished in order of finishing, U, step, per_step) -> indexes of the batch, or nothing."""
 
 
 def take_earliest(
     finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
 ) -> Sequence[int]:
-    """The rule itself."""
+    """Return the correct rule's choice."""
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
     return [key.ordinal for key in next_batch(keys, deadlines, step=step, per_step=per_step)]
 
 
 def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
-    """The same gate with another order of taking."""
+    """Return the same gate with another order."""
 
     def choose(
         finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
@@ -70,7 +70,7 @@ def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
 
 
 class Sizes(NamedTuple):
-    """Of a part: the step that it is of, B, the groups in parts before it, and its own."""
+    """Sizes of a part: its step, B, groups in earlier parts, and its own."""
 
     step: int
     per_step: int
@@ -79,13 +79,13 @@ class Sizes(NamedTuple):
 
 
 Part = Callable[[Sequence[int], Mapping[int, int], Sizes], Sequence[int]]
-"""(finished, U, sizes) -> places of the next part, or nothing."""
+"""(finished, U, sizes) -> indexes of the next part, or nothing."""
 
 
 def part_earliest(
     finished: Sequence[int], deadlines: Mapping[int, int], sizes: Sizes
 ) -> Sequence[int]:
-    """The rule itself."""
+    """Return the correct rule's choice."""
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
     part = next_part(keys, deadlines, **sizes._asdict())
     return [key.ordinal for key in part]
@@ -93,7 +93,7 @@ def part_earliest(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What is searched. The defaults are the right rules."""
+    """Rules to search; defaults are correct."""
 
     eta: int
     per_step: int
@@ -102,17 +102,16 @@ class Rules:
     take: Take = take_earliest
     replaces_with_old_stamp: bool = False
     refusals: bool = False
-    """Batches may also be refused, with any one of their groups as offender."""
+    """Batches may be refused because of any of their groups."""
     order_matters: bool = False
     parts: bool = False
-    """Batches may be taken in parts of any size, the first while the step before is in training;
-    they may be given up at any time."""
+    """Batches may be taken in parts of any size, the first during the previous step, and given
+    up at any time."""
     part: Part = part_earliest
     keeps_parts: bool = False
-    """The mistake: a refused batch leaves the part of the step after it to its own step."""
+    """Mistake: a refused batch leaves the next step's part in place."""
 
     def standing(self, training: bool) -> Standing:
-        """At t = 0."""
         return Standing(
             version=0,
             training=training,
@@ -125,7 +124,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """How the search ended; `path` leads to the promise that is broken."""
+    """Result of the search; `path` leads to the violation."""
 
     outcome: Literal["sound", "broken", "locked", "delayed"]
     states: int
@@ -133,7 +132,7 @@ class Found:
 
 
 def search(rules: Rules) -> Found:
-    """Every reachable course, breadth first, until a promise breaks."""
+    """Search every reachable course, breadth first, until a violation."""
     start = Course((), (), ())
     came: dict[Course, tuple[Course, str] | None] = {start: None}
     todo = deque([start])
@@ -161,7 +160,7 @@ def _steps(rules: Rules, course: Course) -> Iterator[_Step]:
         yield "admit", course._replace(unfinished=(*unfinished, rules.eta)), None
     for place, deadline in enumerate(unfinished):
         if place and unfinished[place - 1] == deadline:
-            continue  # Equal deadlines are alike.
+            continue  # Equal deadlines are equivalent.
         rest = unfinished[:place] + unfinished[place + 1 :]
         yield (
             f"finish {deadline}",
@@ -188,7 +187,7 @@ def _taken(course: Course, places: Sequence[int]) -> _Step:
 
 
 def _batch(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Sequence[int]:
-    """Places of what the batch lacks beside its parts, or nothing."""
+    """Return indexes of what the batch lacks besides its parts, or nothing."""
     if not course.held:
         return rules.take(course.finished, deadlines, 0, rules.per_step)
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(course.finished))
@@ -198,7 +197,7 @@ def _batch(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Sequen
 
 
 def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterator[_Step]:
-    """Another part of any size; or all of them are given up."""
+    """Yield a further part of any size, or give up all parts."""
     finished, held, step = course.finished, course.held, int(bool(course.training))
     for size in range(1, rules.per_step if not (step and held) else 1):
         places = rules.part(finished, deadlines, Sizes(step, rules.per_step, len(held), size))
@@ -211,7 +210,7 @@ def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterat
 
 
 def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
-    """The step is committed, or refused; then what the one after it has in a part is given up."""
+    """Commit or refuse the step; then the next step's parts are given up."""
     unfinished, finished, training, held = course
     less = [tuple(one - 1 for one in those) for those in (unfinished, finished, held)]
     yield "commit", Course(less[0], less[1], (), less[2]), None
@@ -223,7 +222,7 @@ def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
 
 
 def _failure(rules: Rules, course: Course, rest: tuple[int, ...], deadline: int) -> Iterator[_Step]:
-    """A group fails, or is filtered: it leaves U, unless a replacement takes over its stamp."""
+    """A group fails or is filtered: it leaves U unless a replacement takes its deadline."""
     stays = (*rest, deadline) if rules.replaces_with_old_stamp else rest
     following = course._replace(unfinished=stays)
     delayed = False
@@ -235,7 +234,7 @@ def _failure(rules: Rules, course: Course, rest: tuple[int, ...], deadline: int)
 
 
 def _normal(rules: Rules, course: Course) -> Course:
-    """Courses that the rules cannot tell apart are one."""
+    """Merge courses that the rules cannot distinguish."""
     finished = course.finished if rules.order_matters else tuple(sorted(course.finished))
     training = course.training
     if training and not rules.refusals:
@@ -261,7 +260,7 @@ def _path(came: Mapping[Course, tuple[Course, str] | None], course: Course) -> l
 
 
 def configurations(eta_max: int, per_step_max: int) -> list[Rules]:
-    """Every eta, B, and every C from one batch to the full budget, in steps of one group."""
+    """Return every max_staleness, B, and in-flight limit from one batch to the full budget."""
     return [
         Rules(eta=eta, per_step=per_step, in_flight=groups / per_step)
         for eta in range(eta_max + 1)
@@ -277,7 +276,6 @@ SMALL = [rules for rules in ALL if rules.eta * rules.per_step <= 4]
 
 
 def name(rules: Rules) -> str:
-    """Of a configuration, in the list of tests."""
     groups = round(rules.in_flight * rules.per_step)
     return f"eta{rules.eta}-B{rules.per_step}-{groups}groups"
 
@@ -323,14 +321,14 @@ def test_part_of_the_step_after_a_batch_that_is_refused_breaks_no_bound(rules: R
 
 
 def test_part_that_outlives_the_refusal_of_the_step_before_it_is_found() -> None:
-    """Its groups then fill the step that is tried again, whoever is due there."""
+    """Its groups fill the retried step regardless of due groups."""
     sought = [one for one in SMALL if one.per_step > 1 and 1 <= one.eta <= 2]
     rules = [replace(one, parts=True, refusals=True, keeps_parts=True) for one in sought]
     assert {search(one).outcome for one in rules} > {"sound"}
 
 
 def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
-    """The mistake: a part is what finished first, whoever is due."""
+    """Mistake: a part takes what finished first, regardless of due groups."""
 
     def any_part(
         finished: Sequence[int], deadlines: Mapping[int, int], sizes: Sizes
@@ -343,11 +341,11 @@ def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
     assert {one.outcome for one in found} > {"sound"}
 
 
-# Planted mistakes. Each must be found, with a path a person can follow.
+# Planted mistakes, each found with a readable path.
 
 
 def _feasible_from_zero(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
-    """The mistake: j starts at 0."""
+    """Mistake: j starts at 0."""
     top = max([step, *deadlines])
     return all(
         sum(count for one, count in deadlines.items() if one <= step + j) <= (j + 1) * per_step
@@ -369,7 +367,7 @@ def _take_from_zero(
 def test_search_finds_the_violation_when_j_starts_at_zero() -> None:
     found = search(Rules(eta=1, per_step=1, in_flight=2.0, take=_take_from_zero))
     assert found.outcome == "broken"
-    # a and b at version 0; a is taken; c of version 1 goes before b; b comes too late.
+    # a and b at version 0; a is taken; c of version 1 goes before b; b is too late.
     assert found.path[-1] == "take (-1,)"
     every = [search(replace(rules, take=_take_from_zero)) for rules in SMALL if rules.eta]
     capped = [rules for rules in SMALL if rules.eta and rules.in_flight > 1]
@@ -377,7 +375,7 @@ def test_search_finds_the_violation_when_j_starts_at_zero() -> None:
 
 
 def _admit_from_t(deadlines: Mapping[int, int], at: Standing) -> bool:
-    """The mistake: feasibility is asked at t although step t is training already."""
+    """Mistake: feasibility is checked at t although step t is already training."""
     room = in_flight_max(at.in_flight_batches, at.per_step)
     if sum(deadlines.values()) + at.per_step * at.training >= room:
         return False
@@ -392,7 +390,7 @@ def test_search_finds_the_violation_when_admission_forgets_that_a_step_trains(et
     found = search(replace(rules, admit=_admit_from_t))
     assert found.outcome == ("broken" if eta == 0 else "locked")
     assert search(rules).outcome == "sound"
-    # A cap of eta + 1 batches, counting the one in training, happens to hide the mistake.
+    # A limit of max_staleness + 1 batches, including the one in training, would hide the mistake.
     assert search(replace(rules, in_flight=eta + 1.0, admit=_admit_from_t)).outcome == "sound"
 
 
@@ -424,7 +422,8 @@ def test_same_gate_with_the_earliest_deadlines_first_is_the_rule() -> None:
 
 
 def _admit_to_the_budget(deadlines: Mapping[int, int], at: Standing) -> bool:
-    """Capacity (eta + t + 1) * B over the whole run: B * t of them are trained."""
+    """Mistake: capacity (eta + t + 1) * B over the entire run, although B * t of them are
+    trained."""
     untaken = sum(deadlines.values()) + at.per_step * at.training
     return untaken < (at.max_staleness + 1) * at.per_step
 
@@ -432,7 +431,7 @@ def _admit_to_the_budget(deadlines: Mapping[int, int], at: Standing) -> bool:
 def _overdue_then_oldest(
     finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
 ) -> Sequence[int]:
-    """All that are due, then the oldest finished; waits for those that are due."""
+    """Take all due groups, then the oldest finished; wait for due ones."""
     due = sum(count for one, count in deadlines.items() if one <= step)
     if len(finished) < per_step or due > sum(one <= step for one in finished):
         return ()

@@ -1,4 +1,4 @@
-"""States compare by digest: it sees every field but the chain, and no accident of a process."""
+"""Tests that state digests cover every field except the chain."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def rich() -> State:
-    """A state in which every container holds something."""
     stage = Stage(evaluation__prompts=2).begin()
     stage.worker("w0", slots=5)
     for group in ("g0000000000", "g0000000001"):
@@ -34,7 +33,7 @@ NAMES = [one.name for one in fields(State)]
 
 
 def other(value: Any, empty: Any = 3) -> Any:
-    """Something else of a like kind; `empty` is the key that an empty map gets."""
+    """Return a different value of a similar kind; `empty` is the key for an empty map."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -54,7 +53,7 @@ def other(value: Any, empty: Any = 3) -> Any:
 
 
 FOLLOWS = ("chain", "planner", "index", "leaves", "queues", "finished", "weights")
-"""What a digest leaves out, but for the keys that no run changes."""
+"""Fields outside the digest, except for keys that no run changes."""
 
 
 @pytest.mark.parametrize("name", [one for one in NAMES if one != "leaves"])

@@ -1,4 +1,4 @@
-"""Old statuses go, in bounded pieces, and never those that the present is known from."""
+"""Tests of trimming old statuses in bounded pieces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ HOUR = 3600 * S
 AT = TopicPartition("r.metrics", 0)
 COST = Cost(total_s=1.0, bus_s=0.1, control_s=0.2, codec_s=0.3, rss_bytes=4)
 EACH_NS = 10 * S
-"""From one record of `fill` to the next."""
+"""Time between two records of `fill`."""
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -80,7 +80,7 @@ def worker_says(at_ns: int) -> Append:
 
 
 def fill(bus: Bus, count: int, *, clock_of_others_ns: int = 0) -> list[int]:
-    """Statuses of orchestrator and worker in turn, `EACH_NS` apart from 0 on; their offsets."""
+    """Append alternating statuses of orchestrator and worker from 0 on; return their offsets."""
     says = (orchestrator_says, lambda at_ns: worker_says(at_ns + clock_of_others_ns))
     records = [says[i % 2](i * EACH_NS) for i in range(count)]
     with closing(bus.writer()) as writer:
@@ -148,7 +148,7 @@ def test_a_trim_that_is_refused_is_put_off_and_ends_nothing() -> None:
 
 
 def test_what_was_read_within_the_guard_is_beyond_every_limit() -> None:
-    """Also when the wall clock jumps by a year: then everything before the guard is old."""
+    """Also if the wall clock jumps by a year."""
     schedule = TrimSchedule(keep_ns=HOUR, whole_ns=50 * S)
     asked: list[tuple[int, TrimMetrics]] = []
     for minute in range(6 * 60):
@@ -197,7 +197,6 @@ def test_an_orchestrator_trims_what_it_read_and_keeps_what_came_since(keep_ns: i
 def runtime_of(
     bus: MemoryBus, topics: Topics, config: Config, clock: WorldClock, keep_ns: int
 ) -> Runtime:
-    """An orchestrator that deletes in its loop."""
     writer, meter = bus.writer(exclusive="o"), Meter()
     machine = start_machine(
         bus=bus,

@@ -1,4 +1,4 @@
-"""Whoever asks why nothing moves gets an answer that names something."""
+"""Tests of the reasons why a run waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tests.support.orchestrator_stage import Stage
 
 
 def waits_for(state: State) -> str:
-    """The words of what the run stands still for; empty when it is over."""
     return "".join(one.words for one in waits(state) if one.still)
 
 
@@ -42,7 +41,7 @@ def test_only_the_groups_that_block_the_step_are_named() -> None:
     stage.settle()
     stage.commit()
     stage.settle()
-    # b (version 0) runs on; c (version 1) finishes before it and must not go before it.
+    # b (version 0) is running; c (version 1) finishes first and must not precede it.
     stage.finish("g0000000002-000")
     stage.settle()
     assert stage.state.training is None
@@ -90,7 +89,7 @@ def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
     assert [one.name for one in waits(stage.state)] == ["groups"]
     stage.lose("w0")
     assert stage.state.queues
-    # A worker that is there, and shall host nothing of it.
+    # A present worker that is assigned nothing of it.
     stage.state.workers["w1"] = Worker(name="w1", epoch=99, slots=1, prefetch=0)
     found = {one.name: one for one in waits(stage.state)}
     assert list(found["host"].blockers) == [Blocker("version", "0")]

@@ -1,4 +1,4 @@
-"""The evaluation that is watched: which version is the best, and when a run has seen enough."""
+"""Tests of the watched evaluation: best version and early stop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REWARDS = st.lists(
 
 
 def told(order: Sequence[tuple[int, Sequence[float]]], versions: int) -> Watched:
-    """What is known after these ends of groups, all versions begun in their order before."""
+    """Return the state after these ends of groups, with all versions begun in order."""
     watched = Watched()
     for version in range(versions):
         watched = begun(watched, version)
@@ -88,7 +88,7 @@ def watching(**changes: Any) -> Stage:
 
 
 def step(stage: Stage) -> None:
-    """What runs ends: evaluations as their version does, training groups with 1."""
+    """Finish running requests: evaluations with their version's reward, training groups with 1."""
     while names := stage.running():
         for name in names:
             spec = stage.state.groups[name.rpartition("-")[0]].spec

@@ -1,10 +1,7 @@
-"""Whole runs in virtual time: safe while everything breaks, live as soon as it stops breaking.
+"""Tests of entire runs in virtual time: safe under faults, live after them.
 
-Goal: C2, C3 and liveness for any workers and faults, and that plans leave nothing to plan; also
-where workers host several versions, or share their GPUs with the trainer. Method: the real machine
-on a log in memory against players drawn from a seed (`tests/support/orchestrator_world.py`), whose
-`Ledger` watches every decision and fact without looking at State. A failing seed is in the name of
-its test.
+The real machine runs against seeded players (`tests/support/orchestrator_world.py`), also with
+several versions per worker and colocated workers. A failing seed is in the test's name.
 """
 
 from __future__ import annotations
@@ -33,16 +30,16 @@ from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import Chances, World
 
 FAULTY_S = 60.0
-"""Virtual seconds of faults before they stop."""
+"""Virtual seconds with faults."""
 CALM_S = 5000.0
-"""A run that is not over after so many virtual seconds without faults never ends."""
+"""Virtual seconds without faults after which a run counts as hung."""
 
 Workers = Literal["plain", "elastic", "resident"]
 KINDS: tuple[Workers, ...] = get_args(Workers)
 
 
 def swarm(seed: int, kind: Workers = "plain") -> World:
-    """Everything drawn from the seed: sizes, workers, probabilities; then what workers can do."""
+    """Draw sizes, workers and probabilities from the seed, then worker features."""
     chance = random.Random(seed)
     eta = chance.randrange(4)
     size = chance.randrange(1, 5)
@@ -95,7 +92,7 @@ def swarm(seed: int, kind: Workers = "plain") -> World:
 
 
 def check_state(state: State) -> None:
-    """What holds of every state, found again from scratch."""
+    """Check invariants of any state from scratch."""
     assert state.config is not None
     at = state.standing()
     u = [g for g in state.groups.values() if g.phase in ("generating", "finished")]
@@ -142,7 +139,7 @@ def check_state(state: State) -> None:
 
 
 def check_index(state: State) -> None:
-    """The index is what one finds by looking at every worker."""
+    """Compare the index with all workers."""
     index, workers = state.index, state.workers.values()
     usable = [one for one in workers if one.usable]
     assert index.hosts.keys() == {one.target for one in usable}
@@ -175,7 +172,7 @@ def check_index(state: State) -> None:
 
 
 def finish(world: World) -> None:
-    """Heal, and insist on the end."""
+    """End the faults and require the end of the run."""
     world.heal()
     world.run(seconds=CALM_S)
     assert world.machine.state.done, f"seed {world.seed}: {world.machine.state.counters}"
@@ -201,7 +198,7 @@ def test_run_is_safe_under_faults_and_ends_when_they_stop(kind: Workers, seed: i
 
 
 def shake(state: State, chance: random.Random) -> None:
-    """Something happens that the plan has to answer: losses, joins, failures, commands."""
+    """Cause a random loss, join, failure or command."""
     for name, worker in sorted(state.workers.items()):
         if chance.random() < 0.4:
             apply_observation(state, LeaseExpired(worker=name, epoch=worker.epoch))
@@ -254,7 +251,7 @@ def test_a_plan_leaves_nothing_to_plan(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_digest_that_is_kept_in_step_and_snapshots_hold_after_every_change(kind: Workers) -> None:
-    """At every record the digest that is made from nothing; at every round the same plan."""
+    """Compare the digest at every record, and the plan at every round, with ones from scratch."""
     world, state = swarm(7, kind), State()
     world.run(seconds=FAULTY_S)
     finish(world)

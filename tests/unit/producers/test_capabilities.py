@@ -1,4 +1,4 @@
-"""What a worker says it can, and which engines a run refuses."""
+"""Tests of worker capabilities and engines that a run rejects."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ from dora_pipe.producers.worker.role import requests_move
 
 
 class Plain(SimulatedEngine):
-    """An engine that declares nothing."""
-
     declares = frozenset()
 
 
 class WithAdapters(SimulatedEngine):
-    """One that hosts adapters, and nothing else of note."""
-
     declares = frozenset({LORA})
 
 

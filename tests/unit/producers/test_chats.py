@@ -1,4 +1,4 @@
-"""Which tasks of a run have a chat, what is refused at the start, and what the log knows of it."""
+"""Tests of chats by task: checks at startup, logged facts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ SYSTEM = ({"role": "system", "content": "Be brief."}, *ASKED)
 
 
 class Pool(InlineTasks):
-    """A pool whose task has this first prompt."""
-
     def __init__(
         self, ready: dict[str, Any] | None, *, error: str = "KeyError", single_turn: bool = True
     ) -> None:
@@ -139,7 +137,7 @@ def test_an_agent_whose_calls_nothing_reads_is_noted_at_the_start(
 ) -> None:
     folder = write_chat_model(tmp_path, text=text)
     task = Task(kind="dataset", agent="agent:run", tool_parser=parser)
-    pool: Any = None  # An agent's prompts are its own.
+    pool: Any = None  # Agents have their own prompts.
     check_chat(PoolSpec(task=task, sources=("train",)), pool, folder)
     assert ("set task.tool_parser" in capsys.readouterr().err) == noted
 

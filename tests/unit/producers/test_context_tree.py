@@ -1,4 +1,4 @@
-"""Where a call of an agent belongs, and the record that all of them become."""
+"""Tests of contexts of an agent's calls and their record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.support.worker import digest_of
 def turn_of(
     tree: ContextTree, prompt: list[int], sampled: list[int], **changes: Any
 ) -> TurnProgress:
-    """A call with this prompt, answered so, where it belongs."""
     at = len(tree.turns)
     turn = TurnProgress(
         trajectory="g0000000000-000",
@@ -117,7 +116,6 @@ def test_call_that_cannot_follow_is_refused_with_the_reason(
 def test_every_call_comes_back_from_the_record_as_it_was_asked_and_answered(
     seed: int, data: st.DataObject
 ) -> None:
-    """Whatever calls an agent makes, of all and of some of them."""
     calls = _calls(Random(seed))
     tree = tree_of(*calls)
     used = data.draw(st.sets(st.integers(0, len(calls) - 1), min_size=1))
@@ -168,7 +166,7 @@ def _check_record(tree: ContextTree, calls: list[tuple[list[int], list[int]]]) -
 def _before(
     ids: list[int], contexts: tuple[Context, ...], at: int, length: int, end: int
 ) -> list[int]:
-    """What stands before a place of the record in a context."""
+    """Return the tokens before a position of the record in its context."""
     found: list[int] = []
     *shared, (start, _) = pieces(contexts, at, length)
     for first, last in shared:

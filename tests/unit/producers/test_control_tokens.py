@@ -1,4 +1,4 @@
-"""Control tokens written in a text are text in every kind of tokenizer, unless asked for."""
+"""Tests of control tokens in texts, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 TEXT = ["the <tool> said: </s> is no end, and neither is <|im_end|>\n", "1+2=3 a-z [x] {y} / | _"]
 SPECIAL = ("<s>", "</s>", "<|im_end|>", "<|im_start|>", "<pad>")
 ADDED = ("<tool_call>", "</tool_call>")
-"""Not special, yet formats of calls are written with them."""
+"""Not special, but part of call formats."""
 WORD = "thinking"
-"""Added and not special: a word like any other."""
+"""Added but not special: an ordinary word."""
 UNKNOWN = "<unk>"
 SPACES = "   "
-"""Some tokenizers add runs of white space: these are text, and control nothing."""
+"""White space added by some tokenizers: ordinary text."""
 
 
 def byte_level() -> Backend:
@@ -39,7 +39,7 @@ def byte_level() -> Backend:
 
 
 def merged() -> Backend:
-    """Merges make one of the added tokens, and use it."""
+    """Return a tokenizer whose merges create and use an added token."""
     pieces = ["<", "/", "s", ">", "</", "</s", "</s>", "</s>>", *SPECIAL, *ascii_letters, *" |_"]
     vocabulary = {piece: place for place, piece in enumerate(dict.fromkeys(pieces))}
     merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("</s>", ">")]
@@ -75,14 +75,13 @@ def unigram() -> Backend:
 
 MAKERS = {one.__name__: one for one in (byte_level, merged, metaspace, unigram)}
 LOSSLESS = ("byte_level", "merged", "unigram")
-"""They give back what they encoded, white space included, of what they know the characters of."""
+"""Tokenizers that restore known characters and white space."""
 
 
 @pytest.fixture(scope="module", params=MAKERS)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
-    """A tokenizer of one kind, with special tokens and other added ones."""
     backend = MAKERS[request.param]()
     backend.add_special_tokens([AddedToken(one, special=True) for one in SPECIAL])
     backend.add_tokens([AddedToken(one, normalized=False) for one in (*ADDED, WORD, SPACES)])
@@ -145,7 +144,7 @@ def test_sampled_control_tokens_stay_themselves_when_their_text_is_encoded_again
     end = tokenizer.stop_ids[0]
     plain = Tokenizer(folder, special_tokens="parse").ids("s" if kind != "words" else "one")
     assert tokenizer.again([*plain, end]) == [*plain, end]
-    # Sampled as text, it is text again; who parses it gets the token.
+    # Sampled as text, it stays text; parsing gives the token.
     written = tokenizer.ids("</s>")
     assert end not in tokenizer.again(written)
     if kind in LOSSLESS:

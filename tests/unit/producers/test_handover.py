@@ -1,4 +1,4 @@
-"""KV caches between workers: whatever is wrong with one, it is lost in one word and never taken."""
+"""Tests that defective KV caches are rejected with a reason."""
 
 from __future__ import annotations
 
@@ -117,7 +117,6 @@ GOOD = {
 
 
 def saved(array: Array = ARRAY, **changes: object) -> bytes:
-    """The bytes of a file."""
     text = json.dumps({**GOOD, **changes})
     return bytes(save({"kv": array}, {handover_kv.METADATA: text}))
 
@@ -135,7 +134,7 @@ STRANGE: dict[str, tuple[bytes, str]] = {
 
 
 def test_file_made_by_hand_is_taken(files: KvHandover, tmp_path: Path) -> None:
-    """What the strange files below would be without what is strange about them."""
+    """Without the defects of the files below."""
     put(files)
     blob = Blob(sha256=sha256_hex(saved()), bytes=len(saved()))
     path_of(tmp_path, blob).write_bytes(saved())

@@ -1,4 +1,4 @@
-"""A worker that hosts several versions at once: loads beside what runs, drops what it is told."""
+"""Tests of a worker that loads and drops several versions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How many requests need no slot is an average over time: exact where it is steady, deaf to what
-happens at one moment."""
+"""Tests of the time average of requests that need no slot."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ LONG_NS = 8 * AVERAGED_NS
 
 
 def alternating(away_ns: int, here_ns: int, *, until_ns: int, requests: int) -> OffEngine:
-    """Requests that all leave the engine and come back at the same moments."""
+    """Return requests that leave the engine and return simultaneously."""
     found, now_ns = OffEngine(), 0
     while now_ns < until_ns:
         for name in range(requests):

@@ -1,4 +1,4 @@
-"""The ports to engine and tasks: bounded bits of work, an event for every effect."""
+"""Tests of ports to engine and tasks: bounded work, an event per effect."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_weights_that_cannot_be_loaded_are_an_event(thread: bool) -> None:
 
 
 class Compares(SimulatedEngine):
-    """Refuses a file whose name says that it is damaged."""
+    """Engine that rejects files named as damaged."""
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         if weights.name == "damaged":
@@ -159,7 +159,7 @@ def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
 
 
 def test_rows_go_on_while_the_next_weights_are_fetched() -> None:
-    """Only the copying of a version that is here has the engine; making it of patches has not."""
+    """Only copying a local version blocks the engine; building it from deltas does not."""
     begun, may_end = threading.Event(), threading.Event()
 
     def fetched(digest: str) -> Path:
@@ -182,7 +182,7 @@ def test_rows_go_on_while_the_next_weights_are_fetched() -> None:
 
 
 def test_rows_stay_while_weights_are_loaded_under_them_and_cancels_wait() -> None:
-    """The loading thread has the engine: nobody else may change its rows meanwhile."""
+    """The loading thread owns the engine: its rows must not change."""
     engine = _engine(slots=2, length=50)
     port = _engine_port(engine, steps_max=4, thread=True)
     for name in "ab":
@@ -199,7 +199,7 @@ def test_rows_stay_while_weights_are_loaded_under_them_and_cancels_wait() -> Non
     engine.reload_keeping = slow  # type: ignore[method-assign]
     port.start(LoadWeights(version=1, digest="b", keep=True))
     while not begun.wait(0.05):
-        port.poll()  # its file is here: from now on the thread has the engine
+        port.poll()  # its file is local: the thread now owns the engine
     port.start(EngineCancel(request="a"))
     assert (port.poll(), engine.active) == ([], 2)
     may_end.set()

@@ -1,4 +1,4 @@
-"""The worker's machine imports no clock, no chance, no thread, no loop, no bus but its port."""
+"""Tests of the imports of the worker's machine: no clock, random, thread, loop or bus."""
 
 import ast
 

@@ -1,4 +1,4 @@
-"""The ports to the codec and to progress chains: bounded bits of work, chains that break."""
+"""Tests of ports to codec and progress chains."""
 
 from __future__ import annotations
 
@@ -81,7 +81,6 @@ def _chunk(start: int, previous: int) -> Progress:
 
 
 def _log(*values: bytes) -> tuple[MemoryBus, list[int]]:
-    """A log of these progress records, and the offset of each."""
     bus = MemoryBus(MemoryLog())
     bus.create([TopicSpec(name=PROGRESS, partitions=2)])
     writer = bus.writer()

@@ -1,4 +1,4 @@
-"""The sequence of a request: whatever is put together tiles, and passes the record's own check."""
+"""Property tests of token sequences: they tile and pass the record's check."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from tests.support.batches import make_trajectory
 
 Turn = tuple[int, int | None]
-"""Sampled tokens of a stay, and tokens of the observation behind it (None: the same turn goes on,
-on another worker)."""
+"""Sampled tokens of a stay, and observation tokens after it (None: the turn continues on another
+worker)."""
 
 
 def _chunk(start: int, count: int, *, worker: str = "w0", epoch: int = 4) -> Progress:

@@ -1,4 +1,4 @@
-"""A session and its calls, event by event."""
+"""Tests of sessions and their calls."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ KEY = f"{TRAJECTORY}/1"
 
 
 class Driver:
-    """The requests and sessions of a worker, which is told events one by one."""
-
     def __init__(self, **changes: Any) -> None:
         self.requests = Requests(setup_of(epoch=9, **{**OF_AGENTS, **changes}))
         self.requests.versions = frozenset({0})
@@ -82,7 +80,6 @@ class Driver:
         return self.give(CallAsked(request=KEY, call=call, token_ids=prompt, **changes))
 
     def sample(self, key: str, tokens: Sequence[int]) -> list[Any]:
-        """A call goes through the engine."""
         logprobs = [-1.0] * len(tokens)
         return self.give(
             EngineStarted(request=key, at_ns=7),
@@ -97,7 +94,6 @@ class Driver:
         )
 
     def log(self, key: str, offset: int) -> list[Any]:
-        """Its record becomes durable."""
         return self.give(
             ProgressEncoded(request=key, value=b"p"),
             Published(tag=f"p:{key}", topic="r.progress", partition=0, offset=offset),
@@ -108,7 +104,6 @@ class Driver:
 
 
 def called(*tokens: int) -> Driver:
-    """A session whose first call was answered so."""
     driver = Driver()
     driver.ask(0, [1, 2])
     driver.sample(f"{KEY}#0", tokens)

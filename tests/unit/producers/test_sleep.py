@@ -1,4 +1,4 @@
-"""A worker that is told to sleep lets go of what it has, then of its weights, and says so."""
+"""Tests of a worker that sleeps: requests, weights, report."""
 
 from __future__ import annotations
 

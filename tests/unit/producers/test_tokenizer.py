@@ -1,4 +1,4 @@
-"""Text to token ids and back: prefixes, special tokens, and what ends a turn."""
+"""Tests of tokenizers: prefixes, special tokens, ends of turns."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ TEMPLATE = (
 
 
 def _added(directory: Path, *, template: str = "") -> Path:
-    """A tokenizer with special tokens, control tokens that lack the flag, and words."""
+    """Write a tokenizer with special tokens, unflagged control tokens, and words."""
     backend = bpe({"<s>", "<|im_end|>", "<tool_call>"})
     plain = ["<|im_start|>", "<answer>", "</answer>", "kilogram", "  ", "<think>", "</think>"]
     backend.add_tokens([AddedToken(one, normalized=False, special=False) for one in plain])

@@ -1,4 +1,4 @@
-"""What a worker says it waits for, by what its requests are in."""
+"""Tests of a worker's reported waits."""
 
 from __future__ import annotations
 

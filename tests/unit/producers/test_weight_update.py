@@ -1,4 +1,4 @@
-"""Weights change under running requests: what a sequence, its progress and its record say of it."""
+"""Tests of weight updates during requests: sequence, progress, record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.worker import TOPICS, Worker, World, digest_of
 
 
 def stays(*lengths: int) -> TokenSequence:
-    """A prompt of two tokens, then one stay of so many tokens under each of versions 3, 4, ..."""
+    """Return a prompt of two tokens and one stay per version 3, 4, ..."""
     sequence = TokenSequence([1, 2], at_ns=0)
     sequence.start_stay(1)
     for number, length in enumerate(lengths):

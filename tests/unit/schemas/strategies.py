@@ -1,4 +1,4 @@
-"""Hypothesis strategies for records; every value they draw is one that a writer may write."""
+"""Hypothesis strategies for valid records."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def struct(kind: type[msgspec.Struct]) -> st.SearchStrategy[Any]:
-    """Any value of a record class, from the types of its fields."""
+    """Draw a record from the types of its fields."""
     fields = {field.name: of_type(field.type) for field in msgspec.structs.fields(kind)}
     return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
 
 
 def of_type(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type; containers are short."""
+    """Draw a value of a field's type; containers are short."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
@@ -87,20 +87,20 @@ TAKEN_GROUPS = st.lists(struct(control.TakenGroup), max_size=4, unique_by=lambda
 
 @st.composite
 def logprobs(draw: st.DrawFn, size: int) -> list[float]:
-    """Log-probs as an engine gives them: Python floats, some not representable as float32."""
+    """Draw log-probs as Python floats, some not representable as float32."""
     number = st.floats(-3e38, 0.0) | st.floats(-20.0, 0.0)
     return draw(st.lists(number, min_size=size, max_size=size))
 
 
 @st.composite
 def segments(draw: st.DrawFn) -> list[Segment]:
-    """Segments that tile a short sequence."""
+    """Draw segments that tile a short sequence."""
     found: list[Segment] = []
     at = 0
     for _ in range(draw(st.integers(0, 4))):
         end = at + draw(st.integers(0, 6))
         kind: Any = draw(st.sampled_from(_words(SegmentKind)))
-        if kind == "prompt" and not end:  # It would open a context of nothing.
+        if kind == "prompt" and not end:  # It would open an empty context.
             kind = "tool"
         found.append(
             Segment(
@@ -123,7 +123,6 @@ def segments(draw: st.DrawFn) -> list[Segment]:
 
 @st.composite
 def trajectories(draw: st.DrawFn) -> Trajectory:
-    """A trajectory that `check` accepts."""
     tiles = draw(segments())
     mask = [int(one.kind == "model") for one in tiles for _ in range(one.start, one.end)]
     size = len(mask)
@@ -152,11 +151,11 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 
 
 def _contexts(draw: st.DrawFn, tiles: Sequence[Segment], size: int) -> tuple[Context, ...]:
-    """One for each prompt behind the first; an empty one is a beginning of an earlier one."""
+    """Draw one context per later prompt; an empty one is a prefix of an earlier one."""
     starts = [one.start for one in tiles if one.kind == "prompt"][1:]
     found: list[Context] = []
     for start, end in pairwise([*starts, size]):
-        before = lengths(found, start)  # of those that end where this one starts
+        before = lengths(found, start)  # of contexts that end where this one starts
         parent = draw(st.sampled_from([at for at, one in enumerate(before) if one] or [-1]))
         most = before[parent] if parent >= 0 else 0
         shared = draw(st.integers(1 if start == end else 0, most)) if most else 0
@@ -173,7 +172,7 @@ def _calls(draw: st.DrawFn, tiles: Sequence[Segment]) -> tuple[Call, ...]:
 
 
 def _weights(draw: st.DrawFn, tiles: Sequence[Segment], version: int) -> tuple[Sampler, ...]:
-    """None at all, or one for each of the segments' other versions."""
+    """Draw no sampler, or one per other version of the segments."""
     others = dict.fromkeys(one.version for one in tiles if one.kind == "model")
     others.pop(version, None)
     if draw(st.booleans()):
@@ -183,7 +182,6 @@ def _weights(draw: st.DrawFn, tiles: Sequence[Segment], version: int) -> tuple[S
 
 @st.composite
 def metas(draw: st.DrawFn, size: int, why: str | None) -> Meta:
-    """The JSON column of a trajectory of `size` tokens."""
     purpose: Purpose = draw(st.sampled_from(_words(Purpose)))
     meta: Meta = draw(struct(Meta))
     return msgspec.structs.replace(
@@ -222,7 +220,6 @@ def progress(draw: st.DrawFn) -> Progress:
 
 @st.composite
 def episode_progress(draw: st.DrawFn) -> EpisodeProgress:
-    """A progress record of an episode: a part of a trajectory."""
     given = draw(trajectories())
     return EpisodeProgress(
         trajectory=given.trajectory,
@@ -246,7 +243,6 @@ def episode_progress(draw: st.DrawFn) -> EpisodeProgress:
 
 @st.composite
 def turn_progress(draw: st.DrawFn) -> TurnProgress:
-    """A progress record of an agent's call."""
     size = draw(st.integers(0, 8))
     own = draw(logprobs(size))
     ids = st.integers(0, 2**31 - 1)
@@ -288,7 +284,7 @@ DEAD_LETTERS = st.builds(
 
 
 def rounded(values: Sequence[float | None]) -> Any:
-    """What a list of log-probs is after one rounding to float32."""
+    """Round log-probs once to float32."""
     return [None if value is None else float(np.float32(value)) for value in values]
 
 

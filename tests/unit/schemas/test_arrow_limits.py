@@ -1,4 +1,4 @@
-"""No Arrow record takes more memory than the bounds say, whatever its bytes say."""
+"""Tests that Arrow records respect memory limits."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dora_pipe.schemas.trajectory_codec import (
 from tests.support.arrow_bombs import BOMBS, RAW
 
 SPARE_BYTES = 16 * 1024 * 1024
-"""What the interpreter and zstd take beside it."""
+"""Bytes for the interpreter and zstd."""
 
 
 class Taken(NamedTuple):
-    """What reading a bomb took."""
+    """Result of reading a bomb."""
 
     refused: str
     grown_bytes: int
@@ -41,7 +41,7 @@ class Taken(NamedTuple):
 
 @pytest.fixture(scope="module")
 def taken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Taken]:
-    """What reading each bomb took, in a process of its own."""
+    """Read each bomb in a separate process."""
     folder = tmp_path_factory.mktemp("bombs")
     files = []
     for name, (made, _) in BOMBS.items():

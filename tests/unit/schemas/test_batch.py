@@ -1,4 +1,4 @@
-"""A batch is what it is made of: every part counts, no order does."""
+"""Tests of batch digests: every part counts, order does not."""
 
 from __future__ import annotations
 

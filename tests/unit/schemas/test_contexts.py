@@ -1,4 +1,4 @@
-"""A trajectory that branches stores each token once, and gives every context back whole."""
+"""Tests of branching trajectories: tokens stored once, contexts restored."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_stood_before_a_token_is_the_beginning_of_its_context(trajectory: T
 
 
 def _served() -> Trajectory:
-    """Every token that was sampled is of a call, two of which have one prompt."""
+    """Every sampled token belongs to a call; two calls share a prompt."""
     one = branched()
     spans = [(3, 5, 0), (6, 8, 0), (10, 12, 0), (12, 13, 1), (14, 16, 0)]
     calls = tuple(

@@ -1,4 +1,4 @@
-"""A dead letter keeps a record as it came, or says where it still lies."""
+"""Tests of dead letters with the record or its location."""
 
 from __future__ import annotations
 

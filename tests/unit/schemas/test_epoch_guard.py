@@ -1,4 +1,4 @@
-"""Rounds are obeyed one after the other; a cut log and somebody else's round are found out."""
+"""Tests of the order of rounds, cut logs and foreign rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ def value(ordinal: int, role_epoch: int = 0) -> bytes:
 
 
 def reader_at(ordinal: int, role_epoch: int = 0) -> EpochGuard:
-    """One that has read a round."""
     guard = EpochGuard()
     assert guard.read(0, value(ordinal, role_epoch)) is not None
     return guard

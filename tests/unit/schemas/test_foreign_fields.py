@@ -1,4 +1,4 @@
-"""Records of other writers: more is ignored; what is missing or of another type is refused."""
+"""Tests of records from other writers: extra, missing and mistyped fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXTRA = {"later_field": {"deep": [1, None]}}
 
 
 def with_extra(record: msgspec.Struct) -> bytes:
-    """A record as a later version writes it: more fields on every level, longer arrays."""
+    """Add fields on every level and lengthen arrays, as a later version would."""
 
     def grow(value: Any) -> Any:
         if isinstance(value, dict):
@@ -99,12 +99,11 @@ def test_later_header_is_ignored() -> None:
 
 
 def columns_of(value: bytes) -> dict[str, pa.Array]:
-    """The columns of a record, to be changed."""
     return dict(TRAJECTORY.opened(decompress(value)).arrays)
 
 
 def sealed(columns: dict[str, pa.Array]) -> bytes:
-    """A record as another writer makes it: with these columns, by Arrow's own writer."""
+    """Write these columns with Arrow's own writer."""
     schema = TRAJECTORY.schema if list(columns) == TRAJECTORY.schema.names else None
     if schema is not None and any(columns[one.name].type != one.type for one in schema):
         schema = None

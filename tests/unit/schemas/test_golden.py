@@ -1,7 +1,7 @@
-"""Today's code reads the bytes of every released schema version, and says the same of them.
+"""Tests that released record bytes are still read equally.
 
-A file that is missing is made by `python -m tests.golden.make`. A file that differs means that a
-released record changed: that is a mistake, not a file to make again.
+`python -m tests.golden.make` creates missing files. A differing file means a released record
+changed: fix the code, not the file.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ LATER = (
     later_values.ROUND_SCORED,
     later_values.ROUND_IMPATIENT,
 )
-"""Records with fields that are younger than the others."""
+"""Records with fields added later."""
 
 TRAJECTORIES = (
     arrow_values.TRAJECTORY,
@@ -237,7 +237,7 @@ def test_digests_of_the_golden_values_are_pinned() -> None:
 def _note_fields(
     record: msgspec.Struct, plain: Any, seen: dict[type[msgspec.Struct], set[str]]
 ) -> None:
-    """Which fields of which struct stand in the JSON, at every depth that is not array-like."""
+    """Collect the struct fields in the JSON at every non-array depth."""
     if not isinstance(plain, dict):
         return
     seen.setdefault(type(record), set()).update(plain)

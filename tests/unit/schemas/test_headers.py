@@ -1,4 +1,4 @@
-"""Headers say in ASCII what a reader filters by; what is missing or wrong is named."""
+"""Tests of record headers: values, missing and wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUIRED = [name for name in Headers.__struct_fields__ if name != "traceparent"]
 
 
 def pairs_with(**changes: bytes | None) -> list[tuple[str, bytes]]:
-    """The golden headers with some changed; None leaves one out."""
+    """Return the golden headers with changes; None omits one."""
     found: dict[str, bytes | None] = {**dict(header_pairs(HEADERS)), **changes}
     return [(name, value) for name, value in found.items() if value is not None]
 
@@ -136,7 +136,7 @@ def _outcome(pairs: Any) -> Any:
 
 @given(st.data())
 def test_headers_in_another_order_say_the_same(data: st.DataObject) -> None:
-    """In the order in which they are written they are read all at once, otherwise one by one."""
+    """Written order has a fast path."""
     pairs = list(header_pairs(HEADERS))
     for place in data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=2)):
         strange = st.sampled_from([b"", b"1", b"-0", b"1.5", b"nan", b"a\nb", b"\n", b"x" * 501])

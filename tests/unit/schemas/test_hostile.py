@@ -1,4 +1,4 @@
-"""Whatever bytes come in, a reader gets a record or a SchemaError, in bounded memory."""
+"""Tests that any bytes give a record or a SchemaError, in bounded memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ DECODERS = (
 
 @st.composite
 def mutations(draw: st.DrawFn, of: bytes) -> bytes:
-    """Bytes with a few bits, runs or lengths changed."""
+    """Draw bytes with changed bits, runs or lengths."""
     data = bytearray(of)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -81,7 +81,7 @@ def mutations(draw: st.DrawFn, of: bytes) -> bytes:
 
 
 def expect_read_or_refused(decode: Decode, data: bytes) -> bool:
-    """True when it was read; anything but a SchemaError passes through and fails the test."""
+    """Return True if read; errors other than SchemaError fail the test."""
     try:
         decode(data)
     except SchemaError as error:
@@ -126,7 +126,7 @@ def test_mutated_json_is_read_or_refused(data: st.DataObject, record: tuple[Deco
 def test_mutated_frame_is_refused_or_says_the_same(
     data: st.DataObject, record: tuple[Decode, bytes]
 ) -> None:
-    """A frame has bits without a meaning (zstd's unused header bit): they may change."""
+    """Frames have meaningless bits (zstd's unused header bit), which may change."""
     decode, sound = record
     mutated = data.draw(mutations(sound))
     if expect_read_or_refused(decode, mutated):
@@ -168,7 +168,7 @@ def test_json_above_the_bound_is_refused_before_it_is_parsed() -> None:
 
 
 def bomb(*, says_its_size: bool, raw_bytes: int) -> bytes:
-    """A small frame that becomes `raw_bytes` zeros."""
+    """Return a small frame that expands to `raw_bytes` zeros."""
     compressor = zstandard.ZstdCompressor(level=1, write_content_size=says_its_size)
     if says_its_size:
         return compressor.compress(bytes(raw_bytes))
@@ -223,7 +223,7 @@ def test_another_number_of_rows_is_refused(rows: int) -> None:
 
 
 def test_stream_that_begins_with_a_record_batch_is_refused() -> None:
-    """Arrow itself takes the batch for a schema and reads beyond it."""
+    """Arrow itself would read the batch as a schema, out of bounds."""
     raw = arrow_frame.decompress(ARROW[0][1])
     tail = raw[len(TRAJECTORY.head) :]
     with pytest.raises(SchemaError, match="not an Arrow stream"):
@@ -233,7 +233,7 @@ def test_stream_that_begins_with_a_record_batch_is_refused() -> None:
 @pytest.mark.pure
 @pytest.mark.slow
 def test_a_hundred_thousand_mutated_streams_neither_crash_nor_swell() -> None:
-    """In a process of its own: a crash of the reader would take the tests with it."""
+    """In a separate process: a crash would end the tests."""
     program = (
         "import random, pathlib, zstandard\n"
         "from tests.unit.schemas import test_hostile as t\n"
@@ -247,7 +247,7 @@ def test_a_hundred_thousand_mutated_streams_neither_crash_nor_swell() -> None:
         "        at = r.randrange(len(data))\n"
         "        data[at] = r.choice((data[at] ^ (1 << r.randrange(8)), 0, 127, 255))\n"
         "    read += t.expect_read_or_refused(decode, zstandard.compress(bytes(data)))\n"
-        # Not ru_maxrss: that one remembers the process which started this one.
+        # ru_maxrss would include the parent process.
         "status = pathlib.Path('/proc/self/status').read_text()\n"
         "print(read, status.split('VmHWM:')[1].split()[0])\n"
     )
@@ -261,7 +261,6 @@ def test_a_hundred_thousand_mutated_streams_neither_crash_nor_swell() -> None:
 
 
 def stream_of(batch: pa.RecordBatch, options: pa.ipc.IpcWriteOptions | None = None) -> bytes:
-    """A frame around a stream with this batch."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=options) as writer:
         writer.write_batch(batch)

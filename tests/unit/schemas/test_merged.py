@@ -1,4 +1,4 @@
-"""Statuses say what has changed; merged in order they say what whole ones would."""
+"""Tests that merged status changes equal full statuses."""
 
 from __future__ import annotations
 

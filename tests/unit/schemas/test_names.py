@@ -1,4 +1,4 @@
-"""One rule for what users may call runs and workers."""
+"""Tests of names of runs and workers."""
 
 from __future__ import annotations
 

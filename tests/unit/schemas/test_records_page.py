@@ -1,4 +1,4 @@
-"""docs/reference/records.md leaves nothing out, and its examples run."""
+"""Tests of docs/reference/records.md: complete, with valid examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every record comes back as it was written, and equal values have equal bytes."""
+"""Tests of round trips of records and deterministic bytes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_trajectory_comes_back_with_its_log_probs_rounded_once(given_: Trajector
         logprobs=strategies.rounded(given_.logprobs),
         sampler_logprobs=strategies.rounded(given_.sampler_logprobs),
     )
-    # What was rounded once is not rounded again.
+    # Rounding twice changes nothing.
     assert decode_trajectory(encode_trajectory(back)[0]) == back
     assert headers.sha256 == sha256_hex(value)
     assert matches(headers, back) == []
@@ -163,7 +163,7 @@ def test_log_prob_survives_as_exactly_its_float32(value: float) -> None:
 
 
 def test_threads_may_write_and_read_at_once() -> None:
-    """One zstd compressor shared by two threads would end the process."""
+    """Two threads on one zstd compressor would crash the process."""
     large = sample_trajectory(3000)
 
     def write_and_read(_: int) -> bool:

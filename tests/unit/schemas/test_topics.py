@@ -1,4 +1,4 @@
-"""A run's name makes topics that Kafka takes and that no other run's name makes."""
+"""Tests of topic names: valid in Kafka and unique per run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.topics import Topics
 
 KAFKA_NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
-"""Kafka's own rule (org.apache.kafka.common.internals.Topic), beside `.` and `..`."""
+"""Kafka's rule (org.apache.kafka.common.internals.Topic), besides `.` and `..`."""
 
 NAMES = st.text(string.ascii_letters + string.digits + "-_", min_size=1, max_size=100).filter(
     lambda name: name[0] not in "-_"
@@ -26,7 +26,7 @@ LIKE_TOPICS = st.lists(
 
 
 def metric_name(topic: str) -> str:
-    """What Kafka names a topic's metrics; topics that share it are said to collide."""
+    """Return Kafka's metric name of a topic; topics with equal ones collide."""
     return topic.replace(".", "_")
 
 

@@ -1,4 +1,4 @@
-"""What must hold inside a trajectory holds at both ends, or is named."""
+"""Tests of trajectory invariants at writer and reader."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ TILES = list(SOUND.segments)
 
 
 def changed_to(changes: Mapping[str, Any], sound: Trajectory = SOUND) -> Trajectory:
-    """A sound trajectory with other columns, or other fields of its JSON column."""
     meta = {name: value for name, value in changes.items() if name in Meta.__struct_fields__}
     rest = {name: value for name, value in changes.items() if name not in meta}
     return replace(sound, **rest, meta=msgspec.structs.replace(sound.meta, **meta))
 
 
 def changed(values: Any, place: int, value: Any) -> list[Any]:
-    """A copy of an array with one entry changed."""
     copy = list(values)
     copy[place] = value
     return copy
@@ -216,7 +214,6 @@ def test_segment_of_no_engine_has_no_worker() -> None:
 
 
 def rewritten(**columns: Any) -> bytes:
-    """The sound trajectory as another writer makes it, with some columns changed."""
     row = dict(TRAJECTORY.opened(decompress(encode_trajectory(SOUND)[0])).arrays)
     for name, value in columns.items():
         row[name] = pa.array(value, row[name].type)
@@ -228,7 +225,7 @@ def rewritten(**columns: Any) -> bytes:
 
 
 def by(*versions: int) -> Trajectory:
-    """The mixed trajectory, of version 3, with its segments by other versions."""
+    """Return the mixed trajectory of version 3 with other segment versions."""
     prompt, *stays = MIXED.segments
     made = [
         msgspec.structs.replace(one, version=version)

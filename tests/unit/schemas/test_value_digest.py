@@ -1,4 +1,4 @@
-"""A digest says which form it has, and nobody computes another one than is named."""
+"""Tests of digests that name their form."""
 
 from __future__ import annotations
 

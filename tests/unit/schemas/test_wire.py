@@ -1,4 +1,4 @@
-"""JSON records: one canonical form, no NaN, unknown kinds kept, errors with their path."""
+"""Tests of JSON records: canonical form, NaN, unknown kinds, error paths."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_null_that_means_unknown_is_written() -> None:
 
 
 def test_every_field_that_holds_a_float_is_walked() -> None:
-    """Written by hand: a record that gains a float must be found by the walk."""
+    """The walk is handwritten: new float fields must be found."""
     walked = {
         kind.__name__: float_fields(kind)
         for union in (control.AnyControl, metrics.AnyMetrics, rounds.AnyDecision)

@@ -1,1 +1,1 @@
-"""Tests of the simulator's checkers, one changed record at a time."""
+"""Tests of the simulator's checkers with changed records."""

@@ -1,4 +1,4 @@
-"""Negative controls: what is changed in what a sound run of agents says is found, by its check."""
+"""Negative controls of checks of agent calls."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.world import SECOND_NS, World
 
 Step = tuple[str, tuple[Any, ...]]
-"""A method of `CallChecks`, and what it is called with."""
+"""Method of `CallChecks` and its arguments."""
 
 SEED = 9
-"""Runs agents, a few of which have sub-agents."""
+"""Seed of agents, some with sub-agents."""
 
 
 @dataclass
 class Recorder(AgentObserver):
-    """Keeps what the checks would be told of a run."""
+    """Observer that records the inputs of the checks."""
 
     steps: list[Step] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ def sound() -> list[Step]:
 
 
 def found(steps: Sequence[Step]) -> str:
-    """The check that finds something first; empty if none does."""
+    """Return the first failing check, or an empty string."""
 
     def wrong(check: str, what: str) -> None:
         raise InvariantBroken(f"{check}: {what}")
@@ -99,7 +99,7 @@ def found(steps: Sequence[Step]) -> str:
 
 
 def changed(steps: Sequence[Step], change: Callable[[AnswerCall], AnswerCall]) -> list[Step]:
-    """The same, with the twentieth answer another one."""
+    """Change the twentieth answer."""
     (at,) = [at for at, one in enumerate(steps) if one[0] == "told"][20:21]
     name, (incarnation, prompt, answer) = steps[at]
     return [*steps[:at], (name, (incarnation, prompt, change(answer))), *steps[at + 1 :]]

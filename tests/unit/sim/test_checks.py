@@ -1,6 +1,6 @@
-"""Negative controls: what is changed in a sound run is found at its record, by the check for it.
+"""Negative controls of invariant checks: each change is found at its record.
 
-Rounds are chained anew after a change, so that what is found is the change and not the chain.
+Rounds are rechained, so that the change is found and not the chain.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ PLANS = tuple(WorkerPlan(name=f"w{number}", slots=4, prefetch=2) for number in r
 
 @dataclass
 class Recorder:
-    """Keeps what is appended in a world."""
-
     records: list[Record]
 
     def appended(self, records: Sequence[Record], role: Role | None) -> None:
@@ -68,7 +66,7 @@ class Recorder:
 
 
 def sound_run() -> list[Record]:
-    """Control and decisions of a run without faults, in the order in which they were appended."""
+    """Return control and decisions of a run without faults, in append order."""
     seen = Recorder([])
     with World(CONFIG, workers=PLANS, observer=seen) as world:
         assert world.run(until_ns=600 * SECOND_NS)
@@ -77,7 +75,6 @@ def sound_run() -> list[Record]:
 
 
 def decoded(record: Record) -> Any:
-    """A control record or a round."""
     if record.topic.endswith("decisions"):
         return decode_round(record.value)
     return decode_control(record.value)
@@ -86,7 +83,6 @@ def decoded(record: Record) -> Any:
 def changed(
     records: Iterable[Record], kind: type, change: Callable[[Any], Any], nth: int = 0
 ) -> list[Record]:
-    """The stream with the nth record, or decision, of a kind replaced by `change` of it."""
     found: list[Record] = []
     for record in records:
         value = decoded(record)
@@ -105,7 +101,6 @@ def changed(
 
 
 def rechained(records: Sequence[Record]) -> list[Record]:
-    """The stream with the chain of its rounds made whole."""
     control: list[Record] = []
     found, chain = [], GENESIS_CHAIN
     for record in records:
@@ -123,7 +118,7 @@ def rechained(records: Sequence[Record]) -> list[Record]:
 
 
 def finding(records: Iterable[Record]) -> str:
-    """What a fresh `InvariantMonitor` finds in the stream; empty when nothing."""
+    """Return what a new `InvariantMonitor` finds, or an empty string."""
     monitor = InvariantMonitor(
         Topics(CONFIG.run.name), heartbeat_ns=SECOND_NS // 5, lease_ns=SECOND_NS
     )
@@ -177,7 +172,7 @@ def _moved_to_itself(place: Place) -> list[Any]:
 
 
 def _crowded(place: Place) -> Place:
-    """Every sibling on one worker more often than it has slots."""
+    """Place all trajectories of a group on one worker, beyond its slots."""
     return put(place, siblings=place.siblings * 7)
 
 

@@ -1,4 +1,4 @@
-"""Adapters as files: what a digest covers, what is refused, what merging and exporting give."""
+"""Tests of adapter files: digests, rejections, merge, export."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_numbers_of_any_width_are_rounded_to_the_nearest_once(numbers: list[floa
 
 
 def _assert_nearest(bits: np.ndarray, exact: np.ndarray) -> None:
-    """No neighbour is nearer, and of two that are as near the even one was taken."""
+    """No neighbor is closer, and ties round to even."""
     found = np.abs(widened(bits).astype(np.float64) - exact)
     for step in (-1, 1):
         beside = (bits.astype(np.int64) + step).clip(0, 0xFFFF).astype(np.uint16)
@@ -123,7 +123,6 @@ def _assert_nearest(bits: np.ndarray, exact: np.ndarray) -> None:
 
 
 def patterns(path: Path) -> dict[str, np.ndarray]:
-    """Bit patterns of bfloat16 by name."""
     with mapped(path) as data:
         return {
             one.name: np.frombuffer(bytes(data[one.start : one.end]), "<u2")

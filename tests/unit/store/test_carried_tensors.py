@@ -1,4 +1,4 @@
-"""Layers that nothing here computes with are published again as they are."""
+"""Tests that unused layers are republished unchanged."""
 
 from __future__ import annotations
 

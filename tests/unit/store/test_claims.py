@@ -1,4 +1,4 @@
-"""Values too large for the log lie where the policies lie, also when that is elsewhere."""
+"""Tests of blobs in local and remote policy stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ DIGEST = sha256(VALUE).hexdigest()
 
 
 def shared(tmp_path: Path, machine: str) -> SharedClaims:
-    """What one machine has of a common store."""
     return SharedClaims(
         ArrowFiles(fs.LocalFileSystem(), str(tmp_path / "shared")), tmp_path / machine
     )
@@ -40,8 +39,6 @@ def test_one_machine_writes_and_another_reads(tmp_path: Path) -> None:
 
 
 class GoneFiles(ArrowFiles):
-    """The store is away."""
-
     def put(self, source: Path, name: str) -> None:
         raise ResourceError("the store is away")
 

@@ -1,5 +1,4 @@
-"""A copy of a version that is not what its name says is named, taken away and had again; what is
-damaged where it comes from is said, and what makes it again."""
+"""Tests of damaged copies of versions: detected, replaced, reported."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ __all__ = ["elsewhere"]
 
 
 def rot(path: Path) -> None:
-    """Damage a byte as a disk does: no time changes, and a note of the file is believed."""
+    """Damage a byte without changing file times, so that its cached check is believed."""
     status = path.stat()
     flip(path)
     old_ns = status.st_mtime_ns - 10**10
@@ -55,7 +54,7 @@ def test_a_damaged_copy_on_a_machine_is_named_and_had_again(
 
 
 class Wire:
-    """A store elsewhere of which the first so many files arrive damaged."""
+    """Remote store whose first files arrive damaged."""
 
     def __init__(self, inner: Files, damaged: int) -> None:
         self._inner = inner

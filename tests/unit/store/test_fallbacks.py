@@ -1,4 +1,4 @@
-"""A store says which file of a version was not to be had, what was taken, and what that cost."""
+"""Tests of reports of missing files and their replacements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model directory goes into the store and comes out as one that transformers loads."""
+"""Tests of model directories: stored and exported for transformers."""
 
 import json
 import struct
@@ -92,7 +92,6 @@ def test_weights_that_are_not_finite_are_refused_by_tensor_and_count(
 
 
 def plant(path: Path, dtype: str, data: bytes) -> None:
-    """A safetensors file with one tensor of three numbers, as another program would write it."""
     tensor = {"dtype": dtype, "shape": [3], "data_offsets": [0, len(data)]}
     header = json.dumps({"odd": tensor}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + data)

@@ -1,4 +1,4 @@
-"""Tensors of networks by the names of their files."""
+"""Tests of tensor names of networks and files."""
 
 from __future__ import annotations
 

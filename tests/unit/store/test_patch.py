@@ -1,4 +1,4 @@
-"""A patch makes exactly the version that it was written for, or nothing."""
+"""Tests that a delta restores exactly its version, or fails."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ def save(path: Path, tensors: Tensors) -> str:
 
 
 def patched(folder: Path, versions: list[Tensors]) -> list[Change]:
-    """Write `versions` as v0, v1, ... and the patches p1, p2, ... between them."""
     digests = [save(folder / f"v{n}", tensors) for n, tensors in enumerate(versions)]
     return [
         write_patch(
@@ -53,7 +52,6 @@ def patched(folder: Path, versions: list[Tensors]) -> list[Change]:
 
 
 def made(folder: Path, base: int, last: int) -> bytes:
-    """The file that the patches after version `base` make of it, up to `last`."""
     paths = [folder / f"p{n}" for n in range(base + 1, last + 1)]
     with opened_patches(paths) as opened:
         write_patched(folder / "made", folder / f"v{base}", opened)
@@ -73,7 +71,7 @@ DTYPES = ("BF16", "F32", "F64", "I8")
 
 @st.composite
 def two_versions(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
-    """Some tensors change in few places, some in many; some come, go, or get another shape."""
+    """Draw tensors with few or many changes, additions, removals or new shapes."""
     before: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     after = {}
     for name in draw(st.sets(st.sampled_from("abcd"), min_size=1)):
@@ -120,7 +118,6 @@ def bf16(values: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def walk(versions: int, size: int = 4000, share: float = 0.01) -> list[Tensors]:
-    """Versions of which each has changed in a few places since the one before."""
     chance = np.random.default_rng(3)
     weights = chance.normal(size=size)
     found: list[Tensors] = []
@@ -162,7 +159,7 @@ def test_a_patch_of_another_version_is_refused_by_what_comes_out(tmp_path: Path)
 
 
 def signed(data: bytes, old: bytes, new: bytes) -> bytes:
-    """A patch in whose head something was replaced, with a length and sha256 that fit again."""
+    """Replace part of a delta's head and fix length and sha256."""
     (length,) = struct.unpack("<Q", data[-40:-32])
     frames, head = data[: -40 - length], data[-40 - length : -40]
     assert old in head

@@ -1,4 +1,4 @@
-"""A safetensors file is what its tensors are; anything doubtful is refused, cheaply."""
+"""Tests of safetensors files: digests and rejections."""
 
 import hashlib
 import json
@@ -29,7 +29,6 @@ def source(name: str, values: list[float], shape: tuple[int, ...] | None = None)
 
 
 def raw(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> Path:
-    """A file put together by hand."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
     return path

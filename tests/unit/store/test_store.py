@@ -1,4 +1,4 @@
-"""Files of the store appear whole under the name of what they hold, or not at all."""
+"""Tests that store files appear atomically under their digest."""
 
 import errno
 import hashlib
@@ -16,8 +16,6 @@ from dora_pipe.store.store import PolicyStore
 
 
 class Writer:
-    """Writes one tensor; what it returns is the manifest of what it wrote."""
-
     def __init__(self, value: float) -> None:
         self.data = struct.pack("<f", value)
 

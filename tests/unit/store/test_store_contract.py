@@ -1,4 +1,4 @@
-"""One contract for a policy store wherever it lies: a directory, `file://`, a mock, an S3."""
+"""Contract tests of policy stores: directory, `file://`, mock, S3."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES = ("directory", "file", "mock", "subtree", "s3")
 
 @dataclass
 class Place:
-    """A place, and stores on it as several machines would open them."""
+    """Location, and stores on it as separate machines open them."""
 
     files: Files
     remote: bool
@@ -142,7 +142,7 @@ def test_writer_that_fails_leaves_nothing(place: Place) -> None:
     assert store.everything() == []
 
 
-# Away, and back
+# Outage and recovery
 
 
 def files_that_fail(times: int) -> tuple[ArrowFiles, HeldBack, VirtualClock]:

@@ -1,4 +1,4 @@
-"""Whoever asks a store for weights gets a whole file, however the version lies there."""
+"""Tests that a store returns full weights of deltas too."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from tests.support.worker import VirtualClock
 
 
 class Counted:
-    """A store elsewhere that remembers what was read."""
-
     def __init__(self, inner: Files) -> None:
         self._inner = inner
         self.read: list[str] = []
@@ -51,7 +49,6 @@ def machine(tmp_path: Path, name: str, files: Counted) -> PolicyStore:
 
 
 def flip(path: Path) -> None:
-    """Damage one byte in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -97,7 +94,7 @@ def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
     assert read_manifest(worker.weights(digests[3])) == published[3].manifest
     assert elsewhere.read == [patch_name(digests[3]), patch_name(digests[2])]
     elsewhere.read.clear()
-    worker.weights(digests[4])  # It lies there whole, too.
+    worker.weights(digests[4])  # full checkpoint there too
     assert elsewhere.read == [patch_name(digests[4])]
 
 

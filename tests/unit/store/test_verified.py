@@ -1,4 +1,4 @@
-"""A file of weights is read once per machine, and again whenever it may be another."""
+"""Tests that weights are verified once per machine, and after changes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ def write(path: Path, value: float = 1.0) -> Manifest:
 
 
 def older(path: Path, seconds: float = 10.0) -> None:
-    """As if the file had lain there for a while."""
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns - int(seconds * 1e9)))
 
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Every file that is read whole."""
     found: list[Path] = []
 
     def counted(path: Path) -> Manifest:
@@ -174,8 +172,8 @@ def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_no
 def worker_of_two_versions(
     tmp_path: Path, *, whole: bool, patched: bool | None
 ) -> tuple[PolicyStore, str]:
-    """A worker's store that has the first of two versions, and the digest of the second, which is
-    a patch, beside a whole file or not."""
+    """Return a store with the first of two versions, and the digest of the second: a delta,
+    optionally with a full checkpoint."""
     (tmp_path / "shared").mkdir()
     files, clock = open_files((tmp_path / "shared").as_uri(), folder="r"), VirtualClock()
     trainer = PolicyStore(tmp_path / "a", files, clock=clock)

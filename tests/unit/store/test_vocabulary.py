@@ -1,4 +1,4 @@
-"""Which token ids have a row in the embedding and no token."""
+"""Tests of token ids with an embedding row but no token."""
 
 from __future__ import annotations
 

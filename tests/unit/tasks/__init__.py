@@ -1,1 +1,1 @@
-"""Tests of tasks, in this process and without IO."""
+"""Tests of tasks, in process and without IO."""

@@ -1,4 +1,4 @@
-"""The chain of additions: its text form, its noise, and what counts as right."""
+"""Tests of the arithmetic task: text, noise, answers."""
 
 import random
 

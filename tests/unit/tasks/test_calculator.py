@@ -1,4 +1,4 @@
-"""The calculator: its turns, its errors, and demonstrations that follow what it says."""
+"""Tests of the calculator task: turns, errors, demonstrations."""
 
 import random
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_option_out_of_range_is_refused(options: dict[str, float]) -> None:
         CalculatorTask(**options)  # type: ignore[arg-type]
 
 
-# With a tool and a chat template.
+# A tool and a chat template.
 
 TOOLED = CalculatorTask(tools=True, noise=0.5)
 

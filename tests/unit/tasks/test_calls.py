@@ -1,4 +1,4 @@
-"""Frames survive being torn anywhere, and what is no frame is refused."""
+"""Tests of frames: torn and invalid ones."""
 
 from typing import get_args
 

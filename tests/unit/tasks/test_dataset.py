@@ -1,4 +1,4 @@
-"""Rows from files: what can be read is kept whole, what cannot is named with its line."""
+"""Tests of rows from files and their errors."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -137,7 +137,6 @@ def test_data_and_reward_are_required() -> None:
 
 
 def conversing(write: Write, module: str, row: dict[str, Any], **keys: Any) -> tuple[Any, Any]:
-    """A task over one row with a reward that looks at it, and the row."""
     path = write(json.dumps(row) + "\n")
     task = DatasetTask(data=str(path), reward=f"{module}:answered", **keys)
     return task, task.rows("train")[0]

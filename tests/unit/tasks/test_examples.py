@@ -1,4 +1,4 @@
-"""The examples in the repository are what the documents say they are."""
+"""Tests of the repository's examples."""
 
 import asyncio
 import re
@@ -21,11 +21,10 @@ def table(path: Path) -> dict[str, Any]:
 
 
 NEED_MORE = ("chat-math", "mcp", "openenv", "reasoning-gym", "verifiers")
-"""Data that are made, servers, packages: test_chat_math.py, test_examples_of_others.py and
-test_verifiers_example.py in tests/slow run them."""
+"""Examples with generated data, servers or packages; tests/slow runs them."""
 
 WITH_DATA = sorted(path for path in EXAMPLES.rglob("*.toml") if path.parent.name not in NEED_MORE)
-"""Those whose data are in the repository."""
+"""Examples whose data is in the repository."""
 
 
 @pytest.mark.parametrize("path", WITH_DATA, ids=lambda path: path.name)
@@ -42,7 +41,7 @@ def test_examples_of_built_in_tasks_are_what_init_writes(name: str) -> None:
 
 
 def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
-    """Every block of docs/tasks.md is run; the classes in them are used as the text says."""
+    """Runs every block of docs/tasks.md and uses its classes as described."""
     guide = (ROOT / "docs" / "tasks.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     assert len(blocks) == 6
@@ -75,7 +74,7 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
 
 
 def test_train_your_own_of_the_readme_is_the_example_with_a_chat_model() -> None:
-    """Its keys are those of the example's file, its commands those that the example's page has."""
+    """Keys equal the example's file, commands its page."""
     example = EXAMPLES / "chat-math"
     readme = (ROOT / "README.md").read_text().split("## Train your own")[1].split("\n## ")[0]
     (said,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)

@@ -1,4 +1,4 @@
-"""Rewards of groups: what their functions are given, and how they join those of one answer."""
+"""Tests of group rewards and their sum with single ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def misnamed(completionz: Any) -> list[float]:
 
 
 class Scored:
-    """Made once with its options."""
+    """Instantiated once with its options."""
 
     def __init__(self, times: float) -> None:
         self.times = times
@@ -120,7 +120,7 @@ def test_rewards_of_the_package_are_of_one_answer() -> None:
 
 
 class Ranks(Task):
-    """Has nothing to say of one answer."""
+    """Task without single rewards."""
 
     def rows(self, split: Split) -> Sequence[Row]:
         return [ROW]
@@ -133,7 +133,7 @@ class Ranks(Task):
 
 
 class Deaf(Task):
-    """Takes a scorer, and asks it of nothing."""
+    """Task that ignores its scorer."""
 
     def __init__(self, reward: Rewards) -> None:
         self.asked = reward

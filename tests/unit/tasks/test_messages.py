@@ -1,4 +1,4 @@
-"""Messages in their one form, and the schema of a function that is a tool."""
+"""Tests of messages and of tool schemas from functions."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""Which task a configuration names, how its arguments are checked, and what is digested."""
+"""Tests of tasks by name: arguments and digests."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +19,6 @@ HERE = __name__
 
 
 class Mine(Task):
-    """A user's task."""
-
     def __init__(self, size: int = 2, data: str = "") -> None:
         self.size, self.data = size, data
 

@@ -1,4 +1,4 @@
-"""What the rewards that look at a text make of right, odd and hostile answers."""
+"""Tests of text rewards on right, unusual and hostile answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _helper() -> Iterator[None]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A helper with a tenth of the time."""
+    """Give the helper a tenth of its time."""
     helper = bounded.Helper(bounded.CPU_S / 10)
     monkeypatch.setattr(texts, "HELPER", helper)
     yield
@@ -123,7 +123,7 @@ def test_an_expression_that_nobody_can_compute_is_wrong_within_seconds(
 ) -> None:
     found = score("math", text, {"answer": "18"})
     assert (found.value, found.parts["math.stopped"]) == (0.0, 1.0)
-    assert score("math", "18", {"answer": 18}).value == 1.0  # The next one finds a helper again.
+    assert score("math", "18", {"answer": 18}).value == 1.0  # A new helper answers.
 
 
 def test_a_helper_that_ends_by_no_limit_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which functions a configuration's rewards are, what each is given, and how scores become one."""
+"""Tests of configured rewards: functions, arguments, sums."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def misspelt(txt: str) -> float:
 
 
 class Counting:
-    """Made once with its options."""
+    """Instantiated once with its options."""
 
     def __init__(self, first: int = 0) -> None:
         self.count = first
@@ -343,8 +343,6 @@ def test_a_task_that_takes_no_reward_is_scored_by_it_all_the_same() -> None:
 
 
 class Played(Environment):
-    """An episode that has a reward of its own."""
-
     def reset(self, row: Row) -> str:
         return str(row["start"])
 
@@ -356,8 +354,6 @@ class Played(Environment):
 
 
 class Games(Task):
-    """A task whose episodes score themselves."""
-
     def rows(self, split: Split) -> Sequence[Row]:
         return [{"start": 3}]
 

@@ -1,4 +1,4 @@
-"""docs/rewards.md: its configurations open, its functions score, its tests are tests."""
+"""Tests of docs/rewards.md: configurations, functions, tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's modules, as they would lie beside the configuration."""
     for name, block in zip(("mine", "model", "served", "ranks"), blocks("python"), strict=True):
         module = ModuleType(name)
         exec(block, module.__dict__)

@@ -1,4 +1,4 @@
-"""What counts as an answer, in the server without its process."""
+"""Tests of the task server without a process."""
 
 import math
 from collections.abc import Sequence
@@ -41,8 +41,6 @@ from dora_pipe.producers.tasks.port import (
 
 
 class World(Environment):
-    """Answers with what it is told to."""
-
     closed = 0
 
     def reset(self, row: Row) -> str:
@@ -59,8 +57,6 @@ class World(Environment):
 
 
 class Scripted(Task):
-    """Rows, prompt and reward as given."""
-
     def __init__(self, *, reward: Any = 1.0, prompt: Any = "p", world: bool = False) -> None:
         self._reward, self._prompt, self._world = reward, prompt, world
 
@@ -78,8 +74,6 @@ class Scripted(Task):
 
 
 class Served(server.TaskServer):
-    """A server, and what it has written."""
-
     def __init__(self, task: Task, **config: Any) -> None:
         self.written = bytearray()
         setup = Setup(model.Task(kind="tests:", threads=1, **config), 1)
@@ -89,11 +83,9 @@ class Served(server.TaskServer):
         self.written += data
 
     def said(self) -> list[Up]:
-        """The frames since the last time."""
         return [UP.decode(body) for body in unpack(self.written)]
 
     def answer(self, call: Call) -> TaskEvent:
-        """What a call gives at once."""
         self.take(call)
         (frame,) = self.said()
         assert isinstance(frame, CallAnswer)
@@ -102,7 +94,6 @@ class Served(server.TaskServer):
 
 
 def answer(task: Task, *calls: Call) -> TaskEvent:
-    """What the last of these calls gives."""
     served = Served(task)
     return [served.answer(call) for call in calls][-1]
 

@@ -1,4 +1,4 @@
-"""A server that fails is left alone, each time for longer, until it answers."""
+"""Tests of backoff from failing task servers."""
 
 import itertools
 
@@ -46,7 +46,7 @@ def test_processes_are_dealt_to_servers_and_one_that_failed_gets_one_to_see() ->
     places.failed("a", 0, "it died")
     assert places.choose(["b", "b", "b"], 0) == "b"
     assert places.choose(["b", "b", "b"], _NS) == "a"
-    assert places.choose(["a", "b"], _NS) == "b"  # one of `a` is there, and not proven
+    assert places.choose(["a", "b"], _NS) == "b"  # `a` has recovered but is unproven
     places.failed("b", _NS, "it died")
     assert places.choose(["a"], _NS) is None
     places.worked("a")

@@ -1,4 +1,4 @@
-"""docs/tasks.md: every configuration of it opens the data, rewards and tools that it names."""
+"""Tests of the configurations in docs/tasks.md."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.support.tidy import ROOT
 PAGE = (ROOT / "docs" / "tasks.md").read_text()
 
 BROUGHT, _, _ = PAGE.partition("## My environment is slow")
-"""What is behind it is played: see tests/integration/test_environments_page.py."""
+"""tests/integration/test_environments_page.py runs the rest."""
 
 BLOCKS = [one for one in re.findall(r"```toml\n(.*?)```", BROUGHT, re.DOTALL) if "kind" in one]
 
 OTHERS = ("reasoning-gym", "verifiers")
-"""Packages that the developers' lock lacks; verifiers has an environment and tests of its own."""
+"""Packages outside the developers' lock; verifiers has its own environment and tests."""
 
 HEAD = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'
 
@@ -81,7 +81,7 @@ class Scores:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the page's reader has: data under the names of the page, and two modules."""
+    """Create the data files and modules of the page."""
     (tmp_path / "data").mkdir()
     for name in ("train", "eval", "sums", "facts", "easy", "hard"):
         rows = [{"prompt": f"{n}?", "answer": str(n)} for n in range(80)]
@@ -106,7 +106,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def _begun(world: Environment, row: Row) -> Any:
-    """The prompt of an episode that ends at once."""
     prompt: Any = world.reset(row)
     prompt = await prompt if inspect.isawaitable(prompt) else prompt
     close: Any = world.close
@@ -118,7 +117,6 @@ async def _begun(world: Environment, row: Row) -> Any:
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    """Where the server of examples/openenv is."""
     command = [sys.executable, str(ROOT / "examples" / "openenv" / "server.py"), "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None

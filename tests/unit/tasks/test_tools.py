@@ -1,4 +1,4 @@
-"""A turn's calls are made at the same time, and the model is told what came of each."""
+"""Tests of concurrent tool calls and their results."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""Values of users' code as a model reads them: they keep their meaning or are refused."""
+"""Tests of users' values as text: preserved or rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizer files for the built-in tasks: one word is one token, there and back."""
+"""Tests of tokenizer files of built-in tasks."""
 
 from pathlib import Path
 

@@ -1,1 +1,1 @@
-"""Tests of the pages without a browser or a server."""
+"""Tests of the pages without a browser or server."""

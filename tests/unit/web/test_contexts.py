@@ -1,4 +1,4 @@
-"""The tree of contexts on a trajectory's page."""
+"""Tests of the context tree on a trajectory's page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One file with everything inside: the same scripts, joined, and a policy that allows only them."""
+"""Tests of the single-file export: joined scripts, restrictive policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filters, order and pages of lists; windows of the time line."""
+"""Tests of filters, order and pages of lists, and timeline windows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.ui_stage import view_of_told
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    """Five groups: two trained, one filtered, one failed, one open."""
+    """Yield five groups: two trained, one filtered, one failed, one open."""
     stage = CatalogueStage()
     epoch = stage.worker()
     stage.fact(records.ready("w0", epoch, 0, load_ms=500))

@@ -1,4 +1,4 @@
-"""The first page of a run that was told by hand: every sum, and how full workers were."""
+"""Tests of sums and worker load on the overview page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from tests.support.ui_stage import view_of_told
 
 @pytest.fixture
 def stage() -> Iterator[CatalogueStage]:
-    """A run that has begun."""
     found = CatalogueStage()
     yield found
     found.catalogue.close()
@@ -34,7 +33,6 @@ def _overview(stage: CatalogueStage) -> dict[str, Any]:
 
 
 def _done(stage: CatalogueStage, ordinal: int, epoch: int, **log: Any) -> GroupSpec:
-    """A group whose siblings are logged."""
     spec = stage.group(ordinal)
     stage.place(spec, epoch)
     stage.log(spec, epoch, **log)
@@ -209,7 +207,7 @@ def test_a_run_without_anything_has_an_overview() -> None:
 
 
 def _busy_s(stage: CatalogueStage) -> float:
-    """Seconds of full slots of one worker that was there from the beginning."""
+    """Return seconds of full slots of one worker present from the start."""
     found = utilisation(view_of_told(stage))
     width_s = 2 * found["at"][0]
     assert len(found["at"]) <= SLICES_MAX
@@ -269,7 +267,7 @@ def test_what_happened_to_the_run_is_marked_and_no_slot_is_in_use_while_it_was_s
 ) -> None:
     stage.begins("orchestrator", 0)
     spec, epoch = stage.group(0), stage.worker()
-    stage.place(spec, epoch)  # and never logged: the worker is killed with the run
+    stage.place(spec, epoch)  # never logged: the worker is killed with the run
     stage.fact(records.command("set", trainer__learning_rate=0.5))
     last_s = (stage.now_ns - START_NS) / 1e9
     stage.now_ns += 60 * SECOND_NS

@@ -1,4 +1,4 @@
-"""Parts of a batch on the pages: stripes on the trainer's line, and a table on a step's page."""
+"""Tests of parts of a batch on timeline and step page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.catalogue_stage import CatalogueStage
 from tests.support.ui_stage import view_of_told
 
 NO_SOURCE = cast(RunSource, None)
-"""A step's page is made of tables alone."""
+"""A step's page uses tables only."""
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def stage() -> Iterator[CatalogueStage]:
 
 
 def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
-    """One of three groups, in parts or not, and one of one group that came at once."""
+    """One step of three groups, in parts or not, and one of a single group."""
     epoch = stage.worker()
     specs = [stage.spec(one) for one in range(4)]
     stage.decide(*map(stage.dispatch, specs))

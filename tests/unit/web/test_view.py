@@ -1,4 +1,4 @@
-"""Addresses as people and scripts send them, and short sums: nothing is made up on the way."""
+"""Tests of page addresses and short sums."""
 
 from __future__ import annotations
 

@@ -46,16 +46,12 @@ class ChatOptions:
     parse: bool = False
     """Parse control tokens in contents (`task.special_tokens`)."""
     directory: str = ""
-    """Folder from which a user's parser is imported."""
     now_ns: int = 0
     """Time that templates see as now."""
 
 
 class Chat:
-    """Chat template of a model.
-
-    Example: ``Chat.open(assets, tokenizer, ChatOptions()).start(messages).prompt_ids``.
-    """
+    """Chat template of a model."""
 
     def __init__(
         self,
@@ -194,11 +190,7 @@ class Chat:
 
 
 class Conversation:
-    """One conversation: `prompt_ids`, then `say` and `answered` for each turn.
-
-    Example: ``conversation.say(ids).tool_calls``, then ``conversation.answered([{"role": "tool",
-    ...}])``.
-    """
+    """One conversation: `prompt_ids`, then `say` and `answered` for each turn."""
 
     def __init__(
         self, chat: Chat, prompt_ids: list[int], messages: Sequence[Message], tools: Tools
@@ -209,9 +201,7 @@ class Conversation:
         self._messages = [dict(one) for one in messages]
         self._sampled: Sequence[int] = ()
         self.prompt_ids = prompt_ids
-        """Token ids of the first prompt."""
         self.turns = 0
-        """Number of the model's turns."""
         self.text = ""
         """Text of the last turn, without thoughts and calls."""
         self.reasoning = ""
@@ -290,7 +280,6 @@ def _template_renderer(
 def _typed(
     template_renderer: TemplateRenderer, tokenizer: Tokenizer, options: ChatOptions, flaw: str
 ) -> TypedRenderer | None:
-    """Return the configured typed renderer, or one that fits a template with a flaw."""
     if options.renderer == "template" or (options.renderer == "auto" and not flaw):
         return None
     if options.renderer == "auto":

@@ -45,7 +45,6 @@ def none(text: str, tools: Tools) -> Turn:
 def _blocks(
     begin: str, end: str, one: Callable[[str, Tools], list[ToolCall]]
 ) -> Callable[[str, Tools], Turn]:
-    """Return a parser for calls between two marks."""
     block = re.compile(f"{re.escape(begin)}(.*?)({re.escape(end)}|$)", re.DOTALL)
 
     def parse(text: str, tools: Tools) -> Turn:
@@ -193,7 +192,6 @@ PARSERS: Final[Mapping[str, Parser]] = {
     "llama": _llama,
     "pythonic": _blocks("<|tool_call_start|>", "<|tool_call_end|>", _python_calls),
 }
-"""Parsers by their names in `task.tool_parser`."""
 
 
 def open_parser(

@@ -30,11 +30,7 @@ _WHOLE: Final = frozenset({"role", "type", "name", "id", "tool_call_id"})
 
 
 class SafeText:
-    """Encoder that marks control tokens in data.
-
-    Example: ``safe.ids(template.render(safe.marked(messages, mark), ...), mark)``. With `parse`,
-    control tokens in the data count.
-    """
+    """Encoder that marks control tokens in data. With `parse`, control tokens in the data count."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, control: Collection[str], *, parse: bool
@@ -44,7 +40,6 @@ class SafeText:
         self._backend = backend
         added = backend.get_added_tokens_decoder()
         self.control = {at: one.content for at, one in added.items() if one.content in control}
-        """Texts of control tokens by id."""
         self._parse = parse or not control
         self._found = _pattern(control)
         self._ends = _Ends(sorted(control))
@@ -126,7 +121,7 @@ class SafeText:
         return [token_id for token_id, _, _ in self._tokens(text, MARKS[0])]
 
     def _tokens(self, text: str, mark: str) -> Iterator[tuple[int, int, int]]:
-        """Yield (id, start, end) of each control token, in order."""
+        """Yield (id, start, end) of control tokens."""
         encoding = self._backend.encode(text, add_special_tokens=False)
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             token = self.control.get(token_id)
@@ -169,7 +164,7 @@ class _Ends:
 
 
 def _pattern(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of all positions where one of these starts, nested ones included."""
+    """Match all positions where one of these starts, including nested ones."""
     words = "|".join(re.escape(one) for one in sorted(tokens, key=len, reverse=True))
     return re.compile(f"(?={words})" if words else r"(?!)")
 

@@ -105,11 +105,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Template:
-    """Template with its variables.
-
-    Example: ``Template(text, values={"bos_token": "<s>"}, now_ns=0).render(messages, (),
-    generate=True)``. Raises PolicyError for an invalid template.
-    """
+    """Template with its variables. Raises PolicyError for an invalid template."""
 
     def __init__(self, text: str, *, values: Mapping[str, Any], now_ns: int) -> None:
         self._compiled = _compiled(text, now_ns // 1_000_000_000)
@@ -147,7 +143,7 @@ class Template:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(text: str, now_s: int) -> jinja2.Template:
-    """Compile once per process; this takes tens of milliseconds."""
+    """Cached per process: compiling takes tens of milliseconds."""
     try:
         import jinja2
         import jinja2.ext
@@ -169,7 +165,6 @@ def _compiled(text: str, now_s: int) -> jinja2.Template:
 
 
 def _generation_blocks() -> type[jinja2.ext.Extension]:
-    """Return the extension for ``{% generation %}``, which renders its content only."""
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.parser import Parser

@@ -53,7 +53,6 @@ class TemplateFeatures:
     calls: bool = False
     results: bool = False
     parallel: bool = False
-    """Whether a turn may have several calls."""
     thinking: Literal["free", "always", "never"] = "free"
     """Whether a turn begins with thoughts."""
 
@@ -216,7 +215,6 @@ def _shows(
     *words: str,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> bool:
-    """Report whether the template renders these messages with their words."""
     try:
         text = template.render(features.messages(messages), tools, generate=False)
     except TaskError:

@@ -22,10 +22,7 @@ Tools = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateRenderer:
-    """Renderer of a template.
-
-    Example: ``template_renderer.prompt([{"role": "user", "content": "2+2?"}], ())``.
-    """
+    """Renderer of a template."""
 
     plain: Template
     tooled: Template
@@ -33,7 +30,6 @@ class TemplateRenderer:
     features: TemplateFeatures
     safe: SafeText
     stop_ids: frozenset[int]
-    """Ids that end a turn: the tokenizer's and the template's."""
     closers: frozenset[int]
     """Ids that the template writes after a turn; empty if the next message's first token ends it.
     """
@@ -92,7 +88,6 @@ class TemplateRenderer:
     def _end_of_turn(
         self, before: list[Message], turn: Message, after: str, tools: Tools, mark: str
     ) -> int:
-        """Return the position in `after` of the token that ends the turn."""
         for messages, generate in ((before, False), (before, True)):
             start = self.render(messages, tools, mark, generate=generate)
             if after.startswith(start):

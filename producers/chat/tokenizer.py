@@ -59,11 +59,7 @@ _PROBES: Final = ("0", "a", "A", ".", "\n")
 
 
 class Tokenizer:
-    """Tokenizer of a model.
-
-    Example: ``Tokenizer(store.assets_path(digest)).prompt_ids("1+2=")``. Raises PolicyError if the
-    directory has no readable tokenizer.
-    """
+    """Tokenizer of a model. Raises PolicyError if the directory has no readable tokenizer."""
 
     def __init__(self, assets: Path, *, special_tokens: SpecialTokens = "text") -> None:
         self.backend = _backend(assets)
@@ -76,7 +72,6 @@ class Tokenizer:
         self.size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
         """Largest token id plus 1."""
         self.stop_ids = _stop_ids(assets, self.backend)
-        """Token ids that end a turn, sorted."""
         templates = find_templates(assets)
         texts = () if templates is None else templates.texts.values()
         self.control = control_tokens(self.backend, texts, self.stop_ids)
@@ -98,7 +93,6 @@ class Tokenizer:
         return other
 
     def _opening(self, assets: Path) -> tuple[str, ...]:
-        """Return the control tokens that may open a rendered conversation."""
         named = {text for key, text in special_tokens(assets).items() if key != "bos_token"}
         ends = {self.backend.id_to_token(one) for one in self.stop_ids}
         return tuple(self.control - named - ends - set(MARKERS))
@@ -175,7 +169,6 @@ def control_tokens(
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of these texts, longest first."""
     longest_first = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -208,7 +201,6 @@ def plain_encoder(backend: tokenizers.Tokenizer, control: Collection[str]) -> to
 def _without(
     pieces: Sequence[tuple[str, float]], added: Collection[str], ids: Mapping[str, int]
 ) -> list[tuple[str, float]]:
-    """Return a Unigram vocabulary (ids are positions) with placeholders for removed pieces."""
     least = min(score for _, score in pieces)
     found = [
         (_NOWHERE.format(at) if piece in added else piece, score)
@@ -222,7 +214,6 @@ def _without(
 
 
 def _unknown(model: Mapping[str, Any]) -> str | None:
-    """Return the model's unknown token."""
     place = model.get("unk_id")
     if place is not None:
         return str(model["vocab"][place][0])
@@ -230,7 +221,6 @@ def _unknown(model: Mapping[str, Any]) -> str | None:
 
 
 def _pieces(merge: str | Sequence[str]) -> tuple[str, ...]:
-    """Return both pieces of a merge and their concatenation."""
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first, second, first + second
 
@@ -264,7 +254,6 @@ def _converted(assets: Path) -> tokenizers.Tokenizer:
 
 
 def _prefix_of(backend: tokenizers.Tokenizer) -> list[int]:
-    """Return the post-processor's prefix."""
     for probe in _PROBES:
         bare: list[int] = backend.encode(probe, add_special_tokens=False).ids
         dressed: list[int] = backend.encode(probe, add_special_tokens=True).ids

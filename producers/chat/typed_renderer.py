@@ -27,11 +27,8 @@ _HARMONY: Final = "gpt-oss"
 
 
 class TypedRenderer:
-    """Typed renderer over a tokenizer whose data has no control tokens.
-
-    Example: ``TypedRenderer("qwen3", safe, backend, kwargs={"enable_thinking": False})``. Raises
-    ConfigError for a family that is unknown or does not match the tokenizer.
-    """
+    """Typed renderer over a tokenizer whose data has no control tokens. Raises ConfigError for a
+    family that is unknown or does not match the tokenizer."""
 
     def __init__(
         self,
@@ -141,8 +138,6 @@ class TypedRenderer:
 
 
 class _Words:
-    """Tokenizer passed to `renderers`."""
-
     name_or_path = ""
     unk_token_id = None
     eos_token_id = None

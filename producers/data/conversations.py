@@ -29,7 +29,6 @@ ROLES: Final[Mapping[str, str]] = {
 SYSTEM: Final = ("system", "developer")
 
 TOOLS: Final = "tools"
-"""Column with the schemas of a row's tools."""
 
 NOT_SHOWN: Final = (
     *("functions", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "enable_thinking"),
@@ -111,7 +110,6 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def _listed(text: str) -> object:
-    """Parse a JSON list; return other text unchanged."""
     if not text.lstrip().startswith("["):
         return None
     try:

@@ -48,13 +48,12 @@ CACHE_BYTES_MAX: Final = 200 * 1024**3
 """Limit of all row files on one machine."""
 
 REPORT_S: Final = 5.0
-"""Seconds between two progress reports."""
+"""Seconds between progress reports."""
 
 SILENT_S: Final = 3600.0
-"""Seconds without news after which preparation fails, such as a hanging download."""
+"""Seconds without progress after which preparation fails."""
 
 _FORM: Final = 1
-"""Version of the file format."""
 
 _COMMAND: Final = (sys.executable, "-P", "-m", "dora_pipe.producers.data.prepare")
 
@@ -78,8 +77,6 @@ def open_rows(spec: DataSpec) -> DataRows:
 
     Raises TaskError naming file, row and column of unreadable data, ConfigError for an invalid
     filter, ResourceError if the cache is full.
-
-    Example: ``open_rows(DataSpec(sources=("train.parquet",)))[0]["prompt"]``
     """
     sources = sources_of(spec)
     size = sum(one.identity()[1] for one in sources if isinstance(one, DataFile))
@@ -205,7 +202,6 @@ def _prepare_apart(spec: DataSpec, path: Path) -> None:
 
 
 def _follow(child: subprocess.Popen[bytes], say: Report) -> DataRefused | None:
-    """Wait for the process to end and report its messages and its silence."""
     assert child.stdout is not None
     decoder = msgspec.json.Decoder(DataProgress | DataRefused)
     with selectors.DefaultSelector() as selector:
@@ -253,7 +249,7 @@ def main() -> None:
 
 
 def prepare(spec: DataSpec, path: Path, report: Report) -> None:
-    """Write the file unless it exists, one process at a time. Raises as `open_rows`."""
+    """Write the file unless it exists. Raises as `open_rows`."""
     unfinished = path.with_suffix(".unfinished")
     try:
         with path.with_name("lock").open("ab") as lock:

@@ -30,7 +30,6 @@ BATCH_ROWS: Final = 512
 """Table rows held as Python objects at a time."""
 
 CELL_CHARACTERS_MAX: Final = 64 * 1024 * 1024
-"""Limit of one CSV cell."""
 
 Place = str
 """Position of a row in its file: `line 12`, `row 11`."""
@@ -81,7 +80,6 @@ def _text_rows(path: Path, packed: str) -> Iterator[Placed]:
 
 
 def _torn() -> tuple[type[Exception], ...]:
-    """Return the errors that a truncated file raises."""
     zstandard = sys.modules.get("zstandard")
     of_zstandard = () if zstandard is None else (zstandard.ZstdError,)
     return OSError, EOFError, zlib.error, *of_zstandard
@@ -263,7 +261,6 @@ def _plain_rows(table: Any, needs: Mapping[str, bool]) -> Iterator[dict[str, Any
 
 
 def _in_python(table: Any) -> Any:
-    """Convert nanosecond types to microseconds, which Python has."""
     import pyarrow as pa
 
     fields = [field.with_type(_python_type(field.type)) for field in table.schema]
@@ -327,7 +324,6 @@ def _is_merged(kind: Any) -> bool:
 
 
 def _filled(value: Any) -> Any:
-    """Remove null keys at any depth."""
     if isinstance(value, Mapping):
         return {key: _filled(inner) for key, inner in value.items() if inner is not None}
     return [_filled(inner) for inner in value] if isinstance(value, list) else value

@@ -39,10 +39,8 @@ class TooManyBytes(Exception):
 
 
 class DataRows(Sequence[Mapping[str, Any]]):
-    """Rows of a data set, decoded one at a time; `digest` needs no reading.
-
-    Example: ``rows[17]["prompt"]``. Every row is a new object.
-    """
+    """Rows of a data set, decoded one at a time; `digest` needs no reading. Every row is a new
+    object."""
 
     def __init__(self, buffer: bytes | mmap.mmap) -> None:
         """Raises TaskError for bytes in another format."""
@@ -57,7 +55,6 @@ class DataRows(Sequence[Mapping[str, Any]]):
         self._view = view
         self._rows = footer.rows
         self.digest: str = footer.digest
-        """Hex sha256 over the canonical JSON of the rows."""
 
     @classmethod
     def mapped(cls, path: Path) -> DataRows:

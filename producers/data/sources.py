@@ -23,10 +23,12 @@ DEFAULT_SPLIT: Final = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFile:
+    """File with rows."""
+
     path: Path
 
     def identity(self) -> tuple[str, int, int, int]:
-        """Return path, size, time and inode state that changes with the file. Raises TaskError."""
+        """Return path, size, time and inode, to detect changes. Raises TaskError."""
         try:
             found = self.path.stat()
         except OSError as error:
@@ -36,7 +38,7 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSet:
-    """Return path, size, time and inode, to detect changes. Raises TaskError."""
+    """Data set on the Hugging Face hub, such as ``hf:openai/gsm8k:main@v1``."""
 
     name: str
     config: str
@@ -92,7 +94,6 @@ def _matches(named: str) -> Sequence[Path]:
 
 
 def _saved(folder: Path, split: str) -> Iterator[DataFile]:
-    """Yield the files of `save_to_disk`: a data set, or a dictionary of splits."""
     if (folder / "dataset_dict.json").is_file():
         splits = [str(one) for one in _plain(folder / "dataset_dict.json").get("splits", ())]
         if not split:

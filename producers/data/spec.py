@@ -14,8 +14,7 @@ HUB: Final = "hf:"
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Rows of one or several sources, in order.
 
-    Columns are renamed first; `filter`, `part` and `prompt` use the new names. Example:
-    ``DataSpec(sources=("train-*.parquet",), columns={"prompt": "question"})``.
+    Columns are renamed first; `filter`, `part` and `prompt` use the new names.
     """
 
     sources: tuple[str, ...]
@@ -25,7 +24,6 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     columns: Mapping[str, str] = {}
     """Old name by new name; an empty new name drops the column."""
     filter: str = ""
-    """Expression over the columns; see `filters`."""
     part: Literal["all", "train", "eval"] = "all"
     """Training or held-out part of the remaining rows."""
     held_out: float = 0.0
@@ -46,7 +44,6 @@ class DataRefused(msgspec.Struct, frozen=True, tag="refused"):
     message: str
     hint: str | None
     kind: str
-    """Class name of the error."""
 
 
 def said_of(sources: tuple[str, ...]) -> str:

@@ -31,7 +31,7 @@ LISTS: Final = {
     "answers": "answer",
     "completions": "completion",
 }
-"""Batched arguments: lists of equal length, one item per trajectory."""
+"""Batched arguments."""
 
 OF_GROUP: Final = ("row", "answer", "completions", "texts")
 """Arguments of a group; `completions` and `texts` are in sample order."""
@@ -41,7 +41,7 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardContext:
-    """Context in which rewards run. Example: ``RewardContext(limit_s=10.0)``."""
+    """Context in which rewards run."""
 
     directory: str = ""
     """Base of relative paths in options: `task.directory`."""
@@ -72,10 +72,7 @@ _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """Function with its options and argument names.
-
-    Example: ``Bound(function=brevity, takes=("text",), options={"words": 50})``.
-    """
+    """Function with its options and argument names."""
 
     function: Function
     takes: tuple[str, ...] | None
@@ -84,7 +81,7 @@ class Bound:
     batches: Batches | None = None
 
     def __call__(self, row: Row, completion: Completion) -> Any:
-        """Call the function. Raises its errors, and TaskError for a row without an answer."""
+        """Raises the function's errors, and TaskError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completion.text)
         given = {name: _given(LISTS.get(name, name), row, completion) for name in self.takes}
@@ -95,10 +92,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundGroup:
-    """Function that scores the trajectories of a group together, with its argument names.
-
-    Example: ``BoundGroup(function=rank, takes=("texts",), options={})``.
-    """
+    """Function that scores the trajectories of a group together, with its argument names."""
 
     function: Function
     takes: tuple[str, ...] | None
@@ -106,7 +100,7 @@ class BoundGroup:
     options: Mapping[str, Any]
 
     def __call__(self, row: Row, completions: Sequence[Completion]) -> Any:
-        """Call the function. Raises its errors, and KeyError for a row without an answer."""
+        """Raises the function's errors, and KeyError for a row without an answer."""
         if self.takes is None:
             return self.function(row, completions)
         given = {name: self._given(name, row, completions) for name in self.takes}
@@ -168,8 +162,6 @@ def _taken(
     options: Mapping[str, Any],
     known: tuple[str, ...],
 ) -> tuple[str, ...]:
-    """Return the `known` names that a function takes. Raises ConfigError for unknown parameters
-    or options."""
     named = {name: one for name, one in parameters.items() if one.kind in _NAMED}
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     what = "group" if known is OF_GROUP else "trajectory"
@@ -191,7 +183,6 @@ def _taken(
 
 
 def _is_by_place(parameters: Mapping[str, inspect.Parameter], known: tuple[str, ...]) -> bool:
-    """Report whether the arguments are positional, as in ``score(sample, output)``."""
     needed = [one for one in parameters.values() if one.default is one.empty]
     placed = [one.name for one in needed if one.kind in _BY_PLACE]
     others = len(needed) - len(placed)

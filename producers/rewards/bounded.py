@@ -31,13 +31,11 @@ CPU_S: Final = 3.0
 1 s."""
 
 MEMORY_BYTES: Final = 2 << 30
-"""Address space in bytes, libraries included."""
 
 BY_LIMITS: Final = (signal.SIGPROF, signal.SIGKILL, signal.SIGSEGV)
 """Signals that mean a limit: time, memory, stack."""
 
 END_S: Final = 1.0
-"""Seconds for the helper to exit by itself."""
 
 CHARACTERS_MAX: Final = 200_000
 """Characters kept from the end of a text."""
@@ -99,6 +97,7 @@ class Helper:
         return answer.value
 
     def close(self) -> None:
+        """End the process."""
         with self._lock:
             self._end()
 
@@ -113,7 +112,6 @@ class Helper:
         return self._process
 
     def _end(self) -> int:
-        """Return the exit status, or -signal."""
         atexit.unregister(self.close)
         process, self._process = self._process, None
         if process is None:
@@ -165,7 +163,6 @@ def equal(gold: str, answer: str) -> list[Any]:
 
 
 def _written(expressions: list[Any]) -> str:
-    """Return a normal form, with 0.50 as 1/2; empty if there is none."""
     first = expressions[0]
     try:
         return str(Fraction(str(first)) if getattr(first, "is_Float", False) else first)

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import jinja2
 
 SCORE: Final = r"(?i)\bscore\b\W{0,9}?(-?\d+(?:\.\d+)?)"
-"""Default pattern of a score: "Score: 7", "**score** = 0.5"."""
 
 ANSWER_BYTES_MAX: Final = 4 << 20
 ANSWER_CHARACTERS_MAX: Final = 20_000
@@ -73,7 +72,6 @@ class Judge(Options, frozen=True, kw_only=True):
     prompt_file: str = ""
     """File with the template, relative to `task.directory`."""
     system: str = ""
-    """System message."""
     pattern: str = SCORE
     """Pattern of the score; the first group of the last match counts."""
     field: str = ""
@@ -89,7 +87,6 @@ class Judge(Options, frozen=True, kw_only=True):
     at_once: Annotated[int, Meta(ge=1, le=256)] = 64
     """Concurrent requests of one task process."""
     timeout_s: Annotated[float, Meta(gt=0)] = 8.0
-    """Time limit of one answer, in seconds."""
     cache: str = ""
     """Cache folder, relative to `task.directory`; empty: the user's (`docs/rewards.md`)."""
 
@@ -129,8 +126,7 @@ class Judge(Options, frozen=True, kw_only=True):
 
 
 class JudgeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Cached answer. Example: ``JudgeAnswer(said="Score: 7", prompt_tokens=120,
-    completion_tokens=4)``."""
+    """Cached answer."""
 
     said: str
     prompt_tokens: int = 0
@@ -185,7 +181,6 @@ class JudgeClient:
         return await self._scored(await self._answered(self._question(prompt)))
 
     async def _answered(self, question: Mapping[str, Any]) -> JudgeAnswer:
-        """Return the cached answer or request one."""
         name = hashlib.sha256(canonical(question)).hexdigest()
         asked = self._asked.get(
             name
@@ -229,7 +224,6 @@ class JudgeClient:
         return _keep(path, asked)
 
     def _reward(self, answer: JudgeAnswer) -> Reward:
-        """Raises Retry if the answer has no score."""
         value = self._read(answer.said)
         spent = (answer.prompt_tokens, answer.completion_tokens)
         parts = dict(zip(("prompt_tokens", "completion_tokens"), map(float, spent), strict=True))
@@ -239,7 +233,6 @@ class JudgeClient:
         return Reward(value=value, parts=parts)
 
     def _read(self, said: str) -> float:
-        """Return the score of an answer, 0 to 1. Raises Retry if there is none."""
         said = said[-ANSWER_CHARACTERS_MAX:]
         if self._options.field:
             found = _field(said, self._options.field)
@@ -282,7 +275,6 @@ def _template(where: str, text: str) -> jinja2.Template:
 
 
 def _written(value: Any) -> Any:
-    """Raise TaskError for null, which the judge would read as "None"."""
     if value is None:
         raise TaskError("a value in the judge's prompt is null; `{{ row.x or '' }}` allows it")
     return value
@@ -321,7 +313,6 @@ def _judge_answer(body: bytes) -> JudgeAnswer:
 
 
 def _kept(path: Path) -> JudgeAnswer | None:
-    """Return a cached answer, or None if it is missing or unreadable."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=JudgeAnswer)
     except (OSError, msgspec.DecodeError):
@@ -329,8 +320,8 @@ def _kept(path: Path) -> JudgeAnswer | None:
 
 
 def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
-    """Cache an answer and return the first one cached, possibly by another process. A full disk
-    is ignored."""
+    """Cache an answer; return the first one, possibly of another process. A full disk is
+    ignored."""
     partial = path.with_name(f"{path.stem}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -344,7 +335,6 @@ def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
 
 
 def _field(said: str, field: str) -> float | None:
-    """Return a field of the answer, or of its last JSON object."""
     for text in (last_block(said), *_OBJECT.findall(said)[-1:]):
         try:
             found = json.loads(text)

@@ -33,7 +33,6 @@ BESIDE_S: Final = 1.0
 """Seconds to start and stop on a busy machine, in addition to the programs."""
 
 TESTS_MAX: Final = 1000
-"""Maximum tests of a row."""
 
 MEBIBYTE: Final = 1 << 20
 
@@ -85,13 +84,11 @@ class Code(Options, frozen=True, kw_only=True):
     wall_s: Limit = 6.0
     """Seconds for all tests of a text."""
     cpu_s: Count = 4
-    """Processor seconds of one program."""
     memory_mb: Count = 512
     """Address space of each process, in MB."""
     file_mb: Count = 16
     """Limit of one file and of the output, in MB; all files together get 4 times that."""
     processes: Count = 16
-    """Maximum concurrent processes of a program."""
     at_once: Count = 4
     """Programs that run concurrently in one task process."""
     isolation: Literal["required", "none"] = "required"
@@ -208,7 +205,6 @@ class Programs:
         return _read(said, process.returncode)
 
     def _runs(self, *, isolate: bool) -> bool:
-        """Report whether an empty program finishes."""
         directory = tempfile.mkdtemp(prefix="dora-pipe-code-")
         try:
             order = self._order([Program(arguments=["-c", ""], stdin="")], {}, isolate=isolate)
@@ -278,5 +274,4 @@ def _text(value: Any) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Split lines, ignoring trailing white space and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -47,7 +47,7 @@ _HERE: Final = "dora_pipe.producers.rewards"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltIn:
-    """Built-in reward. Example: ``BuiltIn(options="texts:Exact")``."""
+    """Built-in reward."""
 
     options: str
     """Module and class of its `Options`."""
@@ -70,10 +70,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Open reward of the list.
-
-    Example: ``Part(name="brevity", weight=0.1, ask=bind(...), sources=(brevity, "..."))``.
-    """
+    """Open reward of the list."""
 
     name: str
     weight: float
@@ -81,14 +78,10 @@ class Part:
     sources: tuple[Any, ...]
     """Objects (by their modules) and texts that determine the score (`Task.reward_sources`)."""
     check_answer: Callable[[Any], None]
-    """See `Options`."""
 
 
 class Rewards:
-    """Combined scorer of a task's rewards; functions are imported on first use.
-
-    Example: ``open_rewards(config.task).score({"answer": "42"}, Completion(text="42"))``
-    """
+    """Combined scorer of a task's rewards; functions are imported on first use."""
 
     def __init__(
         self,
@@ -158,7 +151,6 @@ class Rewards:
 
     @functools.cached_property
     def _parts(self) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-        """Return rewards of single completions and of groups."""
         parts: tuple[list[Part], list[Part]] = ([], [])
         for at, use in enumerate(self._uses):
             key = KEY if self._single else f"{KEY}[{at}]"
@@ -183,7 +175,6 @@ class Rewards:
 
 
 def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
-    """Call each part. Raises the parts' errors."""
     found: list[Any] = []
     try:
         for part in parts:
@@ -195,7 +186,6 @@ def _asked(parts: Sequence[Part], *asked: Any) -> list[Any]:
 
 
 def _sum(asked: Sequence[Part], found: Sequence[Any]) -> Reward:
-    """Return the weighted sum. Raises NoAnswer if all with a weight abstain."""
     value, answer = 0.0, ""
     parts: dict[str, float] = {}
     scored = [part for part, one in zip(asked, found, strict=True) if one is not None]
@@ -227,8 +217,7 @@ def _abstained(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def _sums(asked: Sequence[Part], count: int, beside: bool, found: Sequence[Any]) -> list[Reward]:
-    """Return one Reward per trajectory from the functions' lists. If all abstain on all
-    trajectories, they add nothing to the single rewards (`beside`)."""
+    """If all abstain on all trajectories, they add nothing to the single rewards (`beside`)."""
     given = [
         in_order(f"the reward `{part.name}`", one, count)
         for part, one in zip(asked, found, strict=True)
@@ -313,7 +302,6 @@ def _built_in(
 
 
 def _made(where: str, kind: type, options: Mapping[str, Any]) -> Function:
-    """Instantiate a user's class once with its options."""
     try:
         inspect.signature(kind).bind(**options)
     except TypeError as error:
@@ -334,7 +322,6 @@ def _number(name: str, value: object) -> float:
 
 
 def _drop(found: Sequence[Any]) -> None:
-    """Close coroutines that will not be awaited."""
     for one in found:
         if inspect.iscoroutine(one):
             one.close()

@@ -37,19 +37,15 @@ HIDDEN: Final = ("/proc", "/run", "/tmp", "/var/tmp", "/dev/shm")
 """Folders emptied inside, unless Python is installed there."""
 
 LOOK_FIRST_S, LOOK_MAX_S = 0.002, 0.03
-"""Seconds between two polls of a running program."""
 
 ROUNDS_MAX: Final = 200
-"""Attempts to kill the remains of a program without a namespace."""
 
 ROOM: Final = 4
 """Size of the temporary file system, as a multiple of the largest file."""
 
 BESIDE: Final = 2
-"""Our own processes below the intermediate one."""
 
 OUTPUT_BYTES_MAX: Final = 8 << 20
-"""Bytes of a program's output that are reported."""
 
 
 class Program(TypedDict):
@@ -111,6 +107,7 @@ def enter_namespaces() -> None:
 
 
 def mount(kind: str, place: str, flags: int, options: str) -> None:
+    """Call mount(2)."""
     done = LIBC.mount(b"none", place.encode(), kind.encode(), flags, options.encode())
     check(done, f"mount {place}")
 
@@ -183,7 +180,6 @@ def run(order: Order, one: Program, directory: str, end: float) -> Ended:
 def _between(
     order: Order, one: Program, directory: str, parent: int, pipes: tuple[int, int], tell: int
 ) -> None:
-    """Run the intermediate process, which creates the namespaces and ends with them."""
     die_with(parent)
     os.setpgid(0, 0)
     isolated = order["isolate"]
@@ -229,7 +225,6 @@ def _become(
 
 
 def _wait(child: int, processes: int, end: float) -> bool:
-    """Report whether the child ended in time and within the process limit."""
     pause = LOOK_FIRST_S
     most = processes + BESIDE
     while not os.waitpid(child, os.WNOHANG)[0]:

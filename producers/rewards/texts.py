@@ -61,7 +61,7 @@ class Math(Compared, frozen=True, kw_only=True):
     """
 
     boxed: bool = False
-    """Compare only the text's last ``\boxed{}``."""
+    """Compare only the text's last ``\\boxed{}``."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         """Return the function; see Options. Loads the library before the first text."""
@@ -90,7 +90,7 @@ class Math(Compared, frozen=True, kw_only=True):
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the content of the last ``\boxed{...}`` with balanced braces, or None."""
+    """Return the content of the last ``\\boxed{...}`` with balanced braces, or None."""
     at = text.rfind("\\boxed{")
     if at < 0:
         return None
@@ -121,7 +121,7 @@ class Exact(Compared, frozen=True, kw_only=True):
     case: bool = True
     """Distinguish upper and lower case."""
     behind: str = ""
-    """Marker: compare the text after its last occurrence; without it there is no match."""
+    """Marker: compare the text after its last occurrence."""
 
     def open(self, where: str, context: RewardContext) -> Function:
         return self.score
@@ -141,7 +141,6 @@ class Exact(Compared, frozen=True, kw_only=True):
 
 
 def _compared(said: str, golds: Sequence[Gold], normal: Callable[[str], str]) -> Reward:
-    """Return 1 if a correct answer is given; the first of equal ones is recorded."""
     said = normal(said)
     golds = [normal(gold) if isinstance(gold, str) else gold for gold in golds]
     right = any(is_right(said, gold) for gold in golds)

@@ -72,7 +72,7 @@ class SeededTask(Task):
     def __init__(
         self, *, name: str, seed: int, count: int, eval_count: int, prompt_format: PromptFormat
     ) -> None:
-        """Create a task; `name` enters the seeds. Raises ConfigError for invalid counts."""
+        """Raises ConfigError for invalid counts."""
         if count < 1 or eval_count < 0:
             counts = f"count {count} and eval_count {eval_count}"
             raise ConfigError(f"task.options: {counts} are no rows")

@@ -45,10 +45,7 @@ _COLOURED: Final = re.compile(r"(?:\x1b\[[\d;]*m)+([^\x1b]*)(?:\x1b\[0m)+")
 
 
 class GymnasiumTask(SeededTask):
-    """Task `gymnasium:ID`.
-
-    Example: ``GymnasiumTask("FrozenLake-v1", arguments={"is_slippery": False})``.
-    """
+    """Task `gymnasium:ID`."""
 
     def __init__(
         self,
@@ -70,12 +67,11 @@ class GymnasiumTask(SeededTask):
         chat: bool = False,
         system_prompt: str = "",
     ) -> None:
-        """Create the task; docs/environments.md lists the options.
+        """Options are in docs/environments.md.
 
-        `environment` is an id of Gymnasium's registry, optionally prefixed by the registering
-        module (`ale_py:ALE/Pong-v5`). `observe` and `act` are `module:function`: (observation,
-        info) to text, and text to action (ValueError for a mistake). Raises ConfigError if
-        gymnasium is missing or the environment fails.
+        `environment` may start with a registering module (`ale_py:ALE/Pong-v5`). `observe` and
+        `act` are `module:function`: (observation, info) to text, and text to action (ValueError for
+        a mistake). Raises ConfigError.
         """
         kind = f"gymnasium:{environment}"
         super().__init__(
@@ -212,10 +208,11 @@ class GymnasiumTask(SeededTask):
 
 
 DEMONSTRATED_MAX: Final = 16
-"""Maximum messages of a demonstration."""
 
 
 class Game(Environment):
+    """Episode of a Gymnasium environment."""
+
     def __init__(self, task: GymnasiumTask) -> None:
         self._task = task
         self._made: Any = None
@@ -264,7 +261,6 @@ def marked(drawn: Any) -> str:
 
 
 def _name(environment: str) -> str:
-    """``_name("FrozenLake-v1") == "FrozenLake"``"""
     return re.sub(r"-v\d+$", "", environment.rpartition("/")[2].rpartition(":")[2])
 
 

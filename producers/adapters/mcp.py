@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from mcp import Client
 
 PAGES_MAX: Final = 32
-"""Maximum pages of a tool list."""
 
 LATE_S: Final = 1.0
 """Seconds that a call may exceed the time limit, after the model received the timeout."""
@@ -49,7 +48,7 @@ class McpSession:
     """Session with a server, opened on first use."""
 
     def __init__(self, server: Server, *, lasting: bool) -> None:
-        """Create a session; `lasting`: reconnect after a lost connection, else fail."""
+        """`lasting`: reconnect after a lost connection, else fail."""
         self._server, self._lasting = server, lasting
         self._connection: Connection | None = None
         self._opening, self._lost = threading.Lock(), False
@@ -89,7 +88,7 @@ class Server:
     """Configured server with its reported tools."""
 
     def __init__(self, use: McpServer, *, key: str, directory: str) -> None:
-        """Create a server; `key` is its configuration key. Raises ConfigError."""
+        """`key` is the configuration key. Raises ConfigError."""
         if bool(use.command) == bool(use.url):
             raise ConfigError(f"{key}: a server has a command or a url")
         self._use, self._key, self._directory = use, key, directory
@@ -150,7 +149,6 @@ class Server:
         return f"mcp:{self.name or self._said()['about'].get('name', '')}"
 
     def _said(self) -> dict[str, Any]:
-        """Return the server's description of its tools and itself."""
         if self._about is None:
             self._about = {"tools": self._pages(), "about": self._shared.about}
         return self._about
@@ -192,13 +190,10 @@ class Server:
 
 
 class McpTools:
-    """Servers of a task as its `tools`; a custom task receives them as `mcp`.
-
-    Example: ``McpTools([McpServer(command=("python", "notes.py"))]).tools()``
-    """
+    """Servers of a task as its `tools`; a custom task receives them as `mcp`."""
 
     def __init__(self, uses: Sequence[McpServer], *, directory: str = "") -> None:
-        """Create without connecting; `directory` is the working directory of commands. Raises
+        """Create without connecting; `directory` is the commands' working directory. Raises
         ConfigError."""
         if uses and find_spec("mcp") is None:
             raise ConfigError("task.mcp: mcp is not installed", hint=install_hint("mcp"))
@@ -217,7 +212,6 @@ class McpTools:
 
 
 def _text(result: Mapping[str, Any]) -> str:
-    """Return a result's texts, else its structured content; other contents by kind."""
     parts = []
     for part in result.get("content") or ():
         kind = part.get("type")

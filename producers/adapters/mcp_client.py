@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mcp import Client, StdioServerParameters
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
-"""Byte limit of one stream event."""
 
 CONNECT_S: Final = 30.0
 """Seconds for a server to start and list its tools."""
@@ -71,14 +70,10 @@ class ServerRefused(TaskError):
 
 
 class Connection:
-    """Connection to a server.
-
-    Example: ``Connection("the server notes", use, secret="", directory="").ask(call, 30.0)``
-    """
+    """Connection to a server."""
 
     def __init__(self, where: str, use: McpServer, *, secret: str, directory: str) -> None:
-        """Connect; `directory` is the working directory of a command, empty for the current one.
-        Raises ServerAway, ServerRefused."""
+        """`directory` is a command's working directory. Raises ServerAway, ServerRefused."""
         self._where, self._use, self._secret, self._directory = where, use, secret, directory
         self._refusal: tuple[int, str] | None = None
         """Status and text of the last HTTP error."""
@@ -159,14 +154,13 @@ class Connection:
         )
 
     async def _note(self, response: httpx2.Response) -> None:
-        """Keep the text of an HTTP error, since the SDK gives only the code. Rejected GETs for a
-        stream, common and awaited by no caller, are ignored."""
+        """Keep the text of an HTTP error: the SDK gives only the code. Rejected GETs are common
+        and ignored."""
         if response.status_code >= 400 and response.request.method == "POST":
             body = (await response.aread())[:_QUOTED].decode(errors="replace")
             self._refusal = response.status_code, one_line(" ".join(body.split()), _QUOTED)
 
     def _error(self, asked: Future[Any], limit_s: float) -> ServerAway | ServerRefused:
-        """Return the error of a failed or canceled request or connection."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 

@@ -28,20 +28,18 @@ from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.wire import canonical
 
 MESSAGE_BYTES_MAX: Final = 4 << 20
-"""Byte limit of one server message."""
 
 ASK_S: Final = 30.0
 """Seconds to read the server's description and to connect."""
 
 _MISTAKES: Final = ("VALIDATION_ERROR",)
-"""Error codes of invalid actions."""
 
 _AWAY: Final = ("CAPACITY_REACHED", "SESSION_ERROR", "FACTORY_ERROR")
 """Error codes of transient failures."""
 
 
 class OpenEnvTask(SeededTask):
-    """Task `openenv:URL`. Example: ``OpenEnvTask("http://127.0.0.1:8000", field="message")``."""
+    """Task `openenv:URL`."""
 
     def __init__(
         self,
@@ -61,11 +59,8 @@ class OpenEnvTask(SeededTask):
         chat: bool = False,
         system_prompt: str = "",
     ) -> None:
-        """Create the task; docs/environments.md lists the options.
-
-        Raises ConfigError if websockets is missing, TaskError if the server does not describe
-        actions.
-        """
+        """Options are in docs/environments.md. Raises ConfigError, and TaskError if the server
+        does not describe actions."""
         kind = f"openenv:{url}"
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"task.kind: `{kind}`: an address begins with http:// or https://")
@@ -137,7 +132,6 @@ class OpenEnvTask(SeededTask):
         return {self._field: value}
 
     def _fit(self, field: str) -> tuple[str, str]:
-        """Return the action's field filled by a turn, and its type."""
         action = self._schema.get("action", {})
         fields = {
             name: one for name, one in action.get("properties", {}).items() if name != "metadata"
@@ -246,8 +240,8 @@ class RemoteEpisode(Environment):
             raise Retry(f"{self._task.where} takes no connection: {error}") from None
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server's observation. Raises ValueError for an invalid action, Retry if the
-        server is away, RuntimeError if the environment fails."""
+        """Raises ValueError for an invalid action, Retry if the server is away, RuntimeError if
+        the environment fails."""
         if self._socket is None:
             raise Retry(f"{self._task.where} lost the episode")
         message = msgspec.json.encode({"type": kind, "data": data}).decode()
@@ -289,7 +283,6 @@ def _plain(value: Any) -> str:
 
 
 def _got(where: str, url: str) -> dict[str, Any]:
-    """Return the server's JSON at this path. Raises TaskError."""
     import requests
 
     try:

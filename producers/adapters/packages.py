@@ -17,7 +17,6 @@ from typing import Any, Final
 from dora_pipe.core.errors import ConfigError, install_hint
 
 _BUILT: Final = ("__pycache__", ".pyc")
-"""Files that Python generates in a package."""
 
 DIGEST_CHARACTERS: Final = 16
 """Logged characters of a package's sha256."""
@@ -55,7 +54,6 @@ def packages_of(*modules: ModuleType | str) -> dict[str, str]:
 
 @functools.cache
 def _source_digest(name: str) -> str:
-    """Return the sha256 over names and bytes of an imported package's files."""
     module = sys.modules[name]
     file = getattr(module, "__file__", None)
     roots = list(getattr(module, "__path__", ())) or ([file] if file else [])

@@ -19,10 +19,7 @@ from dora_pipe.schemas.identity import derive_seed
 
 
 class ReasoningGymTask(Task):
-    """Task `reasoning-gym:NAME`.
-
-    Example: ``ReasoningGymTask("basic_arithmetic", arguments={"max_terms": 3})``.
-    """
+    """Task `reasoning-gym:NAME`."""
 
     def __init__(
         self,
@@ -36,11 +33,10 @@ class ReasoningGymTask(Task):
         chat: bool = False,
         system_prompt: str = "",
     ) -> None:
-        """Create the task; docs/environments.md lists the options.
+        """Options are in docs/environments.md.
 
-        The answer is the content of the last ``<answer>`` element (`tag`); without one, or with an
-        empty `tag`, the entire text. Raises ConfigError for a missing package, an unknown generator
-        and invalid arguments.
+        The answer is the last ``<answer>`` element (`tag`), else the entire text. Raises
+        ConfigError.
         """
         kind = f"reasoning-gym:{name}"
         package = required(
@@ -109,7 +105,7 @@ class ReasoningGymTask(Task):
         return (type(self), *(f"{name} {version}" for name, version in self.packages().items()))
 
     def _entry(self, split: Split, at: int) -> Any:
-        """Generate an entry; some generators draw from `random` regardless of their seed."""
+        """Some generators draw from `random` regardless of their seed."""
         with SeededRandom(derive_seed(self._kind, split, at)):
             return self._sets[split][at]
 
@@ -135,7 +131,7 @@ def _check_arguments(kind: str, given: Mapping[str, Any], form: type) -> None:
 
 
 def _opened(package: Any, kind: str, name: str, arguments: Mapping[str, Any]) -> Any:
-    """Open a generator; the package rejects values by assertions."""
+    """The package rejects values by assertions."""
     try:
         return package.create_dataset(name, **arguments)
     except (AssertionError, ValueError, TypeError) as error:

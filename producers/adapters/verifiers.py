@@ -45,10 +45,7 @@ class VerifiersError(Exception):
 
 
 class VerifiersTask(AgentTask):
-    """Task `verifiers:NAME`.
-
-    Example: ``VerifiersTask("gsm8k", env={"agent": {"harness": {"id": "null"}}})``.
-    """
+    """Task `verifiers:NAME`."""
 
     def __init__(
         self,
@@ -59,13 +56,9 @@ class VerifiersTask(AgentTask):
         count: int | None = None,
         eval_count: int = 64,
     ) -> None:
-        """Create the task.
-
-        `env` is verifiers' section of that name. `eval_taskset` overrides keys of `taskset` for
-        evaluation; without it, the first `eval_count` tasks are for evaluation only. `count` limits
-        training tasks; None: all. Raises ConfigError if verifiers or the taskset is missing or
-        rejects the options.
-        """
+        """`eval_taskset` overrides keys of `taskset` for evaluation; without it, the first
+        `eval_count` tasks are for evaluation only. `count` limits training tasks. Raises
+        ConfigError."""
         self._kind = f"verifiers:{name}"
         self._vf = _verifiers(self._kind)
         said = dict(env or {})
@@ -128,7 +121,6 @@ class VerifiersTask(AgentTask):
         return type(self._env.taskset).task_type()
 
     def _tools(self) -> list[Any]:
-        """Return tool servers of single tasks and of all tasks."""
         taskset = self._env.taskset
         own = self._kind_of_task().toolsets(taskset.config.task)
         return [*own, *taskset.toolsets(taskset.config)]
@@ -214,8 +206,7 @@ def reward_of(episode: Any, seat: str) -> Reward:
 
 
 def _verifiers(kind: str) -> Any:
-    """Return the package's interface. Raises ConfigError if it is missing or has another
-    version, before importing it."""
+    """Check the version before the import. Raises ConfigError."""
     hint = (
         "task.python names the interpreter of a virtual environment with"
         f' "verifiers=={VERSION}*" and msgspec'
@@ -235,8 +226,7 @@ def _verifiers(kind: str) -> Any:
 
 
 def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:
-    """Return the single seat of the policy. Raises ConfigError if there is not exactly one, or
-    its runtime is not configured."""
+    """Return the single seat of the policy. Raises ConfigError."""
     seats = {name: one for name, one in env.config if isinstance(one, vf.AgentConfig)}
     free = [name for name, one in seats.items() if one.client is None]
     if len(free) != 1:
@@ -255,7 +245,6 @@ def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:
 
 
 def _failure(errors: Sequence[Any]) -> Exception:
-    """Convert the first error, marking whether it is retriable."""
     if not errors:
         return VerifiersError("the episode failed without an error")
     first = errors[0]
@@ -265,7 +254,6 @@ def _failure(errors: Sequence[Any]) -> Exception:
 
 
 def _let_programs_find(module: str) -> None:
-    """Let tool servers, which are separate programs, find modules next to the configuration."""
     file = getattr(sys.modules[module.partition(".")[0]], "__file__", None)
     if file is None or "site-packages" in Path(file).parts:
         return

@@ -27,8 +27,8 @@ from typing import Any, Final
 MODEL: Final = "policy"
 
 _KEY_VARIABLE: Final = "DORA_PIPE_API_KEY_"
-"""Prefix of environment variables for keys: verifiers reads keys from there, and hides names
-with `API_KEY` from programs."""
+"""Prefix of key variables: verifiers reads keys from the environment, and hides names with
+`API_KEY` from programs."""
 
 _METADATA: Final = re.compile(r"(?m)^# /// script\s*$\n((?:^#(?:| .*)$\n)+?)^# ///\s*$")
 
@@ -52,13 +52,9 @@ def session_client(vf: Any, base_url: str, api_key: str) -> Iterator[Any]:
 
 
 class SessionInterception:
-    """`Interception` of verifiers that routes each rollout to its own session.
-
-    Example: ``SessionInterception(vf, inner).acquire(rollout_session)``.
-    """
+    """`Interception` of verifiers that routes each rollout to its own session."""
 
     def __init__(self, vf: Any, inner: Any) -> None:
-        """Wrap `inner`, which serves the rollouts."""
         self._inner = inner
         # Verifiers never drops a client: all share the connections of one with a dummy endpoint.
         self._shared = vf.EvalClientConfig(base_url="http://session.invalid", api_key_var="-")
@@ -83,8 +79,7 @@ class SessionInterception:
 
 
 def _cut_by_a_limit(trace: Any) -> bool:
-    """Stop condition of verifiers: a limit of the run cut the last sample. Stopping before the
-    next call, which would be rejected, lets verifiers finish and score the rollout."""
+    """Stop before the next call, which would be rejected, so that verifiers scores the rollout."""
     if not trace.calls or trace.calls[-1].finish_reason != "length":
         return False
     sampling = trace.calls[-1].sampling
@@ -159,7 +154,6 @@ def _installed(asked: Any) -> bool:
 
 
 def _written(script: str, folder: Path) -> Path:
-    """Return a script's file, written atomically for concurrent processes."""
     path = folder / f"{hashlib.sha256(script.encode()).hexdigest()}.py"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Recorded run on a SQLite log with many faults, once per session.
 
 It contains a worker killed during requests, a fenced worker that kept writing, a duplicate
-trajectory, restarts of trainer and orchestrator, a batch of commands, evaluations and invalid
+trajectory, restarts of trainer and orchestrator, a `set` command, evaluations and invalid
 rewards. The audit passes.
 """
 

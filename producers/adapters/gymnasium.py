@@ -144,9 +144,8 @@ class GymnasiumTask(SeededTask):
         return (*super().reward_sources(), sys.modules[self._spaces.__name__].read, *own)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
-        """Return conversations of episodes with random actions: they teach the format of
-        actions, not their quality. Raises TaskError for text prompts and for custom `act`
-        functions."""
+        """Return conversations with random actions, which teach their format. Raises TaskError
+        for text prompts and custom `act` functions."""
         if not self.prompt_format.chat or self._own[1]:
             raise TaskError(
                 f"{self._kind} makes demonstrations only of messages, and of actions that it reads",

@@ -1,7 +1,7 @@
 """Tools of MCP servers as tools of a task: `task.mcp`.
 
-A server is connected on first use: once per task process, or with `sessions = "episode"` once per
-episode, which then has its own state.
+A server is connected on first use, once per task process, or per episode with `sessions =
+"episode"`.
 """
 
 from __future__ import annotations
@@ -202,8 +202,7 @@ class McpTools:
         ]
 
     def tools(self) -> list[DescribedTool]:
-        """Return the tools of all servers for one episode. Raises TaskError for an unreachable
-        server, ConfigError for a missing tool."""
+        """Return the tools of all servers for one episode. Raises TaskError, ConfigError."""
         return [tool for server in self._servers for tool in server.tools()]
 
     def packages(self) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Third-party packages of a task: availability, versions and digests.
-
-The sha256 of the installed files distinguishes modified copies of one version.
-"""
+"""Versions and digests of third-party packages of a task."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ def required(module: str, *, package: str, extra: str, kind: str) -> Any:
 def packages_of(*modules: ModuleType | str) -> dict[str, str]:
     """Return version and digest of each top-level package of the modules.
 
-    Example: ``{"gymnasium": "1.4.0 3f6b0c9d2a7e81f4"}``. Modules that were not installed, such as a
-    user's file, have no version: ``{"mine": "- 09c2..."}``.
+    Example: ``{"gymnasium": "1.4.0 3f6b0c9d2a7e81f4"}``; the version of a user's file is `-`.
     """
     found: dict[str, str] = {}
     for module in modules:

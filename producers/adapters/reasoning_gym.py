@@ -1,7 +1,6 @@
 """Generators of reasoning-gym as tasks: `reasoning-gym:basic_arithmetic`.
 
-A row contains the question, its number and, if any, its answer. Scoring regenerates `metadata` from
-the number and uses the generator's own score.
+Scoring regenerates a row's `metadata` from its number and uses the generator's score.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ class ReasoningGymTask(Task):
         return Reward(value=float(score), answer=answer)
 
     def demonstrations(self, seed: int, count: int) -> Sequence[tuple[str, str]] | Sequence[Row]:
-        """Return questions with their answers from row `seed` on, omitting those without an
-        answer. Raises ConfigError if none has one."""
+        """Return questions with their answers from row `seed` on. Raises ConfigError if none has
+        one."""
         found: list[Any] = []
         for step in range(self._counts["train"]):
             row = self._row("train", (seed + step) % self._counts["train"])

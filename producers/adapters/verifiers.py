@@ -1,8 +1,7 @@
 """Environments of verifiers as tasks: `verifiers:NAME`.
 
-NAME is a taskset: an installed package, or a module next to the configuration. Verifiers runs the
-rollout with its environment and harness (see `verifiers_rollouts`) and computes the rewards. A row
-is the description of a task, with its index.
+NAME is an installed taskset, or a module next to the configuration. Verifiers runs the rollout (see
+`verifiers_rollouts`) and computes the rewards.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Rollouts of verifiers as sessions of a worker, and the runtime of their local programs.
 
-Verifiers' own server forwards a harness's calls to the client's endpoint: here the session's
-address and key, with connections shared by the process. A harness program (PEP 723) usually gets
-its own environment by `uv sync` from a package index. If its requirements are installed here, it
-runs in this interpreter, offline. Programs and tool servers die with the task process.
+Verifiers' own server forwards a harness's calls to the session's address. A harness program (PEP
+723) usually gets an environment by `uv sync`; if its requirements are installed here, it runs in
+this interpreter, offline. Programs die with the task process.
 """
 
 from __future__ import annotations

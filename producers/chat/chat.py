@@ -1,7 +1,7 @@
 """Prompts, parsed turns and bridges of a model's chat template.
 
-A conversation is its first rendered prompt, then each turn as sampled, each followed by the tokens
-that the template adds. Where the template rewrites its history, a typed renderer replaces it.
+A conversation is its rendered prompt, then turns as sampled, each followed by template tokens. A
+typed renderer replaces a template that rewrites its history.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Chat:
 
     @classmethod
     def open(cls, assets: Path, tokenizer: Tokenizer, options: ChatOptions) -> Chat:
-        """Verify the template's bridges and choose a renderer. Raises ConfigError for options that
-        do not fit, PolicyError for a model without a template."""
+        """Verify the bridges and choose a renderer. Raises ConfigError, or PolicyError for a
+        model without a template."""
         template_renderer, texts = _template_renderer(assets, tokenizer, options)
         flaw = first_flaw(template_renderer, template_renderer.features)
         typed = _typed(template_renderer, tokenizer, options, flaw)
@@ -128,8 +128,8 @@ class Chat:
     def training_ids(
         self, messages: Sequence[Message], tools: Tools = ()
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation and its mask: 1 for tokens of the assistant,
-        including the token that ends a turn. Raises TaskError."""
+        """Return token ids and a mask: 1 for tokens of the assistant, including the token that
+        ends a turn. Raises TaskError."""
         if not any(one.get("role") == "assistant" for one in messages):
             raise TaskError("the conversation has no turn of the assistant")
         ids, ends = joined(self.renders, messages, tools)
@@ -174,8 +174,8 @@ class Chat:
         tools: Tools,
         **ids: Any,
     ) -> list[int]:
-        """Return the ids that follow a turn. The template handles turns that a typed renderer
-        rejects, such as unfinished thoughts. Raises TaskError."""
+        """Return the ids that follow a turn; the template handles turns that a typed renderer
+        rejects. Raises TaskError."""
         if self._typed is not None:
             try:
                 return self._typed.bridge(history, turn, new, tools, **ids)
@@ -203,7 +203,7 @@ class Conversation:
         self.prompt_ids = prompt_ids
         self.turns = 0
         self.text = ""
-        """Text of the last turn, without thoughts and calls."""
+        """Conversation: `prompt_ids`, then `say` and `answered` for each turn."""
         self.reasoning = ""
         """Thoughts of the last turn."""
 
@@ -223,8 +223,8 @@ class Conversation:
         return said
 
     def answered(self, new: Sequence[Message], *, go_on: bool = True) -> list[int]:
-        """Append the bridge: ids of the answering messages and, with `go_on`, of the next turn's
-        opening. Raises TaskError if the template has no bridge."""
+        """Append the ids of the answering messages and, with `go_on`, of the next turn's
+        opening. Raises TaskError."""
         found = self.bridge(new, go_on=go_on)
         self._ids += [*self._sampled, *found]
         self._messages += [dict(one) for one in new]

@@ -1,6 +1,5 @@
-"""Parsers of sampled turns: thoughts, text and tool calls in each model family's format.
+"""Parsers of sampled turns: thoughts, text and tool calls by model family.
 
-A parser maps the turn's text (including added tokens of its format) and the tools to a Turn.
 Invalid calls keep their text and the reason.
 """
 
@@ -197,8 +196,8 @@ PARSERS: Final[Mapping[str, Parser]] = {
 def open_parser(
     name: str, template_renderer: TemplateRenderer, directory: str
 ) -> tuple[str, Parser]:
-    """Return (name, parser) of `task.tool_parser`; `auto` picks the format that reads back a call
-    which the template wrote. Raises ConfigError."""
+    """Return (name, parser) of `task.tool_parser`; `auto` picks the format that reads the
+    template's calls. Raises ConfigError."""
     if name == "auto":
         found = next((one for one in PARSERS if _reads_back(PARSERS[one], template_renderer)), "")
         return found, PARSERS.get(found, none)

@@ -115,8 +115,8 @@ def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str
 def joined(
     renders: Renderer, messages: Sequence[Message], tools: Tools
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the ids of prompt, sampled turns and bridges, and the end of each piece with the index
-    of its message. Raises TaskError."""
+    """Return the ids of prompt, turns and bridges, and the end of each piece with its message's
+    index. Raises TaskError."""
     spoken = [at for at, one in enumerate(messages) if one["role"] == "assistant"]
     ids = renders.prompt(messages[: spoken[0]], tools)
     ends = [(len(ids), spoken[0] - 1)]
@@ -135,8 +135,7 @@ def joined(
 
 
 def bridges_flaw(renders: Renderer, features: TemplateFeatures) -> str:
-    """Return the reason why sampled turns of a history-rewriting template have no bridge; empty if
-    all have one."""
+    """Return why turns of a history-rewriting template lack a bridge; empty if they have one."""
     for messages, tools in conversations(features):
         for at, said in enumerate(messages[:-1]):
             following = messages[at + 1 :]

@@ -1,10 +1,8 @@
 """Encoding of conversations in which control tokens of the data stay plain text.
 
-A template puts its control tokens (`<|im_start|>`, `</tool_call>`) and the messages into one text.
-Before rendering, a noncharacter breaks each control token in the data. Control tokens found after
-rendering are the template's own. An encoder without control tokens encodes the stretches between
-them, without the breaks. If nothing was broken, the tokenizer encodes the whole text, with the ids
-of transformers.
+Before rendering, a noncharacter breaks each control token in the data, so tokens found later are
+the template's. The stretches between them are encoded without control tokens and breaks. Texts
+without breaks are encoded at once, as in transformers.
 """
 
 from __future__ import annotations
@@ -77,8 +75,8 @@ class SafeText:
         return value
 
     def broken(self, text: str, mark: str, *, whole: bool) -> str:
-        """Return `text` with `mark` in every control token and, unless `whole`, in parts that could
-        form one with the template's text."""
+        """Return `text` with `mark` in control tokens and, unless `whole`, in parts that could
+        form one with the template."""
         places = {found.start() for found in self._found.finditer(text)}
         if not whole and text:
             places |= self._ends.places(text)

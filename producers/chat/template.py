@@ -1,7 +1,6 @@
-"""Chat template of a model: lookup, compilation and rendering.
+"""Chat template of a model: lookup, compilation, rendering.
 
-Rendering matches transformers, except that `strftime_now` returns the configured time, so prompts
-do not depend on the clock.
+Rendering matches transformers, except that `strftime_now` returns the configured time.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Templates:
         self.texts = dict(texts)
 
     def text(self, *, tools: bool) -> str:
-        """Return the template for conversations with or without tools, as transformers does. Raises
-        PolicyError if none of several is the default."""
+        """Return the template for conversations with or without tools. Raises PolicyError
+        without a default."""
         if tools and "tool_use" in self.texts:
             return self.texts["tool_use"]
         if "default" in self.texts:
@@ -118,8 +117,8 @@ class Template:
         *,
         generate: bool,
     ) -> str:
-        """Return the text of a conversation; `generate` adds the opening of the model's turn.
-        Raises TaskError if the template rejects the conversation."""
+        """Return the text of a conversation; `generate` opens the model's turn. Raises
+        TaskError."""
         import jinja2
 
         try:

@@ -1,7 +1,6 @@
 """Prompts, bridges and turns rendered by the model's own template.
 
-A bridge is the text between the token that ends a turn and the next turn of the model. It is the
-tail of the whole rendered conversation. `proof` verifies that its ids equal those of the whole.
+A bridge is the text from a turn's end to the model's next turn; `proof` verifies its ids.
 """
 
 from __future__ import annotations
@@ -69,11 +68,9 @@ class TemplateRenderer:
         sampled: Sequence[int],
         generate: bool = True,
     ) -> list[int]:
-        """Return the ids that follow a sampled turn. Raises TaskError if the template has no
-        bridge.
+        """Return the ids that follow a sampled turn. Raises TaskError.
 
-        Rendering omits thoughts: a template that drops earlier thoughts would give two different
-        histories.
+        Rendering omits thoughts: a template that drops earlier ones would give two histories.
         """
         del before  # Ids of the prompt; the messages already contain it.
         mark = self.safe.mark_for(history, turn, new, tools)

@@ -2,23 +2,23 @@
 
 1. The tokenizer is `tokenizer.json`; without it, transformers converts the older files.
 
-2. A prompt is encoded without special tokens, then gets the post-processor's prefix (usually a
-begin-of-sequence token) unless it already starts with it. The suffix is omitted.
+2. A prompt is encoded without special tokens, then gets the post-processor's prefix unless present.
+The suffix is omitted.
 
 3. Other texts are encoded alone, without special tokens. Sampled tokens are never re-encoded.
 
-4. Control tokens (`</s>`, `<|im_end|>`, `<tool_call>`) in texts are plain text, so data and tools
-cannot end a turn. `special_tokens = "parse"` parses them. A prompt that looks rendered is rejected.
+4. Control tokens in texts are plain text unless `special_tokens = "parse"`, so data and tools
+cannot end a turn. A prompt that looks rendered is rejected.
 
 5. Control tokens are added tokens that are special, that the chat template writes, or that formats
-of calls and thoughts use. Other added tokens are words.
+of calls and thoughts use.
 
-6. Text for rewards and environments keeps only the special tokens of `MARKERS`; text for stop
-strings keeps all.
+6. Text for rewards and environments keeps only special tokens of `MARKERS`; text for stop strings
+keeps all.
 
-7. A turn ends at the `eos_token`, and at each `eos_token_id` (generation_config.json, else
-config.json) that is a special token. If there is neither, `eos_token_id` is used as is: config.json
-often has a default that is a letter of this tokenizer.
+7. A turn ends at the `eos_token`, and at each special `eos_token_id` (generation_config.json, else
+config.json). Without either, any `eos_token_id` counts; config.json's default may be a letter of
+this tokenizer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MARKUP: Final = re.compile(r"[^\w\s].*[^\w\s]", re.DOTALL)
 """Form of a control token without a flag; added words (`kilogram`) differ."""
 
 _NOWHERE: Final = "\0{}\0" + "\0" * 62
-"""Name of a removed vocabulary piece: 64 zero characters occur in no text."""
+"""Placeholder of a removed vocabulary piece: no text has 64 zero characters."""
 
 _PROBES: Final = ("0", "a", "A", ".", "\n")
 """Texts with tokens, used to find the post-processor's prefix."""
@@ -176,8 +176,8 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def plain_encoder(backend: tokenizers.Tokenizer, control: Collection[str]) -> tokenizers.Tokenizer:
     """Return a tokenizer with the ids of `backend` but without these added tokens.
 
-    They are removed from the added tokens and from the vocabulary, where WordLevel or Unigram
-    models would match them. The model's unknown token and added words stay.
+    Also removes them from the vocabulary, where WordLevel or Unigram models would match them. The
+    unknown token and added words stay.
     """
     from tokenizers import Tokenizer as Backend
 

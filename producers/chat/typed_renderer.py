@@ -1,7 +1,6 @@
 """Prompts, bridges and parsed turns by the package `renderers`.
 
-Used where a template rewrites its history, such as dropping earlier thoughts. The family is
-detected by equal ids for prompts and tool cycles, not by name.
+Used where a template rewrites its history. The family is detected by equal ids, not by name.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _HARMONY: Final = "gpt-oss"
 
 
 class TypedRenderer:
-    """Typed renderer over a tokenizer whose data has no control tokens. Raises ConfigError for a
-    family that is unknown or does not match the tokenizer."""
+    """Typed renderer over a tokenizer whose data has no control tokens. Raises ConfigError for
+    an unknown or unfit family."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Conversations in data sets, split into prompt and answer.
 
 Supported forms: lists of messages (`role`, `content`), ShareGPT (`from`, `value`), and both as JSON
-strings. Null keys of a message are dropped, except in call arguments. The answer is the final
-message if the assistant wrote it.
+strings. Null keys of a message are dropped, except in call arguments.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Conversation = list[dict[str, Any]]
 
 
 def conversation_of(value: object, *, in_text: bool = False) -> Conversation | None:
-    """Return the messages of a value, or None for text and unknown values; `in_text` also parses
-    JSON strings. Raises TaskError naming the invalid message."""
+    """Return the messages of a value, or None for other values; `in_text` also parses JSON
+    strings. Raises TaskError."""
     if isinstance(value, str) and in_text:
         value = _listed(value)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
@@ -54,10 +53,10 @@ def conversation_of(value: object, *, in_text: bool = False) -> Conversation | N
 def prompt_of(
     value: object, *, chat: bool, system: str = ""
 ) -> tuple[str | Conversation, dict[str, Any] | None]:
-    """Return the prompt of a value and the message that answers it.
+    """Return the prompt of a value and its answering message.
 
     With `chat`, text becomes a user message, and JSON text a conversation. `system` is prepended if
-    there is no system message. Raises TaskError.
+    missing. Raises TaskError.
     """
     messages = conversation_of(value, in_text=True)
     if messages is None and not isinstance(value, str):
@@ -74,8 +73,7 @@ def prompt_of(
 def unshown_columns(
     rows: Iterable[Mapping[str, Any]], used: Collection[str], *, tools: bool
 ) -> Iterator[str]:
-    """Return a sentence for each chat column that the model does not see. `tools`: the column
-    `tools` is used."""
+    """Return a sentence for each chat column that the model does not see."""
     names = {name for row in rows for name, value in row.items() if value not in (None, "", [], {})}
     for name in (*NOT_SHOWN, *(() if tools else (TOOLS,))):
         if name in names and name not in used:

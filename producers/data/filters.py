@@ -4,9 +4,7 @@
     len(answer) < 20 and not prompt.startswith("#")
     row.get("score", 0) > 0.5 or row["needs review"]
 
-Allowed: comparisons, `and`, `or`, `not`, arithmetic, constants, lists of them, columns (`name` or
-`row["name"]`), and the functions and methods named here. Files, modules and randomness are out of
-reach.
+Expressions cannot reach files, modules or randomness.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ Filter = Callable[[Mapping[str, Any]], bool]
 def compile_filter(text: str) -> Filter:
     """Return a predicate over rows. Raises ConfigError for an invalid expression.
 
-    The predicate raises TaskError for a missing column and for values that do not compare.
+    The predicate raises TaskError for missing columns and values that do not compare.
     """
     try:
         tree = ast.parse(text, mode="eval")

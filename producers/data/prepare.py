@@ -1,10 +1,9 @@
 """Preparation of rows: small data stays in memory, large data becomes one file per machine.
 
-A cached file is valid while the specification and each source's size, time and inode are unchanged;
+A file is valid while the specification and each source's size, time and inode are unchanged;
 `hf:NAME` keeps its content until the file is deleted. Files are in DORA_PIPE_CACHE (default:
-`dora-pipe` in the user's cache folder), limited to `CACHE_BYTES_MAX`, least recently used deleted
-first. A separate process writes them, because reading tables needs memory that a long-running
-process would keep.
+`dora-pipe` in the user's cache folder). A separate process writes them, so that the memory for
+reading tables is freed.
 
     python -m dora_pipe.producers.data.prepare    started by `open_rows`
 """
@@ -272,8 +271,8 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
 
 
 def make_room(newest: Path, bytes_max: int = CACHE_BYTES_MAX) -> None:
-    """Delete the least recently used row files until the rest fits, except the newest. Mapped files
-    stay readable until their processes end."""
+    """Delete the least recently used row files, except the newest, until the rest fits. Mapped
+    files stay readable."""
     found = sorted(newest.parent.glob("*.rows"), key=lambda one: one.stat().st_mtime_ns)
     total = sum(one.stat().st_size for one in found)
     for path in found:

@@ -1,7 +1,7 @@
 """Readers of rows from one file or data set, one batch at a time.
 
-Values become plain JSON: dates and times are ISO text, decimals and durations (seconds) are
-numbers, NaN is null. Bytes, images and infinities are rejected by column. CSV cells are text.
+Dates and times become ISO text, decimals and durations (seconds) numbers, NaN null. Bytes, images
+and infinities are rejected. CSV cells are text.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _object(path: Path, place: Place, text: bytes | msgspec.Raw) -> dict[str, An
 
 
 def _of_python(where: object, text: bytes | memoryview, why: Exception) -> Any:
-    """Parse JSON as Python's `json` writes it, with NaN as null. Raises TaskError for an infinity,
-    and for invalid JSON with `why`."""
+    """Parse JSON as Python's `json` writes it, with NaN as null. Raises TaskError, with `why`
+    for invalid JSON."""
     try:
         return json.loads(bytes(text), parse_constant=_constant)
     except (ValueError, RecursionError) as error:

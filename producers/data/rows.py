@@ -1,10 +1,9 @@
-"""Rows as one memory-mapped file: JSON lines, their offsets, number and digest.
+"""Rows as one memory-mapped file of JSON lines.
 
     lines | padding | offsets, 8 bytes each, one more than rows | footer, JSON | its length, 8 bytes
 
-Rows are decoded on access. The digest is sha256 over the canonical JSON of every row
-(`registry.rows_digest`), equal in every format. Arrow would force rows with different columns into
-one schema.
+The digest is sha256 over the canonical JSON of every row (`registry.rows_digest`), equal in every
+format. Arrow would force rows with different columns into one schema.
 """
 
 from __future__ import annotations
@@ -88,10 +87,8 @@ class DataRows(Sequence[Mapping[str, Any]]):
 def write_rows(
     rows: Iterable[tuple[str, Mapping[str, Any]]], file: IO[bytes], *, bytes_max: int | None = None
 ) -> RowsFooter:
-    """Write rows, offsets and footer; each row comes with its position for messages.
-
-    Raises TaskError for a row that is not plain JSON, TooManyBytes beyond `bytes_max`.
-    """
+    """Write rows, offsets and footer; row positions are for messages. Raises TaskError for a row
+    that is not plain JSON, TooManyBytes beyond `bytes_max`."""
     digest, offsets, at = hashlib.sha256(), array("Q", [0]), 0
     for place, row in rows:
         try:

@@ -1,11 +1,8 @@
-"""Binding of reward functions: the names of their parameters select their arguments.
+"""Binding of reward functions: parameter names select their arguments.
 
-`row`, `text`, `turns`, `messages`, `completion` and `answer` belong to the trajectory. A function
-that names `rows`, `texts`, `answers` or `completions` is called in batches (`batches`). Other names
-are options. Two parameters with other names receive row and text by position.
-
-A function of a group has `row`, `answer`, `completions` and `texts`, the last two as lists over the
-group's trajectories. Two parameters with other names receive row and completions.
+Functions of a trajectory use `KNOWN`, batched ones `LISTS`, functions of a group `OF_GROUP`. Other
+names are options. Two parameters with other names receive row and text (row and completions for a
+group) by position.
 """
 
 from __future__ import annotations
@@ -127,10 +124,9 @@ def _given(name: str, row: Row, completion: Completion) -> Any:
 
 
 def bind(where: str, function: Function, options: Mapping[str, Any]) -> Bound:
-    """Bind `function` to its options. `where` names it in messages.
+    """Bind `function` to its options; `where` names it in messages.
 
-    Raises ConfigError for a parameter that is neither in `KNOWN` nor an option, and for an option
-    without a parameter.
+    Raises ConfigError for unknown parameters or options.
     """
     try:
         parameters = inspect.signature(function).parameters

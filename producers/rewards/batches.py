@@ -1,7 +1,7 @@
 """Batching of reward functions that take lists.
 
-A batch closes `WAIT_S` after its first call, or at `BATCH_MAX` calls. A function that is not
-`async` runs in the main thread.
+A batch closes `WAIT_S` after its first call, or at `BATCH_MAX` calls. Synchronous functions run in
+the main thread.
 """
 
 from __future__ import annotations

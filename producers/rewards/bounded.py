@@ -1,8 +1,7 @@
-"""Evaluation of untrusted patterns, expressions and schemas in a helper process with limits.
+"""Evaluation of untrusted patterns, expressions and schemas in a helper process.
 
-Such evaluation cannot be interrupted in a thread. The kernel kills the helper after `CPU_S` seconds
-of processor time (so load does not matter) or beyond `MEMORY_BYTES`. The caller then gets None, and
-the next question a new helper.
+The kernel kills the helper after `CPU_S` processor seconds (independent of load) or beyond
+`MEMORY_BYTES`; the caller gets None, and the next question a new helper.
 
     python -m dora_pipe.producers.rewards.bounded    started by `Helper`
 """
@@ -75,8 +74,8 @@ class Helper:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, what: str, **about: Any) -> Any:
-        """Return the answer, or None beyond the limits. Raises WrongQuestion for an invalid
-        schema or gold answer, ChildProcessError if the helper dies otherwise."""
+        """Return the answer, or None beyond the limits. Raises WrongQuestion, and
+        ChildProcessError if the helper dies otherwise."""
         about = {key: _end_of(value) for key, value in about.items()}
         with self._lock:
             process = self._started()
@@ -148,8 +147,7 @@ def search(pattern: str, group: str, text: str) -> str | bool:
 
 
 def equal(gold: str, answer: str) -> list[Any]:
-    """Return whether the answer parses, whether it equals the gold answer, and its normal form:
-    the gold answer's if equal, else the library's."""
+    """Return whether the answer parses, whether it equals the gold answer, and its normal form."""
     from math_verify import parse, verify
 
     wanted = _gold(gold)

@@ -1,8 +1,7 @@
-"""Correct answers of a row, in the forms that data sets use.
+"""Correct answers of a row, in the forms of data sets.
 
-A list allows any of its items, a number equals all its notations, `true` and `false` are these
-words. An object needs a field name. Null and other values are errors: they would compare as the
-text "None".
+A list allows any of its items; a number equals all its notations; an object needs a field name.
+Null is an error: it would compare as the text "None".
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Gold = str | Decimal
 
 
 def right_answers(answer: Any, field: str = "") -> list[Gold]:
-    """Return the correct answers, at least one, as texts and numbers.
+    """Return at least one correct answer, as text or number.
 
     `field` selects a field of an object; dots select nested fields. Raises TaskError.
     """

@@ -1,8 +1,7 @@
-"""Reward `judge`: a score from a model behind an OpenAI chat completions endpoint.
+"""Reward `judge`: a score from a model at an OpenAI chat completions endpoint.
 
-The question is a template over row, text, thoughts, turns and messages; temperature is 0. A busy or
-absent endpoint and an answer without a score raise `Retry`; a rejection is final. Answers are
-cached by the content of their question.
+Temperature is 0. A busy endpoint and an answer without a score raise `Retry`; a rejection is final.
+Answers are cached by their question.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reward `code`: runs a row's tests on the program in the text, in `sandbox`.
 
-The program is the last fenced block, or the entire text. Python tests share a process with the
-program, so a hostile program can cheat. `docs/rewards.md` describes the isolation.
+The program is the last fenced block, or the entire text. Python tests share its process, so a
+hostile program can cheat.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ Count = Annotated[int, Meta(ge=1)]
 class Code(Options, frozen=True, kw_only=True):
     """Score of a program by the row's tests. Part `passed`: the share that passed.
 
-    Tests are Python (a text or a list of texts: `assert add(1, 2) == 3`), or inputs and outputs (a
-    list of `{input, output}`, or `{inputs = [...], outputs = [...]}`), also as JSON text.
+    Tests are Python (`assert add(1, 2) == 3`, text or list), or inputs and outputs (a list of
+    `{input, output}`, or `{inputs = [...], outputs = [...]}`), also as JSON text.
     """
 
     column: str = "tests"

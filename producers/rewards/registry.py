@@ -1,11 +1,9 @@
 """Configured rewards: opens their functions and combines their scores.
 
-The value is the sum of weight times score. A reward that returns None abstains: the other weights
-grow in proportion. If all abstain, the trajectory is invalid. Each score is a part under its name;
-a function's own parts are prefixed with that name and a dot. `raw` is the score of the first
-reward. The first answer counts. A single function of `task.reward` passes its answer unchanged.
-Rewards with `group` run once for all trajectories of a group. Functions that are not `async` run in
-sequence in the calling thread; the others run concurrently.
+The value is the sum of weight times score. If a reward returns None, the other weights grow in
+proportion; if all do, the trajectory is invalid. Each score is a part under its name; a function's
+own parts get that prefix. `raw` is the first reward's score. Rewards with `group` run once per
+group. Synchronous functions run in sequence in the calling thread.
 """
 
 from __future__ import annotations
@@ -100,7 +98,7 @@ class Rewards:
         """Return a number or Reward, or an awaitable if a function is `async`.
 
         Raises the functions' errors, TypeError and ValueError naming a reward without a finite
-        number, and TaskError or ConfigError if a reward cannot be opened.
+        number, TaskError and ConfigError.
         """
         alone, _ = self._parts
         if self._bare:

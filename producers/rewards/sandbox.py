@@ -1,14 +1,12 @@
-"""Runner of untrusted programs, one after another, with limits.
+"""Runner of untrusted programs with limits.
 
-If the kernel allows, each program has its own namespaces for users, mounts, processes, network and
-IPC. It sees a read-only file system, an empty temporary one in memory, loopback only, no other
-process, and an empty /proc, /run and /tmp. Its descendants end with it. Otherwise only the limits
-on time, memory, files and processes apply. A program can still read what its user can read; a
-kernel bug opens namespaces.
+If the kernel allows, each program has namespaces for users, mounts, processes, network and IPC: a
+read-only file system, empty /proc, /run and /tmp, loopback only. Its descendants end with it.
+Otherwise only the limits on time, memory, files and processes apply. A program can read what its
+user can read.
 
 Standalone, standard library only: ``python -I -S sandbox.py < ORDER``, with one JSON object each
-way (`Order`, and a list of `Ended`). It ends with its parent process and takes all programs with
-it.
+way (`Order`, and a list of `Ended`). It dies with its parent process.
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ class Order(TypedDict):
 
 
 class Ended(TypedDict):
-    """Result: `status` is the exit status or -signal, None if the program exceeded time or
-    processes, or never started. `isolated`: whether it ran in namespaces."""
+    """Result: `status` is the exit status or -signal, None beyond a limit or without a start."""
 
     status: int | None
     output: str

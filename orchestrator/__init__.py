@@ -1,1 +1,1 @@
-"""The one brain: it folds the log, admits groups, places requests and takes batches."""
+"""Orchestrator: folds the log, admits groups, places requests and takes batches."""

@@ -1,15 +1,15 @@
-"""Decides what a user's commands change: set, pause, resume, drain, stop, fail-batch.
+"""User commands: set, pause, resume, drain, stop, fail-batch.
 
-| verb | args | what it does |
+| verb | args | effect |
 | --- | --- | --- |
 | set | logged keys of the configuration | in force from the next step |
-| pause | | no group is admitted; what is open goes on |
-| resume | | the end of a pause; a run that was halted goes on, and counts failed groups anew |
-| drain | `worker`, else all | workers leave when what they have has moved away or is finished |
-| stop | | the run ends when the groups in flight are trained |
-| stop | `after`: a step | the run ends when that step is committed |
-| stop | `now`: true | no step is taken any more, evaluations are not waited for |
-| fail-batch | `step`, to be sure | ends the groups in training as failed(non-finite) |
+| pause | | admits no groups; open groups continue |
+| resume | | ends a pause or a halt; restarts the count of failed groups |
+| drain | `worker`, else all | workers leave when their requests have moved or finished |
+| stop | | ends the run when the groups in flight are trained |
+| stop | `after`: a step | ends the run when that step is committed |
+| stop | `now`: true | takes no more steps and skips evaluations |
+| fail-batch | `step`, as a check | ends the groups in training as failed(non-finite) |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dora_pipe.schemas.control import Command
 
 
 def apply_command(state: State, offset: int, record: Command) -> str:
-    """Obey a command, or say why not."""
+    """Apply a command; return why it is illegal, or an empty string."""
     if state.config is None:
         return "the run has not started"
     handler = _VERBS.get(record.verb)
@@ -133,4 +133,4 @@ ARGS: Final[dict[str, frozenset[str]]] = {
     "stop": frozenset({"now", "after"}),
     "fail-batch": frozenset({"step"}),
 }
-"""Verbs with the arguments they take."""
+"""Verbs and their allowed arguments."""

@@ -1,14 +1,10 @@
-"""Decides what each fact changes in the state, and which facts are illegal where they stand.
+"""Effects of control records, and checks that reject illegal ones.
 
-Rules:
-
-1. `apply_control` is total: whatever a record says, it is applied, or counted and changes nothing
-   else. It never raises for a record's sake.
-2. Every handler checks everything before it changes anything. It returns why the record is illegal,
-   and the empty string when it is not.
-3. A record of an incarnation that is out is `fenced`. A trajectory or failure that is not the
-   present attempt of an open request, or that its group does not wait for, is `superseded`: normal
-   life, not a mistake.
+1. `apply_control` never raises because of a record.
+2. Handlers check everything before they change anything. They return why a record is illegal, or an
+   empty string.
+3. Records of old incarnations count as `fenced`, those of unneeded trajectories or old attempts as
+   `superseded`; both are normal.
 """
 
 from __future__ import annotations
@@ -71,17 +67,17 @@ from dora_pipe.schemas.wire import Unknown
 REJECTION_CHARACTERS_MAX: Final = 300
 
 SLOTS_MAX: Final = 65_536
-"""A worker that claims more slots, or more prefetch, is not believed."""
+"""Maximum slots or prefetch accepted from a worker."""
 
 MOVES: Final = "moves"
-"""What a worker declares that can let go of running requests and go on with those of others."""
+"""Capability to release and continue running requests."""
 
 LOAD_MS_MAX: Final = 3_600_000.0
-"""A worker that claims to have loaded longer is believed so much."""
+"""Upper bound for a reported load time."""
 
 
 def read_control(value: bytes) -> AnyControl | Unknown | SchemaError:
-    """A control record from its bytes; what cannot be read comes back as its error."""
+    """Decode a control record, or return its error."""
     try:
         return decode_control(value)
     except SchemaError as error:
@@ -89,7 +85,7 @@ def read_control(value: bytes) -> AnyControl | Unknown | SchemaError:
 
 
 def apply_control(state: State, offset: int, record: AnyControl | Unknown | SchemaError) -> None:
-    """Fold one control record that lies at `offset`; constant cost in the number of requests."""
+    """Fold the control record at `offset`; constant cost in the number of requests."""
     if isinstance(record, Unknown):
         state.counters.unknown += 1
         return
@@ -131,7 +127,6 @@ def _run_started(state: State, offset: int, record: RunStarted) -> str:
 
 
 def _data_error(record: RunStarted, config: Config) -> str:
-    """Why tasks and evaluations with a name cannot be dispatched."""
     for pool in pool_specs(config):
         for source in pool.sources:
             data = record.data(source)
@@ -178,7 +173,7 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         kv_tokens=max(0, record.kv_tokens),
         elastic=record.elastic,
     )
-    # What goes on under every version that comes has no use for those that were.
+    # Partial rollout never uses older versions again.
     join_worker(state, worker, versions=1 if state.interruptible else record.versions_resident)
     return ""
 
@@ -204,7 +199,6 @@ def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
 
 
 def _trajectories_logged(state: State, offset: int, record: TrajectoriesLogged) -> str:
-    """Each entry is judged by itself; the others count even if one is illegal."""
     if _living(state, record.worker, record.epoch) is None:
         return ""
     why = ""
@@ -269,7 +263,6 @@ def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
 
 
 def _group_scored(state: State, offset: int, record: GroupScored) -> str:
-    """Of the attempt that is asked for now; others were given up."""
     if _living(state, record.worker, record.epoch) is None:
         return ""
     scoring = state.scoring.get(record.group)
@@ -293,14 +286,11 @@ def _present(
     trajectory: str,
     attempt: int,
 ) -> Request | None:
-    """The open request that the writer of this record still has; None, and counted, if it has not.
-
-    Whether that incarnation is still there was asked before.
-    """
+    """Return the writer's open request; None, counted as superseded, if it has none."""
     request = state.requests.get(trajectory)
     placed = (attempt, record.worker, record.epoch)
     if request is not None and request.group in state.surplus:
-        request = None  # Its group does not wait for it; that it ends is the next decision.
+        request = None  # The next decision ends it.
     if request is None or (request.attempt, request.worker, request.epoch) != placed:
         state.counters.superseded += 1
         return None
@@ -308,7 +298,7 @@ def _present(
 
 
 def _living(state: State, name: str, epoch: int) -> Worker | None:
-    """The worker whose present incarnation this is; None, and counted, if it is out."""
+    """Return the worker; None, counted as fenced, for an old incarnation."""
     worker = state.workers.get(name)
     if worker is None or worker.epoch != epoch:
         state.counters.fenced += 1
@@ -317,7 +307,7 @@ def _living(state: State, name: str, epoch: int) -> Worker | None:
 
 
 def step_committed(state: State, offset: int, record: StepCommitted) -> str:
-    """Version t becomes t + 1 and the batch is trained; legal for exactly the batch taken."""
+    """Commit step t; the batch must be the one taken."""
     training = state.training
     why = _not_of(state, record.step, record.attempt, record.role_epoch)
     if why or training is None:
@@ -343,7 +333,7 @@ def step_committed(state: State, offset: int, record: StepCommitted) -> str:
 
 
 def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
-    """The offenders will end as failed, the other groups return to U with their deadlines."""
+    """Fail the offending groups; return the others to U."""
     training = state.training
     why = _not_of(state, record.step, record.attempt, record.role_epoch)
     if why or training is None:
@@ -367,20 +357,19 @@ def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
 
 
 def adopted(state: State, offset: int, record: WeightsAdopted) -> str:
-    """Changes nothing here: the committed weights stay what they are."""
+    """Check the role epoch only."""
     if record.role_epoch != state.trainer_epoch:
         return f"role epoch {record.role_epoch} is not the trainer's"
     return ""
 
 
 def versions_dropped(state: State, offset: int, record: VersionsDropped) -> str:
-    """Changes nothing here; what is in use may not be dropped."""
+    """Check that no dropped version is in use."""
     used = sorted({state.version, *pinned(state)}.intersection(record.versions))
     return f"version {used[0]} is in use" if used else ""
 
 
 def _not_of(state: State, step: int, attempt: int, role_epoch: int) -> str:
-    """Why this is not about the batch in training, told by its trainer."""
     if role_epoch != state.trainer_epoch:
         return f"role epoch {role_epoch} is not the trainer's, {state.trainer_epoch} is"
     training = state.training

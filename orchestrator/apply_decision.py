@@ -1,8 +1,7 @@
-"""Decides what each decision changes in the state, and refuses those that no plan may contain.
+"""Effects and legality of decisions, shared by planner and fold.
 
-The planner and the fold of the log use the same functions: `apply_decision` is the only way in. It
-raises InvariantBroken for an illegal decision and changes nothing then: either the planner has a
-mistake, or the log was changed. What a dispatch stamps on the next group is said here, too.
+An illegal decision raises InvariantBroken and changes nothing: the planner has a bug, or the log
+was changed.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ from dora_pipe.schemas.rounds import (
 
 
 def apply_decision(state: State, decision: AnyDecision) -> None:
-    """Fold one decision. Raises InvariantBroken, and changes nothing, if it is illegal."""
+    """Fold one decision. Raises InvariantBroken, changing nothing, if it is illegal."""
     under_way = state.facts is not None and not state.done and not state.failures.halted
     _require(under_way, "the run is not under way")
     _APPLY[type(decision)](state, decision)
@@ -103,8 +102,7 @@ def _dispatch(state: State, decision: Dispatch) -> None:
 
 
 def dispatch(state: State, spec: GroupSpec, skipped: tuple[int, ...] = ()) -> None:
-    """Admit the group that comes next, in favour of which these rows are skipped; the caller has
-    made sure that it is that, and may come."""
+    """Admit the next group, skipping rows; the caller has checked it."""
     if spec.purpose == "train":
         skip(state, spec.source, skipped)
         state.ordinal += 1
@@ -158,7 +156,7 @@ def _place(state: State, decision: Place) -> None:
         raise InvariantBroken(f"a sibling of {spec.group} is placed twice")
     both = zip(names, decision.siblings, strict=True)
     expected = sum(_check_placed(state, name, one, worker) for name, one in both)
-    more = len(names) - expected  # Those whose place was kept have it, whoever has come back since.
+    more = len(names) - expected  # Reserved slots remain reserved.
     if more and worker.room < more:
         raise InvariantBroken(f"{worker.name} is full")
     for name, one in zip(names, decision.siblings, strict=True):
@@ -166,7 +164,6 @@ def _place(state: State, decision: Place) -> None:
 
 
 def _check_placed(state: State, name: str, one: PlacedSibling, worker: Worker) -> bool:
-    """Whether the worker keeps a place for this request already; it must be queued as it says."""
     request = _request(state, name)
     if request.worker:
         raise InvariantBroken(f"{name} is placed already")
@@ -277,17 +274,16 @@ def _take_part(state: State, decision: TakePart) -> None:
 
 
 def part_key(state: State) -> tuple[int, int]:
-    """Step and attempt of the next part; what a step that trains is followed by is a first one."""
+    """Return (step, attempt) of the next part."""
     at = state.standing()
     return at.step, 1 if at.training else state.attempt
 
 
 def part_due(state: State) -> list[str]:
-    """The groups of the next part of the next step; none where it has all its parts, or waits.
+    """Return the next part's groups; empty if none is due.
 
-    While a step trains that is the first alone: a trainer has nothing to compute while it
-    publishes, and what is taken earlier than it can be used takes the place of what ends later.
-    Keys that know no parts are refused with a configuration; here they cannot change a run's.
+    During training only a first part may be taken: taking too early displaces groups that end
+    later.
     """
     at, size = state.standing(), part_size(state)
     if not size:
@@ -304,11 +300,11 @@ def part_due(state: State) -> list[str]:
 
 
 def part_size(state: State) -> int:
-    """Groups of the next part; 0 where the batch itself is the next to be taken."""
+    """Return the next part's size; 0 if the batch itself is next."""
     config = state.config
     assert config is not None
     if state.index.elastic:
-        return 0  # They would sleep from the first part on, and the others wait for the rest.
+        return 0  # Colocated workers would sleep from the first part on.
     most = config.trainer.parts - 1
     most = most if state.training is None else min(1, most)
     if len(state.parts) >= most or why_no_parts(config):
@@ -345,7 +341,7 @@ def _as_finished(state: State, taken: TakenGroup) -> None:
 
 
 def take_batch(state: State, decision: TakeBatch) -> None:
-    """The batch that may be taken is; the caller has made it of this state, or compared."""
+    """Take the next batch; the caller has verified it."""
     state.in_flight = in_flight_after(state) or state.in_flight
     held = len(state.in_parts)
     end_parts(state)
@@ -380,7 +376,6 @@ def _end(state: State, decision: End) -> None:
 
 
 def _not_running(state: State, group: Group) -> list[str]:
-    """The open siblings of a group; none of them runs."""
     left = open_siblings(state, group)
     running = [name for name in left if state.requests[name].worker]
     _require(not running, f"{running[:1]} runs and was not cancelled")
@@ -407,7 +402,7 @@ def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None
 
 
 def may_cancel(state: State, group: Group) -> bool:
-    """Whether no step is left for this group (late stop), or the run ends at once."""
+    """Report whether a stop leaves no step for this group."""
     if group.phase not in UNTAKEN:
         return False
     if group.spec.purpose == "eval":
@@ -431,7 +426,7 @@ def _early_stop(state: State, decision: EarlyStop) -> None:
 
 
 def stop_soon(state: State) -> None:
-    """The run ends when the groups in flight are trained."""
+    """End the run when the groups in flight are trained."""
     at = state.standing()
     state.stop_at = min(at.steps, at.step + sum(state.deadlines.values()) // at.per_step)
     if state.stop_at <= at.step:
@@ -491,8 +486,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
 
 
 def pinned(state: State) -> tuple[int, ...]:
-    """Versions that must stay in the store: open groups carry them, workers have
-    them, or one of them is the best."""
+    """Return versions the store must keep."""
     workers = state.workers.values()
     held = {one.target for one in workers} | {one.hosted for one in workers}
     held.update(version for one in state.residents.values() for version in one.held)
@@ -504,7 +498,7 @@ def pinned(state: State) -> tuple[int, ...]:
 def next_training_row(
     state: State, *, samplers: Samplers | None = None, chosen: int | None = None
 ) -> NextRow:
-    """The row of the next training group; see `curriculum.next_row`."""
+    """Return the row of the next training group."""
     task = _next_task(state)
     rows = train_data(state, task.name).rows
     return next_row(state, task, rows, samplers=samplers, chosen=chosen)
@@ -518,7 +512,7 @@ def train_data(state: State, task: str) -> DataSet:
 
 
 def train_spec(state: State, row: NextRow) -> GroupSpec:
-    """The next training group: newest version, this row of its task."""
+    """Return the next training group."""
     assert state.facts is not None and state.config is not None
     ordinal, facts, task = state.ordinal, state.facts, _next_task(state).name
     return GroupSpec(
@@ -540,7 +534,6 @@ def train_spec(state: State, row: NextRow) -> GroupSpec:
 
 
 def _next_task(state: State) -> Task:
-    """What the next training group is of."""
     assert state.config is not None
     tasks = state.config.tasks
     if len(tasks) == 1:
@@ -550,7 +543,7 @@ def _next_task(state: State) -> Task:
 
 
 def eval_spec(state: State) -> GroupSpec:
-    """The next row of an evaluation of the newest version."""
+    """Return the next evaluation group."""
     assert state.facts is not None and state.config is not None
     due = next_evaluation(state)
     assert due is not None
@@ -571,12 +564,12 @@ def _rows(state: State, evaluation: Evaluation) -> int:
 
 
 def evaluation_due(state: State) -> bool:
-    """Whether the newest version is to be evaluated and has not been dispatched for it in full."""
+    """Report whether the newest version has undispatched evaluation groups."""
     return next_evaluation(state) is not None
 
 
 def next_evaluation(state: State) -> Evaluation | None:
-    """The first that is due of the newest version and not dispatched in full."""
+    """Return the first evaluation with undispatched groups."""
     assert state.config is not None
     if state.stop_now:
         return None

@@ -1,12 +1,8 @@
-"""Decides which row a training group gets where a task has a sampler or a difficulty window.
+"""Row selection for tasks with a sampler or a difficulty window.
 
-Both look at reward counters per row (`orchestrator.rows`). What groups have come to is held back
-and enters the counters when a version is committed, or when `HELD_BATCHES` batches of it wait:
-until then neither a weight nor a window changes. So a choice is a function of the state alone.
-
-A user's function of weights is asked by the planner only. The fold takes the rows of the log as
-they are: a function that was mended, or is not there, changes nothing of what has happened.
-`role started` says which source chose from then on, so that an audit knows whether its own is that.
+Outcomes enter the row counters at a commit, or when `HELD_BATCHES` batches wait, so a choice
+depends on the state alone. Only the planner calls a user's sampler; the fold takes rows from the
+log, so changing the function does not affect past rounds.
 """
 
 from __future__ import annotations
@@ -24,24 +20,22 @@ from dora_pipe.orchestrator.state import Group, State
 from dora_pipe.schemas.identity import derive_seed, prompt_index, source_of
 
 HELD_BATCHES: Final = 4
-"""Outcomes of so many batches enter the counters without a commit: where all that is sampled is
-filtered, there would be none, and rows that are solved would be drawn for ever."""
+"""Outcome batches that count without a commit; otherwise a run of filtered groups would draw
+solved rows indefinitely."""
 
 SKIPPED_MAX: Final = 1024
-"""The window looks at so many rows for one that is not solved. If none is, the next row is taken as
-if there were no window: neither a plan nor a decision is endless, and a run whose rows are all
-solved goes on."""
+"""Maximum solved rows to skip; then the next row is taken, so the run continues."""
 
 SOLVED_GROUPS: Final = 4
-"""Groups of a row that `task.drop_solved` looks at, the last ones."""
+"""Recent groups that `task.drop_solved` considers."""
 
 NAMED_MAX: Final = 8
-"""So many skipped rows stand in a dispatch's reason; all of them are in its `skipped`."""
+"""Skipped rows listed in a reason."""
 
 DRAW_BITS: Final = 53
 
 Weigh = Callable[[Sequence[RowStats], int], Sequence[float]]
-"""A user's sampler: one weight per row of the task's data, for the version that groups get."""
+"""User's sampler: row counters and version to one weight per row."""
 
 HINT: Final = (
     "mend it and go on with `run --resume`; docs/tasks.md says what a sampler is given and gives"
@@ -50,43 +44,42 @@ HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class NextRow:
-    """Which row comes next."""
+    """Next row of a task."""
 
     data_epoch: int
     index: int
     skipped: tuple[int, ...] = ()
-    """Rows in front of it that are solved."""
     solved: bool = False
-    """It is solved, too, as all are that could be taken."""
+    """Whether all candidates were solved."""
 
     @property
     def why(self) -> str:
-        """What a dispatch's reason says of it, if anything."""
+        """Text for the dispatch's reason."""
         if self.skipped:
             return f"; rows solved and skipped: {shortened(self.skipped)}"
         return "; its row is solved, as all are" if self.solved else ""
 
 
 def shortened(rows: Sequence[int]) -> str:
-    """``shortened((17, 31)) == "17, 31"``; of many, the first `NAMED_MAX`."""
+    """Return rows as text: ``shortened((17, 31)) == "17, 31"``."""
     more = f" and {len(rows) - NAMED_MAX} more" if len(rows) > NAMED_MAX else ""
     return ", ".join(map(str, rows[:NAMED_MAX])) + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samplers:
-    """What the planner draws rows with. Example: ``Samplers.load(config)``"""
+    """Samplers of the planner. Example: ``Samplers.load(config)``"""
 
     functions: Mapping[str, Weigh] = field(default_factory=dict)
-    """By what `task.sampler` says."""
+    """Functions by `task.sampler`."""
     sources: Mapping[str, str] = field(default_factory=dict)
-    """sha256 of the files they are in."""
+    """sha256 of their source files."""
     recorded: Mapping[int, int] | None = None
-    """In place of them, the rows that the log has, by the ordinal of the group."""
+    """Logged rows by group ordinal, used instead."""
 
     @classmethod
     def load(cls, config: Config) -> Samplers:
-        """Those of a configuration. Raises ConfigError where one is not there."""
+        """Load the samplers. Raises ConfigError."""
         functions: dict[str, Weigh] = {}
         for task in config.tasks:
             if task.sampler:
@@ -96,12 +89,12 @@ class Samplers:
 
 
 def has_curriculum(task: Task) -> bool:
-    """Whether rows are counted."""
+    """Report whether rows are counted."""
     return bool(task.sampler) or task.drop_solved is not None
 
 
 def note_ended(state: State, group: Group) -> None:
-    """All siblings of a group have ended, enough with a reward: its outcome is certain."""
+    """Record the outcome of an ended group."""
     assert state.config is not None
     spec = group.spec
     task = next((one for one in state.config.tasks if one.name == spec.task), None)
@@ -115,14 +108,14 @@ def note_ended(state: State, group: Group) -> None:
 
 
 def new_version(state: State) -> None:
-    """A version was committed: what was held back counts from now on."""
+    """Count pending outcomes."""
     for source in state.curricula:
         count_pending(state, source)
     state.weights.clear()
 
 
 def count_pending(state: State, source: str) -> None:
-    """The outcomes of a source enter its counters."""
+    """Count a source's pending outcomes."""
     held = state.curricula[source].held
     for one in held:
         key = row_key(source, one.index)
@@ -134,13 +127,13 @@ def count_pending(state: State, source: str) -> None:
 
 
 def skip(state: State, source: str, skipped: Sequence[int]) -> None:
-    """These rows are passed over in favour of the group that is dispatched."""
+    """Skip rows for the dispatched group."""
     if skipped:
         state.curricula.setdefault(source, Curriculum()).passed += len(skipped)
 
 
 def row_key(source: str, index: int) -> str:
-    """``row_key("train/math", 17) == "train/math#17"``."""
+    """Return the key of a row: ``row_key("train/math", 17) == "train/math#17"``."""
     return f"{source}#{index}"
 
 
@@ -152,10 +145,9 @@ def next_row(
     samplers: Samplers | None = None,
     chosen: int | None = None,
 ) -> NextRow:
-    """The row of the next group of a task whose data has so many.
+    """Return the row of a task's next group; `chosen` is the drawn row in the log.
 
-    Where it is drawn, `chosen` is the row that the log has; else `samplers` draw it, and may raise
-    ConfigError.
+    Raises ConfigError if a sampler fails.
     """
     assert state.facts is not None
     source, seed = source_of("train", task.name), state.facts.seed
@@ -180,7 +172,7 @@ def next_row(
 
 
 def is_solved(state: State, task: Task, index: int) -> bool:
-    """Whether the difficulty window leaves a row out."""
+    """Report whether the window excludes a row."""
     row = state.rows.get(row_key(source_of("train", task.name), index))
     if row is None or task.drop_solved is None:
         return False
@@ -188,7 +180,6 @@ def is_solved(state: State, task: Task, index: int) -> bool:
 
 
 def _drawn(state: State, task: Task, rows: int, samplers: Samplers, place: int) -> int:
-    """By a number that is a hash of the run's seed, the task and how many it has had."""
     assert state.facts is not None
     if samplers.recorded is not None:
         return samplers.recorded.get(state.ordinal, 0)
@@ -213,12 +204,11 @@ _RAISED: Final = (
     TypeError,
     ValueError,
 )
-"""What a user's function may raise, for all that one can say."""
+"""Exceptions that a user's function may raise."""
 
 
 def _weights(state: State, task: Task, rows: int, samplers: Samplers) -> Weights:
-    """What the sampler gives for the counters and the version; solved rows weigh nothing, unless
-    that leaves no row. Raises ConfigError."""
+    """Return current weights; solved rows weigh 0 unless all are solved. Raises ConfigError."""
     who = f"task.sampler: `{task.sampler}`"
     weigh = samplers.functions.get(task.sampler)
     if weigh is None:

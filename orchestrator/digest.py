@@ -1,22 +1,14 @@
-"""Decides what the digest of a state covers, and hashes only what has changed since the last one.
-
-The formula, for whoever has a state (docs/reference/records.md says it with an example):
+"""Incremental digest of a state (example: docs/reference/records.md).
 
     leaf(kind, id, value) = sha256(canonical JSON of [kind, id, value])
     bucket(k)             = sha256(the leaves with crc32(id) mod BUCKETS == k, sorted, joined)
     digest                = sha256(sha256(canonical JSON of the rest), bucket(0), ..., bucket(4095))
 
-A leaf is there for every open group, open request and worker, for what a worker holds that hosts
-several versions at once, and for every row whose rewards are counted. The rest is one object of the
-other fields: numbers, counters, short maps and lists. Every hash enters the next one as its 32
-bytes.
+Open groups, open requests, workers, multi-version entries and counted rows have leaves. The rest is
+one object of the other fields. Hashes are joined as 32 raw bytes. Derived fields, constants of the
+run and the chain are excluded.
 
-Not covered is what follows from the covered (`index`, `queues`, `finished`, `weights`, the requests
-of a worker), what no run changes (the frozen configuration and the planner's name, which `run
-started` has), and the chain, which the log has anyway.
-
-Rule: whoever changes one of those entities says so by `Leaves.touch`. A test and the simulator hold
-the digest against one that was made from nothing.
+Call `Leaves.touch` after each change of such an entity.
 """
 
 from __future__ import annotations
@@ -35,21 +27,17 @@ if TYPE_CHECKING:
     from dora_pipe.schemas.control import TakenGroup
 
 BUCKETS: Final = 4096
-"""A bucket in which a leaf changed is hashed again: with few they are long, with many they are
-many."""
+"""A change rehashes its whole bucket."""
 
 SHARE_BYTES: Final = 256 * 1024
-"""Leaves of so many bytes are hashed in any round, if there are so many: some milliseconds. A group
-that has ended has ten times the bytes of a request."""
+"""Leaf bytes hashed per round, some milliseconds."""
 
 LEAF_BYTES: Final = 256
-"""What a leaf costs beside its bytes, in bytes."""
+"""Overhead per leaf."""
 
 NEAR_ROUNDS: Final = 16
-"""Buckets are hashed in the last so many rounds before a digest: each changes again in every tenth
-round of a busy run, and only what it holds in the end counts. Each of these rounds hashes those
-that came with it, and its share of the others, so that the last one finds no more than any other.
-"""
+"""Rounds before a digest in which buckets are hashed in equal shares; busy buckets change every
+tenth round."""
 
 Kind = Literal["group", "request", "worker", "resident", "row"]
 
@@ -60,7 +48,7 @@ TABLES: Final[dict[Kind, str]] = {
     "resident": "residents",
     "row": "rows",
 }
-"""The fields of State whose entries have a leaf each, by the kind that the leaf says."""
+"""Fields of State with leaves, by kind."""
 
 _EMPTY: Final = sha256().digest()
 
@@ -69,14 +57,14 @@ _TABLE_OF: Final = {str(kind): table for kind, table in TABLES.items()}
 LEFT_OUT: Final = frozenset(
     {"chain", "planner", "index", "leaves", "queues", "finished", "weights", *TABLES.values()}
 )
-"""The fields of State that are not in the rest."""
+"""Fields of State without rest entry."""
 
 PAIRS: Final = ("policies", "pins", "deadlines")
-"""Maps keyed by a number are written as sorted pairs: canonical JSON has no such maps."""
+"""Maps with number keys, written as sorted pairs."""
 
 
 def bucket_of(name: str) -> int:
-    """Where the leaf of an entity with this id lies."""
+    """Return the bucket of an entity id."""
     return crc32(name.encode()) % BUCKETS
 
 
@@ -93,15 +81,15 @@ def rest_of(state: State) -> dict[str, Any]:
 
 
 def digest_of(state: State) -> str:
-    """Form and hex digest of a state, made from nothing: what `State.digest` must say."""
+    """Return the hex digest computed from scratch."""
     return Leaves.of(state).digest(state)
 
 
 class Leaves:
-    """The entities of one state as bytes and hashes, as they were when they were settled last.
+    """Bytes and hashes of a state's entities, as last settled.
 
-    The bytes are kept because a snapshot is made of them (`orchestrator.snapshots`). Keys are one
-    string each, `kind id`: maps of strings to bytes are not tracked by the garbage collector.
+    Snapshots reuse the bytes. Keys are strings `kind id`: the garbage collector does not track maps
+    of strings to bytes.
     """
 
     def __init__(self) -> None:
@@ -110,17 +98,17 @@ class Leaves:
         self._hashes: dict[int, dict[str, bytes]] = {}
         self._digests = [_EMPTY] * BUCKETS
         self._stale: dict[int, None] = {}
-        """Buckets whose digest is not what they hold."""
+        """Buckets to rehash."""
         self._left = 0
-        """Of `_stale`, when it was last settled."""
+        """Size of `_stale` after the last settling."""
         self._lines: dict[str, bytes] = {}
-        """Of complete groups, as a batch's digest has them."""
+        """Digest lines of complete groups."""
         self._lent: set[int] = set()
-        """Buckets whose bytes a snapshot has: they are copied before they change."""
+        """Buckets shared with a snapshot; copied on write."""
 
     @classmethod
     def of(cls, state: State) -> Leaves:
-        """Those of a state that was not watched: all are to be hashed."""
+        """Return leaves that all need hashing."""
         leaves = cls()
         for kind, table in TABLES.items():
             for name in getattr(state, table):
@@ -128,7 +116,6 @@ class Leaves:
         return leaves
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Leaves:
-        """Bytes never change, so only what holds them is copied."""
         copied = Leaves()
         copied._touched = self._touched.copy()
         copied._bytes = {number: one.copy() for number, one in self._bytes.items()}
@@ -140,28 +127,25 @@ class Leaves:
         return copied
 
     def touch(self, kind: Kind, name: str) -> None:
-        """An entity has come, has changed, or is gone."""
+        """Mark an added, changed or removed entity."""
         self._touched[f"{kind} {name}"] = None
 
     def complete(self, group: TakenGroup) -> None:
-        """A group waits for its batch. All lines of a batch together take longer than a round."""
+        """Prepare a complete group's digest lines; a whole batch takes longer than a round."""
         self._lines[group.group] = batch_lines(group)
 
     def batch_lines(self, group: TakenGroup) -> bytes:
-        """The lines of a complete group, which is taken now."""
+        """Return the lines of a group that is taken."""
         return self._lines.pop(group.group, None) or batch_lines(group)
 
     @property
     def unsettled(self) -> int:
-        """Leaves and buckets that the next digest has to hash."""
+        """Return the number of leaves and buckets to hash."""
         return len(self._touched) + len(self._stale)
 
     def settle(self, state: State, rounds: int = 0) -> None:
-        """Hash what was touched, and later the buckets that it lies in, the oldest first.
-
-        With so many more rounds before the next digest: a share that leaves nothing over when it
-        comes, and of the leaves no less than `SHARE_BYTES`, so that no round has to do it all.
-        """
+        """Hash touched leaves, then buckets, oldest first: one equal share if `rounds` more
+        rounds precede the digest."""
         near = rounds < NEAR_ROUNDS
         self._hash_some(state, _share(len(self._touched), rounds))
         if near:
@@ -170,22 +154,18 @@ class Leaves:
         self._left = len(self._stale)
 
     def digest(self, state: State) -> str:
-        """Return the hex digest of the state that these belong to."""
+        """Return the hex digest of the state."""
         self.settle(state)
         rest = sha256(canonical(rest_of(state))).digest()
         return sha256(rest + b"".join(self._digests)).hexdigest()
 
     def settled(self, state: State) -> list[dict[str, bytes]]:
-        """The canonical JSON of every entity's leaf as it is now, by bucket.
-
-        Nobody changes these maps any more: whoever has them may read them in another thread.
-        """
+        """Return every leaf's canonical JSON, by bucket; safe to read in another thread."""
         self.settle(state)
         self._lent = set(self._bytes)
         return list(self._bytes.values())
 
     def _hash_some(self, state: State, least: int) -> None:
-        """So many of what was touched, and more up to `SHARE_BYTES`."""
         done: list[str] = []
         spent = 0
         for key in self._touched:
@@ -203,7 +183,6 @@ class Leaves:
             self._digests[number] = sha256(b"".join(leaves)).digest()
 
     def _hash(self, state: State, key: str) -> int:
-        """Hash one leaf, or forget it; its bytes."""
         kind, _, name = key.partition(" ")
         table = getattr(state, _TABLE_OF[kind])
         number = bucket_of(name)
@@ -221,7 +200,7 @@ class Leaves:
         return len(raw)
 
     def _own(self, number: int) -> dict[str, bytes]:
-        """The leaves of a bucket, to be changed: those that a snapshot has stay as they are."""
+        """Return a bucket's leaves for writing."""
         leaves = self._bytes.get(number)
         if leaves is None:
             leaves = self._bytes[number] = {}
@@ -232,10 +211,9 @@ class Leaves:
 
 
 def _share(count: int, rounds: int) -> int:
-    """An equal share of so many, for this round and so many more."""
     return -(-count // (rounds + 1))
 
 
 def _alone(worker: Worker) -> dict[str, Any]:
-    """A worker without its requests, which say themselves where they are: there may be many."""
+    """Return a worker without its requests."""
     return {name: getattr(worker, name) for name in worker.__struct_fields__ if name != "requests"}

@@ -1,8 +1,4 @@
-"""Decides what the planner expects of time: how long a request still runs, what a move costs it.
-
-Nothing is configured: both come from what this run has seen, counted by the fold, so that equal
-logs give equal expectations. Counts are whole numbers; only what is asked of them is a float.
-"""
+"""Estimates of request lifetime and move cost, from integer counts of the fold."""
 
 from __future__ import annotations
 
@@ -10,40 +6,39 @@ from dataclasses import dataclass, field
 from typing import Final
 
 LIFE_SHIFT: Final = 20
-"""Lives are counted in units of 2**20 ns, about a millisecond."""
+"""Unit of lifetimes: 2**20 ns, about a millisecond."""
 
 LIVES: Final = 44
-"""Classes of lives; the last begins at 2**42 units, longer than any run."""
+"""Lifetime classes, up to 2**42 units."""
 
 LIVES_MAX: Final = 4096
-"""So many lives counted, and every class is halved: what was long ago counts less and less."""
+"""Count at which all classes are halved."""
 
 LIVES_MIN: Final = 8
-"""With fewer lives that reached an age, what is expected beyond it is that age once more."""
+"""Minimum lifetimes for an estimate; with fewer, the expected remainder equals the age."""
 
 STALL_NS: Final = 500_000_000
-"""What a move is expected to cost before the first one was seen."""
+"""Initial estimate of a move's cost."""
 
 STALL_MIN_NS: Final = 50_000_000
-"""A move costs a request at least so much: two turns of the bus."""
+"""Minimum: two bus round trips."""
 
 STALL_WEIGHT: Final = 8
-"""One move in so many: the weight of the newest in the running mean."""
+"""Inverse weight of the newest move."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Estimates:
-    """What was seen so far. Part of the state."""
+    """Lifetimes and move costs."""
 
     lives: list[int] = field(default_factory=lambda: [0] * LIVES)
-    """Logged requests by the bit length of their life in units: class k holds 2**(k-1) to 2**k."""
+    """Counts by bit length: class k holds 2**(k-1) to 2**k units."""
     count: int = 0
-    """Sum of `lives`."""
     stall_ns: int = STALL_NS
-    """Running mean of the time a request stands still when it moves."""
+    """Running mean of a move's pause."""
 
     def lived(self, life_ns: int) -> None:
-        """A request was logged so long after it was placed for the first time."""
+        """Count a request's lifetime."""
         lives = self.lives
         lives[min(LIVES - 1, (max(0, life_ns) >> LIFE_SHIFT).bit_length())] += 1
         self.count += 1
@@ -52,16 +47,13 @@ class Estimates:
             self.count = sum(self.lives)
 
     def released(self, after_ns: int) -> None:
-        """A worker let go of a request so long after it was asked; going on takes as long again."""
+        """Update the pause: resuming takes as long as releasing."""
         stall_ns = max(STALL_MIN_NS, 2 * after_ns)
         self.stall_ns += (stall_ns - self.stall_ns) // STALL_WEIGHT
 
 
 class Outlook:
-    """What is expected of requests by their age, worked out once per class of ages.
-
-    Example: ``Outlook(estimates).left_ns(age_ns)``: mean of what is left of those who got so far.
-    """
+    """Expected remaining lifetimes. Example: ``Outlook(estimates).left_ns(age_ns)``"""
 
     def __init__(self, seen: Estimates) -> None:
         self.stall_ns = seen.stall_ns
@@ -69,7 +61,7 @@ class Outlook:
         self._left: dict[int, int] = {}
 
     def left_ns(self, age_ns: int) -> int:
-        """Expected further life of a request that has lived so long; classes of an eighth."""
+        """Return the expected remainder at an age, rounded to eighths."""
         units = max(1, age_ns >> LIFE_SHIFT)
         shift = max(0, units.bit_length() - 4)
         age = units >> shift << shift
@@ -79,7 +71,6 @@ class Outlook:
         return found
 
     def _expect(self, age: int) -> int:
-        """Every class is taken as even between its bounds; the part below `age` does not count."""
         first = age.bit_length()
         low, high = 1 << first - 1, 1 << first
         count = self._lives[first] * (high - age) / (high - low) if first < LIVES else 0.0

@@ -1,5 +1,4 @@
-"""Which groups an evaluation has: a function of the run and of the row alone, so that every version
-is asked the same, with the same random streams."""
+"""Groups of evaluations; equal for every version, including random streams."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ from dora_pipe.schemas.rounds import GroupSpec
 
 
 class EvaluationFacts(Protocol):
-    """What `run started` says of it."""
+    """Fields of `run started` that evaluations use."""
 
     @property
     def seed(self) -> int:
-        """The run's."""
+        """Run seed."""
 
     @property
     def eval_digest(self) -> str:
-        """Of the data of the first evaluation."""
+        """Digest of the data."""
 
     @property
     def eval_rows(self) -> int:
-        """That it has."""
+        """Rows of the data."""
 
     @property
     def datasets(self) -> Mapping[str, DataSet]:
-        """Of evaluations with a name, by source."""
+        """Data by named source."""
 
 
 def evaluation_rows(facts: EvaluationFacts, evaluation: Evaluation) -> int:
@@ -48,7 +47,7 @@ def evaluation_group(
     version: int,
     digest: str,
 ) -> GroupSpec:
-    """The group of one row, asked of a version whose weights have this digest."""
+    """Return one row's group for a version."""
     data = facts.datasets.get(source_of("eval", evaluation.name))
     return GroupSpec(
         group=group_id("eval", ordinal),

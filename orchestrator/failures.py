@@ -1,15 +1,12 @@
-"""Decides when a run in which groups fail stops by itself, and what it says then.
+"""Automatic halt of a run whose training groups fail.
 
-A training group that fails is replaced by another, so a reward with a typo or a broken model would
-keep a run busy for ever. Counted is from the start of the run, or from its last `resume`:
+Since failed groups are replaced, a broken reward would keep a run busy. Counting from the start or
+last `resume`, a run halts if
 
-- the first `2 B` training groups (at least `FIRST_MIN`) that end have all failed: nothing was
-  trained, nothing filtered;
-- later, more than `groups.failed_share_max` of the last `window` groups that ended have failed.
+- its first `2 B` training groups (at least `FIRST_MIN`) have all failed, or
+- more than `groups.failed_share_max` of the last `window` groups have failed.
 
-A group that is filtered has ended and has not failed: it says something of the task's difficulty,
-not that the task is broken. The same functions check the decision, so audit makes it again. A halt
-is not `stop run`: groups stay open, and the run can be resumed.
+Filtered groups do not count as failed. A halted run keeps its open groups.
 """
 
 from __future__ import annotations
@@ -25,16 +22,15 @@ from dora_pipe.schemas.rounds import Halt
 
 FIRST_BATCHES: Final = 2
 FIRST_MIN: Final = 8
-"""So many batches' worth of groups, and never fewer groups than this, all have to fail at the
-beginning: two groups that fail say little."""
+"""Batches, and minimum groups, that must all fail first."""
 
 WINDOW_BATCHES: Final = 4
 WINDOW_MIN: Final = 32
-"""The window holds so many batches' worth of groups, and never fewer groups than this."""
+"""Batches, and minimum groups, of the window."""
 
 
 class FailedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A training group that failed: the `at`-th that ended, with the error of a sibling."""
+    """Failed training group, the `at`-th that ended."""
 
     at: int
     error: str
@@ -42,29 +38,28 @@ class FailedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the state keeps of failed groups: those of the window, and whether that was enough."""
+    """Failed groups and the halt."""
 
     since: int = 0
-    """Training groups that had ended when the run was resumed; they do not count any more."""
+    """Ended groups at the last resume."""
     failed: tuple[FailedGroup, ...] = ()
-    """The newest, oldest first; all lie in the window or before its end."""
+    """Newest, oldest first."""
     halted: str = ""
-    """Why the run was halted; empty while it goes on."""
+    """Reason; empty if not halted."""
 
 
 def ended(fates: dict[str, int]) -> int:
-    """Training groups that trained, failed or were filtered; those that a stop cancels say nothing
-    of the task."""
+    """Return the number of trained, failed and filtered training groups."""
     return sum(fates.get(fate, 0) for fate in ("trained", "failed", "filtered"))
 
 
 def window(rules: Groups) -> int:
-    """Groups that the share is taken of."""
+    """Return the window's size in groups."""
     return max(WINDOW_MIN, WINDOW_BATCHES * rules.per_step)
 
 
 def note(failures: Failures, rules: Groups, *, at: int, error: str, trajectory: str) -> Failures:
-    """One more group has failed. A run whose rules know no share keeps nothing."""
+    """Add a failed group unless `failed_share_max` is unset."""
     if rules.failed_share_max is None:
         return failures
     one = FailedGroup(at=at, error=error[:ERROR_CHARACTERS_MAX], trajectory=trajectory)
@@ -73,12 +68,12 @@ def note(failures: Failures, rules: Groups, *, at: int, error: str, trajectory: 
 
 
 def resumed(at: int) -> Failures:
-    """Nothing that ended so far counts: a user says that what was wrong is mended."""
+    """Restart the count."""
     return Failures(since=at)
 
 
 def halt_due(failures: Failures, rules: Groups, *, at: int) -> Halt | None:
-    """The decision to halt, if that is due now; `at` groups have ended."""
+    """Return the halt decision if due."""
     most, count = rules.failed_share_max, at - failures.since
     if failures.halted or most is None or most >= 1 or not failures.failed:
         return None
@@ -96,7 +91,7 @@ def halt_due(failures: Failures, rules: Groups, *, at: int) -> Halt | None:
 
 
 def summary(failures: Failures, rules: Groups, *, at: int) -> str:
-    """How many of the last groups failed, and why; empty when none did."""
+    """Describe recent failures; empty if none."""
     recent = _recent(failures, rules, at)
     if not recent:
         return ""
@@ -109,10 +104,7 @@ def summary(failures: Failures, rules: Groups, *, at: int) -> str:
 
 
 def most_frequent(failed: tuple[FailedGroup, ...]) -> tuple[str, str]:
-    """The error that most groups have, with the newest trajectory that had it.
-
-    Errors are of one kind when what stands before the first colon is the same: their class.
-    """
+    """Return the most frequent error and its newest trajectory; errors are grouped by class."""
     kinds = Counter(one.error.partition(":")[0] for one in failed)
     kind, _ = max(kinds.items(), key=lambda item: (item[1], item[0]))
     newest = next(one for one in failed[::-1] if one.error.partition(":")[0] == kind)

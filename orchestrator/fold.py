@@ -1,13 +1,10 @@
-"""Decides what the state is: the fold of the rounds of a run, and nothing else.
+"""Fold of a run's rounds into the state.
 
-Rules:
-
-1. A round is applied as a whole: first the control records with an offset below its `control_next`,
-   then its observations, then its decisions, then its own figures (ordinal, time, position).
-2. The chain covers the bytes of every control record, read or not, and every byte of the round.
-3. Total where the world speaks: no control record stops a fold (`apply_control`). Strict where the
-   orchestrator speaks: a round that cannot follow the one before, an illegal decision, a wrong
-   chain or state digest is InvariantBroken, naming the round.
+1. A round applies control records below its `control_next`, observations, decisions, then its own
+   fields.
+2. The chain covers every byte of control records and rounds.
+3. Control records never stop a fold. A round out of order, an illegal decision, a wrong chain or
+   digest raises InvariantBroken.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ from dora_pipe.schemas.wire import Unknown
 
 
 def apply_observation(state: State, observation: AnyObservation) -> None:
-    """Fold one observation; one about what is not there any more changes nothing."""
+    """Fold one observation; ignore it if its subject is gone."""
     if isinstance(observation, PlanPeriod):
         state.trigger = "the planning period has passed"
     elif isinstance(observation, Progressed):
@@ -64,9 +61,9 @@ def apply_observation(state: State, observation: AnyObservation) -> None:
 
 
 def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
-    """Apply a round with exactly the control records it folds, as (offset, value bytes).
+    """Apply a round with its control records, as (offset, value bytes).
 
-    Raises InvariantBroken; the state is of no use then.
+    Raises InvariantBroken; the state is then unusable.
     """
     fold_inputs(state, round_, control)
     fold_decisions(state, round_)
@@ -74,7 +71,7 @@ def fold_round(state: State, round_: Round, control: Sequence[tuple[int, bytes]]
 
 
 def follow_chain(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
-    """A round that led to `state` ends the chain. Raises InvariantBroken."""
+    """Check the chain. Raises InvariantBroken."""
     folded = b"".join(fold_bytes(offset, value) for offset, value in control)
     if chain_of(state.chain, folded, round_) != round_.chain:
         raise InvariantBroken(
@@ -84,14 +81,14 @@ def follow_chain(state: State, round_: Round, control: Sequence[tuple[int, bytes
 
 
 def fold_inputs(state: State, round_: Round, control: Sequence[tuple[int, bytes]]) -> None:
-    """The first half of `fold_round`: where the state stands when the round's plan is made."""
+    """Apply records and observations, up to the state of the plan."""
     fold_records(state, round_, ((offset, read_control(value)) for offset, value in control))
 
 
 def fold_records(
     state: State, round_: Round, control: Iterable[tuple[int, AnyControl | Unknown | SchemaError]]
 ) -> None:
-    """`fold_inputs` for who has read the records already, as `read_control` does."""
+    """Apply `fold_inputs` to decoded records."""
     _check_follows(state, round_)
     first = state.control_next
     for offset, record in control:
@@ -105,7 +102,7 @@ def fold_records(
 
 
 def fold_decisions(state: State, round_: Round) -> None:
-    """The second half of `fold_round`, without the chain."""
+    """Apply decisions and the round's fields."""
     for decision in round_.decisions:
         try:
             apply_decision(state, decision)
@@ -116,7 +113,7 @@ def fold_decisions(state: State, round_: Round) -> None:
 
 
 def check_digest(state: State, round_: Round) -> None:
-    """A round that led to `state` carries its digest when that is due. Raises InvariantBroken."""
+    """Check the state digest if due. Raises InvariantBroken."""
     found = round_.state_digest
     if found is None:
         if is_digest_due(state, round_.ordinal):
@@ -127,10 +124,7 @@ def check_digest(state: State, round_: Round) -> None:
 
 
 def capped(state: State) -> tuple[int, int]:
-    """Return (slots that are empty because of the limit alone, slots of all usable workers).
-
-    Both come from the index: the cost is that of the idle workers.
-    """
+    """Return (slots empty because of the in-flight limit alone, all usable slots)."""
     index, newest = state.index, state.version
     slots = sum(hosts.slots for hosts in index.hosts.values())
     held = elastic.held(state)
@@ -142,26 +136,25 @@ def capped(state: State) -> tuple[int, int]:
 
 
 def _only_the_limit(state: State) -> bool:
-    """Whether a group would be admitted if more batches might be in flight."""
     if state.config is None or state.paused or state.failures.halted:
         return False
     at = state.standing()
     if admissible(state.deadlines, at):
         return False
-    # The bound has no room beyond max_staleness + 1 batches: this leaves the limit out.
+    # The bound allows at most max_staleness + 1 batches.
     unlimited = dataclasses.replace(at, in_flight_batches=at.max_staleness + 1.0)
     return bool(admissible(state.deadlines, unlimited))
 
 
 def note_slots(state: State) -> None:
-    """A round is over; where C is automatic, it is counted which slots that leaves empty."""
+    """Count empty slots for an automatic limit."""
     if state.config is not None and (before := state.automatic) is not None:
         empty, slots = capped(state)
         state.in_flight = before.at_round(state.now_ns, empty=empty, slots=slots)
 
 
 def close_round(state: State, round_: Round) -> None:
-    """What a round says about itself enters the state last; a whole plan has seen its trigger."""
+    """Store the round's fields; a complete plan clears its trigger."""
     note_slots(state)
     if round_.planned and not is_cut(round_.decisions):
         state.trigger = ""
@@ -171,17 +164,16 @@ def close_round(state: State, round_: Round) -> None:
 
 
 def is_digest_due(state: State, ordinal: int) -> bool:
-    """Whether the round with this ordinal, that led to `state`, carries its digest."""
+    """Report whether a round carries the digest."""
     return (ordinal + 1) % STATE_DIGEST_EVERY == 0 or state.done
 
 
 def rounds_to_digest(ordinal: int) -> int:
-    """How many rounds after this one the next digest is due; 0: now."""
+    """Return the rounds until the next digest."""
     return STATE_DIGEST_EVERY - 1 - ordinal % STATE_DIGEST_EVERY
 
 
 def _check_follows(state: State, round_: Round) -> None:
-    """Raise InvariantBroken unless this is the round that comes next."""
     name = f"round {round_.ordinal}"
     if round_.ordinal != state.rounds:
         raise InvariantBroken(f"{name} comes where round {state.rounds} was expected")

@@ -1,30 +1,22 @@
-"""Decides which worker hosts which version, and where queued requests may go.
+"""Assignment of versions to workers, and placement of queued requests.
 
-Theory of operation. Everything is planned on targets: a worker counts for the version it was
-assigned, whether or not it has loaded it, and a request for the worker it moves to. A worker keeps
-its version until it is *idle*: no open request, nobody who arrives, nothing loading. Of an older
-version only as many workers are *kept* as its open requests need slots, the fullest first; the
-others get nothing new: they run empty, or are emptied (`moving`), and are free.
+Plans use targets: a loading worker counts for its assigned version, a moving request for its
+destination. A worker keeps its version until it is *idle*: no open or arriving requests, nothing
+loading. An older version *keeps* only as many workers as its requests need slots, fullest first;
+the others run empty or are emptied (`moving`).
 
-A version with queued requests and no worker is an *orphan*. Orphans come before new work: while
-there is one, nothing is admitted, and for every orphan one worker of a newer version, the newest
-and emptiest first, is a *victim*: it gets nothing new, so that it runs empty and can be assigned.
-This ends: admission stands still, so open requests only become fewer, and a version is only ever
-disturbed for an older one. It also works with a single worker.
+A version with queued requests and no worker is an *orphan*. While one exists, nothing is admitted,
+and one worker of a newer version per orphan, newest and emptiest first, is a *victim*: it gets no
+new requests until it can be assigned. This terminates: open requests only decrease, and a version
+is disturbed only for an older one.
 
-Some workers host several versions at once (`State.residents`: their engines have adapters of one
-base). Such a worker takes the newest version as soon as it is there, whatever runs on it; what runs
-keeps its own version. `target` is the version that it was assigned last, and it has every version
-that it has reported ready and was not told to drop. An older version that nobody has any more is
-assigned to it like the newest. A version is *needed* on it while one of its open requests carries
-it, or while requests of it are queued: they may be placed there. Assigned another version, it drops
-what no open group carries, and, if that is not enough, the oldest that are not needed. One that
-needs all it has room for takes nothing new. That ends: what it needs are requests, and while nobody
-hosts the newest version, or a version has no host, nothing is admitted.
+Workers in `State.residents` host several versions (adapters of one base model). They load the
+newest version immediately; requests keep theirs. A version is *needed* there while an open or
+queued request uses it. An assignment drops versions without open groups, then the oldest not
+needed; without room the worker takes no version.
 
-Warning: a plan must leave nothing to plan (`plan(apply(plan)) == ()`). The orders below are chosen
-so that placing requests does not change them: what is fullest only gets fuller, what is emptiest
-and spared stays emptiest.
+A plan must leave nothing to plan (`plan(apply(plan)) == ()`). The orders below ensure that placing
+requests does not change them.
 """
 
 from __future__ import annotations
@@ -41,7 +33,7 @@ Assignment = tuple[Worker, int, str]
 
 
 def orphans(state: State) -> list[int]:
-    """Versions with queued requests and no worker, oldest first."""
+    """Return versions with queued requests and no worker, oldest first."""
     found = state.index.orphans(state.queues)
     if found and state.residents:
         return [version for version in found if not holders(state, version)]
@@ -49,14 +41,14 @@ def orphans(state: State) -> list[int]:
 
 
 def by_fullness(state: State, version: int) -> list[Worker]:
-    """The workers of a version, fullest first, those that could be assigned another one last."""
+    """Return the workers of a version, fullest first, reassignable last."""
     idle = state.index.idle
     workers = state.index.hosts[version].workers.values()
     return sorted(workers, key=lambda one: (-one.load, one.name in idle, one.name))
 
 
 def kept(state: State, version: int) -> list[Worker]:
-    """The workers of an older version that its open requests need, fullest first."""
+    """Return the workers an older version needs, fullest first."""
     if version not in state.index.hosts:
         return []
     need = state.index.hosts[version].load + len(state.queues.get(version, ()))
@@ -70,8 +62,7 @@ def kept(state: State, version: int) -> list[Worker]:
 
 
 def orphan_assignment(state: State, held: frozenset[str] = frozenset()) -> Assignment | None:
-    """A worker for the oldest version with queued requests and no host, if there is one: one that
-    hosts several versions and has room for it, else an idle one that is not `held`."""
+    """Return a worker for the oldest orphan: multi-version with room, else idle and not `held`."""
     waiting = orphans(state)
     if not waiting or not (state.index.idle or state.residents):
         return None
@@ -98,10 +89,7 @@ def orphan_assignment(state: State, held: frozenset[str] = frozenset()) -> Assig
 def newest_assignments(
     state: State, admissible: int, held: frozenset[str] = frozenset()
 ) -> list[Assignment]:
-    """Free workers for version t, while there is more to do than its workers have slots free.
-
-    `admissible` groups may still be admitted; workers that are `held` get nothing.
-    """
+    """Assign free workers to version t while its work exceeds its free slots."""
     if state.interruptible:
         return _interrupted(state)
     found = _beside(state)
@@ -110,7 +98,6 @@ def newest_assignments(
 
 
 def _beside(state: State) -> list[Assignment]:
-    """Workers that host several versions take the newest at once."""
     found: list[Assignment] = []
     for worker in residents_for_newest(state):
         count = len(worker.requests)
@@ -122,7 +109,6 @@ def _beside(state: State) -> list[Assignment]:
 def _idle_for_newest(
     state: State, admissible: int, coming: int, held: frozenset[str]
 ) -> list[Assignment]:
-    """Idle workers of one version each; so many slots come to the newest version anyway."""
     newest, idle = state.version, state.index.idle
     wanted, free_slots = wanted_of_newest(state, admissible), state.index.free(newest) + coming
     if not idle or wanted <= free_slots:
@@ -142,12 +128,11 @@ def _idle_for_newest(
 
 
 def may_be_interrupted(state: State, worker: Worker) -> bool:
-    """Whether all that a worker has may go on under another version; evaluations may not."""
+    """Report whether a worker's requests may continue under another version."""
     return all(state.groups[group_of(one)].spec.purpose == "train" for one in worker.requests)
 
 
 def _interrupted(state: State) -> list[Assignment]:
-    """Every worker takes the newest version at once, unless an evaluation needs the one it has."""
     newest, found = state.version, []
     for version in sorted(state.index.hosts):
         if version == newest or version in state.queues:
@@ -168,7 +153,7 @@ def _interrupted(state: State) -> list[Assignment]:
 
 
 def wanted_of_newest(state: State, admissible: int) -> int:
-    """Requests that the newest version has a slot for if one is free."""
+    """Return requests of the newest version that could use a slot."""
     assert state.config is not None
     groups = state.config.groups
     queued = len(state.queues.get(state.version, ()))
@@ -176,10 +161,7 @@ def wanted_of_newest(state: State, admissible: int) -> int:
 
 
 def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
-    """Where the queued requests of a version may go, one by one.
-
-    Yields a worker with room for each request; the caller places it before it asks for the next.
-    """
+    """Yield a worker per queued request; the caller places it before the next."""
     newest = version == state.version
     if state.residents and not newest:
         yield from _places_of_older(state, version, spared)
@@ -198,17 +180,13 @@ def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
 
 
 def _places_of_older(state: State, version: int, spared: set[str]) -> Iterator[Worker]:
-    """Where some workers host several versions: first on those, then where it is packed."""
     yield from spread(open_holders(state, version), all_open=True)
     single = (one for one in kept(state, version) if one.name not in state.residents)
     yield from pack(state, [one for one in single if one.name not in spared])
 
 
 def victims(state: State) -> set[str]:
-    """Workers that get nothing new, so that versions without a host find one.
-
-    As many orphans as there are workers that are being emptied have theirs on the way.
-    """
+    """Return workers that get no new requests, to serve orphans."""
     waiting = orphans(state)
     if not waiting:
         return set()
@@ -221,7 +199,7 @@ def victims(state: State) -> set[str]:
 
 
 def newest_and_emptiest(state: State) -> list[Worker]:
-    """Usable workers with one version: whom it costs least to give up comes first."""
+    """Return single-version workers, cheapest to give up first."""
     hosts = state.index.hosts.items()
     busy = [one for version, found in hosts if version >= 0 for one in found.workers.values()]
     busy = [one for one in busy if one.name not in state.residents]
@@ -229,7 +207,7 @@ def newest_and_emptiest(state: State) -> list[Worker]:
 
 
 def spread(workers: Iterable[Worker], *, all_open: bool = False) -> Iterator[Worker]:
-    """The worker with the most free slots, again and again; prefetch when no slot is free."""
+    """Yield the worker with the most free slots repeatedly, then prefetch room."""
     heap = [(one.load - one.slots, one.name, one) for one in workers if all_open or one.open]
     heapq.heapify(heap)
     while heap:
@@ -242,7 +220,7 @@ def spread(workers: Iterable[Worker], *, all_open: bool = False) -> Iterator[Wor
 
 
 def pack(state: State, workers: list[Worker]) -> Iterator[Worker]:
-    """The given workers in order: first into all of their slots, then ahead of them."""
+    """Yield workers in order: all slots, then prefetch."""
     for level in range(2):
         for worker in workers:
             most = (worker.slots, worker.slots + worker.prefetch)
@@ -251,7 +229,6 @@ def pack(state: State, workers: list[Worker]) -> Iterator[Worker]:
 
 
 def _needed(state: State) -> set[str]:
-    """Names of the idle workers that versions with queued requests need."""
     found: set[str] = set()
     for version in state.queues:
         if version == state.version:
@@ -262,7 +239,6 @@ def _needed(state: State) -> set[str]:
 
 
 def _needed_of(state: State, version: int) -> list[str]:
-    """Idle workers among those `kept` of an older version, without looking at all of them."""
     hosts = state.index.hosts.get(version)
     idle = sorted(one.name for one in state.index.idle.values() if one.target == version)
     if hosts is None or not idle:
@@ -279,16 +255,15 @@ def _needed_of(state: State, version: int) -> list[str]:
 
 
 def _reluctance(worker: Worker, needed: set[str], newest: int) -> tuple[bool, bool, int, str]:
-    """Sorts who shall be assigned first: who is not needed, hosts nothing, then by name."""
     return worker.name in needed, worker.target == newest, worker.target, worker.name
 
 
 VERSIONS_MAX: Final = 1024
-"""A worker that claims to host more versions at once is not believed."""
+"""Maximum accepted from a worker."""
 
 
 def has_version(state: State, worker: Worker, version: int) -> bool:
-    """Whether a worker can sample under a version now."""
+    """Report whether a worker can sample under a version."""
     residence = state.residents.get(worker.name)
     if residence is None:
         return worker.target == worker.hosted == version
@@ -296,7 +271,7 @@ def has_version(state: State, worker: Worker, version: int) -> bool:
 
 
 def holders(state: State, version: int) -> list[Worker]:
-    """The usable workers that have a version beside others, by name."""
+    """Return usable multi-version workers with a version."""
     return [
         worker
         for name in sorted(state.residents)
@@ -305,19 +280,19 @@ def holders(state: State, version: int) -> list[Worker]:
 
 
 def open_holders(state: State, version: int) -> list[Worker]:
-    """Those of `holders` on which a request may be placed, also while they load another version."""
+    """Return `holders` that accept requests, even while loading."""
     return [one for one in holders(state, version) if not one.pressed and one.room > 0]
 
 
 def needed_versions(state: State, worker: Worker) -> set[int]:
-    """The versions that a worker must not drop."""
+    """Return versions a worker must not drop."""
     held = state.residents[worker.name].held
     running = {state.groups[group_of(one)].spec.version for one in worker.requests}
     return running | (state.queues.keys() & set(held))
 
 
 def versions_to_drop(state: State, worker: Worker, version: int) -> tuple[int, ...] | None:
-    """What a worker lets go of when it is assigned a version; None if it has no room for it."""
+    """Return versions to drop for an assignment; None without room."""
     residence = state.residents[worker.name]
     used = needed_versions(state, worker) | {version}
     found = [one for one in residence.held if one not in state.pins and one not in used]
@@ -329,7 +304,7 @@ def versions_to_drop(state: State, worker: Worker, version: int) -> tuple[int, .
 
 
 def assign_error(state: State, worker: Worker, version: int, drop: tuple[int, ...]) -> str:
-    """Why a worker must not be assigned this version and drop those; empty if it may."""
+    """Return why an assignment is illegal; empty if legal."""
     residence = state.residents.get(worker.name)
     if residence is None:
         return f"{worker.name} has one version and drops {drop}" if drop else ""
@@ -342,7 +317,7 @@ def assign_error(state: State, worker: Worker, version: int, drop: tuple[int, ..
 
 
 def resident_for_orphan(state: State, version: int) -> Worker | None:
-    """The emptiest worker that has room for an older version that nobody has."""
+    """Return the emptiest multi-version worker with room for an orphan."""
     found = [
         worker
         for worker in (state.workers[name] for name in sorted(state.residents))
@@ -352,7 +327,7 @@ def resident_for_orphan(state: State, version: int) -> Worker | None:
 
 
 def residents_for_newest(state: State) -> list[Worker]:
-    """The workers that take the newest version now: all that have not, if they have room."""
+    """Return multi-version workers with room that lack the newest."""
     found: list[Worker] = []
     if not state.residents:
         return found

@@ -1,17 +1,13 @@
-"""Decides how many batches are in flight where that is automatic, from what the fold has counted.
+"""Automatic number of batches in flight (C).
 
-The trainer needs a whole batch that has finished when it becomes free, and nothing more: what
-finishes earlier only gets older. So C follows what stands ready at a commit. Of every `STEPS_EACH`
-steps the means are taken:
+Over `STEPS_EACH` steps,
 
-- fewer than B - B / 16 groups stood ready, and more than `EMPTY_MIN` of the slots were empty
-  because of C alone: C grows by `CHANGE`. Where slots were full, or empty for another reason, a
-  larger C would win nothing.
-- more than B + B / 4 groups stood ready: C shrinks by `CHANGE`.
+- fewer than B - B / 16 finished groups per commit, and more than `EMPTY_MIN` of the slots empty
+  because of C alone: C grows by `CHANGE`.
+- more than B + B / 4 finished groups: C shrinks by `CHANGE`.
 
-Between the two lies more than what a change moves, so C does not swing. It changes when a
-batch is taken, which says so, and stays between `START` and what the bound has room for. With C
-below 2 no whole batch could stand ready, since the one in training counts as one.
+The gap exceeds the effect of one change, so C does not oscillate. C stays between `START` and the
+bound. Below 2 no whole batch could be ready: the batch in training counts as one.
 """
 
 from __future__ import annotations
@@ -21,46 +17,40 @@ from dataclasses import dataclass
 from typing import Final
 
 START: Final = 2.0
-"""C in batches, before anything is known, and at least."""
+"""Initial and minimum C, in batches."""
 
 CHANGE: Final = 0.25
-"""Batches by which C changes at once."""
+"""Batches per change of C."""
 
 STEPS_EACH: Final = 3
-"""Steps whose means decide."""
+"""Steps per decision."""
 
 EMPTY_MIN: Final = 0.05
-"""Share of the slots."""
 
 UNIT_NS: Final = 1_000_000
-"""Slot times are counted in ms: whole numbers, of any run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InFlight:
-    """C, and what was counted since it was last decided. Part of the state."""
+    """C and counts since its last change."""
 
     batches: float = START
-    """C, as far as `max_staleness` allows it."""
+    """C."""
     steps: int = 0
-    """Counted since the last decision."""
     ready: int = 0
-    """Finished groups at their commits, added up."""
+    """Sum over commits."""
     ready_now: int = -1
-    """Those at the commit after which no batch was taken yet; -1: there is none."""
+    """Finished groups at the last commit; -1 after a batch."""
     empty_ms: int = 0
-    """Slot time that was lost to C."""
+    """Slot time lost to C."""
     slots_ms: int = 0
-    """Of all slots."""
     empty: int = 0
-    """Slots that are empty because of C, since the last round."""
+    """Slots empty because of C."""
     slots: int = 0
-    """All of them."""
     since_ns: int = 0
-    """Time of that round."""
 
     def at_round(self, now_ns: int, *, empty: int, slots: int) -> InFlight:
-        """A round is over, after which so many slots are empty because of C."""
+        """Count a round."""
         lasted_ms = (now_ns - self.since_ns) // UNIT_NS if self.slots else 0
         return dataclasses.replace(
             self,
@@ -72,12 +62,12 @@ class InFlight:
         )
 
     def at_commit(self, ready: int) -> InFlight:
-        """The trainer is free, and so many groups have finished."""
+        """Count a commit."""
         return dataclasses.replace(self, ready_now=ready)
 
     def at_batch(self, *, per_step: int, most: float) -> InFlight:
-        """The next batch is taken; C is at most `most`."""
-        if self.ready_now < 0:  # The first one, or in place of one that was refused.
+        """Decide C when the next batch is taken; at most `most`."""
+        if self.ready_now < 0:  # First batch, or replacement of a refused one.
             return self
         steps, ready = self.steps + 1, self.ready + self.ready_now
         if steps < STEPS_EACH:
@@ -93,7 +83,7 @@ class InFlight:
         )
 
     def _decided(self, ready: int, wanted: int, most: float) -> float:
-        """Sixteenths of groups that stood ready, and that the trainer needed."""
+        """Return the new C; arguments are in sixteenths of groups."""
         starved = self.empty_ms > EMPTY_MIN * self.slots_ms
         change = 0.0
         if ready < wanted - wanted // 16 and starved:

@@ -1,13 +1,7 @@
-"""Keeps what would have to be looked for among all workers, groups and requests; it decides nothing
-but the order in which queued requests are placed, oldest deadline first.
+"""Derived indexes over workers, groups and requests, and the queue order.
 
-Everything here follows from `State.workers` and `State.groups` and is no part of the state's
-digest: whoever changes a worker calls `touch`, a group that begins or ends to generate is told, and
-a test finds the whole index again from scratch after every kind of run. With it a round costs as
-much as what has changed, however many workers and groups there are.
-
-Warning: nothing here may depend on the order of changes, since a state that was folded from the log
-came to be in another order than the one that wrote it. Iterate sorted, or by a key without ties.
+Excluded from the digest. Call `touch` after changing a worker, `begin` or `end` for groups. Never
+depend on the order of changes, which may differ in a folded state: iterate sorted.
 """
 
 from __future__ import annotations
@@ -25,27 +19,26 @@ if TYPE_CHECKING:
     from dora_pipe.orchestrator.state import Worker
 
 STALE_MIN: Final = 64
-"""A heap may hold so many entries that are out of date, whatever its size."""
+"""Outdated heap entries always tolerated."""
 
 STALE_TIMES: Final = 4
-"""Beyond `STALE_MIN`, entries per worker at which a heap is built anew."""
+"""Entries per worker at which a heap is rebuilt."""
 
 
 @dataclass(slots=True)
 class Hosts:
-    """The usable workers whose target is one version."""
+    """Usable workers of one target version."""
 
     workers: dict[str, Worker] = field(default_factory=dict)
     slots: int = 0
     load: int = 0
-    """Requests that need a slot there: without those that move away, with those that arrive."""
+    """Requests that need a slot."""
     free: int = 0
-    """Slots that no request needs."""
     _heap: list[tuple[int, str]] = field(default_factory=list)
-    """(load - slots, name) of workers with room, many of them out of date."""
+    """(load - slots, name), possibly outdated."""
 
     def offer(self, worker: Worker, load: int) -> None:
-        """A worker with room, as it is now."""
+        """Add a worker with room."""
         heap = self._heap
         heappush(heap, (load - worker.slots, worker.name))
         if len(heap) > STALE_MIN + STALE_TIMES * len(self.workers):
@@ -54,7 +47,7 @@ class Hosts:
             heapify(self._heap)
 
     def roomiest(self) -> Worker | None:
-        """The worker with the most free slots, or room for prefetch if no slot is free."""
+        """Return the worker with the most free slots, else prefetch room."""
         heap = self._heap
         while heap:
             key, name = heap[0]
@@ -67,8 +60,6 @@ class Hosts:
 
 @dataclass(slots=True)
 class _Seen:
-    """What the index counts a worker as; `target` is None for one that is not usable."""
-
     target: int | None
     load: int
     free: int
@@ -77,29 +68,26 @@ class _Seen:
 
 @dataclass(slots=True)
 class Index:
-    """Example: ``index.hosts[7].free``: slots free on the workers of version 7."""
+    """Lookup tables of the planner. Example: ``index.hosts[7].free``"""
 
     hosts: dict[int, Hosts] = field(default_factory=dict)
-    """By target; -1 for workers without a version. No empty one stays."""
+    """By target; -1 without a version. No empty entries."""
     idle: dict[str, Worker] = field(default_factory=dict)
-    """May be assigned another version now."""
+    """Workers that may be reassigned."""
     emptying: dict[str, Worker] = field(default_factory=dict)
-    """Usable workers all of whose requests move away, and that do not sleep then."""
+    """Workers whose requests all move away, not to sleep."""
     silent: dict[str, Worker] = field(default_factory=dict)
-    """To be fenced."""
+    """Workers to fence."""
     draining: dict[str, Worker] = field(default_factory=dict)
-    """A user asked to drain them."""
     pressed: dict[str, Worker] = field(default_factory=dict)
-    """Their KV cache is too full."""
     elastic: dict[str, Worker] = field(default_factory=dict)
-    """They share their GPUs with the trainer."""
+    """Colocated workers."""
     generating: dict[int, dict[str, None]] = field(default_factory=dict)
-    """Training groups some siblings of which run, by deadline, in the order of their dispatch. No
-    empty one stays."""
+    """Generating groups by deadline, in dispatch order. No empty entries."""
     _seen: dict[str, _Seen] = field(default_factory=dict)
 
     def touch(self, worker: Worker) -> None:
-        """A worker has joined or has changed in any way."""
+        """Update a worker."""
         seen = self._seen.get(worker.name)
         target = worker.target if worker.usable else None
         load = worker.load
@@ -114,7 +102,7 @@ class Index:
             return
         if worker.open:
             self.hosts[target].offer(worker, load)
-        # Whoever has requests that stay, as nearly everybody has, is in neither.
+        # Common case: some requests stay.
         if worker.present > worker.arriving:
             self.idle.pop(worker.name, None)
             self.emptying.pop(worker.name, None)
@@ -124,7 +112,7 @@ class Index:
             _keep(self.emptying, worker, empties)
 
     def mark(self, worker: Worker) -> None:
-        """As `touch`, and look at what changes rarely, or never: silence, drain, pressure."""
+        """Do `touch`, and update silence, drain, pressure."""
         self.touch(worker)
         _keep(self.silent, worker, worker.silent)
         _keep(self.draining, worker, worker.drain != "no")
@@ -139,27 +127,26 @@ class Index:
             kept.pop(worker.name, None)
 
     def begin(self, spec: GroupSpec) -> None:
-        """A training group is dispatched; those before it were told before it."""
+        """Add a training group, in dispatch order."""
         self.generating.setdefault(spec.deadline, {})[spec.group] = None
 
     def end(self, spec: GroupSpec) -> None:
-        """Nothing of a training group is waited for any more."""
+        """Remove a training group."""
         groups = self.generating[spec.deadline]
         del groups[spec.group]
         if not groups:
             del self.generating[spec.deadline]
 
     def orphans(self, versions: Iterable[int]) -> list[int]:
-        """Those of the versions that no usable worker hosts, oldest first."""
+        """Return the versions without a usable worker, oldest first."""
         return sorted(one for one in versions if one not in self.hosts)
 
     def free(self, version: int) -> int:
-        """Slots of a version that no request has or shall have."""
+        """Return the free slots of a version."""
         hosts = self.hosts.get(version)
         return hosts.free if hosts is not None else 0
 
     def _rehost(self, worker: Worker, seen: _Seen | None, target: int | None, load: int) -> None:
-        """A worker counts for another version, or for none."""
         if seen is not None:
             self._leave(worker, seen)
         free = worker.free
@@ -194,11 +181,11 @@ def _keep(where: dict[str, Worker], worker: Worker, belongs: bool) -> None:
 
 
 RANK: dict[Purpose, int] = {"train": 0, "eval": 1}
-"""Queued requests of training groups go before those of evaluation groups of the same version."""
+"""Training goes before evaluation within a version."""
 
 
 class QueueKey(NamedTuple):
-    """Place of a request in the queue of its version: what sorts first is placed first."""
+    """Sort key of a queued request."""
 
     rank: int
     deadline: int
@@ -213,17 +200,17 @@ class QueueKey(NamedTuple):
 
 
 def queue_key(group: GroupSpec, sibling: int) -> QueueKey:
-    """Where a request of this group queues: oldest deadline first, then ordinal, sibling."""
+    """Return the key: deadline, ordinal, sample index."""
     return QueueKey(RANK[group.purpose], group.deadline, group.ordinal, sibling)
 
 
 def push(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:
-    """Into the queue of a version, at its place."""
+    """Insert in order."""
     insort(queues.setdefault(version, []), key)
 
 
 def pull(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:
-    """Out of the queue of a version; it must be there."""
+    """Remove; the key must be present."""
     queue = queues[version]
     place = bisect_left(queue, key)
     assert queue[place] == key, "the request is not queued"

@@ -1,9 +1,7 @@
-"""Decides which workers have been silent for too long, and which groups open, on the orchestrator's
-own receive clock.
+"""Leases of workers and time limits of groups, on the orchestrator's receive clock.
 
-A lease starts only when the orchestrator has caught up with the log, and stands still while the
-orchestrator does not react (an outage of the bus, a stopped process, a restart) or cannot read what
-was said (somebody died inside an append): none of that fences anybody, or ends a group.
+Leases start after the log has been read. They pause while the orchestrator does not react or
+records are held back.
 """
 
 from __future__ import annotations
@@ -14,17 +12,14 @@ from typing import Generic, TypeVar
 from dora_pipe.orchestrator.state import State
 
 Incarnation = tuple[str, int]
-"""A worker's name and role epoch."""
 
 One = TypeVar("One", Incarnation, str)
 
 
 class Leases(Generic[One]):
-    """When each incarnation was heard last, or each group dispatched. Times are monotonic ns of
-    this process.
+    """Last-heard times in monotonic ns; gaps above `gap_ns` do not count.
 
-    Example: ``Leases(lease_ns=10 * 10**9, gap_ns=10**9)``; between two `turn`s more than `gap_ns`
-    apart no lease runs down.
+    Example: ``Leases(lease_ns=10 * 10**9, gap_ns=10**9)``
     """
 
     def __init__(self, *, lease_ns: int, gap_ns: int) -> None:
@@ -32,34 +27,34 @@ class Leases(Generic[One]):
         self._gap_ns = gap_ns
         self._turned_ns: int | None = None
         self._gaps_ns = 0
-        """All gaps so far: time that counts against nobody."""
+        """Excluded from every lease."""
         self._held = False
         self._heard_ns: dict[One, int] | None = None
-        """Without the gaps before it; who was silent for longest comes first."""
+        """Without earlier gaps; oldest first."""
 
     def turn(self, now_ns: int) -> None:
-        """The orchestrator reacts now; a gap since the last time counts against nobody."""
+        """Note a reaction."""
         gap_ns = 0 if self._turned_ns is None else now_ns - self._turned_ns
         self._turned_ns = now_ns
         if (self._held or gap_ns > self._gap_ns) and self._heard_ns is not None:
             self._gaps_ns += gap_ns
 
     def hold(self, held: bool) -> None:
-        """From this turn on, what is said may be unreadable: silence counts against nobody."""
+        """Pause or resume all leases."""
         self._held = held
 
     def start(self, living: Iterable[One], now_ns: int) -> None:
-        """The log has been read: from now on silence counts."""
+        """Start the leases."""
         self._heard_ns = dict.fromkeys(living, now_ns - self._gaps_ns)
 
     def renew(self, one: One, now_ns: int) -> None:
-        """Something came from this incarnation; before the start it does not matter."""
+        """Renew a lease."""
         if self._heard_ns is not None:
             self._heard_ns.pop(one, None)
             self._heard_ns[one] = now_ns - self._gaps_ns
 
     def expired(self, living: Container[One], now_ns: int) -> list[One]:
-        """Who was not heard for a lease, sorted; who is silent and not living is forgotten."""
+        """Return living entries with expired leases, sorted."""
         found: list[One] = []
         last_ns = now_ns - self._gaps_ns - self._lease_ns
         gone: list[One] = []
@@ -73,19 +68,19 @@ class Leases(Generic[One]):
         return sorted(found)
 
     def keep(self, living: Container[One]) -> None:
-        """Forget who is not there any more."""
+        """Forget entries that are not living."""
         if self._heard_ns is not None:
             self._heard_ns = {one: at for one, at in self._heard_ns.items() if one in living}
 
     def due_ns(self) -> int | None:
-        """When the next lease expires if nothing is heard; None if none runs."""
+        """Return the next expiry; None without leases."""
         if self._held or not self._heard_ns:
             return None
         return next(iter(self._heard_ns.values())) + self._gaps_ns + self._lease_ns
 
 
 class Living:
-    """The incarnations that are there, to be asked for one by one."""
+    """Current incarnations."""
 
     def __init__(self, state: State) -> None:
         self._workers = state.workers
@@ -97,7 +92,7 @@ class Living:
 
 
 class Generating:
-    """The groups that generate, to be asked for one by one."""
+    """Generating groups."""
 
     def __init__(self, state: State) -> None:
         self._groups = state.groups

@@ -1,15 +1,8 @@
-"""The orchestrator without IO: facts and time go in, rounds come out.
+"""Orchestrator without IO: records and time go in, rounds come out.
 
-One reaction: apply what was read, observe what time and metrics say, plan (`Pace` says when that is
-left to the next one), and write one round with all of it. A round is written when control advanced
-or something was observed or decided; reading metrics alone writes none.
-
-Nothing is observed or planned before everything that was in the log at the start has been read: a
-restarted orchestrator must not decide on half of what happened.
-
-Two things that a round may have to do cost much and can wait for a turn that follows at once
-(`Pace`): its plan, and to free what a commit has done with. A round whose plan is put off says
-`planned: false`; the state keeps its trigger, and the next round plans.
+A turn applies what was read, observes, plans, and writes a round if anything changed. It observes
+and plans only after the log has been read. `Pace` postpones a round's plan (`planned: false`) or
+the freeing of a commit's groups to the next turn.
 """
 
 from __future__ import annotations
@@ -77,29 +70,27 @@ FROM_WORKERS: Final = (
     RequestFailed,
     GroupScored,
 )
-"""Who says so is alive: its lease begins anew."""
+"""Records that renew a worker's lease."""
 
 CONTROL_MAX: Final = 1000
-"""A round folds at most so many control records; more of them go into further rounds."""
+"""Maximum control records per round."""
 
 GAP_HEARTBEATS: Final = 2
-"""Reactions this many heartbeats apart mean that the orchestrator itself was away."""
+"""Heartbeats between reactions that mean the orchestrator was suspended."""
 
 PRESSURE_NS: Final = 5_000_000_000
-"""A KV cache that stays too full is observed so often: what was decided must first take effect."""
+"""Interval between observations of a full cache."""
 
 
 OFF_ENGINE_SHARE: Final = 16
-"""It is observed how many of a worker's requests need no slot when a status says one more or less,
-or where that is more, a share of its slots as small as this: one status, one observation."""
+"""Minimum change to observe, as a share of a worker's slots."""
 
 
 class OrchestratorMachine:
-    """A `core.runtime.Machine` that owns the State.
+    """`core.runtime.Machine` that owns the State.
 
-    `state` is where the log's rounds lead to; `metrics` are the positions to read status from.
-    `snapshot_every`, a multiple of `STATE_DIGEST_EVERY`: rounds from one snapshot to the next; 0
-    takes none. `metrics_keep_ns`: how long statuses are kept; 0 is for ever. `samplers` draw rows.
+    `state` is the fold of the log; `metrics` are start positions. `snapshot_every` rounds is a
+    multiple of `STATE_DIGEST_EVERY`, 0 for never. `metrics_keep_ns` 0 keeps all statuses.
     """
 
     def __init__(
@@ -127,14 +118,10 @@ class OrchestratorMachine:
         lease_ns = int(timing.lease_s * 1e9)
         self._leases = Leases[Incarnation](lease_ns=lease_ns, gap_ns=self._gap_ns)
         self._times: Leases[str] | None = None
-        """Of groups; None while none is bounded."""
         self._statuses: dict[Incarnation, WorkerStatus] = {}
         self._pressures: dict[Incarnation, int] = {}
-        """Tokens in KV caches, to be observed."""
         self._off_engine: dict[Incarnation, int] = {}
-        """Requests that need no slot, to be observed."""
         self._press_due_ns: dict[Incarnation, int] = {}
-        """A cache that is still full then is observed once more."""
         limits = Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s)
         self._waits = WaitTracker("orchestrator", limits)
         self._last_progress = _progress(state)
@@ -145,13 +132,13 @@ class OrchestratorMachine:
         assert snapshot_every % STATE_DIGEST_EVERY == 0
         self._snapshot_every = snapshot_every
         self._snapshot: tuple[str, Body] | None = None
-        """Digest and body of a state whose round is not durable yet."""
+        """State whose round is not durable yet."""
         self._publish: list[Publish] = []
         self._effects: list[WriteSnapshot | TrimMetrics] = []
         self._caught_up = False
         self._misnamed: set[str] = set()
         self._held_back: list[str] = []
-        """Topics with acknowledged records that cannot be read yet."""
+        """Topics with unreadable acknowledged records."""
         self._stopped = False
         self._pace = Pace()
         self._more = False
@@ -162,17 +149,17 @@ class OrchestratorMachine:
         self._period_due_ns = 0
 
     def positions(self) -> Mapping[TopicPartition, int]:
-        """Control from where the last round ended; metrics from where we were told."""
+        """Return the positions to read from."""
         return {TopicPartition(self._topics.control, 0): self._control_next, **self._metrics}
 
     @property
     def finished(self) -> bool:
-        """Whether the run is over, or this role was asked to stop and its state is in the log."""
+        """Report whether the run is over, halted, or this role was stopped."""
         halted = bool(self.state.failures.halted) and self._caught_up
         return self.state.done or self._stopped or halted
 
     def wake_at(self) -> int:
-        """At the next heartbeat, period or lease; at once if a plan was cut short."""
+        """Return the next due time; 0 if a plan was cut short."""
         if self._more or self._started is None:
             return 0
         lease_ns = self._leases.due_ns()
@@ -183,7 +170,7 @@ class OrchestratorMachine:
         return min([due_ns, *(one for one in (lease_ns, time_ns) if one is not None)])
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        """One turn; see the head of this file."""
+        """Run one turn."""
         self._publish, self._effects = [], []
         self._pace.begin()
         self._begin(now)
@@ -217,7 +204,6 @@ class OrchestratorMachine:
         return Outputs(publish=self._publish, effects=list(self._effects))
 
     def _begin(self, now: Now) -> None:
-        """Rounds count time from the wall clock of the start, and never backwards."""
         if self._started is None:
             self._started = now
             self._started_ns = max(now.wall_ns, self.state.now_ns)
@@ -234,7 +220,6 @@ class OrchestratorMachine:
             self._note_status(record, now)
 
     def _fold(self, record: Record, now: Now) -> None:
-        """Apply a control record; a full round is closed first."""
         if len(self._folded) >= CONTROL_MAX:
             self._round(now)
             if self.state.done:
@@ -273,7 +258,6 @@ class OrchestratorMachine:
             self._leases.renew((found.worker, found.epoch), now.mono_ns)
 
     def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
-        """A cache that has become too full, or is still after a while, or is not any more."""
         at, config = (status.worker, status.epoch), self.state.config
         worker = self.state.workers.get(status.worker)
         if config is None or worker is None or worker.epoch != status.epoch:
@@ -288,7 +272,6 @@ class OrchestratorMachine:
             self._pressures[at] = status.kv_used_tokens
 
     def _note_off_engine(self, status: WorkerStatus) -> None:
-        """Some more or fewer of its requests need no slot than is known."""
         at, worker = (status.worker, status.epoch), self.state.workers.get(status.worker)
         if worker is None or worker.epoch != status.epoch:
             return
@@ -299,7 +282,6 @@ class OrchestratorMachine:
             self._off_engine[at] = found
 
     def _note_lost(self, worker: Worker | None) -> None:
-        """Copy the newest known progress of a lost worker's requests into the observations."""
         if worker is None:
             return
         status = self._statuses.get((worker.name, worker.epoch))
@@ -309,11 +291,8 @@ class OrchestratorMachine:
             self._observed.append(Progressed(trajectory=trajectory, resume=resume))
 
     def _observe(self, now: Now) -> None:
-        """What time and metrics say: leases that ended, full KV caches, requests that need no slot,
-        groups that were open for too long, the planning period."""
         ended = self._leases.expired(Living(self.state), now.mono_ns)
-        # Nothing that such a worker logs could be read: it has no lease. The fold, which old logs
-        # must pass as they did, knows nothing of it.
+        # Their records cannot be read. The fold ignores this rule, since old logs must replay.
         misnamed = sorted(self._misnamed & self.state.workers.keys())
         ended += [(name, self.state.workers[name].epoch) for name in misnamed]
         self._misnamed.clear()
@@ -337,7 +316,6 @@ class OrchestratorMachine:
             self._observed.append(PlanPeriod())
 
     def _time_groups(self, names: Iterable[str], now: Now) -> None:
-        """From now on these groups have their time, if that has a bound."""
         config = self.state.config
         if config is None or config.groups.seconds_max is None:
             return
@@ -351,7 +329,6 @@ class OrchestratorMachine:
             self._times.renew(name, now.mono_ns)
 
     def _round(self, now: Now) -> None:
-        """Observe, plan, and write the round if there is anything to write."""
         state = self.state
         if state.done:
             return
@@ -380,7 +357,6 @@ class OrchestratorMachine:
         self._seal(round_)
 
     def _seal(self, round_: Round) -> None:
-        """Close the round in the state, chain it to the one before, and publish it."""
         state = self.state
         close_round(state, round_)
         if is_digest_due(state, round_.ordinal):
@@ -395,7 +371,6 @@ class OrchestratorMachine:
         self._observed = []
 
     def _keep(self, round_: Round) -> str:
-        """Take a snapshot if one is due: the tag that its round is published under."""
         every = self._snapshot_every
         if not every or (round_.ordinal + 1) % every or round_.state_digest is None:
             return ""
@@ -410,8 +385,6 @@ class OrchestratorMachine:
         self._effects.append(WriteSnapshot(offset=event.offset, digest=digest, body=body))
 
     def _note_turn(self, now: Now) -> None:
-        """Since when it is the trainer's turn, or the workers', for a part of its batch too;
-        unknown for what was before."""
         stands = _progress(self.state)
         if stands != self._last_progress:
             self._last_progress = stands
@@ -445,7 +418,6 @@ class OrchestratorMachine:
         self._publish += self._schedule.publish(status, to, now.mono_ns)
 
     def _bury(self, record: Record, error: SchemaError, now: Now) -> None:
-        """What cannot be read goes to the dead letters; its partition goes on."""
         letter = DeadLetter(
             topic=record.topic,
             partition=record.partition,
@@ -467,23 +439,22 @@ class OrchestratorMachine:
 
 
 def _progress(state: State) -> tuple[int, bool, int]:
-    """What changes when it is another's turn."""
     trains = state.training is not None
     return state.version, trains, 0 if trains else len(state.parts)
 
 
 FOLDED_BYTES_MAX: Final = 256 * 1024
-"""A round that folds more than this plans nothing: some thousand trajectories of a commit."""
+"""Folded bytes above which a round does not plan."""
 
 UNSETTLED_MAX: Final = 1000
-"""Nor does one whose digest has to hash more leaves and buckets than this."""
+"""Unsettled hashes above which a round does not plan."""
 
 FREED: Final = 64
-"""Groups that a turn frees, with their trajectories: half a millisecond."""
+"""Groups freed per turn."""
 
 
 class Pace:
-    """What was put off, and for how long."""
+    """Postponed plans and cleanup."""
 
     def __init__(self) -> None:
         self._put_off = False
@@ -493,14 +464,14 @@ class Pace:
         del self._spent[-FREED:]
 
     def committing(self, state: State, record: StepCommitted) -> None:
-        """A commit is about to be folded: its groups leave the state, but not all at once."""
+        """Keep a commit's groups, to free them over several turns."""
         if state.training is not None:
             names: Iterable[str] = state.training.groups
             self._spent += [state.groups[name] for name in names]
         self._spent += record.groups
 
     def puts_off(self, state: State, folded: Sequence[bytes]) -> bool:
-        """Whether this round, that folds so much, plans nothing; never two in a row."""
+        """Report whether this round skips planning; never twice in a row."""
         heavy = sum(map(len, folded)) > FOLDED_BYTES_MAX
         digests = rounds_to_digest(state.rounds) == 0
         digests = digests and state.leaves.unsettled > UNSETTLED_MAX

@@ -1,23 +1,16 @@
-"""Decides which running requests move to another worker of their version.
+"""Moves of running requests to other workers of their version.
 
-Four occasions: an elastic worker that is to sleep, a worker that is drained, a worker whose KV
-cache is too full, and *consolidation*:
-the requests of an older version run on as few workers as their slots allow, and a worker that is
-emptied so is given to the newest version.
+Reasons: colocated workers that sleep, drains, full KV caches, and *consolidation*: packing an older
+version on few workers frees others for the newest. Against oscillation:
 
-Hysteresis, so that nothing goes to and fro:
+1. Plans consider moves only after a trigger (`State.trigger`), or while a version has no host.
+2. Consolidation needs waiting requests of the newest version.
+3. The slot time gained is at least `MOVE_GAIN_MIN` times the pauses. A worker must have served as
+   long as it loaded, a request must have run `MOVE_COOLDOWN` pauses since its last move. Moves per
+   request are bounded.
+4. A worker being emptied counts as free.
 
-1. It is looked at anew only after a trigger (`State.trigger`): a step was committed, a worker
-   joined, is ready, left, is idle or under pressure, a user's command, the planning period. One
-   more finished request is none. While a version has no host, every plan looks.
-2. Nothing moves unless the newest version has requests that wait for a slot.
-3. A move has to pay: the slots that become free so much earlier count more than the time for which
-   the moved requests stand still, `MOVE_GAIN_MIN` times. A worker has to have served for as long as
-   it took to load, and a request to have run `MOVE_COOLDOWN` stalls since it moved last; its moves
-   are bounded.
-4. What is on its way counts where it goes: a worker that is being emptied counts as free.
-
-The caller applies each move before it asks for the next one.
+Callers apply each move before the next.
 """
 
 from __future__ import annotations
@@ -30,23 +23,23 @@ from dora_pipe.orchestrator.estimates import Outlook
 from dora_pipe.orchestrator.state import KV_PRESSURE, Request, State, Worker
 
 MOVES_MAX: Final = 3
-"""Moves of one request, except away from a worker that is drained."""
+"""Maximum per request, except from drained workers."""
 
 MOVE_GAIN_MIN: Final = 2
-"""The slot time that a move wins is so many times that which it costs."""
+"""Minimum ratio of slot time gained to lost."""
 
 MOVE_COOLDOWN: Final = 4
-"""Between two moves a request runs so many times as long as a move lets it stand still."""
+"""Minimum run time between moves, in pauses."""
 
 RELIEF: Final = 0.9
-"""A worker under pressure lets go until its cache is expected below this share of the threshold."""
+"""Share of the threshold to relieve a cache to."""
 
 Moved = tuple[str, Worker | None, str]
-"""(trajectory, worker that shall go on with it, reason); None: whichever is free."""
+"""(trajectory, destination or None for any, reason)."""
 
 
 def moves(state: State, admissible: int) -> Iterator[Moved]:
-    """What shall move now; `admissible` groups may still be admitted."""
+    """Yield the moves due now."""
     assert state.config is not None
     orphans = hosting.orphans(state)
     if state.interruptible:
@@ -63,17 +56,16 @@ def moves(state: State, admissible: int) -> Iterator[Moved]:
 
 
 class _FreeSlots:
-    """Free slots of the given workers, fewest first: the fullest become quite full."""
+    """Free slots, fewest first, so that the fullest workers fill up."""
 
     def __init__(self, workers: Iterable[Worker]) -> None:
         open_ = [one for one in workers if _free_slots_on(one)]
         open_.sort(key=lambda one: (one.slots - one.load, one.name), reverse=True)
         self._open = open_
         self.free = sum(map(_free_slots_on, open_))
-        """How many there are."""
 
     def take(self) -> Worker | None:
-        """A worker with a free slot; the caller moves a request there."""
+        """Return a worker for the caller to move a request to."""
         while self._open:
             if _free_slots_on(self._open[-1]):
                 self.free -= 1
@@ -83,21 +75,21 @@ class _FreeSlots:
 
 
 def _free_slots_on(worker: Worker) -> int:
-    """Slots that are free now; one that a request has not left yet is not."""
+    """Return free slots; departing requests still occupy theirs."""
     if not worker.moves or not worker.open:
         return 0
     return max(0, min(worker.slots - worker.load, worker.room))
 
 
 def _to_sleep(state: State) -> Iterator[Moved]:
-    """A step does not wait for slots elsewhere: what an elastic worker has queues."""
+    """Queue requests: a step does not wait for free slots."""
     for worker in elastic.letting_go(state):
         for name in staying(state, worker):
             yield name, None, f"{worker.name} is to sleep; {len(worker.requests)} requests queue"
 
 
 def _drained(state: State) -> Iterator[Moved]:
-    """What a drained worker has goes where slots are free; the rest is finished there."""
+    """Move to free slots; the rest finishes."""
     free_slots: dict[int, _FreeSlots] = {}
     for name in sorted(state.index.draining):
         worker = state.index.draining[name]
@@ -106,7 +98,7 @@ def _drained(state: State) -> Iterator[Moved]:
 
 
 def _relieved(state: State) -> Iterator[Moved]:
-    """The newest requests leave a worker whose KV cache is too full: they have least to carry."""
+    """Move the newest requests: they have the least to transfer."""
     assert state.config is not None
     free_slots: dict[int, _FreeSlots] = {}
     for name in sorted(state.index.pressed):
@@ -115,7 +107,7 @@ def _relieved(state: State) -> Iterator[Moved]:
             continue
         most = RELIEF * KV_PRESSURE * worker.kv_tokens
         share = 1 - most / worker.pressed
-        cached = max(1, len(worker.requests) - worker.off_engine)  # The others have no cache.
+        cached = max(1, len(worker.requests) - worker.off_engine)  # Only these have a cache.
         count = min(cached - 1, int(share * cached) + 1)
         newest = sorted(worker.requests, key=lambda one: (-state.requests[one].began_ns, one))
         chosen = [one for one in newest if _may_move(state, state.requests[one], rested=True)]
@@ -126,7 +118,6 @@ def _relieved(state: State) -> Iterator[Moved]:
 def _off(
     state: State, worker: Worker, names: list[str], free_slots: dict[int, _FreeSlots], why: str
 ) -> Iterator[Moved]:
-    """Take these requests off a worker as far as others of their version have slots free."""
     for name in names:
         version = _version(state, name)
         if version not in free_slots:
@@ -139,7 +130,7 @@ def _off(
 
 
 def _for_newest(state: State, admissible: int) -> Iterator[Moved]:
-    """Empty workers of older versions, emptiest first, while the newest has too few slots free."""
+    """Empty older workers, emptiest first."""
     wanted = hosting.wanted_of_newest(state, admissible)
     emptying = state.index.emptying.values()
     coming = sum(one.slots for one in emptying if one.target != state.version)
@@ -162,7 +153,6 @@ def _for_newest(state: State, admissible: int) -> Iterator[Moved]:
 
 
 def _for_orphans(state: State, orphans: list[int]) -> Iterator[Moved]:
-    """Empty a worker for each version without a host: a spare one, else one of a newer version."""
     spare, free_slots = _spare(state)
     spare.sort(key=lambda one: (one.load, one.name))
     spared = {one.name for one in spare}
@@ -186,7 +176,7 @@ def _empty(worker: Worker, names: list[str], free_slots: _FreeSlots, why: str) -
 
 
 def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
-    """Of older versions: workers whose requests fit into the others' slots, and those slots."""
+    """Return older workers whose requests fit elsewhere, and those slots."""
     spare: list[Worker] = []
     free_slots: dict[int, _FreeSlots] = {}
     for version in sorted(state.index.hosts):
@@ -204,7 +194,6 @@ def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
 
 
 def _hosts(state: State, version: int) -> list[Worker]:
-    """The workers that have a version, alone or beside others."""
     hosts = state.index.hosts.get(version)
     alone = hosts.workers.values() if hosts is not None else ()
     single = [one for one in alone if one.name not in state.residents]
@@ -212,18 +201,17 @@ def _hosts(state: State, version: int) -> list[Worker]:
 
 
 def _fellows(state: State, worker: Worker) -> _FreeSlots:
-    """Slots of the other workers of the same version."""
     workers = state.index.hosts[worker.target].workers.values()
     return _FreeSlots(one for one in workers if one is not worker)
 
 
 def staying(state: State, worker: Worker) -> list[str]:
-    """Requests of a worker that do not move yet, by id."""
+    """Return requests that are not moving."""
     return sorted(one for one in worker.requests if state.requests[one].moving is None)
 
 
 def _fits(state: State, worker: Worker, names: list[str], free: int, *, rested: bool) -> bool:
-    """Whether a worker can be emptied: all it has may move, and others have slots for it."""
+    """Report whether a worker can be emptied."""
     if not worker.moves or worker.loading or worker.arriving or len(names) > free:
         return False
     if rested and state.now_ns - worker.target_ns < worker.load_ns:
@@ -242,11 +230,7 @@ def _may_move(state: State, request: Request, *, rested: bool) -> bool:
 
 
 def _pays(state: State, worker: Worker, names: list[str], slots: int, outlook: Outlook) -> bool:
-    """Whether the slots won, for as long as the longest request would run on, are worth it.
-
-    Emptied now, a worker is free after one stall; left alone, when its longest request has ended.
-    What loading the next version costs is paid either way.
-    """
+    """Report whether the slots gained until the longest request ends are worth the pauses."""
     ages = (state.now_ns - state.requests[name].began_ns for name in names)
     longest_ns = max((outlook.left_ns(age) for age in ages), default=0)
     won_ns = slots * (longest_ns - outlook.stall_ns)

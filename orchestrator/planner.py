@@ -1,16 +1,8 @@
-"""Decides everything the orchestrator decides, as a function of its state alone.
+"""Planner: all decisions as a function of the state.
 
-A plan is made in stages, each on what the ones before it left: fence, end siblings, end groups,
-halt, stop early, take the batch, drain, send elastic workers to sleep, score groups, dispatch a due
-evaluation, place what was released, assign, place, move, admit, stop. Every decision is applied to
-the state as it is made, by the functions that the fold of the log uses, so the planner has no idea
-of its own of what a decision does. `decide` changes the state it is given; `plan` leaves it alone.
-
-What a plan needs to know of time or metrics has entered the state as an observation, and the
-configuration in force is part of the state. So equal states give equal plans, and whoever has the
-log can make every plan again: `audit` does. Where a plan is cut, to go on in the next round,
-decides what it contains and whether the fold takes its trigger for answered: so a run that another
-planner began goes on under that one's bound.
+`_STAGES` run in order; each decision is applied immediately with the functions of the fold. Time
+and metrics enter the state as observations, so equal states give equal plans, and `audit` can
+recompute them. The cut size influences plans, so a run keeps its first planner's.
 """
 
 from __future__ import annotations
@@ -67,19 +59,18 @@ from dora_pipe.schemas.rounds import (
 from dora_pipe.schemas.topics import worker_name_error
 
 PLANNER: Final = "consolidate-3"
-"""Name and version; `run started` carries it. Whoever changes what a plan contains changes it."""
+"""Recorded in `run started`; change it when plans change."""
 
 DECISIONS_MAX: Final = 500
-"""A plan of this size (`size_of`) stops and goes on in the next round: no round takes too long.
+"""Plan size that bounds round time; the rest follows in the next round.
 
-What belongs together is not cut: a group's cancels and end, an admitted group's placements, the
-groups of a batch and those of one evaluation may lead beyond it.
+A group's cancels and end, an admitted group's placements, a batch and an evaluation are not split.
 """
 
 
 @dataclass(slots=True)
 class _Placing:
-    """Requests of one group that this plan has placed on one worker so far."""
+    """Requests of one group placed on one worker."""
 
     spec: GroupSpec
     worker: Worker
@@ -97,7 +88,7 @@ class _Placing:
 
 
 class Draft:
-    """The plan so far, applied to the state as it grows."""
+    """Growing plan, applied to the state."""
 
     def __init__(self, state: State, limit: int, samplers: Samplers | None) -> None:
         self.state = state
@@ -108,28 +99,27 @@ class Draft:
         self._places: dict[tuple[str, str], _Placing] = {}
 
     def add(self, decision: AnyDecision) -> None:
-        """One more decision; whatever is decided after it sees what it did."""
+        """Add and apply a decision."""
         apply_decision(self.state, decision)
         self._decisions.append(decision)
         self._size += size_of([decision])
 
     def take(self, decision: TakeBatch) -> None:
-        """The batch that was just made of this state is taken."""
+        """Take a batch built from this state."""
         take_batch(self.state, decision)
         self._decisions.append(decision)
         self._size += size_of([decision])
 
     def dispatch(self, spec: GroupSpec, reason: str, skipped: tuple[int, ...] = ()) -> None:
-        """A group that was just made for this state is admitted."""
+        """Admit a group built for this state."""
         dispatch(self.state, spec, skipped)
         self._decisions.append(Dispatch(spec=spec, reason=reason, skipped=skipped))
         self._size += 1
 
     def place(self, trajectory: str, worker: Worker, reason: str) -> None:
-        """A queued request goes to a worker that has room for it.
+        """Place a queued request on a worker with room.
 
-        What goes to one worker of one group is one decision, where the first of it is: nothing
-        between two placements of a plan asks for their order.
+        Placements of a group on a worker form one decision, at the position of the first.
         """
         state = self.state
         request = state.requests[trajectory]
@@ -152,22 +142,21 @@ class Draft:
 
     @property
     def full(self) -> bool:
-        """Whether the rest of the plan is left to the next round."""
+        """Whether the plan is cut here."""
         return self._size >= self.limit
 
 
 def plan(state: State, *, limit: int | None = None) -> tuple[AnyDecision, ...]:
-    """What to decide now; the state is left as it is. `plan(state with plan applied) == ()`."""
+    """Return the decisions; `plan(state with plan applied) == ()`."""
     return tuple(decide(copy.deepcopy(state), limit=limit))
 
 
 def decide(
     state: State, *, limit: int | None = None, samplers: Samplers | None = None
 ) -> list[AnyDecision]:
-    """What to decide now, already applied to `state`; unless it is cut, its trigger is answered.
+    """Return the decisions, applied to `state`; clear its trigger unless cut at `limit`.
 
-    `limit`: where it is cut, by default at `DECISIONS_MAX`. Raises ConfigError where a
-    task's rows are drawn and `samplers` cannot.
+    Raises ConfigError if `samplers` fail.
     """
     draft = Draft(state, DECISIONS_MAX if limit is None else limit, samplers)
     if state.facts is not None and not state.done:
@@ -180,7 +169,7 @@ def decide(
 
 
 def may_still_admit(state: State) -> int:
-    """Groups that the bound, the cap, the end of the run and a pause leave room for."""
+    """Return how many groups may be admitted now."""
     return 0 if state.paused else admissible(state.deadlines, state.standing())
 
 
@@ -191,7 +180,6 @@ def _fence(draft: Draft) -> None:
 
 
 def _end_siblings(draft: Draft) -> None:
-    """Those that their groups do not wait for."""
     state = draft.state
     for name, fate in list(state.surplus.items()):
         if draft.full:
@@ -221,13 +209,11 @@ def _end_groups(draft: Draft) -> None:
 
 
 def _halt(draft: Draft) -> None:
-    """Nothing is trained, and nothing will be: say so instead of going on for ever."""
     if not draft.full and (halt := state_ops.halt_now(draft.state)) is not None:
         draft.add(halt)
 
 
 def _stop_early(draft: Draft) -> None:
-    """The evaluation that is watched has waited long enough for a better version."""
     state = draft.state
     assert state.config is not None
     if not draft.full and (due := stop_due(state.watched, state.config)) is not None:
@@ -235,7 +221,6 @@ def _stop_early(draft: Draft) -> None:
 
 
 def _end_surplus(draft: Draft) -> None:
-    """Groups that no step is left for: those of the latest deadlines; late stop."""
     state = draft.state
     count = surplus(state.deadlines, state.standing())
     if not count and not state.stop_now:
@@ -249,7 +234,7 @@ def _end_surplus(draft: Draft) -> None:
 
 
 def latest(state: State, count: int) -> list[Group]:
-    """So many groups of U, the latest deadline first."""
+    """Return groups of U, latest deadline first."""
     generating = state.index.generating
     running = (
         state.groups[name].key
@@ -261,13 +246,11 @@ def latest(state: State, count: int) -> list[Group]:
 
 
 def _evaluations(state: State) -> list[Group]:
-    """The evaluation groups that generate, in the order of their dispatch."""
     found = [group for group in state.groups.values() if group.spec.purpose == "eval"]
     return sorted((one for one in found if may_cancel(state, one)), key=lambda one: one.key)
 
 
 def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
-    """Take the running siblings of a group off their workers."""
     for name in state_ops.open_siblings(draft.state, group):
         request = draft.state.requests[name]
         if request.worker:
@@ -283,13 +266,12 @@ def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
 
 
 def _take_batch(draft: Draft) -> None:
-    """The batch of the next step, or another part of it while it is not whole."""
     state = draft.state
     assert state.config is not None
     if not state.finished:
         return
     if state.surplus:
-        return  # The plan is full: what a batch has waits for nobody.
+        return  # The plan is full.
     at = state.standing()
     if at.step >= at.steps:
         return
@@ -342,7 +324,6 @@ def _drain(draft: Draft) -> None:
 
 
 def _send_to_sleep(draft: Draft) -> None:
-    """Elastic workers, while a step stands: what they have moves, or is finished."""
     state = draft.state
     for worker in [] if draft.full else elastic.to_sleep(state):
         why = f"step {state.version} begins, and {worker.name} shares its GPUs with the trainer"
@@ -354,13 +335,11 @@ def _send_to_sleep(draft: Draft) -> None:
 
 
 def _score(draft: Draft) -> None:
-    """Groups all of whose siblings have ended, where these are scored together."""
     while not draft.full and (question := next_question(draft.state)) is not None:
         draft.add(question)
 
 
 def _dispatch_evaluation(draft: Draft) -> None:
-    """All groups of a due evaluation at once; they queue behind the training groups of t."""
     state = draft.state
     if state.paused or draft.full:
         return
@@ -369,7 +348,7 @@ def _dispatch_evaluation(draft: Draft) -> None:
 
 
 def _assign(draft: Draft) -> None:
-    """Idle workers: versions that have no host first, then the newest."""
+    """Assign orphaned versions first, then the newest."""
     state = draft.state
     if draft.full or not (state.index.idle or state.interruptible or state.residents):
         return
@@ -398,7 +377,6 @@ def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None
 
 
 def _place_released(draft: Draft) -> None:
-    """What was released goes where its place is kept, before anybody counts what is queued."""
     for name in sorted(draft.state.released):
         worker = _kept_place(draft.state, name)
         if worker is not None and not draft.full:
@@ -406,7 +384,6 @@ def _place_released(draft: Draft) -> None:
 
 
 def _place(draft: Draft) -> None:
-    """Every version's queue, oldest first."""
     state = draft.state
     if not state.queues:
         return
@@ -420,7 +397,7 @@ def _place(draft: Draft) -> None:
 
 
 def _kept_place(state: State, trajectory: str) -> Worker | None:
-    """The worker that a released request moves to, if it still hosts its version."""
+    """Return a released request's destination if it still hosts the version."""
     request = state.requests[trajectory]
     assert request.moving is not None
     name, epoch = request.moving
@@ -454,7 +431,7 @@ def _move(draft: Draft) -> None:
 
 
 def _admit(draft: Draft) -> None:
-    """New groups, while a slot is free for one; their other siblings queue."""
+    """Admit groups while a slot is free."""
     state = draft.state
     hosts = state.index.hosts.get(state.version)
     if hosts is None or state.version in state.queues or draft.full:
@@ -501,13 +478,12 @@ _STAGES: Final = (
     _admit,
     _stop,
 )
-"""In this order; each sees what the ones before it did."""
+"""Each stage sees the effects of earlier ones."""
 
 
 def size_of(decisions: Sequence[AnyDecision]) -> int:
-    """What a plan costs to make and to write, in decisions about one request: a placement counts
-    once for each of its requests, a batch once for each of its groups, a group that is scored once
-    for each of its siblings."""
+    """Return the size: placements per request, batches per group, scorings per trajectory,
+    others 1."""
     size = 0
     for one in decisions:
         if isinstance(one, Place):
@@ -522,5 +498,5 @@ def size_of(decisions: Sequence[AnyDecision]) -> int:
 
 
 def is_cut(decisions: Sequence[AnyDecision]) -> bool:
-    """Whether a plan may go on in the next round."""
+    """Report whether the plan may continue in the next round."""
     return len(decisions) > 0 and size_of(decisions) >= DECISIONS_MAX

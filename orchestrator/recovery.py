@@ -1,7 +1,6 @@
-"""Reads the rounds of a run, each with the control records it folds; what they mean is `fold`'s.
+"""Reader of rounds with their control records, for restarts and audits.
 
-A restarted orchestrator and every audit go through here. Both topics are read in step, so that
-memory is bounded by one round and one poll, however long the log is.
+Both topics are read in step, so memory is bounded by one round and one poll.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRound:
-    """A round, where it lies, and exactly the control records it folds."""
+    """Round, its offset and its control records."""
 
     offset: int
     round: Round
     control: list[Record]
 
     def folded(self) -> list[tuple[int, bytes]]:
-        """The control records as `fold_round` takes them."""
+        """Return the control records for `fold_round`."""
         return [(record.offset, record.value) for record in self.control]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """A round and the state it led to: one State, changed in place from round to round."""
+    """Round and the shared state after it."""
 
     at: ReadRound
     state: State
@@ -49,27 +48,26 @@ class Folded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """Where the log's rounds lead to, and what stands in control behind the last of them."""
+    """State after the last round, and the content of control."""
 
     state: State
     control_next: int
     decisions_next: int
     run_started: bool
-    """Whether control has a `run started`, folded or not."""
     role_epoch: int
-    """The newest of the orchestrator in control, folded or not; -1 for none."""
+    """Newest orchestrator epoch in control; -1 if none."""
 
 
 def read_rounds(
     bus: Bus, topics: Topics, *, decisions_from: int = 0, control_from: int = 0
 ) -> Iterator[ReadRound]:
-    """Every round that is there now, in order, with its control records; from a position on.
+    """Yield every round with its control records.
 
-    Raises LogTruncated when a round folds records that are gone, SchemaError naming the offset of
-    a round that cannot be read, BusError.
+    Raises LogTruncated if a folded record is gone, SchemaError with the offset of an unreadable
+    round, BusError.
     """
     decisions = TopicPartition(topics.decisions, 0)
-    end = bus.end(decisions)  # Before control's: a round folds only what was there before it.
+    end = bus.end(decisions)  # Read before control's end: rounds fold only older records.
     control = _Tail(bus, TopicPartition(topics.control, 0), control_from)
     try:
         for record in _all(bus, decisions, decisions_from, end):
@@ -90,10 +88,8 @@ def read_rounds(
 
 
 def fold_log(bus: Bus, topics: Topics, start: Snapshot | None = None) -> Iterator[Folded]:
-    """Every round (after `start`) with the state after it.
-
-    Raises InvariantBroken and what `read_rounds` raises.
-    """
+    """Yield every round with the state after it. Raises InvariantBroken and errors of
+    `read_rounds`."""
     state = State() if start is None else start.state
     decisions_from = 0 if start is None else start.decisions_next
     for at in read_rounds(
@@ -104,7 +100,7 @@ def fold_log(bus: Bus, topics: Topics, start: Snapshot | None = None) -> Iterato
 
 
 def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovered:
-    """Fold the log, from the newest snapshot in a folder that fits, or from its beginning."""
+    """Fold the log from the newest valid snapshot or the beginning."""
     start = None if snapshots is None else _begin(bus, topics, snapshots)
     state, decisions_next = State(), 0
     if start is not None:
@@ -128,7 +124,6 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
 
 
 def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:
-    """The newest snapshot whose last round lies in the log where it says."""
     decisions = TopicPartition(topics.decisions, 0)
     end = bus.end(decisions)
     for found in candidates(snapshots, topics.run):
@@ -146,15 +141,12 @@ def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:
 
 
 class _Tail:
-    """Control, read as far as each round asks."""
-
     def __init__(self, bus: Bus, at: TopicPartition, start: int) -> None:
         self.end = bus.end(at)
         self._records = _all(bus, at, start, self.end)
         self._ahead: Record | None = None
 
     def below(self, position: int) -> list[Record]:
-        """The records not returned yet with an offset below `position`."""
         found: list[Record] = []
         while True:
             self._ahead = self._ahead or next(self._records, None)
@@ -168,6 +160,5 @@ class _Tail:
 
 
 def _all(bus: Bus, at: TopicPartition, start: int, end: int) -> Generator[Record, None, None]:
-    """Every record of a partition with `start` <= offset < `end`."""
     with closing(bus.reader({at: start})) as reader:
         yield from records_until(reader, {at: end})

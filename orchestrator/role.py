@@ -1,8 +1,6 @@
-"""Starts the orchestrator on a bus: fence the predecessor, fold the log, take a role epoch, run.
+"""Start of the orchestrator: fence the predecessor, fold the log, take a role epoch, run.
 
-It looks for garbage where its loop waits, and never in a turn. What it holds has no cycles; those
-that come, of errors above all, are few. But to look for them takes as long as a turn, of which it
-may be the longest part.
+Garbage is collected only while the loop waits, since it can take as long as a turn.
 """
 
 from __future__ import annotations
@@ -38,13 +36,12 @@ HALTED_HINT: Final = (
 
 
 STATUS_TAIL: Final = 10_000
-"""Statuses that a new incarnation reads of what was said before it, per partition: those of 512
-workers in ten seconds, one of which says all its progress."""
+"""Old statuses to read per partition: ten seconds of 512 workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """Who runs the role. Example: ``Instance(name="m1-17", host="m1", pid=17, package="0.1.0")``"""
+    """Role process. Example: ``Instance(name="m1-17", host="m1", pid=17, package="0.1.0")``"""
 
     name: str
     host: str
@@ -54,13 +51,13 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trimmed:
-    """How long statuses are kept, and how the thread that deletes older ones opens the log.
+    """Retention of statuses.
 
     Example: ``Trimmed(keep_ns=3600 * 10**9, open_bus=lambda: SqliteBus(path))``
     """
 
     keep_ns: int
-    """0: for ever."""
+    """0 keeps all."""
     open_bus: Callable[[], Bus]
 
 
@@ -78,14 +75,13 @@ def run_orchestrator(
     trimmed: Trimmed | None = None,
     samplers: Samplers | None = None,
 ) -> State:
-    """Be the orchestrator of a run until it is over or `stop` says so; the state at the end.
+    """Run the orchestrator until the run is over or `stop` returns True; return the final state.
 
-    The topics exist. `run_started` starts a log that has none, and is ignored by another; `timing`
-    is this process's own. In `snapshots` the state is kept now and then: the next start folds what
-    came after. The order of starting matters: only what is read once the predecessor is fenced and
-    nothing is held back (`core.run_lifecycle`) is all. A halted run goes on for `resumed_by`.
-    Raises RunHalted, Fenced when a successor took over, UsageError when there is no run,
-    InvariantBroken and LogTruncated when the log was changed, BusError, ConfigError of `samplers`.
+    `run_started` starts an empty log. `resumed_by` resumes a halted run. The log is read only after
+    the predecessor is fenced and no record is held back (`core.run_lifecycle`).
+
+    Raises RunHalted, Fenced by a successor, UsageError without a run, InvariantBroken and
+    LogTruncated if the log was changed, BusError, ConfigError of `samplers`.
     """
     meter = Meter()
     writer = bus.writer(exclusive=f"{topics.run}.orchestrator")
@@ -141,7 +137,6 @@ def _partitions(bus: Bus, topics: Topics) -> list[TopicPartition]:
 
 
 def _unless_halted(state: State, run: str) -> State:
-    """The state at the end. Raises RunHalted where that is not the run's."""
     if halted := state.failures.halted:
         raise RunHalted(f"{run}: {halted}", hint=HALTED_HINT)
     return state
@@ -162,7 +157,7 @@ def start_machine(
     metrics_keep_ns: int = 0,
     samplers: Samplers | None = None,
 ) -> OrchestratorMachine:
-    """A machine at the end of the log; its role epoch is announced unless the run is over."""
+    """Return a machine at the end of the log; announce its role epoch."""
     folded = (topics.control, topics.decisions)
     await_stable_offset(bus, [TopicPartition(topic, 0) for topic in folded], clock)
     found = recover(bus, topics, snapshots)
@@ -208,29 +203,26 @@ def _role_started(
 
 
 GARBAGE_MAX: Final = 100_000
-"""New objects, less those that have gone, after which a turn looks for cycles after all: some turns
-without a wait in between."""
+"""New objects that trigger a collection within a turn."""
 
 FULL_EVERY: Final = 600
-"""Waits from one look at everything to the next: a minute."""
+"""Waits between full collections, about a minute."""
 
 
 def settle_memory() -> None:
-    """What a process has when it becomes the orchestrator, modules above all, is for ever: the
-    garbage collector looks at it once more and never again. To look at it takes longer than a
-    round. What comes is looked at by `Tidying`."""
+    """Freeze startup objects: scanning them takes longer than a round."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(GARBAGE_MAX, *gc.get_threshold()[1:])
 
 
 class Tidying:
-    """Looks for garbage whenever it is called: at what is new, and now and then at everything."""
+    """Garbage collection at each call."""
 
     def __init__(self) -> None:
         self._waits = 0
 
     def __call__(self) -> None:
-        """The loop waits."""
+        """Collect garbage."""
         self._waits += 1
         gc.collect(1 if self._waits % FULL_EVERY else 2)

@@ -1,8 +1,6 @@
-"""Groups whose siblings are scored together: who is asked, and what an answer must be.
+"""Scoring of whole groups after their trajectories have ended.
 
-All siblings of such a group that it waits for have ended. It is still in U, with its deadline, and
-holds no slot of a worker: any usable worker may be asked, whatever version it hosts, since all of
-them serve every source.
+Such a group is still in U and uses no slot; any usable worker may score it.
 """
 
 from __future__ import annotations
@@ -21,33 +19,32 @@ if TYPE_CHECKING:
     from dora_pipe.orchestrator.state import Group, State, Worker
 
 GROUPS_MAX: Final = 16
-"""Groups that one worker scores at a time; others wait."""
+"""Maximum per worker."""
 
 
 class Scoring(msgspec.Struct, kw_only=True):
-    """Of a group in phase `scoring`: who was asked last."""
+    """Scoring attempt of a group."""
 
     attempt: int = 0
-    """Of the newest `score group`; 0 before the first."""
     faults: int = 0
-    """Attempts that came to nothing; bounded by `groups.attempts_max`."""
+    """Failed attempts; bounded."""
     worker: str = ""
-    """Empty: it waits to be asked of."""
+    """Empty while it waits."""
     epoch: int = -1
 
     def by(self, worker: Worker) -> bool:
-        """Whether this incarnation is asked now."""
+        """Report whether this incarnation scores it now."""
         return (self.worker, self.epoch) == (worker.name, worker.epoch)
 
 
 def siblings_of(group: Group) -> tuple[TakenTrajectory, ...]:
-    """Those that are scored: with a valid reward of their own, in order."""
+    """Return trajectories with a valid reward."""
     ended = (one for one in group.results if one is not None and one.reward is not None)
     return tuple(one.taken for one in ended if one.taken is not None)
 
 
 def is_due(state: State, group: Group) -> bool:
-    """Whether the scores together are missing of a group that waits for no sibling any more."""
+    """Report whether the group only lacks its scores."""
     return (
         state.facts is not None
         and group.spec.source in state.facts.scored_together
@@ -57,8 +54,7 @@ def is_due(state: State, group: Group) -> bool:
 
 
 def next_question(state: State) -> ScoreGroup | None:
-    """The group of the earliest deadline that waits to be scored goes to the worker that scores
-    the fewest; None while nobody has room."""
+    """Assign the earliest waiting group to the least busy worker; None if all are full."""
     waiting = [state.groups[name] for name, one in state.scoring.items() if not one.worker]
     if not waiting:
         return None
@@ -71,7 +67,7 @@ def next_question(state: State) -> ScoreGroup | None:
 
 
 def question(state: State, group: Group, worker: Worker) -> ScoreGroup:
-    """What this worker would be asked about a group that waits."""
+    """Return the scoring request."""
     every = group.ended == group.spec.siblings
     done = f"all {group.ended} siblings have ended" if every else f"{group.valid} siblings count"
     return ScoreGroup(
@@ -85,7 +81,7 @@ def question(state: State, group: Group, worker: Worker) -> ScoreGroup:
 
 
 def answer_error(group: Group, answer: GroupScored) -> str:
-    """Why this is no answer to what was asked."""
+    """Return why an answer is wrong; empty if it is not."""
     asked = [one.trajectory for one in siblings_of(group)]
     if [one.trajectory for one in answer.siblings] != asked:
         return f"{group.spec.group} was scored with other siblings than were asked about"

@@ -1,11 +1,7 @@
-"""The orchestrator's state as a file, so that a restart does not fold months; decides what is
-doubtful.
+"""Snapshots of the state, which shorten a restart.
 
-A snapshot is a disposable cache. It is used only if everything about it fits: the run, the code
-that folds, its own bytes, the digest of the state, and the round in the log that it was taken
-after, chain included. Any doubt is one line of talk, and the log is folded from an older one or
-from the start: a snapshot can make a restart shorter, never another one. A thread
-of its own writes it, so that a slow disk costs snapshots, not rounds.
+A snapshot is a disposable cache: it is used only if run, code, bytes, digest and last round all
+match the log. A thread writes it, so a slow disk does not delay rounds.
 """
 
 from __future__ import annotations
@@ -37,72 +33,69 @@ from dora_pipe.schemas.wire import sha256_hex
 LOG = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY: Final = 16 * STATE_DIGEST_EVERY
-"""Rounds from one snapshot to the next: at ten rounds a second, 100 s. A round that carries the
-digest of its state anyway."""
+"""About 100 s; such rounds carry the digest anyway."""
 
 SNAPSHOTS_KEPT: Final = 2
-"""The newest, and one more in case that one is damaged."""
+"""One more in case the newest is damaged."""
 
 SUFFIX: Final = ".snapshot"
 FORMAT: Final = 2
 
 BODY_BYTES_MAX: Final = 1 << 30
-"""A state beyond this is not read; 10 000 workers with 64 requests each come to a fifth of it."""
+"""Maximum size to read; 10,000 workers with 64 requests each need a fifth."""
 
 PIECE_BUCKETS: Final = 16
-"""Some hundred lines of a busy run."""
+"""Buckets per piece."""
 
 LEVEL: Final = 1
-"""Of zstd: the file is read once, if ever."""
+"""zstd level; files are rarely read."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line of a snapshot."""
+    """First line of a snapshot."""
 
     format: int
     run: str
     source: str
-    """Digest of the code that folds: another version may fold otherwise."""
+    """Digest of the folding code."""
     offset: int
-    """Where in decisions the last round lies that this state has folded."""
+    """Offset of the last folded round."""
     digest: str
-    """Of the state."""
     body_sha256: str
     body_bytes: int
 
     @property
     def name(self) -> str:
-        """Of the file: sorts by offset."""
+        """File name, sorted by offset."""
         return f"{self.offset:020d}-{self.digest[:16]}{SUFFIX}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A state, and where the log goes on after it."""
+    """State and its log position."""
 
     state: State
     offset: int
 
     @property
     def decisions_next(self) -> int:
-        """Position in decisions."""
+        """Next position in decisions."""
         return self.offset + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A state as bytes: an object on the first line, then a line for each of its entities.
+    """Serialized state: an object line, then one line per entity.
 
-    It is made of what the digest has encoded anyway, so that the round which takes it encodes the
-    first line alone and lists the buckets; whoever writes it joins the lines in them.
+    The digest has encoded the entities already, so a round only encodes the first line.
     """
 
     head: bytes
     buckets: list[dict[str, bytes]] = field(default_factory=list)
-    """The lines, as `Leaves.settled` has them."""
+    """From `Leaves.settled`."""
 
     def pieces(self) -> Iterator[bytes]:
-        """All of it, `PIECE_BUCKETS` at a time: the loop goes on between two of them."""
+        """Yield the bytes in pieces, to unblock the loop."""
         yield self.head
         for start in range(0, len(self.buckets), PIECE_BUCKETS):
             some = self.buckets[start : start + PIECE_BUCKETS]
@@ -115,16 +108,15 @@ class Body:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSnapshot:
-    """Keep a state that is in the log: its last round is durable. No event follows."""
+    """Effect: write a durable state; no event follows."""
 
     offset: int
-    """Of that round in decisions."""
     digest: str
     body: Body
 
 
 _FOLLOWS: Final = frozenset({"index", "leaves", "queues", "finished", "weights"})
-"""Fields of a state that follow from the others."""
+"""Derived fields."""
 
 _SAVED: Final = tuple(
     one.name for one in fields(State) if one.name not in {*_FOLLOWS, *TABLES.values()}
@@ -143,13 +135,13 @@ _LINES: Final = dict[str, bytes].values
 
 
 def body_of(state: State) -> Body:
-    """Everything of a state but what follows from the rest."""
+    """Return the state without derived fields."""
     head = _ENCODER.encode({name: getattr(state, name) for name in _SAVED})
     return Body(head=head, buckets=state.leaves.settled(state))
 
 
 def state_of(body: bytes) -> State:
-    """The state of a `Body`. Raises msgspec.DecodeError, or ValueError for what is no state."""
+    """Decode a state. Raises msgspec.DecodeError, ValueError."""
     head, *lines = body.split(b"\n")
     found = _HEAD.decode(head)
     state = State(**{name: getattr(found, name) for name in _SAVED})
@@ -164,7 +156,6 @@ def state_of(body: bytes) -> State:
 
 
 def _follow(state: State) -> None:
-    """Find again what follows from the groups, requests and workers."""
     for name, request in state.requests.items():
         if request.worker:
             state.workers[request.worker].requests.add(name)
@@ -182,7 +173,7 @@ def _follow(state: State) -> None:
 
 
 def file_bytes(body: Body, *, run: str, offset: int, digest: str) -> tuple[str, bytes]:
-    """Name and content of a snapshot's file."""
+    """Return a snapshot's file name and content."""
     content, size = sha256(), 0
     packer = zstandard.ZstdCompressor(level=LEVEL).compressobj()
     packed = []
@@ -204,12 +195,12 @@ def file_bytes(body: Body, *, run: str, offset: int, digest: str) -> tuple[str, 
 
 
 def snapshots_in(folder: Path) -> list[Path]:
-    """The files there are, the newest first."""
+    """Return the files, newest first."""
     return sorted(folder.glob(f"*{SUFFIX}"), reverse=True)
 
 
 def candidates(folder: Path, run: str) -> Iterator[Snapshot]:
-    """Snapshots that hold by themselves, the newest first; `fits_log` asks the log."""
+    """Yield internally valid snapshots, newest first."""
     for path in snapshots_in(folder):
         try:
             yield _read(path, run)
@@ -218,10 +209,7 @@ def candidates(folder: Path, run: str) -> Iterator[Snapshot]:
 
 
 def fits_log(snapshot: Snapshot, value: bytes | None) -> str:
-    """Why the round at the snapshot's offset is not its last one; empty when it is.
-
-    `value` is what lies there, None for nothing.
-    """
+    """Return why `value`, the record at the snapshot's offset, does not match; empty if it does."""
     if value is None:
         return f"the log has no round at decisions offset {snapshot.offset}"
     try:
@@ -237,7 +225,7 @@ def fits_log(snapshot: Snapshot, value: bytes | None) -> str:
 
 @cache
 def source_digest() -> str:
-    """sha256 over the code of the fold: this package and the schemas."""
+    """Return the sha256 of the folding code."""
     digest = hashlib.sha256()
     for package in (dora_pipe.orchestrator, dora_pipe.schemas):
         assert package.__file__ is not None
@@ -247,7 +235,6 @@ def source_digest() -> str:
 
 
 def _read(path: Path, run: str) -> Snapshot:
-    """Raises ValueError, OSError or ZstdError, saying what is wrong."""
     line, _, packed = path.read_bytes().partition(b"\n")
     header = _HEADER.decode(line)
     if header.format != FORMAT or header.source != source_digest():
@@ -266,22 +253,22 @@ def _read(path: Path, run: str) -> Snapshot:
 
 
 def _unpacked(packed: bytes, size: int) -> bytes:
-    """At most one byte more than declared, whatever the frame says of itself."""
+    """Bound the size, whatever the frame declares."""
     stream: Any = zstandard.ZstdDecompressor().stream_reader(packed)
     return bytes(stream.read(size + 1))
 
 
 CLOSE_S: Final = 5.0
-"""Closing waits this long for a snapshot under way."""
+"""Maximum wait when closing."""
 
 WAITING_MAX: Final = 1
-"""Beside the one that is being written."""
+"""Waiting snapshots besides the running one."""
 
 TEMPORARY: Final = ".tmp"
 
 
 class SnapshotPort:
-    """A `core.runtime.Port`. While one snapshot is being written, others are passed by."""
+    """`core.runtime.Port` that skips snapshots while busy."""
 
     effects: tuple[type, ...] = (WriteSnapshot,)
     busy = False
@@ -293,15 +280,15 @@ class SnapshotPort:
         self._runner = EffectRunner("snapshots", handlers, asked_max=WAITING_MAX)
 
     def start(self, effect: WriteSnapshot) -> None:
-        """Hand it to the thread, if that has nothing to do."""
+        """Start writing if idle."""
         self._runner.start(effect)
 
     def poll(self) -> list[Any]:
-        """Nobody waits for a snapshot."""
+        """Return no events."""
         return self._runner.poll()
 
     def close(self) -> None:
-        """Wait a little for what is under way; idempotent."""
+        """Wait briefly for a running write; idempotent."""
         self._runner.close(wait_s=CLOSE_S)
 
     def _write(self, effect: WriteSnapshot) -> Iterator[Any]:
@@ -315,7 +302,7 @@ def _left_out(effect: WriteSnapshot, error: Exception) -> Iterable[Any]:
 
 
 def write(folder: Path, run: str, effect: WriteSnapshot) -> Path:
-    """Write a snapshot, all or nothing, and remove the oldest. Raises OSError."""
+    """Write atomically and remove the oldest. Raises OSError."""
     name, content = file_bytes(effect.body, run=run, offset=effect.offset, digest=effect.digest)
     folder.mkdir(parents=True, exist_ok=True)
     partial, final = folder / f"{name}{TEMPORARY}", folder / name

@@ -1,21 +1,18 @@
-"""Decides which group may be admitted and which batch may be taken, so that no bound ever breaks.
+"""Admission and batch rules that keep the staleness bound (proofs: docs/staleness.md).
 
-Rules (docs/staleness.md proves them; every detail has a counterexample there and a named test):
-
-1. *Feasible*: from step s on, for every j >= -1, at most (j + 1) * B groups are due at s + j or
-   before. j = -1 says that nothing may be overdue already.
-2. *Admit* a group stamped with the newest version t iff the groups in flight stay below C * B, a
-   batch in training counting as B, and U with it is feasible from s = t + 1 while a step is
-   training, else from s = t. The batch in training has no deadlines any more.
-3. *Take* for step s the B finished groups with the earliest deadlines, iff what stays behind is
+1. *Feasible* from step s: for every j >= -1, at most (j + 1) * B groups have a deadline <= s + j.
+   j = -1 excludes overdue groups.
+2. *Admit* a group of the newest version t iff the groups in flight are below C * B, counting a
+   batch in training as B, and U including the group is feasible from s = t + 1 during training,
+   else from s = t. Groups in training no longer have deadlines.
+3. *Take* for step s the B finished groups with the earliest deadlines, iff the rest of U is
    feasible from s + 1.
-4. *Take a part* of step s: the finished groups with the earliest deadlines, fewer than the batch
-   still lacks, iff U is feasible from s with them due at s, as they are from then on. The batch of
-   s is those of its parts, and rule 3 for what it lacks. While a step is training, s = t + 1 has
-   one part at most; it is given up if that step is refused.
+4. *Take a part* of step s: finished groups with the earliest deadlines, fewer than the batch still
+   lacks, iff U is feasible from s with their deadlines set to s from then on. Rule 3 takes the
+   missing groups of the batch. During training, s = t + 1 has at most one part; it is given up if
+   step t is refused.
 
-U, the groups dispatched and not yet taken, is given as the number of groups per deadline: there
-are few deadlines, however many groups there are.
+U, the groups dispatched and not taken, is represented as group counts per deadline.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ from typing import Final, NamedTuple
 from dora_pipe.schemas.batch import deadline_of
 
 _ROUNDING: Final = 1e-9
-"""C * B is a product of floats: 1.1 * 10 groups are 11, not 12."""
+"""Tolerance for the float product C * B: 1.1 * 10 is 11 groups, not 12."""
 
 
 class Finished(NamedTuple):
-    """A complete group that waits for its batch; sorts as batches are taken."""
+    """Complete group waiting for its batch; sorts in the order of taking."""
 
     deadline: int
     ordinal: int
@@ -45,14 +42,14 @@ EVALUATION_DEADLINE: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Where a run stands, as far as the bound is concerned.
+    """Run position and settings that the rules use.
 
     Example: ``Standing(version=7, training=True, max_staleness=2, in_flight_batches=2.0,
     per_step=32, steps=70)``: version 7 is the newest and its step is training.
     """
 
     version: int
-    """t: the newest version."""
+    """t: newest version."""
     training: bool
     """Whether step t is training."""
     max_staleness: int
@@ -62,49 +59,49 @@ class Standing:
     per_step: int
     """B."""
     steps: int
-    """The run ends when so many steps are committed."""
+    """Committed steps after which the run ends."""
 
     @property
     def step(self) -> int:
-        """s: the next step to be taken."""
+        """s: next step to take."""
         return self.version + 1 if self.training else self.version
 
     @property
     def deadline(self) -> int:
-        """Of a group that is admitted now."""
+        """Deadline of a group admitted now."""
         return deadline_of(self.version, self.max_staleness)
 
 
 def in_flight_max(in_flight_batches: float, per_step: int) -> int:
-    """C * B in whole groups; at least one batch, since with fewer no step could ever be taken."""
+    """Return C * B in whole groups; at least one batch, or no step could be taken."""
     return max(per_step, math.ceil(in_flight_batches * per_step - _ROUNDING))
 
 
 def feasible(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
-    """Whether for every j >= -1 at most (j + 1) * B groups are due at step + j or before.
+    """Report whether at most (j + 1) * B groups are due by step + j, for every j >= -1.
 
-    Example: ``feasible({4: 2, 5: 3}, 4, 2)`` is False: five groups are due at step 5 or before, and
-    two steps take four.
+    Example: ``feasible({4: 2, 5: 3}, 4, 2)`` is False: five groups are due by step 5, and two steps
+    take four.
     """
     return _excess(deadlines, step, per_step) is None
 
 
 def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
-    """How many groups may be admitted now, one after the other, before `may_admit` says no.
+    """Return how many groups may be admitted now, one after the other.
 
-    Planner and admission both ask this function: a planner with its own idea of it locks up.
+    Planner and admission must share this function; different answers deadlock the run.
     """
     return max(0, _room(deadlines, at)[0])
 
 
 def closed_by(deadlines: Mapping[int, int], at: Standing) -> str:
-    """Name the setting that lets no group be admitted now, with its value; empty if one may be."""
+    """Return the setting that blocks admission, with its value; empty if a group may be
+    admitted."""
     room, limit = _room(deadlines, at)
     return limit if room <= 0 else ""
 
 
 def _room(deadlines: Mapping[int, int], at: Standing) -> tuple[int, str]:
-    """Groups that may be admitted, and the setting that lets no more in."""
     untaken = sum(deadlines.values())
     in_training = at.per_step if at.training else 0
     most = in_flight_max(at.in_flight_batches, at.per_step)
@@ -128,7 +125,7 @@ def _room(deadlines: Mapping[int, int], at: Standing) -> tuple[int, str]:
 
 
 def may_admit(deadlines: Mapping[int, int], at: Standing) -> bool:
-    """Whether one more group, stamped with the newest version, keeps every promise."""
+    """Report whether one more group keeps the bound."""
     return admissible(deadlines, at) > 0
 
 
@@ -140,10 +137,10 @@ def next_batch(
     per_step: int,
     taken: int = 0,
 ) -> Sequence[Finished]:
-    """What completes the batch of `step`, or nothing while the trainer has to wait.
+    """Return the groups that complete the batch of `step`; empty if the trainer must wait.
 
-    `finished` is sorted; `taken` groups are in parts, due at `step`. Taking as soon as it is
-    allowed is best: waiting never helps.
+    `finished` is sorted; `taken` groups are in parts, due at `step`. Taking as soon as allowed is
+    optimal: waiting never helps.
     """
     lacks = per_step - taken
     if len(finished) < lacks:
@@ -162,9 +159,9 @@ def next_part(
     taken: int,
     size: int,
 ) -> Sequence[Finished]:
-    """The next part of `step`, of `size` groups, or nothing while there is none.
+    """Return the next part of `step`, `size` groups; empty while it must wait.
 
-    A part leaves something for the batch: what makes that whole is taken by `next_batch`.
+    A part never completes the batch; `next_batch` does.
     """
     if len(finished) < size or taken + size >= per_step:
         return ()
@@ -174,11 +171,11 @@ def next_part(
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """What a batch, or a part of it, waits for: so many unfinished groups."""
+    """Unfinished groups that a batch or part waits for."""
 
     count: int
     until: int | None = None
-    """Of those due at this deadline or before; None: of any."""
+    """Latest deadline that counts; None for any."""
 
 
 def lacking(
@@ -190,9 +187,9 @@ def lacking(
     taken: int = 0,
     size: int = 0,
 ) -> Lacking:
-    """What the trainer waits for: the next part, where that has `size` groups, else the batch.
+    """Return the groups missing for the next part if `size` is set, else for the batch.
 
-    Only to be asked while `next_part` or `next_batch` gives nothing.
+    Valid only while `next_part` or `next_batch` returns nothing.
     """
     needs = size or per_step - taken
     if len(finished) < needs:
@@ -206,7 +203,7 @@ def lacking(
 
 
 def _excess(deadlines: Mapping[int, int], step: int, per_step: int) -> tuple[int, int] | None:
-    """The first deadline by which more groups are due than steps can take, and how many more."""
+    """Return the first deadline with more groups due than steps can take, and the excess."""
     due = 0
     for deadline in sorted(deadlines):
         due += deadlines[deadline]
@@ -217,12 +214,11 @@ def _excess(deadlines: Mapping[int, int], step: int, per_step: int) -> tuple[int
 
 
 def surplus(deadlines: Mapping[int, int], at: Standing) -> int:
-    """How many groups of U no step is left for; they end as `cancelled(stop)`, latest first."""
+    """Return how many groups of U have no step left; they are cancelled, latest deadline first."""
     return max(0, sum(deadlines.values()) - max(0, at.steps - at.step) * at.per_step)
 
 
 def _with_part(due: Mapping[int, int], part: Sequence[Finished], step: int) -> dict[int, int]:
-    """U where the groups of a part are due at its step."""
     rest = _without(due, part)
     return rest | {step: rest.get(step, 0) + len(part)}
 

@@ -1,19 +1,14 @@
-"""What the orchestrator knows: one tree, changed in place by the fold alone; it decides nothing.
+"""State of the orchestrator, changed in place only by the fold.
 
 Rules:
 
-1. State changes only in `apply_control`, `apply_decision` and `state_ops`, driven by `fold`.
-   The planner applies its decisions through the same functions.
-2. States compare by digest; `orchestrator.digest` says what it covers.
-3. Whoever changes a worker, or what it has, calls `State.touch` (or, where rare, `mark`); whoever
-   changes a group or a request calls `leaves.touch`.
-4. What there are many of, groups, requests, workers, is not tracked by the garbage collector: no
-   cycle goes through them, and to look at all of them takes it longer than a round takes.
-5. Groups that have ended leave; counters stay. The size depends on what is open, not on how long
-   the run is.
-
-Warning: nothing here may depend on the order in which a set of strings iterates: that order
-differs between processes. Sort, or use a dict.
+1. Only `apply_control`, `apply_decision` and `state_ops` change the state.
+2. Call `State.touch` (or `mark`) after changing a worker, `leaves.touch` after changing a group or
+   request.
+3. Groups, requests and workers have `gc=False`, because collecting them takes longer than a round.
+   Never let a cycle go through them.
+4. Ended groups leave the state; only counters remain.
+5. Never depend on the iteration order of a set of strings: it differs between processes.
 """
 
 from __future__ import annotations
@@ -38,10 +33,10 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, NO_VERSION, Fate, GroupSpec, SiblingFate
 
 Phase = Literal["generating", "scoring", "finished", "taken", "ending"]
-"""Of an open group: siblings run; all have ended and are scored together; complete and in U; in a
-batch; its fate is known, not yet said.
+"""Phase of an open group: trajectories run; all ended, scored together; complete and in U; in a
+batch; outcome certain, `end` decision pending.
 
-U is exactly the training groups in one of the first three, `UNTAKEN`.
+U contains the training groups in the first three phases, `UNTAKEN`.
 """
 
 UNTAKEN: Final = ("generating", "scoring", "finished")
@@ -50,7 +45,7 @@ Drain = Literal["no", "asked", "told"]
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What `run started` says once for the whole run, beside the configuration."""
+    """Constant fields of `run started`."""
 
     run: str
     seed: int
@@ -60,59 +55,56 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eval_rows: int
     assets_digest: str
     datasets: dict[str, DataSet] = {}
-    """Of the sources with a name."""
     scored_together: tuple[str, ...] = ()
-    """Sources whose groups are scored together."""
 
 
 class Request(msgspec.Struct, kw_only=True, gc=False):
-    """A sibling that has not ended: queued (`worker` is empty) or placed."""
+    """Open trajectory: queued (`worker` is empty) or placed."""
 
     group: str
     sibling: int
     attempt: int = 0
-    """Of its newest placement; 0 before the first."""
+    """0 before the first placement."""
     faults: int = 0
-    """Placements that ended in an error or with the loss of the worker; bounded."""
+    """Failed placements; bounded."""
     worker: str = ""
     epoch: int = -1
     resume: Resume | None = None
     moving: tuple[str, int] | None = None
-    """The incarnation that shall go on with it; its present worker lets go of it first. Without a
-    name, whichever is free: its worker is to sleep."""
+    """Destination of a move; an empty name is any free worker."""
     kv: Blob | None = None
-    """The KV cache that a move left behind, while it waits for its placement."""
+    """KV cache of a move until the next placement."""
     moves: int = 0
-    """How often it was asked to move; bounded."""
+    """Moves so far; bounded."""
     moved_ns: int = 0
-    """Round time of the newest of those."""
+    """Round time of the newest move."""
     began_ns: int = -1
-    """Round time of its first placement."""
+    """Round time of the first placement."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """How a sibling ended; without a trajectory when it failed."""
+    """Result of an ended trajectory; `taken` is empty if it failed."""
 
     taken: TakenTrajectory | None
     reward: float | None
     tokens: int
     scored: bool = False
-    """Its reward is of the group's scores, not of its record alone."""
+    """Whether the reward comes from scoring the group together."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A group's fate before the decision says so. Example: ``Outcome(fate="filtered", why=...)``"""
+    """Group outcome before its `end`. Example: ``Outcome(fate="filtered", why=...)``"""
 
     fate: Fate
     why: str
     error: str = ""
-    """Of the sibling that decided it, where its fate is `failed`: class and first line."""
+    """Class and first line."""
     trajectory: str = ""
-    """That sibling."""
+    """Trajectory with that error."""
 
 
 class Group(msgspec.Struct, kw_only=True, gc=False):
-    """An open group and what its siblings have come to, by sibling."""
+    """Open group with its results by sample index."""
 
     spec: GroupSpec
     results: list[Result | None]
@@ -123,11 +115,11 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def key(self) -> Finished:
-        """Its place among the finished groups."""
+        """Return the sort key among the finished groups."""
         return Finished(self.spec.deadline, self.spec.ordinal, self.spec.group)
 
     def taken(self) -> TakenGroup:
-        """The group as a batch lists it, siblings in order."""
+        """Return the group as a batch lists it, trajectories in order."""
         ended = [one for one in self.results if one is not None and one.taken is not None]
         return TakenGroup(
             group=self.spec.group,
@@ -143,95 +135,94 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
 
 
 KV_PRESSURE: Final = 0.95
-"""A worker whose KV cache is fuller than this share gets nothing new and lets requests go."""
+"""KV cache usage above which a worker gets no new requests and releases some."""
 
 OPEN_TIMES: Final = 6
-"""A worker has at most so many times its slots and prefetch of requests, however many of them need
-no slot: each costs memory, and a worker refuses more than eight times as many."""
+"""Maximum open requests as a multiple of slots plus prefetch. Each costs memory; a worker
+rejects more than eight times as many."""
 
 OPEN_MAX: Final = 4096
-"""Nor more than so many, or twice its slots and prefetch: a task pool takes 8192 calls at once."""
+"""Cap of that maximum: a task pool takes 8192 concurrent calls."""
 
 
 class Worker(msgspec.Struct, kw_only=True, gc=False):
-    """One incarnation of a worker: what it shall be (`target`) and what it reported (`hosted`)."""
+    """Worker incarnation: its assignment (`target`) and last report (`hosted`)."""
 
     name: str
     epoch: int
     slots: int
     prefetch: int
     target: int = -1
-    """The version it was assigned; -1: none yet."""
+    """Assigned version; -1 before the first assignment."""
     digest: str = ""
-    """Weights digest of its target."""
     target_ns: int = 0
-    """Round time at which its target changed last."""
+    """Round time of the last target change."""
     hosted: int = -1
-    """The version it last reported ready."""
+    """Version last reported ready."""
     silent: bool = False
-    """Its lease has expired; it is fenced next."""
+    """Whether the lease has expired."""
     drain: Drain = "no"
     requests: set[str] = msgspec.field(default_factory=set)
-    """Trajectory ids of the open requests placed on it."""
+    """Ids of its open requests."""
     arriving: int = 0
-    """Requests that move here and are not placed yet; they have their room."""
+    """Requests moving here; each reserves room."""
     leaving: int = 0
-    """Those of `requests` that move away."""
+    """Requests moving away."""
     moves: bool = False
-    """It declared that it can let go of running requests."""
+    """Whether it can release running requests."""
     kv_tokens: int = 0
-    """What its KV cache holds."""
+    """Capacity of its KV cache in tokens."""
     pressed: int = 0
-    """Tokens in its KV cache when that was last seen fuller than the threshold; 0: it is not."""
+    """Tokens when last observed above the threshold; 0 if below."""
     load_ns: int = 0
-    """How long it took to load its version, as it reported."""
+    """Reported time to load its version."""
     off_engine: int = 0
-    """Of `requests`, those that need no slot, as was last observed, less those that have left."""
+    """Open requests that need no slot."""
     elastic: bool = False
-    """It shares its GPUs with the trainer in time: see `orchestrator.elastic`."""
+    """Whether it is colocated with the trainer; see `orchestrator.elastic`."""
 
     @property
     def loading(self) -> bool:
-        """Whether it has not reported its target yet; such a worker is never re-targeted."""
+        """Whether the target is not reported yet; such a worker is never retargeted."""
         return self.target != self.hosted
 
     @property
     def usable(self) -> bool:
-        """Whether it may be given anything at all."""
+        """Whether it may get anything."""
         return not self.silent and self.drain == "no"
 
     @property
     def present(self) -> int:
-        """Requests that it has or shall have, without those that move away."""
+        """Requests placed or arriving, without those leaving."""
         return len(self.requests) - self.leaving + self.arriving
 
     @property
     def load(self) -> int:
-        """Of `present`, those that need a slot."""
+        """Present requests that need a slot."""
         return max(0, len(self.requests) - self.leaving - self.off_engine) + self.arriving
 
     @property
     def free(self) -> int:
-        """Slots that nobody needs, as far as requests may still be placed on it."""
+        """Free slots, at most the remaining open requests."""
         left = self.most - len(self.requests) - self.arriving
         return max(0, min(self.slots - self.load, left))
 
     @property
     def room(self) -> int:
-        """Requests that may still be placed on it, prefetch included."""
+        """Requests that may still be placed, prefetch included."""
         places = min(self.slots + self.prefetch + self.off_engine, self.most)
         return places - len(self.requests) - self.arriving
 
     @property
     def most(self) -> int:
-        """Requests that may be open on it, whatever they wait for."""
+        """Maximum open requests."""
         size = self.slots + self.prefetch
         return max(2 * size, min(OPEN_TIMES * size, OPEN_MAX))
 
     @property
     def open(self) -> bool:
-        """Whether a request may be placed on it."""
-        return (  # `usable` in one: a plan asks thousands of times.
+        """Whether a request may be placed here."""
+        return (  # Inlines `usable`: a plan asks thousands of times.
             self.target == self.hosted
             and not self.pressed
             and not self.silent
@@ -241,93 +232,87 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
 
     @property
     def awake(self) -> bool:
-        """Whether it has weights or requests, or may get some: not so of one that sleeps."""
+        """Whether it has or expects weights."""
         return max(self.target, self.hosted) > NO_VERSION
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is under way that it waits for: no load, nobody who arrives."""
+        """Whether it is neither loading nor expecting requests."""
         return self.target == self.hosted and not self.arriving
 
 
 @dataclass(slots=True, kw_only=True)
 class Residence:
-    """Of one worker that hosts several versions at once."""
+    """Versions of a worker that hosts several at once."""
 
     most: int
-    """How many; at least 2."""
+    """Maximum versions; at least 2."""
     held: list[int] = field(default_factory=list)
-    """Those that it has, sorted."""
+    """Versions it holds, sorted."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """The batch that is being trained."""
+    """Batch in training."""
 
     step: int
     attempt: int
     digest: str
-    """`batch_digest` of the groups."""
     groups: tuple[str, ...]
 
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Counters of the whole run; what has left the state is still counted here."""
+    """Counters of the whole run."""
 
     dispatched: int = 0
-    """Training groups."""
     evaluations: int = 0
-    """Evaluation groups."""
     fates: dict[str, int] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     """Trained groups by staleness."""
     logged: int = 0
-    """Trajectories that count."""
+    """Logged trajectories."""
     tokens: int = 0
-    """Sampled tokens of those."""
+    """Their sampled tokens."""
     siblings_failed: int = 0
     requeued: int = 0
     moved: int = 0
-    """Requests that a worker let go of because they move."""
+    """Requests released for a move."""
     superseded: int = 0
-    """Trajectory and failure records that are not part of their group's result."""
+    """Records of trajectories that are not needed."""
     fenced: int = 0
-    """Records of incarnations that are out."""
+    """Records of old incarnations."""
     rejected: int = 0
-    """Known records that are illegal where they stand; they change nothing else."""
+    """Illegal records; ignored."""
     unknown: int = 0
-    """Records of a kind that this version does not know."""
+    """Records of an unknown kind."""
     unreadable: int = 0
     rejection: str = ""
-    """Why the newest of the rejected was."""
 
 
 @dataclass(slots=True, kw_only=True)
 class State:
-    """Everything; see the rules at the head of this file."""
+    """State of the orchestrator."""
 
     facts: Facts | None = None
-    """None before `run started`; everything else is illegal until then."""
+    """None before `run started`."""
     config: Config | None = None
-    """The frozen keys of `run started`, the logged ones as they are in force."""
+    """Configuration in force."""
     planner: str = ""
-    """That of `run started`: whoever goes on with a run cuts its plans where it did."""
+    """Planner of `run started`; later ones keep its plan size."""
 
     version: int = 0
-    """t: the number of committed steps."""
+    """t: number of committed steps."""
     policies: dict[int, str] = field(default_factory=dict)
-    """Weights digest of the newest version and of every version that an open group carries."""
+    """Weights digests of the newest version and those of open groups."""
     pins: dict[int, int] = field(default_factory=dict)
     """Open groups per version."""
     training: Training | None = None
     attempt: int = 1
-    """Of the next batch decision for step t."""
     in_flight: InFlight | None = None
-    """What C follows, where it is automatic, or was."""
+    """None if the limit was never automatic."""
     parts: list[tuple[str, ...]] = field(default_factory=list)
-    """Groups that the next step has in parts, while its batch is not whole. They are in U, due at
-    that step: t, or t + 1 while t is training."""
+    """Groups taken in parts for an incomplete batch; they stay in U, due at that step."""
 
     groups: dict[str, Group] = field(default_factory=dict)
     requests: dict[str, Request] = field(default_factory=dict)
@@ -336,84 +321,74 @@ class State:
     finished: list[Finished] = field(default_factory=list)
     """Complete groups of U, sorted."""
     ending: list[str] = field(default_factory=list)
-    """Groups whose fate is known and not yet said."""
+    """Groups that wait for their `end` decision."""
     queues: dict[int, list[QueueKey]] = field(default_factory=dict)
-    """Queued requests per version, sorted; no empty list stays."""
+    """Queued requests per version, sorted; never empty lists."""
     released: dict[str, None] = field(default_factory=dict)
-    """Queued requests whose place is kept on the worker that they move to, in order."""
+    """Queued requests with a reserved slot, in order."""
     scoring: dict[str, Scoring] = field(default_factory=dict)
-    """Groups whose siblings are scored together now."""
     surplus: dict[str, SiblingFate] = field(default_factory=dict)
-    """Groups that wait for none of their siblings that are still open, and what becomes of those;
-    in the order in which that was found. A group leaves when they have ended."""
+    """Groups whose open trajectories are not needed, with their outcome, in order."""
     workers: dict[str, Worker] = field(default_factory=dict)
     residents: dict[str, Residence] = field(default_factory=dict)
-    """What those workers have that host several versions at once, by name."""
+    """By worker."""
     trigger: str = ""
-    """Why it has to be looked at anew which worker hosts what; empty when it has been."""
+    """Reason to reconsider the hosting of versions; empty when done."""
     seen: Estimates = field(default_factory=Estimates)
-    """What the planner expects of time."""
 
     ordinal: int = 0
-    """Of the next training group: the prompt cursor."""
+    """Prompt cursor."""
     drawn: dict[str, int] = field(default_factory=dict)
-    """Training groups per task, where tasks have names: the prompt cursor of each."""
+    """Prompt cursor of each named task."""
     eval_ordinal: int = 0
-    """Of the next evaluation group."""
     evaluated: int = -1
-    """The newest version whose evaluation is dispatched in full; of an evaluation without a name.
-    """
+    """Newest version with its unnamed evaluation fully dispatched."""
     evaluations: dict[str, int] = field(default_factory=dict)
-    """The same of those that have names."""
+    """The same per named evaluation."""
     eval_row: int = 0
-    """Rows of the evaluation data dispatched for version t, while that is not finished."""
+    """Dispatched evaluation rows of version t."""
 
     rows: dict[str, RowStats] = field(default_factory=dict)
-    """Reward counters of the rows of tasks that have a curriculum, as `train/math#17`."""
+    """By keys such as `train/math#17`."""
     curricula: dict[str, Curriculum] = field(default_factory=dict)
-    """What else is known of those tasks, by source."""
+    """By source."""
     samplers: dict[str, str] = field(default_factory=dict)
-    """sha256 of the sources that rows are drawn with, as the newest orchestrator has them."""
     weights: dict[str, Weights] = field(default_factory=dict)
-    """By source, what the next rows are drawn by, once that was asked for; follows from `rows`."""
+    """Cached weights by source."""
 
     watched: Watched | None = None
-    """The evaluation that decides which version is the best, if one does and has begun."""
 
     paused: bool = False
     stop_at: int | None = None
-    """A user's stop: the run ends when so many steps are committed, if not before."""
+    """Step at which a stop ends the run."""
     stop_now: bool = False
-    """Evaluations are not waited for either."""
+    """Whether the stop skips evaluations too."""
     done: bool = False
-    """`stop run` was decided: the log of the run is complete."""
+    """Whether `stop run` was decided."""
     failures: Failures = field(default_factory=Failures)
-    """Training groups that failed lately, and whether the run was halted for it."""
 
     orchestrator_epoch: int = -1
     trainer_epoch: int = -1
     rounds: int = 0
     """Ordinal of the next round."""
     round_epoch: int = -1
-    """Role epoch of the last round."""
     now_ns: int = 0
-    """Time of the last round."""
     control_next: int = 0
-    """Control records with a smaller offset are folded."""
+    """Next control offset to fold."""
     counters: Counters = field(default_factory=Counters)
     chain: str = GENESIS_CHAIN
     index: Index = field(default_factory=Index)
-    """Follows from the workers and groups; see `orchestrator.index`."""
+    """Derived from workers and groups; see `orchestrator.index`."""
     leaves: Leaves = field(default_factory=Leaves)
-    """What the digest has seen of groups, requests and workers."""
+    """Hashes for the digest."""
 
     @property
     def in_parts(self) -> list[str]:
-        """The groups of all parts, in order."""
+        """Return the groups of all parts."""
         return [name for part in self.parts for name in part]
 
     def standing(self) -> Standing:
-        """Where the run stands, for the rules of `staleness`."""
+        """Return the inputs of the rules in `staleness`."""
         assert self.config is not None
         return Standing(
             version=self.version,
@@ -426,14 +401,14 @@ class State:
 
     @property
     def in_flight_batches(self) -> float:
-        """C in force."""
+        """Batches in flight currently allowed."""
         assert self.config is not None
         most = in_flight_batches(self.config.staleness)
         return most if self.automatic is None else min(self.automatic.batches, most)
 
     @property
     def automatic(self) -> InFlight | None:
-        """What C follows; None while it is a number of the configuration."""
+        """Return the automatic in-flight limit; None if the configuration sets a number."""
         assert self.config is not None
         if self.config.staleness.in_flight_batches != "auto":
             return None
@@ -441,32 +416,33 @@ class State:
 
     @property
     def interruptible(self) -> bool:
-        """Whether running requests go on under new versions."""
+        """Whether running requests continue under new versions."""
         return self.config is not None and self.config.staleness.interruptible
 
     def may_run(self, spec: GroupSpec, version: int) -> bool:
-        """Whether a version may sample for a group: its own, or a later one where it may mix."""
+        """Report whether a version may sample for a group: its own, or with partial rollout a
+        later one."""
         later = self.interruptible and spec.purpose == "train" and version > spec.version
         return later or version == spec.version
 
     def queue_of(self, spec: GroupSpec) -> int:
-        """In which queue its requests wait: that of the newest version which may run it."""
+        """Return the newest version that may run a group's requests."""
         return self.version if self.may_run(spec, self.version) else spec.version
 
     @property
     def steps(self) -> int:
-        """The run ends when so many steps are committed."""
+        """Steps after which the run ends."""
         assert self.config is not None
         steps = self.config.run.steps
         return steps if self.stop_at is None else min(steps, self.stop_at)
 
     def touch(self, worker: Worker) -> None:
-        """A worker has joined or has changed in any way."""
+        """Record that a worker joined or changed."""
         self.index.touch(worker)
         self._touch_leaves(worker)
 
     def mark(self, worker: Worker) -> None:
-        """As `touch`, of what changes rarely: silence, drain, pressure."""
+        """Like `touch`, for silence, drain and pressure."""
         self.index.mark(worker)
         self._touch_leaves(worker)
 
@@ -477,7 +453,7 @@ class State:
         self.index.remove(worker)
 
     def digest(self) -> str:
-        """Return the hex digest; its cost grows with what has changed since the last one."""
+        """Return the hex digest; the cost grows with the changes."""
         return self.leaves.digest(self)
 
     def _touch_leaves(self, worker: Worker) -> None:

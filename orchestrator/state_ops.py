@@ -1,9 +1,5 @@
-"""The few moves that records and decisions are made of; each keeps the indexes of State in step.
-
-They check nothing: whoever calls them has made sure that the move is legal. What they change they
-touch in the leaves, be it only that it is gone. `outcome_of` alone decides: what a
-group has come to, from its siblings' results.
-"""
+"""State changes shared by records and decisions. Callers check legality; each function keeps
+indexes and leaves in sync."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec, Halt, SiblingFate
 
 
 def admit(state: State, spec: GroupSpec) -> None:
-    """A dispatched group is open and its siblings queue; a training group enters U."""
+    """Open a dispatched group and queue its trajectories; a training group enters U."""
     state.groups[spec.group] = Group(spec=spec, results=[None] * spec.siblings)
     state.leaves.touch("group", spec.group)
     state.pins[spec.version] = state.pins.get(spec.version, 0) + 1
@@ -51,7 +47,7 @@ def admit(state: State, spec: GroupSpec) -> None:
 
 
 def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
-    """A queued request is on a worker now."""
+    """Place a queued request."""
     request = state.requests[trajectory]
     spec = state.groups[request.group].spec
     pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
@@ -67,8 +63,7 @@ def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
 
 
 def aim(state: State, trajectory: str, to: Worker | None) -> None:
-    """A placed request moves: its worker shall let go of it, and its place on `to` is kept. Without
-    one it will queue, and that its worker sleeps is none of the moves that are bounded."""
+    """Start a move; `to` reserves a slot. Without `to` the move is not counted."""
     request = state.requests[trajectory]
     worker = state.workers[request.worker]
     request.moving = ANYWHERE if to is None else (to.name, to.epoch)
@@ -83,11 +78,11 @@ def aim(state: State, trajectory: str, to: Worker | None) -> None:
 
 
 ANYWHERE: Final = ("", -1)
-"""`Request.moving` of one that no place is kept for."""
+"""`Request.moving` without a destination."""
 
 
 def requeue(state: State, trajectory: str) -> None:
-    """A placed request waits for a worker again."""
+    """Queue a placed request again."""
     request = state.requests[trajectory]
     _unplace(state, trajectory, request)
     spec = state.groups[request.group].spec
@@ -96,7 +91,7 @@ def requeue(state: State, trajectory: str) -> None:
 
 
 def release(state: State, trajectory: str, kv: Blob | None) -> None:
-    """Its worker has let go of a request: it queues, and its place on the one it moves to stays."""
+    """Queue a released request; keep its slot reserved."""
     request = state.requests[trajectory]
     moving = request.moving
     if moving is not None:
@@ -114,14 +109,13 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
 
 
 def _sleeps(state: State, incarnation: tuple[str, int]) -> bool:
-    """Whether a worker that requests move to was told to sleep meanwhile."""
     name, epoch = incarnation
     worker = state.workers.get(name)
     return worker is not None and worker.epoch == epoch and worker.target == NO_VERSION
 
 
 def note_progress(state: State, trajectory: str, resume: Resume) -> None:
-    """An open request goes on from there, unless it is known to have come further."""
+    """Store progress unless newer progress is known."""
     request = state.requests[trajectory]
     if request.resume is None or resume.tokens > request.resume.tokens:
         request.resume = resume
@@ -129,10 +123,7 @@ def note_progress(state: State, trajectory: str, resume: Resume) -> None:
 
 
 def fault(state: State, trajectory: str, error: str) -> None:
-    """A placement came to nothing: the request queues again, or has had all its attempts.
-
-    One that nobody waits for has no result any more: it queues until its end is decided.
-    """
+    """Requeue after a failed placement, or fail after the last attempt."""
     assert state.config is not None
     request = state.requests[trajectory]
     request.faults += 1
@@ -144,16 +135,13 @@ def fault(state: State, trajectory: str, error: str) -> None:
 
 
 def fail_sibling(state: State, trajectory: str, error: str) -> None:
-    """A sibling ends without a trajectory."""
+    """End a trajectory as failed."""
     state.counters.siblings_failed += 1
     end_sibling(state, trajectory, Result(taken=None, reward=None, tokens=0), error=error)
 
 
 def end_sibling(state: State, trajectory: str, result: Result, *, error: str) -> None:
-    """A placed request ends; its group may be complete now, or beyond hope.
-
-    `error` says why it is not valid, where it is not and that is known.
-    """
+    """End a placed request with its result; `error` explains an invalid one."""
     assert state.config is not None
     request = state.requests.pop(trajectory)
     if result.taken is not None:
@@ -175,7 +163,7 @@ TIME_OVER: Final = "GroupExpired: it was open for longer than groups.seconds_max
 
 
 def expire(state: State, group: Group) -> None:
-    """A group that generates is not waited for any longer."""
+    """Stop waiting for a generating group."""
     state.leaves.touch("group", group.spec.group)
     left = trajectory_id(group.spec.group, left_of(group)[0])
     _settle(state, group, error=TIME_OVER, trajectory=left, over=True)
@@ -183,27 +171,25 @@ def expire(state: State, group: Group) -> None:
 
 
 def _leave_over(state: State, group: Group, fate: SiblingFate) -> None:
-    """The siblings of a group without a result are waited for no longer. Those of one that has
-    failed without having expired end with it, as they always did."""
     failed = group.outcome is not None and group.outcome.fate == "failed"
     if group.ended < group.spec.siblings and not (failed and fate == "surplus"):
         state.surplus[group.spec.group] = fate
 
 
 def end_surplus(state: State, group: Group) -> None:
-    """What is left over of a group has ended; none of it runs."""
+    """Drop unneeded trajectories; none is running."""
     del state.surplus[group.spec.group]
     for name in open_siblings(state, group):
         drop(state, name)
 
 
 def left_of(group: Group) -> tuple[int, ...]:
-    """The siblings without a result, in order."""
+    """Return the sample indexes without a result."""
     return tuple(place for place, one in enumerate(group.results) if one is None)
 
 
 def open_siblings(state: State, group: Group) -> list[str]:
-    """Trajectory ids of its requests that are queued or placed, in order."""
+    """Return ids of a group's open requests."""
     names = (trajectory_id(group.spec.group, one) for one in range(group.spec.siblings))
     return [name for name in names if name in state.requests]
 
@@ -211,11 +197,7 @@ def open_siblings(state: State, group: Group) -> list[str]:
 def _settle(
     state: State, group: Group, *, error: str = "", trajectory: str = "", over: bool = False
 ) -> None:
-    """What a group has come to, now that a sibling has ended or all were scored together; `over`:
-    or that nobody waits for it any longer.
-
-    `trajectory` is the sibling that decides it where it has failed, and `error` says why.
-    """
+    """Update a group after a trajectory ended, scoring finished, or (`over`) waiting ended."""
     assert state.config is not None
     found = outcome_of(group, state.config.groups, over=over)
     if found is not None and found.fate != "failed" and is_due(state, group):
@@ -236,14 +218,14 @@ def _settle(
 
 
 def begin_scoring(state: State, group: Group, worker: Worker) -> None:
-    """A worker is asked to score the siblings of a group together."""
+    """Record the scoring worker."""
     scoring = state.scoring[group.spec.group]
     scoring.attempt += 1
     scoring.worker, scoring.epoch = worker.name, worker.epoch
 
 
 def end_scoring(state: State, group: Group, rewards: Mapping[str, float]) -> None:
-    """The siblings have their rewards, by trajectory; only now the group has come to something."""
+    """Store rewards by trajectory and settle the group."""
     del state.scoring[group.spec.group]
     state.leaves.touch("group", group.spec.group)
     for place, one in enumerate(group.results):
@@ -256,7 +238,7 @@ def end_scoring(state: State, group: Group, rewards: Mapping[str, float]) -> Non
 
 
 def fault_scoring(state: State, group: Group, error: str, *, retryable: bool) -> None:
-    """An attempt to score a group came to nothing: it waits again, or has had all of them."""
+    """Retry scoring, or fail it after the last attempt."""
     assert state.config is not None
     scoring = state.scoring[group.spec.group]
     scoring.faults += 1
@@ -266,7 +248,6 @@ def fault_scoring(state: State, group: Group, error: str, *, retryable: bool) ->
 
 
 def _fail_scoring(state: State, group: Group, error: str) -> None:
-    """No sibling has a reward that counts: a training group fails, an evaluation has no figure."""
     del state.scoring[group.spec.group]
     state.leaves.touch("group", group.spec.group)
     group.results = [
@@ -277,7 +258,7 @@ def _fail_scoring(state: State, group: Group, error: str) -> None:
 
 
 def drop(state: State, trajectory: str) -> None:
-    """An open request, queued or placed, is not needed any more."""
+    """Drop an unneeded request."""
     request = state.requests.pop(trajectory)
     if request.worker:
         _unplace(state, trajectory, request)
@@ -288,7 +269,7 @@ def drop(state: State, trajectory: str) -> None:
 
 
 def join_worker(state: State, worker: Worker, *, versions: int = 1) -> None:
-    """A fresh incarnation is there, which hosts so many versions at once."""
+    """Add an incarnation that hosts up to `versions` versions."""
     state.workers[worker.name] = worker
     if versions > 1:
         state.residents[worker.name] = Residence(most=versions)
@@ -299,8 +280,7 @@ def join_worker(state: State, worker: Worker, *, versions: int = 1) -> None:
 def assign(
     state: State, worker: Worker, version: int, digest: str, drop: tuple[int, ...] = ()
 ) -> None:
-    """A worker shall host another version; without requests, unless they go on under it, or keep
-    theirs beside it, or it is to sleep when they are gone: then no place is kept there."""
+    """Assign a version to a worker; no reserved slots remain if it is to sleep."""
     worker.target, worker.digest, worker.target_ns = version, digest, state.now_ns
     for one in drop:
         state.residents[worker.name].held.remove(one)
@@ -312,7 +292,7 @@ def assign(
 
 
 def ready(state: State, worker: Worker, load_ns: int) -> None:
-    """A worker hosts what it was assigned."""
+    """Record that a worker has its target."""
     worker.hosted, worker.load_ns = worker.target, load_ns
     residence = state.residents.get(worker.name)
     if residence is not None and worker.hosted not in residence.held:
@@ -322,7 +302,7 @@ def ready(state: State, worker: Worker, load_ns: int) -> None:
 
 
 def press(state: State, worker: Worker, used_tokens: int) -> None:
-    """How full the KV cache of a worker is now, if that is too full."""
+    """Record pressure on the KV cache; clear it below the threshold."""
     threshold = KV_PRESSURE * worker.kv_tokens
     worker.pressed = used_tokens if worker.requests and used_tokens > threshold > 0 else 0
     state.mark(worker)
@@ -330,13 +310,13 @@ def press(state: State, worker: Worker, used_tokens: int) -> None:
 
 
 def note_off_engine(state: State, worker: Worker, requests: int) -> None:
-    """So many of a worker's requests need no slot; of those that it has here."""
+    """Record off-engine requests."""
     worker.off_engine = min(max(0, requests), len(worker.requests))
     state.touch(worker)
 
 
 def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
-    """An incarnation is out; what it had queues again. Only a loss counts against attempts."""
+    """Remove an incarnation and queue its requests; only a loss counts as a failed attempt."""
     state.remove(worker)
     state.trigger = f"{worker.name} has left" if orderly else f"{worker.name} is lost"
     for name in sorted(name for name, one in state.scoring.items() if one.by(worker)):
@@ -353,7 +333,7 @@ def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
 
 
 def set_ending(state: State, group: Group, outcome: Outcome) -> None:
-    """A group's fate is known: it leaves U at once and waits for its `end` decision."""
+    """Record an outcome: the group leaves U and waits for its `end`."""
     leave_u(state, group)
     state.leaves.touch("group", group.spec.group)
     state.scoring.pop(group.spec.group, None)
@@ -363,14 +343,14 @@ def set_ending(state: State, group: Group, outcome: Outcome) -> None:
 
 
 def take_group(state: State, group: Group) -> None:
-    """A finished group is in a batch now."""
+    """Move a finished group into the batch."""
     leave_u(state, group)
     state.leaves.touch("group", group.spec.group)
     group.phase = "taken"
 
 
 def take_part(state: State, names: Sequence[str]) -> None:
-    """Finished groups are in a part of the next step: they stay in U, due at it."""
+    """Move finished groups into a part; they stay in U, due at the next step."""
     for name in names:
         take_group(state, state.groups[name])
     _count(state, state.standing().step, len(names))
@@ -378,7 +358,7 @@ def take_part(state: State, names: Sequence[str]) -> None:
 
 
 def give_up_parts(state: State) -> None:
-    """The groups of all parts are finished as before, with their deadlines."""
+    """Return parts to the finished groups, with their old deadlines."""
     names = state.in_parts
     end_parts(state)
     for name in names:
@@ -386,14 +366,14 @@ def give_up_parts(state: State) -> None:
 
 
 def end_parts(state: State) -> None:
-    """The groups of all parts leave U; what becomes of them is the caller's affair."""
+    """Remove parts from U; the caller sets their phase."""
     if state.parts:
         _count(state, state.standing().step, -len(state.in_parts))
         state.parts = []
 
 
 def leave_u(state: State, group: Group) -> None:
-    """A group of U is taken, or ends; its phase is the caller's to change."""
+    """Remove a group from U; the caller changes its phase."""
     if group.spec.purpose == "eval" or group.phase not in UNTAKEN:
         return
     _count(state, group.spec.deadline, -1)
@@ -404,7 +384,7 @@ def leave_u(state: State, group: Group) -> None:
 
 
 def return_to_u(state: State, group: Group) -> None:
-    """A group of a batch that was refused waits for the next one, with its deadline."""
+    """Return a group of a refused batch to U."""
     group.phase = "finished"
     state.leaves.touch("group", group.spec.group)
     _count(state, group.spec.deadline, 1)
@@ -412,20 +392,20 @@ def return_to_u(state: State, group: Group) -> None:
 
 
 def fail_batch(state: State, training: Training) -> None:
-    """The step cannot be trained (a loss that is not finite): its groups end as failed."""
+    """Fail a batch that cannot be trained, for example after a non-finite loss."""
     end_training(state, training)
     for name in training.groups:
         set_ending(state, state.groups[name], Outcome(fate="failed", why="non-finite"))
 
 
 def in_flight_due(state: State) -> float | None:
-    """C from the next batch on, where it is automatic."""
+    """Return the automatic limit from the next batch on; None if not automatic."""
     known = in_flight_after(state)
     return None if known is None else known.batches
 
 
 def in_flight_after(state: State) -> InFlight | None:
-    """What C follows when the next batch is taken, where it is automatic."""
+    """Return the automatic limit's next state; None if not automatic."""
     assert state.config is not None
     if (known := state.automatic) is None:
         return None
@@ -434,15 +414,14 @@ def in_flight_after(state: State) -> InFlight | None:
 
 
 def end_training(state: State, training: Training) -> None:
-    """The batch in training comes to nothing; the step is tried again with another one, and what
-    the step after it had in a part may be due in that."""
+    """Give up the batch in training; the step is tried again."""
     give_up_parts(state)
     state.training = None
     state.attempt = training.attempt + 1
 
 
 def forget(state: State, group: Group) -> None:
-    """A group has ended: it leaves the state, and so does its policy if nothing else needs it."""
+    """Remove an ended group, and its digest if unused."""
     spec = group.spec
     del state.groups[spec.group]
     state.surplus.pop(spec.group, None)
@@ -455,7 +434,7 @@ def forget(state: State, group: Group) -> None:
 
 
 def note_failure(state: State, group: Group) -> None:
-    """A training group has ended as failed; what that may come to is `failures`' to say."""
+    """Count a failed training group."""
     assert state.config is not None and group.outcome is not None
     outcome = group.outcome
     state.failures = note(
@@ -468,20 +447,20 @@ def note_failure(state: State, group: Group) -> None:
 
 
 def halt_now(state: State) -> Halt | None:
-    """The decision that the run stops because its groups fail, if that is due."""
+    """Return the halt if due."""
     if state.config is None:
         return None
     return halt_due(state.failures, state.config.groups, at=ended(state.counters.fates))
 
 
 def go_on_after_failures(state: State) -> None:
-    """A halted run goes on, and counts anew."""
+    """Resume a halted run."""
     state.failures = resumed(ended(state.counters.fates))
     state.trigger = "the run was resumed"
 
 
 def new_version(state: State, digest: str) -> None:
-    """Version t becomes t + 1; the old one stays known while an open group carries it."""
+    """Increment the version; keep the old digest while groups use it."""
     if state.version not in state.pins:
         del state.policies[state.version]
     state.version += 1
@@ -495,7 +474,6 @@ def new_version(state: State, digest: str) -> None:
 
 
 def _follow(state: State) -> None:
-    """Queued requests that may run under the newest version wait for that from now on."""
     older = state.queues.pop(state.version - 1, [])
     for key in older:
         spec = state.groups[group_of(key.trajectory)].spec
@@ -503,19 +481,17 @@ def _follow(state: State) -> None:
 
 
 def _unplace(state: State, trajectory: str, request: Request) -> None:
-    """Take a request off its worker, if that incarnation is there; nobody expects it any more."""
     _unaim(state, trajectory, request)
     _take_off(state, trajectory, request)
     request.kv = None
 
 
 def _take_off(state: State, trajectory: str, request: Request) -> None:
-    """Take a request off its worker, which may have nothing left to do then."""
     state.leaves.touch("request", trajectory)
     worker = state.workers.get(request.worker)
     if worker is not None and worker.epoch == request.epoch:
         worker.requests.discard(trajectory)
-        # Who ends did not need a slot any more. Where it did, the next observation says so.
+        # An ending request probably needed no slot; the next observation corrects this.
         worker.off_engine = max(0, worker.off_engine - 1)
         if request.moving is not None:
             worker.leaving -= 1
@@ -529,7 +505,6 @@ def _take_off(state: State, trajectory: str, request: Request) -> None:
 
 
 def _unaim(state: State, trajectory: str, request: Request) -> None:
-    """The worker that a request was to move to does not wait for it any more."""
     state.leaves.touch("request", trajectory)
     if request.moving is None:
         return
@@ -556,16 +531,14 @@ def _count(state: State, deadline: int, by: int) -> None:
 
 
 COMPLETE: Final = Outcome(fate="trained", why="complete")
-"""Enough siblings are valid and no other is waited for: the group waits for its batch. Not a fate
-yet."""
+"""Group that waits for its batch; not an outcome yet."""
 
 
 def outcome_of(group: Group, rules: Groups, *, over: bool = False) -> Outcome | None:
-    """`COMPLETE`, the fate that is now certain, or None while siblings still matter.
+    """Return `COMPLETE`, the certain outcome, or None while open trajectories matter.
 
-    A group is complete with its first `size` valid siblings, or when all have ended, or `over`:
-    when it is not waited for any longer. One that can no longer reach `min_valid_siblings` fails at
-    once: its other siblings are not waited for, whatever their length.
+    A group is complete with its first `size` valid trajectories, when all have ended, or when
+    `over`. It fails as soon as it cannot reach `min_valid_siblings`.
     """
     size, siblings = group.spec.size, group.spec.siblings
     ended = over or group.phase == "scoring" or group.ended == siblings

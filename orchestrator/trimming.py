@@ -1,9 +1,8 @@
-"""Decides when old statuses are deleted, and which: what metrics records say is not kept for ever.
+"""Deletion of old metrics records, in a thread.
 
-Statuses are dated by the orchestrator's own alone, and whatever a clock says, those of its last ten
-minutes or more stay: every living role says a whole status in half of that time, so whoever begins
-to read at what is left knows all of the present. A thread of its own deletes, in pieces.
-Kafka's `retention.ms` is not used, because a user might set it on topics that a run cannot lose.
+Age is that of the orchestrator's own records; the last ten minutes always stay, so a new reader
+finds a full status of every living role. Kafka's `retention.ms` is not used: a user might set it on
+topics that a run needs.
 """
 
 from __future__ import annotations
@@ -20,50 +19,45 @@ from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.metrics import OrchestratorStatus, decode_metrics
 
 TRIM_EVERY_NS: Final = 3600 * 10**9
-"""From one look for old statuses to the next."""
+"""Interval between trims."""
 
 AGAIN_NS: Final = 60 * 10**9
-"""The same where the last one has left some that are old enough."""
+"""Interval if old records remain."""
 
 GUARD_NS_MIN: Final = 600 * 10**9
-"""What was read so lately stays, or in the time of two whole statuses of a worker, if that is
-longer."""
+"""Minimum age; two full-status periods if longer."""
 
 
 class TrimMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Delete statuses that were said before a moment, a bounded number."""
+    """Effect: delete old metrics records."""
 
     before_ns: int
     """Wall clock."""
     limits: Mapping[TopicPartition, int]
-    """Nothing from these positions on is deleted, whatever its date; no other partition is."""
+    """Exclusive upper offsets by partition."""
 
 
 class MetricsTrimmed(msgspec.Struct, frozen=True, kw_only=True):
-    """It is done, or was not possible."""
+    """Event: a trim finished or failed."""
 
     more: bool
-    """There are more to delete."""
 
 
 class TrimSchedule:
-    """When one incarnation of the orchestrator asks for a trim. With `keep_ns` 0 it never does.
-
-    Example: ``out.effects += schedule.ask(mono_ns=now.mono_ns, wall_ns=now.wall_ns)``
-    """
+    """Trim schedule; inactive if `keep_ns` is 0."""
 
     def __init__(self, *, keep_ns: int, whole_ns: int) -> None:
-        """`whole_ns`: a worker says a whole status in that time (`status_schedule.whole_ns`)."""
+        """`whole_ns`: interval of full worker statuses."""
         self._keep_ns = keep_ns
         self._guard_ns = max(GUARD_NS_MIN, 2 * whole_ns)
         self._read: dict[TopicPartition, int] = {}
         self._marks: tuple[int, dict[TopicPartition, int]] | None = None
-        """What had been read, and when; it becomes the limits when it is old enough."""
+        """Positions read, and when; future limits."""
         self._limits: dict[TopicPartition, int] = {}
         self._due_ns = 0
 
     def note(self, record: Record) -> None:
-        """A status was read."""
+        """Note a status."""
         self._read[record.at] = record.offset + 1
 
     def note_trimmed(self, event: MetricsTrimmed, *, mono_ns: int) -> None:
@@ -71,7 +65,7 @@ class TrimSchedule:
             self._due_ns = min(self._due_ns, mono_ns + AGAIN_NS)
 
     def ask(self, *, mono_ns: int, wall_ns: int) -> list[TrimMetrics]:
-        """A trim, if one is due."""
+        """Return a trim if one is due."""
         if not self._keep_ns or mono_ns < self._due_ns:
             return []
         if self._marks is None:
@@ -86,26 +80,26 @@ class TrimSchedule:
 
 
 GRAIN: Final = 1000
-"""The place to cut at is found so exactly, in offsets."""
+"""Precision in offsets."""
 
 SCAN_RECORDS_MAX: Final = 5000
-"""Statuses looked through for one of the orchestrator's: 1000 workers' of a quiet period."""
+"""Records scanned for one of the orchestrator's."""
 
 SCAN_POLLS_MAX: Final = 20
 POLL_S: Final = 1.0
 RECORDS_MAX: Final = 500
 
 PIECES_MAX: Final = 200
-"""Calls of `Bus.trim` for one effect."""
+"""`Bus.trim` calls per effect."""
 
 PAUSE_S: Final = 0.02
-"""Between two of them, for whoever waits to append."""
+"""Pause that lets appends proceed."""
 
 CLOSE_S: Final = 5.0
 
 
 class TrimPort:
-    """A `core.runtime.Port`. It opens the log anew for every trim: they are rare."""
+    """`core.runtime.Port` that opens the log for every trim."""
 
     effects: tuple[type, ...] = (TrimMetrics,)
 
@@ -126,14 +120,14 @@ class TrimPort:
         return self._runner.busy
 
     def start(self, effect: TrimMetrics) -> None:
-        """Hand it to the thread."""
+        """Start the trim."""
         self._runner.start(effect)
 
     def poll(self) -> list[Any]:
         return self._runner.poll()
 
     def close(self) -> None:
-        """End behind the present piece; idempotent."""
+        """Stop after the current piece; idempotent."""
         self._runner.close(wait_s=CLOSE_S, finish=False)
 
     def _trim(self, effect: TrimMetrics) -> Iterator[MetricsTrimmed | None]:
@@ -156,10 +150,7 @@ def _later(effect: TrimMetrics, error: Exception) -> list[MetricsTrimmed]:
 
 
 def cut_of(bus: Bus, tp: TopicPartition, *, limit: int, before_ns: int) -> int:
-    """A position up to `limit`, before which every status was appended before a moment.
-
-    The last such place but for `GRAIN` offsets; where the partition begins, if there is none.
-    """
+    """Return a position up to `limit` before which every record is older, exact to `GRAIN`."""
     low, high = bus.begin(tp), limit
     with closing(bus.reader({tp: low})) as reader:
         while high - low > GRAIN:
@@ -172,7 +163,6 @@ def cut_of(bus: Bus, tp: TopicPartition, *, limit: int, before_ns: int) -> int:
 
 
 def _is_before(reader: Reader, tp: TopicPartition, position: int, before_ns: int) -> bool:
-    """Whether the next status that the orchestrator said is as old; not, where none is found."""
     reader.seek(tp, position)
     records = 0
     for _ in range(SCAN_POLLS_MAX):

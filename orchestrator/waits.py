@@ -1,4 +1,4 @@
-"""Says what a run waits for, and whose turn it is; it decides nothing."""
+"""Description of what a run waits for."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from dora_pipe.orchestrator.state import Group, State
 from dora_pipe.schemas.metrics import Blocker
 
 NAMED_MAX: Final = 3
-"""Groups that a sentence names; the others are counted."""
+"""Groups named in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocking:
-    """Groups that something waits for."""
+    """Groups that block progress."""
 
     first: list[Group]
-    """Those of the earliest deadlines, in order."""
+    """Blocking groups with the earliest deadlines."""
     count: int
-    """Of all."""
     lacks: int = 0
-    """So many of them are enough."""
+    """Number that suffices."""
     until: int | None = None
-    """They are due at this step or before; None: as it comes."""
+    """Step by which they are due; None for any."""
 
 
 def waits(
     state: State, *, since_ns: int | None = None, held_back: Sequence[str] = ()
 ) -> list[PendingWait]:
-    """What the run waits for, versions with queued requests that nobody hosts, and the log.
+    """Return what the run waits for; `since_ns` is the monotonic time of the trainer's last start
+    or end.
 
-    `since_ns` is the monotonic time at which the trainer began or ended its last step, if known;
-    `held_back` are topics with records that cannot be read yet: no lease runs meanwhile.
+    `held_back` are topics with unreadable records.
     """
     standing = _standing(state, since_ns)
     found = ([] if standing is None else [standing]) + _hostless(state)
@@ -49,13 +48,13 @@ def waits(
 
 
 def admission_limit(state: State) -> str:
-    """The setting that lets no group be admitted now, with its value; empty if one may be."""
+    """Return the setting that blocks admission; empty if none."""
     idle = state.facts is None or state.done or state.paused
     return "" if idle else closed_by(state.deadlines, state.standing())
 
 
 def held_back_by(topics: Sequence[str]) -> PendingWait:
-    """The wait for a log that holds records of these topics back."""
+    """Return the wait for held-back records."""
     return PendingWait(
         name="held-back",
         words=f"records of {', '.join(topics)}, which the log holds back: a dead role left an "
@@ -66,7 +65,6 @@ def held_back_by(topics: Sequence[str]) -> PendingWait:
 
 
 def _standing(state: State, since_ns: int | None) -> PendingWait | None:
-    """The one wait that stands between the run and its next step; None when the run is over."""
     if state.facts is None:
         return _still("start", "the start of the run", "", "short")
     if state.done:
@@ -100,7 +98,6 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
 
 
 def _hostless(state: State) -> list[PendingWait]:
-    """Versions with queued requests and no worker that has, or gets, them."""
     hosted = {worker.target for worker in state.workers.values() if worker.usable}
     hosted.update(
         version
@@ -122,7 +119,6 @@ def _hostless(state: State) -> list[PendingWait]:
 
 
 def _loading(state: State) -> list[Blocker]:
-    """The workers whose weights the run waits for."""
     workers = sorted(state.workers.values(), key=lambda worker: worker.name)
     return [Blocker("worker", one.name) for one in workers if one.usable and one.loading]
 
@@ -149,10 +145,7 @@ def _still(
 
 
 def blockers(state: State, most: int) -> Blocking:
-    """The unfinished groups that the next step waits for, the first `most` of them by name.
-
-    At the end of the run: the evaluation groups that are open.
-    """
+    """Return blocking groups, naming `most`; open evaluation groups at the end of the run."""
     at = state.standing()
     if at.step >= at.steps:
         groups = state.groups.values()
@@ -178,7 +171,7 @@ def blockers(state: State, most: int) -> Blocking:
 
 
 def in_parts(state: State) -> bool:
-    """Whether the next batch is taken in parts, the last of which is taken with it."""
+    """Report whether the next batch has parts."""
     return bool(state.parts or part_size(state))
 
 

@@ -1,10 +1,7 @@
-"""Decides which version an evaluation found the best, and when it has seen enough.
+"""Selection of the best version by one evaluation (`best`, `patience`), and early stopping.
 
-One evaluation of a run may be watched (`best`, `patience`). Its figure of a version is the mean of
-the valid rewards of all its groups; versions are judged in their order, each when it and every
-version before it is complete, so that no figure depends on which group was quicker. Better is
-strictly better: of equal ones the first stays. The same functions check the decision to stop, so
-audit makes it again.
+Versions are judged in order, by their mean valid reward, once they and all earlier ones are
+complete. Only a strictly better one replaces the best.
 """
 
 from __future__ import annotations
@@ -18,50 +15,46 @@ from dora_pipe.schemas.rounds import EarlyStop
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known so far of a version that is evaluated."""
+    """Partial result of a version."""
 
     version: int
     groups: int = 0
-    """Those that have ended."""
     rewards: int = 0
-    """Valid ones."""
     total: float = 0.0
-    """Their sum."""
 
     @property
     def mean(self) -> float | None:
-        """None where no reward was valid."""
+        """Mean reward; None without valid rewards."""
         return self.total / self.rewards if self.rewards else None
 
 
 class Watched(msgspec.Struct, frozen=True, kw_only=True):
-    """What the state keeps of the evaluation that is watched."""
+    """State of the watched evaluation."""
 
     open: tuple[Evaluated, ...] = ()
-    """Versions that are not judged yet, in order."""
+    """Unjudged versions, in order."""
     best: int = -1
-    """The version with the best figure; -1 while none has one."""
+    """-1 if none."""
     reward: float = 0.0
-    """Its figure."""
+    """Its mean reward."""
     waited: int = 0
-    """Versions judged since, none of them better."""
+    """Versions judged since the best."""
     stopped: bool = False
-    """The early stop was decided."""
 
 
 def watched_evaluation(config: Config) -> Evaluation | None:
-    """The evaluation whose figure counts, if one does."""
+    """Return the evaluation with `best` or `patience`, if any."""
     return next((one for one in config.evaluations if one.best or one.patience), None)
 
 
 def begun(watched: Watched | None, version: int) -> Watched:
-    """A version's evaluation is dispatched."""
+    """Add a dispatched version."""
     watched = watched or Watched()
     return msgspec.structs.replace(watched, open=(*watched.open, Evaluated(version=version)))
 
 
 def ended(watched: Watched, version: int, rewards: Sequence[float], *, groups: int) -> Watched:
-    """A group of a version's evaluation, which has so many `groups`, has ended."""
+    """Add an ended group of a version with `groups` groups."""
     found = tuple(
         msgspec.structs.replace(
             one,
@@ -90,7 +83,7 @@ def _judged(watched: Watched) -> Watched:
 
 
 def kept(watched: Watched | None, config: Config) -> set[int]:
-    """Versions whose files must stay: the best, and those that may yet be it."""
+    """Return versions that must be kept."""
     evaluation = watched_evaluation(config)
     if watched is None or evaluation is None or not evaluation.best:
         return set()
@@ -98,7 +91,7 @@ def kept(watched: Watched | None, config: Config) -> set[int]:
 
 
 def stop_due(watched: Watched | None, config: Config) -> EarlyStop | None:
-    """The decision to stop early, if that is due now."""
+    """Return the early-stop decision if it is due."""
     evaluation = watched_evaluation(config)
     if watched is None or evaluation is None or not evaluation.patience or watched.stopped:
         return None

@@ -1,1 +1,1 @@
-"""The deterministic simulation: production machines under simulated time and faults."""
+"""Deterministic simulation: production state machines under virtual time and faults."""

@@ -1,4 +1,4 @@
-"""`python -m sim`: plays runs under faults that are drawn from seeds, in a checkout."""
+"""Play simulated runs with faults drawn from seeds."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from dora_pipe.sim.seed_runner import Coverage, SeedResult, run_seed
 
 TALK_EVERY: Final = 100
 COLLECT_AFTER: Final = (50_000, 20, 100)
-"""As the roles have it: Python's collector of cycles looks rarely."""
+"""Garbage collection thresholds of the roles."""
 CHUNK_MAX: Final = 50
-"""Seeds that a process plays before the next one begins."""
+"""Seeds per process."""
 
 
 def settle() -> None:
-    """Prepare this process: what breaks here is meant to, so nothing of it is logged."""
+    """Silence logging: failures are intended."""
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
     gc.set_threshold(*COLLECT_AFTER)
 
 
 def play_one(seed: int, steps: int, *, as_json: bool) -> SeedResult:
-    """Play a seed and print what it drew and what came of it."""
+    """Play a seed; print its scenario and result."""
     drawn, played = draw(seed, steps=steps), run_seed(seed, steps=steps)
     if as_json:
         _print(msgspec.json.encode(played).decode())
@@ -57,7 +57,7 @@ def play_one(seed: int, steps: int, *, as_json: bool) -> SeedResult:
 
 
 def play_many(seeds: range, jobs: int, steps: int, *, as_json: bool) -> list[SeedResult]:
-    """Play seeds, and print what they have met; those that are broken."""
+    """Play seeds and print coverage; return the broken ones."""
     coverage = Coverage()
     for played in _played(seeds, jobs, steps):
         coverage.add(played)
@@ -78,7 +78,6 @@ def play_many(seeds: range, jobs: int, steps: int, *, as_json: bool) -> list[See
 
 
 def _played(seeds: range, jobs: int, steps: int) -> Iterator[SeedResult]:
-    """Every seed in its order, in this process or in several."""
     if jobs == 1:
         yield from (run_seed(seed, steps=steps) for seed in seeds)
         return
@@ -90,7 +89,7 @@ def _played(seeds: range, jobs: int, steps: int) -> Iterator[SeedResult]:
 
 
 def _run_apart(seeds: range, steps: int) -> list[SeedResult]:
-    """Play seeds in a process of their own. Raises InvariantBroken where it dies."""
+    """Play seeds in another process. Raises InvariantBroken if it dies."""
     words = ["--json", "--steps", str(steps), "--seeds", f"{seeds[0]}..{seeds[-1]}"]
     done = subprocess.run(
         [sys.executable, "-P", "-m", "dora_pipe.sim", *words],
@@ -112,7 +111,7 @@ def _from_json(plain: dict[str, Any]) -> SeedResult:
 
 
 def range_of(text: str) -> range:
-    """The seeds of A..B, both ends included. Raises UsageError."""
+    """Return the seeds of A..B, both included. Raises UsageError."""
     first, dots, last = text.partition("..")
     if not (dots and first.isdigit() and last.isdigit() and int(first) <= int(last)):
         raise UsageError(f"no seeds: {text!r}", hint="for instance --seeds 0..99")
@@ -120,7 +119,7 @@ def range_of(text: str) -> range:
 
 
 def at_least_1(text: str) -> int:
-    """A number of the command line. Raises ArgumentTypeError."""
+    """Parse a number >= 1. Raises ArgumentTypeError."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a number of at least 1, got {text}")
     return int(text)
@@ -131,7 +130,7 @@ def _print(line: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Play what the command line says; the exit code, 5 if anything breaks."""
+    """Run the command line; return 5 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
     parser.add_argument("--seed", type=int, help="Play this one and tell of it.")
     parser.add_argument("--seeds", help="Play these: A..B, both ends included.")

@@ -1,8 +1,7 @@
-"""Agents of a world, and the endpoint that they call, without processes; decides what they ask.
+"""Simulated agents and their endpoint, without processes.
 
-A program is a generator: it yields the calls that it makes at once, and is sent what they were
-answered. It is a function of its trajectory and of these answers, so that one that starts again,
-wherever, asks for the same; one that wanders asks for something else from some call on.
+A program is a generator that yields concurrent calls and receives answers. It depends only on its
+trajectory and the answers, so a restarted one repeats its calls; a wandering one deviates.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.sim.role import NEVER_NS
 
 ROUNDS_MAX: Final = 6
-"""A program calls, alone or several times at once, so often."""
+"""Rounds of calls per program."""
 
 TRIES_MAX: Final = 8
-"""A call that is refused because too many wait is made again so often."""
+"""Attempts of a refused call."""
 
 LONG: Final = 160
-"""Tokens of a sequence that a program compacts."""
+"""Tokens at which a program compacts."""
 
 SYSTEM: Final = (90, 91, 92, 93)
-"""What begins the prompts of sub-agents: all of a run share it."""
+"""Common prompt prefix of all sub-agents of a run."""
 
 AGENT_RAISES: Final = "agent-raises"
 AGENT_LOST: Final = "agent-lost"
 AGENT_WANDERS: Final = "agent-wanders"
 AGENT_HANGS: Final = "environment-hangs"
-"""What may befall an agent: `Agents.befalls` is asked with these."""
+"""Faults, as passed to `Agents.befalls`."""
 
 LOST_MESSAGES: Final = ("its process ended", "Retry: its tools are away")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A call of a program."""
+    """Call of a program."""
 
     prompt: list[int]
     max_tokens: int | None = None
@@ -60,24 +59,23 @@ class Ask:
 
 Heard = AnswerCall | RefuseCall
 Program = Generator[list[Ask], list[Heard], Rewarded | str | None]
-"""It returns its reward, its answer, or neither; what it raises is `AgentError`."""
+"""Generator; returns a reward, an answer, or neither. Raises AgentError."""
 
 Draws = Callable[[int], Random]
-"""The chance of a round of a program; of its end, with -1."""
 
 
 class AgentError(Exception):
-    """What a program raises."""
+    """Error of a program."""
 
 
 class AgentObserver:
-    """Hears what every program of an incarnation is told; this one looks away."""
+    """Observer of calls and answers; does nothing."""
 
     def began(self, incarnation: int, request: str) -> None:
-        """A program begins, or begins again: it has been told nothing."""
+        """A program starts or restarts."""
 
     def asked(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
-        """A call is made."""
+        """A program makes a call."""
 
     def refused(self, incarnation: int, request: str, prompt: Sequence[int]) -> None:
         """A call is refused."""
@@ -86,13 +84,13 @@ class AgentObserver:
         """A call is answered."""
 
 
-# What a program asks for
+# Programs
 
 
 def program(call: PoolCall, draws: Draws) -> Program:
-    """Goes on with what was said, branches off it, sums it up, and has sub-agents.
+    """Continue, branch and compact contexts, and call sub-agents.
 
-    Raises AgentError: behind a refusal about every other one does.
+    Raises AgentError, after a refusal in half of the cases.
     """
     row, end = call.index, draws(-1)
     said = [[*SYSTEM[: row % 3], 3 + row % 89, 4 + row // 89 % 89, 5 + row % 7]]
@@ -117,7 +115,6 @@ def program(call: PoolCall, draws: Draws) -> Program:
 
 
 def _asks(chance: Random, said: Sequence[list[int]]) -> list[Ask]:
-    """The calls of a round, made at once."""
     kinds = ("extend", "extend", "extend", "branch", "compact", "parallel", "again")
     kind, newest = chance.choice(kinds), said[-1]
     if kind == "compact" or (len(newest) > LONG and chance.random() < 0.9):
@@ -140,32 +137,28 @@ def _most(chance: Random) -> int | None:
     return chance.choice((None, 2, 6, 16))
 
 
-# Programs that run
-
-
 @dataclass(slots=True, kw_only=True)
 class _RunningProgram:
-    """A program that runs."""
-
     call: PoolCall
     program: Program
     asks: dict[int, Ask] = field(default_factory=dict)
-    """Of its present round, by number, in the order in which it made them."""
+    """Calls of the round by number, in order."""
     heard: dict[int, Heard] = field(default_factory=dict)
     tries: int = 0
     waits: int = 0
-    """Calls that have left it and are not answered."""
     idle_ns: int = 0
-    """Since when there are none."""
+    """Time at which `waits` became 0."""
     again: bool = False
-    """It is not its first."""
+    """Whether it restarted."""
     raises: bool = False
-    """It raises where it would return."""
+    """Whether it raises at its end."""
 
 
 class Agents:
-    """A port: the agents of a worker's incarnation, and its endpoint; `tasks.SimTasks` begins and
-    forgets them. `think_ns` is how long one takes before whatever it does."""
+    """Port with the agents of a worker incarnation and its endpoint.
+
+    `think_ns` is the delay before each action.
+    """
 
     effects: tuple[type, ...] = (OpenSession, AnswerCall, RefuseCall, CloseSession)
 
@@ -195,8 +188,6 @@ class Agents:
         self._later: list[tuple[int, int, Any]] = []
         self._serial, self._numbers = count(), count()
 
-    # As a port
-
     def start(self, effect: OpenSession | AnswerCall | RefuseCall | CloseSession) -> None:
         match effect:
             case OpenSession():
@@ -222,7 +213,7 @@ class Agents:
 
     @property
     def busy(self) -> bool:
-        """Whether something is due."""
+        """Report whether an event is due."""
         return self._clock.now_ns() >= self.due_ns()
 
     def due_ns(self) -> int:
@@ -232,10 +223,8 @@ class Agents:
         self._running.clear()
         self._later.clear()
 
-    # As task processes
-
     def begin(self, call: PoolCall) -> None:
-        """Run a program from its beginning."""
+        """Start a program."""
         name = call.request
         assert name not in self._running, f"the agent of {name} runs"
         self._observer.began(self._incarnation, name)
@@ -251,12 +240,12 @@ class Agents:
         self._go_on(running, None)
 
     def forget(self, request: str) -> None:
-        """A program is ended, and nothing more is heard of it."""
+        """End a program silently."""
         self._running.pop(request, None)
         self._drop(request)
 
     def lose(self, message: str) -> None:
-        """Their process dies: what they asked for last may still be on its way."""
+        """Simulate the death of the task process; recent calls may still arrive."""
         for name in list(self._running):
             asked = [event for _, _, event in self._later if event.request == name]
             self.forget(name)
@@ -266,8 +255,7 @@ class Agents:
                     self._say(event, 0)
 
     def lose_endpoint(self, message: str) -> None:
-        """The endpoint's process dies: every session is over, also one whose program has just
-        returned."""
+        """Simulate the death of the endpoint and its sessions."""
         for name in sorted(self._open & self._running.keys()):
             ended = [
                 event
@@ -282,19 +270,16 @@ class Agents:
 
     @property
     def many(self) -> int:
-        """Programs that run."""
+        """Number of running programs."""
         return len(self._running)
 
     def idle(self) -> dict[str, int]:
-        """Since when requests need no slot: their program, a first one, waits for no answer."""
+        """Start times at which requests needed no slot."""
         found = self._running.items()
         return {name: one.idle_ns for name, one in found if not (one.waits or one.again)}
 
     def _draws(self, trajectory: str) -> Draws:
-        """What a program draws, always the same; if it wanders, from some round on something else.
-
-        Its end it draws in either case as ever: so many rounds, and what it returns.
-        """
+        """Return a program's random numbers; a wandering one changes them from some round on."""
         salt, after = "", 0
         if self._befalls(AGENT_WANDERS):
             salt, after = str(self._chance.random()), self._chance.randrange(3)
@@ -331,7 +316,7 @@ class Agents:
     def _hear(self, heard: Heard) -> None:
         running = self._running.get(heard.request)
         if running is None or heard.call not in running.asks:
-            return  # asked by one that is not there any more
+            return  # Caller is gone.
         assert heard.call not in running.heard, f"call {heard.call} is answered twice"
         ask = running.asks[heard.call]
         running.waits -= 1
@@ -348,7 +333,6 @@ class Agents:
             self._go_on(running, [running.heard[number] for number in running.asks])
 
     def _ask_again(self, running: _RunningProgram, refused: int) -> None:
-        """Make a call again, in its place among those of its round."""
         running.tries += 1
         ask, number = running.asks[refused], next(self._numbers)
         running.asks = {number if old == refused else old: one for old, one in running.asks.items()}
@@ -375,7 +359,6 @@ class Agents:
         heapq.heappush(self._later, (due_ns, next(self._serial), event))
 
     def _drop(self, request: str, kind: type = object) -> None:
-        """Do not say what is of a request, and of this kind."""
         self._later = [
             one for one in self._later if one[2].request != request or not isinstance(one[2], kind)
         ]

@@ -1,8 +1,7 @@
-"""What must hold of sampled tokens and of the calls of agents, asked of every answer and record.
+"""Checks of sampled tokens and agents' calls, without access to worker state.
 
-The checks know what the programs of `agents` were told, the records as they land, and the seeds
-that were dispatched; they look at no worker's state. An answer is named by what it follows from:
-its trajectory, its prompt's tokens, and how many calls of this start of the agent had the same.
+An answer is identified by its trajectory, prompt, and number among equal prompts of a start of the
+agent.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from dora_pipe.schemas.trajectory_codec import decode_any_progress, decode_traje
 from dora_pipe.sim.agents import AgentObserver
 
 TOLERANCE: Final = 1e-4
-"""Of log-probs, which the log keeps as 32-bit floats."""
+"""The log stores 32-bit log-probs."""
 
 Answered = tuple[tuple[int, ...], tuple[int, ...]]
 """Prompt and tokens of an answer."""
@@ -35,21 +34,18 @@ Answered = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Start:
-    """What one start of an agent was told."""
-
     asked: Counter[str] = field(default_factory=Counter)
-    """Calls that were not refused, by digest of the prompt."""
+    """Accepted calls by prompt digest."""
     seeds: set[int] = field(default_factory=set)
-    """Of the answers."""
+    """Seeds of answers."""
     told: list[Answered] = field(default_factory=list)
 
 
 class CallChecks(AgentObserver):
-    """An `AgentObserver`; `wrong` is called with a check of `checks.CHECKS` and what is amiss."""
+    """Checker that calls `wrong` with a check of `checks.CHECKS` and a description."""
 
     def __init__(self, wrong: Callable[[str, str], None]) -> None:
         self.counted: Counter[str] = Counter()
-        """What became of calls."""
         self._wrong = wrong
         self._specs: dict[str, GroupSpec] = {}
         self._starts: dict[tuple[int, str], _Start] = {}
@@ -60,20 +56,18 @@ class CallChecks(AgentObserver):
         self._specs[spec.group] = spec
 
     def landed(self, record: Record, incarnation: int) -> None:
-        """A record of a progress topic, or a trajectory, is in the log."""
+        """Check a progress or trajectory record."""
         progress = record.topic.endswith(".progress")
         if progress and not self._starts:
-            return  # Of no call: no agent has begun.
+            return  # No agent has begun.
         try:
             decoded = (decode_any_progress if progress else decode_trajectory)(record.value)
         except SchemaError:
-            return  # what was put there to be found
+            return  # Garbage placed by a fault.
         if isinstance(decoded, TurnProgress):
             self._durable[decoded.trajectory, decoded.call.seed].add(tuple(decoded.token_ids))
         elif isinstance(decoded, Trajectory):
             self._trajectory(decoded, incarnation)
-
-    # Answers
 
     def began(self, incarnation: int, request: str) -> None:
         self._starts[incarnation, request] = _Start()
@@ -108,8 +102,7 @@ class CallChecks(AgentObserver):
     def _seed(
         self, start: _Start, trajectory: str, prompt: Sequence[int], answer: AnswerCall
     ) -> int | None:
-        """That of an answer, which is of any of the calls that were asked with its prompt; None if
-        it is of none."""
+        """Return an answer's seed; None if it matches no call."""
         spec, digest = self._specs[group_of(trajectory)], prompt_digest(prompt)
         own = trajectory_seed(spec.seed, int(trajectory.rpartition("-")[2]))
         seeds = (call_seed(own, digest, one) for one in range(start.asked[digest]))
@@ -119,8 +112,6 @@ class CallChecks(AgentObserver):
             if seed not in start.seeds and strange is None:
                 return seed
         return None
-
-    # Records
 
     def _trajectory(self, one: Trajectory, incarnation: int) -> None:
         place = strange_token(one)
@@ -144,7 +135,7 @@ class CallChecks(AgentObserver):
 
 
 def answers_of(trajectory: Trajectory) -> Iterator[Answered]:
-    """Prompt and tokens of every call of a record, in the order in which they were answered."""
+    """Yield prompt and tokens of each call, in answer order."""
     contexts = trajectory.meta.contexts
     for call in trajectory.meta.calls:
         number, size = place_of(call, contexts)
@@ -153,10 +144,10 @@ def answers_of(trajectory: Trajectory) -> Iterator[Answered]:
 
 
 def length_of(answers: Sequence[Answered]) -> int:
-    """Tokens of a record in which nothing stands twice that these answers share.
+    """Return the length of a record that stores shared tokens once.
 
-    A call goes on with a context whose whole is the beginning of its prompt, the longest such one;
-    else it opens one behind as much of another as its prompt begins with.
+    A call extends the longest context that is a prefix of its prompt, or branches off a common
+    prefix.
     """
     contexts: list[tuple[int, ...]] = []
     length = 0
@@ -175,16 +166,13 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-# C1, token by token. The simulated engine's tokens are a function of (weights digest, seed,
-# position), so a trajectory that was mixed from two versions, resumed from another request's
-# progress or sampled under another seed equals none.
+# C1, token by token: simulated tokens are a function of (weights digest, seed, position).
 
 
 def strange_place(
     digest: str, seed: int, start: int, tokens: Sequence[int], logprobs: Sequence[float | None]
 ) -> int | None:
-    """The first of these tokens, by its place among them, that weights do not sample there; None if
-    all are. They stand behind `start` others."""
+    """Return the first token, by index, that these weights do not sample there; else None."""
     base = mix64(int.from_bytes(hashlib.sha256(digest.encode()).digest()[:8], "big") ^ seed)
     for place, (token, found) in enumerate(zip(tokens, logprobs, strict=True)):
         drawn = mix64(base ^ (start + place))
@@ -197,7 +185,7 @@ def strange_place(
 
 
 def strange_token(trajectory: Trajectory) -> int | None:
-    """The first sampled place in a record that is not its version's; None if all are."""
+    """Return the first position its version does not sample; else None."""
     meta, digest = trajectory.meta, trajectory.digest
     tokens, logprobs = trajectory.token_ids, trajectory.logprobs
     stretches = [

@@ -1,9 +1,7 @@
-"""What must hold of a run, asked of every record as it is appended.
+"""Live checks of every appended record.
 
-The checks are audit's: its ledger is fed record by record, and the first finding ends the seed.
-`LiveLedger` adds what audit does not ask of a log: how far a request had come, what a move left
-behind, how much room a worker has, what it has loaded. Which worker gets which request is left to
-the planner. `CHECKS` names everything that can be found.
+Audit's ledger processes each record; the first finding ends the seed. `LiveLedger` adds progress,
+KV caches of moves, room and loaded versions.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ from dora_pipe.schemas.rounds import (
 )
 
 Wrong = Callable[[str, str], None]
-"""(check, what is wrong)"""
+"""Called with (check, description)."""
 
 CHECKS: Final[dict[str, str]] = {
     **{str(check): holds for check, holds in findings.CHECKS.items()},
@@ -82,12 +80,10 @@ CHECKS: Final[dict[str, str]] = {
     "role": "no role finds its own state broken",
     "live": "L2: once faults stop, the run ends; whoever waits then waits for something named",
 }
-"""Every check: what holds when it finds nothing."""
+"""Checks and their conditions."""
 
 
 class _FirstFinding(Findings):
-    """Findings of which the first is one too many."""
-
     def __init__(self, wrong: Wrong) -> None:
         super().__init__()
         self._raise = wrong
@@ -101,54 +97,52 @@ class _FirstFinding(Findings):
 
 @dataclass(slots=True)
 class WorkerNotes:
-    """What audit's ledger does not keep of an incarnation."""
+    """Additional facts about an incarnation."""
 
     loaded: int = -1
-    """Version that it has reported last, as it was assigned."""
+    """Last version loaded as assigned."""
     draining: bool = False
     silent: bool = False
     off_engine: int = 0
-    """Requests that needed no slot when that was observed last; one less for each that has left."""
+    """Off-engine requests at the last observation, minus those that left."""
     came: int = 0
-    """Requests that were here then, and those that were placed since."""
+    """Requests then or placed since."""
 
 
 @dataclass(slots=True)
 class RequestNotes:
-    """What audit's ledger does not keep of a request."""
+    """Additional facts about a request."""
 
     resume: Resume | None = None
     known_tokens: int = 0
-    """How far its lost worker had said it was: it goes on from there or later."""
+    """Tokens that its lost worker had reported; it must resume there or later."""
     kv: Blob | None = None
-    """The KV cache that a move left behind, until it is placed again."""
+    """KV cache of a move until placed."""
     cancelled: bool = False
 
 
 class LiveLedger(Ledger):
-    """See the head of this file; `wrong` is called with what does not hold, and may raise."""
+    """Ledger that calls `wrong`, which may raise."""
 
     def __init__(self, run: str, wrong: Wrong) -> None:
         super().__init__(run, _FirstFinding(wrong))
         self.counted: Counter[str] = Counter()
-        """Facts of requests that were heeded."""
+        """Effective facts of requests."""
         self._on_wrong = wrong
         self._paused = False
         self._stopped_now = False
         self._failed: set[str] = set()
-        """Groups of batches that were refused for them, or that a user ended."""
+        """Groups refused or ended by a user."""
         self._workers: defaultdict[int, WorkerNotes] = defaultdict(WorkerNotes)
         self._requests: defaultdict[str, RequestNotes] = defaultdict(RequestNotes)
 
-    # What stands
-
     @property
     def steps_committed(self) -> int:
-        """t: the version of the trainer."""
+        """t: version of the trainer."""
         return self.legality.bound.version
 
     def placed_on(self, epoch: int) -> list[str]:
-        """Requests that an incarnation has."""
+        """Return open requests of an incarnation."""
         return [
             name
             for name, entry in self._open_requests()
@@ -156,12 +150,12 @@ class LiveLedger(Ledger):
         ]
 
     def known(self, trajectory: str, tokens: int) -> None:
-        """The worker of a request had said that it was so far."""
+        """Note reported progress."""
         notes = self._requests[trajectory]
         notes.known_tokens = max(notes.known_tokens, tokens)
 
     def needed(self) -> dict[int, str]:
-        """Versions that must lie in the store, with who needs them."""
+        """Return needed versions, and by whom."""
         found = {0: "version 0", self.version: "the newest version"}
         found |= {one.spec.version: name for name, one in self.accounts.open.items()}
         for epoch, worker in self._there():
@@ -186,7 +180,6 @@ class LiveLedger(Ledger):
         return entry.runs and not self._requests[entry.trajectory].cancelled
 
     def _present(self, fact: Any) -> RequestEntry | None:
-        """The request that an incarnation has under this attempt."""
         entry = self.accounts.request(fact.trajectory)
         worker = self.accounts.workers.get(fact.epoch)
         if entry is None or worker is None or worker.departure or not self._runs(entry):
@@ -195,13 +188,11 @@ class LiveLedger(Ledger):
         return entry if (last.attempt, last.epoch) == (fact.attempt, fact.epoch) else None
 
     def _has(self, epoch: int, worker: WorkerEntry, version: int) -> bool:
-        """Whether requests of a version may be placed there."""
         if worker.several:
             return version in worker.held
         return worker.target == self._workers[epoch].loaded == version
 
     def _due_fate(self, group: GroupEntry) -> str:
-        """The fate that a group has to get; empty while it may still be trained."""
         if group.spec.group in self._failed:
             return "failed"
         outlook = outlook_of(group, self._in_force.config.groups)
@@ -212,7 +203,7 @@ class LiveLedger(Ledger):
             self._on_wrong(check, otherwise)
 
     def states(self) -> Counter[str]:
-        """What facts, groups and workers came to; how stale groups were trained."""
+        """Return counts of outcomes and staleness."""
         accounts, sums, found = self.accounts, self.accounts.summed(), Counter[str]()
         for name, count in self.counted.items():
             found[f"fact {name}"] += count
@@ -226,10 +217,8 @@ class LiveLedger(Ledger):
             found[f"staleness {staleness}"] += count
         return found
 
-    # Rounds
-
     def apply(self, turn: FoldedRound) -> None:
-        """Apply one round; then the bound must hold, and what was committed is as it was taken."""
+        """Apply one round, then check bound and batches."""
         super().apply(turn)
         steps, self.unread_steps = self.unread_steps, []
         check_steps(self, Seen(), steps)
@@ -239,7 +228,7 @@ class LiveLedger(Ledger):
             self._require("feasible", not why, why)
 
     def round(self, round_: Round, at: Moment) -> None:
-        """Note what a round says it has seen, then check and apply its decisions."""
+        """Note observations, then apply the decisions."""
         for one in round_.observations:
             if isinstance(one, LeaseExpired):
                 self._workers[one.epoch].silent = True
@@ -255,10 +244,8 @@ class LiveLedger(Ledger):
         if notes.resume is None or resume.tokens > notes.resume.tokens:
             notes.resume = resume
 
-    # Facts
-
     def fact(self, fact: Fact, at: Moment) -> None:
-        """Apply one control record, and note what the ledger does not."""
+        """Apply a record and note additional facts."""
         match record := fact.record:
             case WorkerLeft():
                 there = set(self.placed_on(record.epoch))
@@ -307,10 +294,8 @@ class LiveLedger(Ledger):
         elif ended := self.legality.ended_by(command):
             self._failed.update(one.group for one in self.takes[ended].take.groups)
 
-    # Decisions
-
     def decision(self, decision: AnyDecision, at: Moment) -> None:
-        """Ask what the ledger does not, then let it check and apply the decision."""
+        """Run additional checks, then apply."""
         match decision:
             case Dispatch():
                 self._dispatch(decision)
@@ -413,12 +398,13 @@ class LiveLedger(Ledger):
             self._place_one(one)
 
     def _fits(self, decision: Place, worker: WorkerEntry, who: str) -> None:
-        """Who needs a slot has one, or one ahead; and there is an end to those that need none."""
+        """Check that requests have a slot or prefetch room, and that off-engine requests are
+        bounded."""
         notes, here = self._workers[decision.epoch], len(self.placed_on(decision.epoch))
         many, size = here + len(decision.siblings), worker.joined.slots + worker.joined.prefetch
         off_engine = max(0, notes.off_engine - (notes.came - here))
         entries = (self.accounts.request(one.trajectory) for one in decision.requests())
-        # A place that was kept for a request stays its own, whoever needs a slot again since.
+        # Reserved slots remain reserved even if other requests need a slot again.
         kept = notes.came > 0 and all(one is not None and one.moving for one in entries)
         fits = many <= min(size + off_engine, OPEN_TIMES * size)
         self._require("placement", fits or kept, f"{who}, which has {many} then: too many")

@@ -1,10 +1,5 @@
-"""The faults of a run: what strikes when, as its seed has drawn it.
-
-Three kinds: what befalls single appends and polls (`FaultyBus`), single calls of task, engine and
-handover (`faulty_parts`), and what strikes a role or the whole world at a time of its own
-(`FaultInjector.strike`).
-`calm` ends all of it: whoever is stopped goes on, whoever is dead is started again.
-"""
+"""Faults of a run, drawn from its seed: of appends and polls (`FaultyBus`), calls
+(`faulty_parts`), and roles or the world (`FaultInjector.strike`)."""
 
 from __future__ import annotations
 
@@ -27,47 +22,45 @@ from dora_pipe.sim.scenario import Scenario
 from dora_pipe.sim.world import World
 
 STEPS_MIN: Final = 10
-"""A user stops no long run before it has so many steps."""
+"""Steps before a user may stop a long run."""
 
 STOP_SHARE: Final = 0.85
-"""Nor before it has committed so much of them."""
+"""Share of steps before a stop."""
 
 ALIVE_MAX: Final = 64
-"""No more zombies while so many incarnations live: in a bad network they come faster than they
-find out, and a seed of hundreds plays nothing else."""
+"""Living incarnations above which no zombie is added; in a bad network zombies arrive faster
+than they notice their end."""
 
 ARRIVED_SHARE: Final = 0.4
-"""Caches of moves that are lost or damaged, where such faults are enabled: there are few moves."""
+"""Share of moved KV caches hit; moves are few."""
 
 ON_THE_WAY_SHARE: Final = 0.2
-"""Moves that something befalls before that: what is lost early meets nothing later."""
+"""Share of moves hit earlier; lower because a lost move meets no later fault."""
 
 MOVE_NS: Final = 300_000_000
-"""A move takes about so long."""
 
 TRY_NS: Final = 50_000_000
 TRIES_MAX: Final = 400
-"""Where a fault finds nobody to strike, it tries again so much later, and so often."""
+"""Retries of a fault without a target."""
 
 JUMP_NS: Final = 3600 * 10**9
-"""A wall clock jumps by at most so much, either way."""
 
 HANG_SHARE: Final = 0.05
-"""Calls that hang, where such faults are enabled."""
+"""Share of hanging calls."""
 
 _SHARES: Final = {
     HANGING: HANG_SHARE,
     **dict.fromkeys(("move-source-dies", "move-target-dies", "handover-full"), ON_THE_WAY_SHARE),
     **dict.fromkeys(("handover-lost", "handover-damaged"), ARRIVED_SHARE),
 }
-"""By kind, where it is not the scenario's share of calls."""
+"""Shares that differ from the scenario's."""
 
 FOR_EVER_NS: Final = 10**15
-"""Eleven days: no seed lasts so long."""
+"""Longer than any seed."""
 
 
 class FaultInjector:
-    """The faults of one run; `struck` counts what happened."""
+    """Faults of one run, counted in `struck`."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -75,37 +68,32 @@ class FaultInjector:
         self.struck: Counter[str] = Counter()
         self.over = False
         self.outage_ns = 0
-        """Nobody reaches the bus before then."""
+        """End of a bus outage for all roles."""
         self.gone: set[str] = set()
-        """Workers that are not started again."""
+        """Workers never restarted."""
         self.ended = False
-        """The run is over: nobody is started again."""
+        """Whether the run is over."""
         self.version: Callable[[], int] = lambda: 0
-        """Committed steps."""
         self._world: World | None = None
         self._kinds = sorted(_STRIKES.keys() & scenario.faults.keys())
         self._weights = [scenario.faults[name] for name in self._kinds]
 
-    # What the world asks
-
     def born(self, role: Role) -> FaultPlan:
-        """A bus that is as bad as the seed says; perhaps a wall clock that is off."""
+        """Return the bus faults of an incarnation."""
         if "clock-jump" in self.scenario.faults and not self.over:
             role.clock.wall_off_ns = self.chance.randint(-JUMP_NS, JUMP_NS)
         return FaultyBus(self, role)
 
     def died(self, role: Role, why: str) -> int | None:
-        """Soon, while there is something to do; never if it is gone for good."""
+        """Return the restart delay in ns; None if the role must not return."""
         if self.ended or role.name in self.gone or why == "ended":
             return None
         if why in ("left", "replaced") and not self.over:
             return None
         return RESTART_NS if self.over else self._while()
 
-    # What strikes
-
     def begin(self, world: World) -> None:
-        """From now on it strikes."""
+        """Start the faults."""
         self._world = world
         if "gaps" in self.scenario.faults:
             self.struck["gaps"] += 1
@@ -115,7 +103,7 @@ class FaultInjector:
             world.after(self._pause(), self._strike)
 
     def at_least(self, count: int) -> None:
-        """Strike until so many faults have; where there is nobody to strike, everybody returns."""
+        """Strike until `count` faults happened."""
         for _ in range(TRIES_MAX):
             if self.struck.total() >= count:
                 return
@@ -127,7 +115,7 @@ class FaultInjector:
         raise InvariantBroken(f"nothing to strike: {', '.join(self._kinds)}")
 
     def calm(self) -> None:
-        """No more faults; the living go on, the others are started again."""
+        """End all faults; resume or restart every role."""
         world = self.world
         self.over, self.outage_ns = True, 0
         for role in list(world.roles.values()):
@@ -137,7 +125,6 @@ class FaultInjector:
         self.command("resume")
 
     def _return(self) -> None:
-        """Whoever is dead or gone starts again."""
         self.gone.clear()
         workers = [plan.name for plan in self.scenario.workers[: self.scenario.first]]
         for name in (ORCHESTRATOR, TRAINER, *workers):
@@ -150,7 +137,7 @@ class FaultInjector:
         return self._world
 
     def befalls(self, kind: str) -> bool:
-        """Whether this kind befalls a call now; then it is counted."""
+        """Draw, and count, whether a fault hits a call."""
         if self.over or kind not in self.scenario.faults:
             return False
         struck = self.chance.random() < _SHARES.get(kind, self.scenario.task_share)
@@ -158,14 +145,14 @@ class FaultInjector:
         return struck
 
     def hang_ns(self) -> int:
-        """How long what hangs does so: for ever, if that cannot hold up the run; else until there
-        are no more faults."""
+        """Return how long a call hangs: forever if the run can still end, else until the faults
+        end."""
         if self.scenario.config.groups.seconds_max is not None:
             return FOR_EVER_NS
         return max(0, self.scenario.faulty_ns - self.world.clock.ns)
 
     def moved(self, source: str, target: str) -> None:
-        """A request shall move: whoever has it, or waits for it, may die on the way."""
+        """Let the source or target of a move die during it."""
         for kind, name in (("move-source-dies", source), ("move-target-dies", target)):
             role = self.world.present(name)
             if role is not None and self.befalls(kind):
@@ -173,7 +160,7 @@ class FaultInjector:
                 self.world.after(ns, partial(self.world.kill, role))
 
     def command(self, verb: str, **args: object) -> None:
-        """A user's command, on a bus of the user's own; before the run there is nobody to ask."""
+        """Send a user's command."""
         if not self.world.begun:
             return
         record = Command(
@@ -185,7 +172,7 @@ class FaultInjector:
         self.append(self.world.topics.control, encode(record))
 
     def append(self, topic: str, value: bytes) -> None:
-        """A record from outside."""
+        """Append an external record."""
         self.world.bus.writer().append([Append(topic=topic, value=value)])
 
     def _strike(self) -> None:
@@ -195,7 +182,7 @@ class FaultInjector:
         self.world.after(self._pause(), self._strike)
 
     def strike(self, kind: str) -> None:
-        """Let one of its faults strike now."""
+        """Apply one fault."""
         if _STRIKES[kind](self) is not False:
             self.struck[kind] += 1
 
@@ -206,7 +193,6 @@ class FaultInjector:
         return int(self.chance.expovariate(1.0) * self.scenario.away_ns)
 
     def _one(self, name: str) -> Role | None:
-        """A living incarnation of this name; any of the workers, or of all."""
         name = name or self.chance.choice(("worker", "worker", TRAINER, ORCHESTRATOR))
         if name != "worker":
             return self.world.present(name)
@@ -215,15 +201,15 @@ class FaultInjector:
 
 
 class FaultyBus:
-    """What befalls the appends and polls of one incarnation."""
+    """Faults of appends and polls."""
 
     def __init__(self, injector: FaultInjector, role: Role) -> None:
         self._injector = injector
         self._role = role
         self.outage_ns = 0
-        """It does not reach the bus before then."""
+        """End of this incarnation's outage."""
         self.dies = False
-        """It dies in its next append."""
+        """Whether its next append kills it."""
 
     def on_append(self, call: int, records: Sequence[Append]) -> AppendFault | None:
         injector = self._injector
@@ -254,7 +240,7 @@ class FaultyBus:
     def _befall(self, records: int) -> AppendFault | None:
         injector = self._injector
         kinds = [kind for kind in _APPENDS if kind in injector.scenario.faults]
-        if self._role.exclusive:  # What an exclusive writer appends is visible when it is told so.
+        if self._role.exclusive:  # Exclusive appends are visible when acknowledged.
             kinds = [kind for kind in kinds if kind != "delayed"]
         if not kinds:
             return None
@@ -273,11 +259,11 @@ _APPENDS: Final = ("append-refused", "append-unknown", "append-torn", "delayed")
 
 
 Strike = Callable[[FaultInjector], bool | None]
-"""Strikes; False where there was nothing to strike."""
+"""Fault; returns False without a target."""
 
 
 def _at(name: str, act: Callable[[FaultInjector, Role], bool | None]) -> Strike:
-    """Strike a living incarnation of this name; any of the workers, or of all."""
+    """Apply to a living incarnation of this name, any worker, or any role."""
 
     def strike(injector: FaultInjector) -> bool | None:
         role = injector._one(name)
@@ -400,7 +386,6 @@ def _command_odd(injector: FaultInjector) -> None:
 
 
 def _command_stop(injector: FaultInjector) -> bool | None:
-    """Not before the run has had its steps."""
     steps = injector.scenario.config.run.steps
     if injector.version() < max(min(STEPS_MIN, steps - 1), int(STOP_SHARE * steps)):
         return False

@@ -1,4 +1,4 @@
-"""Every fault that the simulator knows, and which of them only some runs can meet."""
+"""All faults, and where they apply."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ FAULTS: Final[dict[str, str]] = {
     "copies-lost": "a machine has lost versions that it had copied or made",
     "patch-damaged": "a patch on a machine was damaged, and what it had made is gone",
 }
-"""Every fault, and what it is."""
+"""Faults with descriptions."""
 
 HANGING: Final = AGENT_HANGS
-"""Only where groups do not wait for everybody; so it is drawn apart."""
+"""Needs time limits or redundant trajectories."""
 
 OF_EPISODES: Final = ("task-process-dies", "retry")
-"""Only where there are episodes or agents: drawn apart, too."""
+"""Needs episodes or agents."""
 
 OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
-"""Only where there are agents."""
+"""Needs agents."""
 
 OF_PATCHES: Final = ("copies-lost", "patch-damaged")
-"""Only where versions may be patches."""
+"""Needs delta versions."""
 
 APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_PATCHES)
 
@@ -84,5 +84,4 @@ STRIKING: Final = (
 """Every seed has one of these."""
 
 MOVING: Final = tuple(name for name in FAULTS if name.startswith(("handover-", "move-")))
-"""What can befall a request that moves. It moves in slow seeds alone, and there not often: three of
-four such seeds have all of these, drawn apart as `KEEP_EVERY` is."""
+"""Faults of moves, which are rare: three of four slow seeds enable all of these."""

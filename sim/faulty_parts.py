@@ -1,4 +1,4 @@
-"""Parts of a world that fail as its seed says: single calls of task, engine and handover."""
+"""Parts whose calls fail as drawn from the seed."""
 
 from __future__ import annotations
 
@@ -46,43 +46,41 @@ from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
 HANG_NS: Final = 1500 * MS
-"""A reward's time limit."""
+"""Time limit of a reward."""
 
 TURNS_MEAN: Final = 2
 
 ELEMENTS: Final = 64
-"""Of a policy whose versions are patches, those of which a step changes one."""
+"""Elements of a delta policy; a step changes one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultyParts(PlainParts):
-    """`PlainParts` whose task and engine fail as the injector's seed says, until it is over."""
+    """`PlainParts` whose calls fail until the injector ends."""
 
     injector: FaultInjector
     observer: AgentObserver | None = None
-    """Hears what agents are told."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handover", _FaultyHandover(self.injector))
 
     @property
     def single_turn(self) -> bool:
-        """Episodes stay where they are, but for those whose environment can be told again what it
-        was told; agents are started again elsewhere."""
+        """Report whether requests may move: episodes must be replayable; agents restart."""
         scenario = self.injector.scenario
         if scenario.replayable:
             return True
         return not scenario.episodes or all(one.has_agent for one in scenario.config.tasks)
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        """One of which a step changes little, where versions are patches."""
+        """Return a policy with small changes, for deltas."""
         manifest, assets = super().policy(store, directory)
         if whole_every(self.injector.scenario.config, "float32") > 1:
             manifest = store.publish_weights(partial(initial_weights, sparse=ELEMENTS))
         return manifest, assets
 
     def agents(self, site: Site) -> Agents | None:
-        """Agents that may be lost, hang, raise, or ask for something else."""
+        """Return agents that may fail."""
         scenario, injector = self.injector.scenario, self.injector
         if not any(one.has_agent for one in scenario.config.tasks):
             return None
@@ -99,12 +97,12 @@ class FaultyParts(PlainParts):
         )
 
     def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
-        """A pool whose calls may raise, hang, or lose their episode."""
+        """Return a pool whose calls may fail."""
         faulty = _FaultyTasks(self.injector, site, self.delays)
         return SimTasks(site.clock, answer=faulty.answer, delay_ns=faulty.delay_ns, agents=agents)
 
     def engine(self, site: Site, plan: WorkerPlan) -> SimulatedEngine:
-        """An engine that may not get its weights."""
+        """Return an engine that may fail to load."""
         return _FaultyEngine(
             self.injector,
             slots=plan.slots,
@@ -122,10 +120,9 @@ class _FaultyTasks:
         self._delays = delays
         self._failing: dict[str, str] = {}
         self._told: dict[str, list[str]] = {}
-        """Of every environment, by request."""
+        """Messages to each environment, by request."""
 
     def delay_ns(self, call: TaskCall) -> int:
-        """How long this call takes; whether it fails is decided here."""
         if self._hangs(call):
             return self._injector.hang_ns()
         kind = self._kind(call)
@@ -136,11 +133,9 @@ class _FaultyTasks:
         return int(self._delays.of_task(call) * (0.5 + self._chance.random()))
 
     def _hangs(self, call: TaskCall) -> bool:
-        """Nothing ends it but that it is forgotten."""
         return isinstance(call, EnvStep | RewardCall) and self._injector.befalls(HANGING)
 
     def answer(self, call: TaskCall) -> TaskEvent:
-        """What comes of it."""
         kind, name = self._failing.pop(call.request, ""), call.request
         if kind in ("episode-lost", "retry"):
             what = "its process ended" if kind == "episode-lost" else "Retry: it is away"
@@ -162,7 +157,6 @@ class _FaultyTasks:
         return reward_of(call)
 
     def _kind(self, call: TaskCall) -> str:
-        """The fault that a call of its kind may have."""
         if isinstance(call, PromptCall | EnvStep) and self._says_retry():
             return "retry"
         if isinstance(call, PromptCall):
@@ -172,7 +166,6 @@ class _FaultyTasks:
         return "reward-raises" if self._chance.random() < 0.5 else "reward-hangs"
 
     def _say(self, call: EnvStep) -> TaskEvent:
-        """What follows from what an environment has been told."""
         told = self._told[call.request]
         told.append(call.turn.text)
         name = episode_of(call.request)
@@ -185,8 +178,6 @@ class _FaultyTasks:
 
 
 class _FaultyHandover(MemoryHandover):
-    """Caches get lost on their way, or are found to be damaged."""
-
     def __init__(self, injector: FaultInjector) -> None:
         super().__init__()
         self._injector = injector
@@ -198,7 +189,7 @@ class _FaultyHandover(MemoryHandover):
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
         fates = [("handover-lost", GONE), ("handover-damaged", OTHER_DIGEST)]
-        self._injector.chance.shuffle(fates)  # Else what is lost could hardly be damaged.
+        self._injector.chance.shuffle(fates)  # Otherwise lost caches are rarely damaged.
         for kind, why in fates:
             if self._injector.befalls(kind):
                 return Lost(why)
@@ -211,7 +202,6 @@ class _FaultyEngine(SimulatedEngine):
         self._injector = injector
 
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
-        """See the port."""
         if self._injector.befalls("policy-unreadable"):
             raise PolicyError(f"no weights at {weights.name}")
         if read_manifest(weights).digest != digest:

@@ -1,8 +1,7 @@
-"""Feeds the checkers with every record as it is appended; decides what is read when.
+"""Delivery of appended records to the checkers.
 
-Control records are booked when a round folds them, in the order of their offsets; decisions when
-their round is appended. What needs no order (role epochs, what an incarnation says after it left)
-is looked at at once. What the orchestrator hears is seen at its machine, for the leases.
+Control records are checked in offset order when a round folds them, decisions with their round,
+other facts immediately.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ from dora_pipe.sim.checks import LiveLedger
 from dora_pipe.sim.role import NEVER_NS, ORCHESTRATOR, TRAINER, Role
 
 GAP_HEARTBEATS: Final = 2
-"""The orchestrator listens as long as its reactions are at most so many heartbeats apart."""
+"""Heartbeats between reactions up to which the orchestrator counts as listening."""
 
 LEASE_SLACK_NS: Final = 150_000_000
-"""A record that is there may be heard by the next turn of the bus only, and so on."""
+"""Delay until an appended record may be processed, for example by the next poll."""
 
 ROUNDED: Final = 0.499
-"""As a worker says whole requests, but for what floats make of it."""
+"""Rounding tolerance."""
 
 _LEASE: Final = b'"lease-expired"'
 _DIGEST: Final = b'"state_digest"'
@@ -71,7 +70,7 @@ _SPEAKERS: Final[dict[type, str]] = {OrchestratorStatus: ORCHESTRATOR, TrainerSt
 
 
 class InvariantMonitor:
-    """Sees a world's log; raises InvariantBroken at the first thing that is wrong.
+    """Checker of a log; raises InvariantBroken.
 
     Example: ``World(..., observer=InvariantMonitor(topics, ...))``
     """
@@ -82,12 +81,12 @@ class InvariantMonitor:
         self.kinds: Counter[str] = Counter()
         """Records, decisions and observations by kind."""
         self.on_move: Callable[[str, str], None] = lambda source, target: None
-        """Called with who shall let go of a request, and who shall take it up."""
+        """Called with the source and target of a move."""
         self.exists: Callable[[str], bool] = lambda digest: True
-        """Whether the policy store has weights; set by who made the world."""
+        """Whether the store has weights."""
         self.records = 0
         self.waits: dict[str, str] = {}
-        """What each role said last that it waits for."""
+        """Last reported wait of each role."""
         self.stopped = False
         self._topics = topics
         self._gap_ns = GAP_HEARTBEATS * heartbeat_ns
@@ -97,18 +96,18 @@ class InvariantMonitor:
         self._control_next = 0
         self._left: set[tuple[str, int]] = set()
         self._said_by: dict[tuple[str, int], set[bytes]] = {}
-        """What each incarnation has said; where an outcome was unknown, it says it again."""
+        """Records of each incarnation; it repeats one after an unknown outcome."""
         self._newest: Counter[str] = Counter()
         self._heard_by: dict[int, _Heard] = {}
         self._heard = _Heard()
-        """Of the orchestrator that has appended the present round."""
+        """Inputs of the orchestrator that appended the current round."""
 
     def wrong(self, check: str, what: str) -> None:
-        """Something does not hold. Raises InvariantBroken, the name of the check first."""
+        """Raise InvariantBroken."""
         raise InvariantBroken(f"{check}: {what}")
 
     def appended(self, records: Sequence[Record], role: Role | None) -> None:
-        """Records landed, by this role (None: by somebody outside)."""
+        """Check records; `role` is None for external ones."""
         self.records += len(records)
         for record in records:
             if record.topic == self._topics.decisions:
@@ -124,8 +123,7 @@ class InvariantMonitor:
                 self.calls.landed(record, -1 if role is None else role.number)
 
     def wrap(self, role: Role, machine: Machine) -> Machine:
-        """The machine; the orchestrator's, and a worker's that runs agents, behind one that lets
-        this monitor know."""
+        """Wrap the orchestrator and workers with agents."""
         if isinstance(machine, OrchestratorMachine):
             heard = self._heard_by[role.number] = _Heard()
             return _ObservedOrchestrator(machine, self, heard)
@@ -135,7 +133,7 @@ class InvariantMonitor:
         return machine
 
     def at_end(self) -> None:
-        """The run is over: every group has its fate."""
+        """Check that every group has an outcome."""
         ledger = self.ledger
         for name in ledger.accounts.open:
             self.wrong("fate", f"{name} has none")
@@ -143,10 +141,7 @@ class InvariantMonitor:
         if in_force is not None and ledger.committed < in_force.steps:
             self.wrong("live", f"{ledger.committed} steps were committed")
 
-    # Control and metrics, as they come
-
     def _decoded(self, record: Record | Append) -> Any:
-        """A record of control or metrics; None where it cannot be read."""
         decode = decode_control if record.topic == self._topics.control else decode_metrics
         try:
             return decode(record.value)
@@ -154,7 +149,6 @@ class InvariantMonitor:
             return None
 
     def _is_known(self, topic: str, found: Any) -> bool:
-        """Count its kind; whether this version knows it."""
         if found is None or isinstance(found, Unknown):
             self.kinds[f"{topic} {'unreadable' if found is None else 'unknown'}"] += 1
             return False
@@ -191,8 +185,6 @@ class InvariantMonitor:
             if isinstance(found, TrainerStatus):
                 self.kinds[f"trainer {found.phase.partition(' ')[0]}"] += 1
 
-    # Rounds
-
     def _on_round(self, record: Record) -> None:
         round_, moves = decode_round(record.value), list[Move]()
         facts = self._facts(round_)
@@ -220,7 +212,6 @@ class InvariantMonitor:
         self._round, self._control_next = round_, round_.control_next
 
     def _kept(self, round_: Round) -> None:
-        """Files are deleted between rounds, by the trainer: whoever needs one has it still."""
         ledger = self.ledger
         if ledger.config is None or not ledger.config.store.keep_every:
             return
@@ -230,7 +221,6 @@ class InvariantMonitor:
                 self.wrong("kept", f"{what} (round {round_.ordinal})")
 
     def _facts(self, round_: Round) -> tuple[Fact, ...]:
-        """The control records that a round folds."""
         facts: list[Fact] = []
         while self._control and self._control[0].offset < round_.control_next:
             one = self._control.popleft()
@@ -257,8 +247,6 @@ class InvariantMonitor:
         if chain_of(chain, folded, round_) != round_.chain:
             self.wrong("rounds", f"{who}: the chain is broken")
 
-    # Leases and progress: what the orchestrator has heard
-
     def reacts(self, heard: _Heard, inputs: Sequence[Any], now: Now) -> None:
         if heard.last_ns is not None and now.mono_ns - heard.last_ns <= self._gap_ns:
             heard.listened_ns += now.mono_ns - heard.last_ns
@@ -280,7 +268,7 @@ class InvariantMonitor:
             heard.said[one] = merged(heard.said.get(one), found)
 
     def decides(self, heard: _Heard, outputs: Outputs) -> None:
-        """It has decided; who was silent is judged by what it had heard when it did."""
+        """Judge silence by what the orchestrator had read when it decided."""
         for one in outputs.publish:
             if one.record.topic == self._topics.decisions and _LEASE in one.record.value:
                 for observed in decode_round(one.record.value).observations:
@@ -293,7 +281,7 @@ class InvariantMonitor:
                             heard.progress[at] = {name: resume.tokens for name, resume in known}
 
     def digests(self, outputs: Outputs, state: State) -> None:
-        """The digest that it has kept in step is that of the state, made from nothing."""
+        """Compare the digest with one from scratch."""
         topic = self._topics.decisions
         rounds = [one.record.value for one in outputs.publish if one.record.topic == topic]
         if rounds and _DIGEST in rounds[-1]:
@@ -302,8 +290,8 @@ class InvariantMonitor:
                 self.wrong("digest", f"round {round_.ordinal} says another state than there is")
 
     def says(self, outputs: Outputs, idle: Mapping[str, int], now_ns: int) -> bool:
-        """A worker says how many requests need no slot on average: these, but for those that it has
-        just given up, have needed none since then. Whether it has sampled a token."""
+        """Check the reported average of requests without a slot, except those just released;
+        return whether the worker has sampled a token."""
         records = (one.record for one in outputs.publish)
         found = [self._decoded(one) for one in records if one.topic == self._topics.metrics]
         given_up = {one.request for one in outputs.effects if isinstance(one, Forget)}
@@ -322,31 +310,27 @@ class InvariantMonitor:
             self.wrong("lease", f"{what}, it is {self._lease_ns / 1e9:.3f} s")
 
     def _expect_progress(self, fence: Fence) -> None:
-        """What a fenced worker had said of its requests must not be lost."""
+        """Check that reported progress is kept."""
         known = self._heard.progress.get((fence.worker, fence.epoch), {})
         for name in known.keys() & set(self.ledger.placed_on(fence.epoch)):
             self.ledger.known(name, known[name])
 
 
 class _Heard:
-    """What one incarnation of the orchestrator has heard."""
-
     def __init__(self) -> None:
         self.last_ns: int | None = None
         self.listened_ns = 0
-        """Its own time, without the gaps."""
+        """Own time without gaps."""
         self.since_ns = 0
         self.of: dict[tuple[str, int], int] = {}
         self.said: dict[tuple[str, int], WorkerStatus] = {}
         self.silent_ns: dict[tuple[str, int], int] = {}
-        """How long those had been silent whose lease it let expire."""
+        """Silence of incarnations whose lease it let expire."""
         self.progress: dict[tuple[str, int], dict[str, int]] = {}
-        """What it knew of their requests then."""
+        """Their known progress at that time."""
 
 
 class _Observed:
-    """A machine behind which this monitor looks on."""
-
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
@@ -365,8 +349,6 @@ class _Observed:
 
 
 class _ObservedOrchestrator(_Observed):
-    """One whose inputs somebody else hears too."""
-
     def __init__(
         self, machine: OrchestratorMachine, monitor: InvariantMonitor, heard: _Heard
     ) -> None:
@@ -384,14 +366,12 @@ class _ObservedOrchestrator(_Observed):
 
 
 class _ObservedWorker(_Observed):
-    """One that runs agents."""
-
     def __init__(self, machine: WorkerMachine, monitor: InvariantMonitor, agents: Agents) -> None:
         super().__init__(machine)
         self._monitor = monitor
         self._agents = agents
         self._since_ns = NEVER_NS
-        """Before its first token nobody counts."""
+        """No request counts before the first token."""
 
     def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
         outputs = super().react(inputs, now)

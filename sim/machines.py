@@ -1,8 +1,7 @@
-"""The machines of a world: what each has of the policy's versions. Decides what befalls its files.
+"""Policy versions stored on each machine of a world.
 
-Where versions may be patches, every worker has a machine of its own with copies of what the store
-has, as production has them of a store elsewhere; they outlive its incarnations. The trainer's
-machine has the store. Where all versions are whole, everybody is on that machine.
+With deltas every worker has its own copies, which outlive its incarnations; otherwise all roles
+share the trainer's machine.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from dora_pipe.store.store import CHAIN_MAX, PolicyStore
 from dora_pipe.store.verified import SUFFIX
 
 LOST_SHARE: Final = 0.7
-"""Of the copies of a machine that loses some."""
+"""Share of lost copies."""
 
 HAD: Final = ("weights whole", "weights patch", "weights patches")
-"""How a machine comes by a version: fetched whole, made by one patch, or by several."""
+"""Ways to obtain a version."""
 
 
 class Machines:
-    """Stores by name of a role, and what they have done. Example: ``machines.of("w0")``"""
+    """Stores by role name. Example: ``machines.of("w0")``"""
 
     def __init__(self, store: PolicyStore, folder: Path, clock: Clock, *, apart: bool) -> None:
-        """`apart`: versions may be patches. Machines lie in `folder`."""
+        """`apart`: versions may be deltas."""
         self.counted: Counter[str] = Counter()
-        """`HAD`: how often."""
+        """Counts by `HAD`."""
         self._store, self._folder, self._clock = store, folder, clock
         self._apart = apart
         self._of: dict[str, PolicyStore] = {}
         self._before: dict[str, str] = {}
 
     def of(self, worker: str) -> PolicyStore:
-        """Where a worker finds versions."""
+        """Return the store of a worker."""
         if not self._apart:
             return self._store
         if worker not in self._of:
@@ -49,7 +48,7 @@ class Machines:
         return self._of[worker]
 
     def can_be_had(self, digest: str) -> bool:
-        """Whether a version lies in the store with all that it is made of."""
+        """Report whether the store can produce a version."""
         for _ in range(CHAIN_MAX):
             if self._store.has_whole(digest):
                 return True
@@ -59,8 +58,7 @@ class Machines:
         return False
 
     def lose(self, worker: str, chance: Random) -> bool:
-        """Copies are deleted, those of a worker's machine, or what patches made on the trainer's;
-        whether there were any."""
+        """Delete copies; report whether there were any."""
         folders = ("patches", "weights") if worker in self._of else (MADE,)
         gone = [path for path in self._files(worker, folders) if chance.random() < LOST_SHARE]
         for path in gone:
@@ -68,8 +66,8 @@ class Machines:
         return bool(gone)
 
     def damage(self, worker: str, chance: Random) -> bool:
-        """A bit of a copy on a worker's machine is another one, and where that was a patch, what
-        was made of patches there is gone; whether it had any."""
+        """Flip a bit of a copy on a worker's machine, and delete versions rebuilt from deltas if
+        it was one; report whether there was a copy."""
         copies = self._files(worker, ("patches", "weights")) if worker in self._of else []
         if not copies:
             return False
@@ -88,7 +86,7 @@ class Machines:
         return sorted(path for path in found if path.suffix != SUFFIX)
 
     def _made_of(self, digest: str) -> str:
-        """The version before: weights are a hash of their past, so it is always the same."""
+        """Return the previous version; unique, since weights are a hash of their past."""
         if digest not in self._before:
             with opened_patch(self._store.patch(digest)) as patch:
                 self._before[digest] = patch.before
@@ -96,14 +94,14 @@ class Machines:
 
 
 class _Copies(PolicyStore):
-    """A machine's copies; it says how it comes by a version."""
+    """Store copy that counts how versions are obtained."""
 
     def __init__(self, machines: Machines, store: PolicyStore, root: Path, clock: Clock) -> None:
         super().__init__(root, LocalFiles(store.root), clock=clock, patched=True)
         self._machines = machines
 
     def weights(self, digest: str) -> Path:
-        """See `PolicyStore`. Raises InvariantBroken where the store has it."""
+        """Return the weights. Raises InvariantBroken if only the store has them."""
         try:
             return super().weights(digest)
         except PolicyError:

@@ -1,6 +1,4 @@
-"""Ports that compute in the loop, slowed down to virtual time; decides what the trainer may compute
-while a policy is published.
-"""
+"""Ports delayed in virtual time."""
 
 from __future__ import annotations
 
@@ -16,11 +14,7 @@ from dora_pipe.sim.role import NEVER_NS
 
 
 class PacedPort:
-    """A port that computes in the loop, slowed down to virtual time.
-
-    `delay_ns` says how long an effect takes before its first event can come, `again_ns` how long it
-    is from one poll to the next while the port is busy.
-    """
+    """Port that computes in the loop, with delays of events (`delay_ns`) and polls (`again_ns`)."""
 
     def __init__(
         self,
@@ -42,7 +36,7 @@ class PacedPort:
         self._inner.start(effect)
 
     def poll(self) -> list[Any]:
-        """The inner port's events, when it is time."""
+        """Return the inner port's due events."""
         if not self._inner.busy:
             return self._inner.poll()
         now_ns = self._clock.now_ns()
@@ -54,7 +48,7 @@ class PacedPort:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do now."""
+        """Report whether a poll is due."""
         return self._inner.busy and self._clock.now_ns() >= self._due_ns
 
     def due_ns(self) -> int:
@@ -65,7 +59,7 @@ class PacedPort:
 
 
 class PublishingPort(PacedPort):
-    """Publishes policies of a trainer; `writing` while it has not said that one is written."""
+    """Publishing port; `writing` until a policy is written."""
 
     def __init__(
         self, inner: Port, clock: Clock, delay_ns: Callable[[Any], int], again_ns: int
@@ -78,15 +72,14 @@ class PublishingPort(PacedPort):
         super().start(effect)
 
     def poll(self) -> list[Any]:
-        """What was published, when it is time."""
+        """Return due publications."""
         events = super().poll()
         self.writing &= not events
         return events
 
 
 class WorkingPort(PacedPort):
-    """Does what else a trainer does. Raises InvariantBroken where that would change the weights
-    that are being written."""
+    """Port for other work. Raises InvariantBroken if it changes weights being written."""
 
     def __init__(
         self,

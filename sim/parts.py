@@ -1,11 +1,4 @@
-"""What a world is made of beside the machines; decides what the plain simulated parts are.
-
-`Parts` is the place to plug in another engine, trainer, codec, task or length of things: it is
-asked once per incarnation for the ports of a worker or of the trainer, and gets a `Site` that says
-who asks. `PlainParts` has production's ports (engine, tasks, codec, progress, training) in virtual
-time, with `SimulatedEngine` and `SimulatedLearner` behind them, and a task without processes. A
-port of a world says by `due_ns` when it has something to report.
-"""
+"""Parts of a world; implement `Parts` to replace engine, trainer, codec or task."""
 
 from __future__ import annotations
 
@@ -78,34 +71,32 @@ from dora_pipe.sim.role import NEVER_NS, SimPort
 from dora_pipe.store.store import PolicyStore
 
 MS: Final = 1_000_000
-"""ns of a millisecond."""
 
 CONTEXT_TOKENS: Final = 256
-"""Of every worker."""
 
 _UNTIMED: Final = nullcontext()
 
 
 class StillMeter(Meter):
-    """Costs are real time, which must not enter a world: here nothing costs anything."""
+    """Meter without costs: real time must not enter."""
 
     def __init__(self) -> None:
         self._none = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
 
     def spend(self, name: str) -> AbstractContextManager[None]:
-        """No clock is looked at."""
+        """Ignore the time."""
         return _UNTIMED
 
     def add(self, name: str, seconds: float) -> None:
-        """Nothing is booked."""
+        """Ignore the time."""
 
     def cost(self) -> Cost:
-        """Nothing."""
+        """Return no cost."""
         return self._none
 
 
 class Numbers:
-    """A tokenizer without files: text is token ids in decimal."""
+    """Tokenizer: text is token ids in decimal."""
 
     def prompt_ids(self, text: str) -> list[int]:
         return self.ids(text)
@@ -121,11 +112,7 @@ class Numbers:
 
 
 class SimTasks:
-    """A task pool without processes: every call is answered by `answer`, after `delay_ns` of it.
-
-    Calls of an episode end with its `EnvStep`s as `answer` says. What is forgotten is not answered.
-    Agents run in `agents`.
-    """
+    """Task pool without processes: `answer` replies after `delay_ns`."""
 
     def __init__(
         self,
@@ -146,15 +133,15 @@ class SimTasks:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is due."""
+        """Report whether an answer is due."""
         return self._clock.now_ns() >= self._due_ns
 
     def due_ns(self) -> int:
-        """When the next answer is due."""
+        """Return the next answer's due time."""
         return self._due_ns
 
     def start(self, effect: TaskCall | Forget) -> None:
-        """Take a call, or forget one."""
+        """Take or forget a call."""
         if isinstance(effect, Forget):
             self._forget(effect.request)
             return
@@ -170,7 +157,7 @@ class SimTasks:
         self._due_ns = min(self._due_ns, due_ns)
 
     def poll(self) -> Sequence[TaskEvent]:
-        """The answers that are due, in the order of the calls."""
+        """Return due answers in call order."""
         if not self.busy:
             return ()
         now_ns = self._clock.now_ns()
@@ -186,7 +173,7 @@ class SimTasks:
         return events
 
     def lose(self, message: str) -> bool:
-        """A process dies, and with it all its episodes and agents; whether it had any."""
+        """Simulate the death of a process; report whether it had episodes or agents."""
         agents = self._agents.many if self._agents is not None else 0
         lost = list(self._episodes)
         for name in lost:
@@ -198,7 +185,7 @@ class SimTasks:
         return bool(lost or agents)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget all calls."""
         self._calls.clear()
         self._lost.clear()
         self._due_ns = NEVER_NS
@@ -217,7 +204,7 @@ class SimTasks:
 
 
 def prompt_of(call: PromptCall, *, episode: bool = False, replayable: bool = False) -> PromptReady:
-    """A prompt of three to six tokens that tells the row."""
+    """Return a prompt that encodes the row."""
     row = call.index
     words = [3 + row % 89, 4 + row // 89 % 89, 5 + row % 7]
     text = " ".join(map(str, words + words[: row % 4]))
@@ -225,16 +212,16 @@ def prompt_of(call: PromptCall, *, episode: bool = False, replayable: bool = Fal
 
 
 def observed_of(call: EnvStep, *, done: bool, text: str = "8 9") -> EnvObserved:
-    """What a tool says."""
+    """Return a tool's output."""
     return EnvObserved(request=call.request, text=text, done=done, tool="tool", ok=True)
 
 
 ADDRESSES: Final = Addresses(host="sim", port=1, secret=b"sim")
-"""What agents are told; none of them uses it."""
+"""Addresses given to agents; unused."""
 
 
 class TimedTaskPort:
-    """Production's task port on `SimTasks`, with its due time."""
+    """Task port on `SimTasks`."""
 
     def __init__(self, inner: Port, tasks: SimTasks) -> None:
         self.lose = tasks.lose
@@ -246,7 +233,7 @@ class TimedTaskPort:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is due."""
+        """Report whether an answer is due."""
         return self._tasks.busy
 
     def due_ns(self) -> int:
@@ -255,111 +242,105 @@ class TimedTaskPort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """A worker that a world has. Example: ``WorkerPlan(name="w0", slots=8, prefetch=2)``."""
+    """Planned worker. Example: ``WorkerPlan(name="w0", slots=8, prefetch=2)``"""
 
     name: str
     slots: int
     prefetch: int
     context_tokens: int = CONTEXT_TOKENS
     token_ns: int = 2 * MS
-    """One step of its engine, whatever runs in it."""
+    """Duration of an engine step, for any batch size."""
     load_ns: int = 200 * MS
-    """Loading the weights of a version."""
+    """Duration of loading a version."""
     rate: float = 1.0
-    """Of its monotonic clock."""
+    """Clock rate."""
     versions: int = 1
-    """How many its engine hosts at once."""
+    """Hosted versions."""
     elastic: bool = False
-    """It shares its GPUs with the trainer."""
+    """Whether it is colocated with the trainer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An incarnation that starts, and what it may use."""
+    """Starting incarnation and its resources."""
 
     name: str
     number: int
-    """Of the incarnation, among all of the run."""
+    """Number among all incarnations of the run."""
     topics: Topics
     config: Config
     clock: Clock
     meter: Meter
     chance: Random
-    """Its own."""
+    """Its own random numbers."""
     store: PolicyStore
     bus: Bus
-    """Of its loop."""
     open_bus: Callable[[], Bus]
-    """Another bus of this incarnation."""
+    """Opens another bus of this incarnation."""
     run_started: RunStarted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """Ports of a worker incarnation in the order in which they are polled, and its engine.
-
-    In a world every port is a `SimPort`.
-    """
+    """Ports in polling order, all `SimPort`, and the engine."""
 
     ports: Sequence[Any]
     engine: Engine
     single_turn: bool = True
-    """Whether requests have no episodes, or only such as can be told again (a task port answers
-    with `PromptReady(episode=True, replayable=True)`); only then they move. Such an episode goes on
-    by the effects that all others have: `FetchProgress`, `PromptCall`, then `EnvStep` once more for
-    every recorded turn, which must be answered as before (`worker.episodes`)."""
+    """Whether requests can move: without episodes, or with `PromptReady(episode=True,
+    replayable=True)`. Such an episode resumes with `FetchProgress`, `PromptCall`, then one
+    `EnvStep` per recorded turn, answered as before (`worker.episodes`)."""
     stop_ids: tuple[int, ...] = (END_TOKEN,)
     failing: Callable[[], tuple[FailingPlace, ...]] = tuple
-    """Places of tasks that fail, as they are now."""
+    """Failing places of tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerParts:
-    """Ports of a trainer incarnation."""
+    """Ports of a trainer."""
 
     ports: Sequence[Any]
     cached: Callable[[], Gauges] = lambda: Gauges(0, 0)
 
 
 class Parts(Protocol):
-    """See the head of this file."""
+    """Factory of a world's parts."""
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        """Version 0 and the digest of the assets, both in the store."""
+        """Store version 0 and assets; return manifest and assets digest."""
         ...
 
     def data(self, config: Config) -> Mapping[str, DataSet]:
-        """The rows of every source; empty: some that nobody reads."""
+        """Return the data of every source, or none."""
         ...
 
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
-        """The ports of a worker incarnation."""
+        """Return a worker's ports."""
         ...
 
     def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
-        """The ports of a trainer incarnation; `history` is what control says at its start."""
+        """Return a trainer's ports."""
         ...
 
 
 def episode_of(request: str) -> str:
-    """Whose environment and reward a request has: those of its trajectory, whatever the attempt, a
-    continuation of it too. Example: ``episode_of("g0000000042-003.18.1/2")``."""
+    """Return the trajectory of a request: ``episode_of("g0000000042-003.18.1/2")``."""
     return request.partition("/")[0].partition(".")[0]
 
 
 def text_digest(call: RewardCall) -> int:
-    """A number by the text and whose it is."""
+    """Return a number by text and trajectory."""
     return int(sha256_hex(call.text.encode(), episode_of(call.request).encode())[:8], 16)
 
 
 def reward_of(call: RewardCall) -> Rewarded:
-    """0 or 1 by a digest of the text."""
+    """Return reward 0 or 1 by digest."""
     value = float(text_digest(call) % 2)
     return Rewarded(request=call.request, reward=value, raw=value, parts={"exact": value})
 
 
 def group_rewards_of(call: GroupCall) -> GroupRewarded:
-    """Each sibling gets its share of the place that its text has among all: 0 for the first."""
+    """Return rewards by rank of the text."""
     texts = sorted(one.text for one in call.completions)
     rewards = tuple(texts.index(one.text) / len(texts) for one in call.completions)
     return GroupRewarded(
@@ -368,12 +349,12 @@ def group_rewards_of(call: GroupCall) -> GroupRewarded:
 
 
 def weights(rows: Sequence[RowStats], version: int) -> list[float]:
-    """A sampler: it depends on everything that one is given."""
+    """Sampler that depends on all its inputs."""
     return [(1 + version % 3) * row.mean + 1 / (1 + row.groups) for row in rows]
 
 
 def answer_of(call: TaskCall) -> TaskEvent:
-    """One turn, a reward by the text."""
+    """Answer in one turn, with a reward by the text."""
     if isinstance(call, PromptCall):
         return prompt_of(call)
     if isinstance(call, EnvStep):
@@ -386,12 +367,12 @@ def answer_of(call: TaskCall) -> TaskEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
-    """How long things take that are not the engine's; ns."""
+    """Delays outside the engine."""
 
     task_ns: int = 5 * MS
-    """A prompt, or a turn or reward of a task that is quick."""
+    """Delay of a prompt, and of a quick task's turn or reward."""
     slow_ns: int = 0
-    """What a tool's turn and a judge's reward take beyond that."""
+    """Additional delay of a tool's turn and a judge's reward."""
     codec_ns: int = 1 * MS
     progress_ns: int = 2 * MS
     handover_ns: int = 4 * MS
@@ -400,10 +381,10 @@ class Delays:
     train_ns: int = 300 * MS
     publish_ns: int = 30 * MS
     again_ns: int = 5 * MS
-    """From one step of the trainer's work to its next."""
+    """Interval of the trainer's polls."""
 
     def of_task(self, call: TaskCall) -> int:
-        """How long a call takes."""
+        """Return a call's duration."""
         return self.task_ns + (0 if isinstance(call, PromptCall) else self.slow_ns)
 
 
@@ -413,32 +394,31 @@ def _paced(port: Port, clock: Clock, delay_ns: int, again_ns: int) -> SimPort:
 
 @dataclass(frozen=True, kw_only=True)
 class PlainParts:
-    """See the head of this file; `steps_max` engine steps make one event of the world."""
+    """Default parts; one event covers at most `steps_max` engine steps."""
 
     lengths: Lengths = long_tailed_length
     delays: Delays = field(default_factory=Delays)
     steps_max: int = 8
     answer: Callable[[TaskCall], TaskEvent] = answer_of
     handover: Handover = field(default_factory=MemoryHandover)
-    """Shared by all workers: they run on one machine."""
 
     @property
     def single_turn(self) -> bool:
         return True
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        """A policy of 32 bytes."""
+        """Return a policy of 32 bytes."""
         assets = directory / "config.json"
         assets.write_text(json.dumps({"model_type": "simulated"}))
         digest = store.publish_assets([assets])
         return store.publish_weights(initial_weights), digest
 
     def data(self, config: Config) -> Mapping[str, DataSet]:
-        """None that anybody reads."""
+        """Return no data."""
         return {}
 
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
-        """Production's ports, paced."""
+        """Return production's ports, paced."""
         engine = self.engine(site, plan)
         agents = self.agents(site)
         tasks = self.tasks(site, agents)
@@ -454,7 +434,7 @@ class PlainParts:
         )
 
     def trainer(self, site: Site, history: CommitHistory) -> TrainerParts:
-        """Production's work, effect by effect."""
+        """Return production's trainer ports."""
         handlers = EffectHandlers(
             handlers_setup(site.topics, site.run_started, site.config, history, adopt=False),
             bus=site.open_bus(),
@@ -467,7 +447,7 @@ class PlainParts:
         return TrainerParts(ports=self._in_two(site, handlers, work), cached=work.cached)
 
     def _in_two(self, site: Site, handlers: EffectHandlers, work: InlinePort) -> list[SimPort]:
-        """The trainer's work; a policy is published beside it, as in production."""
+        """Return separate ports for work and publishing, as in production."""
         again_ns = self.delays.again_ns
         publishing = PublishingPort(
             InlinePort(handlers, (PublishPolicy,)), site.clock, self.work_ns, again_ns
@@ -475,7 +455,7 @@ class PlainParts:
         return [WorkingPort(work, site.clock, self.work_ns, again_ns, publishing), publishing]
 
     def learner(self, site: Site) -> Learner:
-        """The trainer's."""
+        """Return the trainer's learner."""
         return SimulatedLearner()
 
     def engine(self, site: Site, plan: WorkerPlan) -> Engine:
@@ -488,16 +468,15 @@ class PlainParts:
         )
 
     def agents(self, site: Site) -> Agents | None:
-        """The agents of a worker, and its endpoint; None where the run has none."""
+        """Return agents and endpoint; None without."""
         return None
 
     def tasks(self, site: Site, agents: Agents | None) -> SimTasks:
-        """The task pool of a worker."""
+        """Return a worker's task pool."""
         delay_ns = self.delays.of_task
         return SimTasks(site.clock, answer=self.answer, delay_ns=delay_ns, agents=agents)
 
     def _records(self, site: Site) -> list[SimPort]:
-        """The ports of a worker that code records, and read and write them."""
         topics, meter, clock, delays = site.topics, site.meter, site.clock, self.delays
         groups = GroupPort(site.open_bus(), topics.trajectories, topics.run, meter, clock=clock)
         progress = ProgressPort(site.open_bus(), topics.progress, meter, clock=clock)
@@ -526,11 +505,11 @@ class PlainParts:
         )
 
     def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
-        """How long one step of the engine takes with what is in it now."""
+        """Return the duration of the engine's next step."""
         return plan.token_ns
 
     def work_ns(self, effect: Any) -> int:
-        """How long an effect of the trainer takes."""
+        """Return the duration of a trainer effect."""
         delays = self.delays
         return {
             Restore: delays.restore_ns,

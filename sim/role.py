@@ -1,9 +1,4 @@
-"""One incarnation of a role in a world: the clocks by which it sees time, what befalls it, and who
-may look on; decides what a wrong clock shows.
-
-The world's clock is what really happens. A role's own clock may run slow or fast, and its wall
-clock may be off and jump either way: nothing may depend on it.
-"""
+"""Incarnations with their clocks, faults and observers."""
 
 from __future__ import annotations
 
@@ -21,54 +16,53 @@ ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"
 
 WALL_NS: Final = 1_800_000_000 * 10**9
-"""The wall clock at the beginning of every world."""
 
 NEVER_NS: Final = 1 << 62
 """Later than any event."""
 
 RESTART_NS: Final = 500_000_000
-"""A supervisor starts a role again after so long."""
+"""Restart delay."""
 
 
 IN_ORDER: Final = frozenset({"ended", "left", "replaced", "the world ends"})
-"""Ends after which nobody starts a role again."""
+"""Ends without restart."""
 
 
 @dataclass(slots=True)
 class WorldClock:
-    """What time it really is, ns since the world began; the world alone moves it."""
+    """True time in ns, advanced by the world."""
 
     ns: int = 0
 
     def now_ns(self) -> int:
-        """Virtual time."""
+        """Return virtual time."""
         return self.ns
 
     def wall_ns(self) -> int:
-        """The right wall clock."""
+        """Return the true wall clock."""
         return WALL_NS + self.ns
 
     def sleep(self, seconds: float) -> None:
-        """Nobody sleeps on the world's clock. Raises AssertionError."""
+        """Raise AssertionError."""
         raise AssertionError("only a role sleeps")
 
 
 @dataclass(slots=True)
 class RoleClock:
-    """One incarnation's clocks: ``RoleClock(world.clock, pause, rate=0.5)`` counts half as fast.
+    """Skewed clock: ``RoleClock(world.clock, pause, rate=0.5)`` runs half as fast.
 
-    `pause` lets the rest of the world go on until then (world time, ns).
+    `pause` runs the rest of the world until a time.
     """
 
     world: WorldClock
     pause: Callable[[int], None]
     rate: float = 1.0
     wall_off_ns: int = 0
-    """The wall clock is ahead by so much; it may be changed at any time."""
+    """Wall clock offset; may change."""
     start_ns: int = 0
 
     def now_ns(self) -> int:
-        """Monotonic time as this role counts it."""
+        """Return the role's monotonic time."""
         if self.rate == 1.0:
             return self.world.ns
         return self.start_ns + int((self.world.ns - self.start_ns) * self.rate)
@@ -77,35 +71,35 @@ class RoleClock:
         return WALL_NS + self.world.ns + self.wall_off_ns
 
     def sleep(self, seconds: float) -> None:
-        """The others go on meanwhile."""
+        """Let other roles run."""
         self.pause(self.world.ns + max(1, int(seconds * 1e9 / self.rate)))
 
     def world_ns(self, own_ns: int) -> int:
-        """When it really is `own_ns` on this clock, or shortly after."""
+        """Return when this clock reaches `own_ns`, or shortly after."""
         if self.rate == 1.0 or own_ns >= NEVER_NS:
             return own_ns
         return self.start_ns + math.ceil((own_ns - self.start_ns) / self.rate)
 
 
 class SimPort(Port, Protocol):
-    """A port that knows when it has something to say."""
+    """Port that knows the time of its next event."""
 
     def due_ns(self) -> int:
-        """Monotonic ns (the role's clock) of its next event; `NEVER_NS` while it waits for none."""
+        """Return the next event in the role's ns; `NEVER_NS` if none."""
         ...
 
 
 class Killed(BaseException):
-    """Unwinds the turn of a role that was killed in the middle of it; no code may catch it."""
+    """Unwinds a killed role's turn; never catch it."""
 
 
 @dataclass(eq=False, slots=True)
 class Role:
-    """One incarnation of a role."""
+    """Incarnation of a role."""
 
     name: str
     number: int
-    """Counts all incarnations of a world."""
+    """Number among all incarnations of a world."""
     clock: RoleClock
     chance: Random
     meter: Meter
@@ -115,18 +109,16 @@ class Role:
     ports: Sequence[SimPort] = ()
     reads: frozenset[str] = frozenset()
     epoch: int = -1
-    """Of a worker: the offset of its `worker joined`."""
+    """Offset of a worker's `worker joined`."""
     paused_until_ns: int = 0
     due_ns: int = NEVER_NS
     pending_ns: list[int] = field(default_factory=list)
-    """When records that it reads become visible."""
+    """Times at which records it reads become visible."""
     acting: bool = False
-    """In the middle of a turn."""
     asleep: bool = False
-    """In the middle of a turn, which waits for the bus."""
+    """Whether its turn waits for the bus."""
     dead: bool = False
     end: str = ""
-    """How it ended."""
 
     @property
     def exclusive(self) -> bool:
@@ -134,41 +126,39 @@ class Role:
 
 
 class Observer(Protocol):
-    """Sees what happens in a world; whatever it raises ends the world."""
+    """Observer; exceptions end the world."""
 
     def appended(self, records: Sequence[Record], role: Role | None) -> None:
-        """Records landed in the log, in the turn of this role (None: in nobody's)."""
+        """Handle appended records; `role` is None outside turns."""
         ...
 
     def wrap(self, role: Role, machine: Machine) -> Machine:
-        """The machine that the loop drives: this one, or one that passes everything on to it."""
+        """Return the machine, possibly wrapped."""
         ...
 
 
 class FaultModel(Protocol):
-    """Asked by the world; what strikes at a time of its own (a kill, a pause, a command) uses
-    `World.after`.
-    """
+    """Source of faults. Use `World.after` for timed faults such as a kill, pause or command."""
 
     def born(self, role: Role) -> FaultPlan:
-        """An incarnation begins: what befalls its bus; its clock may be set wrong."""
+        """Return an incarnation's bus faults."""
         ...
 
     def died(self, role: Role, why: str) -> int | None:
-        """It ended: when to start it again (ns from now), None: never.
+        """Return the restart delay in ns; None for never.
 
-        `why` is the outcome of its machine (`ended`, `left`, `fenced`, `replaced`, `failed`),
-        `killed`, or the error that ended it.
+        `why` is the machine's outcome (`ended`, `left`, `fenced`, `replaced`, `failed`), `killed`,
+        or the error.
         """
         ...
 
 
 class NoFaults:
-    """Nothing goes wrong; what dies all the same is started again, what ends in order is not."""
+    """No faults."""
 
     def born(self, role: Role) -> FaultPlan:
         return NO_FAULTS
 
     def died(self, role: Role, why: str) -> int | None:
-        """Soon, if it did not mean to."""
+        """Return a restart delay unless the end was intended."""
         return None if why in IN_ORDER else RESTART_NS

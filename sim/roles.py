@@ -1,8 +1,6 @@
-"""Puts production's machines into production's loop, without processes and files; decides nothing.
+"""Start of production's machines without processes.
 
-What stands here mirrors `orchestrator.role`, `consumers.trainer.role` and `producers.worker.role`:
-an incarnation that cannot reach the bus while it starts dies, and is started again by whoever
-started it. Worlds and the clusters of tests are made of it.
+Mirrors `orchestrator.role`, `consumers.trainer.role` and `producers.worker.role`.
 """
 
 from __future__ import annotations
@@ -43,24 +41,23 @@ DATASET: Final = sha256_hex(b"train rows")
 EVAL_DATASET: Final = sha256_hex(b"eval rows")
 ROWS: Final = 40
 FEW_ROWS: Final = 6
-"""Of a run some of whose tasks have a curriculum: every row has to come again."""
+"""Rows of a run with a curriculum; few, so that every row repeats."""
 EVAL_ROWS: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """An incarnation that has said that it is there."""
+    """Started incarnation."""
 
     machine: Machine
     writer: Writer
     exclusive: bool = True
-    """Whether a run has one of it."""
     ports: Sequence[Any] = ()
     epoch: int = -1
-    """Of a worker: the offset of its `worker joined`."""
+    """Offset of `worker joined`."""
 
     def loop(self, site: Site, machine: Machine | None = None, **more: Any) -> Runtime:
-        """Production's loop around it, or around another machine in front of it."""
+        """Return production's loop around its machine, or around a wrapper."""
         return Runtime(
             machine or self.machine,
             bus=site.bus,
@@ -91,7 +88,7 @@ def create_topics(bus: Bus, topics: Topics, config: Config) -> None:
 def run_started(
     config: Config, parts: Parts, store: PolicyStore, folder: Path, clock: Clock
 ) -> RunStarted:
-    """The first record of a run, whose version 0 and assets lie in the store afterwards."""
+    """Return a run's first record; store version 0 and assets."""
     policy, assets_digest = parts.policy(store, folder)
     plain = msgspec.to_builtins(with_keep_every(config, policy))
     data = parts.data(config) or data_of(config)
@@ -122,7 +119,7 @@ def run_started(
 
 
 def plain_data(config: Config, purpose: str) -> DataSet:
-    """The rows of a source without a name."""
+    """Return the rows of an unnamed source."""
     if purpose == "eval":
         return DataSet(digest=EVAL_DATASET, rows=EVAL_ROWS)
     few = any(has_curriculum(one) for one in config.tasks)
@@ -130,7 +127,7 @@ def plain_data(config: Config, purpose: str) -> DataSet:
 
 
 def data_of(config: Config) -> dict[str, DataSet]:
-    """The rows of every source; no two with a name have as many, or the same."""
+    """Return rows by source; named ones differ."""
     found: dict[str, DataSet] = {}
     for source in turns_by_source(config):
         purpose, _, name = source.partition("/")
@@ -142,7 +139,7 @@ def data_of(config: Config) -> dict[str, DataSet]:
 
 
 def start_role(site: Site, parts: Parts, plan: WorkerPlan | None = None) -> Started:
-    """The orchestrator, the trainer or, with a plan, a worker. Raises BusError."""
+    """Start a role. Raises BusError."""
     if site.name == ORCHESTRATOR:
         return _orchestrator(site)
     if site.name == TRAINER:
@@ -152,7 +149,6 @@ def start_role(site: Site, parts: Parts, plan: WorkerPlan | None = None) -> Star
 
 
 def _orchestrator(site: Site) -> Started:
-    """Fence the predecessor, fold the log, take a role epoch."""
     writer = site.bus.writer(exclusive=f"{site.topics.run}.orchestrator")
     machine = start_machine(
         bus=site.bus,
@@ -169,7 +165,6 @@ def _orchestrator(site: Site) -> Started:
 
 
 def _trainer(site: Site, parts: Parts) -> Started:
-    """Fence the predecessor, read control, take a role epoch."""
     control = site.topics.control
     writer = site.bus.writer(exclusive=f"{site.topics.run}.trainer")
     await_stable_offset(site.bus, [TopicPartition(control, 0)], site.clock)
@@ -193,7 +188,6 @@ def _trainer(site: Site, parts: Parts) -> Started:
 
 
 def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
-    """Open the parts, join."""
     made = parts.worker(site, plan)
     writer = site.bus.writer()
     decisions = TopicPartition(site.topics.decisions, 0)

@@ -1,9 +1,7 @@
-"""What a seed means: the configuration, the workers and the faults of one simulated run.
+"""Configuration, workers and faults of a seed.
 
-Swarm testing: every seed leaves most faults out and has the others more or less often, so that
-between them they meet every combination. Most runs are short, because long runs spend most of their
-time after the last fault. A feature that only some seeds have is drawn apart (`_chance`), so that
-another one changes nothing else of a seed.
+Swarm testing: every seed omits most faults and varies the others. Features are drawn separately
+(`_chance`), so that adding one changes nothing else.
 """
 
 from __future__ import annotations
@@ -30,86 +28,80 @@ from dora_pipe.sim.faults import (
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
 
 ALWAYS: Final = 3
-"""A seed has at least so many kinds of faults."""
 
 STEPS_LONG: Final = 11
-"""Of a long run, at least."""
 
 SIBLINGS_MEAN: Final = 42
-"""Small batches get more steps in a long run."""
 
 SHORT_STEPS: Final = (5, 8)
-"""Of a short run: at least, at most."""
 
 SHORT_GROUPS: Final = 2
-"""Most groups of a step, and most siblings of a group, in a short run; where requests are to move,
-one sibling more."""
+"""Maximum groups per step and trajectories per group in a short run; one trajectory more if
+requests are to move."""
 
 SHORT_WORKERS: Final = 4
 SHORT_TOKENS: Final = 96
 WORKERS_MAX: Final = 6
 
 PUBLISHES_MS: Final = (5, 100, 600)
-"""A policy is published for so long where batches have parts: the next step begins meanwhile."""
+"""Publishing times with parts."""
 
 SLOW: Final = (1, 1, 1, 6)
-"""Generation may be slow beside everything else, on few slots: only then it pays to move."""
+"""Slowdown of generation; moves pay only if it is slow."""
 
 AGENTS_SECONDS: Final = 64.0
-"""Groups of agents have so long at least, where their time is bounded: else those of slow workers
-would all be over before they end, and the run with them."""
+"""Minimum time limit with agents; otherwise slow groups always expire."""
 
 SHARES: Final[Mapping[str, float]] = {
-    "long": 0.1,  # what is deleted, restarted or drawn by history again and again needs these
-    "moving": 0.75,  # of slow seeds: those with all faults of moves
-    "patient": 0.3,  # tools and judges take long beside sampling
-    "several": 0.25,  # several tasks and evaluations
-    "together": 0.25,  # some tasks have a reward of groups
-    "curriculum": 0.25,  # some tasks draw their rows, or skip those that are solved
-    "parts": 1 / 3,  # of seeds with several groups a step: batches are taken in parts
-    "updates": 0.5,  # of these: each part is an update
-    "follows": 0.25,  # C is automatic
-    "agents": 0.25,  # some tasks are agents
-    "replayable": 0.5,  # of seeds with episodes: environments that are told the same say the same
-    "talkative": 0.5,  # of these: episodes are long
-    "patches": 0.25,  # versions are patches, but for some
-    "resident sharing": 0.25,  # workers host several versions
-    "elastic": 0.2,  # some workers sleep while a step is computed
+    "long": 0.1,  # pruning and restarts need long runs
+    "moving": 0.75,  # all faults of moves
+    "patient": 0.3,  # tools and judges are slow
+    "several": 0.25,
+    "together": 0.25,
+    "curriculum": 0.25,
+    "parts": 1 / 3,  # if a step has several groups
+    "updates": 0.5,  # parts are updates
+    "follows": 0.25,  # automatic in-flight limit
+    "agents": 0.25,
+    "replayable": 0.5,  # of seeds with episodes
+    "talkative": 0.5,  # long episodes
+    "patches": 0.25,  # deltas
+    "resident sharing": 0.25,
+    "elastic": 0.2,  # colocated workers
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What a seed means."""
+    """Scenario of a seed."""
 
     seed: int
     config: Config
     workers: tuple[WorkerPlan, ...]
-    """Those that are there from the beginning, then those that may join."""
+    """Initial ones first."""
     first: int
-    """How many are there from the beginning."""
+    """Number of initial workers."""
     delays: Delays
     steps_max: int
     """Engine steps per event."""
     faults: Mapping[str, float]
-    """The enabled faults and how often each comes, relative to the others."""
+    """Relative frequencies."""
     strike_ns: int
-    """Mean time between two faults that strike."""
+    """Mean time between faults."""
     append_share: float
-    """Appends that something befalls, where such faults are enabled."""
+    """Share of appends hit, if enabled."""
     away_ns: int
-    """Mean time that what is stopped, away or dead stays so."""
     task_share: float
-    """Calls of the task that fail, where such faults are enabled."""
+    """Share of failing task calls, if enabled."""
     episodes: bool
     replayable: bool = False
-    """Environments that are told the same say the same."""
+    """Whether environments are deterministic."""
     faulty_ns: int
-    """The faults stop after so long at the latest."""
+    """Time until faults stop."""
 
 
 def draw(seed: int, *, steps: int = 1) -> Scenario:
-    """What this seed means, with at least so many steps. Example: ``draw(17).config.groups``"""
+    """Return a seed's scenario. Example: ``draw(17).config.groups``"""
     scenario = _agents(_drawn(seed))
     if _chance(seed, "long") is None:
         scenario = _short(scenario)
@@ -120,13 +112,11 @@ def draw(seed: int, *, steps: int = 1) -> Scenario:
 
 
 def _chance(seed: int, what: str) -> Random | None:
-    """The random numbers of a feature; None where the seed does not have it."""
     chance = Random(f"dora-pipe sim {what} {seed}")
     return chance if chance.random() < SHARES[what] else None
 
 
 def _changed(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """The configuration with other keys: ``_changed(config, run={"steps": 5})``."""
     change = msgspec.structs.replace
     new = {name: change(getattr(config, name), **keys) for name, keys in sections.items()}
     return change(config, **new)
@@ -134,7 +124,7 @@ def _changed(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 def _drawn(seed: int) -> Scenario:
     chance = Random(f"dora-pipe sim {seed}")
-    slow = chance.choice(SLOW)  # See `_is_slow`.
+    slow = chance.choice(SLOW)
     config = _config(chance, seed, crowded=slow > 1)
     keep_every = Random(f"dora-pipe sim keep {seed}").choice((0, 1, 2, 3))
     config = _several(seed, _changed(config, store={"keep_every": keep_every}))
@@ -173,7 +163,6 @@ def _is_slow(seed: int) -> bool:
 
 
 def _short(scenario: Scenario) -> Scenario:
-    """The same with few steps and small groups."""
     chance = Random(f"dora-pipe sim short {scenario.seed}")
     config, is_slow = scenario.config, _is_slow(scenario.seed)
     per_step = min(config.groups.per_step, SHORT_GROUPS)
@@ -195,7 +184,6 @@ def _short(scenario: Scenario) -> Scenario:
 
 
 def _updates(scenario: Scenario) -> Scenario:
-    """The same with parts that are updates, in half of those seeds that have parts."""
     config, parts = scenario.config, scenario.config.trainer.parts
     if parts < 2:
         return scenario
@@ -207,7 +195,6 @@ def _updates(scenario: Scenario) -> Scenario:
 
 
 def _refused(scenario: Scenario) -> Scenario:
-    """The same with batches that a user refuses, in half of the seeds with parts."""
     chance = Random(f"dora-pipe sim refused {scenario.seed}")
     if scenario.config.trainer.parts == 1 or chance.random() < 0.5:
         return scenario
@@ -215,7 +202,6 @@ def _refused(scenario: Scenario) -> Scenario:
 
 
 def _patches(scenario: Scenario) -> Scenario:
-    """The same with versions that are patches of those before them, and what befalls these."""
     chance = _chance(scenario.seed, "patches")
     if chance is None:
         return scenario
@@ -228,7 +214,6 @@ def _patches(scenario: Scenario) -> Scenario:
 
 
 def _talkative(scenario: Scenario) -> Scenario:
-    """The same with long episodes, in half of those seeds whose environments can be told again."""
     chance = _chance(scenario.seed, "talkative")
     if not scenario.replayable or chance is None:
         return scenario
@@ -278,7 +263,6 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
 
 
 def _parts(seed: int, config: Config) -> Config:
-    """The same with batches in parts, in one of three seeds."""
     chance, most = _chance(seed, "parts"), config.groups.per_step
     if chance is None or most < 2:
         return config
@@ -286,13 +270,11 @@ def _parts(seed: int, config: Config) -> Config:
 
 
 def _follows(seed: int, config: Config) -> Config:
-    """The same with C automatic, in one of four seeds."""
     automatic = {"in_flight_batches": "auto"} if _chance(seed, "follows") else {}
     return _changed(config, staleness=automatic)
 
 
 def _several(seed: int, config: Config) -> Config:
-    """The same with several tasks and evaluations, in one of four seeds."""
     chance = _chance(seed, "several")
     if chance is None:
         return config
@@ -319,7 +301,6 @@ def _several(seed: int, config: Config) -> Config:
 
 
 def _together(seed: int, config: Config) -> Config:
-    """The same with groups that are scored together, in one of four seeds."""
     chance = _chance(seed, "together")
     if chance is None:
         return config
@@ -332,7 +313,6 @@ def _together(seed: int, config: Config) -> Config:
 
 
 def _curriculum(seed: int, config: Config) -> Config:
-    """The same with a sampler or a window, or both, for its tasks, in one of four seeds."""
     chance = _chance(seed, "curriculum")
     if chance is None:
         return config
@@ -347,8 +327,6 @@ def _curriculum(seed: int, config: Config) -> Config:
 
 
 def _impatient(seed: int, config: Config, slow: int) -> Config:
-    """The same with spare siblings in one of four seeds, and with groups whose time is bounded in
-    one of four."""
     chance = Random(f"dora-pipe sim impatient {seed}")
     spare = chance.choice((1, 1, 2)) if chance.random() < 0.25 else 0
     seconds = float(chance.choice((8, 20)) * slow)
@@ -357,8 +335,6 @@ def _impatient(seed: int, config: Config, slow: int) -> Config:
 
 
 def _agents(scenario: Scenario) -> Scenario:
-    """The same with agents in place of tasks in one of four seeds, and what befalls these and
-    episodes."""
     chance = Random(f"dora-pipe sim agents {scenario.seed}")
     config, faults = scenario.config, dict(scenario.faults)
     again = scenario.episodes and _chance(scenario.seed, "replayable") is not None
@@ -373,7 +349,6 @@ def _agents(scenario: Scenario) -> Scenario:
 
 
 def _with_agents(chance: Random, config: Config) -> Config:
-    """Its first task is an agent, and most others are; what they may sample is enough for some."""
     first, *more = [
         msgspec.structs.replace(
             task,
@@ -402,8 +377,6 @@ def _plan(chance: Random, number: int, rates: bool, slow: int) -> WorkerPlan:
 
 
 def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
-    """The same workers with room for several versions in one of four seeds; half of these mix them
-    with others."""
     if not _chance(seed, "resident sharing"):
         return plans
     chance = Random(f"dora-pipe sim resident {seed}")
@@ -412,8 +385,6 @@ def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...
 
 
 def _elastic(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
-    """The same workers, and in some seeds all of them, or every other one, elastic, where they host
-    one version at a time."""
     chance = _chance(seed, "elastic")
     if chance is None:
         return plans
@@ -425,7 +396,6 @@ def _elastic(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]
 
 
 def _slow_ns(seed: int) -> int:
-    """How long tools and judges take in this seed; most are quick."""
     chance = _chance(seed, "patient")
     return 0 if chance is None else chance.choice((400, 1500)) * MS
 

@@ -1,8 +1,8 @@
-"""Runs one seed from its beginning to its result, and counts what many seeds have met.
+"""Execution of one seed, and coverage of many seeds.
 
-Safety phase: faults strike, checkers watch every record. Then the injector is calmed, and the run
-has to end within `LIVE_NS` of virtual time. Then the whole log is audited. A seed that fails says
-which checker found what, and can be played again: nothing depends on anything but the seed.
+First faults strike while checkers examine every record. Then the faults end, and the run must
+finish within `LIVE_NS` of virtual time. Finally the log is audited. A failing seed can be replayed:
+it depends on the seed alone.
 """
 
 from __future__ import annotations
@@ -31,71 +31,68 @@ from dora_pipe.sim.scenario import Scenario, draw
 from dora_pipe.sim.world import SECOND_NS, World
 
 LIVE_NS: Final = 1000 * SECOND_NS
-"""A run that does not end so long after the last fault never ends."""
+"""Time limit after the last fault."""
 
 END_NS: Final = 30 * SECOND_NS
-"""Roles that have not ended so long after the run are asked to."""
 
 FAULTY_SHARE: Final = 0.7
-"""Of the steps; then the faults stop."""
 
 FAULTS_MIN: Final = 3
 
 PRUNED_EVERY: Final = 2
-"""Of the checkpoints, those that stay when versions are pruned."""
+"""Checkpoint interval to keep when pruning versions."""
 
 HALTS_MAX: Final = 5
-"""So often a user lets a run go on that was halted because its groups failed."""
+"""Maximum resumes of a run halted by failed groups."""
 
 FRAMES_MAX: Final = 10_000
-"""Who waits for its bus sleeps inside its turn, and everybody else goes on in there: a seed full of
-zombies in a bad network has scores of sleepers inside each other, of a dozen frames each."""
+"""Recursion limit: a role waiting for its bus sleeps inside its turn while others run there.
+Seeds with many zombies nest scores of sleepers, a dozen frames each."""
 
 _BROKEN: Final = (DoraError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
-"""How a role says that its own state is broken."""
+"""Errors of broken state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedResult:
-    """What a seed came to; `check` and `what` are empty if everything held."""
+    """Result of a seed; `check` and `what` are empty if everything held."""
 
     seed: int
     check: str = ""
     what: str = ""
     steps: int = 0
     events: int = 0
-    """Turns of roles, faults that struck, and records that were appended."""
+    """Turns, faults and records."""
     records: int = 0
     virtual_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
-    """Records, decisions, observations by kind."""
     states: Counter[str] = field(default_factory=Counter)
-    """What requests, groups, workers, batches and roles went through."""
+    """States reached."""
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was found."""
+        """Report whether no check failed."""
         return not self.check
 
     @property
     def line(self) -> str:
-        """What was found, with the command that finds it again."""
+        """Description of the finding with the command to replay it."""
         return f"{self.check}: {self.what}; again: {self.again}"
 
     @property
     def again(self) -> str:
-        """The command that plays it again."""
+        """Command to replay the seed."""
         return f"python -m sim --seed {self.seed}"
 
 
 def run_seed(seed: int, *, steps: int = 1) -> SeedResult:
-    """Play one seed, with at least so many steps."""
+    """Play one seed."""
     return SeedRun(draw(seed, steps=steps)).run()
 
 
 class SeedRun:
-    """One seed's world with everything around it."""
+    """World of one seed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -109,7 +106,7 @@ class SeedRun:
         self.world: World | None = None
 
     def run(self) -> SeedResult:
-        """From the beginning to the result."""
+        """Run all phases; return the result."""
         check, what = "", ""
         frames = sys.getrecursionlimit()
         sys.setrecursionlimit(max(frames, FRAMES_MAX))
@@ -166,8 +163,7 @@ class SeedRun:
         self._audit(world)
 
     def _live(self, world: World) -> None:
-        """The run ends, and every role with it; one that is halted for what failed before, a user
-        lets go on."""
+        """Wait for the end; resume a halted run."""
         until_ns = world.clock.ns + LIVE_NS
         for _ in range(HALTS_MAX):
             world.run(
@@ -192,8 +188,6 @@ class SeedRun:
             )
 
     def _audit(self, world: World) -> None:
-        """The whole log, once more, by others; where versions are patches, also of what `prune`
-        leaves."""
         self.monitor.at_end()
         self._audit_log(world)
         if whole_every(self.scenario.config, "float32") > 1:
@@ -201,7 +195,6 @@ class SeedRun:
             self._audit_log(world)
 
     def _prune(self, world: World) -> None:
-        """Nobody needs what it deletes."""
         bus, topics, store, clock = world.bus, world.topics, world.store, world.clock
         plan = plan_prune(bus, topics, store, keep_every=PRUNED_EVERY, stopped=False, clock=clock)
         files = prune(bus, topics, store, plan, user="sim", clock=clock)
@@ -216,7 +209,6 @@ class SeedRun:
             raise InvariantBroken("log: the audit does not see the end of the run")
 
     def _is_garbage(self, line: str) -> bool:
-        """Whether the audit has found what was put there to be found."""
         return "garbage" in self.scenario.faults and "cannot be read" in line
 
     def _result(self, check: str, what: str) -> SeedResult:
@@ -244,7 +236,7 @@ class SeedRun:
 
 
 def waiting(world: World, said: Mapping[str, str]) -> str:
-    """Who waits for what: the living roles, each with what it said last."""
+    """Return living roles and their waits."""
     names = (ORCHESTRATOR, TRAINER, *world.plans)
     living = {role.name for role in world.roles.values()}
     found = []
@@ -257,18 +249,16 @@ def waiting(world: World, said: Mapping[str, str]) -> str:
     return "; ".join(found)
 
 
-# What many seeds have met between them, and what none has
-
 NOT_HERE: Final = frozenset(
     {
-        "control weights-adopted",  # another machine's numerics: here all are one
-        "control batch-refused",  # bytes of the log do not change here
-        "observed kv-pressure",  # the simulated engine keeps no cache
+        "control weights-adopted",  # one kind of machine
+        "control batch-refused",  # bytes do not change
+        "observed kv-pressure",  # no KV cache
         "observed placeable",
-        "decided early-stop",  # no evaluation is watched: such a run would be over too soon
+        "decided early-stop",  # runs would end too early
     }
 )
-"""Kinds that no seed can meet."""
+"""Kinds no seed produces."""
 
 
 def _tags(union: Any, prefix: str) -> list[str]:
@@ -298,12 +288,12 @@ EXPECTED: Final[dict[str, tuple[str, ...]]] = {
     "observations": tuple(_tags(AnyObservation, "observed")),
     "states": _STATES,
 }
-"""What there is to meet, by sort."""
+"""Kinds to cover."""
 
 
 @dataclass(slots=True)
 class Coverage:
-    """Counts over seeds; ``for result in ...: coverage.add(result)``."""
+    """Counts over seeds."""
 
     seeds: int = 0
     events: list[int] = field(default_factory=list)
@@ -312,7 +302,7 @@ class Coverage:
     virtual_s: float = 0.0
     met: Counter[str] = field(default_factory=Counter)
     seeds_of: Counter[str] = field(default_factory=Counter)
-    """Seeds that have met it at least once."""
+    """Number of seeds with each."""
     broken: list[SeedResult] = field(default_factory=list)
 
     def add(self, result: SeedResult) -> None:
@@ -328,12 +318,12 @@ class Coverage:
             self.broken.append(result)
 
     def rows(self) -> Iterator[tuple[str, str, int, int]]:
-        """(sort, what, how often, in how many seeds) of everything expected."""
+        """Yield (category, kind, count, seeds)."""
         for sort, names in EXPECTED.items():
             for name in names:
                 if name not in NOT_HERE:
                     yield sort, name, self.met[name], self.seeds_of[name]
 
     def unmet(self) -> Sequence[str]:
-        """What no seed has met, although one could."""
+        """Return kinds that no seed produced."""
         return [name for _, name, count, _ in self.rows() if not count]

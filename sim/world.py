@@ -1,12 +1,8 @@
-"""A whole run in one thread on virtual time: production's machines in production's loop, by events.
+"""Event-driven run of production's machines in one thread, in virtual time.
 
-The world decides who has the next turn: a heap of (due time, role), ties by the order of birth. A
-role is due when its machine wants to be woken, one of its ports has something to say, it has
-records to append, or a record it reads becomes visible. Nothing else moves time, and nothing is
-drawn here: the same config, parts, faults and seed give the same log, byte by byte.
-
-While a role sleeps inside a turn (its bus is away), the others go on: their turns run inside its
-sleep. A role that is killed meanwhile never wakes up.
+A heap of (due time, role) selects the next turn. Equal config, parts, faults and seed give the same
+log, byte for byte. While a role sleeps inside a turn, other turns run inside its sleep; a role
+killed meanwhile never wakes.
 
 Example::
 
@@ -52,22 +48,22 @@ from dora_pipe.store.store import PolicyStore
 SECOND_NS: Final = 1_000_000_000
 
 TICK_NS: Final = 100_000
-"""A turn of a role takes so long; its next one comes after that."""
+"""Duration of a turn."""
 
 WAIT_NS: Final = 250 * MS
-"""Workers and trainer look this often whether the run has started."""
+"""Polling interval until the run has started."""
 
 EVENTS_MAX: Final = 2_000_000
-"""A world with more events than this is running in a circle."""
+"""Events above which a world is considered to loop."""
 
 RUN_STARTED: Final = b'"run-started"'
 
 ROOM: Final = Path("/dev/shm")
-"""Where policies lie while a world lasts, if the machine has it: nothing here must survive."""
+"""Folder for policies, if it exists; nothing must survive."""
 
 
 class World:
-    """See the head of this file. With `start`, all roles are started at once."""
+    """Simulated run; `start` starts all roles."""
 
     def __init__(
         self,
@@ -88,13 +84,11 @@ class World:
         self.plans = {plan.name: plan for plan in workers}
         self.seed = seed
         self.roles: dict[int, Role] = {}
-        """Incarnations that live, by number."""
         self.begun = False
-        """Whether `run started` is in the log; workers and trainer wait for it."""
+        """Whether `run started` is logged."""
         self.events = 0
-        """Turns of roles and things that happened to them."""
         self.ends: list[tuple[int, Role]] = []
-        """Incarnations that ended, with the time."""
+        """Ended incarnations with the time."""
         self.observer = observer
         self._heap: list[tuple[int, int, int, Role | Callable[[], None]]] = []
         self._serial = count()
@@ -110,7 +104,7 @@ class World:
         )
         self.log = MemoryLog()
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)
-        """A bus without faults, for whoever looks from outside."""
+        """Bus without faults."""
         create_topics(self.bus, self.topics, config)
         self.log.watch = self._appended
         self.run_started = run_started(config, self.parts, self.store, folder, self.clock)
@@ -123,13 +117,8 @@ class World:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Roles
-
     def start(self, name: str) -> Role:
-        """A new incarnation of the orchestrator, the trainer or a planned worker.
-
-        One of that name that lives goes on: it is a zombie from now on.
-        """
+        """Start a role; a living one of that name becomes a zombie."""
         number = next(self._numbers)
         chance = Random(f"{self.seed}/{number}")
         role = Role(name, number, RoleClock(self.clock, lambda ns: None), chance, StillMeter())
@@ -143,16 +132,16 @@ class World:
         return role
 
     def start_all(self, workers: int) -> None:
-        """The orchestrator, so many of the planned workers, the trainer."""
+        """Start all roles, with `workers` workers."""
         for name in (ORCHESTRATOR, *list(self.plans)[:workers], TRAINER):
             self.start(name)
 
     def present(self, name: str) -> Role | None:
-        """The newest living incarnation of a name."""
+        """Return the newest living incarnation."""
         return next((role for role in reversed(self.roles.values()) if role.name == name), None)
 
     def kill(self, role: Role, why: str = "killed") -> None:
-        """What SIGKILL does: nothing more is said. The fault model may start it again."""
+        """Kill like SIGKILL."""
         if role.dead:
             return
         self._ended(role, why)
@@ -161,29 +150,27 @@ class World:
             self.after(ns, lambda: self._restart(role.name))
 
     def pause(self, role: Role, ns: int) -> None:
-        """What SIGSTOP and SIGCONT do: it gets no turn for so long, and knows nothing of it."""
+        """Suspend like SIGSTOP and SIGCONT."""
         role.paused_until_ns = max(role.paused_until_ns, self.clock.ns + ns)
 
     def stop(self, role: Role) -> None:
-        """What SIGTERM does: it ends in order."""
+        """Stop like SIGTERM."""
         if role.runtime is not None and not role.dead:
             role.runtime.stop()
             self.wake(role)
 
     def wake(self, role: Role) -> None:
-        """Give it a turn now."""
+        """Give a role a turn now."""
         if role.runtime is not None and not (role.dead or role.asleep):
             self._schedule(role, self.clock.ns)
 
-    # Time
-
     def after(self, ns: int, action: Callable[[], None]) -> None:
-        """Let something happen later."""
+        """Schedule an action."""
         due_ns = self.clock.ns + max(0, ns)
         heapq.heappush(self._heap, (due_ns, -1, next(self._serial), action))
 
     def run(self, *, until_ns: int, done: Callable[[], bool] | None = None) -> bool:
-        """Go on until every role has gone (or `done`); False when time is up before."""
+        """Run until all roles ended or `done`; False on timeout."""
         while not (done() if done is not None else not self.roles):
             if not self._heap or self._heap[0][0] > until_ns:
                 self.clock.ns = max(self.clock.ns, until_ns)
@@ -197,7 +184,6 @@ class World:
         self._folder.cleanup()
 
     def _advance(self, until_ns: int) -> None:
-        """Everything that happens until then."""
         while self._heap and self._heap[0][0] <= until_ns:
             self._next()
         self.clock.ns = max(self.clock.ns, until_ns)
@@ -220,7 +206,6 @@ class World:
             what()
 
     def _turn(self, role: Role) -> None:
-        """One tick, or the beginning of an incarnation."""
         outer, self._acting = self._acting, role
         role.due_ns, role.acting = NEVER_NS, True
         try:
@@ -250,7 +235,6 @@ class World:
             self._schedule(role, self._due_ns(runtime, role))
 
     def _due_ns(self, runtime: Runtime, role: Role) -> int:
-        """World time of the next turn."""
         own_ns = runtime.own_due_ns()
         for port in role.ports:
             port_ns = port.due_ns()
@@ -268,15 +252,13 @@ class World:
             heapq.heappush(self._heap, (due_ns, role.number, next(self._serial), role))
 
     def _sleep(self, role: Role, until_ns: int) -> None:
-        """The others go on until then; `Killed` if this one did not survive it."""
+        """Run the others until then. Raises Killed if this role died meanwhile."""
         if not role.dead:
             outer, self._acting, role.asleep = self._acting, None, True
             self._advance(max(until_ns, role.paused_until_ns))
             self._acting, role.asleep = outer, False
         if role.dead:
             raise Killed
-
-    # Beginnings and ends
 
     def _build(self, role: Role) -> None:
         if role.name != ORCHESTRATOR and not self.begun:
@@ -303,7 +285,7 @@ class World:
             chance=role.chance,
             store=self.machines.of(role.name) if role.name in self.plans else self.store,
             bus=role.bus,
-            # The same befalls another bus of it.
+            # Other buses of the incarnation have the same faults.
             open_bus=lambda: MemoryBus(self.log, faults=role.bus.faults, now_ms=self._now_ms),
             run_started=self.run_started,
         )
@@ -320,14 +302,10 @@ class World:
             role.runtime.close()
 
     def _restart(self, name: str) -> None:
-        """Start it again, unless somebody else has its name by now."""
         if self.present(name) is None:
             self.start(name)
 
-    # The log
-
     def _appended(self, records: Sequence[Record], visible_ms: int) -> None:
-        """Wake whoever reads it."""
         topics = {record.topic for record in records}
         self.begun = self.begun or any(RUN_STARTED in record.value for record in records)
         ns = max(self.clock.ns, visible_ms * MS)

@@ -1,1 +1,1 @@
-"""Measures this machine: how fast engine, bus and codec are here; decides nothing."""
+"""Benchmarks of this machine and studies of whole runs."""

@@ -1,4 +1,4 @@
-"""`python -m bench NAME`: the benchmarks and studies, in a checkout after `make setup`."""
+"""`python -m bench NAME`: benchmarks and studies. Needs a checkout after `make setup`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Cost of an audit beside reading the same log and throwing it away.
-
-The log is of a played run that holds (`audit_log`). It is read by the bus and audited, whole and
-quick.
-"""
+"""Cost of an audit compared with plain reading."""
 
 from __future__ import annotations
 
@@ -31,22 +27,20 @@ from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.topics import Topics
 
 MILLIONS: Final = 10_000_000
-"""Trajectories to which memory is extrapolated."""
 TOKENS: Final = (2_048, 16_384)
 LIMIT_S: Final = 3600.0
 
 Reading = Literal["the bus alone", "audit", "audit --quick"]
 
 _AUDITS: Final[dict[Reading, bool]] = {"audit": True, "audit --quick": False}
-"""Whether values are opened and plans made again."""
+"""Whether values are decoded and plans recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditFigure:
-    """What one way to go through a run costs; medians. 1 MB is 10^6 bytes of trajectory values.
+    """Median cost of one way; 1 MB is 10^6 bytes of trajectory values.
 
-    `cpu_us` is CPU time per trajectory; `of_reading` is the speed as a share of reading by the bus
-    alone.
+    `cpu_us` is per trajectory; `of_reading` is relative to plain reading.
     """
 
     bus: str
@@ -61,10 +55,9 @@ class AuditFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigure:
-    """The largest resident memory of a process by the middle of its audit and by its end, MB of
-    10^6 bytes.
+    """Peak resident memory until the middle and the end of an audit, in MB of 10^6 bytes.
 
-    By the middle of a long run whatever is bounded has filled up: what comes then grows with it.
+    By the middle everything bounded is full.
     """
 
     trajectories: int
@@ -74,7 +67,7 @@ class MemoryFigure:
     ratio: float
     bytes_per_trajectory: float
     ten_million_mb: float
-    """Extrapolated from the two, not measured."""
+    """Extrapolated, not measured."""
 
 
 def command(
@@ -91,7 +84,7 @@ def command(
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Audits of a run by every log, a whole and a quick one; and memory."""
+    """Measure full and quick audits on every log, and memory."""
     with scratch() as folder:
         figures = bench_audit(
             [f"sqlite:{folder}/bench.sqlite", *(bus or ())],
@@ -111,9 +104,9 @@ def bench_audit(
     trajectories: int,
     repeats: int,
 ) -> list[AuditFigure]:
-    """Figures of every log and length. `urls` are addresses; topics get fresh names and stay.
+    """Return figures of every log and length; topics are kept.
 
-    Raises BusError, InvariantBroken when an audit finds anything.
+    Raises BusError, InvariantBroken if an audit finds anything.
     """
     figures = []
     for url in urls:
@@ -141,7 +134,7 @@ class _Bench:
     written: Written
 
     def __post_init__(self) -> None:
-        self.by_bus()  # The first reading fills the page cache.
+        self.by_bus()  # Fill the page cache.
 
     def figures(self, repeats: int) -> list[AuditFigure]:
         spent: dict[Reading, list[_Spent]] = {}
@@ -176,7 +169,6 @@ class _Bench:
         return sum(os.times()[:2])
 
     def by_bus(self) -> int:
-        """Read everything; how many records there are."""
         return sum(
             1 for topic in self.topics.all() for _ in records_of(self.bus, ends_of(self.bus, topic))
         )
@@ -189,7 +181,7 @@ def audit_log(
     whole: bool = True,
     on_piece: Callable[[AuditProgress], None] = lambda progress: None,
 ) -> None:
-    """Audit a log, as the command does. Raises InvariantBroken."""
+    """Audit a log. Raises InvariantBroken."""
     auditor = Auditor(bus, topics, None, whole=whole, on_piece=lambda: on_piece(auditor.progress))
     try:
         auditor.advance()
@@ -201,7 +193,7 @@ def audit_log(
 
 
 def bench_memory(folder: Path, *, trajectories: int) -> MemoryFigure:
-    """Audit a run of so many trajectories in a process of its own."""
+    """Audit a run in a separate process."""
     path = folder / "memory.sqlite"
     with closing(open_bus(f"sqlite:{path}")) as bus:
         written = write_log(bus, LogPlan(trajectories=trajectories, tokens=32, run="memory"))
@@ -221,12 +213,10 @@ def bench_memory(folder: Path, *, trajectories: int) -> MemoryFigure:
 
 
 def _peaks(path: Path) -> list[tuple[int, int]]:
-    """Trajectories that an audit had looked at, and its largest memory by then, in bytes."""
     return result_of("dora_pipe.bench.audit", str(path), list[tuple[int, int]], limit_s=LIMIT_S)
 
 
 def _curve(path: str) -> list[tuple[int, int]]:
-    """Audit the log of the run `memory`; note after each piece how much memory it took at most."""
     curve: list[tuple[int, int]] = []
     with closing(open_bus(f"sqlite:{path}")) as bus:
         audit_log(

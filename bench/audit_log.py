@@ -1,9 +1,6 @@
-"""Writes the log of a run that never happened and holds all the same; decides how it would go.
+"""Synthetic log of a run that passes an audit.
 
-The orchestrator is production's machine: every round, chain and state digest is its own. Workers
-and trainer are played: a worker ends what it was given in order, some requests a turn; a step takes
-some turns; weights are names. Trajectories are production's records, each with its own bytes. What
-a run of millions of trajectories leaves behind so takes minutes to make, and audit holds for it.
+The orchestrator is production's machine; workers and trainer are scripted, weights are names.
 """
 
 from __future__ import annotations
@@ -54,19 +51,19 @@ ASSETS: Final = sha256_hex(b"assets")
 TURN_NS: Final = 100_000_000
 START_NS: Final = 1_790_000_000_000_000_000
 POOL_TOKENS: Final = 1 << 20
-"""Random tokens and log-probs that trajectories take slices of."""
+"""Trajectories are slices of this many random tokens."""
 VOCABULARY: Final = 32_000
 ROWS: Final = 100_000
 DECLARED: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
 PROMPT_SHARE: Final = 4
-"""One token of so many is of the prompt."""
+"""Inverse share of prompt tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPlan:
-    """A run to be written. Example: ``LogPlan(trajectories=20_000, tokens=2048)``.
+    """Run to write. Example: ``LogPlan(trajectories=20_000, tokens=2048)``
 
-    `trajectories` is rounded up to whole steps; `tokens` is the length of each sequence.
+    `trajectories` is rounded up to whole steps; `tokens` are per sequence.
     """
 
     trajectories: int
@@ -79,19 +76,16 @@ class LogPlan:
     slots: int = 64
     max_staleness: int = 2
     turn_share: float = 0.5
-    """Of its requests, a worker ends so many in a turn."""
+    """Requests ending per turn."""
 
     @property
     def steps(self) -> int:
-        """Training steps of the run."""
         batch = self.group_size * self.per_step
         return -(-self.trajectories // batch)
 
 
 @dataclass(slots=True, kw_only=True)
 class Player:
-    """A worker of the played run."""
-
     name: str
     epoch: int
     version: int = -1
@@ -99,13 +93,12 @@ class Player:
     requests: deque[PlacedRequest] = field(default_factory=deque)
 
     def ready(self) -> WorkerReady:
-        """Fact that it has loaded its version."""
         given = (self.name, self.epoch, self.version, self.digest)
         return records.worker_ready(*given, load_ms=1.0)
 
 
 class Encoder:
-    """Makes a trajectory's record: every one has tokens of its own, all of one length."""
+    """Encoder of distinct trajectories of equal length."""
 
     def __init__(self, plan: LogPlan) -> None:
         self._plan = plan
@@ -120,7 +113,7 @@ class Encoder:
     def __call__(
         self, request: PlacedRequest, player: Player
     ) -> tuple[bytes, tuple[tuple[str, bytes], ...], LoggedEntry]:
-        """Value, headers, and the entry that tells of them, without its offset."""
+        """Return value, headers, and entry without offset."""
         trajectory = self._trajectory(request, player)
         value, headers = encode_trajectory(trajectory)
         entry = LoggedEntry(
@@ -209,7 +202,7 @@ def config_of(plan: LogPlan) -> Config:
 
 
 def weights(version: int) -> Manifest:
-    """Manifest of a version, whose one tensor is a name."""
+    """Return a manifest with one dummy tensor."""
     tensor = Tensor(
         name="weight", dtype="float32", shape=(4,), sha256=sha256_hex(f"weights {version}".encode())
     )
@@ -217,7 +210,6 @@ def weights(version: int) -> Manifest:
 
 
 def run_started(config: Config) -> RunStarted:
-    """First record of the run."""
     return msgspec.structs.replace(
         records.run_started(config, rows=ROWS),
         at_ns=START_NS,
@@ -229,13 +221,11 @@ def run_started(config: Config) -> RunStarted:
 STEP_TURNS: Final = 2
 """Turns between a batch and its commit."""
 TURNS_MAX: Final = 5_000_000
-"""A run with more turns does not end by itself."""
+"""Turns of a stuck run."""
 
 
 @dataclass(slots=True)
 class Written:
-    """What was written."""
-
     trajectories: int = 0
     trajectory_bytes: int = 0
     control: int = 0
@@ -244,7 +234,7 @@ class Written:
 
 
 def write_log(bus: Bus, plan: LogPlan) -> Written:
-    """Create the topics of the run and write it from beginning to end. Raises BusError."""
+    """Write the whole run. Raises BusError."""
     topics = Topics(plan.run)
     many = {topics.trajectories: plan.partitions, topics.progress: plan.partitions}
     bus.create([TopicSpec(name=name, partitions=many.get(name, 1)) for name in topics.all()])
@@ -267,11 +257,11 @@ class _Script:
         self._encode = Encoder(plan)
         self._turns = 0
         self._heard: list[Record] = []
-        """Control records that the orchestrator has not read."""
+        """Unread control records."""
         self._facts: list[Control] = []
         self._training: tuple[TakeBatch, int] | None = None
         self._taken_at = -1
-        """Where the newest batch decision lies."""
+        """Offset of the last batch."""
         self._written = Written()
         started = run_started(config)
         self._digest = started.policy.digest
@@ -289,7 +279,6 @@ class _Script:
         }
 
     def play(self) -> Written:
-        """Turn by turn until the run is over."""
         inputs: list[Any] = [*self._heard, CaughtUp()]
         for _ in range(TURNS_MAX):
             self._heard = []
@@ -306,7 +295,6 @@ class _Script:
         raise ResourceError(f"{TURNS_MAX} turns and no end: the played run goes in a circle")
 
     def _orchestrate(self, inputs: Sequence[Any]) -> list[AnyDecision]:
-        """Let the orchestrator react until it has nothing more to say; its decisions."""
         decisions: list[AnyDecision] = []
         while True:
             self._turns += 1
@@ -341,7 +329,6 @@ class _Script:
             self._commit(self._training[0])
 
     def _log(self, player: Player, ended: Sequence[PlacedRequest]) -> None:
-        """Append the records, then say so: one fact per version."""
         if not ended:
             return
         made = [self._encode(request, player) for request in ended]
@@ -408,7 +395,6 @@ class _Script:
         self._facts.append(record)
 
     def _flush(self) -> list[int]:
-        """Append what was said, in order; the orchestrator reads it next."""
         if not self._facts:
             return []
         topic = self._topics.control

@@ -1,4 +1,4 @@
-"""Measures how many records a log takes and gives, one by one and in batches; decides nothing."""
+"""Throughput of a log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
 
 PHASE_BYTES_MAX = 256 * 1024 * 1024
-"""A phase ends here at the latest, so that a bench fits into memory and on the disk."""
+"""Bounds memory and disk use of a phase."""
 
 BATCH_BYTES = 1024 * 1024
 BATCH_RECORDS = 64
@@ -31,9 +31,9 @@ Phase = Literal["append one by one", "append in batches", "read"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusFigure:
-    """One phase of one bus with records of one size; 1 MB is 10^6 bytes.
+    """Phase of one bus at one record size; 1 MB is 10^6 bytes.
 
-    `cpu_us` is CPU time of this process per record, without what a broker uses.
+    `cpu_us` is this process's CPU time per record.
 
     Example: ``BusFigure(bus="sqlite", phase="read", record_bytes=1024, records=9000,
     records_per_s=90000.0, mb_per_s=92.2, cpu_us=10.9)``
@@ -55,7 +55,7 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Records and bytes per second of every bus."""
+    """Measure records and bytes per second of every bus."""
     with scratch() as folder:
         urls = ["memory:", f"sqlite:{folder}/bench.sqlite", *(url or ())]
         figures = bench_bus(urls, record_bytes=RECORD_BYTES, seconds=seconds)
@@ -65,10 +65,10 @@ def command(
 def bench_bus(
     urls: Sequence[str], *, record_bytes: Sequence[int], seconds: float
 ) -> list[BusFigure]:
-    """Figures of every bus and size: durable appends one by one, in batches, then reading all.
+    """Return figures of single and batched durable appends and of reading.
 
-    `urls` are addresses of `open_bus`, and ``memory:``. Topics get fresh names and stay; a SQLite
-    file must not exist yet. Each phase takes about `seconds`. Raises UsageError, BusError.
+    `urls` are addresses of `open_bus`, or ``memory:``; topics are kept. A SQLite file must not
+    exist. Raises UsageError, BusError.
     """
     figures = []
     for url in urls:
@@ -91,7 +91,6 @@ def _open(url: str) -> Bus:
 
 
 def _phases(bus: Bus, name: str, size_bytes: int, seconds: float) -> list[BusFigure]:
-    """The three phases on one topic."""
     topic = f"bench-{uuid4().hex[:12]}"
     bus.create([TopicSpec(name=topic, record_bytes_max=max(1024, 2 * size_bytes))])
     batch = max(1, min(BATCH_RECORDS, BATCH_BYTES // max(1, size_bytes)))
@@ -106,7 +105,7 @@ def _phases(bus: Bus, name: str, size_bytes: int, seconds: float) -> list[BusFig
 
 
 class _Watch:
-    """Counts records against the wall clock and this process's CPU time."""
+    """Counter of records and time."""
 
     def __init__(self, seconds: float) -> None:
         self.records = 0
@@ -115,7 +114,6 @@ class _Watch:
         self._took_wall_s = self._took_cpu_s = 0.0
 
     def goes_on(self, records: int, size_bytes: int) -> bool:
-        """Count what was done; whether there is time and room for more."""
         self.records += records
         self._took_wall_s = time.perf_counter() - self._wall_s
         self._took_cpu_s = time.process_time() - self._cpu_s
@@ -123,7 +121,6 @@ class _Watch:
         return room and self._took_wall_s < self._seconds
 
     def figure(self, bus: str, phase: Phase, size_bytes: int) -> BusFigure:
-        """The result."""
         per_s = self.records / max(self._took_wall_s, 1e-9)
         return BusFigure(
             bus=bus,
@@ -137,9 +134,8 @@ class _Watch:
 
 
 def _append(bus: Bus, topic: str, size_bytes: int, batch: int, seconds: float) -> _Watch:
-    """As a worker does: trajectories, small headers, every call durable."""
     headers = (("run", b"bench"), ("group", b"00000001"), ("version", b"3"))
-    value = os.urandom(size_bytes)  # nothing that a disk or a codec could shrink
+    value = os.urandom(size_bytes)  # incompressible
     records = [Append(topic=topic, value=value, key=b"00000001", headers=headers)] * batch
     writer = bus.writer()
     writer.append(records[:1])  # the first call also connects
@@ -151,7 +147,6 @@ def _append(bus: Bus, topic: str, size_bytes: int, batch: int, seconds: float) -
 
 
 def _read(bus: Bus, topic: str, records: int, seconds: float) -> _Watch:
-    """From the start, as far as the time allows."""
     reader = bus.reader({TopicPartition(topic, 0): 0})
     watch = _Watch(seconds)
     while watch.records < records:

@@ -1,6 +1,6 @@
-"""Measures what a trajectory costs as bytes, beside other ways to write the same.
+"""Time and size of trajectory encodings.
 
-Raw arrays are the floor: they carry no names, no ids, no segments and no checks.
+Raw arrays are the lower bound: no names, ids, segments or checks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPEATS_MAX = 1000
 REPEATS_MIN = 5
 TOKENS_MAX = 1_000_000
 _VOCABULARY = 32_000
-_PROMPT_SHARE = 4  # one token of so many is of the prompt
+_PROMPT_SHARE = 4  # inverse share of prompt tokens
 _SEED = 20
 TOKENS = (30, 256, 2_048, 16_384)
 
@@ -37,10 +37,7 @@ Encoding = Literal["trajectory record", "JSON", "raw arrays"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecFigure:
-    """What one way to write a trajectory of some length costs; medians of wall time on one thread.
-
-    The trajectory record includes every check at both ends, from a worker's arrays to a trainer's;
-    the others check nothing.
+    """Median cost of one encoding on one thread; only the trajectory record includes checks.
 
     Example: ``CodecFigure(way="trajectory record", tokens=30, encode_ms=0.27, decode_ms=0.2,
     bytes=1387, bytes_per_token=46.2)``
@@ -60,15 +57,14 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Time and size of an encoded trajectory, beside JSON and raw arrays."""
+    """Measure time and size of a trajectory record, JSON and raw arrays."""
     emit_figures(bench_codec(tokens or TOKENS), as_json=as_json)
 
 
 def bench_codec(tokens: Sequence[int]) -> list[CodecFigure]:
-    """Figures of every way for trajectories of these lengths. Raises UsageError.
+    """Return figures of every encoding. Raises UsageError.
 
-    Token ids are as frequent as words are, log-probs random down to their last bit (fixed seed);
-    sampling is plain, so log-probs are kept once.
+    Token ids have word-like frequencies; log-probs are random (fixed seed).
     """
     for size in tokens:
         if not 1 <= size <= TOKENS_MAX:
@@ -77,7 +73,7 @@ def bench_codec(tokens: Sequence[int]) -> list[CodecFigure]:
 
 
 def in_arrays(trajectory: Trajectory) -> Trajectory:
-    """The same with arrays of the kind in which a worker has them (`producers.worker.sequence`)."""
+    """Return a copy with a worker's arrays."""
     logprobs, sampler_logprobs = (
         array("f", np.asarray(one, np.float32).tobytes())
         for one in (trajectory.logprobs, trajectory.sampler_logprobs)
@@ -92,10 +88,10 @@ def in_arrays(trajectory: Trajectory) -> Trajectory:
 
 
 def sample_trajectory(tokens: int) -> Trajectory:
-    """A trajectory of so many tokens, in lists, the same one every time."""
+    """Return a deterministic trajectory."""
     chance = np.random.default_rng(_SEED)
     prompt = tokens // _PROMPT_SHARE
-    # Frequent tokens are frequent, as in text; sampled tokens are mostly likely ones.
+    # Zipf-distributed tokens, mostly likely samples.
     ids = np.minimum(chance.zipf(1.3, tokens), _VOCABULARY - 1)
     drawn = (-chance.exponential(0.7, tokens - prompt)).astype(np.float32)
     logprobs = [*([None] * prompt), *drawn.tolist()]
@@ -157,9 +153,8 @@ def _meta(group: str, prompt: int) -> Meta:
 
 
 def _figures(trajectory: Trajectory) -> list[CodecFigure]:
-    """Every way, in the same run."""
     plain = msgspec.to_builtins(trajectory)
-    del plain["sampler_logprobs"]  # equal to the others: the record keeps them once, too
+    del plain["sampler_logprobs"]  # equal to the others; stored once
     own = in_arrays(trajectory)
     arrays = _arrays(trajectory)
     return [
@@ -193,7 +188,6 @@ def _figure(
 
 
 def _median_ms(work: Callable[[], Any]) -> float:
-    """Median over as many repeats as fit into `SECONDS_PER_FIGURE`, within the bounds."""
     work()
     took: list[float] = []
     while len(took) < REPEATS_MIN or (sum(took) < SECONDS_PER_FIGURE and len(took) < REPEATS_MAX):
@@ -204,7 +198,7 @@ def _median_ms(work: Callable[[], Any]) -> float:
 
 
 def _arrays(trajectory: Trajectory) -> tuple[np.ndarray[Any, Any], ...]:
-    """Token ids, log-probs, mask; arrays already, so that the floor is really the floor."""
+    """Return token ids, log-probs and mask as arrays, without conversion cost."""
     return (
         np.asarray(trajectory.token_ids, np.int32),
         np.asarray(trajectory.logprobs, np.float32),

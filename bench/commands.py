@@ -1,4 +1,4 @@
-"""Commands of `python -m bench`: benchmarks, studies, and where each is defined."""
+"""Commands of `python -m bench` and their modules."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Cost of the endpoint of agents: CPU time per call and token in its process and in the worker's,
-and its memory with many open sessions.
-
-The endpoint, its process and HTTP are real; the engine answers at once.
-"""
+"""CPU time and memory of the agents' endpoint, with an engine that answers immediately."""
 
 from __future__ import annotations
 
@@ -33,19 +29,19 @@ from dora_pipe.producers.worker.effects import AnswerCall, CallAsked, OpenSessio
 
 CONTEXT_TOKENS: Final = 32_768
 SIZES: Final = ((64, 16), (64, 1024), (4096, 16))
-"""Tokens of the prompt and of the answer."""
+"""Tokens of prompt and answer."""
 CALLS: Final = 200
 WARM_CALLS: Final = 20
 SESSIONS: Final = 10_000
 CALLED: Final = 500
-"""Sessions of these that have had one call."""
+"""Sessions that made a call."""
 
 IDLE_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFigure:
-    """One call after the other of one agent.
+    """Sequential calls of one agent.
 
     Example: ``CallFigure(prompt_tokens=64, sampled_tokens=16, ms_per_call=3.1,
     endpoint_us_per_call=2100.0, worker_us_per_call=90.0, endpoint_us_per_token=26.0)``
@@ -54,32 +50,34 @@ class CallFigure:
     prompt_tokens: int
     sampled_tokens: int
     ms_per_call: float
-    """From the agent's side, with an engine that takes no time."""
+    """Latency seen by the agent, with a zero-time engine."""
     endpoint_us_per_call: float
-    """CPU of its process."""
+    """CPU time of the endpoint process."""
     worker_us_per_call: float
-    """CPU of the port, in the engine's process."""
+    """CPU time of the port in the engine's process."""
     endpoint_us_per_token: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFigure:
-    """Example: ``MemoryFigure(sessions=10000, process_mb=120.0,
-    kb_per_session=1.1, kb_per_call=2.0)``"""
+    """Memory of open sessions.
+
+    Example: ``MemoryFigure(sessions=10000, process_mb=120.0, kb_per_session=1.1, kb_per_call=2.0)``
+    """
 
     sessions: int
     process_mb: float
-    """With all of them open."""
+    """Memory with all sessions open."""
     kb_per_session: float
     kb_per_call: float
-    """More, of a session that has had a call of 64 tokens and 16 sampled ones."""
+    """Added by a call of 64 prompt and 16 sampled tokens."""
 
 
 def command(
     sessions: Annotated[int, typer.Option(min=1, help="Open at the same time.")] = 10_000,
     as_json: JsonOption = False,
 ) -> None:
-    """CPU time of agents' calls and tokens in the endpoint and the worker; memory of sessions."""
+    """Measure CPU time per call and token in endpoint and worker, and memory per session."""
     emit_figures(bench_calls(), as_json=as_json)
     emit_figures([bench_memory(sessions, called=min(CALLED, sessions))], as_json=as_json)
 
@@ -87,7 +85,7 @@ def command(
 def bench_calls(
     sizes: Sequence[tuple[int, int]] = SIZES, *, calls: int = CALLS
 ) -> Iterator[CallFigure]:
-    """A figure for each size of prompt and answer."""
+    """Yield a figure per size."""
     for prompt, sampled in sizes:
         with _endpoint() as port:
             loop = _Answering(port, sampled)
@@ -108,14 +106,14 @@ def bench_calls(
 
 
 def bench_memory(sessions: int = SESSIONS, *, called: int = CALLED) -> MemoryFigure:
-    """What open sessions hold."""
+    """Measure open sessions."""
     with _endpoint() as port:
         loop = _Answering(port, 16)
         first = _open(port, "g-0/0")
         loop.drive(lambda: _ask_often(first, 64, WARM_CALLS))
         empty = rss_bytes(port.pid)
         addresses = [_open(port, f"g-{at}/1") for at in range(sessions)]
-        loop.drive(lambda: _ask_often(first, 64, 1))  # behind all of them in the pipe
+        loop.drive(lambda: _ask_often(first, 64, 1))  # queued after all of them
         opened = rss_bytes(port.pid)
 
         def one_call_each() -> None:
@@ -160,15 +158,13 @@ def _open(port: SessionPort, request: str) -> SessionAddress:
 
 
 class _Answering:
-    """An engine that takes no time."""
-
     def __init__(self, port: SessionPort, sampled: int) -> None:
         self._port, self._ids = port, [10] * sampled
         self.port_s = 0.0
         self.prompt_tokens = 0
 
     def drive(self, agent: Any) -> None:
-        """Answer calls until the agent has come to its end, in a thread."""
+        """Answer calls until the agent's thread ends."""
         thread = threading.Thread(target=agent, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -219,7 +215,7 @@ async def _hang_up(connection: _Connection) -> None:
 
 
 async def _ask(connection: _Connection, address: SessionAddress, words: int) -> None:
-    """A client with nothing around it: what a library costs is not the endpoint's."""
+    """Bypasses client libraries, whose cost is not the endpoint's."""
     reader, writer = connection
     body = json.dumps({"messages": [{"role": "user", "content": "7 " * words}]}).encode()
     path = "/" + address.base_url.removeprefix("http://").partition("/")[2]
@@ -235,11 +231,9 @@ async def _ask(connection: _Connection, address: SessionAddress, words: int) -> 
 
 
 def _cpu_s(pid: int) -> float:
-    """CPU time of a process (Linux)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def rss_bytes(pid: int) -> int:
-    """Bytes of memory of a process (Linux)."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

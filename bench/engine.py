@@ -1,12 +1,8 @@
-"""Measures tokens per second of the own engine, beside transformers' `generate`; decides nothing.
+"""Tokens per second of the built-in engine and of transformers' `generate`.
 
-Both run the same requests to their end on one thread: prompts and lengths of the arithmetic demo,
-whose answers are 5 to 123 tokens long with a heavy tail, on a random model of the demo's size.
-`generate` is given the requests in batches of `rows` and works on each batch until its longest
-request is done; the engine refills a slot as soon as it is free. In the order of arrival most of
-what `generate` computes lies behind an answer's end, so it gets the same requests sorted by length
-too: the best order there is, which nobody knows before the answers are there. Prefill, refills,
-sampling and log-probs are in the engine's time. Only tokens that were asked for are counted.
+Both run the arithmetic demo's requests (answers of 5 to 123 tokens) on one thread and a random
+model. `generate` runs each batch of `rows` to its longest request, also sorted by length, its best
+case; the engine refills slots. Only requested tokens count.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ MODEL = CausalLM(
     mlp_bias=False,
     qk_norm=False,
 )
-"""A policy like the demo's, but of 0.55 M parameters: figures of all versions compare."""
+"""Demo-like policy of 0.55 M parameters; keep it, so that figures stay comparable."""
 
 ROWS = (1, 16, 64, 256)
 CONTEXT_TOKENS = 256
@@ -57,11 +53,11 @@ _SEED = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigure:
-    """Sampled tokens per second with so many rows, by wall clock and by CPU time of the process,
-    beside `generate` on the same requests as they arrive, and sorted by length.
+    """Sampled tokens per second by wall clock and CPU time, for the engine and for `generate` on
+    unsorted and sorted requests.
 
-    `ratio` is that of the CPU figures. `computed` are tokens that `generate` computes for one that
-    is counted.
+    `ratio` compares CPU figures. `computed` is the number of tokens `generate` computes per counted
+    token.
     """
 
     rows: int
@@ -84,20 +80,20 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tokens per second of the torch engine by rows, beside `generate` of transformers."""
+    """Measure tokens per second of the torch engine and of transformers' `generate`, by rows."""
     emit_figures(bench_engine(rows or ROWS), as_json=as_json)
 
 
 def bench_engine(
     rows: Sequence[int], *, requests_per_row: int = REQUESTS_PER_ROW
 ) -> list[EngineFigure]:
-    """A figure for each number of rows. Needs torch and transformers. Raises UsageError."""
+    """Return a figure per number of rows. Raises UsageError."""
     check_rows(rows)
     return [_figure(count, max(REQUESTS_MIN, count * requests_per_row)) for count in rows]
 
 
 def check_rows(rows: Sequence[int]) -> None:
-    """Raise UsageError for a number of rows that no bench takes."""
+    """Raise UsageError for invalid rows."""
     for count in rows:
         if not 1 <= count <= ROWS_MAX:
             raise UsageError(f"{count} rows is not between 1 and {ROWS_MAX}")
@@ -106,8 +102,7 @@ def check_rows(rows: Sequence[int]) -> None:
 def demo_requests(
     count: int, seed: int = _SEED, *, vocabulary: int = MODEL.vocabulary, scale: int = 1
 ) -> list[EngineRequest]:
-    """Requests as the demo's: random prompts of five tokens, lengths forced by `max_tokens`; both
-    `scale` times as long."""
+    """Return demo-like requests with lengths forced by `max_tokens`, times `scale`."""
     chance = np.random.default_rng(seed)
     units = np.ceil(np.exp(chance.normal(LENGTH_MU, LENGTH_SIGMA, count)))
     lengths = scale * (2 * np.clip(units, 1, LENGTH_UNITS_MAX).astype(int) + 3)
@@ -125,7 +120,7 @@ def demo_requests(
 
 
 def run_requests(engine: Any, requests: Sequence[EngineRequest], rows: int) -> int:
-    """Run all requests through an engine, at most `rows` at once; sampled tokens."""
+    """Run all requests; return sampled tokens."""
     waiting = list(reversed(requests))
     tokens = 0
     while waiting or engine.active:
@@ -138,7 +133,7 @@ def run_requests(engine: Any, requests: Sequence[EngineRequest], rows: int) -> i
 
 
 def computed_per_token(requests: Sequence[EngineRequest], rows: int) -> float:
-    """Tokens that batches of `rows` compute, each to its longest request, for one that is asked."""
+    """Return tokens computed per requested token by batches of `rows`."""
     lengths = [request.params.max_tokens for request in requests]
     batches = [lengths[start : start + rows] for start in range(0, len(lengths), rows)]
     return sum(len(batch) * max(batch) for batch in batches) / sum(lengths)
@@ -175,7 +170,7 @@ def _figure(rows: int, count: int) -> EngineFigure:
 
 
 def make_engine(rows: int, *, context_tokens: int = CONTEXT_TOKENS, **more: Any) -> Any:
-    """The own engine with random weights of `MODEL`; `more` goes to it. Needs torch."""
+    """Return the built-in engine with random weights."""
     import torch
 
     from dora_pipe.producers.engines.torch.engine import TorchEngine
@@ -188,7 +183,7 @@ def make_engine(rows: int, *, context_tokens: int = CONTEXT_TOKENS, **more: Any)
 
 
 def demo_config(*, context_tokens: int = CONTEXT_TOKENS, **more: Any) -> Any:
-    """transformers' configuration of the demo's shapes, without a token that ends."""
+    """Return the demo's transformers configuration, without an end token."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -206,7 +201,6 @@ def demo_config(*, context_tokens: int = CONTEXT_TOKENS, **more: Any) -> Any:
 
 
 def _generate() -> Callable[[Sequence[EngineRequest], int], None]:
-    """transformers' `generate` on a random model of the same shapes, in batches of `rows`."""
     import torch
     from transformers import Qwen2ForCausalLM
 

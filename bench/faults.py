@@ -1,4 +1,4 @@
-"""`bench faults`: kill rounds of the real roles, whose parts are in `tests/support/kill_rounds`."""
+"""`bench faults`: kill rounds of real roles."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PASSED_ON: Final = {
     "ignore_unknown_options": True,
     "help_option_names": [],
 }
-"""All words go to the program."""
+"""Forward all arguments to the program."""
 
 
 @app.command(context_settings=PASSED_ON)
 def faults(context: typer.Context) -> None:
-    """Kill roles with SIGKILL at random and aimed moments; exit code 5 unless all is clean."""
+    """Kill roles with SIGKILL at random and chosen moments; exit with 5 unless all checks pass."""
     root = str(Path(dora_pipe.__file__).resolve().parent)
     paths = [root, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     command = [sys.executable, "-m", "tests.support.kill_rounds.series", *context.args]

@@ -1,4 +1,4 @@
-"""Steps that a GPU report measures: models of Qwen3's shapes, rows, and what is set beside them."""
+"""Training steps of a GPU report."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from dora_pipe.consumers.learners.settings import Packing
 from dora_pipe.schemas.policy import PolicyDtype
 
 GROUP: Final = 2
-"""Rows of a group, one with reward 1, the other with 0."""
+"""Rows of a group, rewards 1 and 0."""
 
 TINY: Final = "--tiny"
-"""The word by which a figure goes its way on a CPU."""
+"""Option to run on a CPU."""
 
 TINY_TOKENS: Final = 64
-"""Of a row of the tiny model."""
+"""Tokens per row of the tiny model."""
 
 
 class StepCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of so many rows of so many tokens each."""
+    """Step of `rows` rows."""
 
     model: str = "0.6B"
     rows: int = 2
     row_tokens: int = 2048
     last_tokens: int = 0
-    """Of the last row of every group, where it is shorter."""
+    """Tokens of the last row of every group, if shorter."""
     pass_tokens: int = 4096
     policies: PolicyDtype = "bfloat16"
-    """What is published, beside float32 masters."""
+    """Published dtype; masters are float32."""
     compute: ComputeDtype = "float32"
-    """Of its passes (`trainer.dtype`)."""
+    """Dtype of the passes (`trainer.dtype`)."""
     optimizer: OptimizerName = "adamw"
     gradient_checkpointing: bool = True
     activation_offload: bool = False
     leaving: bool = False
-    """The own trainer leaves the device before every step (`trainer.offload_between_steps`)."""
+    """Whether the trainer offloads between steps (`trainer.offload_between_steps`)."""
     packing: Packing = False
     steps: int = 2
     digest: bool = False
@@ -46,26 +46,24 @@ class StepCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """Tokens of all rows."""
         return sum(map(self.tokens_of, range(self.rows)))
 
     def tokens_of(self, row: int) -> int:
-        """Of one of them."""
         return (row % GROUP == GROUP - 1 and self.last_tokens) or self.row_tokens
 
     @property
     def needs(self) -> str:
-        """The package without which it is not measured."""
+        """Package required to measure the case."""
         return "bitsandbytes" if self.optimizer == "adamw8bit" else ""
 
 
 def cases_of(name: str) -> list[StepCase]:
-    """The cases of a set. Raises KeyError."""
     return _SETS[name]()
 
 
 def _ways() -> list[StepCase]:
-    """All ways once; equal digests are equal bits."""
+    """Return each variant once; equal digests mean equal bits."""
     plain = StepCase(row_tokens=TINY_TOKENS, pass_tokens=TINY_TOKENS, digest=True, steps=1)
     small = with_(plain, model="tiny", rows=4)
     half = with_(small, compute="bfloat16")
@@ -85,7 +83,7 @@ def _ways() -> list[StepCase]:
 
 
 def _long() -> list[StepCase]:
-    """A row of 32 000 tokens, and beside it a short one, so that it has an advantage."""
+    """Return a row of 32,000 tokens with a short one for an advantage."""
     row = StepCase(row_tokens=32_000, last_tokens=256, pass_tokens=32_000, steps=1)
     half = with_(row, compute="bfloat16")
     return [half, with_(half, activation_offload=True), row]
@@ -110,7 +108,6 @@ def _large() -> list[StepCase]:
 
 
 def tiny(case: StepCase) -> StepCase:
-    """The same way of a model that a CPU trains in no time, in as many passes."""
     rows_at_once = max(1, case.pass_tokens // case.row_tokens)
     return with_(
         case,

@@ -1,12 +1,10 @@
-"""What runs on a GPU and how fast, piece by piece: `make gpu-report`.
+"""GPU report, piece by piece: `make gpu-report`.
 
     python -m dora_pipe.bench.gpu_report [--out DIR] [--pieces a,b] [--seconds N] [--commit ID]
-    python -m dora_pipe.bench.gpu_report --tiny      # every piece in small, or why not, on a CPU
+    python -m dora_pipe.bench.gpu_report --tiny      # every piece in small, on a CPU
 
-A piece is a process of its own; what it prints goes to PIECE.log of the folder, and what came of it
-to PIECE.json: date, card, versions, commit, seconds, figures. A piece that was done at the same
-commit on the same card is not run again, so a report that was ended goes on. What needs a package
-that is not installed is skipped by that name.
+Each piece is a process that writes PIECE.log and PIECE.json. Finished pieces of the same commit and
+card are not repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +31,6 @@ import msgspec
 from dora_pipe.bench.gpu_cases import TINY
 
 SECONDS: Final = 470
-"""A piece's bound: less than eight minutes."""
 
 OUT: Final = Path("gpu-report")
 OUT_WORD: Final = "{out}"
@@ -44,8 +41,6 @@ State = Literal["done", "failed", "ended", "skipped"]
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a piece."""
-
     piece: str
     what: str
     state: State
@@ -61,8 +56,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a piece runs on."""
-
     card: str
     driver: str
     versions: dict[str, str]
@@ -71,16 +64,16 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A command that prints figures as JSON lines, or a round of tests."""
+    """Command that prints JSON figures, or a test run."""
 
     name: str
     what: str
     command: tuple[str, ...]
-    """Of Python; OUT_WORD in it is the report's folder. None: it wants a GPU."""
+    """Arguments of Python; OUT_WORD is the report's folder. Empty if the piece needs a GPU."""
     tiny: tuple[str, ...] = ()
-    """The same way on a CPU."""
+    """The same on a CPU."""
     needs: str = ""
-    """A package, without which it is skipped."""
+    """Required package."""
 
 
 def _round(name: str, what: str, needs: str = "") -> Piece:
@@ -91,7 +84,7 @@ def _round(name: str, what: str, needs: str = "") -> Piece:
 def _bench(
     name: str, what: str, *words: str, tiny: Sequence[str] = (), needs: str = "", more: str = ""
 ) -> Piece:
-    """What both have in `more` stands before their own words."""
+    """`more` precedes the words of both variants."""
     run = ("-m", "dora_pipe.bench", name, *more.split())
     command, small = (*run, *words, "--json"), (*run, *tiny, "--json")
     return Piece(name=name, what=what, needs=needs, command=command, tiny=small)
@@ -136,7 +129,6 @@ PIECES: Final = (
 
 
 def here(commit: str = "") -> Machine:
-    """This machine; its card is empty where there is no GPU."""
     card, driver = _card()
     return Machine(
         card=card, driver=driver, versions=_versions(), commit=commit or _commit() or "unknown"
@@ -144,7 +136,6 @@ def here(commit: str = "") -> Machine:
 
 
 def _card() -> tuple[str, str]:
-    """The first GPU and its driver."""
     asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
@@ -176,7 +167,7 @@ def _commit() -> str:
 def run_report(
     out: Path, pieces: Sequence[Piece], machine: Machine, *, seconds: float
 ) -> Iterator[Outcome]:
-    """Run each piece that is not done yet, at most `seconds` long; what came of each."""
+    """Run unfinished pieces; yield results."""
     out.mkdir(parents=True, exist_ok=True)
     for piece in pieces:
         found = read_outcome(out / f"{piece.name}.json")
@@ -194,7 +185,6 @@ def _stands(found: Outcome, machine: Machine) -> bool:
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """What came of a piece, if it has run."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Outcome)
     except FileNotFoundError:
@@ -224,14 +214,13 @@ def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> Outcome:
 
 
 def _lacks(piece: Piece) -> str:
-    """Why it cannot run here; empty where it can."""
     if piece.needs and importlib.util.find_spec(piece.needs) is None:
         return f"{piece.needs} is not installed"
     return "" if piece.command else NO_GPU
 
 
 def _command(piece: Piece, log: Path, out: Path, seconds: float) -> tuple[State, str]:
-    """Run it in a session of its own, all of which ends with it."""
+    """Run it in a session that is killed at the end."""
     command = [sys.executable, *(word.replace(OUT_WORD, str(out)) for word in piece.command)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as file:
@@ -248,20 +237,18 @@ def _command(piece: Piece, log: Path, out: Path, seconds: float) -> tuple[State,
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Whoever is left of it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _read_log(log: Path) -> tuple[list[dict[str, Any]], str, str]:
-    """Its figures; how many tests passed where it has some; why a round was skipped."""
     figures: list[dict[str, Any]] = []
     outcomes: Counter[str] = Counter()
     counts = skipped = ""
     for line in log.read_text(errors="replace").splitlines():
         if line.startswith("{"):
-            with contextlib.suppress(msgspec.DecodeError):  # A line of somebody else's.
+            with contextlib.suppress(msgspec.DecodeError):  # other output
                 figures.append(msgspec.json.decode(line, type=dict[str, Any]))
         elif line.startswith("tests/") and (told := re.search(_OUTCOME, line)):
             outcomes[told[0].lower()] += 1
@@ -269,13 +256,13 @@ def _read_log(log: Path) -> tuple[list[dict[str, Any]], str, str]:
             counts = ", ".join(found)
         elif line.startswith("gpu round") and " skipped: " in line:
             skipped = line.partition(" skipped: ")[2]
-    # What ended before its summary has said of each test how it went.
+    # Tests without a summary: count the per-test outcomes.
     told_of = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
     return figures, counts or told_of, skipped
 
 
 _OUTCOME: Final = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"
-"""Of a test, as pytest says it in its line."""
+"""In pytest's line of a test."""
 
 
 def _line(one: Outcome) -> str:
@@ -304,7 +291,7 @@ def _words(words: Sequence[str]) -> dict[str, Any]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run pieces; 1 if one failed or there is no GPU."""
+    """Run pieces; return 1 for a failure or no GPU."""
     given = _words(words)
     pieces, machine = _chosen(given), here(given["commit"])
     if not machine.card and not given["tiny"]:

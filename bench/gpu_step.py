@@ -1,9 +1,8 @@
-"""A step of GRPO of a Qwen3 model with random weights on a GPU, by the torch trainer.
+"""GRPO step of a random Qwen3 model with the torch trainer.
 
     python -m dora_pipe.bench.gpu_step SET [--tiny]
 
-Every case is measured in a process of its own; a figure is one JSON object on a line. One step
-comes before the measured ones. `--tiny` runs the same cases with a tiny model on a CPU.
+Each case is a process that prints a JSON line. `--tiny` uses a tiny model on a CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ SEED: Final = 0
 LEARNING_RATE: Final = 1e-6
 NORM_MAX: Final = 1.0
 WARM_TOKENS: Final = 2048
-"""Of the rows of the own trainer's step that is not measured."""
 CASE_LIMIT_S: Final = 470.0
 BETAS: Final = (0.9, 0.95)
 SETTINGS: Final = {
@@ -54,7 +52,7 @@ SETTINGS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuStepFigure:
-    """The median of the measured steps; `said` is why there is none."""
+    """Median step, or the reason in `said`."""
 
     model: str
     tokens: int
@@ -67,22 +65,22 @@ class GpuStepFigure:
     offload: bool
     leaving: bool
     packing: str
-    """By which way (`consumers.learners.settings`); empty: rows share no lines."""
+    """Packing method (`consumers.learners.settings`); empty without packing."""
     seconds: float | None = None
     tokens_s: int | None = None
     peak_gb: float | None = None
-    """Most that torch's allocator held during those steps, weights and states among it."""
+    """Peak of torch's allocator during the steps, including weights and states."""
     held_gb: float | None = None
-    """What it held before the first of them."""
+    """Allocated before the first step."""
     leave_s: float | None = None
-    """Until the states had left, where they do; coming back is part of the step."""
+    """Time to offload the states; reloading counts as part of the step."""
     digest: str = ""
-    """Of the weights after the last step, its beginning."""
+    """Prefix of the final weights' digest."""
     said: str = ""
 
 
 def bench_gpu_steps(cases: Sequence[StepCase]) -> Iterator[GpuStepFigure]:
-    """One figure after the other; a case that cannot be measured has the reason in its figure."""
+    """Yield a figure per case."""
     for case in cases:
         if case.needs and importlib.util.find_spec(case.needs) is None:
             yield _figure(case, said=f"{case.needs} is not installed")
@@ -111,7 +109,6 @@ def _figure(case: StepCase, **more: Any) -> GpuStepFigure:
 
 
 def measured(case: StepCase) -> GpuStepFigure:
-    """The figure of a case, in this process."""
     import torch
 
     from dora_pipe.consumers.learners.deepspeed import prepare
@@ -132,7 +129,7 @@ def _own(case: StepCase, folder: Path) -> GpuStepFigure:
     short = with_(case, rows=GROUP, row_tokens=min(case.row_tokens, WARM_TOKENS), last_tokens=0)
     learner.train(batch_of(short), settings)
     left, took = [], []
-    if case.leaving:  # What it pins of the host's memory the first time stays pinned.
+    if case.leaving:  # Pinned host memory stays pinned after the first time.
         learner.leave_device()
         learner._states.come_back()
     held = 0
@@ -151,7 +148,6 @@ def _own(case: StepCase, folder: Path) -> GpuStepFigure:
 
 
 def _seconds(call: Callable[[], Any], device: str) -> float:
-    """Until the device has done it."""
     began_s = now_s(device)
     call()
     return now_s(device) - began_s
@@ -172,7 +168,6 @@ def _of_times(
 
 
 def now_s(device: str) -> float:
-    """The time when the device has done what it was told."""
     import torch
 
     if device == "cuda":
@@ -181,8 +176,8 @@ def now_s(device: str) -> float:
 
 
 def made_learner(case: StepCase, folder: Path) -> Any:
-    """The torch trainer over the model of a folder, whose random weights are made on the device:
-    those of 4 billion would take a minute on a CPU, and as much to be written and read."""
+    """Return the torch trainer over a model folder with random weights made on the device;
+    creating 4 billion on a CPU takes a minute."""
     import torch
 
     from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
@@ -216,8 +211,7 @@ def made_learner(case: StepCase, folder: Path) -> Any:
 
 
 def write_names(path: Path, folder: Path, dtype: PolicyDtype) -> None:
-    """A file of version 0 as far as a trainer reads it here: names, types and shapes, over a hole
-    in place of the numbers."""
+    """Write a sparse file of version 0: names, types and shapes without numbers."""
     import torch
 
     from dora_pipe.consumers.learners.torch.network import build
@@ -237,14 +231,14 @@ def write_names(path: Path, folder: Path, dtype: PolicyDtype) -> None:
 
 
 def rows_of(case: StepCase) -> Any:
-    """Token ids, [rows, row_tokens]."""
+    """Return token ids, [rows, row_tokens]."""
     vocabulary = vocabulary_of(case.model)
     shape = (case.rows, case.row_tokens)
     return np.random.default_rng(SEED).integers(0, vocabulary, shape)
 
 
 def batch_of(case: StepCase) -> TrainBatch:
-    """The rows as groups of `GROUP` siblings."""
+    """Return groups of `GROUP` trajectories."""
     rows = rows_of(case)
     groups: list[TrainGroup] = []
     for ordinal in range(case.rows // GROUP):
@@ -258,12 +252,11 @@ def batch_of(case: StepCase) -> TrainBatch:
 
 
 def _guess(case: StepCase) -> float:
-    """The log-prob of a token under a policy that knows nothing."""
+    """Return the log-prob under a uniform policy."""
     return -math.log(vocabulary_of(case.model))
 
 
 def _sibling(case: StepCase, group: str, sibling: int, ids: Any) -> Trajectory:
-    """One with reward 1 or 0, sampled from a policy that knows nothing."""
     size = len(ids)
     like = sample_trajectory(size)
     prompt = like.meta.prompt_tokens

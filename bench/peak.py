@@ -1,4 +1,4 @@
-"""The most memory that a process held: of its own on a CPU, of torch's allocator on a GPU."""
+"""Peak memory of the process, or of torch's allocator on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dora_pipe.core.errors import ResourceError
 
 
 def fresh_peak(device: str) -> int:
-    """Forget the peak so far; the bytes that are held now."""
+    """Reset the peak; return the bytes in use."""
     if device == "cuda":
         import torch
 
@@ -20,7 +20,7 @@ def fresh_peak(device: str) -> int:
 
 
 def peak_bytes(device: str) -> int:
-    """The most that was held since, bytes."""
+    """Return the peak in bytes."""
     if device == "cuda":
         import torch
 
@@ -29,7 +29,7 @@ def peak_bytes(device: str) -> int:
 
 
 def own_bytes(name: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
-    """A figure of this process's memory, as Linux says it."""
+    """Return a memory figure from Linux."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -1,13 +1,7 @@
-"""Measures the longest turn of the orchestrator's machine in a full, busy run.
+"""Longest turn of the orchestrator's machine in a full, busy run.
 
-The real machine, with real bytes: every turn of the bus some workers report trajectories and all
-their statuses, requests move and are let go of, batches are trained and versions loaded, now and
-then a worker is lost. Every slot is full before anything is measured. As in a run, a machine that
-has more to do reacts again before the bus brings anything, which is a turn of its own, and garbage
-is looked for where the loop waits.
-
-Times are CPU time of the loop's thread, so that what else the machine does does not count; `wall`
-is the longest turn as the clock has it, with the thread beside it that writes snapshots.
+Workers report, requests move, batches train, versions load, and workers are lost. Figures are CPU
+time of the loop's thread; `wall` includes the snapshot thread.
 """
 
 from __future__ import annotations
@@ -68,50 +62,43 @@ WORKERS: Final = (512,)
 SLOTS: Final = 200
 GROUP_SIZE: Final = 16
 ROWS: Final = 1_000_000
-"""Of the data set."""
 KV_TOKENS: Final = 1_000_000
-"""Room of a worker."""
+"""KV cache capacity of a worker."""
 STEPS: Final = 1_000_000
-"""More than any measurement commits."""
 PER_STEP: Final = 512
 """Groups of a batch: 8192 trajectories."""
 RECORDS_MAX: Final = 500
-"""A poll brings so many."""
 ROUNDS: Final = 1500
 FILL_TURNS_MAX: Final = 5000
-"""Turns until every slot runs a request."""
 WARM_STEPS: Final = 3
-"""Committed before anything is measured."""
 REPORTING: Final = 32
-"""Workers that report in one turn."""
+"""Workers that report trajectories per turn."""
 REPORTED: Final = 2
-"""Trajectories that one reports: any of the older ones that it has."""
+"""Trajectories per report, any of a worker's older ones."""
 SPARE: Final = 2.0
-"""Groups in flight, beside those that fill all slots: siblings of one group end far apart."""
+"""Groups in flight relative to the slots; trajectories of a group end far apart."""
 LOSS_TURNS: Final = 150
-"""A worker is lost so often, with all that it runs, and comes back."""
+"""Turns between losses of a worker."""
 MORE_MAX: Final = 1000
-"""Turns that follow at once; a plan of all requests takes a fifth of them."""
+"""Maximum follow-up turns; planning all requests takes a fifth."""
 STATUS_TURNS: Final = 5
-"""Each worker says so often how it is."""
+"""Turns between a worker's statuses."""
 SNAPSHOT_EVERY: Final = 4 * STATE_DIGEST_EVERY
-"""Oftener than in a run, so that there are several to measure."""
+"""More often than in production."""
 TOPICS: Final = Topics("bench")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFigure:
-    """The longest turn of a run, and the share of it that was garbage collection."""
+    """Longest turn and its garbage collection."""
 
     workers: int
     requests: int
-    """Open ones."""
     turns: int
     steps: int
     gc_ms: float
-    """Longest garbage collection of a turn."""
     p50_ms: float
-    """The median of all turns that one turn of the bus leads to, together."""
+    """Median per poll, with follow-up turns."""
     turn_ms: float
     wall_ms: float
 
@@ -122,14 +109,14 @@ def command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Longest turn of the orchestrator in a busy run of 102,400 open requests."""
+    """Measure the longest turn of the orchestrator in a busy run of 102,400 open requests."""
     emit_figures(bench_turns(workers or WORKERS, slots=SLOTS), as_json=as_json)
 
 
 def bench_turns(
     workers: Sequence[int], *, slots: int = SLOTS, rounds: int = ROUNDS
 ) -> list[TurnFigure]:
-    """A figure per number of workers."""
+    """Return a figure per number of workers."""
     return [_measure(count, slots=slots, rounds=rounds) for count in sorted(set(workers))]
 
 
@@ -161,17 +148,14 @@ def _measure(workers: int, *, slots: int, rounds: int) -> TurnFigure:
 
 
 class Meter:
-    """Milliseconds of turns, the most of all of them."""
-
     def __init__(self) -> None:
         self.most_ms = dict.fromkeys(("gc", "turn", "wall"), 0.0)
         self.turns_ms: list[float] = []
-        """Of each turn of the bus, with those that followed at once."""
+        """Per poll, with follow-up turns."""
         self._gc_ms = self._since_s = 0.0
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Watch garbage collections while the block lasts."""
         gc.callbacks.append(self._collecting)
         try:
             yield
@@ -179,7 +163,6 @@ class Meter:
             gc.callbacks.remove(self._collecting)
 
     def whole(self, react: Callable[[], Any]) -> Any:
-        """One turn."""
         self._gc_ms = 0.0
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         found = react()
@@ -198,7 +181,7 @@ class Meter:
 
 
 class _Run:
-    """The machine, and everybody who answers it."""
+    """Machine with scripted roles."""
 
     def __init__(self, workers: int, slots: int, folder: Path) -> None:
         self.meter = Meter()
@@ -229,7 +212,6 @@ class _Run:
             self._append(self._joined(f"w{number:05d}"))
 
     def fill(self) -> None:
-        """Until every slot runs a request."""
         state = self.machine.state
         for _ in range(FILL_TURNS_MAX):
             self._react()
@@ -239,7 +221,7 @@ class _Run:
         raise AssertionError(f"{len(state.requests)} requests after {FILL_TURNS_MAX} turns")
 
     def warm(self) -> None:
-        """Until some steps are committed, and workers host several versions."""
+        """Run until workers host several versions."""
         for _ in range(FILL_TURNS_MAX):
             self.turn()
             if self.machine.state.version >= WARM_STEPS:
@@ -247,7 +229,6 @@ class _Run:
         raise AssertionError(f"{self.machine.state.version} steps")
 
     def turn(self) -> None:
-        """Workers report, and whoever has something to answer answers."""
         state = self.machine.state
         busy = [one for one in state.workers.values() if len(one.requests) >= REPORTED]
         for worker in self._chance.sample(busy, min(REPORTING, len(busy))):
@@ -262,7 +243,6 @@ class _Run:
         self._react()
 
     def close(self) -> None:
-        """Stop the thread that writes."""
         self._port.close()
 
     def _by_version(self, requests: set[str]) -> dict[int, list[str]]:
@@ -312,7 +292,6 @@ class _Run:
             self._answer(decision)
 
     def _answer(self, decision: Any) -> None:
-        """What a role does about a decision, later."""
         state = self.machine.state
         if isinstance(decision, Assign):
             worker = state.workers.get(decision.worker)
@@ -358,7 +337,6 @@ def _record(topic: str, offset: int, value: bytes) -> Record:
 
 
 def _released(state: State, move: Move) -> RequestReleased | None:
-    """A worker lets go of a request, unless it has ended meanwhile."""
     request = state.requests.get(move.trajectory)
     if request is None or request.attempt != move.attempt or request.moving is None:
         return None
@@ -376,7 +354,7 @@ def _no_cost() -> Cost:
 
 
 def _config(workers: int, slots: int) -> Config:
-    """A run that never ends; the trainer is twice as fast as the workers, which are always busy."""
+    """Return an endless run with busy workers."""
     per_step = min(PER_STEP, max(1, workers * slots // GROUP_SIZE // 4))
     in_flight = SPARE * workers * slots / GROUP_SIZE / per_step + 1
     plain = {
@@ -393,7 +371,6 @@ def _config(workers: int, slots: int) -> Config:
 def _logged(
     state: State, worker: Worker, names: Sequence[str], offset: int, version: int
 ) -> TrajectoriesLogged:
-    """A worker has logged some of its requests of a version."""
     return TrajectoriesLogged(
         at_ns=0,
         worker=worker.name,
@@ -420,5 +397,4 @@ def _entry(state: State, trajectory: str, offset: int) -> LoggedEntry:
 
 
 def _ready(worker: Worker) -> WorkerReady:
-    """A worker has loaded its target."""
     return worker_ready(worker.name, worker.epoch, worker.target, worker.digest, load_ms=1000.0)

@@ -1,4 +1,4 @@
-"""Random models of Qwen3's shapes, for benches on a GPU; decides nothing."""
+"""Random models of Qwen3's shapes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ SHAPES: Final[dict[str, dict[str, int]]] = {
         "vocab_size": 512,
     },
 }
-"""As https://huggingface.co/Qwen/Qwen3-0.6B and its sisters have them; all tie their heads."""
+"""From https://huggingface.co/Qwen/Qwen3-0.6B and the larger ones; all tie their heads."""
 
 
 def vocabulary_of(model: str) -> int:
-    """Token ids of this size."""
+    """Return the vocabulary size."""
     return SHAPES[model].get("vocab_size", VOCABULARY)
 
 
 def config_of(model: str, tokens: int) -> Any:
-    """The configuration of a Qwen3 model of this size, for rows of so many tokens."""
+    """Return a configuration for rows of `tokens`."""
     from transformers import Qwen3Config
 
     config: Any = Qwen3Config

@@ -1,4 +1,4 @@
-"""Control records of runs that never happened; what no benchmark looks at is left empty."""
+"""Control records of synthetic runs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from dora_pipe.schemas.rounds import TakeBatch
 from dora_pipe.schemas.wire import sha256_hex
 
 NO_DIGEST: Final = sha256_hex(b"")
-"""Stands for every digest that nobody compares."""
+"""Placeholder for digests that are not compared."""
 
 
 def weights(version: int) -> str:
-    """Digest of a version: weights are names here."""
+    """Return a version's digest."""
     return sha256_hex(f"weights {version}".encode())
 
 
 def run_started(config: Config, *, rows: int = 1) -> RunStarted:
-    """The first record of a modelled run."""
+    """Return the first record."""
     plain = msgspec.to_builtins(config)
     return RunStarted(
         at_ns=0,
@@ -54,7 +54,6 @@ def run_started(config: Config, *, rows: int = 1) -> RunStarted:
 
 
 def role_started(role: ExclusiveRole) -> RoleStarted:
-    """The first incarnation of a role."""
     return RoleStarted(
         at_ns=0, role=role, role_epoch=0, instance="m", host="m", pid=0, package="modelled"
     )
@@ -93,7 +92,6 @@ def worker_joined(
 def worker_ready(
     name: str, epoch: int, version: int, digest: str, *, load_ms: float
 ) -> WorkerReady:
-    """It has loaded what it was assigned."""
     return WorkerReady(
         at_ns=0, worker=name, epoch=epoch, version=version, digest=digest, load_ms=load_ms
     )

@@ -1,8 +1,4 @@
-"""The memory and the time of a training step and of its head.
-
-Every figure is of a process of its own: one that was larger before keeps what it allocated.
-Weights are random, rows are one sequence each, the loss is the mean log-prob.
-"""
+"""Memory and time of a training step and of its head, each in a process."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from dora_pipe.cli.options import JsonOption
 HIDDEN: Final = 384
 LAYERS: Final = 8
 VOCABULARY: Final = 16_384
-"""Of the model of a step: 27 million parameters."""
+"""Vocabulary of a step's model: 27 million parameters."""
 
 SEED: Final = 0
 CASE_LIMIT_S: Final = 3600.0
@@ -34,7 +30,7 @@ LEAST: Final[Mapping[str, Any]] = {"gradient_checkpointing": True}
 
 
 class MemoryCase(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: a head on `tokens` hidden states, or a step of a model on one sequence."""
+    """Head on `tokens` hidden states, or step on one sequence."""
 
     what: Literal["head", "step"]
     tokens: int
@@ -47,9 +43,12 @@ class MemoryCase(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemoryFigure:
-    """Example: ``StepMemoryFigure(what="head", tokens=16384, vocabulary=151936,
-    head_chunk_tokens="auto", mlp_chunk_tokens="auto", gradient_checkpointing=False,
-    peak_mb=292.0, process_mb=664.0, seconds=31.4)``"""
+    """Peak memory and time of a case.
+
+    Example: ``StepMemoryFigure(what="head", tokens=16384, vocabulary=151936,
+    head_chunk_tokens="auto", mlp_chunk_tokens="auto", gradient_checkpointing=False, peak_mb=292.0,
+    process_mb=664.0, seconds=31.4)``
+    """
 
     what: str
     tokens: int
@@ -58,18 +57,17 @@ class StepMemoryFigure:
     mlp_chunk_tokens: int | str
     gradient_checkpointing: bool
     peak_mb: float
-    """Most that forward and backward take beside weights, their gradients and AdamW's moments."""
+    """Peak of forward and backward, without weights, gradients and AdamW's moments."""
     process_mb: float
-    """Of the process at its peak, on a GPU what torch has allocated there."""
+    """Peak of the process; on a GPU of torch's allocator."""
     seconds: float
 
 
 def memory_cases(
     tokens: int, vocabulary: int, step_tokens: int, *, least: bool = False
 ) -> list[MemoryCase]:
-    """A head in chunks, and beside it one at once where that is sixteen times smaller; a step of a
-    model with all that saves memory and, unless that is all that is wanted (`least`), with what is
-    on by default, and with nothing. 0 tokens: none of it."""
+    """Return a chunked head and, if small enough, an unchunked one; steps with all memory
+    savings and, unless `least`, with fewer. 0 tokens omits one."""
     small = max(1, tokens // 16)
     head = [
         MemoryCase(what="head", tokens=size, vocabulary=vocabulary, width=64, **more)
@@ -89,14 +87,14 @@ def command(
     least: Annotated[bool, typer.Option(help="The step only with all that saves memory.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Peak memory and time of a head in chunks of tokens, and of a step of a model of 27 million
-    parameters; on a GPU where there is one."""
+    """Measure peak memory and time of a chunked head, and of a step of a model of 27 million
+    parameters; on a GPU if there is one."""
     cases = memory_cases(tokens, vocabulary, step_tokens, least=least)
     emit_figures(bench_step_memory(cases), as_json=as_json)
 
 
 def bench_step_memory(cases: Sequence[MemoryCase]) -> Iterator[StepMemoryFigure]:
-    """One figure after the other, each from a process of its own."""
+    """Yield one figure per case."""
     for case in cases:
         yield result_of("dora_pipe.bench.step_memory", case, StepMemoryFigure, limit_s=CASE_LIMIT_S)
 
@@ -126,18 +124,17 @@ def _measured(case: MemoryCase) -> StepMemoryFigure:
 
 @contextmanager
 def prepared(case: MemoryCase, device: str) -> Iterator[Callable[[], None]]:
-    """What computes, with all that stands before it."""
+    """Yield the prepared computation."""
     from dora_pipe.consumers.learners.torch.device import deterministic
 
     with tempfile.TemporaryDirectory(prefix="bench-memory-") as folder, deterministic(1):
         head = case.what == "head"
         compute = _head(case, device) if head else _step(case, device, Path(folder))
-        compute(2)  # What is there once is there then: gradients, moments, libraries.
+        compute(2)  # Allocate what stays.
         yield lambda: compute(case.tokens)
 
 
 def _head(case: MemoryCase, device: str) -> Callable[[int], None]:
-    """Log-probs of a head and their gradients."""
     import torch
 
     from dora_pipe.consumers.learners.torch.memory import MemoryOptions, head_logprobs
@@ -159,7 +156,6 @@ def _head(case: MemoryCase, device: str) -> Callable[[int], None]:
 
 
 def _step(case: MemoryCase, device: str, folder: Path) -> Callable[[int], None]:
-    """Log-probs of a sequence under a model, their gradients and an update."""
     import torch
 
     from dora_pipe.consumers.learners.torch.memory import MemoryOptions

@@ -1,4 +1,4 @@
-"""Helpers of every benchmark: figures as a table or JSON, scratch folders, child processes."""
+"""Helpers of benchmarks: output, scratch folders, child processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from dora_pipe.core.errors import ResourceError
 T = TypeVar("T")
 
 LINE_LIMIT_S: Final = 120.0
-"""Time for one line of a child process."""
 END_LIMIT_S: Final = 10.0
-"""Time for a child process to end before it is killed."""
 READ_BYTES: Final = 1024 * 1024
 
 
 def emit_figures(figures: Iterable[Any], *, as_json: bool) -> None:
-    """Print dataclasses of one kind as a table, or each as a JSON line when it is measured."""
+    """Print dataclasses as a table or JSON lines."""
     if as_json:
         emit_rows((), (asdict(figure) for figure in figures), as_json=True)
         return
@@ -42,15 +40,13 @@ def emit_figures(figures: Iterable[Any], *, as_json: bool) -> None:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a folder of the current directory that is removed afterwards."""
+    """Yield a temporary folder."""
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-") as folder:
         yield Path(folder).resolve()
 
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of a measured part."""
-
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -65,10 +61,7 @@ def measured(spent: Spent) -> Iterator[None]:
 
 
 class Child:
-    """A process of a benchmark: `python -m MODULE TASK`, where TASK is JSON.
-
-    It reads lines on stdin and answers with lines of JSON on stdout. Leaving its `with` ends it.
-    """
+    """Child process `python -m MODULE TASK`; exchanges lines, answers are JSON."""
 
     def __init__(
         self,
@@ -85,7 +78,7 @@ class Child:
         )
 
     def tell(self, line: str) -> None:
-        """Write a line to it. Raises ResourceError when it has ended."""
+        """Send a line. Raises ResourceError if it ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{line}\n".encode())
@@ -93,7 +86,7 @@ class Child:
             raise self._ended() from None
 
     def answer(self, kind: type[T], *, limit_s: float = LINE_LIMIT_S) -> T:
-        """Return its next line. Raises ResourceError when it ends or says nothing."""
+        """Return the next answer. Raises ResourceError without one."""
         return msgspec.json.decode(self._line(limit_s), type=kind)
 
     def __enter__(self) -> Child:
@@ -135,17 +128,17 @@ class Child:
 
 
 def task_of(kind: type[T]) -> T:
-    """Return the task of this child process."""
+    """Return this child's task."""
     return msgspec.json.decode(sys.argv[1], type=kind)
 
 
 def reply(answer: Any) -> None:
-    """Write a line of JSON to the process that started this one."""
+    """Send JSON to the parent."""
     sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def result_of(module: str, task: Any, kind: type[T], *, limit_s: float = LINE_LIMIT_S) -> T:
-    """Run a child process for one answer. Raises ResourceError."""
+    """Return a child's single answer. Raises ResourceError."""
     with Child(module, task) as child:
         return child.answer(kind, limit_s=limit_s)

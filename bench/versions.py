@@ -1,9 +1,7 @@
-"""Time of a version from the end of an optimizer step to the first token sampled under it.
+"""Time from the end of an optimizer step to the first token of its version.
 
-Store, transfers and engine are production's; the worker is a process with a cache of its own.
-Weights are random, in bfloat16; two of a hundred change from one version to the next, as they do
-at a small learning rate. `copy_s` is a plain copy of the same bytes on the same disk in the same
-run.
+Weights are random bfloat16; two of a hundred change per version. `copy_s` is a plain copy of the
+same bytes.
 """
 
 from __future__ import annotations
@@ -59,10 +57,10 @@ MODULE: Final = "dora_pipe.bench.versions"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFigure:
-    """Medians of the stages of one way, in seconds, in their order.
+    """Median duration of the stages, in seconds and in order.
 
-    `stored_s`: written, hashed and durable, of a delta with the comparison. `fetched_s`: on the
-    worker's machine, its digest verified. `loaded_s`: in the engine. `token_s`: the first token.
+    `stored_s`: written, hashed and durable; for a delta including the comparison. `fetched_s`: on
+    the worker's machine, verified. `loaded_s`: in the engine. `token_s`: first token.
     """
 
     way: str
@@ -78,7 +76,7 @@ class VersionFigure:
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Task of a worker: its cache, the store (empty: the cache is the store), and a peer."""
+    """Cache, store (empty if it is the cache), and peer of a worker."""
 
     root: str
     store: str
@@ -87,8 +85,6 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Took(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that a worker spent on a version."""
-
     fetched_s: float
     loaded_s: float
     token_s: float
@@ -96,14 +92,14 @@ class Took(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way of versions to a worker."""
+    """Way to transfer versions."""
 
     name: str
     patched: bool
 
     @property
     def stored_as(self) -> str:
-        """Form of most versions in the store."""
+        """Return the usual stored form."""
         return "patch" if self.patched else "whole"
 
 
@@ -116,8 +112,8 @@ def command(
     steps: Annotated[int, typer.Option(min=1, help="Versions of each way.")] = 10,
     as_json: JsonOption = False,
 ) -> None:
-    """Seconds from the end of a step to the first token sampled under its version: with a shared
-    folder, a store elsewhere and a peer; whole files and deltas."""
+    """Measure seconds from the end of a step to the first token sampled under its version: with
+    a shared folder, a remote store and a peer; full files and deltas."""
     with scratch() as folder:
         emit_figures(bench_versions(folder, steps), as_json=as_json)
 
@@ -125,7 +121,7 @@ def command(
 def bench_versions(
     folder: Path, versions: int, ways: Sequence[Way] = WAYS
 ) -> Iterator[VersionFigure]:
-    """A figure for each way. Raises ResourceError, PolicyError."""
+    """Yield a figure per way. Raises ResourceError, PolicyError."""
     for number, way in enumerate(ways):
         yield _figure(folder / f"{number}-{way.name}", way, versions)
 
@@ -171,8 +167,6 @@ def _figure(folder: Path, way: Way, versions: int) -> VersionFigure:
 
 
 class _Trainer:
-    """Publishes versions whose weights are in memory, as after a step."""
-
     def __init__(self, folder: Path, way: Way) -> None:
         remote = (
             None if way.name == "shared" else open_files((folder / "store").as_uri(), folder=RUN)
@@ -187,12 +181,11 @@ class _Trainer:
         }
 
     def step(self) -> None:
-        """Change the last bit of some weights."""
         for bits in self._bits.values():
             bits ^= self._chance.random(bits.shape, np.float32) < CHANGED
 
     def publish(self) -> Manifest:
-        """Publish the weights as they are; the first version whole."""
+        """Publish; the first version in full."""
         sources = [
             TensorSource(name=name, dtype="BF16", shape=bits.shape, data=bits.tobytes)
             for name, bits in self._bits.items()
@@ -212,7 +205,6 @@ def _copied(source: Path, target: Path) -> float:
 
 
 def _serve(root: Path, stack: ExitStack) -> FlightTransfers:
-    """A server of the weights below `root`."""
     transfers = FlightTransfers(
         MappedFiles(root / "handover", clock=SystemClock()),
         Identity(token=TOKEN, run=RUN, host=HOST),
@@ -223,7 +215,7 @@ def _serve(root: Path, stack: ExitStack) -> FlightTransfers:
 
 
 def work(place: Place) -> None:
-    """Load every version whose digest comes on stdin, and sample a token under it."""
+    """Load each version from stdin, and sample a token."""
     with ExitStack() as stack:
         store, engine = _store(place, stack), _engine()
         for version, line in enumerate(sys.stdin):

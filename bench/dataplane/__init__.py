@@ -1,1 +1,1 @@
-"""`bench dataplane`: trajectories from a worker's process into a trainer's batch, side by side."""
+"""`bench dataplane`: trajectories from a worker's process into a trainer's batch."""

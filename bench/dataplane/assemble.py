@@ -1,7 +1,6 @@
-"""The trainer's half of a phase: its own work on its own reader, batch after batch.
+"""Trainer's half of a phase, with production code.
 
-The orchestrator's part, which records a batch is made of, is played here from the records' headers
-and counted as the benchmark's own.
+Batches are derived from record headers instead of decisions.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ POLL_S: Final = 0.05
 
 
 class _Noted(BusWrapper):
-    """A bus whose readers' records are noted: what the orchestrator hears on the control topic."""
+    """Bus that notes records read."""
 
     def __init__(self, bus: Bus) -> None:
         super().__init__(bus)
@@ -59,7 +58,7 @@ class _NotedReader(ReaderWrapper):
 
 
 class Assembler:
-    """Takes batches out of the log of one run with the trainer's own code."""
+    """Assembler of batches."""
 
     def __init__(self, task: Assemble, bus: Bus, folder: Path) -> None:
         self._task = task
@@ -78,19 +77,16 @@ class Assembler:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count again."""
         self.records = self.bytes = 0
         self.own_s = 0.0
         self.batched_ns: dict[int, int] = {}
-        """By number of the trajectory: when its batch was ready."""
 
     @property
     def come(self) -> int:
-        """Trajectories that have come, in a batch or not yet."""
         return self.records + len(self._noted.records)
 
     def read(self) -> None:
-        """Take what has come, or wait a bit for the first record."""
+        """Read, or wait briefly."""
         moved = self._work.reader.read_ahead(timeout_s=POLL_S)
         now_s = time.monotonic()
         if moved:
@@ -99,7 +95,7 @@ class Assembler:
             raise BusError(f"no trajectory came for {SILENT_S:.0f} s")
 
     def take_all(self, *, rest: bool) -> None:
-        """Every batch that can be made; with `rest`, a last smaller one too."""
+        """Assemble full batches; with `rest` a smaller last one."""
         notes = self._noted.records
         size = self._task.batch or len(notes)
         while notes and (len(notes) >= size or rest):
@@ -107,7 +103,6 @@ class Assembler:
             self._take(taken)
 
     def close(self) -> None:
-        """Close the readers."""
         self._work.close()
 
     def _take(self, records: Sequence[Record]) -> None:
@@ -133,7 +128,7 @@ class Assembler:
 
 
 def assemble(task: Assemble, inside: Inside) -> Done:
-    """Fetch until the total that comes later, after the warm ones."""
+    """Assemble until the total is reached, without warm-up."""
     section = Section(url=task.address)
     log = LogLocation(run="", url=task.address, bus=section, claims=task.claims)
     with tempfile.TemporaryDirectory() as folder, closing(log.open()) as bus:
@@ -159,7 +154,6 @@ def assemble(task: Assemble, inside: Inside) -> Done:
 
 
 def _decided(records: Sequence[Record], step: int, run: str) -> FetchBatch:
-    """The decision that takes these records, and what the trainer knows by itself."""
     groups: dict[str, list[TakenTrajectory]] = {}
     versions: dict[str, int] = {}
     for record in records:

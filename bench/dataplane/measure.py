@@ -1,8 +1,6 @@
-"""Starts the processes of every phase, one writer and one reader each, and prints the figures.
+"""Phases of `bench dataplane`, one writer and one reader process each; as a program, one of them.
 
-In each repeat the planes are measured one after the other, so that other load on the machine
-spoils a whole repeat and not one plane. Every figure is the median over the repeats. Run as a
-program it is one of these processes.
+Each repeat measures the planes in turn, so other load affects a whole repeat.
 """
 
 from __future__ import annotations
@@ -41,25 +39,22 @@ from dora_pipe.schemas.topics import Topics
 TOKENS: Final = (256, 2_048, 16_384, 65_536)
 BATCH_GROUPS_MAX: Final = 16
 BATCH_TOKENS: Final = 1024 * 1024
-"""A batch at full load has so many groups, or as many as hold so many tokens."""
+"""Groups of a batch at full load: this number, or as many as hold `BATCH_TOKENS`."""
 LOAD: Final = 1 / 10
-"""Share of full load at which latency is measured."""
 LATENCIES_MIN: Final = 200
 LATENCY_STRETCH: Final = 4
-"""Latency is measured for so many trajectories, in at most so many times `seconds`."""
+"""Trajectories for latency, and maximum stretch of `seconds`."""
 COLLECT_AFTER: Final = (50_000, 20, 100)
-"""As the roles have it: Python's collector of cycles runs rarely."""
 MODULE: Final = "dora_pipe.bench.dataplane.measure"
 KEEPS: Final[Mapping[str, str]] = {"kafka": "acks=all", "sqlite": "fsync"}
-"""What a plane guarantees of what it has accepted."""
+"""Durability guarantee per plane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneFigure:
-    """One way from the worker's process into the trainer's batch; 1 MB is 10^6 stored bytes.
+    """Median of one log; 1 MB is 10^6 stored bytes.
 
-    Throughput and CPU time per trajectory (both processes, no server) are of full load, latency
-    from finish to batch is at a tenth of it. `spread` is the least and the largest of the repeats.
+    Throughput and CPU time are at full load, latency at a tenth of it. `spread` is the range.
     """
 
     plane: str
@@ -77,8 +72,6 @@ class PlaneFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is measured: ``kafka://HOST:PORT[,..]`` or empty, lengths, time and repeats."""
-
     kafka: str
     tokens: Sequence[int]
     seconds: float
@@ -87,7 +80,6 @@ class Setup:
 
 
 Phase = tuple[Done, Done]
-"""The publishing and the assembling process."""
 
 
 def command(
@@ -99,7 +91,7 @@ def command(
     repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
     as_json: JsonOption = False,
 ) -> None:
-    """Trajectories from a worker's process into a trainer's batch, by every log."""
+    """Measure trajectories from a worker's process into a trainer's batch on every log."""
     with scratch() as folder:
         setup = Setup(
             kafka=bus,
@@ -112,7 +104,7 @@ def command(
 
 
 def bench_dataplane(setup: Setup, say: Callable[[str], None]) -> list[PlaneFigure]:
-    """Measure every length; `say` is told of each. Raises UsageError, BusError, ResourceError."""
+    """Measure every length. Raises UsageError, BusError, ResourceError."""
     if setup.repeats < 1 or setup.seconds <= 0 or not setup.tokens:
         raise UsageError("a benchmark needs a length, a repeat and some time")
     if setup.kafka and not _brokers(setup.kafka):
@@ -131,7 +123,6 @@ def bench_dataplane(setup: Setup, say: Callable[[str], None]) -> list[PlaneFigur
 
 
 def _round(setup: Setup, address: str, tokens: int) -> tuple[Phase, Phase]:
-    """One repeat of a plane: at full load, then at a tenth of it."""
     full = _phase(setup, address, tokens, batch_of(tokens), setup.seconds, per_s=0.0)
     per_s = rate(full) * LOAD
     seconds = min(max(setup.seconds, LATENCIES_MIN / per_s), LATENCY_STRETCH * setup.seconds)
@@ -139,7 +130,6 @@ def _round(setup: Setup, address: str, tokens: int) -> tuple[Phase, Phase]:
 
 
 def batch_of(tokens: int) -> int:
-    """Trajectories of a batch at full load; whole groups."""
     groups = BATCH_TOKENS // (tokens * GROUP_SIZE)
     return GROUP_SIZE * max(1, min(BATCH_GROUPS_MAX, groups))
 
@@ -147,7 +137,6 @@ def batch_of(tokens: int) -> int:
 def _phase(
     setup: Setup, address: str, tokens: int, batch: int, seconds: float, *, per_s: float
 ) -> Phase:
-    """Publish and assemble at once."""
     run = f"bench-{uuid4().hex[:12]}"
     claims = setup.folder / f"{run}.claims"
     with ExitStack() as stack:
@@ -178,13 +167,12 @@ def _phase(
 
 
 def rate(phase: Phase) -> float:
-    """Records per second from the start of the first process to the end of the second."""
+    """Return records per second over both processes."""
     published, assembled = phase
     return assembled.records / max(1e-9, (assembled.end_ns - published.start_ns) / 1e9)
 
 
 def plane_figure(plane: str, tokens: int, rounds: Sequence[tuple[Phase, Phase]]) -> PlaneFigure:
-    """The row of one plane: (full load, a tenth of it) for each repeat."""
     fulls = [full for full, _ in rounds]
     rates = [rate(one) for one in fulls]
     size = statistics.median(read.bytes / read.records for _, read in fulls)
@@ -208,27 +196,23 @@ def plane_figure(plane: str, tokens: int, rounds: Sequence[tuple[Phase, Phase]])
 
 
 def latencies_ms(phase: Phase) -> list[float]:
-    """From finish to batch, per trajectory."""
     pairs = zip(phase[0].moments, phase[1].moments, strict=True)
     return [(batched - finished) / 1e6 for finished, batched in pairs]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed (nearest rank).
-
-    Example: ``percentile([3.0, 1.0, 2.0], 50) == 2.0``
-    """
+    """Return the nearest-rank percentile: ``percentile([3.0, 1.0, 2.0], 50) == 2.0``."""
     return sorted(values)[ceil(percent / 100 * len(values)) - 1]
 
 
 def spread(values: Sequence[float], *, digits: int) -> str:
-    """The smallest and the largest value. Example: ``spread([1.0, 3.0], digits=0) == "1-3"``."""
+    """Return the range: ``spread([1.0, 3.0], digits=0) == "1-3"``."""
     return f"{min(values):.{digits}f}-{max(values):.{digits}f}"
 
 
 @contextmanager
 def _topic(address: str, name: str) -> Iterator[None]:
-    """A topic of its own; on a broker it is deleted when nobody writes to it any more."""
+    """Yield with a topic; delete it from a broker."""
     bus = open_bus(address)
     try:
         bus.create([TopicSpec(name=name, partitions=PARTITIONS)])
@@ -246,7 +230,6 @@ def _topic(address: str, name: str) -> Iterator[None]:
 
 
 def _brokers(address: str) -> str:
-    """The brokers of an address; empty where it names none."""
     kind, _, rest = address.partition("://")
     return rest.strip("/") if kind == "kafka" else ""
 
@@ -257,7 +240,6 @@ def _remove(path: Path) -> None:
 
 
 def run_task(task: Publish | Assemble, inside: Inside) -> Done:
-    """Do the work of one process."""
     from dora_pipe.bench.dataplane.assemble import assemble
     from dora_pipe.bench.dataplane.publish import publish
 
@@ -265,7 +247,6 @@ def run_task(task: Publish | Assemble, inside: Inside) -> Done:
 
 
 def main() -> int:
-    """Be one process of a phase."""
     gc.set_threshold(*COLLECT_AFTER)
     try:
         task: Publish | Assemble = task_of(Publish | Assemble)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Tasks and answers of the two processes of a phase.
+"""Protocol of the two processes.
 
-A process opens and warms what it needs, replies `READY`, waits for a line, works and replies its
-`Done`. The assembling one is told on a second line how many records there are.
+A process replies `READY`, waits for a line, works, and replies `Done`. The assembling one gets the
+number of records in a second line.
 """
 
 from __future__ import annotations
@@ -17,58 +17,53 @@ from dora_pipe.bench.support import reply
 
 READY: Final = "ready"
 WARM: Final = 16
-"""Trajectories that are published and fetched before the clock starts."""
 GROUP_SIZE: Final = 8
 PARTITIONS: Final = 4
 SILENT_S: Final = 30.0
-"""Time without a trajectory after which a phase fails."""
+"""Timeout in s without a trajectory."""
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
-    """Encode trajectories and append them."""
+    """Encode and append trajectories."""
 
     address: str
     run: str
     tokens: int
     seconds: float
     per_s: float = 0.0
-    """Trajectories that finish per second, at random moments; 0: as fast as they are encoded."""
+    """Trajectories per second at random times; 0 is full speed."""
     claims: str = ""
-    """Directory of a log's large values."""
 
 
 class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
-    """Read, check and decode batches of trajectories."""
+    """Read, check and decode batches."""
 
     address: str
     run: str
     batch: int
-    """Trajectories of a batch; 0: as many as have come."""
+    """Trajectories of a batch; 0 takes all available."""
     claims: str = ""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """Work of a process between its start and its end (ns of the monotonic clock)."""
+    """Result; times in ns of the monotonic clock."""
 
     records: int
     bytes: int
     start_ns: int
     end_ns: int
     cpu_s: float
-    """CPU time without what only the benchmark does."""
+    """CPU time without the benchmark's own."""
     moments: list[int]
-    """For each trajectory, in order: when it finished, or when its batch was ready."""
+    """Finish time, or time of the ready batch, per trajectory in order."""
 
 
 class Inside:
-    """The child's own end of a phase."""
-
     def __init__(self) -> None:
         self.total: int | None = None
-        """Records in all, once known."""
 
     def ready(self, *, listens: bool = False) -> int:
-        """Reply READY and wait for the start; return it (ns)."""
+        """Reply READY; return the start in ns."""
         reply(READY)
         sys.stdin.buffer.readline()
         if listens:

@@ -1,7 +1,6 @@
-"""The worker's half of a phase: encode and append, as fast as possible or as trajectories finish.
+"""Worker's half of a phase.
 
-At full load an append holds everything that was encoded within one turn of the loop. Below, a
-trajectory is appended at once, with whatever finished during the append before it.
+At full load an append contains one turn's trajectories.
 """
 
 from __future__ import annotations
@@ -20,14 +19,11 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.log_location import LogLocation
 
 APPEND_BYTES_MAX: Final = 8 * 1024 * 1024
-"""One append is no larger."""
 
 _SEED: Final = 30
 
 
 class Publisher:
-    """Appends trajectories of one run and counts them."""
-
     def __init__(self, task: Publish, bus: Bus) -> None:
         self._source = Source(task.run, task.tokens)
         self._topic, self._writer = Topics(task.run).trajectories, bus.writer()
@@ -37,18 +33,17 @@ class Publisher:
         self.forget()
 
     def forget(self) -> None:
-        """Begin to count again; numbers go on."""
+        """Reset the counts."""
         self.bytes = 0
         self.own_s = 0.0
         self.finished_ns: list[int] = []
 
     @property
     def full(self) -> bool:
-        """Whether one append holds no more."""
         return self._held_bytes >= APPEND_BYTES_MAX
 
     def encode(self, finished_ns: int) -> None:
-        """Encode the next trajectory, which finished at that moment."""
+        """Encode the next trajectory."""
         start_s = time.thread_time()
         trajectory = self._source(self._next)
         self.finished_ns.append(finished_ns)
@@ -59,7 +54,6 @@ class Publisher:
         self._held_bytes += len(record.value)
 
     def append(self) -> None:
-        """Append what was encoded."""
         held, self._held = self._held, []
         self.bytes += self._held_bytes
         self._held_bytes = 0
@@ -67,7 +61,7 @@ class Publisher:
 
 
 def publish(task: Publish, inside: Inside) -> Done:
-    """Publish for `task.seconds`, after the warm ones."""
+    """Publish for `task.seconds`."""
     section = Section(url=task.address)
     bus = LogLocation(run="", url=task.address, bus=section, claims=task.claims).open()
     publisher = Publisher(task, bus)
@@ -93,7 +87,6 @@ def publish(task: Publish, inside: Inside) -> Done:
 
 
 def _flat_out(publisher: Publisher, until_ns: int) -> None:
-    """One trajectory after the other, an append per turn."""
     while time.monotonic_ns() < until_ns:
         turn_ns = time.monotonic_ns() + BUS_TURN_NS
         while not publisher.full and (now_ns := time.monotonic_ns()) < turn_ns:
@@ -102,7 +95,7 @@ def _flat_out(publisher: Publisher, until_ns: int) -> None:
 
 
 def _paced(publisher: Publisher, start_ns: int, task: Publish) -> None:
-    """Trajectories that finish at random moments; one that has to wait counts from its moment."""
+    """Publish at random times; waiting counts as latency."""
     for_ns = iter(finish_moments(task.per_s, task.seconds))
     due_ns = next(for_ns, None)
     while due_ns is not None:
@@ -118,7 +111,7 @@ def _paced(publisher: Publisher, start_ns: int, task: Publish) -> None:
 
 
 def finish_moments(per_s: float, seconds: float) -> list[int]:
-    """Moments within `seconds` with random gaps (exponential, fixed seed) of mean 1 / `per_s`; ns.
+    """Return finish times in ns with exponential gaps (fixed seed).
 
     Example: ``len(finish_moments(100.0, 2.0))`` is about 200.
     """

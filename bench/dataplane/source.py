@@ -1,4 +1,4 @@
-"""Trajectories by their number, as a worker finishes them: two versions, siblings in groups."""
+"""Numbered trajectories of a synthetic run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,14 @@ from dora_pipe.schemas.trajectory_codec import encode_trajectory
 from dora_pipe.schemas.wire import SCHEMA_VERSION
 
 DIGESTS: Final = {3: "a1" * 32, 4: "b2" * 32}
-"""Weights digest of each version that is sampled."""
 
 _SEED: Final = 21
 
 DEADLINE: Final = 1_000_000
-"""Every step of the bench may train every trajectory of it."""
+"""Deadline that no step reaches."""
 
 
 def run_started(run: str) -> RunStarted:
-    """The first record of a run; nobody reads more of it than its name."""
     return RunStarted(
         at_ns=0,
         run=run,
@@ -48,7 +46,7 @@ def run_started(run: str) -> RunStarted:
 
 
 class Source:
-    """Trajectory number n of a run; all have the same tokens, and different records."""
+    """Trajectories with equal tokens and different records."""
 
     def __init__(self, run: str, tokens: int) -> None:
         sample = in_arrays(sample_trajectory(tokens))
@@ -70,7 +68,7 @@ class Source:
         ]
 
     def __call__(self, number: int) -> Trajectory:
-        """The trajectory; whole groups are of one version."""
+        """Return a trajectory; a group has one version."""
         ordinal, sibling = divmod(number, GROUP_SIZE)
         like = self._of_version[ordinal % len(self._of_version)]
         group = group_id("train", ordinal)
@@ -79,7 +77,7 @@ class Source:
 
 
 def encoded(trajectory: Trajectory, topic: str) -> Append:
-    """The record of a trajectory, made as the worker makes it."""
+    """Return an encoded record."""
     value, headers = encode_trajectory(trajectory)
     _, ordinal, _ = parse_trajectory_id(headers.trajectory)
     return Append(
@@ -93,6 +91,5 @@ def encoded(trajectory: Trajectory, topic: str) -> Append:
 
 
 def number_of(trajectory: str) -> int:
-    """The number of a trajectory from its id."""
     _, ordinal, sibling = parse_trajectory_id(trajectory)
     return ordinal * GROUP_SIZE + sibling

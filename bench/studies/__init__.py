@@ -1,1 +1,1 @@
-"""Studies of whole runs, real and modelled: published tables, paradigms, off-policy objectives."""
+"""Studies of real and modeled runs: published tables, paradigms, off-policy objectives."""

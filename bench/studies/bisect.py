@@ -1,10 +1,8 @@
-"""Whether `bisect` names a poisoned group: one of a finished run's groups gets poisoned rewards.
+"""Test of `bisect`: find a group with poisoned rewards in a finished run.
 
-A seed draws a step and one of its groups. From that step on the run goes as it could have gone: the
-group's rewards are -1000 where they were 1, and what would hold that back (a bound on the gradient
-norm, advantages divided by their deviation) is off. Later batches are those of the log. `bisect` is
-given a version before and a version after. A group whose poison does no harm is no case: the seed
-draws another one where nothing falls, or where the true rewards fall too under the same settings.
+From a drawn step on, the run is retrained with a group's rewards of 1 replaced by -1000, without
+gradient clipping and deviation scaling. A group is redrawn if the poison is harmless, or if the
+true rewards degrade too.
 """
 
 from __future__ import annotations
@@ -34,31 +32,29 @@ from dora_pipe.core.errors import InvariantBroken, UsageError
 from dora_pipe.launch.run_dir import OpenRun, opened
 
 POISON: Final = -1000.0
-"""Reward of an answer that was worth 1."""
 
 SETTINGS: Final[Mapping[str, float | bool]] = {
     "objective.advantage_std": False,
     "trainer.grad_norm_max": 1e9,
 }
-"""In force from the poisoned step on, beside a learning rate."""
+"""Settings from the poisoned step on, besides the learning rate."""
 
 LEARNING_RATE: Final = 7e-4
 
 TRUE: Final = -1
-"""The last version under the true rewards, as a subject."""
+"""Subject: last version with the true rewards."""
 
 BEFORE: Final = 1
 AFTER: Final = 3
-"""Versions from the poisoned step to the good one and to the bad one."""
+"""Versions from the poisoned step to the good and the bad one."""
 
 DRAWS: Final = 128
-"""Draws per version."""
 
 DRAWN_MAX: Final = 8
-"""Groups that a seed draws until one of them makes the run worse."""
+"""Maximum groups drawn per seed."""
 
 MIXED: Final = (2, 6)
-"""Right answers of 8 in a group that may be poisoned."""
+"""Range of correct answers, of 8, in a group to poison."""
 
 GROUPS: Final = """
     select step, group_id, list(trajectory_id order by sibling), list(t.reward order by sibling)
@@ -68,7 +64,7 @@ GROUPS: Final = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plant:
-    """What a seed has drawn."""
+    """Drawn group."""
 
     step: int
     group: str
@@ -77,18 +73,17 @@ class Plant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPlant:
-    """What `bisect` made of it. The fields are the columns of the table."""
+    """Result; fields are table columns."""
 
     seed: int
     step: int
-    """The poisoned one."""
     group: str
     harmless: int
-    """Groups that were drawn before it, whose poison did no harm."""
+    """Harmless groups drawn before."""
     fell: float
     found_step: int
     steps: int
-    """Repeated in trials."""
+    """Steps repeated in trials."""
     trials: int
     seconds: float
     named: bool
@@ -106,9 +101,10 @@ def command(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Whether bisect names a group with poisoned rewards in a finished run, and in how many steps.
+    """Test whether bisect finds a group with poisoned rewards in a finished run, and in how many
+    steps.
 
-    Exit code 5 unless it names 9 of 10.
+    Exit code 5 unless it finds 9 of 10.
     """
     with opened(run, root) as found, scratch() as folder:
         figures = bench_bisect(
@@ -126,10 +122,7 @@ def command(
 
 
 def plants(run: OpenRun, seed: int) -> Iterator[Plant]:
-    """The groups that a seed draws, of the later half of the run.
-
-    Raises UsageError for a run without such groups.
-    """
+    """Yield groups of the later half. Raises UsageError if none."""
     steps = SourceRun.of(run).history.next_step
     with closing(run.tables()) as tables:
         rows = tables.query(GROUPS, [max(steps // 2, BEFORE), steps - AFTER])
@@ -148,7 +141,7 @@ def plants(run: OpenRun, seed: int) -> Iterator[Plant]:
 
 
 def planted_run(run: OpenRun, step: int, change: Change) -> SourceRun:
-    """The run as it could have gone with a change from a step on; later versions are unknown."""
+    """Return the run with a change from a step on."""
     source = SourceRun.of(run)
 
     def altered(batch: TrainBatch, settings: Settings) -> tuple[TrainBatch, Settings]:
@@ -174,7 +167,7 @@ def bench_bisect(
     told: Callable[[str], None],
     learning_rate: float = LEARNING_RATE,
 ) -> list[NamedPlant]:
-    """Plant and look for it, seed by seed. Raises as `bisect` does."""
+    """Plant and search. Raises like `bisect`."""
     settings = {**SETTINGS, "trainer.learning_rate": learning_rate}
     clock, found = SystemClock(), list[NamedPlant]()
     with opened_probe(run, "eval", None, CommandProgress()) as probe:
@@ -200,7 +193,6 @@ def _look(
     probe: Probe,
     limits: Limits,
 ) -> tuple[Fall, Explanation | None]:
-    """Plant and look for it; there is no explanation where the poison did no harm."""
     good, bad = plant.step - BEFORE, plant.step + AFTER
     poisoned, true = (
         _bisected(run, plant.step, change, folder / name, probe, limits)
@@ -216,7 +208,7 @@ def _look(
     def measure(subject: Subject) -> Values:
         return true.measure(bad) if subject == TRUE else poisoned.measure(subject)
 
-    # Under the true rewards the last version must be like the good one.
+    # True rewards must not degrade.
     harmed = Comparison(measure, good, bad).judge(TRUE).verdict == "good"
     return fall, poisoned.explain(fall, good) if harmed else None
 

@@ -1,4 +1,4 @@
-"""The file of a study: which of its cells are done, and what each came to."""
+"""Result file of a study."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ CELLS: Final = "cells.jsonl"
 SETTING: Final = "setting.json"
 SETTING_DIGITS: Final = 16
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""A larger file is none of ours."""
 
 _HINT: Final = "give the options that it was made with, or another --out"
 
@@ -24,16 +23,14 @@ CellT = TypeVar("CellT", bound=Hashable, covariant=True)
 
 
 class Measured(Protocol[CellT]):
-    """What a cell came to."""
-
     @property
     def setting(self) -> str:
-        """Digest of all that must be equal in cells that are compared."""
+        """Digest of everything that must be equal in compared cells."""
         ...
 
     @property
     def cell(self) -> CellT:
-        """Which one it is. Raises ValueError for none of the study."""
+        """Return the cell. Raises ValueError if the study has no such cell."""
         ...
 
 
@@ -42,20 +39,16 @@ Figures = TypeVar("Figures", bound=Measured[Any])
 
 
 class CellFile(Generic[CellKey, Figures]):
-    """The cells of one setting that are done, a line each, so that a study goes on where it ended.
+    """Finished cells of one setting, one line each, so that a study can be resumed.
 
-    Cells of another setting are never mixed with these, and a line that was cut off by a crash was
-    never written.
+    Other settings are rejected; a truncated last line is ignored.
 
     Example: ``done = CellFile(Path("study"), setting, kind=Measured)``, then ``done.add(measured)``
-    for every cell that is not in ``done.cells``.
+    for every cell missing in ``done.cells``.
     """
 
     def __init__(self, folder: Path, setting: Mapping[str, Any], *, kind: type[Figures]) -> None:
-        """`folder` is there; it belongs to this setting from now on, warm starts and all.
-
-        Raises UsageError for a folder of another setting, or a file that is none of ours.
-        """
+        """Raises UsageError for another setting or an invalid file."""
         self._path = folder / CELLS
         self._kind = kind
         self.setting = setting_digest(setting)
@@ -65,7 +58,7 @@ class CellFile(Generic[CellKey, Figures]):
             self._read()
 
     def add(self, measured: Figures) -> None:
-        """Append a cell, durably. Raises ResourceError."""
+        """Append durably. Raises ResourceError."""
         assert measured.setting == self.setting
         try:
             with self._path.open("ab") as file:
@@ -77,7 +70,6 @@ class CellFile(Generic[CellKey, Figures]):
         self.cells[measured.cell] = measured
 
     def _check_setting(self, path: Path, setting: Mapping[str, Any]) -> None:
-        """Write the setting down, or compare it with what was."""
         try:
             if not path.exists():
                 path.write_bytes(canonical(setting) + b"\n")
@@ -112,5 +104,5 @@ class CellFile(Generic[CellKey, Figures]):
 
 
 def setting_digest(setting: Mapping[str, Any]) -> str:
-    """The name of a setting, the same however its keys are ordered."""
+    """Return a digest independent of key order."""
     return sha256_hex(canonical(setting))[:SETTING_DIGITS]

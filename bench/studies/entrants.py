@@ -1,4 +1,4 @@
-"""The paradigms of `bench paradigms`, and what each is set to."""
+"""Paradigms of `bench paradigms`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ PARTS: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
-    """A paradigm as it takes part."""
+    """Paradigm."""
 
     name: str
     max_staleness: int
     batches: float
-    """C."""
+    """Batches in flight."""
     filtered: bool = True
-    """Whether groups without an advantage are replaced; a synchronous step waits for those."""
+    """Whether groups without advantage are replaced."""
     parts: int = 1
     together: bool = False
-    """Generating and training have all devices in turn, as the paper's synchronous baseline."""
+    """Whether generation and training alternate on all devices, like the paper's synchronous
+    baseline."""
 
     interruptible: bool = False
     elastic: int = 0
-    """Workers beside the others' that have the trainer's device while no step is computed."""
+    """Additional workers colocated with the trainer."""
 
     @property
     def keys(self) -> dict[str, Any]:
-        """What it sets beside its cell's keys."""
         own = {"workers.elastic": self.elastic} if self.elastic else {}
         bound = {
             "staleness.max_staleness": self.max_staleness,
@@ -57,7 +57,6 @@ ENTRANTS: Final[Mapping[str, Entrant]] = {
 
 
 def overrides_of(cell: Cell) -> list[str]:
-    """What a cell sets, as `load_config` takes it."""
     keys = {
         "staleness.in_flight_batches": cell.batches,
         "trainer.learning_rate": cell.learning_rate,
@@ -69,7 +68,7 @@ def overrides_of(cell: Cell) -> list[str]:
 
 
 def own_setting(name: str, rate: float) -> Cell:
-    """What an entrant is set to, with no seed."""
+    """Return a setting without seed."""
     entrant = ENTRANTS[name]
     return Cell(
         entrant=name,
@@ -81,7 +80,7 @@ def own_setting(name: str, rate: float) -> Cell:
 
 
 def reported(chosen: Sequence[Cell], seeds: int) -> list[Cell]:
-    """The cells that are compared, seed by seed; who is first changes, for machines warm up."""
+    """Return cells by seed, in rotating order because machines warm up."""
     return [
         msgspec.structs.replace(chosen[(at + seed) % len(chosen)], seed=seed)
         for seed in range(seeds)

@@ -1,9 +1,6 @@
-"""Trains one cell of the off-policy study in this process, with the pieces that a run is made of.
+"""Training of one off-policy cell, with production components but without a log.
 
-Engine, counter sampling, seeds, prompts, rewards, advantages, objectives and the training step are
-those of workers and trainer; only the log between them is missing. It decides when what is
-sampled, through `StaleQueue`, and nothing else: cells of one seed draw the same prompts and the
-same random streams, so that they differ by their objective and their staleness alone.
+Cells of a seed share prompts and random streams.
 """
 
 from __future__ import annotations
@@ -49,15 +46,13 @@ from dora_pipe.store.store import PolicyStore
 
 WORKER: Final = "w0"
 NO_DIGEST: Final = "0" * 64
-"""Rows come from the task at hand, not from a data set of a log."""
+"""Rows come from the task."""
 
 WEIGHTS: Final = "weights.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """A trajectory to sample."""
-
     purpose: Purpose
     ordinal: int
     sibling: int
@@ -73,13 +68,13 @@ class _Asked:
 
 
 class Bench:
-    """Engine, trainer and task of the cells of one seed, which start from the same weights.
+    """Engine, trainer and task of a seed's cells.
 
     Example: ``Bench(config, Path("warm"), scratch).run(cell, setting="0f..")``
     """
 
     def __init__(self, config: Config, start: Path, folder: Path) -> None:
-        """`folder` is for weights on their way. Raises PolicyError, ConfigError, TaskError."""
+        """`folder` is temporary. Raises PolicyError, ConfigError, TaskError."""
         from dora_pipe.producers.engines.torch.engine import TorchEngine
 
         store = PolicyStore(folder / "policies")
@@ -106,7 +101,6 @@ class Bench:
         self._eval_rows = self._task.rows("eval")
 
     def settings(self, objective: str, step: int) -> Settings:
-        """What a step obeys: the configuration's, with this objective in it."""
         return changed_settings(
             settings_in_force(self._config, step),
             OBJECTIVES[objective],
@@ -114,7 +108,7 @@ class Bench:
         )
 
     def run(self, cell: Cell, *, setting: str) -> Measured:
-        """Train a cell from its start, and evaluate it as a run is evaluated."""
+        """Train and evaluate a cell."""
         assert cell.seed == self._config.run.seed
         began_s, steps = time.process_time(), self._config.run.steps
         evaluated = evaluated_versions(steps, self._config.evaluation.every)
@@ -156,7 +150,6 @@ class Bench:
         )
 
     def _evaluate(self, version: int, digest: str) -> float:
-        """Mean reward of the first rows of the evaluation data, each with its own seeds."""
         wanted = self._config.evaluation
         asked = [
             self._ask("eval", row, sibling, wanted.siblings, (0, row), self._eval_rows[row])
@@ -167,7 +160,6 @@ class Bench:
         return math.fsum(one.reward or 0.0 for one in done) / len(done)
 
     def _batch(self, step: int, version: int, digest: str) -> TrainBatch:
-        """The batch of a step, sampled by a version; its prompts depend on the step alone."""
         groups, size = self._config.groups.per_step, self._config.groups.size
         asked = []
         for ordinal in range(step * groups, (step + 1) * groups):
@@ -211,7 +203,6 @@ class Bench:
         )
 
     def _sample(self, asked: Sequence[_Asked], version: int, digest: str) -> list[Trajectory]:
-        """Trajectories in the order in which they were asked for."""
         sequences = {
             one.name: TokenSequence(
                 self._tokenizer.prompt_ids(str(self._task.prompt(one.row))), at_ns=0
@@ -290,7 +281,7 @@ class Bench:
 
 
 def evaluated_versions(steps: int, every: int) -> list[int]:
-    """The versions that are evaluated: the first, the last, and those of every so many steps."""
+    """Return the first, the last, and every `every`-th version."""
     return [at for at in range(steps + 1) if at in (0, steps) or (every and at % every == 0)]
 
 

@@ -1,4 +1,4 @@
-"""`bench offpolicy`: the demo's task trained at exact stalenesses, with every objective."""
+"""`bench offpolicy`: train the demo at exact stalenesses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OVERRIDES: Final = (
     "evaluation.prompts=256",
     "evaluation.every=6",
 )
-"""The demo's configuration, made so small that the whole study fits into an hour of one core."""
+"""The whole study takes an hour on one core."""
 
 QUICK: Final = (
     "groups.per_step=4",
@@ -65,9 +65,9 @@ QUICK_WARM_STEPS: Final = 20
 
 COMPARED: Final = ("objective.", "trainer.", "sampling.", "groups.", "evaluation.")
 COMPARED_KEYS: Final = ("run.steps", "task.kind", "task.options")
-"""What must be equal in cells that are compared; of other keys no cell depends."""
+"""Configuration keys that must be equal in compared cells."""
 NOT_COMPARED: Final = ("trainer.gpus", "objective.options")
-"""Which of a machine's GPUs computes, and options of a user's own objective."""
+"""Keys that may differ: the GPU, and options of a user's objective."""
 
 
 def command(
@@ -85,8 +85,8 @@ def command(
     override: OverrideOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train the demo's task on samples of exactly so many versions ago, with every objective:
-    the reward after equal samples."""
+    """Train the demo's task at exact stalenesses with every objective, and compare the reward
+    after equal samples."""
     names = [name for name in objectives.split(",") if name]
     cells = planned(numbers_of(etas), names, 1 if quick and seeds is None else seeds)
     study = Study(out=out, quick=quick, steps=steps, overrides=override or ())
@@ -100,7 +100,7 @@ def command(
 
 
 def measure_cells(study: Study, done: CellFile[Cell, Measured], cells: Sequence[Cell]) -> None:
-    """Train the cells that are missing; the process computes with one thread."""
+    """Train missing cells on one thread."""
     share_cores()
     with tempfile.TemporaryDirectory(dir=study.out, prefix=".bench-") as folder:
         for cell in cells:
@@ -113,7 +113,7 @@ def measure_cells(study: Study, done: CellFile[Cell, Measured], cells: Sequence[
 
 @dataclass(slots=True, kw_only=True)
 class Study:
-    """What all cells have in common, and the engines of the seeds that were used."""
+    """Common settings and engines."""
 
     out: Path
     quick: bool
@@ -131,21 +131,21 @@ class Study:
         return QUICK_WARM_STEPS if self.quick else WARM_STEPS
 
     def config(self, seed: int) -> Config:
-        """Raises ConfigError."""
+        """Return a configuration. Raises ConfigError."""
         own = [
             'run.name="offpolicy"',
             f"run.seed={seed}",
             f"run.steps={QUICK_STEPS if self.quick else STEPS}",
             f'model.path="{self.out / f"warm-{seed}"}"',
             "trainer.parts=1",
-            "trainer.device=auto",  # as the setting on record has it
+            "trainer.device=auto",  # as in the recorded setting
         ]
         sizes = QUICK if self.quick else OVERRIDES
         given = [] if self.steps is None else [f"run.steps={self.steps}"]
         return load_config(self.out / "demo.toml", [*own, *sizes, *given, *self.overrides])
 
     def setting(self) -> dict[str, Any]:
-        """All that must be equal in cells that are compared."""
+        """Return what compared cells share."""
         return {
             **{
                 key: value
@@ -157,7 +157,7 @@ class Study:
         }
 
     def summary(self) -> str:
-        """The setting as people read it."""
+        """Return the setting as text."""
         config = self.config(0)
         samples = config.groups.per_step * config.groups.size
         return (
@@ -168,7 +168,6 @@ class Study:
         )
 
     def measure(self, cell: Cell, folder: Path, setting: str) -> Measured:
-        """Train one cell; its seed's warm start is made if it is not there."""
         from dora_pipe.bench.studies.offpolicy_cell import Bench
 
         if cell.seed not in self.benches:
@@ -180,7 +179,6 @@ class Study:
         return self.benches[cell.seed].run(cell, setting=setting)
 
     def _warm(self, config: Config, seed: int) -> None:
-        """Version 0 of a seed: a random model, then demonstrations; whole or not at all."""
         if Path(config.model.path).exists():
             return
         say(f"warm start of seed {seed}")
@@ -203,7 +201,7 @@ class Study:
 
 
 def numbers_of(text: str) -> list[int]:
-    """The numbers of a list with commas."""
+    """Parse comma-separated numbers."""
     try:
         return [int(one) for one in text.split(",") if one]
     except ValueError:
@@ -218,7 +216,7 @@ def _line(one: Measured) -> str:
 
 
 def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> None:
-    """The study's figures, as a table or as JSON."""
+    """Print a table or JSON."""
     summaries = summarise(chosen)
     rows = [_row(one) for one in summaries]
     if as_json:
@@ -236,7 +234,6 @@ def print_study(setting: str, chosen: Sequence[Measured], *, as_json: bool) -> N
 def _grid(
     summaries: Sequence[Summary], figure: Callable[[Summary], Spread]
 ) -> tuple[list[str], list[list[Any]]]:
-    """A line for each objective, a column for each staleness."""
     etas = sorted({one.eta for one in summaries})
     lines: dict[str, dict[int, str]] = {}
     for one in summaries:
@@ -260,7 +257,6 @@ def _row(one: Summary) -> dict[str, Any]:
 
 
 def _spread(one: Spread, *, sign: str = "") -> str:
-    """Mean (lowest to highest); the mean alone where they are the same."""
     if one.low == one.high:
         return f"{one.mean:{sign}.3f}"
     return f"{one.mean:{sign}.3f} ({one.low:{sign}.3f} to {one.high:{sign}.3f})"

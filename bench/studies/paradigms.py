@@ -1,8 +1,7 @@
-"""Figures of finished runs that are to be compared, each from the run's own log; decides nothing.
+"""Figures of finished runs, from their logs, and their comparison.
 
-Times are of the run's log, from `run started` to the commit of the last step. `target_s` is when
-the isotonic regression of the rewards comes to the target: of evaluations that scatter, the first
-one above it would be the luckiest.
+`target_s` is where the isotonic regression of the rewards reaches the target; the first evaluation
+above it would be biased.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
 BASES: Final = ("sync", "one-step", "dora")
-"""What the others are compared with."""
 
 T_975: Final = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
 )  # fmt: skip
-"""Quantiles .975 of Student's t by degrees of freedom from 1; the last serves for more."""
+"""0.975 quantiles of Student's t from 1 degree of freedom; the last is used beyond."""
 
 STEPS: Final = "select committed_ns, trajectories, compute_s from steps order by step"
 
@@ -47,14 +45,14 @@ Span = tuple[int, int]
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """A run of the study: an entrant (see `entrants`), how it is set, and a seed."""
+    """Entrant, settings and seed."""
 
     entrant: str
     batches: float
-    """C: batches in flight."""
+    """Batches in flight."""
     learning_rate: float
     filtered: bool
-    """Whether groups without an advantage are replaced."""
+    """Whether groups without advantage are replaced."""
     seed: int
 
     def __str__(self) -> str:
@@ -66,56 +64,51 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 
 class ParadigmRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One run; shares are of its whole time."""
+    """Results of a run."""
 
     setting: str
-    """Digest of all that must be equal in cells that are compared."""
+    """Digest of what compared cells share."""
     cell: Cell
     steps: int
     seconds: float
     samples_per_s: float
-    """Trained trajectories."""
+    """Trained trajectories per second."""
     target_s: float | None
-    """Time to the evaluation reward aimed at; None if it was not reached."""
+    """Time to the target reward; None if not reached."""
     course: tuple[tuple[float, float], ...]
-    """Every evaluation: when its version was committed, s, and its mean reward."""
+    """(commit time of the version in s, mean reward) of every evaluation."""
     reward: float
-    """Of the last evaluation."""
     slots_busy: float
-    """Share of all slots in use, on average."""
+    """Mean share of slots in use."""
     training: float
-    """Share of the time in which the trainer computed; the rest it waited, read or published."""
+    """Share of time in which the trainer computed."""
     staleness: float
-    """Mean of trained groups, by the version at dispatch."""
+    """Mean staleness of trained groups at dispatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """A figure of an entrant: mean over seeds, and as a ratio to the base with its spread."""
-
     entrant: str
     base: str
     mean: float
     ratio: float
-    """Geometric mean over seeds of the ratio to the base with the same seed."""
+    """Geometric mean of pairs."""
     low: float
     high: float
     seeds: int
-    """Pairs that the ratio is a mean of."""
     interval: tuple[float, float] | None
-    """95 % interval of that mean, by Student's t over the pairs' logarithms; None for one pair."""
+    """95 % interval by Student's t over the pairs' logarithms; None for one pair."""
 
     @property
     def told_apart(self) -> bool:
-        """Whether the interval leaves out 1: else this says neither faster nor slower."""
+        """Report whether the interval excludes 1."""
         return self.interval is not None and not self.interval[0] <= 1.0 <= self.interval[1]
 
 
 def measure_run(
     bus: Bus, topics: Topics, *, cell: Cell, setting: str, target: float
 ) -> ParadigmRun:
-    """The figures of a run up to its last commit. Raises InvariantBroken unless its audit is
-    clean."""
+    """Return a run's figures. Raises InvariantBroken unless its audit passes."""
     report = audit(bus, topics, None)
     raise_if_broken(report)
     with closing(read_catalogue(bus, topics)) as tables:
@@ -127,7 +120,7 @@ def measure_run(
     seconds = (end - begin) / 1e9
     spans = spans_of(bus, topics, begin, end)
     slots = sum(slots_of[epoch] for epoch in spans)
-    course = tuple(  # version v is there from the commit of step v - 1
+    course = tuple(  # version v exists from the commit of step v - 1
         ((steps[version - 1]["committed_ns"] - begin) / 1e9 if version else 0.0, reward)
         for version, reward in rewards
     )
@@ -148,15 +141,14 @@ def measure_run(
 
 
 def evaluated(tables: Catalogue) -> list[tuple[int, float]]:
-    """(version, mean reward) of every evaluation that has ended; all have as many groups."""
+    """Return (version, mean reward) of finished evaluations."""
     found = tables.query(EVALUATED)
     whole = max((groups for _, _, groups in found), default=0)
     return [(version, reward) for version, reward, groups in found if whole and groups == whole]
 
 
 def isotonic(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The isotonic regression of a course: the rewards that never fall and are nearest to it in
-    the least squares, by pooling adjacent violators (Barlow et al. 1972).
+    """Return the isotonic regression by pooling adjacent violators (Barlow et al. 1972).
 
     Example: ``isotonic([(0.0, 0.4), (1.0, 0.8), (2.0, 0.6)])`` is, to rounding, ``[(0.0, 0.4),
     (1.0, 0.7), (2.0, 0.7)]``
@@ -172,7 +164,7 @@ def isotonic(course: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def crossing(course: Sequence[tuple[float, float]], target: float) -> float | None:
-    """When a course of (seconds, reward) first comes to `target`; None if it never does.
+    """Return when (seconds, reward) points first reach `target`; None if never.
 
     Example: ``crossing([(0.0, 0.4), (10.0, 0.8)], 0.6) == 5.0``
     """
@@ -188,8 +180,8 @@ def crossing(course: Sequence[tuple[float, float]], target: float) -> float | No
 
 
 def quickness(run: ParadigmRun) -> float | None:
-    """1 / time to the target. A run that never came to it counts as if it had at its end: that is
-    the least it would have taken, and to leave it out would flatter its kind."""
+    """Return 1 / time to the target. A run that missed it counts with its end, a lower bound;
+    omitting it would favor its kind."""
     taken_s = run.seconds if run.target_s is None else run.target_s
     return 1 / taken_s if taken_s else None
 
@@ -197,7 +189,7 @@ def quickness(run: ParadigmRun) -> float | None:
 def compare(
     runs: Sequence[ParadigmRun], figure: Callable[[ParadigmRun], float | None], *, base: str
 ) -> list[Compared]:
-    """A figure by entrant, beside the base with the same seed; runs without it are left out."""
+    """Compare entrants with the baseline of the same seed."""
     by_seed: dict[str, dict[int, float]] = defaultdict(dict)
     for run in runs:
         value = figure(run)
@@ -228,10 +220,8 @@ def _exponents(interval: tuple[float, float] | None) -> tuple[float, float] | No
 
 
 def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of a mean by Student's t; None for fewer than two values.
-
-    Example: ``interval_95([2.02, 2.31])`` is about (0.32, 4.01)
-    """
+    """Return the 95 % interval of a mean by Student's t: ``interval_95([2.02, 2.31])`` is about
+    (0.32, 4.01)."""
     if len(values) < 2:
         return None
     half = T_975[min(len(values) - 1, len(T_975)) - 1] * stdev(values) / math.sqrt(len(values))
@@ -240,7 +230,7 @@ def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def spans_of(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[Span]]:
-    """By role epoch: when requests were in a slot, every stay by itself, within the given time."""
+    """Return stays in slots by role epoch."""
     found: dict[int, list[Span]] = defaultdict(list)
     for record in records_of(bus, horizon_of(bus, topics).trajectories):
         for segment in decode_trajectory(record.value).segments:

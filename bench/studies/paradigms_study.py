@@ -1,5 +1,4 @@
-"""`bench paradigms`: the same task trained in every way; it decides how large the runs are and what
-is equal in all of them."""
+"""`bench paradigms`: train a task with every paradigm."""
 
 from __future__ import annotations
 
@@ -41,33 +40,30 @@ FIGURES: Final[Sequence[tuple[str, Callable[[ParadigmRun], float | None]]]] = (
     ("samples/s", lambda run: run.samples_per_s),
     ("1 / time to target", quickness),
 )
-"""What is compared as a ratio; more is better."""
+"""Figures compared as ratios; more is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How a task is trained where nothing else is said."""
+    """Default sizes."""
 
     example: str
-    """Whose configuration and model it has."""
+    """Base example."""
     steps: int
     target: float
     prompts: int
-    """That are evaluated."""
     every: int
-    """Steps between evaluations, which take about an eighth of what is sampled."""
+    """Steps between evaluations, which take about an eighth of the samples."""
     rate: float = 4.5e-4
-    """Learning rate."""
     overrides: tuple[str, ...] = ()
     pace: str
-    """Pace of its virtual time (`PACES`)."""
 
 
 ONE_UPDATE: Final = "trainer.minibatches=1"
-"""Of a step, for all alike: a batch in parts has one."""
+"""One update per step for all: a batch in parts has one."""
 
 SMALL: Final = ("groups.per_step=24", "task.options={mu=1.0, sigma=1.0, n_max=20}")
-"""The demo's task with shorter chains."""
+"""Demo task with shorter chains."""
 
 _DEMO: Final = Scale(
     example=TASK,
@@ -114,30 +110,29 @@ QUICK: Final = Scale(
     ),
     pace="tools",
 )
-"""Sizes that show only that it works, of a model that has learnt nothing."""
+"""Minimal sizes."""
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs of one `bench paradigms`."""
+    """Runs of one `bench paradigms`."""
 
     out: str
-    """Where it lies, and goes on."""
+    """Folder, reused to resume."""
     task: str
     quick: bool
     scale: Scale
     workers: int
     overrides: Sequence[str]
     model: str = ""
-    """That all runs start from; without one it is made."""
+    """Initial model of all runs; made if empty."""
 
     @property
     def config(self) -> Path:
-        """The configuration of all runs."""
+        """Return the common configuration."""
         return Path(self.out) / "start" / "demo.toml"
 
     def begin(self) -> None:
-        """Make the configuration, and beside it the model that every run starts from, if they are
-        not there."""
+        """Create configuration and initial model."""
         self.config.parent.mkdir(parents=True, exist_ok=True)
         self.config.write_text(example_config(self.scale.example))
         start = Path(self.start)
@@ -157,16 +152,15 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def start(self) -> str:
-        """The model that all runs start from."""
         return self.model or str(self.config.parent / ("random" if self.quick else "warm"))
 
     def setting(self) -> dict[str, Any]:
-        """All that must be equal in cells that are compared."""
+        """Return what compared cells share."""
         found = msgspec.to_builtins(self)
         return {name: value for name, value in found.items() if name != "out"}
 
     def load(self, cell: Cell) -> Config:
-        """The configuration of a run. Raises ConfigError."""
+        """Return a configuration. Raises ConfigError."""
         entrant = ENTRANTS[cell.entrant]
         workers = self.workers + entrant.together + entrant.elastic
         overrides = [
@@ -183,7 +177,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         return load_config(self.config, overrides)
 
     def run(self, cell: Cell) -> ParadigmRun:
-        """One run and its figures, its audit among them."""
+        """Run and audit one cell."""
         from dora_pipe.bench.studies.paradigms_virtual import PACES, run_virtual
 
         config, setting = self.load(cell), setting_digest(self.setting())
@@ -194,7 +188,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
         return run_virtual(config, cell, pace=pace, setting=setting, target=self.scale.target)
 
     def summary(self, seeds: int) -> str:
-        """What all runs have in common, as people read it."""
+        """Return the common settings as text."""
         many = f"{self.workers} worker{'s' * (self.workers > 1)} and a trainer"
         how = f"{many} in virtual time at the pace of {self.scale.pace!r}"
         return (
@@ -215,8 +209,7 @@ def study_of(
     overrides: Sequence[str],
     model: Path | None,
 ) -> Study:
-    """A study with its task's sizes where none are given. Raises UsageError for another task, or
-    quick runs of another than the tools', which have no small sizes."""
+    """Return a study with default sizes. Raises UsageError for an unknown task or size."""
     if task not in SCALES:
         raise UsageError(f"no task {task!r}", hint=f"one of {', '.join(SCALES)}")
     if quick and task != "tools":
@@ -269,8 +262,8 @@ def command(
     override: OverrideOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a task in every paradigm and compare, with paired seeds. What is done is kept: the same
-    command goes on."""
+    """Train a task in every paradigm and compare, with paired seeds. Repeat the command to
+    resume."""
     study = study_of(
         out or Path(f"paradigms-{task}"),
         task,
@@ -290,8 +283,7 @@ Done = CellFile[Cell, ParadigmRun]
 def play(
     study: Study, only: Sequence[str] | None, *, seeds: int, report: bool
 ) -> list[ParadigmRun]:
-    """The runs of every entrant; with `report` those that are there. Raises UsageError where there
-    are none."""
+    """Return the runs; with `report` finished ones. Raises UsageError if none."""
     names = list(only or ENTRANTS)
     if unknown := [name for name in names if name not in ENTRANTS]:
         raise UsageError(f"no entrant {unknown[0]!r}", hint=f"one of {', '.join(ENTRANTS)}")
@@ -308,7 +300,7 @@ def play(
 
 
 def measure_cells(study: Study, done: Done, cells: Sequence[Cell]) -> None:
-    """Run those that are not done."""
+    """Run missing cells."""
     for one in cells:
         if one not in done.cells:
             done.add(run := study.run(one))
@@ -316,7 +308,6 @@ def measure_cells(study: Study, done: Done, cells: Sequence[Cell]) -> None:
 
 
 def line_of(run: ParadigmRun) -> str:
-    """A run in one line."""
     reached = "target not reached" if run.target_s is None else f"target in {run.target_s:.1f} s"
     return (
         f"{run.cell}: {run.samples_per_s:.2g} samples/s, {reached}, reward {run.reward:.3f},"
@@ -325,7 +316,7 @@ def line_of(run: ParadigmRun) -> str:
 
 
 def print_study(study: Study, runs: Sequence[ParadigmRun], *, as_json: bool) -> None:
-    """Every run, and how the entrants compare."""
+    """Print every run and the comparison."""
     seeds = len({run.cell.seed for run in runs})
     rows = [_row_of(run) for run in runs]
     compared = [

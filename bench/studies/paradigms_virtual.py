@@ -1,10 +1,7 @@
-"""Trains a task in virtual time, for `bench paradigms`; decides nothing.
+"""Training of a task in virtual time for `bench paradigms`.
 
-Production's machines, planner, engine, trainer, chat and task process do their real work on a real
-model, which learns; only how long things take is drawn or fixed (`Pace`), so that no figure depends
-on what else the machine does, and a run gives the same figures everywhere that it gives the same
-bits. A tool takes as long as ROLL Flash's environments (arXiv 2510.11345), N(10, 10) s and none
-below 0; the same call of the same trajectory takes the same time for every entrant.
+Training is real, durations are modeled (`Pace`). A tool takes N(10, 10) s, at least 0, as ROLL
+Flash's environments (arXiv 2510.11345); equal calls take equal time.
 """
 
 from __future__ import annotations
@@ -52,27 +49,25 @@ from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 
 ANSWER_S: Final = 1.0
-"""How long one look into the task process waits; the pool's limits end what hangs."""
+"""Polling timeout."""
 
 RUN_S: Final = 10**6
-"""Of virtual time, within which a run has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long things take, s."""
+    """Durations in s."""
 
     rates: EngineRates
-    """Of a step of an engine, by how many requests run in it, and of loading a version."""
     train_s: float
-    """Computing a whole batch; a part of it takes its share."""
+    """Computing a whole batch; a part takes its share."""
     update_s: float
-    """What a step takes beyond that: the optimizer, and writing the version."""
+    """Additional time of a step: optimizer and writing the version."""
     tool_mean_s: float = 0.0
     tool_deviation_s: float = 0.0
 
     def shared_by(self, devices: int) -> Pace:
-        """Training on so many devices instead of one; publishing is no faster."""
+        """Divide training time."""
         return replace(self, train_s=self.train_s / devices)
 
 
@@ -83,23 +78,21 @@ TOOLS: Final = Pace(
     tool_mean_s=10.0,
     tool_deviation_s=10.0,
 )
-"""A turn of the calculator has six tokens: 3 s in a slot, whatever else is there."""
+"""A calculator turn has six tokens: 3 s."""
 
 DEMO: Final = Pace(
     rates=EngineRates(tau_s=0.005, rise=2.6, full=64, load_s=0.1),
     train_s=0.9,
     update_s=0.3,
 )
-"""The demo's model with a core for each role, as a synchronous run of it on two cores was: 12 ms a
-token of 36 requests together, and a batch computed in .9 s; `bench engine` says how much longer a
-token of many requests takes than one of a request alone."""
+"""Demo model on two cores: 12 ms per token of 36 requests, a batch in 0.9 s; slowdown from
+`bench engine`."""
 
 GPU: Final = Pace(
     rates=EngineRates(tau_s=0.1, rise=1.0, full=64, load_s=1.0), train_s=6.0, update_s=1.0
 )
-"""A full engine of 64 requests takes twice as long for a token as one with a single request, as a
-decoder whose weights are read for every token does. Two workers generate a batch in somewhat more
-time than it takes to train it."""
+"""A full engine of 64 requests takes twice as long per token, as when weights are read for every
+token."""
 
 
 PACES: Final[Mapping[str, Pace]] = {"demo": DEMO, "gpu": GPU, "tools": TOOLS}
@@ -108,8 +101,8 @@ PACES: Final[Mapping[str, Pace]] = {"demo": DEMO, "gpu": GPU, "tools": TOOLS}
 def run_virtual(
     config: Config, cell: Cell, *, pace: Pace, setting: str, target: float
 ) -> ParadigmRun:
-    """A run to its last step, and its figures. Raises what a run raises,
-    InvariantBroken unless its audit is clean, ResourceError where it does not end."""
+    """Return a run's figures. Raises what a run raises, InvariantBroken unless its audit passes,
+    ResourceError if it does not end."""
     with TaskPool(config.task) as pool:
         pool.wait()
         parts = VirtualParts.of(config, pool, pace)
@@ -136,23 +129,22 @@ def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualParts(PlainParts):
-    """A model that learns, an engine at a pace, and a task whose tools take their time."""
+    """Real model, paced engine, timed tools."""
 
     start: Path
-    """The model directory of version 0."""
     pool: TaskPool
-    """One process for all workers: whose turn it is takes no time here."""
+    """One process for all workers; its queueing takes no virtual time."""
     pace: Pace
     sources: Mapping[str, DataSet]
     chat: Chat | None
     tokenizer: Tokenizer
     per_step: int
     ahead: dict[int, int] = field(default_factory=dict)
-    """Groups of a step whose part was computed ahead."""
+    """Groups of a step already computed in parts."""
 
     @classmethod
     def of(cls, config: Config, pool: TaskPool, pace: Pace) -> VirtualParts:
-        """The parts of a run whose task the pool has opened."""
+        """Return the parts of a run."""
         start, facts = Path(config.model.path), pool.facts
         assert facts is not None
         tokenizer = Tokenizer(start)
@@ -172,20 +164,16 @@ class VirtualParts(PlainParts):
 
     @property
     def single_turn(self) -> bool:
-        """See `WorkerParts`."""
         facts = self.pool.facts
         return facts is not None and facts.single_turn
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
-        """The model that it starts from."""
         return import_model(store, self.start)
 
     def data(self, config: Config) -> Mapping[str, DataSet]:
-        """The task's own."""
         return self.sources
 
     def worker(self, site: Site, plan: WorkerPlan) -> WorkerParts:
-        """Plain ports, with the task process behind the first."""
         made = super().worker(site, plan)
         tasks = LateTasks(site.clock, self.pool, self.pace, seed=site.config.run.seed)
         port = TimedTaskPort(TaskPort(tasks, self.tokenizer, self.chat), tasks)
@@ -193,11 +181,10 @@ class VirtualParts(PlainParts):
         return replace(made, ports=[port, *made.ports[1:]], stop_ids=stops.stop_ids)
 
     def step_ns(self, engine: Engine, plan: WorkerPlan) -> int:
-        """See PlainParts."""
         return int(self.pace.rates.tau(engine.active) * SECOND_NS)
 
     def work_ns(self, effect: Any) -> int:
-        """A part takes its share of the time of a batch, and what is left comes with the last."""
+        """Return a part's share; the last takes the rest."""
         match effect:
             case TrainPart(decision=part):
                 groups = len(part.groups)
@@ -210,12 +197,10 @@ class VirtualParts(PlainParts):
                 return super().work_ns(effect)
 
     def engine(self, site: Site, plan: WorkerPlan) -> Engine:
-        """The one that the configuration means."""
         assets = site.store.assets_path(site.run_started.assets_digest)
         return open_engine(assets=assets, config=site.config, decode=self.tokenizer.full_text)
 
     def learner(self, site: Site) -> Learner:
-        """The trainer that the configuration means."""
         started = site.run_started
         return make_learner(
             assets=site.store.assets_path(started.assets_digest),
@@ -225,7 +210,7 @@ class VirtualParts(PlainParts):
 
 
 class LateTasks(SimTasks):
-    """A task process that answers at once, and is heard when a tool's time is over."""
+    """Task process whose answers are delayed."""
 
     def __init__(self, clock: Clock, pool: TaskPool, pace: Pace, *, seed: int) -> None:
         super().__init__(clock, answer=self._ask, delay_ns=self._delay_ns)
@@ -233,7 +218,6 @@ class LateTasks(SimTasks):
         self._turns: Counter[str] = Counter()
 
     def start(self, effect: TaskCall | Forget) -> None:
-        """See SimTasks; the process forgets too."""
         if isinstance(effect, Forget):
             self._pool.start(effect)
         if isinstance(effect, Forget | RewardCall):

@@ -1,1 +1,1 @@
-"""`bench paper`: published figures beside those of the modelled cluster."""
+"""`bench paper`: published and modeled figures."""

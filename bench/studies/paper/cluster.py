@@ -1,12 +1,7 @@
-"""Production's planner, state and bound over modelled workers and a trainer.
+"""Production's planner and state on modeled workers and a trainer.
 
-What is production's own: the state and every rule that changes it (`apply_control`), the planner
-(`decide`), admission, deadlines, batches. What is modelled: how long things take. Left out are the
-bus, the bytes of records and the roles' loops, which the simulator (`dora_pipe.sim.world`) has.
-That makes a step of 8192 requests a second of CPU.
-
-Workers do not depend on each other between two rounds, so time goes from round to round: to the
-next event, but at least `round_s` on.
+Durations are modeled; bus, record bytes and role loops are omitted. Time advances to the next
+event, at least `round_s`.
 """
 
 from __future__ import annotations
@@ -67,17 +62,17 @@ from dora_pipe.schemas.rounds import (
 
 SECOND_NS: Final = 1_000_000_000
 ROUNDS_MAX: Final = 200_000
-"""More rounds than this do not end by themselves."""
+"""Rounds of a stuck run."""
 MANY: Final = 50
-"""A plan with so many decisions may have been cut short, so it is asked once more at once."""
+"""Decisions after which a plan may be cut."""
 
 ANY_ROW: Final = Samplers(recorded={})
-"""Which row a group gets makes no difference to a modelled cluster."""
+"""Rows make no difference here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterPlan:
-    """A run on modelled hardware. `lengths(ordinal)` gives the sampled tokens of each sibling."""
+    """Run on modeled hardware; `lengths(ordinal)` are sampled tokens."""
 
     workers: Sequence[WorkerSize]
     rates: EngineRates
@@ -88,38 +83,33 @@ class ClusterPlan:
     steps: int
     max_staleness: int
     parts: int = 1
-    """In which a batch is taken, and computed: each as soon as it is there; what
-    a step costs whatever it trains comes with the last."""
+    """Parts of a batch, computed as they arrive; fixed step costs come with the last."""
     in_flight_batches: float | Literal["auto"] | None = None
     one_batch: bool = False
-    """Never generate for more than one batch: C is 2 while a step trains and 1 while none does, as
-    one-step off-policy training is published."""
+    """Set C to 2 during a step and 1 otherwise: published one-step off-policy training."""
     prompt_tokens: int = 0
     round_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSpan:
-    """One training step, in seconds since the start."""
+    """Training step in seconds."""
 
     step: int
     taken_s: float
     committed_s: float
     tokens: int
-    """Of its batch."""
     staleness: tuple[tuple[int, int], ...]
     """(staleness, groups), sorted."""
     ahead_s: float = 0.0
-    """What the trainer had computed of it before `taken_s`: parts."""
+    """Part computation before `taken_s`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ClusterRun:
-    """What a modelled run did."""
-
     spans: list[StepSpan] = field(default_factory=list)
     slot_s: float = 0.0
-    """Active requests, integrated over time and summed over workers."""
+    """Active requests integrated over time, summed over workers."""
     wall_s: float = 0.0
     slots: int = 0
     workers: int = 0
@@ -130,7 +120,7 @@ class ClusterRun:
 
 
 class Cluster:
-    """See the head of this file. Example: ``Cluster(plan).run().spans[-1].committed_s``."""
+    """Modeled cluster. Example: ``Cluster(plan).run().spans[-1].committed_s``"""
 
     def __init__(self, plan: ClusterPlan) -> None:
         self.plan = plan
@@ -143,11 +133,11 @@ class Cluster:
         self._lefts: dict[str, Left] = {}
         self._training: tuple[TakeBatch, float] | None = None
         self._parts_until_s = 0.0
-        """When the trainer has computed all parts of the next step that were taken."""
+        """End of part computation."""
         self._parts_s = 0.0
-        """How long it computes them."""
+        """Total duration of that computation."""
         self._ended: list[tuple[float, int, ModelledWorker, PlacedRequest]] = []
-        """Responses that are not reported yet, by the time at which they will be."""
+        """Unreported responses by time."""
         self._ends = 0
         config = _config(plan)
         self._plan_period_s = self._period_s = config.timing.plan_period_s
@@ -156,7 +146,7 @@ class Cluster:
         self._workers = {one.name: self._join(one) for one in plan.workers}
 
     def run(self) -> ClusterRun:
-        """Until the last step is committed."""
+        """Run to the last step."""
         self._limit_batches(training=False)
         for _ in range(ROUNDS_MAX):
             self._round()
@@ -167,8 +157,6 @@ class Cluster:
                 raise ResourceError("the modelled run stands still: nothing is due any more")
             self._advance(max(next_s, self.now_s + self.plan.round_s))
         raise ResourceError(f"{ROUNDS_MAX} rounds and no end: the modelled run goes in a circle")
-
-    # Facts
 
     def _apply(self, record: AnyControl) -> int:
         offset, self._offset = self._offset, self._offset + 1
@@ -188,7 +176,6 @@ class Cluster:
         )
 
     def _advance(self, now_s: float) -> None:
-        """Everything until then, applied to the state."""
         self.now_s = now_s
         self.state.now_ns = int(now_s * SECOND_NS)
         for worker in self._workers.values():
@@ -208,11 +195,11 @@ class Cluster:
             self._note(PlanPeriod())
 
     def _report(self) -> None:
-        """Report every response that is due, one record per worker and version."""
+        """Report due responses by worker and version."""
         found: dict[tuple[str, int], list[PlacedRequest]] = {}
         while self._ended and self._ended[0][0] <= self.now_s + 1e-9:
             _, _, worker, request = heapq.heappop(self._ended)
-            if request.trajectory not in self._lefts:  # Cancelled after it had ended.
+            if request.trajectory not in self._lefts:  # Cancelled after its end.
                 continue
             found.setdefault((worker.size.name, request.spec.version), []).append(request)
         for (name, version), requests in found.items():
@@ -252,13 +239,10 @@ class Cluster:
         self._limit_batches(training=False)
 
     def _limit_batches(self, *, training: bool) -> None:
-        """Of one-step off-policy training: see `ClusterPlan.one_batch`."""
         if self.plan.one_batch:
             wanted = 2.0 if training else 1.0
             args = {"staleness.in_flight_batches": wanted}
             self._apply(Command(at_ns=0, user="model", verb="set", args=args))
-
-    # Decisions
 
     def _round(self) -> None:
         decisions = decide(self.state, samplers=ANY_ROW)
@@ -274,7 +258,7 @@ class Cluster:
             self._round()
 
     def _obey(self, decision: AnyDecision) -> bool:
-        """Do what it says; True for a batch."""
+        """Execute; return True for a batch."""
         if isinstance(decision, TakeBatch):
             self._train(decision)
             return True
@@ -300,7 +284,7 @@ class Cluster:
 
     def _move(self, decision: Move) -> None:
         worker = self._workers[decision.worker]
-        if not worker.holds(decision.trajectory):  # It has ended and will be reported.
+        if not worker.holds(decision.trajectory):  # Ended, to be reported.
             return
         ran = decision.trajectory in worker.running
         resume = worker.release(decision.trajectory)
@@ -347,7 +331,7 @@ class Cluster:
         self._parts_s += seconds
 
     def _compute_s(self, groups: Sequence[TakenGroup]) -> float:
-        """A step of these, with what it costs whatever it trains."""
+        """Return the duration of a step including its fixed cost."""
         ordinals = [self.state.groups[one.group].spec.ordinal for one in groups]
         tokens = sum(sum(self.plan.lengths(ordinal)) for ordinal in ordinals)
         return self.plan.trainer.step_s(tokens=tokens)

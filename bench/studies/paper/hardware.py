@@ -1,13 +1,8 @@
-"""Speed of modelled hardware that generates and trains; pure, with time as an argument.
+"""Speed of modeled hardware; pure.
 
-An engine (`Sharing`) advances all its active requests at one pace: a token takes `tau(active)`
-seconds, whatever the others' lengths. So the work done for one request since it entered equals that
-done for any other, and the next to end is the one with the least left: a heap, no loop over tokens.
-
-A worker obeys decisions as production's does. Requests wait in it until a slot is free, run in a
-`Sharing`, and come back as what control would say of them. A request that leaves before its end
-takes along what it has left; it goes on elsewhere after its KV cache has been moved or its prefix
-prefilled.
+An engine (`Sharing`) advances all active requests at one pace, `tau(active)` seconds per token, so
+a heap finds the next to end. A moved request resumes after its KV cache is transferred or its
+prefix prefilled.
 """
 
 from __future__ import annotations
@@ -22,60 +17,54 @@ from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.rounds import Assign, PlacedRequest
 
 MOVE_LATENCY_S: Final = 0.2
-"""A request stands still at least so long while it goes to another worker: two messages."""
+"""Minimum pause of a move."""
 
 NEVER_S: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRates:
-    """The speed of a worker. Example: ``EngineRates(tau_s=0.021, rise=0.25, full=80)``."""
+    """Speed of a worker. Example: ``EngineRates(tau_s=0.021, rise=0.25, full=80)``"""
 
     tau_s: float
-    """Seconds per token of a request that is alone."""
+    """Seconds per token of a single request."""
     rise: float = 0.0
-    """A full engine takes (1 + rise) times as long for a token."""
+    """Relative slowdown of a full engine."""
     full: int = 1
-    """Active requests of a full engine."""
     prefill_tokens_s: float = 50_000.0
-    """Prompt or prefix tokens that are prefilled per second; nothing else runs meanwhile."""
+    """Prefilled tokens per second; nothing else runs meanwhile."""
     kv_bytes: int = 262_144
     """KV cache per token: 256 KiB for Qwen2.5-32B."""
     link_bytes_s: float = 25e9
-    """KV caches go from worker to worker at this rate."""
+    """Transfer rate of KV caches between workers."""
     load_s: float = 5.0
-    """Loading the weights of a version."""
+    """Duration of loading a version."""
 
     def tau(self, active: int) -> float:
-        """Seconds per token while so many requests are active."""
+        """Return seconds per token."""
         return self.tau_s * (1.0 + self.rise * active / self.full)
 
     def prefill_s(self, tokens: int) -> float:
-        """Seconds of prefilling so many tokens."""
         return tokens / self.prefill_tokens_s
 
     def move_s(self, tokens: int) -> float:
-        """Seconds for which a request of so many tokens stands still while it moves."""
+        """Return a move's pause."""
         return MOVE_LATENCY_S + tokens * self.kv_bytes / self.link_bytes_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRates:
-    """The speed of a trainer: a step takes `fixed_s` and `token_s` per token."""
+    """Trainer: a step takes `fixed_s` plus `token_s` per token."""
 
     fixed_s: float
     token_s: float = 0.0
 
     def step_s(self, *, tokens: int) -> float:
-        """Seconds of a step."""
         return self.fixed_s + self.token_s * tokens
 
 
 class Sharing:
-    """The running batch of one engine: requests with tokens left, at one common pace.
-
-    Time only goes forward; `advance` must be called with `next_s` at the latest, so that every
-    completion is seen at its time.
+    """Running batch at one pace; call `advance` no later than `next_s`.
 
     Example::
 
@@ -88,9 +77,9 @@ class Sharing:
         self.rates = rates
         self.now_s = now_s
         self.served = 0.0
-        """Tokens that a request would have which had been active all the time."""
+        """Tokens of a request that was always active."""
         self.slot_s = 0.0
-        """Active requests, integrated over time."""
+        """Active requests integrated over time."""
         self._stall_s = 0.0
         self._ends: dict[str, float] = {}
         self._starts: dict[str, float] = {}
@@ -100,7 +89,7 @@ class Sharing:
         return len(self._ends)
 
     def add(self, name: str, tokens: float, *, prefill: int = 0) -> None:
-        """A request with so many tokens left enters; its `prefill` tokens stall the batch."""
+        """Add a request; its `prefill` tokens stall the batch."""
         assert name not in self._ends, f"{name} is active already"
         self._starts[name] = self.served
         self._ends[name] = end = self.served + tokens
@@ -108,12 +97,12 @@ class Sharing:
         self._stall_s += self.rates.prefill_s(prefill)
 
     def remove(self, name: str) -> float:
-        """A request leaves before its end; the tokens that it got here."""
+        """Remove a request; return the tokens it received."""
         del self._ends[name]
         return self.served - self._starts.pop(name)
 
     def next_s(self) -> float:
-        """When the next request ends, if nothing else happens; `NEVER_S` without any."""
+        """Return the next end, or `NEVER_S`."""
         self._settle()
         if not self._heap:
             return NEVER_S
@@ -121,7 +110,7 @@ class Sharing:
         return self.now_s + self._stall_s + left * self._tau_s()
 
     def advance(self, now_s: float) -> list[str]:
-        """Go on until then; the requests that end there, which leave."""
+        """Advance; return the ended requests."""
         found: list[str] = []
         while self._heap and self.next_s() <= now_s + 1e-9:
             self._pass(self.next_s())
@@ -134,7 +123,6 @@ class Sharing:
         return found
 
     def _pass(self, now_s: float) -> None:
-        """Time passes without a completion."""
         span = now_s - self.now_s
         if span <= 0:
             return
@@ -152,14 +140,14 @@ class Sharing:
         return self.rates.tau(len(self._ends))
 
     def _settle(self) -> None:
-        """Forget heap entries of requests that were removed."""
+        """Drop outdated heap entries."""
         while self._heap and self._ends.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSize:
-    """A modelled worker. Example: ``WorkerSize(name="w00", slots=80, prefetch=8)``."""
+    """Modeled worker. Example: ``WorkerSize(name="w00", slots=80, prefetch=8)``"""
 
     name: str
     slots: int
@@ -168,14 +156,14 @@ class WorkerSize:
 
 @dataclass(slots=True, kw_only=True)
 class Left:
-    """How far a request has come; tokens."""
+    """Progress in tokens."""
 
     left: float
     done: float = 0.0
 
 
 class ModelledWorker:
-    """See the head of this file. `lefts` holds every open request's progress, for all workers."""
+    """Modeled worker; `lefts` has all progress."""
 
     def __init__(
         self,
@@ -190,9 +178,9 @@ class ModelledWorker:
         self.epoch = epoch
         self.batch = Sharing(rates)
         self.assigned: Assign | None = None
-        """What it loads; None when it hosts what it was assigned."""
+        """Version being loaded; None if ready."""
         self.ready_s = NEVER_S
-        """When the load ends."""
+        """End of the load."""
         self.loads = 0
         self.running: dict[str, PlacedRequest] = {}
         self._lefts = lefts
@@ -208,14 +196,14 @@ class ModelledWorker:
         self.loads += 1
 
     def ready(self, now_s: float) -> Assign | None:
-        """The assignment that has been loaded by now, once."""
+        """Return a finished assignment once."""
         if self.assigned is None or self.ready_s > now_s + 1e-9:
             return None
         found, self.assigned, self.ready_s = self.assigned, None, NEVER_S
         return found
 
     def place(self, request: PlacedRequest, now_s: float) -> None:
-        """A request waits for a slot; one that was moved here first waits for its KV cache."""
+        """Queue a request, after its KV cache arrived."""
         if request.kv is None:
             self._waiting.append(request)
         else:
@@ -224,7 +212,7 @@ class ModelledWorker:
         self._fill(now_s)
 
     def holds(self, trajectory: str) -> bool:
-        """Whether a request is here and has not ended."""
+        """Report whether a request is open here."""
         waiting = any(one.trajectory == trajectory for one in self._waiting)
         return (
             trajectory in self.running
@@ -233,7 +221,7 @@ class ModelledWorker:
         )
 
     def release(self, trajectory: str) -> Resume | None:
-        """Let go of a request: where it goes on from, None if it never ran."""
+        """Release a request; return its progress."""
         if trajectory in self.running:
             del self.running[trajectory]
             here = self.batch.remove(trajectory)
@@ -248,12 +236,12 @@ class ModelledWorker:
         return waiting[0].resume if waiting else None
 
     def next_s(self) -> float:
-        """When something happens here, if nobody else does anything."""
+        """Return the time of the next event here."""
         arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
         return min(self.batch.next_s(), self.ready_s, arrives_s)
 
     def advance(self, now_s: float) -> list[PlacedRequest]:
-        """Go on until then; the requests that ended, each at its own time."""
+        """Advance; return the ended requests."""
         found: list[PlacedRequest] = []
         while True:
             arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
@@ -277,7 +265,7 @@ class ModelledWorker:
             self.batch.add(request.trajectory, left.left, prefill=prefill)
 
     def _prefill(self, request: PlacedRequest, left: Left) -> int:
-        """Tokens that the engine has not kept of a request."""
+        """Return tokens to prefill."""
         return self._prompt_tokens + round(left.done) if request.kv is None else 0
 
     def _left(self, request: PlacedRequest) -> Left:

@@ -1,8 +1,7 @@
-"""Lengths of modelled responses: a censored log-normal with a prompt effect, by seed.
+"""Modeled response lengths: a censored log-normal.
 
-The logarithm of a length is normal; a share `rho` of its variance belongs to the prompt, so that
-siblings resemble each other. Lengths above the cap are cut there, as an engine does. Every length
-is a function of (seed, ordinal, sibling): no order of events changes it.
+A share `rho` of the log-length's variance belongs to the prompt. Lengths depend on (seed, ordinal,
+sample index) only.
 """
 
 from __future__ import annotations
@@ -16,22 +15,19 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A distribution of sampled tokens per response.
-
-    Example: ``EFFICIENCY.draw(seed=1, ordinal=0, size=16)`` are the lengths of the first group.
-    """
+    """Distribution of sampled tokens. Example: ``EFFICIENCY.draw(seed=1, ordinal=0, size=16)``"""
 
     mu: float
     """Mean of the logarithm."""
     sigma: float
     """Standard deviation of the logarithm."""
     cap: int
-    """Longest response, in tokens."""
+    """Tokens."""
     rho: float = 0.5
-    """Correlation of two siblings' logarithms."""
+    """Correlation of logarithms within a group."""
 
     def draw(self, *, seed: int, ordinal: int, size: int) -> tuple[int, ...]:
-        """Lengths of the siblings of a group, at least 1 each."""
+        """Return a group's lengths, at least 1."""
         chance = Random(f"{seed}/{ordinal}")
         prompt = math.sqrt(self.rho) * chance.gauss()
         own = math.sqrt(1 - self.rho)
@@ -46,15 +42,13 @@ class Lengths:
 
 
 EFFICIENCY: Final = Lengths(mu=6.908, sigma=1.363, cap=30_720)
-"""Fitted to DORA's efficiency checkpoint (mean 2.4K, cap 30K, .6 % at the cap)."""
+"""Fitted to DORA's efficiency checkpoint (mean 2.4K, cap 30K, 0.6 % at the cap)."""
 STEP_100: Final = Lengths(mu=7.00, sigma=1.688, cap=30_720)
 """Fitted to step 100 of DORA's training run: mean 3.5K, bubble 88.5 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthFigures:
-    """What a sample of a distribution looks like; tokens."""
-
     mean: float
     p50: float
     p90: float
@@ -62,7 +56,7 @@ class LengthFigures:
     capped: float
     """Share at the cap."""
     group_max: float
-    """Mean of the longest sibling of a group."""
+    """Mean of a group's longest response."""
 
     @property
     def tail(self) -> float:
@@ -72,7 +66,7 @@ class LengthFigures:
 
 @cache
 def figures_of(lengths: Lengths, *, size: int, groups: int = 4000, seed: int = 0) -> LengthFigures:
-    """Figures of `groups` drawn groups of `size`."""
+    """Return statistics of drawn groups."""
     drawn = [lengths.draw(seed=seed, ordinal=one, size=size) for one in range(groups)]
     flat = sorted(length for group in drawn for length in group)
     count = len(flat)
@@ -87,5 +81,5 @@ def figures_of(lengths: Lengths, *, size: int, groups: int = 4000, seed: int = 0
 
 
 def bubble(lengths: LengthFigures, *, longest: float) -> float:
-    """The published measure of idle slots in a synchronous rollout: (max L - mean L) / max L."""
+    """Return the share of idle slots of a synchronous rollout: (max L - mean L) / max L."""
     return (longest - lengths.mean) / longest

@@ -1,7 +1,6 @@
-"""Published rows on modelled hardware: what is simulated, and how a run is summed up.
+"""Published rows on modeled hardware, and summaries.
 
-Every row runs on the hardware of one law (`scaling_model`), which was fitted to the synchronous and
-one-step rows alone; DORA's rows are predictions.
+The law was fitted to the synchronous and one-step rows; DORA's rows are predictions.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from dora_pipe.bench.studies.paper.scaling_model import (
 SEEDS: Final = (1, 2, 3)
 STEPS: Final = 16
 ROUND_S: Final = 2.0
-"""Rounds are at least so far apart: of a step of ten minutes a fraction of a percent."""
+"""A fraction of a percent of a step."""
 
 Part = Literal["fitted", "predicted", "ours"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """What a paper prints, or what follows from it; None where it says nothing."""
+    """Published values; None if unknown."""
 
     step_min: float | None = None
     exposed_min: float | None = None
@@ -43,30 +42,26 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A paradigm on a number of GPUs."""
+    """Paradigm on a number of GPUs."""
 
     name: str
     gpus: int
     part: Part
     shared: bool = False
-    """All GPUs generate, then all train; else the law's share of them trains."""
+    """Whether all GPUs alternate; otherwise the law's share trains."""
     max_staleness: int = 0
     in_flight_batches: float | None = None
     one_batch: bool = False
     parts: int = 1
-    """In which a batch is taken."""
     published: Published = Published()
 
     def training(self, law: ScalingModel) -> int:
-        """GPUs that train."""
         return self.gpus if self.shared else law.training(self.gpus)
 
     def generating(self, law: ScalingModel) -> int:
-        """GPUs that generate."""
         return self.gpus if self.shared else self.gpus - self.training(law)
 
     def workers(self, law: ScalingModel) -> list[WorkerSize]:
-        """Workers of the GPUs that generate."""
         return law.workers(self.generating(law))
 
 
@@ -84,11 +79,11 @@ PUBLISHED: Final[Mapping[tuple[str, int], Published]] = {
 }
 
 PARTS: Final = 8
-"""`trainer.parts` of the rows with parts."""
+"""`trainer.parts` of rows with parts."""
 
 
 def published_rows(gpus: int) -> Iterator[Scenario]:
-    """Three published paradigms, and DORA with parts."""
+    """Yield the paradigms, and DORA with parts."""
     known = {name: PUBLISHED[name, gpus] for name, size in PUBLISHED if size == gpus}
     yield Scenario(name="sync", gpus=gpus, part="fitted", shared=True, published=known["sync"])
     yield Scenario(
@@ -111,7 +106,7 @@ def published_rows(gpus: int) -> Iterator[Scenario]:
 
 
 def parted_row(gpus: int, parts: int) -> Scenario:
-    """Production's planner with the bound and C of the row `dora`, and parts."""
+    """Return the row `dora` with parts."""
     return Scenario(
         name=f"dora, {parts} parts",
         gpus=gpus,
@@ -124,31 +119,31 @@ def parted_row(gpus: int, parts: int) -> Scenario:
 
 
 WARM_STEPS: Final = 4
-"""The first steps of a run are not counted: everything starts at once."""
+"""Initial steps not counted: everything starts at once."""
 END_STEPS: Final = 3
-"""Nor are the last: fewer and fewer groups are in flight, because the run ends."""
+"""Final steps not counted: fewer groups are in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """The steady part of one run; minutes."""
+    """Steady part; minutes."""
 
     step_min: float
     train_min: float
     tokens_s: float
     staleness: Mapping[int, float]
-    """Share of groups (or samples) by staleness."""
+    """Shares by staleness."""
     slots_used: float
-    """Share of slots with a request, over the whole run."""
+    """Share over the run."""
 
     @property
     def exposed_min(self) -> float:
-        """Time of a step in which nobody trains: the published "rollout-only" time."""
+        """Return the published "rollout-only" time of a step."""
         return self.step_min - self.train_min
 
 
 def figures_of_run(run: ClusterRun) -> Figures:
-    """Sum up one run of more than `WARM_STEPS + END_STEPS` steps."""
+    """Summarize a run."""
     spans = run.spans
     assert len(spans) > WARM_STEPS + END_STEPS, f"{len(spans)} steps are too few"
     steady = spans[WARM_STEPS:-END_STEPS]
@@ -169,16 +164,14 @@ def figures_of_run(run: ClusterRun) -> Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seeds:
-    """The same row under several seeds."""
-
     runs: Sequence[Figures]
 
     def mean(self, what: str) -> float:
-        """Of one of the figures, over seeds."""
+        """Return a mean over seeds."""
         return sum(self._each(what)) / len(self.runs)
 
     def spread(self, what: str) -> float:
-        """Half of the distance between the largest and the smallest."""
+        """Return half the range."""
         found = self._each(what)
         return (max(found) - min(found)) / 2
 
@@ -186,7 +179,7 @@ class Seeds:
         return [getattr(one, what) for one in self.runs]
 
     def staleness(self) -> dict[int, float]:
-        """Mean histogram."""
+        """Return the mean histogram."""
         found: dict[int, float] = {}
         for one in self.runs:
             for key, share in one.staleness.items():
@@ -195,7 +188,7 @@ class Seeds:
 
 
 def overlap(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Shared mass of two histograms, 1 for equal ones."""
+    """Return the common mass of histograms."""
     return sum(min(one.get(key, 0.0), other.get(key, 0.0)) for key in {*one, *other})
 
 
@@ -207,7 +200,7 @@ def simulate(
     steps: int = STEPS,
     per_step: int = GROUPS,
 ) -> Figures:
-    """One run of a scenario."""
+    """Simulate a scenario once."""
     drawn = cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS))
     plan = ClusterPlan(
         workers=scenario.workers(law),
@@ -233,5 +226,5 @@ def simulate_seeds(
     seeds: Sequence[int] = SEEDS,
     steps: int = STEPS,
 ) -> Seeds:
-    """A scenario under several seeds."""
+    """Simulate several seeds."""
     return Seeds(runs=[simulate(scenario, law=law, seed=seed, steps=steps) for seed in seeds])

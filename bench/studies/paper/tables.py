@@ -1,4 +1,4 @@
-"""`bench paper`: published and simulated figures side by side, with the error."""
+"""`bench paper`: tables."""
 
 from __future__ import annotations
 
@@ -33,12 +33,11 @@ from dora_pipe.core.errors import UsageError
 Row = dict[str, Any]
 
 SIZES = (64, 128)
-"""GPUs of the published rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows under a title, and what has to be said about them."""
+    """Rows with title and notes."""
 
     name: str
     title: str
@@ -47,22 +46,21 @@ class Table:
 
     @property
     def columns(self) -> list[str]:
-        """Of all rows, in order of appearance."""
         return list(dict.fromkeys(key for row in self.rows for key in row))
 
 
 def error(found: float, wanted: float | None) -> str:
-    """Simulated against published, as a signed share."""
+    """Return the signed relative error."""
     return "" if not wanted else f"{found / wanted - 1:+.1%}"
 
 
 def plus_minus(seeds: Seeds, what: str, digits: int = 2) -> str:
-    """Mean and half the spread over seeds."""
+    """Return mean and half the range."""
     return f"{seeds.mean(what):.{digits}f} ±{seeds.spread(what):.{digits}f}"
 
 
 def histogram(shares: Mapping[int, float] | None) -> str:
-    """Shares of staleness 0, 1, 2 ..."""
+    """Return shares of staleness 0, 1, ..."""
     if not shares:
         return ""
     return "/".join(
@@ -72,7 +70,6 @@ def histogram(shares: Mapping[int, float] | None) -> str:
 
 
 def lengths_table() -> Table:
-    """The two fits of response lengths."""
     wanted: dict[str, tuple[Any, ...]] = {
         "efficiency": (EFFICIENCY, 2400, 1000, 5700, 23_900, 0.006, None),
         "step 100": (STEP_100, 3536, None, None, None, None, 0.885),
@@ -103,10 +100,7 @@ def lengths_table() -> Table:
 
 
 def ratio_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
-    """DORA's step time against other paradigms', published and simulated; above 1: DORA is faster.
-
-    `found` has the simulated minutes by (row, GPUs).
-    """
+    """Return step times relative to DORA's, from minutes by (row, GPUs)."""
     rows: list[Row] = []
     for other in ("sync", "one-step"):
         for gpus in SIZES:
@@ -126,7 +120,7 @@ def ratio_rows(found: Mapping[tuple[str, int], float]) -> list[Row]:
 
 
 def published_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
-    """Published and simulated side by side, and what the hardware allows."""
+    """Return published and simulated values."""
     wanted, limit = scenario.published, limit_min(scenario, law)
     shares = found.staleness()
     return {
@@ -152,10 +146,7 @@ def published_row(scenario: Scenario, found: Seeds, law: ScalingModel) -> Row:
 
 
 def limit_min(scenario: Scenario, law: ScalingModel, tokens: float | None = None) -> float:
-    """max(T_train, tokens x tau / slots); both after each other where GPUs are shared.
-
-    `tokens` of a step; those of the mean step by default.
-    """
+    """Return max(T_train, tokens x tau / slots); the sum if GPUs are shared."""
     tokens = step_tokens() if tokens is None else tokens
     rollout_s = law.rollout_limit_s(scenario.generating(law), tokens)
     train_s = law.trainer(scenario.training(law)).step_s(tokens=round(tokens))
@@ -166,7 +157,7 @@ def limit_min(scenario: Scenario, law: ScalingModel, tokens: float | None = None
 def published_tables(
     seeds: Sequence[int] = SEEDS, steps: int = STEPS, law: ScalingModel = FITTED
 ) -> Iterator[Table]:
-    """The published paradigms at both sizes, then DORA's step against the others'."""
+    """Yield both sizes, then relative step times."""
     rows: list[Row] = []
     minutes: dict[tuple[str, int], float] = {}
     for gpus in SIZES:
@@ -191,7 +182,7 @@ SECTIONS = ("lengths", "dora")
 
 
 def tables(sections: Sequence[str], *, seeds: Sequence[int], steps: int) -> Iterator[Table]:
-    """The sections asked for, one after the other."""
+    """Yield the requested sections."""
     made: dict[str, Callable[[], Iterable[Table]]] = {
         "lengths": lambda: [lengths_table()],
         "dora": lambda: published_tables(seeds, steps),
@@ -208,7 +199,7 @@ def command(
     steps: Annotated[int, typer.Option(min=8, help="Steps per run.")] = 16,
     as_json: JsonOption = False,
 ) -> None:
-    """Published tables and the simulator's, side by side with the error."""
+    """Print published tables and the simulator's, with the error."""
     unknown = sorted(set(section or ()) - set(SECTIONS))
     if unknown:
         raise UsageError(f"no section {unknown[0]!r}", hint=f"one of {', '.join(SECTIONS)}")

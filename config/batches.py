@@ -1,5 +1,4 @@
-"""What a batch is made of: decides which numbers of siblings, groups, updates and parts fit each
-other, and into how many parts a batch goes where a file says nothing."""
+"""Conditions between groups, updates and parts of a batch, and the default number of parts."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from dora_pipe.config.section import SIBLINGS_MAX
 
 PARTS: Final = 4
 PART_GROUPS: Final = 4
-"""Of a batch whose file says nothing of parts: at most so many, of at least so many groups."""
+"""Default parts: at most this many, of at least this many groups."""
 
 
 def group_problems(config: Config) -> Iterator[str]:
-    """What does not fit, a line each."""
+    """Return the problems, one line each."""
     groups, minibatches = config.groups, config.trainer.minibatches
     if groups.min_valid_siblings > groups.size:
         yield (
@@ -45,7 +44,7 @@ def group_problems(config: Config) -> Iterator[str]:
 
 
 def needs_difference(config: Config) -> bool:
-    """Whether a step has a gradient only if rewards differ within a group."""
+    """Return whether a step has a gradient only if rewards differ within a group."""
     objective = config.objective
     compares = objective.advantage in ("group", "leave-one-out") and rewarded(objective.kind)
     other = objective.kl or objective.teacher_weight or config.trainer.router_aux_loss
@@ -53,7 +52,7 @@ def needs_difference(config: Config) -> bool:
 
 
 def gradient_notes(config: Config) -> Iterator[str]:
-    """Describe settings under which hardly any step of a run will have a gradient, a line each."""
+    """Return notes on settings under which hardly any step has a gradient, one line each."""
     if not needs_difference(config):
         return
     if config.sampling.temperature == 0:
@@ -71,7 +70,7 @@ def gradient_notes(config: Config) -> Iterator[str]:
 
 
 def why_no_parts(config: Config) -> str:
-    """Why a batch is not taken in parts, of those keys that may change in a run; or empty."""
+    """Return why a batch has no parts, or an empty string."""
     updates, parts = config.trainer.minibatches, config.trainer.parts
     if updates not in (1, parts):
         return f"trainer.minibatches: {updates} updates are neither one nor one for each part"
@@ -81,8 +80,7 @@ def why_no_parts(config: Config) -> str:
 
 
 def with_parts(config: Config) -> Config:
-    """The configuration of a new run that does not say into how many parts a batch goes: as many as
-    came to a reward soonest, of at least `PART_GROUPS` groups, where there can be some."""
+    """Return the configuration of a new run with the default number of parts."""
     parts = min(PARTS, config.groups.per_step // PART_GROUPS)
     trainer = msgspec.structs.replace(config.trainer, parts=parts)
     found = msgspec.structs.replace(config, trainer=trainer)

@@ -1,7 +1,5 @@
-"""What a resumed run may change of its configuration: keys that are frozen or logged, by name.
-
-Everything else is free: addresses, sizes, timing.
-"""
+"""Keys that a resumed run must keep (frozen) or may change between steps (logged). All others are
+free: addresses, sizes, timing."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ LOGGED = frozenset(
         *(f"objective.{name}" for name in Objective.__struct_fields__ if name not in FOR_GOOD),
     }
 )
-"""May change between steps; a change is a `set` command in the control topic."""
+"""A change is a `set` command in the control topic."""
 
 _FROZEN = """
 run.name run.seed model.path model.chat_template task.name task.ratio
@@ -46,11 +44,11 @@ trainer.parts trainer.ranks trainer.zero_stage trainer.offload
 trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel
 """
 FROZEN = frozenset(_FROZEN.split())
-"""A resumed run must have the same; a name stands for its whole section."""
+"""A name stands for its whole section."""
 
 
 def kind_of(key: str) -> str:
-    """`frozen`, `logged` or `free`, of a dotted key."""
+    """Return `frozen`, `logged` or `free` for a dotted key."""
     if key in LOGGED:
         return "logged"
     if key in FROZEN or key.split(".")[0] in FROZEN:
@@ -59,10 +57,8 @@ def kind_of(key: str) -> str:
 
 
 def with_settings(config: Config, changes: Mapping[str, Any], *, step: int = 0) -> Config:
-    """Return the configuration with logged keys changed before `step`.
-
-    Raises ValueError that says why it cannot be.
-    """
+    """Return the configuration with logged keys changed before `step`. Raises ValueError with the
+    reason."""
     plain = msgspec.to_builtins(config)
     objective: dict[str, Any] = {}
     for key, value in changes.items():

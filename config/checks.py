@@ -1,7 +1,4 @@
-"""What one section of a configuration asks of another: decides which ones do not fit together.
-
-Every problem is one line that names the key; what a single key may be stands in its section.
-"""
+"""Conditions between sections of a configuration. Each problem is one line that names the key."""
 
 from __future__ import annotations
 
@@ -31,25 +28,25 @@ from dora_pipe.schemas.topics import PATTERN, RULE
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
 
 ROUND_DECISIONS_MAX: Final = 500
-"""The planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX`, a floor
-above); the groups of one evaluation are dispatched together all the same."""
+"""The planner leaves the rest to the next round (`orchestrator.planner.DECISIONS_MAX`), except the
+groups of one evaluation."""
 
 PORT_MAX: Final = 65_535
 
 WEIGHT_MAX: Final = 1e6
-"""Of the objective's weights: as much as a reward may be (`schemas.wire.REWARD_MAX`)."""
+"""Bound of the objective's weights, as `schemas.wire.REWARD_MAX` bounds rewards."""
 
 _ROUND_BYTES: Final = 4096
-"""Of a round around its decisions: observations, settings, pins, digest and chain."""
+"""Bytes of a round without its decisions."""
 
 
 def _item_bytes(record: msgspec.Struct) -> int:
-    """Of one record in a list, with its comma."""
+    """Return the bytes of one record in a list, with its comma."""
     return len(encode(record)) + 1
 
 
 _NUMBER: Final = 10**10 - 1
-"""As long as an offset or a role epoch becomes; names of groups have ten digits too."""
+"""Bound of offsets, role epochs and group numbers."""
 _DIGEST: Final = "f" * 64
 _WHY: Final = "x" * 60
 
@@ -90,25 +87,22 @@ _PLACED_BYTES: Final = _item_bytes(PlacedSibling(sibling=999, attempt=99))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What does not fit together, on one line that begins with its key; and what to do."""
+    """A problem on one line that begins with its key, and a hint."""
 
     text: str
     hint: str | None = None
 
 
 def problems_of(config: Config) -> Iterator[Problem]:
-    """Everything that does not fit together."""
+    """Return all problems."""
     for check in _CHECKS:
         for found in check(config):
             yield Problem(text=found) if isinstance(found, str) else found
 
 
 def round_bytes(config: Config) -> int:
-    """Bytes of the largest round that a run decides, about, and no less than that.
-
-    A round may take a batch, dispatch the groups of an evaluation, which are never cut, and admit
-    as many as the budget leaves room for. A commit names the same groups as its batch.
-    """
+    """Return the approximate bytes of the largest round, as a lower bound. A round may take a
+    batch, dispatch a whole evaluation and admit as many groups as the decision limit allows."""
     groups, named = config.groups, _names_bytes(config)
     dispatched, to_place = _DISPATCH_BYTES + named, _PLACE_BYTES + named
     budget = math.ceil(in_flight_batches(config.staleness) * groups.per_step)
@@ -129,8 +123,8 @@ def round_bytes(config: Config) -> int:
 
 
 def commit_problem(config: Config, manifest_bytes: int) -> Problem | None:
-    """A run whose commits would not fit into a record: each names its batch, and in a manifest of
-    so many bytes the tensors of a version. An adapter has few of them."""
+    """Return why commits would not fit into a record. A commit names its batch and, in a manifest
+    of this size, the tensors of a version."""
     if config.lora.rank:
         return None
     batch = config.groups.per_step * _taken_bytes(config)
@@ -147,22 +141,20 @@ def commit_problem(config: Config, manifest_bytes: int) -> Problem | None:
 
 
 def _names_bytes(config: Config) -> int:
-    """What a spec has more where tasks and evaluations have names."""
     both = config.tasks, config.evaluations
     longest = sum(max(len(one.name) for one in all_of) for all_of in both)
     return longest + len(b',"task":"","evaluation":""') if longest else 0
 
 
 def _taken_bytes(config: Config) -> int:
-    """Of one group of a batch, as `take batch` and the commit write it; the rewards of siblings
-    that are scored together stand in it."""
+    """Return the bytes of one group in `take batch` and the commit, with joint rewards."""
     scored = any(use.group for task in config.tasks for use in task.rewards)
     each = _TAKEN_BYTES + (_SCORED_BYTES if scored else 0)
     return _TAKEN_GROUP_BYTES + (config.groups.size + config.groups.spare) * each
 
 
 def _check_several(config: Config) -> Iterator[Problem]:
-    """Where there are several, names tell them apart."""
+    """Require distinct names if there are several."""
     for section, all_of in (("task", config.tasks), ("evaluation", config.evaluations)):
         names = [one.name for one in all_of]
         if len(names) > 1 and "" in names:
@@ -242,7 +234,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
 
 
 def _check_numbers(config: Config) -> Iterator[str]:
-    """Beyond these a step overflows, or a record cannot carry the number."""
+    """Beyond these bounds a step overflows or a record cannot hold the number."""
     objective, trainer = config.objective, config.trainer
     for name in ("kl", "teacher_weight", "positive_weight", "negative_weight"):
         value = getattr(objective, name)
@@ -512,7 +504,7 @@ _DEEPSPEED: Final = {
     "offload": "none",
     "expert_parallel": 1,
 }
-"""Keys of [trainer] that another kind takes only as they are by default."""
+"""Keys of [trainer] that other kinds accept only with their defaults."""
 
 _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]] = (
     _check_several,

@@ -1,8 +1,6 @@
-"""How a configuration is shown: as TOML with what each key means, and as the reference page.
-
-Both come from the docstrings of the sections. ``python -m dora_pipe.config.describe`` writes
-docs/reference/configuration.md to stdout; a test compares them.
-"""
+"""Print a configuration as TOML with descriptions, and as the reference page, from the docstrings
+of the sections. ``python -m dora_pipe.config.describe`` prints docs/reference/configuration.md; a
+test compares them."""
 
 from __future__ import annotations
 
@@ -70,23 +68,20 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key as the reference shows it.
-
-    Example: ``Key(section="groups", name="size", type="integer, 1 to 1000", default="8",
-    kind="frozen", doc="Siblings per group.")``.
-    """
+    """One key of the reference. Example: ``Key(section="groups", name="size", type="integer, 1 to
+    1000", default="8", kind="frozen", doc="Trajectories per group.")``."""
 
     section: str
     name: str
     type: str
     default: str | None
-    """As TOML; None where the key must be given."""
+    """TOML; None for a required key."""
     kind: str
     doc: str
 
 
 def dump_toml(config: Config) -> str:
-    """The configuration as TOML that `load_config` reads back, each key under what it means."""
+    """Return the configuration as TOML that `load_config` reads, with a description of each key."""
     lines = ["# The resolved configuration of a run."]
     lines += [f"# {kind}: {meaning}" for kind, meaning in _KINDS.items() if kind != "free"]
     for name, header, section, doc in _sections(config):
@@ -103,7 +98,7 @@ def dump_toml(config: Config) -> str:
 
 
 def reference() -> str:
-    """docs/reference/configuration.md."""
+    """Return docs/reference/configuration.md."""
     lines = [_HEAD]
     for name, section, doc in _section_types(Config, ""):
         lines += [f"\n## [{name}]\n", doc, ""]
@@ -117,7 +112,7 @@ def reference() -> str:
 
 
 def keys_of(section: type[Section], name: str) -> list[Key]:
-    """The keys of a section that are no sections themselves."""
+    """Return the keys of a section, without subsections."""
     docs = _docs()[section.__name__]
     keys = []
     for field in msgspec.structs.fields(section):
@@ -164,7 +159,7 @@ class _SectionDoc:
 
 @functools.cache
 def _docs() -> dict[str, _SectionDoc]:
-    """What stands in the source of the sections: docstrings do not outlive it."""
+    """Read docstrings of fields from the source; they do not exist at run time."""
     modules = (model, outside, storage, training, workers)
     trees = [ast.parse(inspect.getsource(module)) for module in modules]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -186,7 +181,7 @@ def _section_doc(node: ast.ClassDef) -> _SectionDoc:
 
 
 def _sections(config: Config) -> Iterator[tuple[str, str, Section, str]]:
-    """Name, header in the file, values and meaning of every section."""
+    """Yield name, header, values and description of every section."""
     several = {"task": len(config.tasks) > 1, "evaluation": len(config.evaluations) > 1}
     docs = {name: doc for name, _, doc in _section_types(Config, "")}
     for name, _, section in sections_of(config):
@@ -223,7 +218,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str | None:
 
 
 def _type(written: str) -> str:
-    """A type as the reference shows it; that a key may be left out goes without saying."""
+    """Return a type as the reference prints it."""
     plain = written.removesuffix(" | None")
     if plain.startswith("objectives."):
         return _choice(typing.get_args(getattr(objectives, plain.partition(".")[2])))
@@ -234,7 +229,6 @@ def _type(written: str) -> str:
 
 
 def _literal(written: str) -> str:
-    """``Literal['a', 'b']`` as ``"a"`` or ``"b"``."""
     node = ast.parse(written, mode="eval").body
     assert isinstance(node, ast.Subscript), written
     values = ast.literal_eval(node.slice)
@@ -250,13 +244,13 @@ def _key(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML in which nothing is raw that a terminal would obey."""
+    """Return a TOML basic string without raw control characters."""
     quoted = json.dumps(text, ensure_ascii=False)
     return "".join(one if one.isprintable() else toml_escape(one) for one in quoted)
 
 
 def toml_escape(one: str) -> str:
-    """A character as TOML writes it: JSON's pairs of surrogates are none there."""
+    """Escape a character; TOML has no surrogate pairs."""
     return f"\\u{ord(one):04x}" if ord(one) <= 0xFFFF else f"\\U{ord(one):08x}"
 
 

@@ -1,8 +1,5 @@
-"""How a TOML file and overrides become a `Config`: strictly, with paths resolved, and checked.
-
-It decides which keys differ between two configurations; what one section asks of another is in
-`checks`. Everything wrong is a ConfigError of one line that names the key.
-"""
+"""Read a TOML file and overrides as a checked `Config` with resolved paths. Each ConfigError is one
+line that names the key."""
 
 from __future__ import annotations
 
@@ -56,19 +53,19 @@ PATH_KEYS: Final = (
     "transfers.ca_file",
     "transfers.cert_file",
 )
-"""Relative to the configuration file; in an override, to where the command is started."""
+"""Relative to the configuration file; in an override, to the current directory."""
 
 LINK_KEYS: Final = ("task.python",)
-"""Those that are not what they point to: an environment's interpreter is a link to another one."""
+"""Paths whose symbolic links are kept: an environment's interpreter is a link."""
 
 INTEGER_MAX: Final = 2**63 - 1
-"""A larger one comes back from a record as a float, which is another number."""
+"""Larger integers become floats in records."""
 
 _SQLITE = "sqlite:"
 _HUB = "hf:"
 _MORE: Final = frozenset(more for more, _ in SEVERAL.values())
 _NOT_TOML: Final = (ValueError, RecursionError)
-"""How tomllib says so: its own error, UTF-8's, a number of 5000 digits, 400 brackets."""
+"""Errors of tomllib: its own, UTF-8, a number of 5000 digits, 400 brackets."""
 
 _AT = re.compile(r"^(?P<what>.*?) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
 _NO_CHOICE = re.compile(r"^Invalid enum value '(?P<value>.*)'$", re.DOTALL)
@@ -104,9 +101,8 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "ref_model_sync_steps": "objective.reference_every",
     "warmup_ratio": "trainer.warmup_steps",
 }
-"""What trl and verl call keys, with ours; `per_device_train_batch_size` counts rows, ours tokens.
-verl's `ppo_mini_batch_size` is not among them: `trainer.minibatches` is their number, not their
-size, and a hint of one name would mislead."""
+"""Keys of trl and verl with ours. `per_device_train_batch_size` counts rows, ours tokens. verl's
+`ppo_mini_batch_size` is a size, `trainer.minibatches` a count, so no hint names it."""
 
 
 def load_config(
@@ -115,12 +111,9 @@ def load_config(
     *,
     another: bool = False,
 ) -> Config:
-    """Read a configuration file and lay `key=value` overrides over it.
-
-    Values of overrides are TOML; a bare word counts as a string (``-o trainer.kind=torch``), and so
-    does any value of a key that is a text (``-o run.name=1``). Where `another` kind of objective
-    may be named, its keys begin at its own defaults. Raises ConfigError.
-    """
+    """Read a configuration file with `key=value` overrides. Values are TOML; a bare word is a
+    string (``-o trainer.kind=torch``), and so is any value of a text key (``-o run.name=1``). With
+    `another`, a different kind of objective starts from its own defaults. Raises ConfigError."""
     table = read_table(path)
     take_apart(table)
     if another:
@@ -131,10 +124,8 @@ def load_config(
 
 
 def laid_over(table: Table, overrides: Sequence[str], folder: Path) -> Config:
-    """The Config of a table with `key=value` laid over it; modules of users lie in `folder`.
-
-    Raises ConfigError.
-    """
+    """Return the Config of a table with `key=value` overrides; `folder` contains modules of users.
+    Raises ConfigError."""
     for text in overrides:
         override = _parse_override(text)
         refuse_stored_form(override)
@@ -147,7 +138,7 @@ def laid_over(table: Table, overrides: Sequence[str], folder: Path) -> Config:
 
 
 def read_table(path: Path) -> Table:
-    """What a TOML file says, unchecked. Raises ConfigError."""
+    """Read a TOML file without checks. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -170,10 +161,7 @@ def check_settings(config: Config, changes: Mapping[str, Any], *, step: int) -> 
 
 
 def from_plain(table: Mapping[str, Any]) -> Config:
-    """A checked Config from plain values, as they stand in TOML or in `run started`.
-
-    Raises ConfigError.
-    """
+    """Return a checked Config from plain values of TOML or `run started`. Raises ConfigError."""
     _check_keys(table, Config, "")
     _check_objective(table.get("objective"))
     try:
@@ -194,10 +182,8 @@ def from_plain(table: Mapping[str, Any]) -> Config:
 
 
 def leaves(config: Config) -> dict[str, Any]:
-    """Every key under its dotted name, in the order of the file; `task.options` is one key.
-
-    Where there are several tasks or evaluations, the names of theirs are `task.NAME.key`.
-    """
+    """Return every key by its dotted name, in file order; `task.options` is one key. Keys of
+    several tasks or evaluations are `task.NAME.key`."""
     found: dict[str, Any] = {}
     for _, prefix, section in sections_of(config):
         found |= _leaves(section, prefix)
@@ -205,7 +191,7 @@ def leaves(config: Config) -> dict[str, Any]:
 
 
 def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The keys that differ: (frozen, logged, free). An objective of one's own is frozen."""
+    """Return the keys that differ: (frozen, logged, free). A user's objective is frozen."""
     before, after = leaves(old), leaves(new)
     of_any = _keys_of_any(old) | _keys_of_any(new)
     one_sided = before.keys() ^ after.keys()
@@ -221,7 +207,7 @@ def changed_keys(old: Config, new: Config) -> tuple[frozenset[str], frozenset[st
 
 
 def _keys_of_any(config: Config) -> dict[str, str]:
-    """The name of every leaf without that of the task or evaluation whose it is."""
+    """Return the names of all leaves without task and evaluation names."""
     return {
         key: f"{name}.{key.removeprefix(prefix)}"
         for name, prefix, section in sections_of(config)
@@ -242,7 +228,7 @@ def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _settle_objective(table: Table, overrides: Sequence[str]) -> None:
-    """What belongs to values that the overrides change goes with these."""
+    """Remove keys that belong to values which the overrides replace."""
     given = plain_overrides(overrides).items()
     changes = {key.removeprefix("objective."): one for key, one in given if "objective." in key}
     if changes:
@@ -250,10 +236,8 @@ def _settle_objective(table: Table, overrides: Sequence[str]) -> None:
 
 
 def plain_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """What overrides say, by dotted key. Raises ConfigError.
-
-    Example: ``plain_overrides(["objective.kl=0.1"]) == {"objective.kl": 0.1}``
-    """
+    """Return overrides by dotted key. Raises ConfigError. Example:
+    ``plain_overrides(["objective.kl=0.1"]) == {"objective.kl": 0.1}``"""
     found: dict[str, Any] = {}
     for text in overrides:
         _flatten(_parse_override(text), "", found)
@@ -287,7 +271,7 @@ def _parse_override(text: str) -> Table:
 
 
 def _takes_text(key: str) -> bool:
-    """Whether a key is a text: then `1`, `true` and `nan` are texts, too."""
+    """Return whether a key is a text, for which `1`, `true` and `nan` are texts, too."""
     kind: Any = Config
     for place, name in enumerate(key.strip().split(".")):
         if not (isinstance(kind, type) and issubclass(kind, Section)):
@@ -328,8 +312,8 @@ def _resolve_paths(table: Table, folder: Path) -> None:
 
 
 def _resolved(path: Any, folder: Path, *, links: bool = True) -> Any:
-    """Where a path is, and with `links` what it points to; names on the hub, and what is no text,
-    stay as they are."""
+    """Resolve a path, with `links` also symbolic links; keep names of the hub and values that are
+    no text."""
     if not isinstance(path, str) or not path or path.startswith(_HUB):
         return path
     try:
@@ -340,7 +324,7 @@ def _resolved(path: Any, folder: Path, *, links: bool = True) -> Any:
 
 
 def _fill_in(table: Table, folder: Path) -> None:
-    """What is not given: the folder of users' modules, and how evaluation samples."""
+    """Fill in the folder of users' modules and the sampling of evaluations."""
     for task in tables_of(table, "task"):
         task["directory"] = task.get("directory") or str(folder)
     sampling, own_keys = table.get("sampling", {}), set(_fields(EvaluationSampling))
@@ -356,7 +340,7 @@ def _fill_in(table: Table, folder: Path) -> None:
 
 
 def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
-    """Raise ConfigError for a key that does not exist, naming the nearest one."""
+    """Raise ConfigError for an unknown key, naming the nearest one."""
     fields = _fields(section)
     for key, value in table.items():
         if key not in fields:
@@ -376,7 +360,7 @@ def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -
 
 @functools.cache
 def _fields(section: type[Section]) -> Mapping[str, Any]:
-    """Keys and types of a section: asking for them is nine tenths of reading a configuration."""
+    """Cache keys and types of a section: this is nine tenths of reading a configuration."""
     return {field.name: field.type for field in msgspec.structs.fields(section)}
 
 
@@ -420,7 +404,7 @@ _ALL_KEYS: Final = tuple(_all_keys(Config, ""))
 
 
 def _refusal(message: str) -> ConfigError:
-    """msgspec's message with the key in front; what names may be in words, not as an expression."""
+    """Return msgspec's message with the key in front, and name patterns in words."""
     found = _AT.match(message)
     what, path = (found["what"], found["path"]) if found else (message, "")
     for section, (more, _) in SEVERAL.items():
@@ -438,7 +422,7 @@ def _refusal(message: str) -> ConfigError:
 
 
 def _choices(path: str) -> list[str]:
-    """The values that a key may have, of one that has some: `task[1].special_tokens`."""
+    """Return the allowed values of a key, such as `task[1].special_tokens`."""
     kind: Any = Config
     for name in re.sub(r"\[\d+\]", "", path).split("."):
         sections = (
@@ -449,7 +433,7 @@ def _choices(path: str) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON carries it: TOML also has dates, nan and inf."""
+    """Return whether JSON can hold the value; TOML also has dates, nan and inf."""
     if isinstance(value, Section):
         value = msgspec.to_builtins(value)
     if isinstance(value, dict):
@@ -464,7 +448,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Not where a file's name has bytes that are no UTF-8: nothing that is written holds them."""
+    """Return whether a file name is valid UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,4 @@
-"""A configuration as a log or a run's directory has it, and its keys that change in a run.
-
-Keys that may change in a run are in force as its commands left them (`logged_keys`).
-"""
+"""Configurations of a log or a run directory, and the keys that change in a run."""
 
 from __future__ import annotations
 
@@ -16,23 +13,19 @@ from dora_pipe.config.schedule import rate_of
 
 
 def logged_config(plain: Mapping[str, Any]) -> Config:
-    """The configuration of `run started`.
-
-    What one section asks of another is not checked. Raises msgspec.ValidationError.
-
-    Example: ``logged_config(run_started.config).sampling.temperature``
-    """
+    """Return the configuration of `run started`, without checks between sections. Raises
+    msgspec.ValidationError. Example: ``logged_config(run_started.config).sampling.temperature``"""
     return msgspec.convert(plain, Config)
 
 
 MINIBATCHES: Final = "trainer.minibatches"
 
 REFERENCE: Final = "trainer.reference"
-"""A setting of a step that is no key: the version that its KL is to, where that moves."""
+"""Setting of a step: the version of a moving reference."""
 
 
 def logged_keys(config: Config) -> dict[str, Any]:
-    """The keys that may change in a run, as they are in force."""
+    """Return the current logged keys."""
     return {key: _value(config, key) for key in sorted(LOGGED)}
 
 
@@ -42,7 +35,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of a step under this configuration."""
+    """Return the learning rate of a step."""
     trainer = config.trainer
     return rate_of(
         step,
@@ -55,11 +48,8 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def settings_in_force(config: Config, step: int) -> dict[str, float | int | str | bool]:
-    """What a training step obeys, as `take batch` carries it: logged keys, own options.
-
-    `trainer.learning_rate` is that of the step: what the schedule makes of the peak. Where the
-    reference policy moves, `REFERENCE` is its version.
-    """
+    """Return the settings of a step for `take batch`: logged keys, options, the scheduled
+    `trainer.learning_rate`, and the version of a moving reference (`REFERENCE`)."""
     found = {
         key: value
         for key, value in logged_keys(config).items()

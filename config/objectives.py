@@ -1,10 +1,6 @@
-"""The objectives that come with the package, a row each, and which keys of [objective] one uses.
-
-A row says where the function is, and the keys it uses with their defaults: nothing is imported to
-read a configuration, not even for `module:attribute` of a user's. `model.Objective`
-refuses the other keys and fills the defaults in. See docs/objectives.md for when to use which, and
-docs/extending.md for how one is written.
-"""
+"""Built-in objectives, one row each, with the keys of [objective] that they use. Nothing is
+imported to read a configuration. `model.Objective` refuses other keys and fills in defaults. See
+docs/objectives.md and docs/extending.md."""
 
 from __future__ import annotations
 
@@ -45,12 +41,11 @@ _WEIGHT: Final[Mapping[str, Plain]] = {
 
 @dataclass(frozen=True, slots=True)
 class BuiltIn:
-    """A row: an objective that comes with the package."""
+    """A built-in objective."""
 
     function: str
-    """`module:attribute` below `consumers/objectives`."""
     keys: Mapping[str, Plain]
-    """Every key that it uses, with its default there."""
+    """Keys with their defaults."""
 
 
 BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
@@ -117,10 +112,10 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
 )
 
 WHOLE: Final = frozenset({"gspo"})
-"""Kinds whose ratio is always that of a whole trajectory; `level` and `mask` say it of others."""
+"""Kinds whose ratio always covers a whole trajectory; for others `level` and `mask` decide."""
 
 OWN_KEYS: Final[Mapping[str, Plain]] = {**_COMMON, **_KL, "proximal": "behaviour"}
-"""Keys of an objective of a user's own, beside those in `options`."""
+"""Keys of a user's objective, in addition to `options`."""
 
 _MASK_BOUNDS: Final[Mapping[str, Plain]] = {"mask_low": 0.5, "mask_high": 5.0}
 """IcePop's (Ring-1T, arXiv 2510.18855)."""
@@ -132,29 +127,28 @@ CONDITIONAL: Final[Mapping[str, tuple[str, frozenset[str]]]] = MappingProxyType(
         "loss_tokens": ("loss", frozenset({"constant"})),
     }
 )
-"""Keys that belong to certain values of another one; `loss_tokens` is then sampling.max_tokens
-where it is not given."""
+"""Keys that belong to certain values of another key; `loss_tokens` defaults to
+sampling.max_tokens."""
 
 MAY_LACK: Final = frozenset({"teacher_weight"})
-"""Keys that any kind takes, and does without."""
+"""Optional keys of any kind."""
 
 FOR_GOOD: Final = frozenset({"options", "reference_every"})
-"""Keys that do not change in a run, whatever its kind becomes: versions that were references are
-kept, and others are not."""
+"""Keys that never change in a run: the store keeps only the versions that were references."""
 
 
 def rewarded(kind: str) -> bool:
-    """Whether rewards become advantages; the teacher's log-probs alone do, where they do not."""
+    """Return whether rewards become advantages; otherwise only the teacher's log-probs do."""
     return kind not in BUILT_IN or "advantage" in BUILT_IN[kind].keys
 
 
 def is_own(kind: str) -> bool:
-    """Whether it is `module:attribute` of a user's."""
+    """Return whether it is `module:attribute`."""
     return ":" in kind
 
 
 def check_kind(kind: str) -> None:
-    """Raise ValueError for a kind that is neither known nor a user's own."""
+    """Raise ValueError for an unknown kind."""
     if kind not in BUILT_IN and not is_own(kind):
         near = nearest(kind, BUILT_IN)
         own = f"there are {', '.join(BUILT_IN)}, and module:attribute of your own"
@@ -162,11 +156,8 @@ def check_kind(kind: str) -> None:
 
 
 def refused_kind(before: str, after: Any) -> str:
-    """Why a run whose objective is `before` cannot go on with `after`; empty if it can.
-
-    The source of a user's own is in the fingerprint of a run from its beginning on, so it neither
-    comes nor goes while the run lasts.
-    """
+    """Return why objective `after` cannot replace `before` in a run, or an empty string. The source
+    of a user's objective is part of the fingerprint from the start."""
     if after == before or not isinstance(after, str):
         return ""
     if after in BUILT_IN and not is_own(before):
@@ -175,12 +166,9 @@ def refused_kind(before: str, after: Any) -> str:
 
 
 def defaults_of(given: Mapping[str, Any]) -> dict[str, Plain]:
-    """Every key that this objective uses and that has a default of its own, with it.
-
-    `given` are keys of [objective], None where they are not. An unknown kind uses nothing.
-
-    Example: ``defaults_of({"kind": "gspo"})["loss"] == "sequence-mean"``
-    """
+    """Return the keys that this objective uses, with their defaults; none for an unknown kind.
+    `given` holds the keys of [objective]. Example: ``defaults_of({"kind": "gspo"})["loss"] ==
+    "sequence-mean"``"""
     kind = str(given.get("kind") or "grpo")
     known = dict(OWN_KEYS if is_own(kind) else BUILT_IN[kind].keys if kind in BUILT_IN else {})
     mask = given.get("mask") or known.get("mask")
@@ -190,14 +178,14 @@ def defaults_of(given: Mapping[str, Any]) -> dict[str, Plain]:
 
 
 def uses(given: Mapping[str, Any]) -> frozenset[str]:
-    """Names of the keys that this objective uses, beside `kind` and `options`."""
+    """Return the keys that this objective uses, except `kind` and `options`."""
     known = defaults_of(given)
     loss = given.get("loss") or known.get("loss")
     return frozenset({*known, *(["loss_tokens"] if loss == "constant" else [])})
 
 
 def unused(given: Mapping[str, Any]) -> list[str]:
-    """Keys that are given and that this objective does not use, sorted."""
+    """Return given keys that this objective does not use, sorted."""
     used = uses(given) | MAY_LACK | {"kind", "reference_every"}
     if is_own(str(given.get("kind"))) or not given.get("options"):
         used |= {"options"}
@@ -205,7 +193,7 @@ def unused(given: Mapping[str, Any]) -> list[str]:
 
 
 def why_unused(given: Mapping[str, Any], key: str) -> str:
-    """Why `key` is not used, in one line."""
+    """Return why `key` is not used, on one line."""
     kind = given.get("kind") or "grpo"
     if key in CONDITIONAL:
         other, values = CONDITIONAL[key]
@@ -215,7 +203,7 @@ def why_unused(given: Mapping[str, Any], key: str) -> str:
 
 
 def hint_for(given: Mapping[str, Any], key: str) -> str:
-    """Which kinds use `key`, or what this one has instead."""
+    """Return the kinds that use `key`, or the keys of this kind."""
     if key in CONDITIONAL:
         other, _ = CONDITIONAL[key]
         return f"leave it out, or set objective.{other}"
@@ -225,13 +213,9 @@ def hint_for(given: Mapping[str, Any], key: str) -> str:
 
 
 def settled(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of [objective] after `changes`: another kind starts from its own defaults.
-
-    Keys that belong to a value that is changed away go with it; what was changed stays even if
-    it is not used, so that it is refused and not forgotten.
-
-    Example: ``settled({"kind": "grpo", "kl": 0.1}, {"kind": "topr"}) == {"kind": "topr"}``
-    """
+    """Return the keys of [objective] after `changes`. A new kind starts from its own defaults, and
+    keys of a replaced value are removed; changed keys stay, so that unused ones are refused.
+    Example: ``settled({"kind": "grpo", "kl": 0.1}, {"kind": "topr"}) == {"kind": "topr"}``"""
     if changes.get("kind", given.get("kind")) != given.get("kind"):
         stays = {key: given[key] for key in ("reference_every",) if given.get(key) is not None}
         return {**stays, **changes}

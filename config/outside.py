@@ -1,5 +1,4 @@
-"""Sections about processes and machines beside the run: how bytes go to them, what they are told,
-what is asked of them. See `model`."""
+"""Sections about other processes and machines."""
 
 from __future__ import annotations
 
@@ -55,11 +54,10 @@ class Teacher(Section, frozen=True, kw_only=True):
 
     @property
     def given(self) -> bool:
-        """Whether there is one."""
         return bool(self.path or self.url)
 
     def on(self, local: Teacher) -> Teacher:
-        """This teacher of a run as a machine reaches it whose own keys are `local`."""
+        """Return this teacher with the local keys of a machine."""
         if not local.given:
             return self
         return msgspec.structs.replace(local, model=self.model, digest=self.digest)

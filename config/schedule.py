@@ -1,10 +1,5 @@
-"""Decides the learning rate of a step: a pure function of the step and the configuration in force.
-
-The batch decision carries the rate of its step, so trainer, replay and audit see a number. Only
-additions, multiplications and divisions make it, which are the same bits on every machine: an
-audit elsewhere makes the decision again, and `math.cos` differs in its last bit between C
-libraries.
-"""
+"""Learning rate of a step. Uses additions, multiplications and divisions only: `math.cos` differs
+in its last bit between C libraries, and an audit recomputes the decision."""
 
 from __future__ import annotations
 
@@ -14,20 +9,15 @@ from typing import Final, Literal
 Schedule = Literal["constant", "linear", "cosine"]
 
 _TERMS: Final = 12
-"""Of the cosine's series; within a right angle the next one is below 1e-19."""
+"""Terms of the cosine's series; within a right angle the next one is below 1e-19."""
 
 
 def rate_of(
     step: int, *, peak: float, schedule: Schedule, warmup: int, end: int, least: float
 ) -> float:
-    """The learning rate of `step` (from 0).
-
-    It grows to `peak` in equal parts over the first `warmup` steps, whose last has it whole; then
-    it falls on a line or on half a cosine, and is `least` (a share of the peak) from step `end` on.
-    The step before `end` is thus a little above it, as in transformers' schedules.
-
-    Example: ``rate_of(50, peak=1.0, schedule="linear", warmup=0, end=100, least=0.0) == 0.5``
-    """
+    """Return the learning rate of `step` (from 0). It grows linearly to `peak` over `warmup` steps,
+    then falls linearly or on half a cosine to `least` (a share of the peak) at step `end`. Example:
+    ``rate_of(50, peak=1.0, schedule="linear", warmup=0, end=100, least=0.0) == 0.5``"""
     if step < warmup:
         return peak * ((step + 1) / warmup)
     if schedule == "constant":
@@ -40,7 +30,7 @@ def rate_of(
 
 
 def _cosine_of_half_turns(turns: float) -> float:
-    """cos(pi * turns) for turns from 0 to 1, by its series."""
+    """Return cos(pi * turns) for turns from 0 to 1."""
     if turns > 0.5:
         return -_cosine_of_half_turns(1.0 - turns)
     square = (math.pi * turns) * (math.pi * turns)

@@ -1,4 +1,4 @@
-"""What the sections of a configuration are made of: their base, and numbers that keys may be."""
+"""Base of the sections, and types of numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Threads = Annotated[int, Meta(ge=1, le=4096)]
 SIBLINGS_MAX = 1000
-"""Of one group: their numbers have three digits."""
+"""Sibling numbers have three digits."""
 
 Siblings = Annotated[int, Meta(ge=1, le=SIBLINGS_MAX)]
 Spare = Annotated[int, Meta(ge=0, le=SIBLINGS_MAX - 1)]

@@ -1,10 +1,7 @@
-"""Sections that a file may have several times, `[[task]]` and `[[evaluation]]`: decides which of
-them a key, an override or a group means, and which processes of a worker serve it.
-
-In a `Config` and in what is stored of it the first is `task` and the others are `more_tasks`; so a
-run with one has the plain values it always had. In a file, and in an override, there is only
-`[[task]]`, and `task.NAME.key` is a key of the one with that name.
-"""
+"""Sections that may occur several times, `[[task]]` and `[[evaluation]]`: which of them a key, an
+override or a group means, and which processes of a worker serve it. A `Config` holds the first as
+`task` and the others as `more_tasks`. Files and overrides only have `[[task]]` and
+`task.NAME.key`."""
 
 from __future__ import annotations
 
@@ -26,11 +23,11 @@ SEVERAL: Final[Mapping[str, tuple[str, type[Section]]]] = {
     "task": ("more_tasks", Task),
     "evaluation": ("more_evaluations", Evaluation),
 }
-"""Where the second and later ones stand, and what they are."""
+"""Fields of the second and later sections, with their types."""
 
 
 def take_apart(table: Table) -> None:
-    """Lists of a file become the first and the others. Raises ConfigError."""
+    """Split lists of a file into the first and the others. Raises ConfigError."""
     refuse_stored_form(table)
     for section, (more, _) in SEVERAL.items():
         found = table.get(section)
@@ -43,14 +40,14 @@ def take_apart(table: Table) -> None:
 
 
 def refuse_stored_form(table: Mapping[str, Any]) -> None:
-    """In files and overrides there is one way to write several. Raises ConfigError."""
+    """Refuse `more_tasks` and `more_evaluations` in files and overrides."""
     for section, (more, _) in SEVERAL.items():
         if more in table:
             raise ConfigError(f"unknown key `{more}`", hint=f"write `[[{section}]]` several times")
 
 
 def tables_of(table: Mapping[str, Any], section: str) -> list[Table]:
-    """All of a section in plain values: one or none, unless it may be there several times."""
+    """Return all tables of a section in plain values."""
     found = [table.get(section)]
     if section in SEVERAL:
         more = table.get(SEVERAL[section][0])
@@ -59,10 +56,8 @@ def tables_of(table: Mapping[str, Any], section: str) -> list[Table]:
 
 
 def addressed(table: Table, override: Table) -> Iterator[tuple[Table, Table]]:
-    """An override as what is laid over which table: `task.NAME.key` over the section of that name.
-
-    Where there are several, a name goes before a key. Raises ConfigError for a key of none of them.
-    """
+    """Return the table and key of an override; `task.NAME.key` selects by name, and a name takes
+    precedence over a key. Raises ConfigError."""
     rest = dict(override)
     for section, (_, kind) in SEVERAL.items():
         there, given = tables_of(table, section), override.get(section)
@@ -85,7 +80,7 @@ def addressed(table: Table, override: Table) -> Iterator[tuple[Table, Table]]:
 
 
 def sections_of(config: Config) -> Iterator[tuple[str, str, Section]]:
-    """Every section of the first level: its name in the file, the prefix of its keys, itself."""
+    """Yield every top-level section: name in the file, key prefix, section."""
     for field in config.__struct_fields__:
         if field in SEVERAL:
             all_of = config.tasks if field == "task" else config.evaluations
@@ -96,7 +91,7 @@ def sections_of(config: Config) -> Iterator[tuple[str, str, Section]]:
 
 
 LOCAL: Final = tuple(one for one in Task.__struct_fields__ if f"task.{one}" not in FROZEN)
-"""Keys of a task that are each machine's own."""
+"""Keys of a task that are local to each machine."""
 
 
 def with_each_task(config: Config, change: Callable[[Task], Task]) -> Config:
@@ -105,7 +100,7 @@ def with_each_task(config: Config, change: Callable[[Task], Task]) -> Config:
 
 
 def with_tasks_of(config: Config, local: Config) -> Config:
-    """The configuration, with those keys of its tasks as this machine's has them."""
+    """Return the configuration with the local task keys of this machine."""
     here = {one.name: one for one in local.tasks}
 
     def changed(one: Task) -> Task:
@@ -119,15 +114,15 @@ def with_tasks_of(config: Config, local: Config) -> Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSpec:
-    """What one pool of task processes serves: a task with its data."""
+    """Tasks and data that one pool of task processes serves."""
 
     task: Task
     sources: tuple[str, ...]
-    """As `GroupSpec.source` names them: what is sampled for training and evaluations of it."""
+    """Served sources, as in `GroupSpec.source`."""
 
 
 def pool_specs(config: Config) -> list[PoolSpec]:
-    """The pools that a worker needs: one per task, and one per evaluation with data of its own."""
+    """Return the pools of a worker: one per task, and one per evaluation with its own data."""
     sources = {one.name: [source_of("train", one.name)] for one in config.tasks}
     apart: list[PoolSpec] = []
     for one in config.evaluations:

@@ -1,5 +1,4 @@
-"""Sections about what a run keeps beside its log: versions, checkpoints, and where they lie. See
-`model`."""
+"""Sections about stored versions and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,21 +14,20 @@ if TYPE_CHECKING:
     from dora_pipe.schemas.control import RunStarted
 
 PATCHES: Final = 8
-"""`policies.whole_every = "auto"` where a patch is a few hundredths of the whole."""
+"""`policies.whole_every = "auto"` if a patch is a few hundredths of the whole."""
 
 PATCHED_SHARE: Final = 0.03
 """Share of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
 
 PATCH_BYTES: Final = 2.4
-"""Bytes of a patch for each changed weight."""
+"""Bytes of a patch per changed weight."""
 
 KEPT_ALL_BYTES: Final = 2**30
-"""`store.keep_every = "auto"` keeps everything where a step adds less than this to the store: a
-thousand of them lie on one disk."""
+"""`store.keep_every = "auto"` keeps everything below this many bytes per step."""
 
 KEPT_CHECKPOINTS: Final = 10
-"""`store.keep_every = "auto"` of larger ones: what is deleted is at most a hundred steps behind a
-checkpoint, with the `trainer.checkpoint_every` that is the default."""
+"""`store.keep_every = "auto"` above that: a deleted version is at most a hundred steps from a
+checkpoint with the default `trainer.checkpoint_every`."""
 
 
 class Policies(Section, frozen=True, kw_only=True):
@@ -62,7 +60,7 @@ class Store(Section, frozen=True, kw_only=True):
 
 
 def whole_every(config: Config, dtype: PolicyDtype) -> int:
-    """`policies.whole_every` of a run that publishes in this type, as a number."""
+    """Return `policies.whole_every` as a number."""
     asked = config.policies.whole_every
     if asked != "auto":
         return asked
@@ -71,7 +69,7 @@ def whole_every(config: Config, dtype: PolicyDtype) -> int:
 
 
 def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
-    """`store.keep_every` of a new run whose versions have this type and so many bytes."""
+    """Return `store.keep_every` of a new run as a number."""
     asked = config.store.keep_every
     if asked != "auto":
         return asked
@@ -79,8 +77,7 @@ def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
 
 
 def bytes_per_step(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
-    """Average bytes per step in a store that keeps everything: a version, whole or a patch,
-    and its share of a checkpoint of AdamW."""
+    """Return the average bytes per step: a version and its share of an AdamW checkpoint."""
     every, checkpoint_every = whole_every(config, dtype), config.trainer.checkpoint_every
     narrow = dtype == "bfloat16"
     parameters = whole_bytes // (2 if narrow else 4)
@@ -90,13 +87,12 @@ def bytes_per_step(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
 
 
 def checkpoint_bytes(parameters: int, *, remainders: bool) -> int:
-    """Bytes of AdamW's moments and of the halves of float32 that bfloat16 weights leave out."""
+    """Return the bytes of AdamW's moments and of the float32 remainders of bfloat16 weights."""
     return (10 if remainders else 8) * parameters
 
 
 def with_keep_every(config: Config, policy: Manifest) -> Config:
-    """The configuration for `run started` of a run with this version 0: what it keeps is decided
-    once, when it begins."""
+    """Return the configuration for `run started` with `store.keep_every` as a number."""
     every = keep_every(config, policy.dtype, policy.bytes)
     return msgspec.structs.replace(
         config, store=msgspec.structs.replace(config.store, keep_every=every)
@@ -104,7 +100,7 @@ def with_keep_every(config: Config, policy: Manifest) -> Config:
 
 
 def deletes(config: Config, started: RunStarted) -> str:
-    """What to say of a new run that deletes versions without being asked to; empty: nothing."""
+    """Return a note on a new run that deletes versions by default, or an empty string."""
     asked = config.store.keep_every
     every = keep_every_of(asked, started)
     if asked != "auto" or not every:
@@ -118,5 +114,5 @@ def deletes(config: Config, started: RunStarted) -> str:
 
 
 def keep_every_of(asked: int | Literal["auto"], started: RunStarted) -> int:
-    """`store.keep_every` of a run that has begun: what is asked now, else what it began with."""
+    """Return `store.keep_every` of a started run: the current value, else the initial one."""
     return int(started.config["store"]["keep_every"]) if asked == "auto" else asked

@@ -1,4 +1,4 @@
-"""What trains: the section [trainer] of a configuration."""
+"""The section [trainer]."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Trainer(Section, frozen=True, kw_only=True):
 
     @property
     def stage_without_effect(self) -> str:
-        """What to say of a `zero_stage` that another kind of trainer was given; empty: nothing."""
+        """Return a note on a `zero_stage` without effect, or an empty string."""
         if self.kind != "torch" or self.zero_stage == Trainer().zero_stage:
             return ""
         return (
@@ -95,6 +95,6 @@ class Trainer(Section, frozen=True, kw_only=True):
 
     @property
     def chunks_refused(self) -> bool:
-        """Whether blocks are never computed in chunks: ZeRO 3 gathers weights for each call, on all
-        ranks together, and their passes have other lengths."""
+        """Return whether chunked blocks are impossible: ZeRO 3 gathers weights per call on all
+        ranks, whose passes differ in length."""
         return self.kind == "deepspeed" and self.zero_stage == 3

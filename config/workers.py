@@ -1,4 +1,4 @@
-"""The sections of rollout workers, their engines, and who has what of them; decides nothing."""
+"""Sections of rollout workers and their engines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class Vllm(Section, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        """Of one worker."""
         return self.tensor_parallel * self.pipeline_parallel
 
 
@@ -75,18 +74,18 @@ class Workers(Section, frozen=True, kw_only=True):
 
     @property
     def prefetch(self) -> int:
-        """Placed requests that a worker holds beside those in its slots, to fill them from; one
-        that waits for an environment, a tool or a reward is not among them."""
+        """Placed requests that a worker holds in addition to its slots; requests that wait for an
+        environment, a tool or a reward do not count."""
         return self.slots // 2
 
     def is_elastic(self, name: str) -> bool:
-        """Whether the worker of this name is one of the last `elastic`."""
+        """Return whether this worker is one of the last `elastic`."""
         last = range(max(0, self.count - self.elastic), self.count)
         return name in [f"w{number}" for number in last]
 
 
 def elastic_problems(config: Config) -> Iterator[str]:
-    """What workers that sleep while a step is computed cannot be with."""
+    """Return the settings that exclude workers which sleep during a step."""
     workers = config.workers
     if workers.elastic > workers.count:
         yield f"workers.elastic: {workers.elastic} are more than workers.count, {workers.count}"

@@ -47,7 +47,7 @@ from dora_pipe.producers.worker.role import worker_config
 from dora_pipe.schemas.control import RequestFailed, RunStarted, config_digest, error_class
 from dora_pipe.schemas.identity import derive_seed, source_of
 from dora_pipe.schemas.trajectory import Trajectory
-from dora_pipe.store.fallbacks import Fallbacks
+from dora_pipe.store.copies import Fallbacks
 from dora_pipe.store.model_dir import write_policy_dir
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore

@@ -24,7 +24,7 @@ from dora_pipe.audit.last_look import LastLook, changed_since
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import Horizon, gc_paused, horizon_of, read_buried
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader, folded_rounds
+from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader
 from dora_pipe.audit.spill import SpillFile
 from dora_pipe.bus.port import Bus
 from dora_pipe.core.errors import InvariantBroken
@@ -314,14 +314,6 @@ def check_catalogue(catalogue: Catalogue, ledger: Ledger, findings: Findings) ->
 def _same(findings: Findings, table: str, expected: object, found: object) -> None:
     message = "the catalogue beside the run was changed, or counts otherwise"
     findings.same("catalogue", table, message, expected=expected, found=found)
-
-
-def build_ledger(bus: Bus, topics: Topics, findings: Findings | None = None) -> Ledger:
-    """Build the ledger in one pass over control and decisions."""
-    ledger = Ledger(topics.run, Findings() if findings is None else findings)
-    for turn in folded_rounds(bus, topics, ledger.findings):
-        ledger.apply(turn)
-    return ledger
 
 
 def audit(bus: Bus, topics: Topics, store: PolicyStore | Path | None) -> AuditReport:

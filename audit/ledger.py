@@ -68,7 +68,7 @@ from dora_pipe.store.adapters import stands_on
 
 
 class Ledger:
-    """Ledger of one run; see `build_ledger`."""
+    """Ledger of one run."""
 
     def __init__(self, run: str, findings: Findings) -> None:
         self.run = run

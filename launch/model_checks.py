@@ -21,8 +21,7 @@ from dora_pipe.producers.engines.registry import check_model as check_engine_mod
 from dora_pipe.producers.engines.torch.causal_lm import EXPERTS
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.chats import chats_of
-from dora_pipe.store.model_dir import embedding_rows, read_config
-from dora_pipe.store.vocabulary import unassigned_ids
+from dora_pipe.store.model_dir import embedding_rows, read_config, unassigned_ids
 
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -318,3 +318,25 @@ def _of_type(config: Mapping[str, Any], dtype: PolicyDtype) -> dict[str, Any]:
         if key in changed:
             changed[key] = dtype
     return changed
+
+
+def unassigned_ids(directory: Path) -> tuple[int, ...]:
+    """Return the token ids with an embedding row but no token, sorted; engines never sample them
+    and the trainer masks them. Empty without tokenizer.json or config.json. Raises PolicyError."""
+    file = directory / "tokenizer.json"
+    there = file.is_file() and (directory / CONFIG).is_file()
+    rows = embedding_rows(read_config(directory)) if there else None
+    if rows is None:
+        return ()
+    return tuple(sorted(set(range(rows)) - token_ids(file)))
+
+
+def token_ids(file: Path) -> frozenset[int]:
+    """Return all ids of a tokenizer.json. Raises PolicyError."""
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_buffer(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise PolicyError(f"{file} is not a tokenizer: {error}") from None
+    return frozenset(backend.get_vocab(with_added_tokens=True).values())

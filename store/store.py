@@ -34,8 +34,7 @@ from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.store.copies import CACHED, MADE, place, shrink, touch
-from dora_pipe.store.fallbacks import Fallbacks
+from dora_pipe.store.copies import CACHED, MADE, Fallbacks, place, shrink, touch
 from dora_pipe.store.files import CLAIMS, TEMPORARY, Files, Listed, LocalFiles, resource_error
 from dora_pipe.store.names import (
     BlobKind,

@@ -37,7 +37,7 @@ PREFIX_REUSE = "prefix_reuse"
 SLEEP = "sleep"
 ROUTES = "routes"
 UNASSIGNED_LEFT_OUT = "unassigned_left_out"
-"""Capability to never sample ids without a token (`store.vocabulary`)."""
+"""Capability to never sample ids without a token (`store.model_dir`)."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

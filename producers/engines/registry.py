@@ -28,7 +28,7 @@ from dora_pipe.producers.engines.port import (
 )
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.vllm.options import check_args
-from dora_pipe.store.vocabulary import unassigned_ids
+from dora_pipe.store.model_dir import unassigned_ids
 
 MOVES: Final = "moves"
 """Capability to migrate running requests; see `Requests.move`."""

@@ -43,7 +43,7 @@ from dora_pipe.producers.worker.effects import (
     Sleep,
 )
 from dora_pipe.schemas.policy import Fallback
-from dora_pipe.store.fallbacks import Fallbacks
+from dora_pipe.store.copies import Fallbacks
 
 STEP_NS: Final = 10_000_000
 """Time of engine steps in one poll; slots are refilled between steps."""

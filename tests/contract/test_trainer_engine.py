@@ -17,9 +17,8 @@ from dora_pipe.producers.engines.port import (
 )
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.schemas.identity import group_id, trajectory_id
-from dora_pipe.store.model_dir import import_model
+from dora_pipe.store.model_dir import import_model, unassigned_ids
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.vocabulary import unassigned_ids
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory

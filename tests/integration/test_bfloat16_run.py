@@ -12,7 +12,7 @@ import pytest
 
 from dora_pipe.analysis.change import Change
 from dora_pipe.analysis.replay import distances_of, replay_steps
-from dora_pipe.audit.auditor import audit, build_ledger
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.config.load import from_plain
 from dora_pipe.launch.plan import run_started
@@ -22,6 +22,7 @@ from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.store import PolicyStore
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
+from tests.support.ledgers import build_ledger
 from tests.support.models import make_llama_gqa
 
 STEPS = 4

@@ -8,11 +8,12 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.audit.auditor import audit, build_ledger
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.producers.worker.role import sampling_params
 from tests.support.cluster import Cluster, TorchParts, make_config
+from tests.support.ledgers import build_ledger
 from tests.support.models import make_llama_gqa
 
 STEPS = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.audit.auditor import audit, build_ledger
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.audit.replay_trajectory import Regenerated, regenerate
@@ -29,6 +29,7 @@ from tests.support.cluster import (
     make_config,
 )
 from tests.support.inline_tasks import episode_tasks
+from tests.support.ledgers import build_ledger
 from tests.support.models import make_qwen2
 from tests.support.recorded_run import RecordedRun, progress_is_known
 from tests.support.tamper import Row, Tamper

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.auditor import audit, build_ledger
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.replay_trajectory import Regenerated, pick, regenerate
 from dora_pipe.ledger.reading import read_catalogue
@@ -20,6 +20,7 @@ from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.rounds import Assign, Move
 from dora_pipe.store.adapters import base_of, stands_on
 from tests.support.cluster import Cluster, TorchParts, make_config
+from tests.support.ledgers import build_ledger
 from tests.support.models import make_qwen2
 
 STEPS = 6

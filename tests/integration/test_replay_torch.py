@@ -11,7 +11,7 @@ import pytest
 from dora_pipe.analysis.change import EMPTY, Change
 from dora_pipe.analysis.replay import StepResult, raise_if_diverged
 from dora_pipe.analysis.retrain import retrain
-from dora_pipe.audit.auditor import audit, build_ledger
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_trajectory import generate_again, pick, regenerate
 from dora_pipe.bus.port import TopicPartition
@@ -23,6 +23,7 @@ from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.store.model_dir import weights_digest
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.contexts import served_agent
+from tests.support.ledgers import build_ledger
 from tests.support.models import make_llama_gqa, make_qwen2
 from tests.support.recorded_run import progress_is_known
 

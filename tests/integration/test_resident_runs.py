@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from dora_pipe.audit.auditor import audit, build_ledger
+from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.entries import Moment
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.orchestrator.recovery import fold_log, read_rounds
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
 from dora_pipe.schemas.rounds import AnyDecision, Assign, Move, Place
 from tests.support.cluster import Cluster, SimulatedParts, make_config
+from tests.support.ledgers import build_ledger
 
 STEPS = 8
 AT = Moment(round=0, offset=0, now_ns=0)

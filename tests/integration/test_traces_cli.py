@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.config.load import load_config
 from dora_pipe.launch.roles import traces
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.span import Span
 from tests.support.command_line import Call, caller
+from tests.support.ledgers import build_ledger
 from tests.support.otlp_endpoint import OtlpEndpoint
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 from tests.support.traces import check_whole, traces_of

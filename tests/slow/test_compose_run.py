@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 VARIABLES = {"DORA_PIPE_STEPS": "3", "DORA_PIPE_SFT_STEPS": "20"}
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 OUTSIDE = "PLAINTEXT_HOST"
 HEALTH = "/opt/kafka/bin/kafka-broker-api-versions.sh --bootstrap-server localhost:9092 > /dev/null"
 

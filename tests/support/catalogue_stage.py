@@ -10,7 +10,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.bus.port import Bus
 from dora_pipe.ledger.builder import CatalogueBuilder
 from dora_pipe.ledger.database import Catalogue
@@ -38,6 +37,7 @@ from dora_pipe.schemas.rounds import (
 )
 from dora_pipe.schemas.topics import Topics
 from tests.support import orchestrator_records as records
+from tests.support.ledgers import build_ledger
 
 SECOND_NS = 1_000_000_000
 START_NS = 1_000 * SECOND_NS

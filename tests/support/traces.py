@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
-from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.entries import GroupEntry
 from dora_pipe.bus.port import Bus
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.span import Link, Span
 from dora_pipe.observe.traces.tracer import Tracer
 from dora_pipe.schemas.topics import Topics
+from tests.support.ledgers import build_ledger
 from tests.support.traces_page import stages
 
 WAY = ("queued", "generated", "reward", "published")

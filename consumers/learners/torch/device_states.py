@@ -33,10 +33,6 @@ class DeviceStates:
         self._pinned: dict[int, list[Tensor]] = {}
         """Free pinned buffers by size: pinning is slower than copying."""
 
-    @property
-    def away_bytes(self) -> int:
-        return sum(size for _, size, _ in self._away)
-
     def leave(self) -> None:
         """Offload; nothing may compute until `come_back`. Raises ResourceError, moving nothing, if
         the host lacks memory.

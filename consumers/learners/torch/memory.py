@@ -158,7 +158,7 @@ def _offloaded(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class UnassignedRows:
-    """Logit columns of ids without a token (`store.vocabulary`)."""
+    """Logit columns of ids without a token (`store.model_dir`)."""
 
     def __init__(self, ids: Sequence[int], vocabulary: int) -> None:
         self.count = len(ids)

@@ -20,7 +20,7 @@ from dora_pipe.consumers.learners.torch.memory import (
 )
 from dora_pipe.consumers.learners.torch.narrow_weights import NarrowWeights
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.vocabulary import unassigned_ids
+from dora_pipe.store.model_dir import unassigned_ids
 
 GROUPED: Final = "grouped_mm"
 """transformers' default implementation of experts: one grouped product."""

@@ -17,8 +17,7 @@ from dora_pipe.consumers.learners.torch.model import Passage, score, score_rows
 from dora_pipe.consumers.learners.torch.network import head_is_all
 from dora_pipe.consumers.teachers.port import Row, Scores
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.model_dir import weights_digest
-from dora_pipe.store.vocabulary import unassigned_ids
+from dora_pipe.store.model_dir import unassigned_ids, weights_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

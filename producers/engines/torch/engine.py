@@ -59,7 +59,7 @@ from dora_pipe.producers.engines.torch.weights import (
     tied_tensors,
     weight_files,
 )
-from dora_pipe.store.vocabulary import unassigned_ids
+from dora_pipe.store.model_dir import unassigned_ids
 
 PREFILL_TOKENS_MAX = 512
 """Prompt tokens per step."""

@@ -62,7 +62,7 @@ from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.rows import Stream, VllmRequest
 from dora_pipe.producers.engines.vllm.versions import LoraVersions
 from dora_pipe.producers.engines.vllm.wire import quoted
-from dora_pipe.store.vocabulary import unassigned_ids
+from dora_pipe.store.model_dir import unassigned_ids
 
 STEP_WAIT_MS: Final = 1_000
 """Maximum wait of a step; a late row is not waited for again until it has a token."""

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.describe import Decode, Description, describe
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.core.errors import UsageError
+from tests.support.ledgers import build_ledger
 from tests.support.recorded_run import RecordedRun
 
 

@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from dora_pipe.audit import export
-from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.export import JSON, ROW, TextColumns, export_parquet, export_policy
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.reading import ends_of, records_of
@@ -26,6 +25,7 @@ from dora_pipe.schemas.trajectory import Trajectory
 from tests.golden import branched_values
 from tests.support.branched_run import branch
 from tests.support.command_line import Call, caller
+from tests.support.ledgers import build_ledger
 from tests.support.recorded_run import RecordedRun
 from tests.support.tamper import Tamper
 

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.audit.auditor import build_ledger
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.observe.traces.span import Span
+from tests.support.ledgers import build_ledger
 from tests.support.recorded_run import RecordedRun
 from tests.support.traces import traces_of
 

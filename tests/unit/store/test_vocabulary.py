@@ -10,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.vocabulary import unassigned_ids
+from dora_pipe.store.model_dir import unassigned_ids
 
 
 def _model(folder: Path, ids: list[int], config: dict[str, Any], added: str = "") -> Path:

@@ -25,6 +25,7 @@ from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Retry, Reward
+from dora_pipe.producers.tasks.registry import open_task, reward_digest
 from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint, said
 
 PROMPT = "Is {{ text }} the answer to {{ row.question }}? Say `Score: n`, from 0 to 10."
@@ -245,6 +246,13 @@ def _task(tmp_path: Path, url: str, **keys: Any) -> model.Task:
         ),
         **keys,
     )
+
+
+def test_the_rubric_is_digested(tmp_path: Path) -> None:
+    config = _task(tmp_path, "http://127.0.0.1:9/v1")
+    before = reward_digest(open_task(config))
+    (tmp_path / "rubric.txt").write_text(PROMPT + " Be strict.")
+    assert before != reward_digest(open_task(config)) != ""
 
 
 def _scored(pool: TaskPool, texts: list[str]) -> dict[str, Rewarded | TaskFailed]:

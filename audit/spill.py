@@ -18,8 +18,8 @@ NUMBER_MAX: Final = (1 << 62) - 1
 ATTEMPT_BITS: Final = 20
 
 _PURPOSES: Final[tuple[Purpose, ...]] = ("train", "eval")
-_PARITIES: Final = {group_id(purpose, 0)[0]: place for place, purpose in enumerate(_PURPOSES)}
-"""Purpose by the first letter of a group id."""
+_LETTERS: Final = {group_id(purpose, 0)[0]: bit for bit, purpose in enumerate(_PURPOSES)}
+"""Bit of a purpose by the first letter of a group id."""
 
 _TABLES: Final = """
 CREATE TABLE groups (number INTEGER PRIMARY KEY, entry BLOB NOT NULL);
@@ -141,5 +141,5 @@ def _group_number(name: str) -> int:
     digits = name[1:]
     if len(digits) != ORDINAL_DIGITS or not (digits.isascii() and digits.isdecimal()):
         return -1
-    parity = _PARITIES.get(name[0])
-    return -1 if parity is None else int(digits) << 1 | parity
+    bit = _LETTERS.get(name[0])
+    return -1 if bit is None else int(digits) << 1 | bit

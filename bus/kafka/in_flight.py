@@ -24,7 +24,7 @@ IN_FLIGHT_BYTES_MAX = 32 * 1024 * 1024
 class InFlight:
     """Unacknowledged records of one append, oldest first; `limit_s` is the deadline of each.
 
-    Example: ``flight.send(record)`` for each, then ``offsets = in_flight.wait()``.
+    Example: ``in_flight.send(record)`` for each, then ``offsets = in_flight.wait()``.
     """
 
     def __init__(self, producer: KafkaProducer, limit_s: float) -> None:

@@ -111,7 +111,7 @@ def sizes(path: str, text: str) -> Iterator[str]:
 def docstrings(path: str, text: str) -> Iterator[str]:
     """Require a docstring in every module."""
     if len((ast.get_docstring(tree_of(text)) or "").split()) < 3:
-        yield f"{path}: no sentence at its head that says what it decides"
+        yield f"{path}: no sentence at its head that says what it contains"
 
 
 def annotations(path: str, text: str) -> Iterator[str]:

@@ -61,13 +61,19 @@ REASONS: Final[Mapping[str, str]] = {
 def check_args(args: Mapping[str, Any]) -> None:
     """Raise ConfigError for a rejected option; vLLM reports unknown ones."""
     for name in args:
-        reason = REASONS.get(name.replace("-", "_"))
+        option = option_of(name)
+        reason = REASONS.get(option)
         if reason is not None:
-            hint = KEYS.get(name.replace("-", "_"))
+            hint = KEYS.get(option)
             raise ConfigError(
                 f"workers.vllm.args.{name}: {reason}",
                 hint=f"set {hint}" if hint else "leave it out of [workers.vllm.args]",
             )
+
+
+def option_of(name: str) -> str:
+    """Return vLLM's name of an option; `hf_overrides.x` is a member of `hf_overrides`."""
+    return name.partition(".")[0].replace("-", "_")
 
 
 def command_words(args: Mapping[str, Any]) -> list[str]:

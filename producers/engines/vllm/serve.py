@@ -27,7 +27,7 @@ from dora_pipe.core.errors import ConfigError, DoraError
 from dora_pipe.producers.engines.vllm import core as vllm_core
 from dora_pipe.producers.engines.vllm import lora as vllm_lora
 from dora_pipe.producers.engines.vllm.core import VllmSettings
-from dora_pipe.producers.engines.vllm.options import check_args, command_words
+from dora_pipe.producers.engines.vllm.options import check_args, command_words, option_of
 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
 
@@ -144,8 +144,6 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     explain."""
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     settings = VllmSettings(
         dtype=asked.dtype,
@@ -156,10 +154,8 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
         sleep=asked.sleep,
         args=asked.args,
     )
-    parser = make_arg_parser(FlexibleArgumentParser())
-    parser.error = _unknown_option
-    arguments: argparse.Namespace = parser.parse_args(command_words(asked.args))
-    given = {name.replace("-", "_") for name in asked.args}
+    arguments: argparse.Namespace = vllm_parser().parse_args(command_words(asked.args))
+    given = {option_of(name) for name in asked.args}
     engine = vllm_core.arguments(
         asked.model, settings, slots=asked.slots, context_tokens=asked.context_tokens
     )
@@ -198,6 +194,16 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
     except vllm_core.REFUSALS as error:
         raise vllm_core.refusal(asked.model, error) from error
     return arguments
+
+
+def vllm_parser() -> Any:
+    """Return vLLM's parser, which raises ConfigError. An abbreviation would evade `check_args`."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(allow_abbrev=False))
+    parser.error = _unknown_option
+    return parser
 
 
 def _unknown_option(message: str) -> NoReturn:

@@ -10,6 +10,7 @@ from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.options import REASONS, check_args, command_words
+from dora_pipe.producers.engines.vllm.serve import vllm_parser
 from dora_pipe.producers.engines.vllm.server import VllmEngine
 from tests.support.fake_vllm_server import FakeVllm
 
@@ -21,6 +22,7 @@ from tests.support.fake_vllm_server import FakeVllm
         ("middleware", "the engine sets it", "leave it out"),
         ("quantization", "not come from the published weights", "leave it out"),
         ("speculative-config", "recorded log-probs would not be", "leave it out"),
+        ("hf_overrides.rope_theta", "not come from the published weights", "leave it out"),
     ],
 )
 def test_option_that_breaks_a_promise_is_refused_by_name(name: str, why: str, hint: str) -> None:
@@ -30,12 +32,14 @@ def test_option_that_breaks_a_promise_is_refused_by_name(name: str, why: str, hi
 
 
 def test_refused_options_are_options_of_vllm() -> None:
-    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
-    cli_args = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
-    parser = cli_args.make_arg_parser(
-        pytest.importorskip("vllm.utils.argparse_utils").FlexibleArgumentParser()
-    )
-    assert arg_utils and REASONS.keys() <= {action.dest for action in parser._actions}
+    pytest.importorskip("vllm.engine.arg_utils")
+    assert REASONS.keys() <= {action.dest for action in vllm_parser()._actions}
+
+
+def test_option_is_not_abbreviated() -> None:
+    pytest.importorskip("vllm.engine.arg_utils")
+    with pytest.raises(ConfigError, match="speculative-confi"):
+        vllm_parser().parse_args(["--speculative-confi={}"])
 
 
 def test_options_become_words_of_vllms_command_line() -> None:

@@ -274,7 +274,7 @@ An unknown key is an error that names the nearest one. Relative paths (`model.pa
 `task.eval_data`, `task.directory`, `store.path`, the files of `[bus]` and `[transfers]`, and that
 of `bus.url`) are seen from the folder of the file; those in an override from where the command is
 started. The resolved configuration is stored with the run. No key holds a secret: see
-docs/kafka.md.
+docs/clusters.md.
 
 The fourth column says what a resumed run may change. *frozen*: nothing; resuming with another
 value is an error. *logged*: it may change between steps; the change stands in the log and is in

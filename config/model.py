@@ -283,7 +283,7 @@ class Staleness(Section, frozen=True, kw_only=True):
     interruptible: bool = False
     """Partial rollout: running requests continue under each new version after a prefill, so that a
     trajectory may mix versions (C1 is off). The bound refers to the version at dispatch. See
-    docs/scheduling.md."""
+    docs/staleness.md."""
 
 
 class Evaluation(Section, frozen=True, kw_only=True):
@@ -321,7 +321,7 @@ class Bus(Section, frozen=True, kw_only=True):
     """Partitions of the topics trajectories and progress."""
     record_bytes_max: RecordBytes = 10 * 1024 * 1024
     """Largest record of a topic. Larger trajectories and progress records are stored in `claims` of
-    the store and referenced by the log. See docs/kafka.md."""
+    the store and referenced by the log. See docs/storage.md."""
     claims_synced: bool = False
     """Write a claimed value to disk (fsync) before its record is appended. SQLite always does.
     Without it on Kafka, a claimed value survives the kill of any process but perhaps not a power

@@ -68,7 +68,7 @@ class Workers(Section, frozen=True, kw_only=True):
     docs/agents.md before you use another host."""
     elastic: NonNegative = 0
     """The last workers of `count` that share their GPUs with the trainer: they sleep during a step
-    (docs/scheduling.md)."""
+    (docs/staleness.md)."""
     versions_resident: Positive = 4
     """Versions that one worker serves concurrently, if they are adapters (`lora.rank`)."""
 

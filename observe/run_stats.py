@@ -98,7 +98,7 @@ LEARNING: Final[Mapping[str, str]] = {
     "clipped_share": "Share of trained tokens whose gradient the clip took away.",
     "learning_rate": "Learning rate of the step, by its schedule.",
 }
-"""Learning metrics and their descriptions; docs/observe.md defines them."""
+"""Learning metrics and their descriptions; docs/monitoring.md defines them."""
 
 RATE: Final = "trainer.learning_rate"
 

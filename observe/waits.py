@@ -194,7 +194,7 @@ class RoleWaits:
     waits: tuple[tuple[str, float], ...]
     """(cause, duration), longest first."""
     names: tuple[str, ...] = ()
-    """Wait names as in docs/why.md, or kinds of the trainer's pieces."""
+    """Wait names as in docs/troubleshooting.md, or kinds of the trainer's pieces."""
 
     def share(self, seconds: float) -> float:
         return seconds / self.there_s if self.there_s else 0.0

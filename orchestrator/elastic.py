@@ -1,4 +1,4 @@
-"""Sleep and wake-up of workers colocated with the trainer (docs/scheduling.md).
+"""Sleep and wake-up of workers colocated with the trainer (docs/staleness.md).
 
 While a batch may be taken or is training, colocated workers get no version; hosts are assigned
 version -1 (sleep), and their requests move or finish. The batch is taken once all of them sleep.

@@ -37,7 +37,7 @@ QUOTA_HINT = (
     "kafka-configs.sh --describe --entity-type clients (and --entity-type users) lists quotas; "
     "raise or delete the one of this user or client"
 )
-ROLES_HINT = "what each role needs stands in docs/kafka.md"
+ROLES_HINT = "docs/clusters.md lists the rights of each role"
 
 FENCED = (kafka_errors.ProducerFencedError, kafka_errors.InvalidProducerEpochError)
 _TRUNCATED = (kafka_errors.OffsetOutOfRangeError, kafka_errors.LogTruncationError)

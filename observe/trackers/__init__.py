@@ -1,1 +1,1 @@
-"""Metrics of a run for experiment trackers; see docs/observe.md."""
+"""Metrics of a run for experiment trackers; see docs/monitoring.md."""

@@ -1,4 +1,4 @@
-"""Metrics of every step and evaluation, for trackers (docs/observe.md).
+"""Metrics of every step and evaluation, for trackers (docs/monitoring.md).
 
 A row depends only on earlier records, so that every reader gets the same rows; statuses are lossy
 and not used.

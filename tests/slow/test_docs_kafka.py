@@ -1,4 +1,4 @@
-"""The commands of docs/kafka.md and docs/operations.md that read a run on a broker."""
+"""Tests of the commands in docs/clusters.md that read a run on a broker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RUN = "read-by-kcat"
 def place(tmp_path_factory: pytest.TempPathFactory, kafka_broker: KafkaBroker) -> Path:
     """A user's folder with a finished run on the broker."""
     if shutil.which("kcat") is None:
-        pytest.skip("the commands of docs/kafka.md need kcat, not found on this machine")
+        pytest.skip("the commands of docs/clusters.md need kcat, not found on this machine")
     place = furnish(tmp_path_factory.mktemp("kcat"))
     config = place / "config.toml"
     url = f"kafka://{kafka_broker.bootstrap}"
@@ -39,8 +39,8 @@ def test_the_docs_read_a_run_without_this_program_as_they_say(
     place: Path, kafka_broker: KafkaBroker, tmp_path: Path
 ) -> None:
     if shutil.which("jq") is None:
-        pytest.skip("the lines of docs/kafka.md need jq, not found on this machine")
-    lines = docs_commands.commands("docs/kafka.md", "jq -r .kind")
+        pytest.skip("the lines of docs/clusters.md need jq, not found on this machine")
+    lines = docs_commands.commands("docs/clusters.md", "jq -r .kind")
     replaced = {"127.0.0.1:9092": kafka_broker.bootstrap, "demo.": f"{RUN}."}
     replaced["python -c"] = f"{sys.executable} -c"
     path = os.environ["PATH"]
@@ -60,5 +60,5 @@ def test_the_docs_ask_the_broker_for_its_replicas_as_they_say(
     write_tools(scripts)
     path = f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     replaced = {"broker-1:9092": kafka_broker.bootstrap}
-    for line in docs_commands.commands("docs/operations.md", "kafka-topics.sh"):
+    for line in docs_commands.commands("docs/clusters.md", "kafka-topics.sh"):
         assert "error" not in docs_commands.run(line, tmp_path, replaced, path).lower()

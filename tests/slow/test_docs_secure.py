@@ -1,4 +1,4 @@
-"""What docs/kafka.md tells an administrator and an auditor to type, on a cluster that asks who."""
+"""Tests of the commands in docs/clusters.md for a cluster with authentication."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ADDRESS = "kafka-1.example:9094"
 @pytest.fixture
 def desk(tmp_path: Path, certificates: Certificates) -> Path:
     """A folder with the files that the page names, as the page shows them."""
-    page = (ROOT / "docs" / "kafka.md").read_text()
+    page = (ROOT / "docs" / "clusters.md").read_text()
     properties = page.split("```properties\n")[1].split("```")[0]
     (tmp_path / "admin.properties").write_text(properties.replace("...", password_of("admin")))
-    shown = docs_commands.commands("docs/kafka.md", "auditor.conf")[0].partition("\n")[2]
+    shown = docs_commands.commands("docs/clusters.md", "auditor.conf")[0].partition("\n")[2]
     (tmp_path / "auditor.conf").write_text(shown.replace("...", password_of("auditor")))
     (tmp_path / "kafka-ca.pem").write_text(Path(certificates.path("ca.pem")).read_text())
     return tmp_path
@@ -68,7 +68,7 @@ def test_the_acl_example_grants_a_worker_what_the_table_says(
     desk: Path, secure_kafka: KafkaBroker
 ) -> None:
     write_tools(desk / "bin")
-    lines = docs_commands.commands("docs/kafka.md", "kafka-acls.sh")
+    lines = docs_commands.commands("docs/clusters.md", "kafka-acls.sh")
     path = f"{desk / 'bin'}:{os.environ['PATH']}"
     docs_commands.run("\n".join(lines), desk, {ADDRESS: secure_kafka.address("SECURE")}, path)
     wanted = {
@@ -81,7 +81,7 @@ def test_the_acl_example_grants_a_worker_what_the_table_says(
 
 def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, secure_kafka: KafkaBroker) -> None:
     write_tools(desk / "bin")
-    (line,) = docs_commands.commands("docs/kafka.md", "--entity-type users")
+    (line,) = docs_commands.commands("docs/clusters.md", "--entity-type users")
     replaced = {ADDRESS: secure_kafka.address("SECURE"), "...": "new-one", "worker": "newcomer"}
     docs_commands.run(line, desk, replaced, f"{desk / 'bin'}:{os.environ['PATH']}")
     (desk / "password").write_text("new-one")

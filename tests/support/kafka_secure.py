@@ -176,10 +176,11 @@ def _acl(right: Mapping[str, str]) -> ACL:
 
 
 def documented_rights(run: str) -> list[dict[str, str]]:
-    """Return the rights of each role from docs/kafka.md, for `allow`."""
+    """Return the rights of each role from docs/clusters.md, for `allow`."""
+    page = (ROOT / "docs" / "clusters.md").read_text().partition("### Rights of each role")[2]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in (ROOT / "docs" / "kafka.md").read_text().splitlines()
+        for line in page.splitlines()
         if line.startswith(tuple(f"| {role} |" for role in ROLES))
     ]
     return [

@@ -24,7 +24,7 @@ REPEATED = 3
 """Files with the same class name that are reported."""
 
 NOT_INSTALLED = ("bench", "docs", "examples", "infra", "tests")
-LIFE = ROOT / "docs" / "life.md"
+LIFE = ROOT / "docs" / "architecture.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def repeated_classes() -> dict[str, int]:
 
 
 def life() -> list[Path]:
-    """Return the files of docs/life.md, in order, each once."""
+    """Return the files of docs/architecture.md, in order, each once."""
     named = re.findall(r"\(\.\./([\w/]+\.py)\)", LIFE.read_text())
     return [Path(name) for name in dict.fromkeys(named)]
 

@@ -131,7 +131,7 @@ def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
 
 
 def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Row]) -> None:
-    page = (ROOT / "docs" / "observe.md").read_text().partition("## Experiment trackers")[2]
+    page = (ROOT / "docs" / "monitoring.md").read_text().partition("## Experiment trackers")[2]
     told = dict(re.findall(r"^\| `([a-z_/*@]+)` \| (.+) \|$", page, re.M))
     names = {name for row in rows for name in row.figures}
     exact = {name for name in told if "*" not in name}  # no task of this run has a name

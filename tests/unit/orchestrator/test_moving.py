@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -217,8 +216,7 @@ def test_move_that_cannot_be_is_refused_and_changes_nothing(
         apply_decision(stage.state, first)
 
 
-def test_the_worked_example_of_the_page_goes_as_it_is_told() -> None:
-    page = " ".join((Path(__file__).parents[3] / "docs" / "scheduling.md").read_text().split())
+def test_moves_free_a_worker_for_the_newest_version() -> None:
     stage = Stage(**{**MANY, "staleness__in_flight_batches": 12.0}).begin()
     stage.join("w0", moves=True)
     stage.join("w1", moves=True)
@@ -241,12 +239,11 @@ def test_the_worked_example_of_the_page_goes_as_it_is_told() -> None:
     assert loads == {"w0": 3, "w1": 1, "w2": 4} and stage.state.version == 2
     (move,) = moves_of(stage.plan())
     assert (move.worker, move.to) == ("w1", "w0")
-    assert f'"{move.reason}"' in page
     apply_observation(stage.state, PlanPeriod())
     assert stage.plan() == []
     stage.release(move.trajectory)
     place, assigned = stage.plan()
-    assert isinstance(assigned, Assign) and f'"{assigned.reason}"' in page
+    assert isinstance(assigned, Assign)
     assert placed_by([place])[0].worker == "w0"
     stage.load()
     stage.plan()

@@ -125,7 +125,7 @@ DS_WANTED = $$(cat requirements/deepspeed.txt requirements/dev.txt pyproject.tom
 # The torch trainer passes the same contract in `make test`.
 DS_TESTS := -k deepspeed tests/contract/test_trainer.py tests/contract/test_trainer_engine.py tests/deepspeed
 
-deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see docs/training.md)
+deepspeed: setup ## Make .venv-deepspeed: everything of .venv and DeepSpeed (see docs/install.md)
 	@if [ "$$(cat .venv-deepspeed/.stamp 2>/dev/null)" != "$(DS_WANTED)" ]; then \
 	  echo "deepspeed: .venv-deepspeed, packages of requirements/deepspeed.txt checked by their hashes" >&2; \
 	  [ -x $(DS)/python ] || $(PYTHON) -m venv .venv-deepspeed; \
@@ -148,7 +148,7 @@ GPU_LOCKS := requirements/vllm.txt requirements/vllm-deepspeed.txt
 GPU_WANTED = $$(cat $(GPU_LOCKS) pyproject.toml | sha256sum | cut -c1-16)
 .PHONY: gpu install-gpu test-gpu gpu-report
 
-gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs/gpu.md)
+gpu: ## Make .venv-gpu: vLLM for GPUs and DeepSpeed, from hashed locks (see docs/install.md)
 	@command -v nvidia-smi >/dev/null || [ -e /dev/nvidia0 ] || { echo "error: no GPU on this machine" >&2; \
 	  echo "hint: make vllm and make deepspeed need none" >&2; exit 1; }
 	@$(MAKE) --no-print-directory setup
@@ -168,7 +168,7 @@ test-gpu: ## The contract suites and whole runs on a GPU; in another environment
 	@[ "$(GPU_PYTHON)" != "$(GPU)/python" ] || $(MAKE) --no-print-directory gpu
 	@$(GPU_PYTHON) -m tests.support.gpu $(ARGS)
 
-gpu-report: ## Suites and figures of a GPU, piece by piece, into gpu-report/ (docs/gpu.md); goes on
+gpu-report: ## Suites and figures of a GPU, piece by piece, into gpu-report/ (docs/engines.md); goes on
 	@[ "$(GPU_PYTHON)" != "$(GPU)/python" ] || $(MAKE) --no-print-directory gpu
 	@$(GPU_PYTHON) -m dora_pipe.bench.gpu_report $(ARGS)
 

@@ -117,7 +117,7 @@ class Task(Section, frozen=True, kw_only=True):
     """`module:function` of each Python function that the model may call; for `dataset`."""
     mcp: tuple[McpServer, ...] = ()
     """MCP servers whose tools the model may call: `{command = ["python", "notes.py"]}`, `{url =
-    "http://host/mcp"}`. See docs/tools.md."""
+    "http://host/mcp"}`. See docs/environments.md."""
     reward: str | tuple[RewardUse, ...] = ""
     """`module:function`, a built-in reward such as `math`, or a list: `[{use = "math", weight =
     1.0}, ...]`. Replaces the reward of the task. See docs/rewards.md."""
@@ -128,7 +128,7 @@ class Task(Section, frozen=True, kw_only=True):
     """Keyword arguments of the task."""
     sampler: str = ""
     """`module:weights`, a function that returns how often each row is drawn; empty: each row once
-    per pass, shuffled. See docs/tasks.md."""
+    per pass, shuffled. See docs/data.md."""
     drop_solved: float | None = None
     """Skip rows whose last four groups each reached this mean reward."""
     python: str = ""
@@ -154,8 +154,8 @@ class Task(Section, frozen=True, kw_only=True):
     agent."""
     replayable: bool = False
     """Declares that environments and tools repeat their answers exactly for the same turns.
-    Episodes then resume after the death of a worker or process, and may move (docs/tasks.md). Tasks
-    may declare this themselves."""
+    Episodes then resume after the death of a worker or process, and may move. Tasks may declare
+    this themselves."""
     turns_max: NonNegative = 0
     """Model turns per trajectory of an environment, or calls of an agent; 0: 8, for an agent 64."""
     agent: str | tuple[str, ...] = ""
@@ -166,7 +166,7 @@ class Task(Section, frozen=True, kw_only=True):
     refuse the call."""
     special_tokens: Literal["text", "parse"] = "text"
     """Encoding of control tokens in prompts and observations: as text, or as the tokenizer's
-    control tokens, which lets data or a tool end a turn. See docs/tasks.md."""
+    control tokens, which lets data or a tool end a turn. See docs/data.md."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template, such as `enable_thinking`."""
     renderer: str = "auto"
@@ -254,7 +254,7 @@ class Groups(Section, frozen=True, kw_only=True):
     """Trajectories per group."""
     spare: Spare = 0
     """Redundant trajectories per group: a group is complete with `size` valid ones, and the others
-    end as surplus. This drops slow trajectories; `audit` reports by how much (docs/tasks.md)."""
+    end as surplus. This drops slow trajectories; `audit` reports by how much."""
     per_step: Positive = 32
     """Groups per training step."""
     min_valid_siblings: Positive = 2
@@ -390,11 +390,11 @@ LEARNING_RATE_MAX = 1e3
 
 class Objective(Section, frozen=True, kw_only=True):
     """The loss. Each kind has its own keys and defaults; an unused key is an error
-    (docs/objectives.md)."""
+    (docs/training.md)."""
 
     kind: str = "grpo"
     """grpo, dapo, dr-grpo, decoupled-ppo, tis, cispo, topr, weighted-topr, gspo, distill (a teacher
-    instead of rewards), or `module:attribute` (docs/extending.md). A new kind starts from its own
+    instead of rewards), or `module:attribute` (docs/training.md). A new kind starts from its own
     defaults. `grpo` has DAPO's defaults (token-mean, clip_high 0.28); GRPO as published is loss =
     "sequence-mean", clip_high = 0.2, kl = 0.04."""
     clip_low: PositiveFloat | None = None
@@ -463,7 +463,7 @@ NO_TEACHER = "objective.teacher_weight: there is no teacher (teacher.path or tea
 
 
 class Lora(Section, frozen=True, kw_only=True):
-    """Train a LoRA adapter on version 0's weights (docs/training.md)."""
+    """Train a LoRA adapter on version 0's weights (docs/large-models.md)."""
 
     rank: NonNegative = 0
     """Rank of the adapter; 0: train all weights."""

@@ -1,6 +1,6 @@
 """Built-in objectives, one row each, with the keys of [objective] that they use. Nothing is
 imported to read a configuration. `model.Objective` refuses other keys and fills in defaults. See
-docs/objectives.md and docs/extending.md."""
+docs/training.md."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ checkpoint with the default `trainer.checkpoint_every`."""
 
 
 class Policies(Section, frozen=True, kw_only=True):
-    """Storage format of policy versions (docs/training.md)."""
+    """Storage format of policy versions (docs/sizing.md)."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of published weights or adapters, which workers sample with and digests cover. `auto`:

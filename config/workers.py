@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Vllm(Section, frozen=True, kw_only=True):
-    """The vLLM engine (docs/vllm.md)."""
+    """The vLLM engine (docs/engines.md)."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and computation in the engine."""
@@ -33,7 +33,7 @@ class Vllm(Section, frozen=True, kw_only=True):
 
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     """Other vLLM options, such as `max_num_batched_tokens = 8192`; part of the engine version that
-    a worker reports. docs/vllm.md lists refused options."""
+    a worker reports. docs/engines.md lists refused options."""
 
     @property
     def gpus(self) -> int:
@@ -46,7 +46,7 @@ class Workers(Section, frozen=True, kw_only=True):
     count: NonNegative = 2
     """Workers that `run` starts; others may join."""
     engine: str = "torch"
-    """torch, vllm, or `module:attribute` (docs/extending.md)."""
+    """torch, vllm, or `module:attribute` (docs/engines.md)."""
     gpus: tuple[NonNegative, ...] = ()
     """GPUs of w0, w1, ..., `vllm.tensor_parallel` each, counted from 0 among the visible ones;
     empty: all workers use the first. For the vLLM engine."""

@@ -1,4 +1,4 @@
-"""Estimate the GPU memory and disk of a run, and find keys that fit (docs/large-models.md)."""
+"""Estimate the GPU memory and disk of a run, and find keys that fit (docs/sizing.md)."""
 
 from __future__ import annotations
 

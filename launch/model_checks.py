@@ -92,7 +92,7 @@ def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Cha
     if spec.task.has_agent and any(unread):
         say(
             "note: nothing reads the tool calls of this model's chat template: calls of the agent's"
-            " tools arrive as text (hint: set task.tool_parser, see docs/chat.md)"
+            " tools arrive as text (hint: set task.tool_parser, see docs/data.md)"
         )
     return chats
 

@@ -37,9 +37,7 @@ DRAW_BITS: Final = 53
 Weigh = Callable[[Sequence[RowStats], int], Sequence[float]]
 """User's sampler: row counters and version to one weight per row."""
 
-HINT: Final = (
-    "mend it and go on with `run --resume`; docs/tasks.md says what a sampler is given and gives"
-)
+HINT: Final = "mend it and go on with `run --resume`; docs/data.md describes samplers"
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ OBJECTIVES: Final[Mapping[str, Mapping[str, float | str]]] = MappingProxyType(
 """Objectives: kind with its defaults, and the demo's mean.
 
 DAPO and Dr. GRPO keep their own means. With both weights at 1 weighted TOPR would equal TOPR. The
-last three are masks, named as in docs/objectives.md.
+last three are masks, named as in docs/training.md.
 """
 
 

@@ -306,7 +306,7 @@ def serve_task(
     override: OverrideOption = None,
 ) -> None:
     """Serve the task of a configuration to the workers whose task.url names this address. Each
-    connection gets a process. There is no TLS: see docs/tasks.md."""
+    connection gets a process. There is no TLS: see docs/environments.md."""
     from dora_pipe.producers.tasks.serving import serve_task
 
     serve_task(config, override or (), listen=listen, name=task, processes=processes)

@@ -81,7 +81,7 @@ def learner_kind(name: str, directory: str = "") -> LearnerKind:
     if not isinstance(found, LearnerKind):
         raise ConfigError(
             f"trainer.kind: `{name}` is a {type(found).__name__}, not a LearnerKind",
-            hint="docs/extending.md says what a trainer brings",
+            hint="docs/training.md says what a trainer brings",
         )
     return found
 

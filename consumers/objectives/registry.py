@@ -66,7 +66,7 @@ def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
     if not below and not isinstance(found, ObjectiveKind):
         raise ConfigError(
             f"{KEY}: `{name}` is a {type(found).__name__}, not an ObjectiveKind",
-            hint="docs/extending.md says what an objective brings",
+            hint="docs/training.md says what an objective brings",
         )
     return found if isinstance(found, ObjectiveKind) else ObjectiveKind(terms=found)
 

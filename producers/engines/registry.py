@@ -37,7 +37,7 @@ VLLM: Final = "vllm"
 
 VLLM_RANK_MAX: Final = 512
 
-VLLM_HINT: Final = f"make vllm (CPU), make gpu or {install_hint('vllm')}; see docs/vllm.md"
+VLLM_HINT: Final = f"make vllm (CPU), make gpu or {install_hint('vllm')}; see docs/engines.md"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def engine_kind(name: str, directory: str = "") -> EngineKind:
     if not isinstance(found, EngineKind):
         raise ConfigError(
             f"workers.engine: `{name}` is a {type(found).__name__}, not an EngineKind",
-            hint="docs/extending.md says what an engine brings",
+            hint="docs/engines.md says what an engine brings",
         )
     return found
 
@@ -135,7 +135,7 @@ def check_capabilities(
         raise ConfigError(
             f"the model has embedding rows without a token, and engine {engine.name} may sample"
             " them",
-            hint=f"an engine that never does declares {UNASSIGNED_LEFT_OUT} (docs/extending.md)",
+            hint=f"an engine that never does declares {UNASSIGNED_LEFT_OUT} (docs/engines.md)",
         )
     if elastic and SLEEP not in engine.declares:
         raise ConfigError(

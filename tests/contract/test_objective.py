@@ -31,7 +31,7 @@ Value = Callable[[Inputs, Objective, Tensor], Callable[[Tensor], Tensor]]
 alone, as its paper writes it. What has no gradient is held still."""
 
 LENGTHS = (3, 1, 4, 2)
-GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
 few = hypothesis_settings(max_examples=8)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -95,7 +95,7 @@ class Subject:
 
 @pytest.fixture(scope="module", autouse=True)
 def sapo(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The objective of docs/extending.md, as a user has it: a file beside the configuration."""
+    """The objective of docs/training.md, as a user has it: a file beside the configuration."""
     folder = tmp_path_factory.mktemp("own")
     (block,) = re.findall(r"```python\n(# sapo.py.*?)```", GUIDE.read_text(), re.DOTALL)
     (folder / "sapo.py").write_text(block)

@@ -26,7 +26,7 @@ from tests.support.models import make_qwen2
 from tests.support.tiers import more
 
 STEPS = 3
-GUIDE = Path(__file__).parents[2] / "docs" / "extending.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
 
 
 def write_own(folder: Path, constant: str = "4") -> None:
-    """The file of docs/extending.md, beside the configuration."""
+    """The file of docs/training.md, beside the configuration."""
     (block,) = re.findall(r"```python\n(# sapo.py.*?)```", GUIDE.read_text(), re.DOTALL)
     (folder / "sapo.py").write_text(block.replace("gate = 4 /", f"gate = {constant} /"))
     sys.modules.pop("sapo", None)

@@ -1,4 +1,4 @@
-"""Every command of docs/tour.md, typed in a folder where a short run of that name has ended."""
+"""Every command of docs/quickstart.md about the run `demo`, typed where a short one has ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.user_run import call, furnish
 
 pytestmark = pytest.mark.slow
 
-PAGE = "docs/tour.md"
+PAGE = "docs/quickstart.md"
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 SERVES = "dora-pipe ui demo"
 """The one command that ends when it is told to."""

@@ -31,7 +31,7 @@ EVENT_BYTES_MAX: Final = 1 << 25
 
 HINTS: Final = {
     401: "is it another program, or of another key?",
-    404: "a stock server lacks the worker's extension; start it as docs/vllm.md describes",
+    404: "a stock server lacks the worker's extension; start it as docs/engines.md describes",
 }
 
 EVENT_END: Final = b"\n\n"

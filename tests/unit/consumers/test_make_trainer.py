@@ -177,7 +177,11 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
         ({"objective": "nowhere:X"}, "objective.kind: cannot import `nowhere`", "task.directory"),
         ({"objective": "broken:X"}, "objective.kind: cannot import `broken`: name", "first"),
         ({"objective": "mine:MINES"}, "objective.kind: `mine` has no `MINES`", "`MINE`"),
-        ({"objective": "mine:TRAINER"}, "is a LearnerKind, not an ObjectiveKind", "extending"),
+        (
+            {"objective": "mine:TRAINER"},
+            "is a LearnerKind, not an ObjectiveKind",
+            "docs/training.md",
+        ),
         ({"options": {"bta": 1}}, "objective.options.bta: mine:MINE has no such key", "are beta"),
         ({"options": {"beta": "x"}}, "objective.options.beta: expected `float`, got `str`", ""),
         ({"options": {"beta": -1.0}}, "objective.options: beta is below 0", ""),
@@ -185,7 +189,7 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
         ({"objective": "grpo", "options": {"beta": 1}}, "kind `grpo` does not use it", "own"),
         ({"trainer": "trch"}, "trainer.kind: no trainer `trch`", "`torch`"),
         ({"trainer": "mine:Trainer"}, "trainer.kind: `mine` has no `Trainer`", ""),
-        ({"trainer": "mine:MINE"}, "not a LearnerKind", "extending"),
+        ({"trainer": "mine:MINE"}, "not a LearnerKind", "training.md"),
         ({"trainer": "mine:TRAINER", "every": "5"}, "reference_every: trainer", "moving_reference"),
     ],
 )

@@ -22,8 +22,10 @@ from tests.support.tidy import ROOT
 PAGE = (ROOT / "docs" / "data.md").read_text()
 
 
-def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+def block(language: str, text: str) -> str:
+    """Return the only block of a language that contains a text."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    (found,) = [block for block in blocks if text in block]
     return str(found)
 
 
@@ -38,7 +40,9 @@ def test_configuration_of_the_page_opens_the_data_that_it_names(
         for n in range(2000)
     ]
     TEXT["rows.parquet"](Path("data/train-0.parquet"), rows)
-    task = open_task(msgspec.convert(tomllib.loads(block("toml"))["task"], model.Task))
+    task = open_task(
+        msgspec.convert(tomllib.loads(block("toml", "eval_share"))["task"], model.Task)
+    )
     assert isinstance(task, DatasetTask)
     train, held = task.rows("train"), task.rows("eval")
     assert len(train) + len(held) == 400
@@ -49,7 +53,7 @@ def test_configuration_of_the_page_opens_the_data_that_it_names(
 
 def test_task_of_the_page_reads_its_rows(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
-    exec(block("python"), names)
+    exec(block("python", "open_rows"), names)
     write_jsonl(tmp_path / "a.jsonl", [{"n": n, "split": ("train", "eval")[n]} for n in range(2)])
     task = names["Mine"](str(tmp_path / "a.jsonl"))
     assert [list(task.rows(split)) for split in ("train", "eval")] == [

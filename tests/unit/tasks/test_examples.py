@@ -1,6 +1,5 @@
 """Tests of the repository's examples."""
 
-import asyncio
 import re
 import tomllib
 from pathlib import Path
@@ -40,19 +39,15 @@ def test_examples_of_built_in_tasks_are_what_init_writes(name: str) -> None:
     assert table(EXAMPLES / f"{name}.toml") == table(ROOT / "launch" / "templates" / f"{name}.toml")
 
 
-def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
-    """Runs every block of docs/tasks.md and uses its classes as described."""
-    guide = (ROOT / "docs" / "tasks.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
-    assert len(blocks) == 6
+def python_blocks(page: str) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    return "\n".join(blocks)
+
+
+def test_python_of_the_pages_runs_and_does_what_it_says() -> None:
+    """Run the blocks of the pages about tasks and data."""
     names: dict[str, Any] = {}
-    scores = []
-    for block in blocks:
-        exec(block.replace("    ...\n", ""), names)
-        scores.append(names["score"])
-    row = {"prompt": "a", "answer": "b"}
-    assert scores[0](row, " b\n") == 1.0
-    assert scores[1](row, "bb").parts == {"exact": 0.0}
+    exec(python_blocks("environments.md") + "\n" + python_blocks("data.md"), names)
     seen = [RowStats(), *(RowStats(groups=2, recent=(one, one)) for one in (0.0, 0.5, 1.0))]
     assert names["weights"](seen, 3) == pytest.approx([0.27, 0.02, 0.27, 0.02])
     squares = names["Squares"](largest=9)
@@ -61,16 +56,10 @@ def test_python_in_the_guide_runs_and_does_what_it_says() -> None:
     assert squares.reward({"n": 3}, " 9", []) == 1.0
     world = names["GuessTask"]().environment({"secret": 4})
     world.reset({"secret": 4})
-    assert [world.step(text).text for text in ("3", "x", "9", "4")] == [
-        "higher",
-        "higher",
-        "lower",
-        "",
-    ]
+    texts = [world.step(text).text for text in ("3", "x", "9", "4")]
+    assert texts == ["higher", "higher", "lower", ""]
     assert world.step("4").done
-    shell = names["Shell"]()
-    assert asyncio.run(shell.reset({"question": "where?", "answer": "here"})) == "where?"
-    assert [asyncio.run(shell.step(text)).done for text in ("there", " here ")] == [False, True]
+    assert names["calculate"](2, "*", 3) == 6
 
 
 def test_train_your_own_of_the_readme_is_the_example_with_a_chat_model() -> None:

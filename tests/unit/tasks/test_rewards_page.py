@@ -33,7 +33,9 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, block in zip(("mine", "model", "served", "ranks"), blocks("python"), strict=True):
+    for name, block in zip(
+        ("mine", "parts", "model", "served", "ranks"), blocks("python"), strict=True
+    ):
         module = ModuleType(name)
         exec(block, module.__dict__)
         monkeypatch.setitem(sys.modules, name, module)

@@ -17,7 +17,6 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, Rewarded
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
-from tests.integration.test_environments_page import block
 from tests.support.task_pool import ask, pid_of, prompt, score, survey, wait_until_gone
 
 MODULE = """
@@ -154,11 +153,11 @@ def test_interpreter_that_is_taken_away_ends_the_pool_in_one_line(bare: Path, fo
                 pool.poll()
 
 
-def test_the_page_names_the_interpreter_beside_its_configuration(bare: Path, folder: Path) -> None:
+def test_configuration_names_an_interpreter_next_to_it(bare: Path, folder: Path) -> None:
     (folder / "games").symlink_to(bare, target_is_directory=True)
     head = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'
     written = folder / "config.toml"
-    written.write_text(head + block("My environment needs another Python", "toml"))
+    written.write_text(head + '[task]\nkind = "mine:Game"\npython = "games/bin/python"\n')
     with TaskPool(load_config(written, ()).task) as pool:
         seen = [ask(pool, prompt("a")), ask(pool, EnvStep(request="a", turn=Turn(text="go")))]
         assert [getattr(one, "text", "") for one in seen] == ["a game", str(bare)]

@@ -20,9 +20,9 @@ from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, EpisodeLost, P
 from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
-from tests.integration.test_environments_page import block
 from tests.support.task_pool import DEADLINE_S, ask, is_gone, prompt, score, write_module
 from tests.support.task_server import TOKEN, Server
+from tests.support.tidy import ROOT
 
 
 @pytest.fixture
@@ -187,9 +187,10 @@ def test_what_is_no_address_is_refused(keys: dict[str, Any], message: str) -> No
         from_plain(plain)
 
 
-def test_the_page_says_what_workers_need(folder: Path, server: Server) -> None:
+def test_page_shows_the_keys_of_workers(folder: Path, server: Server) -> None:
     head = '[run]\nname = "page"\nsteps = 2\n\n[model]\npath = "model"\n\n'
-    toml = block("My environments are on other machines", "toml")
+    page = (ROOT / "docs" / "environments.md").read_text()
+    (toml,) = re.findall(r"```toml\n([^`]*tcp://[^`]*)```", page)
     assert len(re.findall(r"tcp://games-\d:7000", toml)) == 2
     (folder / "page.toml").write_text(
         head + re.sub(r"tcp://games-\d:7000", server.url, toml).replace("= 16", "= 1")

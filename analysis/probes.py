@@ -156,7 +156,7 @@ class EvaluationProbe:
 
     def _wanted(self, draw: int, digest: str) -> SampleRequest:
         evaluation = self.config.evaluation
-        ordinal, sample = divmod(draw, evaluation.siblings)
+        ordinal, sample = divmod(draw, evaluation.group_size)
         again, row = divmod(ordinal, evaluation_rows(self.started, evaluation))
         spec = evaluation_group(
             self.started,

@@ -18,7 +18,7 @@ import msgspec
 
 from dora_pipe.analysis.rescore import ScoredTogether
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import Groups
+from dora_pipe.config.model import Rollout
 from dora_pipe.consumers.learners.settings import advantage_rule
 from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.ledger.database import Catalogue
@@ -114,9 +114,9 @@ def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Com
     return compare(groups, rules_of(tables), settings, left_out=len(rows) - len(groups))
 
 
-def rules_of(tables: Catalogue) -> Groups:
+def rules_of(tables: Catalogue) -> Rollout:
     ((config,),) = tables.query("select config from runs")
-    return logged_config(msgspec.json.decode(config)).groups
+    return logged_config(msgspec.json.decode(config)).rollout
 
 
 def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, ScoredTogether]:
@@ -125,7 +125,9 @@ def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, Sco
     return {
         row["group_id"]: ScoredTogether(
             size=len(row["trajectories"]),
-            valid_min=1 if row["purpose"] == "eval" else min(rules.min_valid_siblings, row["size"]),
+            valid_min=1
+            if row["purpose"] == "eval"
+            else min(rules.min_valid_trajectories, row["size"]),
             recorded={
                 name: (reward, msgspec.json.decode(parts, type=dict[str, float]))
                 for name, reward, parts in zip(
@@ -141,7 +143,7 @@ def scored_together(tables: Catalogue, sources: frozenset[str]) -> dict[str, Sco
 
 def compare(
     groups: Sequence[ScoredGroup],
-    rules: Groups,
+    rules: Rollout,
     settings: Mapping[int, Mapping[str, Any]],
     *,
     left_out: int = 0,
@@ -176,13 +178,13 @@ def compare(
     )
 
 
-def outcome_of(rewards: Rewards, size: int, rules: Groups) -> str:
+def outcome_of(rewards: Rewards, size: int, rules: Rollout) -> str:
     """Return a complete group's outcome, like `state_ops.outcome_of`.
 
     Example: with filtering, ``outcome_of([1.0, 1.0], 2, rules) == "filtered"``
     """
     valid = [one for one in rewards if one is not None]
-    if len(valid) < min(rules.min_valid_siblings, size):
+    if len(valid) < min(rules.min_valid_trajectories, size):
         return "failed"
     return "filtered" if rules.filter_zero_advantage and len(set(valid)) <= 1 else "trained"
 

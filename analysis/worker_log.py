@@ -78,7 +78,7 @@ def alone(config: Config, engine: str) -> Config:
     """Return the worker's configuration: no progress records, not colocated."""
     config = with_engine(config, engine)
     workers = msgspec.structs.replace(
-        config.workers, elastic=0, checkpoint_tokens=config.workers.context_tokens
+        config.workers, colocated=0, checkpoint_tokens=config.workers.max_model_len
     )
     return msgspec.structs.replace(config, workers=workers)
 
@@ -86,8 +86,8 @@ def alone(config: Config, engine: str) -> Config:
 def started_of(started: RunStarted, name: str) -> RunStarted:
     """Return the run's first record with one fixed version and without routed experts."""
     plain: dict[str, Any] = dict(started.config)
-    plain["staleness"] = {**plain.get("staleness", {}), "interruptible": False}
-    plain["sampling"] = {**plain.get("sampling", {}), "routes": False}
+    plain["staleness"] = {**plain.get("staleness", {}), "partial_rollout": False}
+    plain["sampling"] = {**plain.get("sampling", {}), "return_routed_experts": False}
     return msgspec.structs.replace(
         started, run=name, config=plain, config_digest=config_digest(plain)
     )

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import GroupEntry
-from dora_pipe.config.model import Groups, in_flight_batches
+from dora_pipe.config.model import Rollout, async_batches
 from dora_pipe.schemas.rounds import GroupSpec, TakePart
 
 Outlook = Literal["running", "finished", "filtered", "failed", "evaluated"]
@@ -104,10 +104,10 @@ class BoundLedger:
 
     def why_not_admit(self, deadline: int, in_force: EffectiveConfig) -> str:
         """Return why one more group with this deadline is not allowed, or ""."""
-        config, per_step = in_force.config, in_force.config.groups.per_step
+        config, per_step = in_force.config, in_force.config.rollout.prompts_per_step
         busy = len(self.u) + (per_step if self.training is not None else 0)
-        batches = in_flight_batches(config.staleness)
-        if config.staleness.in_flight_batches == "auto":
+        batches = async_batches(config.staleness)
+        if config.staleness.async_batches == "auto":
             batches = min(self.in_flight, batches)
         limit = max(per_step, math.ceil(batches * per_step - _ROUNDING))
         if busy >= limit:
@@ -120,7 +120,7 @@ class BoundLedger:
     def why_not_part(self, take: TakePart, in_force: EffectiveConfig) -> str:
         """Return why a part of the next step is not allowed, or ""."""
         config, groups = in_force.config, [one.group for one in take.groups]
-        per_step, parts = config.groups.per_step, config.trainer.parts
+        per_step, parts = config.rollout.prompts_per_step, config.trainer.batch_parts
         if why := self._why_not_next(take.step, in_force):
             return why
         if self.training is not None and self.parts:
@@ -139,7 +139,7 @@ class BoundLedger:
     def why_not_in_flight(self, batches: float | None, in_force: EffectiveConfig) -> str:
         """Return why a batch may not record this `async_batches`, or ""."""
         staleness, before = in_force.config.staleness, self.in_flight
-        if staleness.in_flight_batches != "auto":
+        if staleness.async_batches != "auto":
             return "" if batches is None else f"C is set, and it says {batches:g}"
         if batches is None:
             return "it does not say C"
@@ -160,7 +160,7 @@ class BoundLedger:
         parts: Sequence[int] = (),
     ) -> str:
         """Return why these groups may not be the batch of a step, or ""."""
-        per_step, held = in_force.config.groups.per_step, list(self.held)
+        per_step, held = in_force.config.rollout.prompts_per_step, list(self.held)
         if why := self._why_not_step(step, in_force):
             return why
         if tuple(parts) != tuple(map(len, self.parts)) or list(groups)[: len(held)] != held:
@@ -201,7 +201,7 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
     return ""
 
 
-def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
+def outlook_of(group: GroupEntry, rules: Rollout) -> Outlook:
     size, siblings, ended = group.spec.size, group.spec.siblings, 0
     valid: list[float] = []
     for entry in group.requests.values():
@@ -219,7 +219,7 @@ def outlook_of(group: GroupEntry, rules: Groups) -> Outlook:
     if group.spec.purpose == "eval":
         return "evaluated" if over and not unscored else "running"
     reachable = len(valid) if over else siblings - (ended - len(valid))
-    if reachable < min(rules.min_valid_siblings, size):
+    if reachable < min(rules.min_valid_trajectories, size):
         return "failed"
     if not over or unscored:
         return "running"

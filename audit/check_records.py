@@ -259,8 +259,9 @@ class RecordCheck:
     def _mixture(self, content: Content, group: GroupEntry, who: str) -> None:
         """Check that training records have routed experts of one model, if required."""
         config = self._ledger.config
-        asked = config is not None and config.sampling.routes and group.spec.purpose == "train"
-        wanted, found = asked and bool(content.sampled), content.mixture
+        asked = config is not None and config.sampling.return_routed_experts
+        training = group.spec.purpose == "train"
+        wanted, found = asked and training and bool(content.sampled), content.mixture
         if not wanted and found is None:
             return
         self._findings.looked["records"] += 1
@@ -276,7 +277,7 @@ class RecordCheck:
     ) -> None:
         who = logged.fact.trajectory
         self.seen.mixed[len(versions)] += 1
-        if self._ledger.interruptible and group.spec.purpose == "train":
+        if self._ledger.partial_rollout and group.spec.purpose == "train":
             self._findings.looked["C1"] += len(content.sampled)
             wrong = wrong_mixture(content, group, logged, self._ledger)
             for message, expected, found in wrong:

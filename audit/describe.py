@@ -215,7 +215,7 @@ class _Describer:
         attempts = [] if request is None else request.attempts
         faults = sum(one.outcome in ("failed", "fenced") for one in attempts)
         final = any(not one.retryable for one in attempts)
-        if final or (faults and faults >= self._attempts_max):
+        if final or (faults and faults >= self._max_attempts):
             return "failed"
         if (left := group.left.get(parse_trajectory_id(name)[2])) is not None:
             return left
@@ -227,10 +227,10 @@ class _Describer:
         return last or "running"
 
     @property
-    def _attempts_max(self) -> int:
+    def _max_attempts(self) -> int:
         started = self._history.account.started
         assert started is not None
-        return int(started.config["groups"]["attempts_max"])
+        return int(started.config["rollout"]["max_attempts"])
 
     def _scoring(self, ended: GroupEnded) -> dict[str, Any]:
         group, started = ended.group, self._history.account.started

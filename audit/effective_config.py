@@ -51,7 +51,7 @@ class EffectiveConfig:
         if not isinstance(now, bool):
             return
         if after is None:
-            batches = 0 if now else waiting // self.config.groups.per_step
+            batches = 0 if now else waiting // self.config.rollout.prompts_per_step
             self.stop_at = min(self.steps, step + batches)
         elif isinstance(after, int) and not isinstance(after, bool) and not now:
             self.stop_at = after + 1 if after + 1 >= step else self.stop_at
@@ -77,7 +77,7 @@ class Drift:
 
     @property
     def line(self) -> str:
-        """Format. Example: ``groups.size is 8 in the log and 16 in config.toml``."""
+        """Format. Example: ``rollout.group_size is 8 in the log and 16 in config.toml``."""
         found = {**self.frozen, **self.logged}
         said = [
             f"{key} is {log!r} in the log and {file!r} in config.toml"

@@ -214,7 +214,7 @@ class WorkerEntry:
     @property
     def several(self) -> bool:
         """Report whether it can serve several versions at once."""
-        return self.joined.versions_resident > 1
+        return self.joined.max_resident_versions > 1
 
     @property
     def out(self) -> str:

@@ -37,7 +37,7 @@ CHECKS: Final[dict[Check, str]] = {
 """What each check requires."""
 
 MIXED: Final = (
-    "declared off (interruptible): versions never decrease, from the dispatch to the trainer's, "
+    "declared off (partial_rollout): versions never decrease, from the dispatch to the trainer's, "
     "each hosted then with its published digest; evaluations are of one version"
 )
 """C1 with partial rollout."""

@@ -3,7 +3,7 @@
 1. The first `trajectory logged` of a request's current attempt, by an incarnation that is not out,
    is bound. Others are superseded, or fenced if their incarnation was out.
 2. An attempt ends with its record, its failure, or the loss of its worker. Losses and retryable
-   failures are faults; a request fails with `attempts_max` faults.
+   failures are faults; a request fails with `max_attempts` faults.
 
 Ended entries may be spilled; `SpillDict` loads them on access, and `Sums` has their totals.
 """
@@ -176,7 +176,7 @@ class GroupLedger:
         self.ended: dict[str, None] = {}
         """Groups that ended or had events after their end; cleared by `settle`."""
         self.sums = Sums()
-        self.attempts_max = 0
+        self.max_attempts = 0
         """0 while unknown."""
         self.scored_together: frozenset[str] = frozenset()
         """Sources with group scoring."""
@@ -418,7 +418,7 @@ class GroupLedger:
     ) -> None:
         scoring.open = False
         scoring.faults += fault
-        if final or (fault and self.attempts_max and scoring.faults >= self.attempts_max):
+        if final or (fault and self.max_attempts and scoring.faults >= self.max_attempts):
             scoring.failed = True
             self.sibling_ended(group)
 
@@ -451,7 +451,7 @@ class GroupLedger:
             return
         entry.waiting = True
         entry.faults += fault
-        if self.attempts_max and entry.faults >= self.attempts_max and not group.closed:
+        if self.max_attempts and entry.faults >= self.max_attempts and not group.closed:
             self._fail(group, entry)
 
     def _fail(self, group: GroupEntry, entry: RequestEntry) -> None:

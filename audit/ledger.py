@@ -103,9 +103,9 @@ class Ledger:
         self.accounts.sibling_ended = self.legality.sibling_ended
 
     @property
-    def interruptible(self) -> bool:
+    def partial_rollout(self) -> bool:
         """Report whether partial rollout allows mixed versions."""
-        return self.config is not None and self.config.staleness.interruptible
+        return self.config is not None and self.config.staleness.partial_rollout
 
     def spill(self, newest: int) -> None:
         """Spill old versions with their steps, batches and hostings."""
@@ -213,7 +213,7 @@ class Ledger:
             self._wrong(at, f"the configuration cannot be read: {error}")
             return
         self._check_start(fact, self.config, at)
-        self.accounts.attempts_max = self.config.groups.attempts_max
+        self.accounts.max_attempts = self.config.rollout.max_attempts
         self.accounts.scored_together = frozenset(fact.scored_together)
         self.legality.in_force = EffectiveConfig(self.config)
 

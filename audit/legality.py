@@ -106,7 +106,7 @@ class Legality:
         if self.in_force is None:
             return
         config = self.in_force.config
-        outlook = outlook_of(group, config.groups)
+        outlook = outlook_of(group, config.rollout)
         self.bound.settle(group, outlook)
         if group.spec.purpose == "train" and outlook in ("finished", "filtered"):
             self.rows.ended(group, config)
@@ -258,8 +258,8 @@ class Legality:
 
     def _move(self, decision: Move, where: str) -> None:
         who, entry = decision.trajectory, self._ledger.accounts.request(decision.trajectory)
-        if self._ledger.interruptible:
-            self._wrong(who, f"moves in {where}, although nothing moves in an interruptible run")
+        if self._ledger.partial_rollout:
+            self._wrong(who, f"moves in {where}, although nothing moves during partial rollout")
         group = self._ledger.accounts.groups.get(group_of(who))
         if entry is None or group is None:
             self._wrong(who, f"moves in {where} but was never dispatched")
@@ -305,7 +305,7 @@ class Legality:
 
     def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
         """Report whether a worker may sample for a group: later versions need partial rollout."""
-        if self._ledger.interruptible and spec.purpose == "train":
+        if self._ledger.partial_rollout and spec.purpose == "train":
             return worker.target >= spec.version
         return _has(worker, spec.version)
 
@@ -324,9 +324,10 @@ class Legality:
         if worker is None or not (worker.several or decision.drop):
             return
         held = worker.held.difference(decision.drop) | {decision.version}
-        if len(held) > worker.joined.versions_resident or not worker.held.issuperset(decision.drop):
+        most = worker.joined.max_resident_versions
+        if len(held) > most or not worker.held.issuperset(decision.drop):
             message = f"assigns {decision.worker} other versions than it has room for, or had"
-            self._wrong(where, message, worker.joined.versions_resident, sorted(held))
+            self._wrong(where, message, most, sorted(held))
 
     def _may_be_assigned(self, worker: WorkerEntry, decision: Assign, where: str) -> bool:
         """Check sleep and wake: only a colocated worker sleeps, and it does so during a step."""
@@ -391,7 +392,7 @@ class Legality:
         if group is None or self.in_force is None:
             return
         evaluation = group.spec.purpose == "eval"
-        outlook = outlook_of(group, self.in_force.config.groups)
+        outlook = outlook_of(group, self.in_force.config.rollout)
         wrong = ""
         if decision.fate == "trained":
             wrong = "without a commit"
@@ -423,11 +424,11 @@ class Legality:
         if group is None or self.in_force is None:
             self._wrong(seen.group, f"expires in {where} but is not open")
             return None
-        rules = self.in_force.config.groups
+        rules = self.in_force.config.rollout
         if outlook_of(group, rules) != "running" or not group.open_siblings:
             self._wrong(seen.group, f"expires in {where}, although it generates no more")
             return None
-        open_ns, most = at.now_ns - group.at.now_ns, rules.seconds_max
+        open_ns, most = at.now_ns - group.at.now_ns, rules.group_timeout_s
         if most is None or open_ns < int(most * 1e9):
             expected = "no bound" if most is None else f"{most:g} s"
             self._wrong(seen.group, f"expires in {where} too early", expected, f"{open_ns / 1e9} s")
@@ -508,7 +509,7 @@ def _expected(
         "dataset_digest": data.digest,
         "task": task.name,
     }
-    spare = config.groups.spare if train else 0
+    spare = config.rollout.group_redundancy if train else 0
     if spare or spec.spare:
         common["spare"] = spare
     if not train:
@@ -516,7 +517,7 @@ def _expected(
             "deadline": NO_DEADLINE,
             "evaluation": spec.evaluation if evaluated else f"one of {len(config.evaluations)}",
             "seed": identity.group_seed(seed, "eval", spec.index),
-            "size": (evaluated or config.evaluation).siblings,
+            "size": (evaluated or config.evaluation).group_size,
         }
     place = before[source] + before[_skipped(spec)]
     if task.sampler:
@@ -530,7 +531,7 @@ def _expected(
         "index": index,
         "evaluation": "",
         "seed": identity.group_seed(seed, "train", ordinal),
-        "size": config.groups.size,
+        "size": config.rollout.group_size,
     }
 
 

@@ -92,7 +92,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Bound, superseded, fenced, pending."""
     one_version_share: float | None
     """C1: share of records with one version and its published digest."""
-    interruptible: bool
+    partial_rollout: bool
     """C1 is off (partial rollout)."""
     versions_each: dict[int, int]
     fates: tuple[FateLine, ...]
@@ -150,7 +150,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         record_bytes=seen.bytes,
         standings=dict(sorted(seen.standings.items())),
         one_version_share=seen.one_version / logged if logged else None,
-        interruptible=ledger.interruptible,
+        partial_rollout=ledger.partial_rollout,
         versions_each=dict(sorted(seen.mixed.items())),
         fates=fate_lines(sums),
         staleness=staleness,
@@ -192,7 +192,7 @@ def notes_of(ledger: Ledger) -> list[str]:
 
 def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
     findings, said = ledger.findings, dict(CHECKS)
-    if ledger.interruptible:
+    if ledger.partial_rollout:
         said["C1"] = MIXED
     return tuple(
         CheckLine(

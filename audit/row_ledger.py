@@ -27,14 +27,14 @@ class RowLedger:
         """Add an ended training group."""
         spec = group.spec
         task = next(one for one in config.tasks if one.name == spec.task)
-        if task.drop_solved is None:
+        if task.max_solve_rate is None:
             return
         found = (group.reward_of(one.fact) for one in group.results)
         rewards = [one for one in found if one is not None]
         mean = fsum(rewards) / len(rewards)
         held = self.held.setdefault(spec.source, [])
         held.append((f"{spec.source}#{spec.index}", mean, SOLVED_GROUPS))
-        if len(held) == HELD_BATCHES * config.groups.per_step:
+        if len(held) == HELD_BATCHES * config.rollout.prompts_per_step:
             self._count(spec.source)
 
     def committed(self) -> None:
@@ -51,7 +51,7 @@ class RowLedger:
         `turns`: rows in order.
         """
         spec = decision.spec
-        if task.drop_solved is None or task.sampler:
+        if task.max_solve_rate is None or task.sampler:
             return "it skips rows without a window" if decision.skipped else ""
         strange = [one for one in decision.skipped if not self._solved(task, spec.source, one)]
         if strange:
@@ -65,5 +65,5 @@ class RowLedger:
 
     def _solved(self, task: Task, source: str, row: int) -> bool:
         found = self.rewards.get(f"{source}#{row}", [])
-        assert task.drop_solved is not None
-        return len(found) == SOLVED_GROUPS and min(found) >= task.drop_solved
+        assert task.max_solve_rate is not None
+        return len(found) == SOLVED_GROUPS and min(found) >= task.max_solve_rate

@@ -189,9 +189,9 @@ def config_of(plan: LogPlan) -> Config:
         "run": {"name": plan.run, "steps": plan.steps},
         "model": {"path": "model"},
         "task": {"kind": "arithmetic"},
-        "groups": {
-            "size": plan.group_size,
-            "per_step": plan.per_step,
+        "rollout": {
+            "group_size": plan.group_size,
+            "prompts_per_step": plan.per_step,
             "filter_zero_advantage": False,
         },
         "staleness": {"max_staleness": plan.max_staleness},

@@ -92,7 +92,7 @@ def _open(url: str) -> Bus:
 
 def _phases(bus: Bus, name: str, size_bytes: int, seconds: float) -> list[BusFigure]:
     topic = f"bench-{uuid4().hex[:12]}"
-    bus.create([TopicSpec(name=topic, record_bytes_max=max(1024, 2 * size_bytes))])
+    bus.create([TopicSpec(name=topic, max_record_bytes=max(1024, 2 * size_bytes))])
     batch = max(1, min(BATCH_RECORDS, BATCH_BYTES // max(1, size_bytes)))
     one = _append(bus, topic, size_bytes, 1, seconds)
     many = _append(bus, topic, size_bytes, batch, seconds)

@@ -42,7 +42,7 @@ CASE_LIMIT_S: Final = 470.0
 BETAS: Final = (0.9, 0.95)
 SETTINGS: Final = {
     "trainer.learning_rate": LEARNING_RATE,
-    "trainer.grad_norm_max": NORM_MAX,
+    "trainer.max_grad_norm": NORM_MAX,
     "trainer.minibatches": 1,
     **{f"objective.{key}": value for key, value in defaults_of({"kind": "grpo"}).items()},
     "objective.kind": "grpo",

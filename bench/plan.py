@@ -361,8 +361,8 @@ def _config(workers: int, slots: int) -> Config:
         "run": {"name": "bench", "steps": STEPS},
         "model": {"path": "model"},
         "task": {"kind": "arithmetic"},
-        "groups": {"size": GROUP_SIZE, "per_step": per_step},
-        "staleness": {"max_staleness": int(in_flight) + 1, "in_flight_batches": in_flight},
+        "rollout": {"group_size": GROUP_SIZE, "prompts_per_step": per_step},
+        "staleness": {"max_staleness": int(in_flight) + 1, "async_batches": in_flight},
         "evaluation": {"prompts": 0},
     }
     return msgspec.convert(plain, Config)

@@ -17,7 +17,7 @@ FRAME_ROOM_BYTES = 16 * 1024
 """Upper bound of Kafka's framing of a record with headers."""
 
 RECORD_BYTES_LEAST = 64 * 1024
-"""Lower bound of `bus.record_bytes_max`."""
+"""Lower bound of `bus.max_record_bytes`."""
 
 PARTITIONS_MAX = 4096
 """Maximum per topic; SQLite packs topic, partition and offset into one integer."""
@@ -63,8 +63,8 @@ def check_spec(spec: TopicSpec) -> None:
         )
     if not 1 <= spec.partitions <= PARTITIONS_MAX:
         raise BusError(f"topic {spec.name}: {spec.partitions} partitions, not 1..{PARTITIONS_MAX}")
-    if spec.record_bytes_max < 1:
-        raise BusError(f"topic {spec.name}: record_bytes_max is {spec.record_bytes_max}")
+    if spec.max_record_bytes < 1:
+        raise BusError(f"topic {spec.name}: max_record_bytes is {spec.max_record_bytes}")
 
 
 def check_exists(tp: TopicPartition, topics: Mapping[str, TopicSpec]) -> TopicSpec:
@@ -93,12 +93,12 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
             name = next(name for name, value in record.headers if not _is_ascii(name, value))
             raise BusError(f"header {name!a} of a record for {record.topic} is not ASCII")
         size_bytes = len(record.key) + len(record.value) + len(names) + len(values)
-        if size_bytes > spec.record_bytes_max:
+        if size_bytes > spec.max_record_bytes:
             raise RecordTooLarge(
                 f"a record of {size_bytes} bytes for topic {record.topic}, "
-                f"which takes at most {spec.record_bytes_max}",
+                f"which takes at most {spec.max_record_bytes}",
                 topic=record.topic,
-                limit_bytes=spec.record_bytes_max,
+                limit_bytes=spec.max_record_bytes,
             )
 
 
@@ -111,14 +111,14 @@ def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], li
     """Return misfits of (wanted, existing) topics, and hints."""
     few = [(spec, there) for spec, there in pairs if there.partitions < spec.partitions]
     small = [
-        (spec, there) for spec, there in pairs if there.record_bytes_max < spec.record_bytes_max
+        (spec, there) for spec, there in pairs if there.max_record_bytes < spec.max_record_bytes
     ]
     texts = [
         f"topic {spec.name} exists with {there.partitions} partitions, not {spec.partitions}"
         for spec, there in few
     ] + [
-        f"topic {spec.name} exists and takes records of at most {there.record_bytes_max} bytes, "
-        f"not {spec.record_bytes_max}"
+        f"topic {spec.name} exists and takes records of at most {there.max_record_bytes} bytes, "
+        f"not {spec.max_record_bytes}"
         for spec, there in small
     ]
     hints = []
@@ -126,9 +126,9 @@ def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], li
         least = min(there.partitions for _, there in few)
         hints.append(f"set bus.partitions = {least}, or add partitions to these topics")
     if small:
-        limit = max(spec.record_bytes_max for spec, _ in small) + BATCH_ROOM_BYTES
-        least = min(there.record_bytes_max for _, there in small)
-        lower = f"set bus.record_bytes_max = {least}, or " if least >= RECORD_BYTES_LEAST else ""
+        limit = max(spec.max_record_bytes for spec, _ in small) + BATCH_ROOM_BYTES
+        least = min(there.max_record_bytes for _, there in small)
+        lower = f"set bus.max_record_bytes = {least}, or " if least >= RECORD_BYTES_LEAST else ""
         hints.append(f"{lower}raise max.message.bytes to {limit} for each of these topics")
     return texts, hints
 

@@ -48,7 +48,7 @@ class TopicSpec:
 
     name: str
     partitions: int = 1
-    record_bytes_max: int = 10 * 1024 * 1024
+    max_record_bytes: int = 10 * 1024 * 1024
     """Maximum bytes of key, value and headers; larger: `RecordTooLarge`."""
 
 

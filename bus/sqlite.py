@@ -74,10 +74,10 @@ class _Topics:
         self._ids: dict[str, int] = {}
 
     def load(self, file: SqliteFile) -> None:
-        for number, name, partitions, record_bytes_max in file.rows("SELECT * FROM topics"):
+        for number, name, partitions, max_record_bytes in file.rows("SELECT * FROM topics"):
             self._ids[name] = number
             self.specs[name] = TopicSpec(
-                name=name, partitions=partitions, record_bytes_max=record_bytes_max
+                name=name, partitions=partitions, max_record_bytes=max_record_bytes
             )
 
     def base(self, topic: str, partition: int) -> int:
@@ -107,10 +107,10 @@ class SqliteBus(Bus):
                 found = connection.execute("SELECT * FROM topics WHERE name = ?", (spec.name,))
                 if (row := found.fetchone()) is not None:
                     check_same(
-                        spec, TopicSpec(name=row[1], partitions=row[2], record_bytes_max=row[3])
+                        spec, TopicSpec(name=row[1], partitions=row[2], max_record_bytes=row[3])
                     )
                     continue
-                values = (spec.name, spec.partitions, spec.record_bytes_max)
+                values = (spec.name, spec.partitions, spec.max_record_bytes)
                 connection.execute("INSERT INTO topics VALUES (NULL, ?, ?, ?)", values)
             if file.one("SELECT max(id) FROM topics") > TOPICS_MAX:
                 raise BusError(f"{self.path} cannot hold more than {TOPICS_MAX} topics")

@@ -40,9 +40,9 @@ def _head(report: AuditReport) -> None:
         "plans": f"{report.plans} made again from the log, each as recorded",
         "C1: one version, digest as published": "-" if share is None else f"{share:.2%}",
     }
-    if report.interruptible:
+    if report.partial_rollout:
         mixed = report.mixed_share
-        pairs["C1"] = "declared off (interruptible)"
+        pairs["C1"] = "declared off (partial_rollout)"
         pairs["mixed trajectories"] = "-" if mixed is None else f"{mixed:.2%}"
     emit_line(f"audit of {report.run}")
     emit_pairs(pairs)
@@ -50,7 +50,7 @@ def _head(report: AuditReport) -> None:
 
 
 def _mixed(report: AuditReport) -> None:
-    if not report.interruptible:
+    if not report.partial_rollout:
         return
     total = sum(report.versions_each.values())
     rows = [(many, count, f"{count / total:.1%}") for many, count in report.versions_each.items()]

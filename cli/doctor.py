@@ -157,8 +157,8 @@ def config_findings(directory: RunDir) -> Iterator[CheckResult]:
 
 
 def context_findings(config: Config) -> Iterator[CheckResult]:
-    """Check that `workers.context_tokens` fits model, engines and prompts; needs a local model."""
-    model, context = Path(config.model.path), config.workers.context_tokens
+    """Check that `workers.max_model_len` fits model, engines and prompts; needs a local model."""
+    model, context = Path(config.model.path), config.workers.max_model_len
     if not model.is_dir() or importlib.util.find_spec("tokenizers") is None:
         yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
         return
@@ -199,7 +199,7 @@ def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
     state: State = "note" if notes else "ok"
     notes.append(f"{looked} of {found.rows} looked at, up to {longest} tokens")
     unfit, short = found.beyond(context - 1), found.beyond(context - max_tokens)
-    hint = f"workers.context_tokens = {longest + max_tokens} has room for all"
+    hint = f"workers.max_model_len = {longest + max_tokens} has room for all"
     if unfit:
         state = "fail" if unfit == looked else "note"
         notes += [f"{unfit} do not fit a context of {context}: invalid, as PromptUnfit", hint]

@@ -47,7 +47,7 @@ def print_estimate(model: Path, gpus: str, overrides: Sequence[str], *, as_json:
     room = memory.parse_gpus(gpus) if gpus else None
     config = _config_of(model, overrides)
     folder = Path(config.model.path)
-    need_positions(folder, config.workers.context_tokens)
+    need_positions(folder, config.workers.max_model_len)
     shape = model_shape(folder)
     found = estimate(shape, config, room)
     if as_json:
@@ -131,7 +131,7 @@ def _notes(shape: ModelShape, config: Config, place: Placement, gpus: Gpus | Non
         yield "workers compute on the CPU: their memory is not counted"
     elif gpus is not None:
         slots = memory.slots_that_fit(shape, config, gpus.usable // place.per_gpu)
-        context = config.workers.context_tokens
+        context = config.workers.max_model_len
         yield f"a worker has room for at most {slots} slots of {context} tokens"
     if place.shared:
         yield "trainer and workers share a GPU: the trainer gets what the workers leave"

@@ -313,12 +313,12 @@ def _waited(one: RoleWaits) -> tuple[str, str, str, str]:
 
 def _task(stats: RunStats) -> str:
     config = {} if stats.started is None else stats.started.config
-    groups, workers = config.get("groups", {}), config.get("workers", {})
+    rollout, workers = config.get("rollout", {}), config.get("workers", {})
     sections = [config.get("task", {}), *config.get("more_tasks", ())]
     tasks = [str(one.get("name") or one.get("kind", "?")) for one in sections]
     return (
-        f"{', '.join(tasks) or '?'}, {groups.get('per_step', '?')} groups of "
-        f"{groups.get('size', '?')} a step, {workers.get('count', '?')} workers"
+        f"{', '.join(tasks) or '?'}, {rollout.get('prompts_per_step', '?')} groups of "
+        f"{rollout.get('group_size', '?')} a step, {workers.get('count', '?')} workers"
     )
 
 

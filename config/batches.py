@@ -18,28 +18,28 @@ PART_GROUPS: Final = 4
 
 def group_problems(config: Config) -> Iterator[str]:
     """Return the problems, one line each."""
-    groups, minibatches = config.groups, config.trainer.minibatches
-    if groups.min_valid_siblings > groups.size:
+    rollout, minibatches = config.rollout, config.trainer.minibatches
+    if rollout.min_valid_trajectories > rollout.group_size:
         yield (
-            f"groups.min_valid_siblings: {groups.min_valid_siblings} is more than"
-            f" groups.size, {groups.size}: every group would fail"
+            f"rollout.min_valid_trajectories: {rollout.min_valid_trajectories} is more than"
+            f" rollout.group_size, {rollout.group_size}: every group would fail"
         )
-    if groups.size + groups.spare > SIBLINGS_MAX:
+    if rollout.group_size + rollout.group_redundancy > SIBLINGS_MAX:
         yield (
-            f"groups.spare: {groups.spare} beside groups.size, {groups.size}, are more than"
-            f" {SIBLINGS_MAX} siblings"
+            f"rollout.group_redundancy: {rollout.group_redundancy} and rollout.group_size,"
+            f" {rollout.group_size}, are more than {SIBLINGS_MAX} trajectories"
         )
-    if groups.size == 1 and needs_difference(config):
+    if rollout.group_size == 1 and needs_difference(config):
         yield (
-            "groups.size: a group of 1 has no advantage, so no step has a gradient; set 8, or"
-            ' objective.advantage = "version-baseline"'
+            "rollout.group_size: a group of 1 has no advantage, so no step has a gradient; set 8,"
+            ' or objective.advantage = "version-baseline"'
         )
-    if minibatches > groups.size * groups.per_step:
+    if minibatches > rollout.group_size * rollout.prompts_per_step:
         yield (
             f"trainer.minibatches: {minibatches} is more than the"
-            f" {groups.size * groups.per_step} trajectories of a batch"
+            f" {rollout.group_size * rollout.prompts_per_step} trajectories of a batch"
         )
-    if config.trainer.parts > 1:
+    if config.trainer.batch_parts > 1:
         yield from _part_problems(config)
 
 
@@ -47,7 +47,7 @@ def needs_difference(config: Config) -> bool:
     """Return whether a step has a gradient only if rewards differ within a group."""
     objective = config.objective
     compares = objective.advantage in ("group", "leave-one-out") and rewarded(objective.kind)
-    other = objective.kl or objective.teacher_weight or config.trainer.router_aux_loss
+    other = objective.kl_coef or objective.teacher_weight or config.trainer.router_aux_loss
     return compares and not other
 
 
@@ -71,7 +71,7 @@ def gradient_notes(config: Config) -> Iterator[str]:
 
 def why_no_parts(config: Config) -> str:
     """Return why a batch has no parts, or an empty string."""
-    updates, parts = config.trainer.minibatches, config.trainer.parts
+    updates, parts = config.trainer.minibatches, config.trainer.batch_parts
     if updates not in (1, parts):
         return f"trainer.minibatches: {updates} updates are neither one nor one for each part"
     if config.objective.advantage == "version-baseline":
@@ -81,16 +81,16 @@ def why_no_parts(config: Config) -> str:
 
 def with_parts(config: Config) -> Config:
     """Return the configuration of a new run with the default number of parts."""
-    parts = min(PARTS, config.groups.per_step // PART_GROUPS)
-    trainer = msgspec.structs.replace(config.trainer, parts=parts)
+    parts = min(PARTS, config.rollout.prompts_per_step // PART_GROUPS)
+    trainer = msgspec.structs.replace(config.trainer, batch_parts=parts)
     found = msgspec.structs.replace(config, trainer=trainer)
-    shared = config.workers.elastic or config.trainer.offload_between_steps
+    shared = config.workers.colocated or config.trainer.offload_between_steps
     return config if parts < 2 or shared or why_no_parts(found) else found
 
 
 def _part_problems(config: Config) -> Iterator[str]:
-    parts, per_step = config.trainer.parts, config.groups.per_step
+    parts, per_step = config.trainer.batch_parts, config.rollout.prompts_per_step
     if parts > per_step:
-        yield f"trainer.parts: {parts} are more than groups.per_step, {per_step}"
+        yield f"trainer.batch_parts: {parts} are more than rollout.prompts_per_step, {per_step}"
     if why := why_no_parts(config):
-        yield f"trainer.parts: {parts} cannot be; {why}"
+        yield f"trainer.batch_parts: {parts} cannot be; {why}"

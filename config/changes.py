@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.config.model import Config, Objective, in_flight_batches
+from dora_pipe.config.model import Config, Objective, async_batches
 from dora_pipe.config.objectives import FOR_GOOD, refused_kind, settled
 
 LOGGED = frozenset(
     {
         "run.steps",
-        "groups.failed_share_max",
+        "rollout.max_failed_share",
         "staleness.max_staleness",
-        "staleness.in_flight_batches",
+        "staleness.async_batches",
         "trainer.learning_rate",
-        "trainer.grad_norm_max",
+        "trainer.max_grad_norm",
         "trainer.minibatches",
         *(f"objective.{name}" for name in Objective.__struct_fields__ if name not in FOR_GOOD),
     }
@@ -30,18 +30,18 @@ run.name run.seed model.path model.chat_template task.name task.ratio
 task.kind task.data task.eval_data task.reward
 task.split task.eval_split task.eval_share task.filter task.columns
 task.chat task.system_prompt task.tools task.mcp
-task.options task.turns_max task.agent
-task.sampling_asked task.special_tokens task.chat_template_kwargs task.renderer
-task.tool_parser task.rewritten_history sampling groups.size groups.per_step
-groups.spare groups.seconds_max
-groups.min_valid_siblings groups.filter_zero_advantage groups.attempts_max staleness.interruptible
-task.sampler task.drop_solved teacher.model teacher.digest
+task.options task.max_turns task.agent
+task.unsupported_sampling task.special_tokens task.chat_template_kwargs task.renderer
+task.tool_parser task.rewritten_history sampling rollout.group_size rollout.prompts_per_step
+rollout.group_redundancy rollout.group_timeout_s
+rollout.min_valid_trajectories rollout.filter_zero_advantage rollout.max_attempts
+staleness.partial_rollout task.sampler task.max_solve_rate teacher.model teacher.digest
 evaluation objective.options objective.reference_every lora trainer.kind trainer.betas
 trainer.optimizer trainer.weight_decay trainer.schedule
-trainer.warmup_steps trainer.learning_rate_min trainer.micro_batch_tokens
+trainer.warmup_steps trainer.min_lr_ratio trainer.micro_batch_tokens
 bus.partitions trainer.packing
-trainer.parts trainer.ranks trainer.zero_stage trainer.offload
-trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel
+trainer.batch_parts trainer.ranks trainer.zero_stage trainer.offload
+trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel_size
 """
 FROZEN = frozenset(_FROZEN.split())
 """A name stands for its whole section."""
@@ -70,8 +70,8 @@ def with_settings(config: Config, changes: Mapping[str, Any], *, step: int = 0) 
         raise ValueError(why)
     plain["objective"] = settled(plain["objective"], objective)
     changed = msgspec.convert(plain, Config)  # ValidationError is a ValueError.
-    if in_flight_batches(changed.staleness) < 1:
-        raise ValueError("staleness.in_flight_batches is below 1: no batch would ever fill")
+    if async_batches(changed.staleness) < 1:
+        raise ValueError("staleness.async_batches is below 1: no batch would ever fill")
     if changed.run.steps < step:
         raise ValueError(f"run.steps = {changed.run.steps}, but step {step} comes next")
     return changed

@@ -18,10 +18,10 @@ from dora_pipe.config.model import (
     TEMPERATURE_MIN,
     Config,
     Sampling,
-    in_flight_batches,
+    async_batches,
 )
 from dora_pipe.config.objectives import rewarded
-from dora_pipe.config.workers import elastic_problems
+from dora_pipe.config.workers import colocated_problems
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
 from dora_pipe.schemas.topics import PATTERN, RULE
@@ -41,7 +41,6 @@ _ROUND_BYTES: Final = 4096
 
 
 def _item_bytes(record: msgspec.Struct) -> int:
-    """Return the bytes of one record in a list, with its comma."""
     return len(encode(record)) + 1
 
 
@@ -103,20 +102,20 @@ def problems_of(config: Config) -> Iterator[Problem]:
 def round_bytes(config: Config) -> int:
     """Return the approximate bytes of the largest round, as a lower bound. A round may take a
     batch, dispatch a whole evaluation and admit as many groups as the decision limit allows."""
-    groups, named = config.groups, _names_bytes(config)
+    rollout, named = config.rollout, _names_bytes(config)
     dispatched, to_place = _DISPATCH_BYTES + named, _PLACE_BYTES + named
-    budget = math.ceil(in_flight_batches(config.staleness) * groups.per_step)
-    siblings = groups.size + groups.spare
+    budget = math.ceil(async_batches(config.staleness) * rollout.prompts_per_step)
+    siblings = rollout.group_size + rollout.group_redundancy
     admitted = min(budget, ROUND_DECISIONS_MAX // (siblings + 1) + 1)
     evaluated = sum(
         one.prompts * dispatched
-        + min(one.prompts, ROUND_DECISIONS_MAX // (one.siblings + 1) + 1)
-        * (to_place + one.siblings * _PLACED_BYTES)
+        + min(one.prompts, ROUND_DECISIONS_MAX // (one.group_size + 1) + 1)
+        * (to_place + one.group_size * _PLACED_BYTES)
         for one in config.evaluations
     )
     return (
         _ROUND_BYTES
-        + groups.per_step * _taken_bytes(config)
+        + rollout.prompts_per_step * _taken_bytes(config)
         + admitted * (dispatched + to_place + siblings * _PLACED_BYTES)
         + evaluated
     )
@@ -127,16 +126,16 @@ def commit_problem(config: Config, manifest_bytes: int) -> Problem | None:
     of this size, the tensors of a version."""
     if config.lora.rank:
         return None
-    batch = config.groups.per_step * _taken_bytes(config)
-    need, limit = _ROUND_BYTES + batch + manifest_bytes, config.bus.record_bytes_max
+    batch = config.rollout.prompts_per_step * _taken_bytes(config)
+    need, limit = _ROUND_BYTES + batch + manifest_bytes, config.bus.max_record_bytes
     if need <= limit:
         return None
     what = (
-        f"bus.record_bytes_max: a commit has up to {need} bytes, {manifest_bytes} of them the names"
+        f"bus.max_record_bytes: a commit has up to {need} bytes, {manifest_bytes} of them the names"
         f" of the model's tensors, and a record may have {limit}"
     )
     fits = need <= RECORD_BYTES_MAX
-    hint = f"bus.record_bytes_max = {need} or more, or smaller batches"
+    hint = f"bus.max_record_bytes = {need} or more, or smaller batches"
     return Problem(text=what, hint=hint if fits else "fewer groups per step, or smaller ones")
 
 
@@ -150,11 +149,10 @@ def _taken_bytes(config: Config) -> int:
     """Return the bytes of one group in `take batch` and the commit, with joint rewards."""
     scored = any(use.group for task in config.tasks for use in task.rewards)
     each = _TAKEN_BYTES + (_SCORED_BYTES if scored else 0)
-    return _TAKEN_GROUP_BYTES + (config.groups.size + config.groups.spare) * each
+    return _TAKEN_GROUP_BYTES + (config.rollout.group_size + config.rollout.group_redundancy) * each
 
 
 def _check_several(config: Config) -> Iterator[Problem]:
-    """Require distinct names if there are several."""
     for section, all_of in (("task", config.tasks), ("evaluation", config.evaluations)):
         names = [one.name for one in all_of]
         if len(names) > 1 and "" in names:
@@ -177,36 +175,36 @@ def _check_several(config: Config) -> Iterator[Problem]:
 
 def _check_records(config: Config) -> Iterator[Problem]:
     """Decisions and commits are never claimed: the largest must fit into a record."""
-    need, limit = round_bytes(config), config.bus.record_bytes_max
-    groups, prompts = config.groups, sum(one.prompts for one in config.evaluations)
+    need, limit = round_bytes(config), config.bus.max_record_bytes
+    rollout, prompts = config.rollout, sum(one.prompts for one in config.evaluations)
     what = (
-        f"a round of {groups.per_step} groups of {groups.size} (groups.per_step, groups.size) and"
+        f"a round of {rollout.prompts_per_step} groups of {rollout.group_size}"
+        " (rollout.prompts_per_step, rollout.group_size) and"
         f" {prompts} evaluation.prompts has up to {need} bytes"
     )
     if need > RECORD_BYTES_MAX:
         yield Problem(
-            text=f"groups.per_step: {what}, and a decision may have {RECORD_BYTES_MAX}",
+            text=f"rollout.prompts_per_step: {what}, and a decision may have {RECORD_BYTES_MAX}",
             hint="fewer groups per step, or smaller ones, or fewer evaluation.prompts",
         )
     elif need > limit:
         yield Problem(
-            text=f"bus.record_bytes_max: {what}, and a record may have {limit}",
-            hint=f"bus.record_bytes_max = {need} or more, or smaller batches",
+            text=f"bus.max_record_bytes: {what}, and a record may have {limit}",
+            hint=f"bus.max_record_bytes = {need} or more, or smaller batches",
         )
 
 
 def _check_staleness(config: Config) -> Iterator[str]:
     budget = config.staleness.max_staleness + 1
-    chosen = in_flight_batches(config.staleness)
+    chosen = async_batches(config.staleness)
     if not 1 <= chosen <= budget:
         yield (
-            f"staleness.in_flight_batches: {chosen:g} is not between 1 and {budget}"
-            " (max_staleness + 1)"
+            f"staleness.async_batches: {chosen:g} is not between 1 and {budget} (max_staleness + 1)"
         )
 
 
 def _check_lengths(config: Config) -> Iterator[str]:
-    context = config.workers.context_tokens
+    context = config.workers.max_model_len
     tasks = {"sampling": config.tasks} | {
         "evaluation.sampling": tuple(map(config.task_of, config.evaluations))
     }
@@ -216,7 +214,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
         if whole and sampling.max_tokens >= context:
             yield (
                 f"{key}.max_tokens: {sampling.max_tokens} leaves no room for a prompt in"
-                f" workers.context_tokens, {context}"
+                f" workers.max_model_len, {context}"
             )
         hot = sampling.temperature
         if hot and not TEMPERATURE_MIN <= hot <= TEMPERATURE_MAX:
@@ -229,14 +227,14 @@ def _check_lengths(config: Config) -> Iterator[str]:
     if config.trainer.micro_batch_tokens < context:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than"
-            f" workers.context_tokens, {context}: the longest trajectory would not fit"
+            f" workers.max_model_len, {context}: the longest trajectory would not fit"
         )
 
 
 def _check_numbers(config: Config) -> Iterator[str]:
     """Beyond these bounds a step overflows or a record cannot hold the number."""
     objective, trainer = config.objective, config.trainer
-    for name in ("kl", "teacher_weight", "positive_weight", "negative_weight"):
+    for name in ("kl_coef", "teacher_weight", "positive_weight", "negative_weight"):
         value = getattr(objective, name)
         if value is not None and value > WEIGHT_MAX:
             yield f"objective.{name}: {value:g} is more than {WEIGHT_MAX:g}: losses overflow"
@@ -252,9 +250,9 @@ def _check_schedule(config: Config) -> Iterator[Problem]:
             " the run: the rate would not reach its peak",
             hint="fewer, or more run.steps",
         )
-    if trainer.schedule == "constant" and trainer.learning_rate_min:
+    if trainer.schedule == "constant" and trainer.min_lr_ratio:
         yield Problem(
-            text="trainer.learning_rate_min: a constant rate does not fall",
+            text="trainer.min_lr_ratio: a constant rate does not fall",
             hint='trainer.schedule = "linear" or "cosine"',
         )
 
@@ -295,10 +293,10 @@ def _check_agents(config: Config) -> Iterator[Problem]:
             )
         if isinstance(agent, tuple) and not all(agent[:1]):
             yield Problem(text="task.agent: its first word is empty")
-    if any(task.has_agent for task in config.tasks) and config.staleness.interruptible:
+    if any(task.has_agent for task in config.tasks) and config.staleness.partial_rollout:
         yield Problem(
-            text="staleness.interruptible: an agent's calls are all of one version",
-            hint="-o staleness.interruptible=false",
+            text="staleness.partial_rollout: an agent's calls are all of one version",
+            hint="-o staleness.partial_rollout=false",
         )
     where = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\[\]]+):(\d{1,5})", config.workers.endpoint)
     if where is None or int(where[2]) > PORT_MAX:
@@ -316,9 +314,9 @@ def _check_timing(config: Config) -> Iterator[str]:
 
 def _check_advantages(config: Config) -> Iterator[str]:
     baseline = config.objective.advantage
-    if config.groups.filter_zero_advantage and baseline == "version-baseline":
+    if config.rollout.filter_zero_advantage and baseline == "version-baseline":
         yield (
-            "groups.filter_zero_advantage: with objective.advantage = version-baseline equal"
+            "rollout.filter_zero_advantage: with objective.advantage = version-baseline equal"
             " rewards have an advantage, and would be lost"
         )
 
@@ -343,10 +341,10 @@ def _check_watched(config: Config) -> Iterator[Problem]:
 
 def _check_reference(config: Config) -> Iterator[Problem]:
     objective = config.objective
-    if objective.reference_every is not None and not objective.kl:
+    if objective.reference_every is not None and not objective.kl_coef:
         yield Problem(
-            text="objective.reference_every: there is no KL to a reference (objective.kl)",
-            hint="objective.kl = 0.01, say, with a kind that has it",
+            text="objective.reference_every: there is no KL to a reference (objective.kl_coef)",
+            hint="objective.kl_coef = 0.01, say, with a kind that has it",
         )
 
 
@@ -374,19 +372,19 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
             text=f"teacher.url: an endpoint's log-probs are of temperature 1, the policy's {at:g}",
             hint="sampling.temperature = 1, or teacher.path",
         )
-    if not rewarded(kind) and config.groups.filter_zero_advantage:
+    if not rewarded(kind) and config.rollout.filter_zero_advantage:
         yield Problem(
-            text=f"groups.filter_zero_advantage: with objective.kind = {kind} rewards make no"
+            text=f"rollout.filter_zero_advantage: with objective.kind = {kind} rewards make no"
             " advantage: groups would be lost for nothing",
-            hint="-o groups.filter_zero_advantage=false",
+            hint="-o rollout.filter_zero_advantage=false",
         )
 
 
 def _check_routes(config: Config) -> Iterator[Problem]:
-    if config.sampling.routes and config.staleness.interruptible:
+    if config.sampling.return_routed_experts and config.staleness.partial_rollout:
         yield Problem(
-            text="sampling.routes: what goes on under other weights goes through other experts",
-            hint="-o staleness.interruptible=false, or leave the key out",
+            text="sampling.return_routed_experts: versions of one trajectory route differently",
+            hint="-o staleness.partial_rollout=false, or leave the key out",
         )
 
 
@@ -406,8 +404,8 @@ def _check_trainer(config: Config) -> Iterator[str]:
     odd = sorted(name for name, plain in _DEEPSPEED.items() if given[name] != plain)
     if trainer.kind == "torch" and odd:
         yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
-    elif trainer.offload_between_steps and trainer.parts > 1:
-        yield "trainer.offload_between_steps: with trainer.parts there is always one to compute"
+    elif trainer.offload_between_steps and trainer.batch_parts > 1:
+        yield "trainer.offload_between_steps: with trainer.batch_parts the trainer is never idle"
     elif trainer.offload_between_steps and config.teacher.path:
         yield "trainer.offload_between_steps: the teacher of teacher.path stays on the GPU"
     elif trainer.offload == "all" and trainer.zero_stage < 3:
@@ -419,10 +417,10 @@ def _check_trainer(config: Config) -> Iterator[str]:
 
 
 def _check_dealt(config: Config) -> Iterator[Problem]:
-    ranks, dealt = config.trainer.ranks, config.trainer.expert_parallel
+    ranks, dealt = config.trainer.ranks, config.trainer.expert_parallel_size
     if config.trainer.kind != "torch" and ranks % dealt:
         text = f"{ranks} ranks are no groups of {dealt}, each with all experts"
-        yield Problem(text=f"trainer.expert_parallel: {text}", hint="it divides trainer.ranks")
+        yield Problem(text=f"trainer.expert_parallel_size: {text}", hint="it divides trainer.ranks")
 
 
 def _check_parallel(config: Config) -> Iterator[Problem]:
@@ -435,10 +433,11 @@ def _check_parallel(config: Config) -> Iterator[Problem]:
         )
     if many == 1:
         return
-    if config.sampling.routes and vllm.pipeline_parallel > 1:
+    if config.sampling.return_routed_experts and vllm.pipeline_parallel_size > 1:
         yield Problem(
-            text="sampling.routes: with pipeline_parallel no process knows all experts of a token",
-            hint="workers.vllm.tensor_parallel alone",
+            text="sampling.return_routed_experts: with pipeline_parallel_size above 1 no process"
+            " knows all experts of a token",
+            hint="workers.vllm.tensor_parallel_size alone",
         )
     if len(workers.gpus) % many:
         yield Problem(text=f"workers.gpus: {len(workers.gpus)} GPUs are no workers of {many} each")
@@ -464,7 +463,7 @@ def _check_lora(config: Config) -> Iterator[str]:
         yield f"lora.targets: {found} of {', '.join(LINEAR_LAYERS)}"
     if not lora.rank:
         return
-    if config.staleness.interruptible:
+    if config.staleness.partial_rollout:
         yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
 
 
@@ -499,18 +498,14 @@ def _samplings(config: Config) -> tuple[tuple[str, Sampling], ...]:
     return ("sampling", config.sampling), *evaluations
 
 
-_DEEPSPEED: Final = {
-    "ranks": 1,
-    "offload": "none",
-    "expert_parallel": 1,
-}
+_DEEPSPEED: Final = {"ranks": 1, "offload": "none", "expert_parallel_size": 1}
 """Keys of [trainer] that other kinds accept only with their defaults."""
 
 _CHECKS: Final[tuple[Callable[[Config], Iterator[str] | Iterator[Problem]], ...]] = (
     _check_several,
     _check_staleness,
     group_problems,
-    elastic_problems,
+    colocated_problems,
     _check_lengths,
     _check_numbers,
     _check_schedule,

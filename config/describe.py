@@ -68,8 +68,8 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of the reference. Example: ``Key(section="groups", name="size", type="integer, 1 to
-    1000", default="8", kind="frozen", doc="Trajectories per group.")``."""
+    """One key of the reference. Example: ``Key(section="rollout", name="group_size", type="integer,
+    1 to 1000", default="8", kind="frozen", doc="Trajectories per group.")``."""
 
     section: str
     name: str
@@ -181,7 +181,6 @@ def _section_doc(node: ast.ClassDef) -> _SectionDoc:
 
 
 def _sections(config: Config) -> Iterator[tuple[str, str, Section, str]]:
-    """Yield name, header, values and description of every section."""
     several = {"task": len(config.tasks) > 1, "evaluation": len(config.evaluations) > 1}
     docs = {name: doc for name, _, doc in _section_types(Config, "")}
     for name, _, section in sections_of(config):
@@ -218,7 +217,6 @@ def _default(field: msgspec.structs.FieldInfo) -> str | None:
 
 
 def _type(written: str) -> str:
-    """Return a type as the reference prints it."""
     plain = written.removesuffix(" | None")
     if plain.startswith("objectives."):
         return _choice(typing.get_args(getattr(objectives, plain.partition(".")[2])))

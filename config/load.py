@@ -75,25 +75,22 @@ Table = dict[str, Any]
 
 ELSEWHERE: Final[Mapping[str, str]] = {
     "adam_beta1": "trainer.betas",
-    "beta": "objective.kl",
+    "beta": "objective.kl_coef",
     "clip_ratio_high": "objective.clip_high",
     "clip_ratio_low": "objective.clip_low",
     "early_stopping_patience": "evaluation.patience",
     "epsilon": "objective.clip_low",
     "epsilon_high": "objective.clip_high",
-    "kl_coef": "objective.kl",
-    "kl_loss_coef": "objective.kl",
+    "kl_loss_coef": "objective.kl_coef",
     "load_best_model_at_end": "evaluation.best",
     "lr": "trainer.learning_rate",
     "lr_scheduler": "trainer.schedule",
     "lr_scheduler_type": "trainer.schedule",
     "lr_warmup_steps": "trainer.warmup_steps",
     "max_completion_length": "sampling.max_tokens",
-    "max_grad_norm": "trainer.grad_norm_max",
-    "grad_clip": "trainer.grad_norm_max",
+    "grad_clip": "trainer.max_grad_norm",
     "max_steps": "run.steps",
-    "min_lr_ratio": "trainer.learning_rate_min",
-    "num_generations": "groups.size",
+    "num_generations": "rollout.group_size",
     "num_iterations": "trainer.minibatches",
     "per_device_train_batch_size": "trainer.micro_batch_tokens",
     "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
@@ -105,12 +102,7 @@ ELSEWHERE: Final[Mapping[str, str]] = {
 `ppo_mini_batch_size` is a size, `trainer.minibatches` a count, so no hint names it."""
 
 
-def load_config(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    another: bool = False,
-) -> Config:
+def load_config(path: Path, overrides: Sequence[str], *, another: bool = False) -> Config:
     """Read a configuration file with `key=value` overrides. Values are TOML; a bare word is a
     string (``-o trainer.kind=torch``), and so is any value of a text key (``-o run.name=1``). With
     `another`, a different kind of objective starts from its own defaults. Raises ConfigError."""
@@ -134,7 +126,7 @@ def laid_over(table: Table, overrides: Sequence[str], folder: Path) -> Config:
             _merge(target, part, "")
     _fill_in(table, folder)
     config = from_plain(table)
-    return config if "parts" in table.get("trainer", {}) else with_parts(config)
+    return config if "batch_parts" in table.get("trainer", {}) else with_parts(config)
 
 
 def read_table(path: Path) -> Table:
@@ -224,11 +216,7 @@ def _leaves(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", value
 
 
-# Overrides, paths and defaults that depend on other keys.
-
-
 def _settle_objective(table: Table, overrides: Sequence[str]) -> None:
-    """Remove keys that belong to values which the overrides replace."""
     given = plain_overrides(overrides).items()
     changes = {key.removeprefix("objective."): one for key, one in given if "objective." in key}
     if changes:
@@ -237,7 +225,7 @@ def _settle_objective(table: Table, overrides: Sequence[str]) -> None:
 
 def plain_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """Return overrides by dotted key. Raises ConfigError. Example:
-    ``plain_overrides(["objective.kl=0.1"]) == {"objective.kl": 0.1}``"""
+    ``plain_overrides(["objective.kl_coef=0.1"]) == {"objective.kl_coef": 0.1}``"""
     found: dict[str, Any] = {}
     for text in overrides:
         _flatten(_parse_override(text), "", found)
@@ -324,7 +312,6 @@ def _resolved(path: Any, folder: Path, *, links: bool = True) -> Any:
 
 
 def _fill_in(table: Table, folder: Path) -> None:
-    """Fill in the folder of users' modules and the sampling of evaluations."""
     for task in tables_of(table, "task"):
         task["directory"] = task.get("directory") or str(folder)
     sampling, own_keys = table.get("sampling", {}), set(_fields(EvaluationSampling))
@@ -336,11 +323,7 @@ def _fill_in(table: Table, folder: Path) -> None:
             evaluation["sampling"] = {**common, **own}
 
 
-# What is wrong with it.
-
-
 def _check_keys(table: Mapping[str, Any], section: type[Section], prefix: str) -> None:
-    """Raise ConfigError for an unknown key, naming the nearest one."""
     fields = _fields(section)
     for key, value in table.items():
         if key not in fields:
@@ -365,7 +348,6 @@ def _fields(section: type[Section]) -> Mapping[str, Any]:
 
 
 def _check_objective(given: Any) -> None:
-    """Raise ConfigError for a key that this kind of objective does not use."""
     if isinstance(given, Mapping) and isinstance(given.get("kind", ""), str):
         try:
             objectives.check_kind(given.get("kind", "grpo"))

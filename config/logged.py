@@ -43,7 +43,7 @@ def learning_rate(config: Config, step: int) -> float:
         schedule=trainer.schedule,
         warmup=trainer.warmup_steps,
         end=config.run.steps,
-        least=trainer.learning_rate_min,
+        least=trainer.min_lr_ratio,
     )
 
 
@@ -56,7 +56,7 @@ def settings_in_force(config: Config, step: int) -> dict[str, float | int | str 
         if key.startswith(("trainer.", "objective.")) and value is not None  # not used by its kind
     }
     found["trainer.learning_rate"] = learning_rate(config, step)
-    if config.objective.reference_every is not None and config.objective.kl:
+    if config.objective.reference_every is not None and config.objective.kl_coef:
         found[REFERENCE] = step - step % config.objective.reference_every
     own = config.objective.options.items()
     return found | {f"objective.options.{key}": value for key, value in own}

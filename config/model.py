@@ -1,11 +1,5 @@
-"""The configuration tree: its sections, and what a resumed run may change of them.
-
-Each class is a section; the docstrings are what `config` and reference/configuration.md print,
-where `describe` names the values that keys take. Keys are `frozen` (a resumed run must have the
-same), `logged` (may change; in force from the next step, recorded in the log) or `free` (addresses,
-sizes, timing); `changes` names which. `load` reads a file, `checks` says what one section asks of
-another.
-"""
+"""The sections of a configuration. `dora-pipe config` and docs/reference/configuration.md print
+their docstrings."""
 
 from __future__ import annotations
 
@@ -76,7 +70,7 @@ class RewardUse(Section, frozen=True, kw_only=True):
 
 
 ENVIRONMENT_TURNS, AGENT_CALLS = 8, 64
-"""`task.turns_max` where it is not given."""
+"""`task.max_turns` where it is not given."""
 
 
 class Task(Section, frozen=True, kw_only=True):
@@ -129,7 +123,7 @@ class Task(Section, frozen=True, kw_only=True):
     sampler: str = ""
     """`module:weights`, a function that returns how often each row is drawn; empty: each row once
     per pass, shuffled. See docs/data.md."""
-    drop_solved: float | None = None
+    max_solve_rate: float | None = None
     """Skip rows whose last four groups each reached this mean reward."""
     python: str = ""
     """Python interpreter of another virtual environment for the task's processes: Python 3.11 or
@@ -148,7 +142,7 @@ class Task(Section, frozen=True, kw_only=True):
     environment_timeout_s: PositiveFloat = 10.0
     """Time limit of a prompt, an environment step or a tool call. The model is told about a tool's
     timeout."""
-    episode_seconds: NonNegativeFloat = 0.0
+    episode_timeout_s: NonNegativeFloat = 0.0
     """Time limit of an episode, including sampling. An environment ends at its next step and an
     agent immediately; the trajectory is invalid (`EpisodeTimeout`). 0: no limit, one hour for an
     agent."""
@@ -156,12 +150,12 @@ class Task(Section, frozen=True, kw_only=True):
     """Declares that environments and tools repeat their answers exactly for the same turns.
     Episodes then resume after the death of a worker or process, and may move. Tasks may declare
     this themselves."""
-    turns_max: NonNegative = 0
+    max_turns: NonNegative = 0
     """Model turns per trajectory of an environment, or calls of an agent; 0: 8, for an agent 64."""
     agent: str | tuple[str, ...] = ""
     """`module:run`, a function that calls the model over HTTP, or a command such as `["node",
     "agent.js"]`. `kind` provides rows and rewards. See docs/agents.md."""
-    sampling_asked: Literal["record", "refuse"] = "record"
+    unsupported_sampling: Literal["record", "refuse"] = "record"
     """Sampling settings of an agent's call that differ from the run's: record and ignore them, or
     refuse the call."""
     special_tokens: Literal["text", "parse"] = "text"
@@ -185,13 +179,12 @@ class Task(Section, frozen=True, kw_only=True):
 
     @property
     def rewards(self) -> tuple[RewardUse, ...]:
-        """The weighted rewards; none where `reward` names one."""
         return () if isinstance(self.reward, str) else self.reward
 
     @property
     def most_turns(self) -> int:
-        """`turns_max` in force."""
-        return self.turns_max or (AGENT_CALLS if self.has_agent else ENVIRONMENT_TURNS)
+        """`max_turns` in force."""
+        return self.max_turns or (AGENT_CALLS if self.has_agent else ENVIRONMENT_TURNS)
 
     @property
     def has_agent(self) -> bool:
@@ -224,7 +217,7 @@ class Sampling(Section, frozen=True, kw_only=True):
     """Sampled tokens per trajectory, over all turns."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn, in addition to the end-of-sequence token."""
-    routes: bool = False
+    return_routed_experts: bool = False
     """Record the experts of every training token, and train with the recorded routing
     (docs/large-models.md)."""
 
@@ -247,28 +240,28 @@ class EvaluationSampling(Section, frozen=True, kw_only=True):
     """See [sampling]."""
 
 
-class Groups(Section, frozen=True, kw_only=True):
+class Rollout(Section, frozen=True, kw_only=True):
     """Groups of trajectories, and batches of groups."""
 
-    size: Siblings = 8
+    group_size: Siblings = 8
     """Trajectories per group."""
-    spare: Spare = 0
-    """Redundant trajectories per group: a group is complete with `size` valid ones, and the others
-    end as surplus. This drops slow trajectories; `audit` reports by how much."""
-    per_step: Positive = 32
+    group_redundancy: Spare = 0
+    """Redundant trajectories per group: a group is complete with `group_size` valid ones, and the
+    others end as surplus. This drops slow trajectories; `audit` reports by how much."""
+    prompts_per_step: Positive = 32
     """Groups per training step."""
-    min_valid_siblings: Positive = 2
+    min_valid_trajectories: Positive = 2
     """Valid trajectories that a group needs; with fewer it fails."""
     filter_zero_advantage: bool = False
     """End groups whose valid rewards are all equal as `filtered`, and replace them."""
-    attempts_max: Positive = 5
+    max_attempts: Positive = 5
     """Attempts at one trajectory before it counts as failed."""
-    seconds_max: PositiveFloat | None = None
+    group_timeout_s: PositiveFloat | None = None
     """Time limit of a group. It then ends with its valid trajectories, or fails with fewer than
-    `min_valid_siblings`. Default: no limit."""
-    failed_share_max: Share | None = 0.9
-    """Stop the run if more than this share of the last 4 * per_step groups (at least 32) failed, or
-    all of the first 2 * per_step (8); 1 never stops."""
+    `min_valid_trajectories`. Default: no limit."""
+    max_failed_share: Share | None = 0.9
+    """Stop the run if more than this share of the last 4 * prompts_per_step groups (at least 32)
+    failed, or all of the first 2 * prompts_per_step (8); 1 never stops."""
 
 
 class Staleness(Section, frozen=True, kw_only=True):
@@ -276,11 +269,11 @@ class Staleness(Section, frozen=True, kw_only=True):
 
     max_staleness: NonNegative = 2
     """A group of version w is trained at a step <= w + max_staleness."""
-    in_flight_batches: PositiveFloat | Literal["auto"] | None = None
+    async_batches: PositiveFloat | Literal["auto"] | None = None
     """Dispatched and untrained groups, in batches. Default min(2, max_staleness + 1); "auto" starts
     there and follows the groups that are ready when the trainer becomes free, up to max_staleness +
     1."""
-    interruptible: bool = False
+    partial_rollout: bool = False
     """Partial rollout: running requests continue under each new version after a prefill, so that a
     trajectory may mix versions (C1 is off). The bound refers to the version at dispatch. See
     docs/staleness.md."""
@@ -302,7 +295,7 @@ class Evaluation(Section, frozen=True, kw_only=True):
     """Steps between evaluations; 0 evaluates the first and the last policy only."""
     prompts: NonNegative = 64
     """Number of rows, from the first; 0 disables evaluation."""
-    siblings: Siblings = 1
+    group_size: Siblings = 1
     """Trajectories per row."""
     best: bool = False
     """Keep the version with the best mean reward in the store; `export policy best`."""
@@ -319,10 +312,10 @@ class Bus(Section, frozen=True, kw_only=True):
     """`sqlite:PATH` or `kafka://host:port,...`; empty: log.sqlite in the run directory."""
     partitions: Positive = 4
     """Partitions of the topics trajectories and progress."""
-    record_bytes_max: RecordBytes = 10 * 1024 * 1024
+    max_record_bytes: RecordBytes = 10 * 1024 * 1024
     """Largest record of a topic. Larger trajectories and progress records are stored in `claims` of
     the store and referenced by the log. See docs/storage.md."""
-    claims_synced: bool = False
+    blob_fsync: bool = False
     """Write a claimed value to disk (fsync) before its record is appended. SQLite always does.
     Without it on Kafka, a claimed value survives the kill of any process but perhaps not a power
     failure."""
@@ -358,7 +351,7 @@ class Timing(Section, frozen=True, kw_only=True):
     fifth heartbeat, at least four times per lease."""
     lease_s: PositiveFloat = 10.0
     """Time after which a silent role counts as dead; more than two heartbeats."""
-    restarts_max: NonNegative = 5
+    max_restarts: NonNegative = 5
     """Restarts of one role within a minute before `run` gives up. A worker is then left out, except
     the last one. Consecutive starts that served no version count, too."""
     stop_timeout_s: PositiveFloat = 30.0
@@ -396,7 +389,7 @@ class Objective(Section, frozen=True, kw_only=True):
     """grpo, dapo, dr-grpo, decoupled-ppo, tis, cispo, topr, weighted-topr, gspo, distill (a teacher
     instead of rewards), or `module:attribute` (docs/training.md). A new kind starts from its own
     defaults. `grpo` has DAPO's defaults (token-mean, clip_high 0.28); GRPO as published is loss =
-    "sequence-mean", clip_high = 0.2, kl = 0.04."""
+    "sequence-mean", clip_high = 0.2, kl_coef = 0.04."""
     clip_low: PositiveFloat | None = None
     """Lower clip of the ratio, 1 - clip_low. 0.2; cispo: 1, gspo: 0.0003."""
     clip_high: PositiveFloat | None = None
@@ -404,7 +397,7 @@ class Objective(Section, frozen=True, kw_only=True):
     proximal: objectives.Proximal | None = None
     """Policy around which ratios are clipped: the sampling policy, or the step's first weights with
     log-probs computed by the trainer. "behaviour"; decoupled-ppo, tis: "recomputed"."""
-    weight_max: PositiveFloat | None = None
+    max_weight: PositiveFloat | None = None
     """Bound of the weight proximal / behaviour. decoupled-ppo drops tokens above it (5), tis
     truncates them (2)."""
     level: objectives.Level | None = None
@@ -425,7 +418,7 @@ class Objective(Section, frozen=True, kw_only=True):
     advantage_std: bool | None = None
     """Divide advantages by the standard deviation of the baseline's rewards. true; dr-grpo:
     false."""
-    kl: NonNegativeFloat | None = None
+    kl_coef: NonNegativeFloat | None = None
     """Weight of the KL to the reference policy (version 0, or see `reference_every`). 0; not in
     dapo."""
     kl_estimate: objectives.KlEstimate | None = None
@@ -480,7 +473,7 @@ class Config(Section, frozen=True, kw_only=True):
     model: Model
     task: Task
     sampling: Sampling = Sampling()
-    groups: Groups = Groups()
+    rollout: Rollout = Rollout()
     staleness: Staleness = Staleness()
     evaluation: Evaluation = Evaluation()
     objective: Objective = Objective()
@@ -501,12 +494,10 @@ class Config(Section, frozen=True, kw_only=True):
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All of them, in the order of the file."""
         return (self.task, *(self.more_tasks or ()))
 
     @property
     def evaluations(self) -> tuple[Evaluation, ...]:
-        """All of them, in the order of the file."""
         return (self.evaluation, *(self.more_evaluations or ()))
 
     def task_of(self, evaluation: Evaluation) -> Task:
@@ -516,7 +507,7 @@ class Config(Section, frozen=True, kw_only=True):
     def eval_sampling(self, evaluation: Evaluation | None = None) -> Sampling:
         """How an evaluation, by default the first, is sampled; no routes are recorded of it."""
         own = msgspec.structs.asdict((evaluation or self.evaluation).sampling)
-        return msgspec.structs.replace(self.sampling, routes=False, **own)
+        return msgspec.structs.replace(self.sampling, return_routed_experts=False, **own)
 
     def __post_init__(self) -> None:
         objective = self.objective
@@ -527,16 +518,16 @@ class Config(Section, frozen=True, kw_only=True):
             raise ValueError(NO_TEACHER)
 
 
-def in_flight_batches(staleness: Staleness) -> float:
+def async_batches(staleness: Staleness) -> float:
     """C in force, or the most that it can be: as configured, eta + 1 where it is automatic, else
     min(2, eta + 1)."""
-    if staleness.in_flight_batches == "auto":
+    if staleness.async_batches == "auto":
         return staleness.max_staleness + 1.0
-    if staleness.in_flight_batches is not None:
-        return staleness.in_flight_batches
+    if staleness.async_batches is not None:
+        return staleness.async_batches
     return min(2.0, staleness.max_staleness + 1.0)
 
 
-def versions_resident(config: Config) -> int:
+def max_resident_versions(config: Config) -> int:
     """Versions that one engine hosts at once, in force: several only where they are adapters."""
-    return config.workers.versions_resident if config.lora.rank else 1
+    return config.workers.max_resident_versions if config.lora.rank else 1

@@ -25,12 +25,8 @@ _COMMON: Final[Mapping[str, Plain]] = {
     "advantage": "group",
     "advantage_std": True,
 }
-_KL: Final[Mapping[str, Plain]] = {"kl": 0.0, "kl_estimate": "k3"}
-_CLIP: Final[Mapping[str, Plain]] = {
-    "clip_low": 0.2,
-    "clip_high": 0.28,
-    "proximal": "behaviour",
-}
+_KL: Final[Mapping[str, Plain]] = {"kl_coef": 0.0, "kl_estimate": "k3"}
+_CLIP: Final[Mapping[str, Plain]] = {"clip_low": 0.2, "clip_high": 0.28, "proximal": "behaviour"}
 _WEIGHT: Final[Mapping[str, Plain]] = {
     "clip_low": 0.2,
     "clip_high": 0.28,
@@ -66,9 +62,9 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
         ),
         # The bounds of the weight are those of AReaL's and FlashRL's code.
         "decoupled-ppo": BuiltIn(
-            "grpo:decoupled_ppo", {**_COMMON, **_KL, **_WEIGHT, "weight_max": 5.0}
+            "grpo:decoupled_ppo", {**_COMMON, **_KL, **_WEIGHT, "max_weight": 5.0}
         ),
-        "tis": BuiltIn("grpo:tis", {**_COMMON, **_KL, **_WEIGHT, "weight_max": 2.0}),
+        "tis": BuiltIn("grpo:tis", {**_COMMON, **_KL, **_WEIGHT, "max_weight": 2.0}),
         # No lower bound, as published; 5 = 1 + 4 is ScaleRL's (arXiv 2510.13786).
         "cispo": BuiltIn(
             "reinforce:cispo", {**_COMMON, **_KL, **_CLIP, "clip_low": 1.0, "clip_high": 4.0}
@@ -76,13 +72,7 @@ BUILT_IN: Final[Mapping[str, BuiltIn]] = MappingProxyType(
         "topr": BuiltIn("reinforce:topr", {**_COMMON, **_KL, "level": "sequence"}),
         "weighted-topr": BuiltIn(
             "reinforce:weighted_topr",
-            {
-                **_COMMON,
-                **_KL,
-                "level": "sequence",
-                "positive_weight": 1.0,
-                "negative_weight": 1.0,
-            },
+            {**_COMMON, **_KL, "level": "sequence", "positive_weight": 1.0, "negative_weight": 1.0},
         ),
         # The bounds of its paper (arXiv 2507.18071, section 5.1).
         "gspo": BuiltIn(
@@ -215,7 +205,7 @@ def hint_for(given: Mapping[str, Any], key: str) -> str:
 def settled(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of [objective] after `changes`. A new kind starts from its own defaults, and
     keys of a replaced value are removed; changed keys stay, so that unused ones are refused.
-    Example: ``settled({"kind": "grpo", "kl": 0.1}, {"kind": "topr"}) == {"kind": "topr"}``"""
+    Example: ``settled({"kind": "grpo", "kl_coef": 0.1}, {"kind": "topr"}) == {"kind": "topr"}``"""
     if changes.get("kind", given.get("kind")) != given.get("kind"):
         stays = {key: given[key] for key in ("reference_every",) if given.get(key) is not None}
         return {**stays, **changes}

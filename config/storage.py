@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dora_pipe.schemas.control import RunStarted
 
 PATCHES: Final = 8
-"""`policies.whole_every = "auto"` if a patch is a few hundredths of the whole."""
+"""`policies.full_every = "auto"` if a patch is a few hundredths of the whole."""
 
 PATCHED_SHARE: Final = 0.03
 """Share of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
@@ -37,7 +37,7 @@ class Policies(Section, frozen=True, kw_only=True):
     """Type of published weights or adapters, which workers sample with and digests cover. `auto`:
     bfloat16 if the model's config has it and the trainer supports it. The optimizer updates float32
     weights."""
-    whole_every: WholeEvery | Literal["auto"] = "auto"
+    full_every: WholeEvery | Literal["auto"] = "auto"
     """Every N-th version, and every version with a checkpoint, is stored in full; the others as
     patches (docs/storage.md). 1: no patches; auto: 8 for published bfloat16 weights, otherwise
     1."""
@@ -59,9 +59,9 @@ class Store(Section, frozen=True, kw_only=True):
     Fixed at the start of a run."""
 
 
-def whole_every(config: Config, dtype: PolicyDtype) -> int:
-    """Return `policies.whole_every` as a number."""
-    asked = config.policies.whole_every
+def full_every(config: Config, dtype: PolicyDtype) -> int:
+    """Return `policies.full_every` as a number."""
+    asked = config.policies.full_every
     if asked != "auto":
         return asked
     small = dtype == "bfloat16" and not config.lora.rank
@@ -78,7 +78,7 @@ def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
 
 def bytes_per_step(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
     """Return the average bytes per step: a version and its share of an AdamW checkpoint."""
-    every, checkpoint_every = whole_every(config, dtype), config.trainer.checkpoint_every
+    every, checkpoint_every = full_every(config, dtype), config.trainer.checkpoint_every
     narrow = dtype == "bfloat16"
     parameters = whole_bytes // (2 if narrow else 4)
     patch = PATCHED_SHARE * PATCH_BYTES * parameters if narrow else whole_bytes

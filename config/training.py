@@ -23,7 +23,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """The trainer and its optimizer."""
 
     kind: str = "torch"
-    """torch, deepspeed (with the keys from `ranks` to `expert_parallel`; docs/large-models.md) or
+    """torch, deepspeed (with the keys from `ranks` to `expert_parallel_size`; docs/large-models.md) or
     `module:attribute` (docs/training.md)."""
     optimizer: OptimizerName = "adamw"
     """AdamW; Muon for matrices of hidden layers with AdamW for the rest; or AdamW with 8-bit
@@ -34,21 +34,21 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Decay after the peak: constant, linear or cosine."""
     warmup_steps: NonNegative = 0
     """Warm-up steps."""
-    learning_rate_min: Share = 0.0
+    min_lr_ratio: Share = 0.0
     """Final learning rate of a schedule, as a share of the peak."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW betas; below 1."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of AdamW and Muon, times the learning rate; excludes norms and biases."""
-    grad_norm_max: PositiveFloat = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Gradient clipping norm."""
     minibatches: Positive = 1
     """Optimizer updates per step."""
-    parts: Positive = 1
-    """Parts of a batch. The trainer computes the gradient of `groups.per_step` / `parts` finished
-    groups while the others are generated; 1: when the batch is complete. Default 4, fewer if a part
-    had less than 4 groups, and 1 with several `minibatches`, elastic workers or
-    `offload_between_steps`. With as many `minibatches`, each part is an update."""
+    batch_parts: Positive = 1
+    """Parts of a batch. The trainer computes the gradient of `rollout.prompts_per_step` /
+    `batch_parts` finished groups while workers generate the others; 1: when the batch is complete.
+    Default 4, fewer if a part had less than 4 groups, and 1 with several `minibatches`, colocated
+    workers or `offload_between_steps`. With as many `minibatches`, each part is an update."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     router_aux_loss: NonNegativeFloat = 0.0
@@ -60,7 +60,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Keep only each layer's input and recompute the rest in the backward pass: equal bits, a third
     more compute, a fraction of the memory. "offload" keeps these inputs in host memory."""
     offload_between_steps: bool = False
-    """Move weights and optimizer state to host memory between steps, so that elastic workers can
+    """Move weights and optimizer state to host memory between steps, so that colocated workers can
     use the GPU: equal bits, two copies per step."""
     checkpoint_every: Positive = 10
     """Steps between optimizer checkpoints."""
@@ -72,7 +72,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     """ZeRO stage: 1 shards AdamW's moments, 2 also gradients, 3 also weights."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """Keep AdamW's moments and its update in host memory, or also weights (stage 3)."""
-    expert_parallel: Positive = 1
+    expert_parallel_size: Positive = 1
     """Ranks that share the experts of each layer of a mixture; divides ranks and experts. 1: every
     rank holds all experts."""
     dtype: ComputeDtype = "float32"

@@ -18,15 +18,15 @@ class Vllm(Section, frozen=True, kw_only=True):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and computation in the engine."""
-    eager: bool = True
+    enforce_eager: bool = True
     """Disable compiled graphs and CUDA graphs: a faster start, slower generation on a GPU."""
-    kv_gb: NonNegativeFloat = 0.0
+    kv_cache_gb: NonNegativeFloat = 0.0
     """GiB of KV cache per worker; 0: enough for full contexts in all slots."""
-    tensor_parallel: Positive = 1
+    tensor_parallel_size: Positive = 1
     """GPUs of one worker that share every layer; must divide the model's attention heads."""
-    pipeline_parallel: Positive = 1
-    """Pipeline stages of one worker, each with `tensor_parallel` GPUs. KV caches cannot move with
-    more than one."""
+    pipeline_parallel_size: Positive = 1
+    """Pipeline stages of one worker, each with `tensor_parallel_size` GPUs. KV caches cannot move
+    with more than one."""
     addresses: tuple[str, ...] = ()
     """http://HOST:PORT of running servers for w0, w1, ...; a worker without one starts its own.
     VLLM_API_KEY holds the key."""
@@ -37,7 +37,7 @@ class Vllm(Section, frozen=True, kw_only=True):
 
     @property
     def gpus(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class Workers(Section, frozen=True, kw_only=True):
@@ -48,14 +48,14 @@ class Workers(Section, frozen=True, kw_only=True):
     engine: str = "torch"
     """torch, vllm, or `module:attribute` (docs/engines.md)."""
     gpus: tuple[NonNegative, ...] = ()
-    """GPUs of w0, w1, ..., `vllm.tensor_parallel` each, counted from 0 among the visible ones;
+    """GPUs of w0, w1, ..., `vllm.tensor_parallel_size` each, counted from 0 among the visible ones;
     empty: all workers use the first. For the vLLM engine."""
     vllm: Vllm = Vllm()
-    slots: Positive = 64
+    max_num_seqs: Positive = 64
     """Requests that one worker generates concurrently."""
-    context_tokens: Positive = 1024
+    max_model_len: Positive = 1024
     """Longest sequence of a slot."""
-    kv_keep: NonNegativeFloat = 1.0
+    prefix_cache_ratio: NonNegativeFloat = 1.0
     """Prefix cache of the torch engine for prompts and for sequences between calls, as a multiple
     of all slots' tokens; 0 disables it. Least recently used entries are evicted. vLLM has its
     own."""
@@ -66,34 +66,34 @@ class Workers(Section, frozen=True, kw_only=True):
     endpoint: str = "127.0.0.1:0"
     """HOST:PORT of the endpoint for agents; port 0: any free port. There is no TLS: read
     docs/agents.md before you use another host."""
-    elastic: NonNegative = 0
+    colocated: NonNegative = 0
     """The last workers of `count` that share their GPUs with the trainer: they sleep during a step
     (docs/staleness.md)."""
-    versions_resident: Positive = 4
+    max_resident_versions: Positive = 4
     """Versions that one worker serves concurrently, if they are adapters (`lora.rank`)."""
 
     @property
     def prefetch(self) -> int:
         """Placed requests that a worker holds in addition to its slots; requests that wait for an
         environment, a tool or a reward do not count."""
-        return self.slots // 2
+        return self.max_num_seqs // 2
 
-    def is_elastic(self, name: str) -> bool:
-        """Return whether this worker is one of the last `elastic`."""
-        last = range(max(0, self.count - self.elastic), self.count)
+    def is_colocated(self, name: str) -> bool:
+        """Return whether this worker is one of the last `colocated`."""
+        last = range(max(0, self.count - self.colocated), self.count)
         return name in [f"w{number}" for number in last]
 
 
-def elastic_problems(config: Config) -> Iterator[str]:
+def colocated_problems(config: Config) -> Iterator[str]:
     """Return the settings that exclude workers which sleep during a step."""
     workers = config.workers
-    if workers.elastic > workers.count:
-        yield f"workers.elastic: {workers.elastic} are more than workers.count, {workers.count}"
+    if workers.colocated > workers.count:
+        yield f"workers.colocated: {workers.colocated} are more than workers.count, {workers.count}"
     others = {
-        "trainer.parts: parts are computed while the rest is generated": config.trainer.parts > 1,
-        "staleness.interruptible: nothing moves": config.staleness.interruptible,
+        "trainer.batch_parts: workers generate while parts train": config.trainer.batch_parts > 1,
+        "staleness.partial_rollout: nothing moves": config.staleness.partial_rollout,
         "lora.rank: workers have several versions": config.lora.rank > 0,
     }
     for why, given in others.items():
-        if workers.elastic and given:
-            yield f"workers.elastic: {workers.elastic} cannot be with {why}"
+        if workers.colocated and given:
+            yield f"workers.colocated: {workers.colocated} cannot be with {why}"

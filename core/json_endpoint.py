@@ -39,13 +39,20 @@ class JsonEndpoint:
     """
 
     def __init__(
-        self, who: str, url: str, *, key: str = "", timeout_s: float, at_once: int, bytes_max: int
+        self,
+        who: str,
+        url: str,
+        *,
+        key: str = "",
+        timeout_s: float,
+        concurrency: int,
+        bytes_max: int,
     ) -> None:
         self.where = f"{who} at {url.rstrip('/')}"
         self._url = url.rstrip("/")
         self._key = key
         self._timeout_s = timeout_s
-        self._at_once = at_once
+        self._concurrency = concurrency
         self._bytes_max = bytes_max
         self._session: requests.Session | None = None
         self._opening = threading.Lock()
@@ -105,7 +112,7 @@ class JsonEndpoint:
         with self._opening:
             if self._session is None:
                 self._session = requests.Session()
-                adapter = HTTPAdapter(pool_maxsize=self._at_once)
+                adapter = HTTPAdapter(pool_maxsize=self._concurrency)
                 self._session.mount("http://", adapter)
                 self._session.mount("https://", adapter)
             return self._session

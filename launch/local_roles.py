@@ -54,7 +54,7 @@ def with_engine(config: Config, engine: str, *, address: str = "") -> Config:
 def keeping_nothing(config: Config) -> Config:
     """Disable prefix caching: verification must prefill everything."""
     return msgspec.structs.replace(
-        config, workers=msgspec.structs.replace(config.workers, kv_keep=0.0)
+        config, workers=msgspec.structs.replace(config.workers, prefix_cache_ratio=0.0)
     )
 
 
@@ -75,7 +75,7 @@ def need_gpus(config: Config) -> None:
     workers = config.workers
     some = engine_kind(workers.engine, config.task.directory).gpus
     if workers.count and not some and (workers.gpus or workers.vllm.gpus > 1):
-        key = "gpus" if workers.gpus else "vllm, tensor_parallel and pipeline_parallel"
+        key = "gpus" if workers.gpus else "vllm, tensor_parallel_size and pipeline_parallel_size"
         raise ConfigError(
             f"workers.{key}: engine {workers.engine} computes on the CPU",
             hint="workers.engine = 'vllm', or leave the keys out",
@@ -113,7 +113,7 @@ def gpus_of(config: Config, name: str) -> tuple[str, tuple[int, ...]]:
     """Return the key that assigns GPUs to a role, and their numbers.
 
     Example: with ``workers.gpus = [1, 2]``, w0 and w2 have 1, w1 and w3 have 2; with
-    ``workers.vllm.tensor_parallel = 2`` all have both.
+    ``workers.vllm.tensor_parallel_size = 2`` all have both.
     """
     if name == TRAINER:
         return "trainer.gpus", config.trainer.gpus

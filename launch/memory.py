@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config.checks import problems_of
-from dora_pipe.config.model import Config, versions_resident
+from dora_pipe.config.model import Config, max_resident_versions
 from dora_pipe.config.storage import bytes_per_step, checkpoint_bytes
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.core.errors import UsageError
@@ -115,15 +115,15 @@ def placement_of(config: Config, count: int) -> Placement:
 def worker_parts(shape: ModelShape, config: Config) -> Parts:
     """Return the memory of one vLLM worker on each of its GPUs."""
     workers, vllm = config.workers, config.workers.vllm
-    width, slots = WIDTHS[vllm.dtype], workers.slots
-    cache = int(vllm.kv_gb * 2**30) or slots * workers.context_tokens * shape.kv_values * width
+    width, slots = WIDTHS[vllm.dtype], workers.max_num_seqs
+    cache = int(vllm.kv_cache_gb * 2**30) or slots * workers.max_model_len * shape.kv_values * width
     tokens = STEP_TOKENS_MAX + slots
     step = tokens * width * (4 * shape.width + 2 * shape.hidden) + 8 * slots * shape.vocabulary
-    adapters = versions_resident(config) * 4 * _adapter(shape, config) if config.lora.rank else 0
+    adapter = _adapter(shape, config) if config.lora.rank else 0
     return {
         "weights of one version": shape.parameters * width // vllm.gpus,
-        "adapters": adapters,
-        f"KV cache, {slots} slots of {workers.context_tokens} tokens": cache // vllm.gpus,
+        "adapters": max_resident_versions(config) * 4 * adapter,
+        f"KV cache, {slots} slots of {workers.max_model_len} tokens": cache // vllm.gpus,
         f"a step of {tokens} tokens": step,
         "the embedding, while a version loads": 4 * shape.embedding,
     }
@@ -133,7 +133,7 @@ def slots_that_fit(shape: ModelShape, config: Config, room: int) -> int:
     """Return how many slots of full context length fit into `room` bytes."""
 
     def used(slots: int) -> int:
-        keys = {"workers.vllm.kv_gb": 0.0, "workers.slots": slots}
+        keys = {"workers.vllm.kv_cache_gb": 0.0, "workers.max_num_seqs": slots}
         return sum(worker_parts(shape, with_keys(config, keys)).values())
 
     first, each = used(1), used(2) - used(1)
@@ -162,7 +162,7 @@ def state_parts(shape: ModelShape, config: Config) -> Parts:
     halves = 2 if trainer.dtype == "bfloat16" and stage == 1 else 0
     masters = (4 if stage else 0) + (2 if narrow else 0)
     live = min(GATHERED, shape.parameters) * (base_width if lora else held)
-    copies = (14 if narrow else 12) if trainer.parts > 1 and trainer.minibatches > 1 else 0
+    copies = (14 if narrow else 12) if trainer.batch_parts > 1 and trainer.minibatches > 1 else 0
     return {
         "weights": weights if trainer.offload != "all" else 0,
         "gathered weights": live if stage == 3 else 0,
@@ -170,7 +170,7 @@ def state_parts(shape: ModelShape, config: Config) -> Parts:
         "gradients": spread(4 + halves, 2) if here else 0,
         "moments of the optimizer": spread(moments, 1) if here else 0,
         "buckets": BUCKETS if ranks_of(config) > 1 else 0,
-        "version 0 for the KL": 4 * shape.parameters if config.objective.kl and not lora else 0,
+        "version 0 for the KL": 0 if lora or not config.objective.kl_coef else 4 * shape.parameters,
         "copy for parts that are updates": spread(copies, 1),
     }
 
@@ -233,7 +233,7 @@ def _adapter(shape: ModelShape, config: Config) -> int:
 
 def _on_a_rank(shape: ModelShape, config: Config) -> int:
     """Exclude experts of other ranks."""
-    dealt = config.trainer.expert_parallel
+    dealt = config.trainer.expert_parallel_size
     elsewhere = 0 if config.lora.rank else shape.experts * (dealt - 1) // dealt
     return trained(shape, config) - elsewhere
 
@@ -254,7 +254,7 @@ def _score_bytes(shape: ModelShape, config: Config) -> int:
     if trainer.device == "cpu" or trainer.dtype == "bfloat16" or not shape.grouped:
         return 0
     tokens = trainer.micro_batch_tokens
-    scores = shape.heads * tokens * min(tokens, config.workers.context_tokens) * 4
+    scores = shape.heads * tokens * min(tokens, config.workers.max_model_len) * 4
     return (5 if trainer.gradient_checkpointing else shape.layers + 4) * scores
 
 
@@ -300,7 +300,7 @@ def worker_keys(
     shape: ModelShape, config: Config, gpus: Gpus, per_gpu: int
 ) -> dict[str, Any] | None:
     """Find keys with which a worker fits, if any: bfloat16, fewer slots, several GPUs."""
-    wanted = config.workers.slots
+    wanted = config.workers.max_num_seqs
     if sum(worker_parts(shape, config).values()) <= gpus.usable // per_gpu:
         return {}
     few: dict[str, Any] | None = None
@@ -308,9 +308,9 @@ def worker_keys(
         changed = with_keys(config, keys)
         if any(problems_of(changed)):
             continue
-        alone = "workers.vllm.tensor_parallel" in keys
+        alone = "workers.vllm.tensor_parallel_size" in keys
         slots = slots_that_fit(shape, changed, gpus.usable // (1 if alone else per_gpu))
-        fitting = _changed(config, {**keys, "workers.slots": min(wanted, slots)})
+        fitting = _changed(config, {**keys, "workers.max_num_seqs": min(wanted, slots)})
         if slots >= min(SLOTS_LEAST, wanted):
             return fitting
         few = few or (fitting if slots else None)
@@ -318,16 +318,16 @@ def worker_keys(
 
 
 def _worker_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
-    narrow = {"workers.vllm.dtype": "bfloat16", "workers.vllm.kv_gb": 0.0}
+    narrow = {"workers.vllm.dtype": "bfloat16", "workers.vllm.kv_cache_gb": 0.0}
     yield narrow
     vllm = config.workers.vllm
     for size in (2, 4, 8):
-        fit = min(MACHINE_GPUS, count - 1) // size // vllm.pipeline_parallel
-        if fit and size > vllm.tensor_parallel and not vllm.addresses:
+        fit = min(MACHINE_GPUS, count - 1) // size // vllm.pipeline_parallel_size
+        if fit and size > vllm.tensor_parallel_size and not vllm.addresses:
             yield {
                 **narrow,
                 "workers.engine": "vllm",
-                "workers.vllm.tensor_parallel": size,
+                "workers.vllm.tensor_parallel_size": size,
                 "workers.count": min(config.workers.count, (count - 1) // size),
                 "workers.gpus": (),
             }
@@ -335,7 +335,7 @@ def _worker_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
 
 def trainer_keys(shape: ModelShape, config: Config, room: int, count: int) -> dict[str, Any] | None:
     """Find the smallest change with which a trainer on `count` GPUs fits, if any."""
-    short = min(config.trainer.micro_batch_tokens, config.workers.context_tokens)
+    short = min(config.trainer.micro_batch_tokens, config.workers.max_model_len)
     again = "trainer.gradient_checkpointing"
     saving: tuple[dict[str, Any], ...] = (
         {},
@@ -358,8 +358,8 @@ def _trainer_ways(config: Config, count: int) -> Iterator[dict[str, Any]]:
     if not zero:
         yield {"trainer.dtype": "bfloat16"}
     plain: dict[str, Any] = {"kind": "deepspeed", "ranks": count, "optimizer": "adamw"}
-    if count % config.trainer.expert_parallel:
-        plain["expert_parallel"] = 1
+    if count % config.trainer.expert_parallel_size:
+        plain["expert_parallel_size"] = 1
     stages = [(stage, "none", dtype) for stage in range(dtype == "bfloat16", 4)]
     offloaded = [(3, "optimizer", dtype), (3, "all", dtype), (3, "all", "bfloat16")]
     for stage, offload, products in (*stages, (3, "none", "bfloat16"), *offloaded):

@@ -34,11 +34,11 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
     check_engine_model(config, engines, directory)
     _need_experts(config, directory)
     longest = read_config(directory).get("max_position_embeddings")
-    if isinstance(longest, int) and longest < config.workers.context_tokens:
+    if isinstance(longest, int) and longest < config.workers.max_model_len:
         raise PolicyError(
             f"{directory}: its {longest} positions are fewer than a context of "
-            f"{config.workers.context_tokens} tokens",
-            hint="lower workers.context_tokens",
+            f"{config.workers.max_model_len} tokens",
+            hint="lower workers.max_model_len",
         )
     check_tokenizer(directory)
 
@@ -119,8 +119,8 @@ def _has_tokenizers() -> bool:
 def _need_experts(config: Config, directory: Path) -> None:
     of_model = read_config(directory)
     experts = next((int(of_model[one]) for one in EXPERTS if of_model.get(one)), 0)
-    dealt = config.trainer.expert_parallel
-    asked = {"router_aux_loss": config.trainer.router_aux_loss, "expert_parallel": dealt - 1}
+    dealt = config.trainer.expert_parallel_size
+    asked = {"router_aux_loss": config.trainer.router_aux_loss, "expert_parallel_size": dealt - 1}
     odd = [key for key, value in asked.items() if value]
     if odd and not experts:
         raise ConfigError(
@@ -128,6 +128,6 @@ def _need_experts(config: Config, directory: Path) -> None:
         )
     if experts % dealt:
         raise ConfigError(
-            f"trainer.expert_parallel: {experts} experts are not dealt among {dealt} ranks",
+            f"trainer.expert_parallel_size: {experts} experts are not dealt among {dealt} ranks",
             hint="take a divisor of both",
         )

@@ -286,7 +286,7 @@ def topic_specs(config: Config) -> list[TopicSpec]:
         TopicSpec(
             name=name,
             partitions=config.bus.partitions if name in many else 1,
-            record_bytes_max=config.bus.record_bytes_max,
+            max_record_bytes=config.bus.max_record_bytes,
         )
         for name in topics.all()
     ]

@@ -132,7 +132,7 @@ class RunDir:
         self, config: Config, peers: Callable[[str, Path], bool] | None = None
     ) -> PolicyStore:
         """Return the policy store; it asks `peers` first. Raises ConfigError."""
-        every = config.policies.whole_every
+        every = config.policies.full_every
         return open_store(
             self.store(config),
             config.store,

@@ -197,7 +197,7 @@ class Supervisor:
             return
         while role.starts_s and role.starts_s[0] < now_s - RESTART_WINDOW_S:
             role.starts_s.popleft()
-        if max(len(role.starts_s), self._fruitless(report.name)) > self._timing.restarts_max:
+        if max(len(role.starts_s), self._fruitless(report.name)) > self._timing.max_restarts:
             self._give_up(report)
             return
         pause_s = min(BACKOFF_FIRST_S * 2 ** (len(role.starts_s) - 1), BACKOFF_MAX_S)

@@ -152,6 +152,6 @@ class GroupsSinceStep:
         ((value, times),) = self._rewards.most_common(1) or [(0.0, 0)]
         equal = f"; every reward is {value:g} in {times} of them" if times else ""
         return (
-            f"{equal}. If rewards never differ, groups.filter_zero_advantage waits without end: "
+            f"{equal}. If rewards never differ, rollout.filter_zero_advantage waits without end: "
             "change the reward or the data"
         )

@@ -442,7 +442,7 @@ class RunStats:
 
         self.bound = configured("staleness", "max_staleness")
         self.steps_planned = configured("run", "steps")
-        self.per_step = configured("groups", "per_step")
+        self.per_step = configured("rollout", "prompts_per_step")
         self.heartbeat_s = configured("timing", "heartbeat_s")
 
     def _happened(self, events: Iterable[Event]) -> None:

@@ -44,8 +44,8 @@ SILENT: Final = "see its log; start it again"
 
 ADVICE: Final[Mapping[str, str]] = {
     # Trainer, by cause of the last trajectory of the batch.
-    "admission": "admit more: staleness.max_staleness, staleness.in_flight_batches, more slots",
-    "queue": "more slots: workers.slots, workers.count",
+    "admission": "admit more: staleness.max_staleness, staleness.async_batches, more slots",
+    "queue": "more slots: workers.max_num_seqs, workers.count",
     "lost": "see that worker's log: it died, or was fenced",
     "sampling": "generate faster: more workers; or sampling.max_tokens",
     "decision": "the orchestrator or the log is slow: a core more, the broker's disk",

@@ -155,9 +155,9 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         return "it has no name"
     if not (1 <= record.slots <= SLOTS_MAX and 0 <= record.prefetch <= SLOTS_MAX):
         return f"{record.slots} slots and {record.prefetch} ahead are not a worker's"
-    if not 1 <= record.versions_resident <= VERSIONS_MAX:
-        return f"{record.versions_resident} versions at once are not a worker's"
-    if record.elastic and (state.interruptible or record.versions_resident > 1):
+    if not 1 <= record.max_resident_versions <= VERSIONS_MAX:
+        return f"{record.max_resident_versions} versions at once are not a worker's"
+    if record.elastic and (state.partial_rollout or record.max_resident_versions > 1):
         return f"{record.worker} is elastic, which only a worker of one version at a time can be"
     if record.assets_digest != state.facts.assets_digest:
         return f"{record.worker} has another model configuration or tokenizer than the run"
@@ -174,7 +174,9 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         elastic=record.elastic,
     )
     # Partial rollout never uses older versions again.
-    join_worker(state, worker, versions=1 if state.interruptible else record.versions_resident)
+    join_worker(
+        state, worker, versions=1 if state.partial_rollout else record.max_resident_versions
+    )
     return ""
 
 

@@ -219,7 +219,7 @@ def _assign(state: State, decision: Assign) -> None:
     if decision.version == NO_VERSION:
         assign(state, worker, NO_VERSION, "")
         return
-    goes_on = state.interruptible and may_be_interrupted(state, worker)
+    goes_on = state.partial_rollout and may_be_interrupted(state, worker)
     goes_on = goes_on and decision.version > worker.target
     goes_on = goes_on or worker.name in state.residents
     _require(not worker.requests or goes_on, f"{worker.name} has open requests")
@@ -305,12 +305,12 @@ def part_size(state: State) -> int:
     assert config is not None
     if state.index.elastic:
         return 0  # Colocated workers would sleep from the first part on.
-    most = config.trainer.parts - 1
+    most = config.trainer.batch_parts - 1
     most = most if state.training is None else min(1, most)
     if len(state.parts) >= most or why_no_parts(config):
         return 0
-    size = max(1, config.groups.per_step // config.trainer.parts)
-    return size if len(state.in_parts) + size < config.groups.per_step else 0
+    size = max(1, config.rollout.prompts_per_step // config.trainer.batch_parts)
+    return size if len(state.in_parts) + size < config.rollout.prompts_per_step else 0
 
 
 def _take_batch(state: State, decision: TakeBatch) -> None:
@@ -527,9 +527,9 @@ def train_spec(state: State, row: NextRow) -> GroupSpec:
         index=row.index,
         data_epoch=row.data_epoch,
         seed=group_seed(facts.seed, "train", ordinal),
-        size=state.config.groups.size,
+        size=state.config.rollout.group_size,
         task=task,
-        spare=state.config.groups.spare,
+        spare=state.config.rollout.group_redundancy,
     )
 
 

@@ -27,7 +27,7 @@ SKIPPED_MAX: Final = 1024
 """Maximum solved rows to skip; then the next row is taken, so the run continues."""
 
 SOLVED_GROUPS: Final = 4
-"""Recent groups that `task.drop_solved` considers."""
+"""Recent groups that `task.max_solve_rate` considers."""
 
 NAMED_MAX: Final = 8
 """Skipped rows listed in a reason."""
@@ -88,7 +88,7 @@ class Samplers:
 
 def has_curriculum(task: Task) -> bool:
     """Report whether rows are counted."""
-    return bool(task.sampler) or task.drop_solved is not None
+    return bool(task.sampler) or task.max_solve_rate is not None
 
 
 def note_ended(state: State, group: Group) -> None:
@@ -101,7 +101,7 @@ def note_ended(state: State, group: Group) -> None:
     rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
     held = state.curricula.setdefault(spec.source, Curriculum()).held
     held.append(PendingOutcome(spec.index, fsum(rewards) / len(rewards), spec.version))
-    if len(held) >= HELD_BATCHES * state.config.groups.per_step:
+    if len(held) >= HELD_BATCHES * state.config.rollout.prompts_per_step:
         count_pending(state, spec.source)
 
 
@@ -154,7 +154,7 @@ def next_row(
         if chosen is None:
             chosen = _drawn(state, task, rows, samplers or Samplers(), place)
         return NextRow(place // rows, chosen, solved=is_solved(state, task, chosen))
-    if task.drop_solved is None:
+    if task.max_solve_rate is None:
         return NextRow(*prompt_index(seed, place, rows))
     known = state.curricula.get(source)
     place += known.passed if known is not None else 0
@@ -172,9 +172,9 @@ def next_row(
 def is_solved(state: State, task: Task, index: int) -> bool:
     """Report whether the window excludes a row."""
     row = state.rows.get(row_key(source_of("train", task.name), index))
-    if row is None or task.drop_solved is None:
+    if row is None or task.max_solve_rate is None:
         return False
-    return row.is_solved(task.drop_solved, SOLVED_GROUPS)
+    return row.is_solved(task.max_solve_rate, SOLVED_GROUPS)
 
 
 def _drawn(state: State, task: Task, rows: int, samplers: Samplers, place: int) -> int:
@@ -217,9 +217,9 @@ def _weights(state: State, task: Task, rows: int, samplers: Samplers) -> Weights
         if len(weights) != rows:
             raise ValueError(f"{len(weights)} weights for {rows} rows")
         found = Weights(weights)
-        if task.drop_solved is None:
+        if task.max_solve_rate is None:
             return found
-        solved = [one.is_solved(task.drop_solved, SOLVED_GROUPS) for one in stats]
+        solved = [one.is_solved(task.max_solve_rate, SOLVED_GROUPS) for one in stats]
         left = [0.0 if out else one for one, out in zip(weights, solved, strict=True)]
         return Weights(left) if any(left) else found
     except _RAISED as error:

@@ -61,7 +61,7 @@ def evaluation_group(
         index=row,
         data_epoch=0,
         seed=group_seed(facts.seed, "eval", row),
-        size=evaluation.siblings,
+        size=evaluation.group_size,
         task=config.task_of(evaluation).name,
         evaluation=evaluation.name,
     )

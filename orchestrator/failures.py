@@ -4,7 +4,7 @@ Since failed groups are replaced, a broken reward would keep a run busy. Countin
 last `resume`, a run halts if
 
 - its first `2 B` training groups (at least `FIRST_MIN`) have all failed, or
-- more than `groups.failed_share_max` of the last `window` groups have failed.
+- more than `rollout.max_failed_share` of the last `window` groups have failed.
 
 Filtered groups do not count as failed. A halted run keeps its open groups.
 """
@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from dora_pipe.config.model import Groups
+from dora_pipe.config.model import Rollout
 from dora_pipe.schemas.control import ERROR_CHARACTERS_MAX
 from dora_pipe.schemas.rounds import Halt
 
@@ -53,14 +53,14 @@ def ended(fates: dict[str, int]) -> int:
     return sum(fates.get(fate, 0) for fate in ("trained", "failed", "filtered"))
 
 
-def window(rules: Groups) -> int:
+def window(rules: Rollout) -> int:
     """Return the window's size in groups."""
-    return max(WINDOW_MIN, WINDOW_BATCHES * rules.per_step)
+    return max(WINDOW_MIN, WINDOW_BATCHES * rules.prompts_per_step)
 
 
-def note(failures: Failures, rules: Groups, *, at: int, error: str, trajectory: str) -> Failures:
-    """Add a failed group unless `failed_share_max` is unset."""
-    if rules.failed_share_max is None:
+def note(failures: Failures, rules: Rollout, *, at: int, error: str, trajectory: str) -> Failures:
+    """Add a failed group unless `max_failed_share` is unset."""
+    if rules.max_failed_share is None:
         return failures
     one = FailedGroup(at=at, error=error[:ERROR_CHARACTERS_MAX], trajectory=trajectory)
     kept = tuple(old for old in failures.failed if old.at > at - window(rules))
@@ -72,13 +72,13 @@ def resumed(at: int) -> Failures:
     return Failures(since=at)
 
 
-def halt_due(failures: Failures, rules: Groups, *, at: int) -> Halt | None:
+def halt_due(failures: Failures, rules: Rollout, *, at: int) -> Halt | None:
     """Return the halt decision if due."""
-    most, count = rules.failed_share_max, at - failures.since
+    most, count = rules.max_failed_share, at - failures.since
     if failures.halted or most is None or most >= 1 or not failures.failed:
         return None
     recent = _recent(failures, rules, at)
-    first = count >= max(FIRST_MIN, FIRST_BATCHES * rules.per_step) and len(recent) == count
+    first = count >= max(FIRST_MIN, FIRST_BATCHES * rules.prompts_per_step) and len(recent) == count
     full = window(rules)
     if not first and not (count >= full and len(recent) > most * full):
         return None
@@ -90,7 +90,7 @@ def halt_due(failures: Failures, rules: Groups, *, at: int) -> Halt | None:
     )
 
 
-def summary(failures: Failures, rules: Groups, *, at: int) -> str:
+def summary(failures: Failures, rules: Rollout, *, at: int) -> str:
     """Describe recent failures; empty if none."""
     recent = _recent(failures, rules, at)
     if not recent:
@@ -111,6 +111,6 @@ def most_frequent(failed: tuple[FailedGroup, ...]) -> tuple[str, str]:
     return newest.error, newest.trajectory
 
 
-def _recent(failures: Failures, rules: Groups, at: int) -> tuple[FailedGroup, ...]:
+def _recent(failures: Failures, rules: Rollout, at: int) -> tuple[FailedGroup, ...]:
     first = max(failures.since, at - window(rules))
     return tuple(one for one in failures.failed if one.at > first)

@@ -142,7 +142,7 @@ def _only_the_limit(state: State) -> bool:
     if admissible(state.deadlines, at):
         return False
     # The bound allows at most max_staleness + 1 batches.
-    unlimited = dataclasses.replace(at, in_flight_batches=at.max_staleness + 1.0)
+    unlimited = dataclasses.replace(at, async_batches=at.max_staleness + 1.0)
     return bool(admissible(state.deadlines, unlimited))
 
 

@@ -90,7 +90,7 @@ def newest_assignments(
     state: State, admissible: int, held: frozenset[str] = frozenset()
 ) -> list[Assignment]:
     """Assign free workers to version t while its work exceeds its free slots."""
-    if state.interruptible:
+    if state.partial_rollout:
         return _interrupted(state)
     found = _beside(state)
     coming = sum(worker.free for worker, _, _ in found)
@@ -155,9 +155,9 @@ def _interrupted(state: State) -> list[Assignment]:
 def wanted_of_newest(state: State, admissible: int) -> int:
     """Return requests of the newest version that could use a slot."""
     assert state.config is not None
-    groups = state.config.groups
+    rollout = state.config.rollout
     queued = len(state.queues.get(state.version, ()))
-    return admissible * (groups.size + groups.spare) + queued
+    return admissible * (rollout.group_size + rollout.group_redundancy) + queued
 
 
 def places(state: State, version: int, spared: set[str]) -> Iterator[Worker]:

@@ -317,10 +317,10 @@ class OrchestratorMachine:
 
     def _time_groups(self, names: Iterable[str], now: Now) -> None:
         config = self.state.config
-        if config is None or config.groups.seconds_max is None:
+        if config is None or config.rollout.group_timeout_s is None:
             return
         if self._times is None:
-            time_ns = int(config.groups.seconds_max * 1e9)
+            time_ns = int(config.rollout.group_timeout_s * 1e9)
             self._times = Leases(lease_ns=time_ns, gap_ns=self._gap_ns)
             self._times.turn(now.mono_ns)
             self._times.hold(bool(self._held_back))

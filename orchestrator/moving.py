@@ -42,7 +42,7 @@ def moves(state: State, admissible: int) -> Iterator[Moved]:
     """Yield the moves due now."""
     assert state.config is not None
     orphans = hosting.orphans(state)
-    if state.interruptible:
+    if state.partial_rollout:
         return
     yield from _to_sleep(state)
     if not (state.trigger or orphans):

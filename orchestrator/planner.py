@@ -350,7 +350,7 @@ def _dispatch_evaluation(draft: Draft) -> None:
 def _assign(draft: Draft) -> None:
     """Assign orphaned versions first, then the newest."""
     state = draft.state
-    if draft.full or not (state.index.idle or state.interruptible or state.residents):
+    if draft.full or not (state.index.idle or state.partial_rollout or state.residents):
         return
     held = elastic.held(state)
     while not draft.full and (found := hosting.orphan_assignment(state, held)) is not None:

@@ -31,7 +31,7 @@ from dora_pipe.schemas.wire import encode
 
 HALTED_HINT: Final = (
     "mend what they failed with, then `run --resume`, or `tell RUN resume` and start this role; "
-    "groups.failed_share_max says how many may fail"
+    "rollout.max_failed_share says how many may fail"
 )
 
 

@@ -44,7 +44,7 @@ EVALUATION_DEADLINE: Final = -1
 class Standing:
     """Run position and settings that the rules use.
 
-    Example: ``Standing(version=7, training=True, max_staleness=2, in_flight_batches=2.0,
+    Example: ``Standing(version=7, training=True, max_staleness=2, async_batches=2.0,
     per_step=32, steps=70)``: version 7 is the newest and its step is training.
     """
 
@@ -54,7 +54,7 @@ class Standing:
     """Whether step t is training."""
     max_staleness: int
     """eta."""
-    in_flight_batches: float
+    async_batches: float
     """C."""
     per_step: int
     """B."""
@@ -72,9 +72,9 @@ class Standing:
         return deadline_of(self.version, self.max_staleness)
 
 
-def in_flight_max(in_flight_batches: float, per_step: int) -> int:
+def in_flight_max(async_batches: float, per_step: int) -> int:
     """Return C * B in whole groups; at least one batch, or no step could be taken."""
-    return max(per_step, math.ceil(in_flight_batches * per_step - _ROUNDING))
+    return max(per_step, math.ceil(async_batches * per_step - _ROUNDING))
 
 
 def feasible(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
@@ -104,9 +104,9 @@ def closed_by(deadlines: Mapping[int, int], at: Standing) -> str:
 def _room(deadlines: Mapping[int, int], at: Standing) -> tuple[int, str]:
     untaken = sum(deadlines.values())
     in_training = at.per_step if at.training else 0
-    most = in_flight_max(at.in_flight_batches, at.per_step)
+    most = in_flight_max(at.async_batches, at.per_step)
     room = most - untaken - in_training
-    limit = f"staleness.in_flight_batches = {at.in_flight_batches:g} lets {most} groups be open"
+    limit = f"staleness.async_batches = {at.async_batches:g} lets {most} groups be open"
     if (left := (at.steps - at.step) * at.per_step - untaken) < room:
         room, limit = left, f"run.steps = {at.steps} leaves no step for more groups"
     due = 0

@@ -18,7 +18,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from dora_pipe.config.model import Config, in_flight_batches
+from dora_pipe.config.model import Config, async_batches
 from dora_pipe.orchestrator.digest import Leaves
 from dora_pipe.orchestrator.estimates import Estimates
 from dora_pipe.orchestrator.failures import Failures
@@ -394,35 +394,35 @@ class State:
             version=self.version,
             training=self.training is not None,
             max_staleness=self.config.staleness.max_staleness,
-            in_flight_batches=self.in_flight_batches,
-            per_step=self.config.groups.per_step,
+            async_batches=self.async_batches,
+            per_step=self.config.rollout.prompts_per_step,
             steps=self.steps,
         )
 
     @property
-    def in_flight_batches(self) -> float:
+    def async_batches(self) -> float:
         """Batches in flight currently allowed."""
         assert self.config is not None
-        most = in_flight_batches(self.config.staleness)
+        most = async_batches(self.config.staleness)
         return most if self.automatic is None else min(self.automatic.batches, most)
 
     @property
     def automatic(self) -> InFlight | None:
         """Return the automatic in-flight limit; None if the configuration sets a number."""
         assert self.config is not None
-        if self.config.staleness.in_flight_batches != "auto":
+        if self.config.staleness.async_batches != "auto":
             return None
         return self.in_flight or InFlight()
 
     @property
-    def interruptible(self) -> bool:
+    def partial_rollout(self) -> bool:
         """Whether running requests continue under new versions."""
-        return self.config is not None and self.config.staleness.interruptible
+        return self.config is not None and self.config.staleness.partial_rollout
 
     def may_run(self, spec: GroupSpec, version: int) -> bool:
         """Report whether a version may sample for a group: its own, or with partial rollout a
         later one."""
-        later = self.interruptible and spec.purpose == "train" and version > spec.version
+        later = self.partial_rollout and spec.purpose == "train" and version > spec.version
         return later or version == spec.version
 
     def queue_of(self, spec: GroupSpec) -> int:

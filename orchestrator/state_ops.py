@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dora_pipe.config.model import Groups, in_flight_batches
+from dora_pipe.config.model import Rollout, async_batches
 from dora_pipe.orchestrator import curriculum
 from dora_pipe.orchestrator.failures import ended, halt_due, note, resumed
 from dora_pipe.orchestrator.in_flight import InFlight
@@ -128,7 +128,7 @@ def fault(state: State, trajectory: str, error: str) -> None:
     request = state.requests[trajectory]
     request.faults += 1
     state.leaves.touch("request", trajectory)
-    if request.faults < state.config.groups.attempts_max or request.group in state.surplus:
+    if request.faults < state.config.rollout.max_attempts or request.group in state.surplus:
         requeue(state, trajectory)
     else:
         fail_sibling(state, trajectory, error)
@@ -159,7 +159,7 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
             _leave_over(state, group, "surplus")
 
 
-TIME_OVER: Final = "GroupExpired: it was open for longer than groups.seconds_max"
+TIME_OVER: Final = "GroupExpired: it was open for longer than rollout.group_timeout_s"
 
 
 def expire(state: State, group: Group) -> None:
@@ -199,7 +199,7 @@ def _settle(
 ) -> None:
     """Update a group after a trajectory ended, scoring finished, or (`over`) waiting ended."""
     assert state.config is not None
-    found = outcome_of(group, state.config.groups, over=over)
+    found = outcome_of(group, state.config.rollout, over=over)
     if found is not None and found.fate != "failed" and is_due(state, group):
         group.phase = "scoring"
         state.scoring[group.spec.group] = Scoring()
@@ -243,7 +243,7 @@ def fault_scoring(state: State, group: Group, error: str, *, retryable: bool) ->
     scoring = state.scoring[group.spec.group]
     scoring.faults += 1
     scoring.worker, scoring.epoch = "", -1
-    if not retryable or scoring.faults >= state.config.groups.attempts_max:
+    if not retryable or scoring.faults >= state.config.rollout.max_attempts:
         _fail_scoring(state, group, error)
 
 
@@ -409,8 +409,8 @@ def in_flight_after(state: State) -> InFlight | None:
     assert state.config is not None
     if (known := state.automatic) is None:
         return None
-    most = in_flight_batches(state.config.staleness)
-    return known.at_batch(per_step=state.config.groups.per_step, most=most)
+    most = async_batches(state.config.staleness)
+    return known.at_batch(per_step=state.config.rollout.prompts_per_step, most=most)
 
 
 def end_training(state: State, training: Training) -> None:
@@ -439,7 +439,7 @@ def note_failure(state: State, group: Group) -> None:
     outcome = group.outcome
     state.failures = note(
         state.failures,
-        state.config.groups,
+        state.config.rollout,
         at=ended(state.counters.fates),
         error=outcome.error or outcome.why,
         trajectory=outcome.trajectory or trajectory_id(group.spec.group, 0),
@@ -450,7 +450,7 @@ def halt_now(state: State) -> Halt | None:
     """Return the halt if due."""
     if state.config is None:
         return None
-    return halt_due(state.failures, state.config.groups, at=ended(state.counters.fates))
+    return halt_due(state.failures, state.config.rollout, at=ended(state.counters.fates))
 
 
 def go_on_after_failures(state: State) -> None:
@@ -464,7 +464,7 @@ def new_version(state: State, digest: str) -> None:
     if state.version not in state.pins:
         del state.policies[state.version]
     state.version += 1
-    if state.interruptible:
+    if state.partial_rollout:
         _follow(state)
     state.policies[state.version] = digest
     curriculum.new_version(state)
@@ -534,18 +534,18 @@ COMPLETE: Final = Outcome(fate="trained", why="complete")
 """Group that waits for its batch; not an outcome yet."""
 
 
-def outcome_of(group: Group, rules: Groups, *, over: bool = False) -> Outcome | None:
+def outcome_of(group: Group, rules: Rollout, *, over: bool = False) -> Outcome | None:
     """Return `COMPLETE`, the certain outcome, or None while open trajectories matter.
 
     A group is complete with its first `size` valid trajectories, when all have ended, or when
-    `over`. It fails as soon as it cannot reach `min_valid_siblings`.
+    `over`. It fails as soon as it cannot reach `min_valid_trajectories`.
     """
     size, siblings = group.spec.size, group.spec.siblings
     ended = over or group.phase == "scoring" or group.ended == siblings
     if group.spec.purpose == "eval":
         return _evaluated(group) if ended else None
     invalid = group.ended - group.valid
-    if (group.valid if ended else siblings - invalid) < min(rules.min_valid_siblings, size):
+    if (group.valid if ended else siblings - invalid) < min(rules.min_valid_trajectories, size):
         late = f"{group.valid} of {size} siblings were valid when its time was over"
         why = late if over else f"{invalid} of {siblings} siblings are not valid"
         return Outcome(fate="failed", why=why)

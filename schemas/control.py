@@ -183,7 +183,7 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     assets_digest: str
     reward_digest: str
     package: str
-    versions_resident: int = 1
+    max_resident_versions: int = 1
     """Versions that it can serve at once; more than one only for adapters on a shared base."""
     template_digest: str = ""
     """Digest of chat template and turn parsing; empty: prompts are text."""

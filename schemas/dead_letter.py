@@ -69,19 +69,19 @@ class DeadLetter:
 
 
 def encode_dead_letter(
-    letter: DeadLetter, *, record_bytes_max: int = DEAD_LETTER_BYTES_MAX
+    letter: DeadLetter, *, max_record_bytes: int = DEAD_LETTER_BYTES_MAX
 ) -> tuple[bytes, tuple[tuple[str, bytes], ...]]:
-    """Return value and headers within `record_bytes_max`.
+    """Return value and headers within `max_record_bytes`.
 
     Omits a value that does not fit, but keeps its sha256 and size. Raises SchemaError if the
     headers alone do not fit.
     """
     value = letter.value or b""
     header = _header(letter, value, kept=letter.value is not None)
-    if len(header) + len(value) + _OVERHEAD_BYTES > record_bytes_max:
+    if len(header) + len(value) + _OVERHEAD_BYTES > max_record_bytes:
         value, header = b"", _header(letter, value, kept=False)
-    if len(header) + _OVERHEAD_BYTES > record_bytes_max:
-        raise SchemaError(f"dead letter of {len(header)} bytes is above {record_bytes_max}")
+    if len(header) + _OVERHEAD_BYTES > max_record_bytes:
+        raise SchemaError(f"dead letter of {len(header)} bytes is above {max_record_bytes}")
     return value, ((HEADER, header),)
 
 

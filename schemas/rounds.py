@@ -70,8 +70,8 @@ class OffEngine(Observation, frozen=True, kw_only=True):
 
 
 class GroupExpired(Observation, frozen=True, kw_only=True):
-    """Group whose generation exceeded `groups.seconds_max`, regardless of available workers; it
-    ends with its current trajectories."""
+    """Group whose generation exceeded `rollout.group_timeout_s`, regardless of available workers;
+    it ends with its current trajectories."""
 
     group: str
 
@@ -133,7 +133,7 @@ class Dispatch(Decision, frozen=True, kw_only=True):
 
     spec: GroupSpec
     skipped: tuple[int, ...] = ()
-    """Rows skipped in its favor, in order: `task.drop_solved`."""
+    """Rows skipped in its favor, in order: `task.max_solve_rate`."""
 
 
 class PlacedSibling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
@@ -281,7 +281,7 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
     """Number of groups in each part taken before, in order; the remaining groups are the last part.
     Gradients accumulate part by part. Empty: one part."""
     in_flight: float | None = None
-    """In-flight limit in batches from now on, if `staleness.in_flight_batches` is `auto`, within
+    """In-flight limit in batches from now on, if `staleness.async_batches` is `auto`, within
     `staleness.max_staleness`."""
 
 

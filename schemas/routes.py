@@ -185,9 +185,9 @@ def need_room(tokens: int, token_bytes: int) -> None:
     """Raises ConfigError if the entries of `tokens` tokens exceed the limit."""
     if tokens * token_bytes > ROUTES_BYTES_MAX:
         raise ConfigError(
-            f"sampling.routes: the experts of {tokens} tokens are {tokens * token_bytes} bytes, and"
-            f" a record has at most {ROUTES_BYTES_MAX}",
-            hint=f"workers.context_tokens = {ROUTES_BYTES_MAX // token_bytes} or less",
+            f"sampling.return_routed_experts: the experts of {tokens} tokens are"
+            f" {tokens * token_bytes} bytes, and a record has at most {ROUTES_BYTES_MAX}",
+            hint=f"workers.max_model_len = {ROUTES_BYTES_MAX // token_bytes} or less",
         )
 
 

@@ -144,7 +144,7 @@ class Trajectory:
     segments: Sequence[Segment]
     meta: Meta
     routed_experts: Routes | None = None
-    """Routed experts of a mixture, with `sampling.routes` (`schemas.routes`)."""
+    """Routed experts of a mixture, with `sampling.return_routed_experts` (`schemas.routes`)."""
 
     @property
     def valid(self) -> bool:

@@ -24,7 +24,7 @@ SCHEMA_VERSION = 1
 """Stored in `run started` and every trajectory; changes are additive."""
 
 RECORD_BYTES_MAX = 31 * 1024 * 1024
-"""Maximum bytes of a JSON record before parsing, and of `bus.record_bytes_max`. A commit lists all
+"""Maximum bytes of a JSON record before parsing, and of `bus.max_record_bytes`. A commit lists all
 tensors of a version (6 MB for 43,000 expert matrices) and all trajectories of its batch."""
 
 TEXT_BYTES_MAX = 8 * 1024 * 1024

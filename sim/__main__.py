@@ -41,8 +41,11 @@ def play_one(seed: int, steps: int, *, as_json: bool) -> SeedResult:
         _print(msgspec.json.encode(played).decode())
         return played
     config = drawn.config
-    groups, eta = config.groups, config.staleness.max_staleness
-    _print(f"seed {seed}: {config.run.steps} steps of {groups.per_step} groups of {groups.size},")
+    rollout, eta = config.rollout, config.staleness.max_staleness
+    _print(
+        f"seed {seed}: {config.run.steps} steps of {rollout.prompts_per_step} groups of"
+        f" {rollout.group_size},"
+    )
     _print(f"  max_staleness {eta}, workers and faults:")
     for plan in drawn.workers:
         several = f", {plan.versions} versions" if plan.versions > 1 else ""

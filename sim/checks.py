@@ -195,7 +195,7 @@ class LiveLedger(Ledger):
     def _due_fate(self, group: GroupEntry) -> str:
         if group.spec.group in self._failed:
             return "failed"
-        outlook = outlook_of(group, self._in_force.config.groups)
+        outlook = outlook_of(group, self._in_force.config.rollout)
         return "" if outlook in ("running", "finished") else outlook
 
     def _require(self, check: str, holds: bool, otherwise: str) -> None:
@@ -223,7 +223,7 @@ class LiveLedger(Ledger):
         steps, self.unread_steps = self.unread_steps, []
         check_steps(self, Seen(), steps)
         if self.config is not None:
-            bound, per_step = self.legality.bound, self._in_force.config.groups.per_step
+            bound, per_step = self.legality.bound, self._in_force.config.rollout.prompts_per_step
             why = why_infeasible(bound.deadlines, bound.step, per_step)
             self._require("feasible", not why, why)
 
@@ -362,7 +362,7 @@ class LiveLedger(Ledger):
         self._require("fate", not running, f"{name} ends while {running[:1]} is placed")
         due = self._due_fate(group)
         if decision.fate == "cancelled" and not due:
-            left = (in_force.steps - bound.step) * in_force.config.groups.per_step
+            left = (in_force.steps - bound.step) * in_force.config.rollout.prompts_per_step
             surplus = bound.size > left if group.spec.purpose == "train" else self._stopped_now
             self._require("fate", surplus, f"{name} is cancelled, although a step is left for it")
         else:
@@ -377,8 +377,8 @@ class LiveLedger(Ledger):
         self._require("fate", not running, what)
 
     def _halt(self) -> None:
-        groups = self._in_force.config.groups
-        share, per_step = groups.failed_share_max, groups.per_step
+        rollout = self._in_force.config.rollout
+        share, per_step = rollout.max_failed_share, rollout.prompts_per_step
         failed = self.accounts.summed().groups["failed"]
         enough = share is not None and failed >= min(2 * per_step, share * 4 * per_step)
         self._require("fate", enough, f"the run is halted although only {failed} groups failed")

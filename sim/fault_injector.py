@@ -147,7 +147,7 @@ class FaultInjector:
     def hang_ns(self) -> int:
         """Return how long a call hangs: forever if the run can still end, else until the faults
         end."""
-        if self.scenario.config.groups.seconds_max is not None:
+        if self.scenario.config.rollout.group_timeout_s is not None:
             return FOR_EVER_NS
         return max(0, self.scenario.faulty_ns - self.world.clock.ns)
 
@@ -367,11 +367,11 @@ def _command_bound(injector: FaultInjector) -> None:
     if injector.chance.random() < 0.5:
         injector.command("set", staleness__max_staleness=injector.chance.randrange(4))
     else:
-        injector.command("set", staleness__in_flight_batches=1.0 + 2 * injector.chance.random())
+        injector.command("set", staleness__async_batches=1.0 + 2 * injector.chance.random())
 
 
 def _command_settings(injector: FaultInjector) -> None:
-    injector.command("set", trainer__grad_norm_max=0.5 + injector.chance.random())
+    injector.command("set", trainer__max_grad_norm=0.5 + injector.chance.random())
 
 
 def _command_odd(injector: FaultInjector) -> None:
@@ -379,7 +379,7 @@ def _command_odd(injector: FaultInjector) -> None:
         ("dance", {}),
         ("set", {"staleness__max_staleness": -1}),
         ("drain", {"worker": "nobody"}),
-        ("set", {"groups__size": 1}),
+        ("set", {"rollout__group_size": 1}),
     )
     verb, args = asked[injector.chance.randrange(4)]
     injector.command(verb, **args)

@@ -35,7 +35,7 @@ FAULTS: Final[dict[str, str]] = {
     "prompt-fails": "a prompt cannot be made",
     "episode-lost": "the process of an episode dies",
     "command-pause": "a user pauses the run, and resumes it later",
-    "command-bound": "a user sets max_staleness and in_flight_batches, up and down",
+    "command-bound": "a user sets max_staleness and async_batches, up and down",
     "command-odd": "a user asks for what cannot be",
     "command-fail-batch": "a user ends the batch in training",
     "command-stop": "a user stops the run early, now or when its groups are trained",

@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import full_every
 from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.producers.engines.port import Kv, WeightsLoaded
@@ -75,7 +75,7 @@ class FaultyParts(PlainParts):
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         """Return a policy with small changes, for deltas."""
         manifest, assets = super().policy(store, directory)
-        if whole_every(self.injector.scenario.config, "float32") > 1:
+        if full_every(self.injector.scenario.config, "float32") > 1:
             manifest = store.publish_weights(partial(initial_weights, sparse=ELEMENTS))
         return manifest, assets
 
@@ -107,7 +107,7 @@ class FaultyParts(PlainParts):
             self.injector,
             slots=plan.slots,
             context_tokens=plan.context_tokens,
-            versions_resident=plan.versions,
+            max_resident_versions=plan.versions,
             lengths=self.lengths,
             clock=site.clock,
         )

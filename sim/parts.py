@@ -462,7 +462,7 @@ class PlainParts:
         return SimulatedEngine(
             slots=plan.slots,
             context_tokens=plan.context_tokens,
-            versions_resident=plan.versions,
+            max_resident_versions=plan.versions,
             lengths=self.lengths,
             clock=site.clock,
         )

@@ -78,7 +78,7 @@ def create_topics(bus: Bus, topics: Topics, config: Config) -> None:
             TopicSpec(
                 name=name,
                 partitions=config.bus.partitions if name in many else 1,
-                record_bytes_max=config.bus.record_bytes_max,
+                max_record_bytes=config.bus.max_record_bytes,
             )
             for name in topics.all()
         ]
@@ -208,7 +208,7 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
             decisions_from=decisions_from,
             digests={source: one.digest for source, one in data.items()},
             params=params_by_source(site.config, made.stop_ids, {}),
-            versions_resident=made.engine.versions_resident,
+            max_resident_versions=made.engine.max_resident_versions,
         ),
         cost=site.meter.cost,
         kv_used=lambda: made.engine.kv_used_tokens,
@@ -237,6 +237,6 @@ def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
         assets_digest=site.run_started.assets_digest,
         reward_digest="",
         package="0",
-        versions_resident=engine.versions_resident,
+        max_resident_versions=engine.max_resident_versions,
         elastic=plan.elastic,
     )

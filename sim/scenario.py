@@ -101,7 +101,7 @@ class Scenario:
 
 
 def draw(seed: int, *, steps: int = 1) -> Scenario:
-    """Return a seed's scenario. Example: ``draw(17).config.groups``"""
+    """Return a seed's scenario. Example: ``draw(17).config.rollout``"""
     scenario = _agents(_drawn(seed))
     if _chance(seed, "long") is None:
         scenario = _short(scenario)
@@ -136,7 +136,7 @@ def _drawn(seed: int) -> Scenario:
     if slow > 1 and _chance(seed, "moving"):
         faults = dict.fromkeys(MOVING, 1.0) | faults
     config = _follows(seed, _parts(seed, _impatient(seed, config, slow)))
-    if config.groups.spare or config.groups.seconds_max:
+    if config.rollout.group_redundancy or config.rollout.group_timeout_s:
         faults[HANGING] = 1.0
     first = chance.randint(1, WORKERS_MAX)
     first = max(first, 3) if slow > 1 else first
@@ -165,13 +165,16 @@ def _is_slow(seed: int) -> bool:
 def _short(scenario: Scenario) -> Scenario:
     chance = Random(f"dora-pipe sim short {scenario.seed}")
     config, is_slow = scenario.config, _is_slow(scenario.seed)
-    per_step = min(config.groups.per_step, SHORT_GROUPS)
+    per_step = min(config.rollout.prompts_per_step, SHORT_GROUPS)
     heartbeat_s = chance.choice((0.2, 0.4, 0.4))
     config = _changed(
         config,
         run={"steps": chance.randint(*SHORT_STEPS)},
-        groups={"size": min(config.groups.size, SHORT_GROUPS + is_slow), "per_step": per_step},
-        trainer={"parts": min(config.trainer.parts, per_step)},
+        rollout={
+            "group_size": min(config.rollout.group_size, SHORT_GROUPS + is_slow),
+            "prompts_per_step": per_step,
+        },
+        trainer={"batch_parts": min(config.trainer.batch_parts, per_step)},
         sampling={"max_tokens": min(config.sampling.max_tokens, SHORT_TOKENS)},
         timing={"heartbeat_s": heartbeat_s},
     )
@@ -184,7 +187,7 @@ def _short(scenario: Scenario) -> Scenario:
 
 
 def _updates(scenario: Scenario) -> Scenario:
-    config, parts = scenario.config, scenario.config.trainer.parts
+    config, parts = scenario.config, scenario.config.trainer.batch_parts
     if parts < 2:
         return scenario
     chance = Random(f"dora-pipe sim updates {scenario.seed}")
@@ -196,7 +199,7 @@ def _updates(scenario: Scenario) -> Scenario:
 
 def _refused(scenario: Scenario) -> Scenario:
     chance = Random(f"dora-pipe sim refused {scenario.seed}")
-    if scenario.config.trainer.parts == 1 or chance.random() < 0.5:
+    if scenario.config.trainer.batch_parts == 1 or chance.random() < 0.5:
         return scenario
     return replace(scenario, faults={"command-fail-batch": 1.0, **scenario.faults})
 
@@ -208,7 +211,7 @@ def _patches(scenario: Scenario) -> Scenario:
     every, checkpoints = chance.choice((2, 4, 8)), chance.choice((2, 3, 5))
     faults = {name: chance.choice((1.0, 3.0)) for name in OF_PATCHES if chance.random() < 0.5}
     config = _changed(
-        scenario.config, policies={"whole_every": every}, trainer={"checkpoint_every": checkpoints}
+        scenario.config, policies={"full_every": every}, trainer={"checkpoint_every": checkpoints}
     )
     return replace(scenario, config=config, faults={**scenario.faults, **faults})
 
@@ -218,7 +221,7 @@ def _talkative(scenario: Scenario) -> Scenario:
     if not scenario.replayable or chance is None:
         return scenario
     change, turns = msgspec.structs.replace, chance.randint(3, 6)
-    config = with_each_task(scenario.config, lambda task: change(task, turns_max=turns))
+    config = with_each_task(scenario.config, lambda task: change(task, max_turns=turns))
     return replace(scenario, config=config)
 
 
@@ -231,23 +234,23 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
     plain: dict[str, Any] = {
         "run": {"name": "sim", "steps": steps, "seed": seed},
         "model": {"path": "none"},
-        "task": {"kind": "none", "turns_max": chance.randint(1, 3)},
+        "task": {"kind": "none", "max_turns": chance.randint(1, 3)},
         "sampling": {"max_tokens": 96 if crowded else chance.choice((24, 96))},
-        "groups": {
-            "size": size,
-            "per_step": per_step,
-            "min_valid_siblings": chance.randint(1, min(2, size)),
+        "rollout": {
+            "group_size": size,
+            "prompts_per_step": per_step,
+            "min_valid_trajectories": chance.randint(1, min(2, size)),
             "filter_zero_advantage": size > 1 and chance.random() < 0.25,
-            "attempts_max": chance.choice((2, 3, 5)),
+            "max_attempts": chance.choice((2, 3, 5)),
         },
         "staleness": {
             "max_staleness": eta,
-            "in_flight_batches": chance.choice((None, 1.0, 1.0 + eta * chance.random())),
+            "async_batches": chance.choice((None, 1.0, 1.0 + eta * chance.random())),
         },
         "evaluation": {
             "prompts": chance.choice((0, 0, 2, 3)),
             "every": chance.choice((0, 2, 4)),
-            "siblings": chance.randint(1, 2),
+            "group_size": chance.randint(1, 2),
             "sampling": {"max_tokens": 24},
         },
         "trainer": {"checkpoint_every": chance.randint(1, 4)},
@@ -263,14 +266,14 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
 
 
 def _parts(seed: int, config: Config) -> Config:
-    chance, most = _chance(seed, "parts"), config.groups.per_step
+    chance, most = _chance(seed, "parts"), config.rollout.prompts_per_step
     if chance is None or most < 2:
         return config
-    return _changed(config, trainer={"parts": chance.randint(2, most)})
+    return _changed(config, trainer={"batch_parts": chance.randint(2, most)})
 
 
 def _follows(seed: int, config: Config) -> Config:
-    automatic = {"in_flight_batches": "auto"} if _chance(seed, "follows") else {}
+    automatic = {"async_batches": "auto"} if _chance(seed, "follows") else {}
     return _changed(config, staleness=automatic)
 
 
@@ -321,7 +324,7 @@ def _curriculum(seed: int, config: Config) -> Config:
         lambda task: msgspec.structs.replace(
             task,
             sampler=chance.choice(("", "dora_pipe.sim.parts:weights")),
-            drop_solved=chance.choice((None, 0.5, 1.0)),
+            max_solve_rate=chance.choice((None, 0.5, 1.0)),
         ),
     )
 
@@ -330,8 +333,8 @@ def _impatient(seed: int, config: Config, slow: int) -> Config:
     chance = Random(f"dora-pipe sim impatient {seed}")
     spare = chance.choice((1, 1, 2)) if chance.random() < 0.25 else 0
     seconds = float(chance.choice((8, 20)) * slow)
-    seconds_max = seconds if chance.random() < 0.25 else None
-    return _changed(config, groups={"spare": spare, "seconds_max": seconds_max})
+    group_timeout_s = seconds if chance.random() < 0.25 else None
+    return _changed(config, rollout={"group_redundancy": spare, "group_timeout_s": group_timeout_s})
 
 
 def _agents(scenario: Scenario) -> Scenario:
@@ -353,13 +356,13 @@ def _with_agents(chance: Random, config: Config) -> Config:
         msgspec.structs.replace(
             task,
             agent="sim:agent" if not place or chance.random() < 0.6 else "",
-            turns_max=chance.choice((3, 64)),
+            max_turns=chance.choice((3, 64)),
         )
         for place, task in enumerate(config.tasks)
     ]
-    if config.groups.seconds_max is not None:
-        longer_s = max(AGENTS_SECONDS, config.groups.seconds_max)
-        config = _changed(config, groups={"seconds_max": longer_s})
+    if config.rollout.group_timeout_s is not None:
+        longer_s = max(AGENTS_SECONDS, config.rollout.group_timeout_s)
+        config = _changed(config, rollout={"group_timeout_s": longer_s})
     config = _changed(config, sampling={"max_tokens": chance.choice((48, 256))})
     more_tasks = tuple(more) or msgspec.UNSET
     return msgspec.structs.replace(config, task=first, more_tasks=more_tasks)

@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import full_every
 from dora_pipe.core.errors import DoraError, InvariantBroken
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Fate
@@ -190,7 +190,7 @@ class SeedRun:
     def _audit(self, world: World) -> None:
         self.monitor.at_end()
         self._audit_log(world)
-        if whole_every(self.scenario.config, "float32") > 1:
+        if full_every(self.scenario.config, "float32") > 1:
             self._prune(world)
             self._audit_log(world)
 

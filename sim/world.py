@@ -24,7 +24,7 @@ from typing import Final
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Record
 from dora_pipe.config.model import Config
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import full_every
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError
 from dora_pipe.core.runtime import Runtime
 from dora_pipe.schemas.topics import Topics
@@ -100,7 +100,7 @@ class World:
         folder = Path(self._folder.name)
         self.store = PolicyStore(folder / "policies")
         self.machines = Machines(
-            self.store, folder / "machines", self.clock, apart=whole_every(config, "float32") > 1
+            self.store, folder / "machines", self.clock, apart=full_every(config, "float32") > 1
         )
         self.log = MemoryLog()
         self.bus = MemoryBus(self.log, now_ms=self._now_ms)

@@ -185,7 +185,7 @@ def _decided(records: Sequence[Record], step: int, run: str) -> FetchBatch:
         ),
         settings={},
     )
-    known = Known(run=run, next_step=step, digests=DIGESTS, interruptible=False, trained={})
+    known = Known(run=run, next_step=step, digests=DIGESTS, partial_rollout=False, trained={})
     return FetchBatch(decision=decision, known=known)
 
 

@@ -35,7 +35,7 @@ POISON: Final = -1000.0
 
 SETTINGS: Final[Mapping[str, float | bool]] = {
     "objective.advantage_std": False,
-    "trainer.grad_norm_max": 1e9,
+    "trainer.max_grad_norm": 1e9,
 }
 """Settings from the poisoned step on, besides the learning rate."""
 

@@ -29,18 +29,18 @@ class Entrant:
     """Whether generation and training alternate on all devices, like the paper's synchronous
     baseline."""
 
-    interruptible: bool = False
+    partial_rollout: bool = False
     elastic: int = 0
     """Additional workers colocated with the trainer."""
 
     @property
     def keys(self) -> dict[str, Any]:
-        own = {"workers.elastic": self.elastic} if self.elastic else {}
+        own = {"workers.colocated": self.elastic} if self.elastic else {}
         bound = {
             "staleness.max_staleness": self.max_staleness,
-            "staleness.interruptible": self.interruptible,
+            "staleness.partial_rollout": self.partial_rollout,
         }
-        return {**bound, "trainer.parts": self.parts, **own}
+        return {**bound, "trainer.batch_parts": self.parts, **own}
 
 
 ENTRANTS: Final[Mapping[str, Entrant]] = {
@@ -51,16 +51,16 @@ ENTRANTS: Final[Mapping[str, Entrant]] = {
         Entrant(name="dora", max_staleness=2, batches=3.0),
         Entrant(name="dora-parts", max_staleness=2, batches=3.0, parts=PARTS),
         Entrant(name="elastic", max_staleness=2, batches=3.0, elastic=1),
-        Entrant(name="interruptible", max_staleness=2, batches=3.0, interruptible=True),
+        Entrant(name="partial_rollout", max_staleness=2, batches=3.0, partial_rollout=True),
     )
 }
 
 
 def overrides_of(cell: Cell) -> list[str]:
     keys = {
-        "staleness.in_flight_batches": cell.batches,
+        "staleness.async_batches": cell.batches,
         "trainer.learning_rate": cell.learning_rate,
-        "groups.filter_zero_advantage": cell.filtered,
+        "rollout.filter_zero_advantage": cell.filtered,
         "run.seed": cell.seed,
         **ENTRANTS[cell.entrant].keys,
     }

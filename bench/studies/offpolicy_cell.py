@@ -86,8 +86,8 @@ class Bench:
         self.trainer = make_learner(assets=directory, reference=self._first[0], config=config)
         self._engine = TorchEngine.open(
             directory,
-            slots=config.workers.slots,
-            context_tokens=config.workers.context_tokens,
+            slots=config.workers.max_num_seqs,
+            context_tokens=config.workers.max_model_len,
             threads=1,
         )
         self._tokenizer = Tokenizer(directory, special_tokens=config.task.special_tokens)
@@ -152,15 +152,15 @@ class Bench:
     def _evaluate(self, version: int, digest: str) -> float:
         wanted = self._config.evaluation
         asked = [
-            self._ask("eval", row, sibling, wanted.siblings, (0, row), self._eval_rows[row])
+            self._ask("eval", row, sibling, wanted.group_size, (0, row), self._eval_rows[row])
             for row in range(min(wanted.prompts, len(self._eval_rows)))
-            for sibling in range(wanted.siblings)
+            for sibling in range(wanted.group_size)
         ]
         done = self._sample(asked, version, digest)
         return math.fsum(one.reward or 0.0 for one in done) / len(done)
 
     def _batch(self, step: int, version: int, digest: str) -> TrainBatch:
-        groups, size = self._config.groups.per_step, self._config.groups.size
+        groups, size = self._config.rollout.prompts_per_step, self._config.rollout.group_size
         asked = []
         for ordinal in range(step * groups, (step + 1) * groups):
             place = prompt_index(self._config.run.seed, ordinal, len(self._rows))

@@ -47,7 +47,7 @@ WARM_STEPS: Final = 200
 STEPS: Final = 36
 
 OVERRIDES: Final = (
-    "groups.per_step=24",
+    "rollout.prompts_per_step=24",
     "task.options={mu=1.0, sigma=1.0, n_max=20}",
     "evaluation.prompts=256",
     "evaluation.every=6",
@@ -55,7 +55,7 @@ OVERRIDES: Final = (
 """The whole study takes an hour on one core."""
 
 QUICK: Final = (
-    "groups.per_step=4",
+    "rollout.prompts_per_step=4",
     "task.options={mu=1.0, sigma=1.0, n_max=6}",
     "evaluation.prompts=32",
     "evaluation.every=2",
@@ -137,7 +137,7 @@ class Study:
             f"run.seed={seed}",
             f"run.steps={QUICK_STEPS if self.quick else STEPS}",
             f'model.path="{self.out / f"warm-{seed}"}"',
-            "trainer.parts=1",
+            "trainer.batch_parts=1",
             "trainer.device=auto",  # as in the recorded setting
         ]
         sizes = QUICK if self.quick else OVERRIDES
@@ -159,10 +159,10 @@ class Study:
     def summary(self) -> str:
         """Return the setting as text."""
         config = self.config(0)
-        samples = config.groups.per_step * config.groups.size
+        groups, size = config.rollout.prompts_per_step, config.rollout.group_size
         return (
-            f"{config.run.steps} steps of {samples} samples ({config.groups.per_step} groups of"
-            f" {config.groups.size}), {config.trainer.minibatches} updates each, learning rate"
+            f"{config.run.steps} steps of {groups * size} samples ({groups} groups of {size}),"
+            f" {config.trainer.minibatches} updates each, learning rate"
             f" {config.trainer.learning_rate:g}; {config.evaluation.prompts} prompts evaluated"
             f" every {config.evaluation.every} steps"
         )

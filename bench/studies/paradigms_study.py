@@ -62,7 +62,7 @@ class Scale:
 ONE_UPDATE: Final = "trainer.minibatches=1"
 """One update per step for all: a batch in parts has one."""
 
-SMALL: Final = ("groups.per_step=24", "task.options={mu=1.0, sigma=1.0, n_max=20}")
+SMALL: Final = ("rollout.prompts_per_step=24", "task.options={mu=1.0, sigma=1.0, n_max=20}")
 """Demo task with shorter chains."""
 
 _DEMO: Final = Scale(
@@ -85,8 +85,8 @@ SCALES: Final[Mapping[str, Scale]] = {
         prompts=64,
         every=2,
         overrides=(
-            "groups.per_step=16",
-            "workers.slots=16",
+            "rollout.prompts_per_step=16",
+            "workers.max_num_seqs=16",
             ONE_UPDATE,
         ),
         pace="tools",
@@ -99,13 +99,13 @@ QUICK: Final = Scale(
     prompts=8,
     every=2,
     overrides=(
-        "groups.per_step=4",
-        "groups.size=2",
-        "groups.filter_zero_advantage=false",
-        "workers.slots=4",
+        "rollout.prompts_per_step=4",
+        "rollout.group_size=2",
+        "rollout.filter_zero_advantage=false",
+        "workers.max_num_seqs=4",
         "sampling.max_tokens=24",
         "evaluation.sampling.max_tokens=24",
-        "task.turns_max=3",
+        "task.max_turns=3",
         ONE_UPDATE,
     ),
     pace="tools",

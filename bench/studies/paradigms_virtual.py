@@ -119,11 +119,11 @@ def run_virtual(
 def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
     return WorkerPlan(
         name=name,
-        slots=config.workers.slots,
+        slots=config.workers.max_num_seqs,
         prefetch=config.workers.prefetch,
-        context_tokens=config.workers.context_tokens,
+        context_tokens=config.workers.max_model_len,
         load_ns=int(pace.rates.load_s * SECOND_NS),
-        elastic=config.workers.is_elastic(name),
+        elastic=config.workers.is_colocated(name),
     )
 
 
@@ -159,7 +159,7 @@ class VirtualParts(PlainParts):
             sources={name: facts.data(name) for one in specs for name in one.sources},
             chat=next(iter(chats.values()), None),
             tokenizer=tokenizer,
-            per_step=config.groups.per_step,
+            per_step=config.rollout.prompts_per_step,
         )
 
     @property

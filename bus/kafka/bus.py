@@ -232,7 +232,7 @@ class KafkaBus(Bus):
         """Return the error for a refused record, from current settings."""
         facts = self.facts([record.topic])[0]
         self._specs[record.topic] = facts.spec
-        return refusal(error, record, facts.settings, facts.spec.record_bytes_max)
+        return refusal(error, record, facts.settings, facts.spec.max_record_bytes)
 
     def ask(self, call: Callable[[KafkaAdminClient], _Answer], *, needs: str = "") -> _Answer:
         """Return an admin call's result; one call at a time."""

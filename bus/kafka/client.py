@@ -151,7 +151,7 @@ def topic_settings(spec: TopicSpec, brokers: int) -> dict[str, Any]:
         "replication_factor": replicas,
         "configs": {
             "min.insync.replicas": str(max(1, replicas - 1)),
-            "max.message.bytes": str(spec.record_bytes_max + BATCH_ROOM_BYTES),
+            "max.message.bytes": str(spec.max_record_bytes + BATCH_ROOM_BYTES),
             "cleanup.policy": "delete",
             # A broker rejects client timestamps that are hours ahead.
             "message.timestamp.type": "LogAppendTime",

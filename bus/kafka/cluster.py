@@ -64,7 +64,7 @@ class TopicFacts:
         if limit < BATCH_ROOM_BYTES + RECORD_BYTES_LEAST:
             room = FRAME_ROOM_BYTES
         return TopicSpec(
-            name=self.name, partitions=self.partitions, record_bytes_max=max(1, limit - room)
+            name=self.name, partitions=self.partitions, max_record_bytes=max(1, limit - room)
         )
 
 

@@ -28,7 +28,7 @@ _MS_PER_H: Final = 3_600_000
 
 
 def refusal(
-    error: Exception, record: Append, settings: Mapping[str, str], record_bytes_max: int
+    error: Exception, record: Append, settings: Mapping[str, str], max_record_bytes: int
 ) -> RecordRefused:
     """Return the error; `settings` are the topic's current ones."""
     if isinstance(error, TOO_LARGE):
@@ -36,9 +36,9 @@ def refusal(
             f"the Kafka broker refuses a record of {record_bytes(record)} bytes for topic "
             f"{record.topic}, whose max.message.bytes is {settings['max.message.bytes']}",
             hint="raise together: the topic's max.message.bytes, and the brokers' "
-            "replica.fetch.max.bytes; or lower bus.record_bytes_max for new runs",
+            "replica.fetch.max.bytes; or lower bus.max_record_bytes for new runs",
             topic=record.topic,
-            limit_bytes=record_bytes_max,
+            limit_bytes=max_record_bytes,
         )
     text = " ".join(str(error).split())
     match = _RANGE.search(text)

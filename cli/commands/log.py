@@ -41,11 +41,7 @@ def create(config: ConfigArgument, override: OverrideOption = None) -> None:
             say(f"{name}: {bus.partitions(name)} partitions")
 
 
-def topics(
-    run: RunArgument,
-    as_json: JsonOption = False,
-    root: RunsOption = RUNS,
-) -> None:
+def topics(run: RunArgument, as_json: JsonOption = False, root: RunsOption = RUNS) -> None:
     """List the topics of a run: partitions, positions, records and bytes."""
     from dora_pipe.cli.records import topic_rows
     from dora_pipe.launch.run_dir import opened

@@ -53,7 +53,7 @@ RateMinOption = Annotated[
     float, typer.Option(min=0, max=1, help="What it falls to, as a share of its peak.")
 ]
 ContextOption = Annotated[
-    int, typer.Option(min=0, help="Tokens of the longest example; 0: workers.context_tokens.")
+    int, typer.Option(min=0, help="Tokens of the longest example; 0: workers.max_model_len.")
 ]
 PackingOption = Annotated[
     bool, typer.Option(help="Several examples in a row of --context tokens, kept apart.")
@@ -117,7 +117,7 @@ def sft(
     learning_rate: Annotated[float, typer.Option(min=0)] = SFT_LEARNING_RATE,
     schedule: ScheduleOption = "constant",
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = SFT_WARMUP,
-    learning_rate_min: RateMinOption = 0.0,
+    min_lr_ratio: RateMinOption = 0.0,
     weight_decay: Annotated[float, typer.Option(min=0, help="But for norms and biases.")] = 0.0,
     context: ContextOption = 0,
     packing: PackingOption = False,
@@ -152,11 +152,11 @@ def sft(
         learning_rate=learning_rate,
         schedule=cast("Schedule", schedule),
         warmup_steps=warmup_steps,
-        learning_rate_min=learning_rate_min,
+        min_lr_ratio=min_lr_ratio,
         weight_decay=weight_decay,
         seed=seed,
         threads=threads,
-        context_tokens=context or resolved.workers.context_tokens,
+        context_tokens=context or resolved.workers.max_model_len,
         packing=packing,
     )
     warm_up(resolved, rows, out, options)

@@ -58,11 +58,11 @@ class LearnerKind:
     optimizers: tuple[OptimizerName, ...] = ("adamw",)
     """Values of `trainer.optimizer`."""
     routes: bool = False
-    """Required by `sampling.routes`."""
+    """Required by `sampling.return_routed_experts`."""
     router_aux_loss: bool = False
     """Required by `trainer.router_aux_loss`."""
-    expert_parallel: bool = False
-    """Required by `trainer.expert_parallel`."""
+    expert_parallel_size: bool = False
+    """Required by `trainer.expert_parallel_size`."""
     weights: bool = False
     """Supports `TrainBatch.weights`."""
     leaves_device: bool = False
@@ -91,11 +91,11 @@ def need_learner(config: Config) -> None:
     name = config.trainer.kind
     kind = learner_kind(name, config.task.directory)
     _need_taken(name, kind, config)
-    if config.trainer.offload_between_steps and config.trainer.parts > 1:
+    if config.trainer.offload_between_steps and config.trainer.batch_parts > 1:
         raise ConfigError(
-            f"trainer.offload_between_steps: the run has {config.trainer.parts} parts of a batch, "
-            "and so there is always one to compute",
-            hint="leave the key out; trainer.parts = 1 in a new run",
+            f"trainer.offload_between_steps: trainer.batch_parts is {config.trainer.batch_parts}, "
+            "so the trainer is never idle",
+            hint="leave the key out; trainer.batch_parts = 1 in a new run",
         )
     _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
     if config.trainer.optimizer not in kind.optimizers:
@@ -115,9 +115,9 @@ def _need_taken(name: str, kind: LearnerKind, config: Config) -> None:
     """Raise ConfigError for a key that the trainer does not support."""
     trainer = config.trainer
     for key, asked, taken in (
-        ("sampling.routes", config.sampling.routes, "routes"),
+        ("sampling.return_routed_experts", config.sampling.return_routed_experts, "routes"),
         ("trainer.router_aux_loss", trainer.router_aux_loss, "router_aux_loss"),
-        ("trainer.expert_parallel", trainer.expert_parallel > 1, "expert_parallel"),
+        ("trainer.expert_parallel_size", trainer.expert_parallel_size > 1, "expert_parallel_size"),
         ("trainer.offload_between_steps", trainer.offload_between_steps, "leaves_device"),
         ("objective.reference_every", config.objective.reference_every, "moving_reference"),
         ("teacher", config.teacher.given, "teacher"),
@@ -299,9 +299,9 @@ def _deepspeed(assets: Path, reference: Path, config: Config, log: LogLocation |
         lora=adapter_options(config.lora),
         temperature=config.sampling.logprob_temperature,
         memory=memory_options(section),
-        routes=config.sampling.routes,
+        routes=config.sampling.return_routed_experts,
         router_aux_loss=section.router_aux_loss,
-        expert_parallel=section.expert_parallel,
+        expert_parallel_size=section.expert_parallel_size,
     )
     options = DeepspeedOptions(
         engine=engine,
@@ -337,7 +337,7 @@ BUILT_IN: Final[Mapping[str, LearnerKind]] = {
         bfloat16=True,
         routes=True,
         router_aux_loss=True,
-        expert_parallel=True,
+        expert_parallel_size=True,
         weights=True,
         leaves_device=True,
     ),

@@ -49,7 +49,7 @@ class StepSettings(
 
     learning_rate: Annotated[float, msgspec.Meta(ge=0, le=LEARNING_RATE_MAX)]
     """Rate of this step; 0 after the schedule's end."""
-    grad_norm_max: float
+    max_grad_norm: float
     minibatches: Annotated[int, msgspec.Meta(ge=1)]
     micro_batch_tokens: Annotated[int, msgspec.Meta(ge=1)]
     packing: Packing = False

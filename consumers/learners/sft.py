@@ -59,7 +59,7 @@ class SftOptions:
     learning_rate: float = 2e-3
     schedule: Schedule = "constant"
     warmup_steps: int = 20
-    learning_rate_min: float = 0.0
+    min_lr_ratio: float = 0.0
     weight_decay: float = 0.0
     seed: int = 0
     threads: int = 1
@@ -116,7 +116,7 @@ def train_sft(
                 schedule=options.schedule,
                 warmup=options.warmup_steps,
                 end=options.steps,
-                least=options.learning_rate_min,
+                least=options.min_lr_ratio,
             )
             optimizer.update(rate)
             model.updated = True

@@ -239,12 +239,11 @@ def _passes(valid: Sequence[Item], weights: Sequence[float], settings: StepSetti
     without KL, teacher and router loss.
     """
     objective = settings.objective
+    also = objective.kl_coef or objective.teacher_weight or settings.router_aux_loss
     chosen = [
         (item, weight * item.weight)
         for item, weight in zip(valid, weights, strict=True)
-        if item.counted
-        and item.weight
-        and (item.worth or objective.kl or objective.teacher_weight or settings.router_aux_loss)
+        if item.counted and item.weight and (item.worth or also)
     ]
     whole = any(item.trajectory.meta.contexts for item, _ in chosen) and needs_whole(objective)
     units = [unit for item, weight in chosen for unit in _units(item, weight, whole=whole)]

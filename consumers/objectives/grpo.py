@@ -33,13 +33,13 @@ def decoupled_ppo(inputs: Inputs, keys: Objective) -> Terms:
     """J_t = (p / w) min(u A, clip(u) A), u = pi_theta / p.
 
     AReaL (arXiv 2505.24298, section 5.2; after Hilton et al., arXiv 2110.00641). Drops tokens with
-    p / w above `weight_max`, as AReaL's `behav_imp_weight_cap`. Without a proximal policy: `grpo`.
+    p / w above `max_weight`, as AReaL's `behav_imp_weight_cap`. Without a proximal policy: `grpo`.
     """
     if inputs.proximal is None:
         return grpo(inputs, keys)
     weight = _behaviour_weight(inputs, keys)
-    assert keys.weight_max is not None
-    kept = weight <= keys.weight_max
+    assert keys.max_weight is not None
+    kept = weight <= keys.max_weight
     terms = grpo(inputs.without(kept), keys)
     weight = weight.where(kept, weight.new_zeros(()))
     return Terms(
@@ -52,7 +52,7 @@ def decoupled_ppo(inputs: Inputs, keys: Objective) -> Terms:
 
 
 def tis(inputs: Inputs, keys: Objective) -> Terms:
-    """J_t = min(p / w, C) min(u A, clip(u) A), u = pi_theta / p, C = `weight_max`.
+    """J_t = min(p / w, C) min(u A, clip(u) A), u = pi_theta / p, C = `max_weight`.
 
     Truncated importance sampling (fengyao.notion.site/off-policy-rl; FlashRL; verl's `rollout_is`).
     level = "sequence": p / w is the trajectory's product. Without a proximal policy: `grpo`.
@@ -60,8 +60,8 @@ def tis(inputs: Inputs, keys: Objective) -> Terms:
     terms = grpo(inputs, keys)
     if inputs.proximal is None:
         return terms
-    assert keys.weight_max is not None
-    weight = _behaviour_weight(inputs, keys).clamp(max=keys.weight_max)
+    assert keys.max_weight is not None
+    weight = _behaviour_weight(inputs, keys).clamp(max=keys.max_weight)
     return Terms(loss=terms.loss * weight, ratio=terms.ratio, clipped=terms.clipped, weight=weight)
 
 

@@ -78,7 +78,7 @@ def need_objective(config: Config) -> None:
 
 def needs_reference(keys: Objective) -> bool:
     """Return whether the trainer must compute log-probs of version 0."""
-    return bool(keys.kl)
+    return bool(keys.kl_coef)
 
 
 def with_teacher(inputs: Inputs, keys: Objective) -> Inputs:
@@ -175,9 +175,9 @@ ESTIMATES: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {"k1": k1, 
 
 
 def _with_kl(terms: Terms, inputs: Inputs, keys: Objective) -> Terms:
-    if not keys.kl:
+    if not keys.kl_coef:
         return terms
     assert inputs.reference is not None
     assert keys.kl_estimate is not None
     estimate = ESTIMATES[keys.kl_estimate](inputs.logprobs, inputs.reference)
-    return replace(terms, loss=terms.loss + keys.kl * estimate, kl=estimate.detach())
+    return replace(terms, loss=terms.loss + keys.kl_coef * estimate, kl=estimate.detach())

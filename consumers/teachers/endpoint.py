@@ -49,7 +49,7 @@ class _Completion(msgspec.Struct):
 class EndpointOptions:
     model: str
     batch: int = 8
-    at_once: int = 8
+    concurrency: int = 8
     timeout_s: float = 60.0
     retries_max: int = 5
 
@@ -67,7 +67,7 @@ class EndpointTeacher:
             url,
             key=key,
             timeout_s=options.timeout_s,
-            at_once=options.at_once,
+            concurrency=options.concurrency,
             bytes_max=ANSWER_BYTES_MAX,
         )
 
@@ -89,7 +89,7 @@ class EndpointTeacher:
             threading.Thread(
                 target=self._ask_all, args=(todo, done, over), name="teacher", daemon=True
             )
-            for _ in range(min(self._options.at_once, requests))
+            for _ in range(min(self._options.concurrency, requests))
         ]
         for thread in threads:
             thread.start()

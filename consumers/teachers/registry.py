@@ -67,11 +67,11 @@ def check_directory(config: Config, policy: Path) -> None:
     """Raise ConfigError if the teacher has other tokens or too few positions."""
     path = Path(config.teacher.path)
     longest = positions_of(read_config(path))
-    if longest is not None and longest < config.workers.context_tokens:
+    if longest is not None and longest < config.workers.max_model_len:
         raise ConfigError(
             f"teacher.path: {path} has {longest} positions, fewer than a context of"
-            f" {config.workers.context_tokens} tokens",
-            hint="lower workers.context_tokens",
+            f" {config.workers.max_model_len} tokens",
+            hint="lower workers.max_model_len",
         )
     ours, theirs = _vocabulary(policy), _vocabulary(path)
     odd = sorted((number, token) for token, number in ours.items() if theirs.get(token) != number)

@@ -25,7 +25,7 @@ class Known:
     next_step: int
     digests: Mapping[int, str]
     """Weights digests, by version."""
-    interruptible: bool
+    partial_rollout: bool
     """Partial rollout: segments may have later versions."""
     trained: Mapping[str, int]
     """Step by group, as far back as a deadline can reach."""
@@ -140,7 +140,7 @@ def _wrong_segments(group: TakenGroup, trajectory: Trajectory, step: int, known:
     versions = set(trajectory.versions)
     if not versions - {group.version}:
         return ""
-    if not known.interruptible:
+    if not known.partial_rollout:
         return f"C1: its segments are of versions {sorted(versions)}"
     if why := mixing_error(trajectory, step):
         return f"C1: {why}"

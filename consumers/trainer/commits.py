@@ -87,10 +87,10 @@ class CommitHistory:
         return "" if blob is None else blob.sha256
 
     @property
-    def interruptible(self) -> bool:
+    def partial_rollout(self) -> bool:
         """Return whether trajectories may mix versions; a frozen key."""
         assert self.run_started is not None
-        return bool(self.run_started.config.get("staleness", {}).get("interruptible", False))
+        return bool(self.run_started.config.get("staleness", {}).get("partial_rollout", False))
 
     def reference_of(self, settings: Mapping[str, Any]) -> str:
         """Return the reference's weights digest, or empty."""
@@ -109,7 +109,7 @@ class CommitHistory:
     ) -> Known:
         """Return inputs of `check_batch`; `after` is a trained, uncommitted batch."""
         versions = {group.version for group in decision.groups}
-        if self.interruptible and versions:
+        if self.partial_rollout and versions:
             versions.update(range(max(0, min(versions)), self.next_step + 1))
         exist = {version for version in versions if 0 <= version <= self.next_step}
         trained = {name: step for name, (step, _) in self.trained.items()}
@@ -120,7 +120,7 @@ class CommitHistory:
             run=run,
             next_step=self.next_step if after is None else after.step + 1,
             digests={version: self.digest_of(version) for version in exist},
-            interruptible=self.interruptible,
+            partial_rollout=self.partial_rollout,
             trained={name: trained[name] for name in names},
         )
 

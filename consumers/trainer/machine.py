@@ -87,7 +87,7 @@ class TrainerSetup:
     checkpoint_every: int
     heartbeat_ns: int
     keep_every: int = 0  # in checkpoints; 0 keeps all
-    whole_every: int = 1  # interval of full checkpoints; others are deltas
+    full_every: int = 1  # interval of full checkpoints; others are deltas
     limits: Limits = DEFAULT_LIMITS
     quiet_ns: int = 0  # interval of statuses without news
     transfers: str = ""  # address that serves the newest weights to workers
@@ -283,7 +283,7 @@ class TrainerMachine:
             return
         self.phase = "publishing"
         self._trained = event
-        version, every = event.step + 1, self._setup.whole_every
+        version, every = event.step + 1, self._setup.full_every
         setup = self._setup
         checkpoint = version % setup.checkpoint_every == 0
         checkpoint = checkpoint or self._adopted

@@ -28,8 +28,8 @@ import msgspec
 from dora_pipe import __version__
 from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
 from dora_pipe.config.logged import logged_config
-from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.storage import keep_every_of, whole_every
+from dora_pipe.config.model import Config, async_batches
+from dora_pipe.config.storage import full_every, keep_every_of
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.batch_reader import RECORDS_MAX
@@ -137,7 +137,8 @@ def handlers_setup(
     adopt: bool,
 ) -> HandlersSetup:
     """Return start offsets and cache bounds."""
-    in_flight = in_flight_batches(config.staleness) * config.groups.per_step * config.groups.size
+    batch = config.rollout.prompts_per_step * config.rollout.group_size
+    in_flight = async_batches(config.staleness) * batch
     return HandlersSetup(
         topics=topics,
         started=run,
@@ -184,7 +185,7 @@ def trainer_setup(config: Config, run: RunStarted, **own: Any) -> TrainerSetup:
     return TrainerSetup(
         checkpoint_every=config.trainer.checkpoint_every,
         keep_every=keep_every_of(config.store.keep_every, run),
-        whole_every=whole_every(config, run.policy.dtype),
+        full_every=full_every(config, run.policy.dtype),
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(timing),
         limits=Limits(short_s=timing.alarm_s, work_s=timing.alarm_work_s),

@@ -291,7 +291,7 @@ class Ledger:
             return wanted | {
                 "deadline": -1,
                 "seed": derive("group", started["seed"], "eval", spec["index"]),
-                "size": its.get("siblings"),
+                "size": its.get("group_size"),
                 "spare": 0,
                 "dataset_digest": data["digest"],
                 "task": its.get("task") or config["task"].get("name", ""),
@@ -309,8 +309,8 @@ class Ledger:
             "data_epoch": data_epoch,
             "index": index,
             "seed": derive("group", started["seed"], "train", ordinal),
-            "size": config["groups"]["size"],
-            "spare": config["groups"].get("spare", 0),
+            "size": config["rollout"]["group_size"],
+            "spare": config["rollout"].get("group_redundancy", 0),
             "dataset_digest": data["digest"],
             "task": task,
         }
@@ -386,7 +386,10 @@ class Ledger:
         self._ended(name)
 
     def _group_expired(self, seen: Json) -> None:
-        group, most = self.groups[seen["group"]], self.started["config"]["groups"]["seconds_max"]
+        group, most = (
+            self.groups[seen["group"]],
+            self.started["config"]["rollout"]["group_timeout_s"],
+        )
         generates = not (group.fate or group.closed) and not all(
             one.over for one in group.requests.values()
         )
@@ -447,7 +450,7 @@ class Ledger:
         request = self.running.pop(trajectory)
         request.placement, request.moving = None, False
         request.faults += fault
-        most = self.started["config"]["groups"]["attempts_max"]
+        most = self.started["config"]["rollout"]["max_attempts"]
         if request.faults >= most and not self.groups[trajectory.rpartition("-")[0]].closed:
             self._ended(trajectory)
 
@@ -503,7 +506,7 @@ class Ledger:
         group.asking = None
         del self.asking[group.spec["group"]]
         group.faults += fault
-        most = self.started["config"]["groups"]["attempts_max"]
+        most = self.started["config"]["rollout"]["max_attempts"]
         if final or (fault and group.faults >= most):
             group.unscored = True
             self._settle(group)

@@ -8,7 +8,7 @@ from typing import Any
 
 from log import Json
 
-MATTER = {"run.steps", "staleness.in_flight_batches", "staleness.max_staleness"}
+MATTER = {"run.steps", "staleness.async_batches", "staleness.max_staleness"}
 """Keys that affect admission."""
 
 
@@ -42,7 +42,7 @@ class Bound:
 
     @property
     def _per_step(self) -> int:
-        return int(self._config["groups"]["per_step"])
+        return int(self._config["rollout"]["prompts_per_step"])
 
     def dispatch(self, spec: Json, committed: int) -> Iterator[str]:
         """Add a group to U; yield what is wrong."""
@@ -54,7 +54,7 @@ class Bound:
 
     def _inadmissible(self, spec: Json, committed: int) -> Iterator[str]:
         staleness, trains = self._config["staleness"], self.training is not None
-        batches = staleness["in_flight_batches"]
+        batches = staleness["async_batches"]
         if batches in (None, "auto"):
             batches = min(self._in_flight, staleness["max_staleness"] + 1)
         limit = max(self._per_step, math.ceil(batches * self._per_step - 1e-9))
@@ -71,11 +71,11 @@ class Bound:
         self, spec: Json, left: int, rewards: Sequence[float | None], *, waits: bool = False
     ) -> None:
         """Update a group: finished, doomed, or neither; it is not finished while it waits."""
-        rules, name = self._config["groups"], spec["group"]
+        rules, name = self._config["rollout"], spec["group"]
         if name not in self._u:
             return
         valid = [one for one in rewards if one is not None]
-        if len(valid) + left < min(rules["min_valid_siblings"], spec["size"]):
+        if len(valid) + left < min(rules["min_valid_trajectories"], spec["size"]):
             self.leave(name)
         elif not left and not waits:
             if rules["filter_zero_advantage"] and len(set(valid)) <= 1:
@@ -136,7 +136,7 @@ class Bound:
         batches, staleness = decision.get("in_flight"), self._config["staleness"]
         if self.commanded:
             return
-        if (batches is not None) != (staleness["in_flight_batches"] == "auto"):
+        if (batches is not None) != (staleness["async_batches"] == "auto"):
             yield "says how many batches are in flight where that is set, or does not where it must"
         elif batches is not None:
             before, most = self._in_flight, max(2, staleness["max_staleness"] + 1)

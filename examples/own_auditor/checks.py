@@ -194,7 +194,7 @@ def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
     starts = [*(one["start"] for one in row["segments"]), len(mask)]
     findings.same("records", who, "segments that tile the sequence", ends, starts)
     _check_calls(ledger, who, row)
-    if not ledger.started["config"]["staleness"].get("interruptible"):
+    if not ledger.started["config"]["staleness"].get("partial_rollout"):
         versions = {one["version"] for one in row["segments"] if one["kind"] == "model"}
         findings.same("C1", who, "versions that sampled", set(), versions - {row["version"]})
 

@@ -104,7 +104,7 @@ def run_of(view: RunView) -> dict[str, Any]:
     found = view.catalogue.one("select config, seed, planner, package from runs")
     text, seed, planner, package = found or ("{}", None, None, None)
     config = msgspec.json.decode(text)
-    groups, staleness = config.get("groups", {}), config.get("staleness", {})
+    rollout, staleness = config.get("rollout", {}), config.get("staleness", {})
     engines = view.rows(
         """select distinct concat(engine, ' ', engine_version, ' on ', device) as engine
            from workers order by engine"""
@@ -120,10 +120,10 @@ def run_of(view: RunView) -> dict[str, Any]:
         "steps_last": config.get("run", {}).get("steps"),
         "version": view.version,
         "task": config.get("task", {}).get("kind"),
-        "group_size": groups.get("size"),
-        "per_step": groups.get("per_step"),
+        "group_size": rollout.get("group_size"),
+        "per_step": rollout.get("prompts_per_step"),
         "max_staleness": staleness.get("max_staleness"),
-        "interruptible": staleness.get("interruptible", False),
+        "partial_rollout": staleness.get("partial_rollout", False),
         "objective": config.get("objective", {}).get("kind"),
         "seed": seed,
         "planner": planner,

@@ -6,7 +6,7 @@
     model        ...
 
 The reward is the sum of the steps' rewards. Invalid actions are reported to the model, cost
-`options.mistake`, and end the episode after `options.mistakes_max`.
+`options.mistake`, and end the episode after `options.max_mistakes`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class GymnasiumTask(SeededTask):
         first: str = FIRST,
         then: str = THEN,
         mistake: float = 0.0,
-        mistakes_max: int = 2,
+        max_mistakes: int = 2,
         seed: int = 1,
         count: int = 1024,
         eval_count: int = 64,
@@ -96,7 +96,7 @@ class GymnasiumTask(SeededTask):
         for key, form in (("first", first), ("then", then)):
             _check_form(f"task.options.{key}", form)
         self.first, self.then = first, then
-        self.mistake, self.mistakes_max = mistake, mistakes_max
+        self.mistake, self.max_mistakes = mistake, max_mistakes
         made = self.open()  # now, while the user's modules are importable
         self._packages = packages_of("gymnasium", type(made.unwrapped).__module__)
         drawn = getattr(made.spec, "nondeterministic", True)
@@ -231,7 +231,7 @@ class Game(Environment):
         except ValueError as error:
             self._mistakes += 1
             self._total += task.mistake
-            if self._mistakes > task.mistakes_max:
+            if self._mistakes > task.max_mistakes:
                 return Observation(done=True, ok=False)
             return task.prompt_format.then(task.form(made, task.then, f"error: {error}"), ok=False)
         observation, reward, ended, cut, info = made.step(action)

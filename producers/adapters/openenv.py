@@ -52,7 +52,7 @@ class OpenEnvTask(SeededTask):
         reset: Mapping[str, Any] | None = None,
         total: Literal["sum", "last"] = "sum",
         sessions: int = 64,
-        mistakes_max: int = 2,
+        max_mistakes: int = 2,
         seed: int = 1,
         count: int = 1024,
         eval_count: int = 64,
@@ -88,7 +88,7 @@ class OpenEnvTask(SeededTask):
         self.begin = dict(reset or {})
         if total not in ("sum", "last"):
             raise ConfigError(f"task.options.total: {total!r} is neither 'sum' nor 'last'")
-        self.total, self.mistakes_max = total, mistakes_max
+        self.total, self.max_mistakes = total, max_mistakes
         self.room = _Room(sessions)
 
     def environment(self, row: Row) -> Environment:
@@ -200,7 +200,7 @@ class RemoteEpisode(Environment):
             answer = await self._ask("step", self._task.read(text))
         except ValueError as error:
             self._mistakes += 1
-            if self._mistakes > self._task.mistakes_max:
+            if self._mistakes > self._task.max_mistakes:
                 return Observation(done=True, ok=False)
             return self._task.prompt_format.then(f"\nerror: {error}\n", ok=False)
         self._rewards.append(float(answer.get("reward") or 0.0))

@@ -40,7 +40,7 @@ def need_positions(model_dir: Path, context_tokens: int) -> None:
         raise PolicyError(
             f"{model_dir / CONFIG}: its {longest} positions are fewer than a context of"
             f" {context_tokens} tokens",
-            hint=f"workers.context_tokens = {longest} or less",
+            hint=f"workers.max_model_len = {longest} or less",
         )
 
 
@@ -149,7 +149,7 @@ class EngineBase(Generic[R]):
         clock: Clock | None,
     ) -> None:
         self.slots, self.context_tokens = slots, context_tokens
-        self.versions_resident = versions.most
+        self.max_resident_versions = versions.most
         self._versions = versions
         self._decode = decode
         self._clock = clock or SystemClock()

@@ -9,7 +9,7 @@ Declared capabilities, each covered by contract tests:
 - ``prefill_exact``: resuming by prefill gives the same bits.
 - ``kv_export``: a request can resume elsewhere from its KV cache.
 - ``lora``: versions are adapters on one base; a batch may mix them.
-- ``interruptible``: weights can change under running requests, which are prefilled again.
+- ``partial_rollout``: weights can change under running requests, which are prefilled again.
 - ``routes``: reports the routed experts of tokens.
 - ``sleep``: releases its memory until the next load.
 - ``prefix_reuse``: caches sequences and prompts by prefix, bitwise equal to a prefill.
@@ -31,7 +31,7 @@ COUNTER_SAMPLING = "counter_sampling"
 BATCH_INVARIANT = "batch_invariant"
 PREFILL_EXACT = "prefill_exact"
 KV_EXPORT = "kv_export"
-INTERRUPTIBLE = "interruptible"
+PARTIAL_ROLLOUT = "partial_rollout"
 LORA = "lora"
 PREFIX_REUSE = "prefix_reuse"
 SLEEP = "sleep"
@@ -187,7 +187,7 @@ class Engine(Protocol):
     context_tokens: int
     device: str
     dtype: str
-    versions_resident: int
+    max_resident_versions: int
 
     @property
     def kv_tokens(self) -> int:
@@ -224,7 +224,7 @@ class Engine(Protocol):
         """
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
-        """Replace the weights under running requests; requires `interruptible`.
+        """Replace the weights under running requests; requires `partial_rollout`.
 
         Returns pending tokens of the old weights, then `WeightsLoaded`. Requests keep tokens, slots
         and limits, and are prefilled again as new requests with that prefix. Raises as `load`,

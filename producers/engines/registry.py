@@ -12,14 +12,14 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.config.model import Config, versions_resident
+from dora_pipe.config.model import Config, max_resident_versions
 from dora_pipe.core.errors import ConfigError, install_hint
 from dora_pipe.core.own_code import importable, load_attribute, nearest
 from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,
-    INTERRUPTIBLE,
     KV_EXPORT,
     LORA,
+    PARTIAL_ROLLOUT,
     PREFILL_EXACT,
     ROUTES,
     SLEEP,
@@ -95,15 +95,19 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
         kind = engine_kind(name, config.task.directory)
         if name == VLLM:
             check_args(config.workers.vllm.args)
-        if config.sampling.routes and not kind.routes:
+        if config.sampling.return_routed_experts and not kind.routes:
             raise ConfigError(
-                f"sampling.routes: engine `{name}` does not say through which experts tokens go",
+                f"sampling.return_routed_experts: engine `{name}` does not report routed experts",
                 hint="workers.engine = 'torch' or 'vllm', or leave the key out",
             )
-        if config.sampling.routes and name == VLLM and not config.workers.vllm.eager:
+        if (
+            config.sampling.return_routed_experts
+            and name == VLLM
+            and not config.workers.vllm.enforce_eager
+        ):
             raise ConfigError(
-                "sampling.routes: vLLM's compiled graphs do not say which experts tokens go by",
-                hint="workers.vllm.eager = true",
+                "sampling.return_routed_experts: vLLM's compiled graphs report no routed experts",
+                hint="workers.vllm.enforce_eager = true",
             )
         if kind.lora_rank_max is not None and rank > kind.lora_rank_max:
             raise ConfigError(
@@ -139,23 +143,23 @@ def check_capabilities(
         )
     if elastic and SLEEP not in engine.declares:
         raise ConfigError(
-            f"workers.elastic: engine {engine.name} cannot let go of its weights between steps",
+            f"workers.colocated: engine {engine.name} cannot let go of its weights between steps",
             hint="workers.engine = torch or vllm, or a run without elastic workers",
         )
-    if config.staleness.interruptible and INTERRUPTIBLE not in engine.declares:
+    if config.staleness.partial_rollout and PARTIAL_ROLLOUT not in engine.declares:
         raise ConfigError(
-            f"the run is interruptible, and engine {engine.name} cannot change weights under"
+            f"the run has partial rollout, and engine {engine.name} cannot change weights under"
             " running requests",
-            hint="use another engine, or start a run with staleness.interruptible = false",
+            hint="use another engine, or start a run with staleness.partial_rollout = false",
         )
     if config.lora.rank and LORA not in engine.declares:
         raise ConfigError(
             f"the run trains a LoRA adapter, and engine {engine.name} cannot host one",
             hint="workers.engine = torch or vllm, or start a run with lora.rank = 0",
         )
-    if config.sampling.routes and ROUTES not in engine.declares:
+    if config.sampling.return_routed_experts and ROUTES not in engine.declares:
         raise ConfigError(
-            f"sampling.routes: engine {engine.name} does not say through which experts tokens go",
+            f"sampling.return_routed_experts: engine {engine.name} does not report routed experts",
             hint="workers.engine = torch or vllm, or start a run without the key",
         )
 
@@ -170,12 +174,12 @@ def open_engine(*, assets: Path, config: Config, decode: Decode) -> Engine:
 
 def _sizes(config: Config, decode: Decode) -> dict[str, Any]:
     return {
-        "slots": config.workers.slots,
-        "context_tokens": config.workers.context_tokens,
+        "slots": config.workers.max_num_seqs,
+        "context_tokens": config.workers.max_model_len,
         "threads": config.workers.threads,
         "decode": decode,
         "lora_rank": config.lora.rank,
-        "versions_resident": versions_resident(config),
+        "max_resident_versions": max_resident_versions(config),
     }
 
 
@@ -185,24 +189,24 @@ def _open_torch(assets: Path, config: Config, decode: Decode) -> Engine:
     return TorchEngine.open(
         assets,
         **_sizes(config, decode),
-        kv_keep=config.workers.kv_keep,
-        routes=config.sampling.routes,
+        prefix_cache_ratio=config.workers.prefix_cache_ratio,
+        routes=config.sampling.return_routed_experts,
     )
 
 
 def _check_torch_model(directory: Path, config: Config) -> None:
     from dora_pipe.producers.engines.torch.causal_lm import need_experts, read_causal_lm
 
-    model = read_causal_lm(directory, context_tokens=config.workers.context_tokens)
-    if config.sampling.routes:
-        need_experts(model, directory, context_tokens=config.workers.context_tokens)
+    model = read_causal_lm(directory, context_tokens=config.workers.max_model_len)
+    if config.sampling.return_routed_experts:
+        need_experts(model, directory, context_tokens=config.workers.max_model_len)
 
 
 def _check_vllm_model(directory: Path, config: Config) -> None:
     from dora_pipe.producers.engines.base import need_positions
     from dora_pipe.producers.engines.vllm.core import need_kv_room
 
-    context_tokens = config.workers.context_tokens
+    context_tokens = config.workers.max_model_len
     need_positions(directory, context_tokens)
     if not config.workers.vllm.addresses:  # The sizes of a running server are set elsewhere.
         need_kv_room(directory, _vllm_settings(config)["settings"], context_tokens)
@@ -213,7 +217,7 @@ def _vllm_settings(config: Config) -> dict[str, Any]:
 
     keys = msgspec.structs.asdict(config.workers.vllm)
     del keys["addresses"]
-    return {"settings": VllmSettings(**keys, sleep=config.workers.elastic > 0)}
+    return {"settings": VllmSettings(**keys, sleep=config.workers.colocated > 0)}
 
 
 def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
@@ -230,7 +234,7 @@ def _open_vllm(assets: Path, config: Config, decode: Decode) -> Engine:
             hint=f"set {KEY_VARIABLE} as the server has it",
         )
     address = Address.of(addresses[0], key) if addresses else None
-    settings, routes = _vllm_settings(config), config.sampling.routes
+    settings, routes = _vllm_settings(config), config.sampling.return_routed_experts
     return VllmEngine(assets, **_sizes(config, decode), **settings, address=address, routes=routes)
 
 

@@ -21,8 +21,8 @@ from dora_pipe.producers.engines.base import EngineBase, ResidentVersions, Versi
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
-    INTERRUPTIBLE,
     KV_EXPORT,
+    PARTIAL_ROLLOUT,
     PREFILL_EXACT,
     SLEEP,
     EngineEvent,
@@ -119,7 +119,7 @@ class SimulatedEngine(EngineBase[_Row]):
     name = "simulated"
     version = "1"
     declares = frozenset(
-        {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE, SLEEP}
+        {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, PARTIAL_ROLLOUT, SLEEP}
     )
     device = "none"
     dtype = "none"
@@ -131,7 +131,7 @@ class SimulatedEngine(EngineBase[_Row]):
         *,
         slots: int,
         context_tokens: int,
-        versions_resident: int = 1,
+        max_resident_versions: int = 1,
         lengths: Lengths = long_tailed_length,
         decode: Decode | None = None,
         clock: Clock | None = None,
@@ -139,7 +139,9 @@ class SimulatedEngine(EngineBase[_Row]):
         super().__init__(
             slots=slots,
             context_tokens=context_tokens,
-            versions=_Versions(Version, most=versions_resident, adapters=versions_resident > 1),
+            versions=_Versions(
+                Version, most=max_resident_versions, adapters=max_resident_versions > 1
+            ),
             decode=decode,
             clock=clock,
         )

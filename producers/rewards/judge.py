@@ -83,7 +83,7 @@ class Judge(Options, frozen=True, kw_only=True):
     """Additional or replaced fields of the request, such as `{temperature = 1}`."""
     price: tuple[float, float] = (0.0, 0.0)
     """Prices of a million prompt tokens and a million completion tokens."""
-    at_once: Annotated[int, Meta(ge=1, le=256)] = 64
+    concurrency: Annotated[int, Meta(ge=1, le=256)] = 64
     """Concurrent requests of one task process."""
     timeout_s: Annotated[float, Meta(gt=0)] = 8.0
     cache: str = ""
@@ -144,7 +144,7 @@ class JudgeClient:
             options.url or variable(f"{where}: ", "url_env", options.url_env),
             key=variable(f"{where}: ", "key_env", options.key_env) if options.key_env else "",
             timeout_s=options.timeout_s,
-            at_once=options.at_once,
+            concurrency=options.concurrency,
             bytes_max=ANSWER_BYTES_MAX,
         )
         try:
@@ -155,7 +155,7 @@ class JudgeClient:
             raise ConfigError(f"{where}: pattern: it needs a group around the score")
         kept = Path(options.cache).expanduser() if options.cache else cache_folder()
         self._kept = Path(context.directory) / kept
-        self._threads = ThreadPoolExecutor(options.at_once, thread_name_prefix="judge")
+        self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="judge")
         self._asked: dict[str, asyncio.Future[JudgeAnswer]] = {}
 
     async def score(

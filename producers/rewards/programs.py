@@ -89,7 +89,7 @@ class Code(Options, frozen=True, kw_only=True):
     file_mb: Count = 16
     """Limit of one file and of the output, in MB; all files together get 4 times that."""
     processes: Count = 16
-    at_once: Count = 4
+    concurrency: Count = 4
     """Programs that run concurrently in one task process."""
     isolation: Literal["required", "none"] = "required"
     """`required`: programs run in kernel namespaces, or the start fails. `none`: programs see
@@ -114,7 +114,7 @@ class Programs:
         runs at all."""
         self._options = options
         self._patience_s = context.limit_s - options.wall_s - BESIDE_S
-        self._room = asyncio.Semaphore(options.at_once)
+        self._room = asyncio.Semaphore(options.concurrency)
         self._isolate = options.isolation == "required"
         if self._runs(isolate=self._isolate):
             return
@@ -175,7 +175,7 @@ class Programs:
             async with asyncio.timeout(self._patience_s):
                 await self._room.acquire()
         except TimeoutError:
-            raise Retry(f"{self._options.at_once} programs run already (at_once)") from None
+            raise Retry(f"{self._options.concurrency} programs run already (concurrency)") from None
         try:
             ended = await self._run(order)
         finally:

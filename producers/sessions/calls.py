@@ -1,7 +1,7 @@
 """Calls, independent of their API.
 
 Keys are supported (fields, `NO_EFFECT`), rejected (`REFUSED`), or recorded. The setting
-`task.sampling_asked = "refuse"` rejects these, too.
+`task.unsupported_sampling = "refuse"` rejects these, too.
 """
 
 from __future__ import annotations

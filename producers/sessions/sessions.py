@@ -144,12 +144,12 @@ class Sessions:
         sampling = session.source.sampling
         check_template(wanted.template, session.source.task.chat_template_kwargs)
         asked = asked_of(wanted.settings, sampling)
-        if asked and session.source.task.sampling_asked == "refuse":
+        if asked and session.source.task.unsupported_sampling == "refuse":
             names = ", ".join(asked)
             raise Refused(
                 400,
                 "sampling_is_the_runs",
-                f"{names}: sampling follows the run (task.sampling_asked is `refuse`)",
+                f"{names}: sampling follows the run (task.unsupported_sampling is `refuse`)",
             )
         # The worker rejects by length: one extra token suffices.
         token_ids = packed_ids(prompt_ids[: self.context_tokens + 1])

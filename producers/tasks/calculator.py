@@ -133,8 +133,8 @@ class CalculatorTask(Task):
         seed: int = 1,
         count: int = 4096,
         eval_count: int = 256,
-        numbers_min: int = 2,
-        numbers_max: int = 5,
+        min_numbers: int = 2,
+        max_numbers: int = 5,
         largest: int = 9,
         noise: float = 0.25,
         end: str = "<eos>",
@@ -142,9 +142,9 @@ class CalculatorTask(Task):
     ) -> None:
         """`noise` is the share of wrong numbers in demonstrated calls, `end` the end-of-sequence
         token between demonstrated turns."""
-        if not 1 <= numbers_min <= numbers_max <= NUMBERS_MAX:
+        if not 1 <= min_numbers <= max_numbers <= NUMBERS_MAX:
             raise ConfigError(
-                f"task.options: numbers_min {numbers_min} and numbers_max {numbers_max} are not "
+                f"task.options: min_numbers {min_numbers} and max_numbers {max_numbers} are not "
                 f"a range within 1 and {NUMBERS_MAX}"
             )
         if not 0 <= largest < MODULUS:
@@ -153,7 +153,7 @@ class CalculatorTask(Task):
             raise ConfigError(f"task.options.noise: {noise} is not between 0 and 1")
         self._seeds: dict[Split, int] = {"train": seed, "eval": EVAL_SEED}
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}
-        self._numbers, self._largest = (numbers_min, numbers_max), largest
+        self._numbers, self._largest = (min_numbers, max_numbers), largest
         self._noise = noise
         self._end = end
         self._tools = tools

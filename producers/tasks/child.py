@@ -246,14 +246,14 @@ def limit_s(task: model.Task, call: TaskCall, *, tools: bool) -> float:
     if isinstance(call, RewardCall | GroupCall):
         return task.reward_timeout_s
     if isinstance(call, AgentCall):
-        return task.episode_seconds or AGENT_S
+        return task.episode_timeout_s or AGENT_S
     seconds = task.environment_timeout_s
     return 2 * seconds if tools else seconds
 
 
 def episode_too_long(task: model.Task) -> str:
-    """Return the message of an episode beyond `task.episode_seconds`."""
-    return f"the episode took longer than {task.episode_seconds:g} s"
+    """Return the message of an episode beyond `task.episode_timeout_s`."""
+    return f"the episode took longer than {task.episode_timeout_s:g} s"
 
 
 def late(task: model.Task, call: OpenCall) -> str:

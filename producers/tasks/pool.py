@@ -349,8 +349,8 @@ class TaskPool:
                 child.end(call.number, self._clock.now_ns())
             else:
                 self._episodes[call.request] = child, call.number, event
-                if self._task.episode_seconds:
-                    length_ns = int(self._task.episode_seconds * _NS)
+                if self._task.episode_timeout_s:
+                    length_ns = int(self._task.episode_timeout_s * _NS)
                     self._ends_ns[call.request] = self._clock.now_ns() + length_ns
         if call.forgotten:
             return

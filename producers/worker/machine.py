@@ -127,7 +127,7 @@ class WorkerMachine:
         self.hosted = NOTHING
         self.target = NOTHING
         self.loading: Hosted | None = None
-        self.loaded = LoadedVersions(setup.versions_resident)
+        self.loaded = LoadedVersions(setup.max_resident_versions)
         self.outcome: Outcome = "running"
         self.error = ""
         self.error_here = False
@@ -391,7 +391,7 @@ class WorkerMachine:
         effect = LoadWeights(
             version=self.target.version,
             digest=self.target.digest,
-            keep=self.setup.interruptible,
+            keep=self.setup.partial_rollout,
         )
         self.requests.ask(effect)
 

@@ -93,7 +93,7 @@ class WorkerSetup:
     prefetch: int
     context_tokens: int
     checkpoint_tokens: int
-    turns_max: Mapping[str, int]
+    max_turns: Mapping[str, int]
     heartbeat_ns: int
     stop_timeout_ns: int
     """Limit of waits for rewards after a stop."""
@@ -101,9 +101,9 @@ class WorkerSetup:
     digests: Mapping[str, str]
     params: Mapping[str, SamplingParams]
     agents: frozenset[str] = frozenset()
-    interruptible: bool = False
+    partial_rollout: bool = False
     """Training requests may mix versions."""
-    versions_resident: int = 1
+    max_resident_versions: int = 1
     limits: Limits = DEFAULT_LIMITS
     quiet_ns: int = 0
     """Interval of statuses without news."""
@@ -126,7 +126,7 @@ class RequestState:
     key: str
     place: PlacedRequest
     params: SamplingParams
-    turns_max: int
+    max_turns: int
     seed: int
     placed_ns: int
     phase: Phase = Phase.PROMPTING
@@ -217,7 +217,7 @@ class RequestState:
 
 def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:
     """Return the required version; evaluations and sessions never mix versions."""
-    mixes = setup.interruptible and place.spec.source not in setup.agents
+    mixes = setup.partial_rollout and place.spec.source not in setup.agents
     if mixes and place.spec.purpose == "train":
         return ANY_VERSION
     return place.spec.version
@@ -233,7 +233,7 @@ def state_of(place: PlacedRequest, setup: WorkerSetup, now: Now) -> RequestState
         hosted=Hosted(spec.version, spec.digest),
         weights={spec.version: spec.digest},
         params=setup.params[spec.source],
-        turns_max=setup.turns_max[spec.source],
+        max_turns=setup.max_turns[spec.source],
         seed=seed_of(place),
         placed_ns=now.wall_ns,
         since_ns=now.mono_ns,

@@ -298,7 +298,7 @@ class Requests(ProgressRecords):
         spent = sequence.sampled_tokens >= request.params.max_tokens
         if event.done:
             self.complete(request, "environment", now)
-        elif full or spent or sequence.turns_taken >= request.turns_max:
+        elif full or spent or sequence.turns_taken >= request.max_turns:
             self.complete(request, "length", now)
         else:
             self._wait(request)

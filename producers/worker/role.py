@@ -127,7 +127,7 @@ class _Worker:
 
     @property
     def elastic(self) -> bool:
-        return self.config.workers.is_elastic(self.name)
+        return self.config.workers.is_colocated(self.name)
 
 
 def run_worker(
@@ -202,7 +202,7 @@ def sampling_params(sampling: model.Sampling, stop_ids: tuple[int, ...]) -> Samp
         stop_ids=stop_ids,
         stop=sampling.stop,
         logprob_temperature=sampling.logprob_temperature,
-        routes=sampling.routes,
+        routes=sampling.return_routed_experts,
     )
 
 
@@ -425,7 +425,7 @@ def _setup(
         digests={source: one.data(source).digest for source, one in facts.items()},
         params=params,
         transfers=here.transfers,
-        versions_resident=engine.versions_resident,
+        max_resident_versions=engine.max_resident_versions,
     )
 
 
@@ -434,12 +434,12 @@ def worker_setup(config: model.Config, *, calls_s: float = 0.0, **own: Any) -> W
     timing = config.timing
     return WorkerSetup(
         checkpoint_tokens=config.workers.checkpoint_tokens,
-        turns_max=turns_by_source(config),
+        max_turns=turns_by_source(config),
         heartbeat_ns=int(timing.heartbeat_s * 1e9),
         quiet_ns=quiet_ns(timing),
         stop_timeout_ns=int(timing.stop_timeout_s * 1e9),
         agents=frozenset(agents_by_source(config)),
-        interruptible=config.staleness.interruptible,
+        partial_rollout=config.staleness.partial_rollout,
         limits=Limits(short_s=max(timing.alarm_s, calls_s), work_s=timing.alarm_work_s),
         **own,
     )
@@ -516,7 +516,7 @@ def _joined(
         assets_digest=here.run.assets_digest,
         reward_digest=reward_digest_of(facts.values()),
         package=__version__,
-        versions_resident=engine.versions_resident,
+        max_resident_versions=engine.max_resident_versions,
         template_digest=template_digest,
         packages=packages_of(facts.values()),
         elastic=here.elastic,

@@ -54,8 +54,8 @@ from dora_pipe.schemas.rounds import PlacedRequest
 TOO_LONG: Final = "context_length_exceeded"
 CALLS_OPEN_MAX: Final = 8
 
-TOO_MANY_CALLS: Final = "turns_max"
-TOO_MANY_TOKENS: Final = "tokens_max"
+TOO_MANY_CALLS: Final = "max_turns"
+TOO_MANY_TOKENS: Final = "max_tokens"
 TOO_MANY_OPEN: Final = "too_many_open"
 ENGINE_FAILED: Final = "engine_error"
 
@@ -207,7 +207,7 @@ class Sessions:
         if not 1 <= tokens < context_tokens:
             message = f"a prompt of {tokens} tokens does not fit a context of {context_tokens}"
             return Refusal(400, TOO_LONG, f"{message}: send a shorter one")
-        most = setup.turns_max[request.source]
+        most = setup.max_turns[request.source]
         if len(session.numbers) >= most:
             message = f"this session has made {most} calls, which is all that a run allows"
             return Refusal(429, TOO_MANY_CALLS, f"{message}: wait for nothing, and end")

@@ -126,9 +126,9 @@ def test_a_refused_create_leaves_nothing_behind(harness: KafkaHarness) -> None:
     """Also where the topic that is refused stands behind those that would be made."""
     bus = harness.open()
     made, other = (TopicSpec(name=harness.topic(name)) for name in ("made", "other"))
-    bus.create([replace(made, record_bytes_max=100_000)])
+    bus.create([replace(made, max_record_bytes=100_000)])
     before = bus.topics()
-    for wanted in (replace(made, record_bytes_max=200_000), replace(made, partitions=2)):
+    for wanted in (replace(made, max_record_bytes=200_000), replace(made, partitions=2)):
         with pytest.raises(BusError, match=f"topic {made.name} exists"):
             bus.create([other, wanted])
         assert bus.topics() == before
@@ -190,7 +190,7 @@ def test_a_topic_that_is_too_small_is_refused_with_the_size_that_it_needs(
     harness: KafkaHarness, kafka_broker: KafkaBroker
 ) -> None:
     bus = harness.open()
-    spec = TopicSpec(name=harness.topic("small"), record_bytes_max=200_000)
+    spec = TopicSpec(name=harness.topic("small"), max_record_bytes=200_000)
     bus.create([made_as_small(spec)])
     with pytest.raises(BusError) as refused:
         bus.create([spec])
@@ -213,4 +213,4 @@ def test_a_listener_that_sends_its_clients_to_an_unknown_host_is_told_so(tmp_pat
 
 
 def made_as_small(spec: TopicSpec) -> TopicSpec:
-    return replace(spec, record_bytes_max=100_000)
+    return replace(spec, max_record_bytes=100_000)

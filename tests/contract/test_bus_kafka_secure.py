@@ -346,5 +346,5 @@ def test_partitions_and_sizes_of_somebody_else_s_topic_are_refused_with_what_to_
     with pytest.raises(BusError, match="records of at most") as raised:
         bus.create([TopicSpec(name="theirs.small", partitions=2)])
     assert "max.message.bytes" in (raised.value.hint or "")
-    bus.create([TopicSpec(name="theirs.small", partitions=2, record_bytes_max=1024 * 1024)])
+    bus.create([TopicSpec(name="theirs.small", partitions=2, max_record_bytes=1024 * 1024)])
     bus.close()

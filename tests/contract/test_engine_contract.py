@@ -41,7 +41,7 @@ def subject(
         need_vllm()
         kind = "qwen3_moe" if request.param.endswith("mixture") else "qwen2"
         ranks = 2 if request.param.endswith("ranks") else 1
-        with server_subject(folder, kind, tensor_parallel=ranks) as opened:
+        with server_subject(folder, kind, tensor_parallel_size=ranks) as opened:
             yield opened
     else:
         from tests.support.torch_engines import torch_subject
@@ -80,7 +80,7 @@ def test_kept_prefixes_change_no_bit_of_random_episodes(subject: Subject, exampl
     """With room for all, and for so little that something is always pushed out."""
     open_keeping = prefixes.opens_keeping(subject)
     plain = subject.open(slots=4)
-    keeping = [open_keeping(slots=4, kv_keep=room) for room in (2.0, 0.3)]
+    keeping = [open_keeping(slots=4, prefix_cache_ratio=room) for room in (2.0, 0.3)]
 
     @settings(max_examples=examples, deadline=None)
     @given(st.integers(0, 2**32))

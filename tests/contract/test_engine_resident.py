@@ -103,7 +103,7 @@ def several(
             directory=folder,
             policies=[(Path("none"), f"{number:064x}") for number in range(1, 4)],
             open=lambda *, slots, most: SimulatedEngine(
-                slots=slots, context_tokens=256, versions_resident=most
+                slots=slots, context_tokens=256, max_resident_versions=most
             ),
         )
         return
@@ -130,7 +130,7 @@ def torch(assets: Path) -> Callable[..., Engine]:
         context_tokens=256,
         threads=1,
         lora_rank=RANK,
-        versions_resident=most,
+        max_resident_versions=most,
         **more,
     )
 
@@ -145,7 +145,7 @@ def assert_same(
 
 def test_engine_declares_what_this_suite_asks_for(several: Several) -> None:
     engine = several.hosting(0)
-    assert engine.versions_resident == 3
+    assert engine.max_resident_versions == 3
     if several.rounds:
         assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT}
         return
@@ -311,7 +311,7 @@ class TestAdapters:
             for version in range(3)
         ]
         wanted = run(several.hosting(0, 1, 2), asked)
-        engine = several.hosting(0, 1, 2, slots=1, kv_keep=9.0)
+        engine = several.hosting(0, 1, 2, slots=1, prefix_cache_ratio=9.0)
         assert run(engine, asked) == wanted
         assert engine.prompt_tokens == PromptTokens(computed=3 * 59, reused=3 * 59)
         engine.drop(1)

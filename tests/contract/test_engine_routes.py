@@ -29,7 +29,7 @@ Mixture = tuple[Path, Engine]
 
 def opened(directory: Path, *, routes: bool = True) -> TorchEngine:
     return TorchEngine.open(
-        directory, slots=4, context_tokens=128, threads=1, routes=routes, kv_keep=2.0
+        directory, slots=4, context_tokens=128, threads=1, routes=routes, prefix_cache_ratio=2.0
     )
 
 
@@ -125,7 +125,9 @@ def test_nobody_is_told_who_does_not_ask(mixture: Mixture) -> None:
 def test_a_dense_model_is_refused(engine: str, tmp_path: Path) -> None:
     if engine == "vllm":
         need_vllm()
-    with pytest.raises(PolicyError, match=r"sampling\.routes: .*is no mixture of experts"):
+    with pytest.raises(
+        PolicyError, match=r"sampling\.return_routed_experts: .*is no mixture of experts"
+    ):
         if engine == "vllm":
             open_shared(slots=2, context_tokens=64, routes=True)
         else:

@@ -18,8 +18,8 @@ from dora_pipe.core.errors import ConfigError, PolicyError
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
-    INTERRUPTIBLE,
     KV_EXPORT,
+    PARTIAL_ROLLOUT,
     PREFILL_EXACT,
     SLEEP,
     EngineRequest,
@@ -39,7 +39,7 @@ from tests.support.tiers import more
 from tests.support.torch_engines import greedy_tokens, logprob_distance, make
 
 LOGPROB_TOLERANCE = 1e-4
-PROMISES = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE, SLEEP}
+PROMISES = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, PARTIAL_ROLLOUT, SLEEP}
 
 
 @pytest.fixture(scope="module", params=["qwen2", "llama_gqa"])

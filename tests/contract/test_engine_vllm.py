@@ -246,7 +246,7 @@ def test_requests_without_kv_for_all_of_them_still_end_the_same(vllm: Subject) -
     device.need_fine()
     wanted = [request(f"r{n}", [5, 6, n], seed=n, max_tokens=120) for n in range(12)]
     roomy = run(vllm.open(slots=12), wanted)
-    tight = open_shared(slots=12, context_tokens=CONTEXT_TOKENS, kv_gb=0.0012)
+    tight = open_shared(slots=12, context_tokens=CONTEXT_TOKENS, kv_cache_gb=0.0012)
     (path, digest), _ = vllm.policies
     tight.load(path, version=0, digest=digest)
     assert tight.kv_tokens < 12 * 123

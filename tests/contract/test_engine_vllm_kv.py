@@ -36,14 +36,16 @@ PROMPT = [5 + token % 90 for token in range(70)]
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     need_vllm()
-    with server_subject(tmp_path_factory.mktemp("vllm-ranks"), tensor_parallel=RANKS) as subject:
+    with server_subject(
+        tmp_path_factory.mktemp("vllm-ranks"), tensor_parallel_size=RANKS
+    ) as subject:
         yield subject
 
 
 @pytest.fixture
 def target(vllm: Subject) -> Iterator[VllmEngine]:
     """A worker of the second one, with the same weights."""
-    engine = opened(vllm, tensor_parallel=RANKS, number=1)
+    engine = opened(vllm, tensor_parallel_size=RANKS, number=1)
     yield engine
     engine.close()
 

@@ -46,8 +46,8 @@ __all__ = [
 RANKS = 2
 
 DEALT: dict[str, dict[str, Any]] = {
-    "heads": {"tensor_parallel": RANKS},
-    "layers": {"pipeline_parallel": RANKS},
+    "heads": {"tensor_parallel_size": RANKS},
+    "layers": {"pipeline_parallel_size": RANKS},
 }
 
 
@@ -83,11 +83,11 @@ def test_ranks_share_the_experts_of_a_mixture(tmp_path_factory: pytest.TempPathF
     need_vllm()
     folder = tmp_path_factory.mktemp("vllm-mixture")
     asked = request("r", [1, *range(20, 60)], max_tokens=20, routes=True)
-    with server_subject(folder, "qwen3_moe", tensor_parallel=RANKS) as mixture:
+    with server_subject(folder, "qwen3_moe", tensor_parallel_size=RANKS) as mixture:
         wanted = requests(mixture, 6, seed=5)
         found = run(mixture.open(slots=8), wanted)
         engine = open_shared(
-            slots=2, context_tokens=128, routes=True, tensor_parallel=RANKS, kind="qwen3_moe"
+            slots=2, context_tokens=128, routes=True, tensor_parallel_size=RANKS, kind="qwen3_moe"
         )
         weights, digest = mixture.policies[0]
         engine.load(weights, version=0, digest=digest)
@@ -105,10 +105,10 @@ def test_each_rank_has_a_process_of_the_servers_session(
 
 
 UNFIT = {
-    r"4 attention heads .* 3": ("--tensor-parallel", "3"),
-    r"2 layers are too few for 3": ("--pipeline-parallel", "3"),
+    r"4 attention heads .* 3": ("--tensor-parallel-size", "3"),
+    r"2 layers are too few for 3": ("--pipeline-parallel-size", "3"),
     r"no experts to be dealt": (
-        *("--tensor-parallel", "2"),
+        *("--tensor-parallel-size", "2"),
         *("--args", '{"enable_expert_parallel": true}'),
     ),
 }
@@ -118,7 +118,13 @@ UNFIT = {
 def test_what_ranks_cannot_share_is_refused_in_one_line(tmp_path: Path, said: str) -> None:
     need_vllm()
     vllm_core.prepare(threads=1)
-    words = [str(models.make_qwen2(tmp_path / "model")), "--slots", "4", "--context-tokens", "256"]
+    words = [
+        str(models.make_qwen2(tmp_path / "model")),
+        "--max-num-seqs",
+        "4",
+        "--max-model-len",
+        "256",
+    ]
     asked = serve._parser().parse_args([*words, *UNFIT[said]])
     with pytest.raises(PolicyError, match=said):
         serve._arguments(asked)
@@ -128,5 +134,5 @@ def test_who_starts_a_server_hears_that_line(tmp_path: Path) -> None:
     need_vllm()
     model = models.make_qwen2(tmp_path / "model")
     with pytest.raises(PolicyError, match=r"4 attention heads .* 3"):
-        settings = replace(SETTINGS, tensor_parallel=3)
+        settings = replace(SETTINGS, tensor_parallel_size=3)
         ServerProcess.start(model, settings, slots=4, context_tokens=256, threads=1)

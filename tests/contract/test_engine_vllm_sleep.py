@@ -21,7 +21,7 @@ from tests.support.vllm_servers import BUILDERS, CONTEXT_TOKENS, SETTINGS, need_
 KV_GB = 0.5
 """Of the KV cache, so that a GPU shows that it is gone."""
 
-SLEEPING = replace(SETTINGS, sleep=True, kv_gb=KV_GB)
+SLEEPING = replace(SETTINGS, sleep=True, kv_cache_gb=KV_GB)
 
 
 @contextmanager

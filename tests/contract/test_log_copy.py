@@ -39,7 +39,7 @@ class Pair:
         self.topics = [f"{prefix}.control", f"{prefix}.trajectories"]
         self.specs = [
             TopicSpec(name=self.topics[0]),
-            TopicSpec(name=self.topics[1], partitions=2, record_bytes_max=2_000_000),
+            TopicSpec(name=self.topics[1], partitions=2, max_record_bytes=2_000_000),
         ]
         self.source.create(self.specs)
         self.target.bus.create(self.specs)

@@ -39,15 +39,15 @@ seeds = st.integers(0, 2**32 - 1)
 def clipped(inputs: Inputs, keys: Objective, kept: Tensor) -> Callable[[Tensor], Tensor]:
     weight = torch.ones_like(inputs.behaviour)
     worth = worth_of(inputs, keys)
-    if inputs.proximal is not None and keys.weight_max is not None:
+    if inputs.proximal is not None and keys.max_weight is not None:
         log_weight = inputs.proximal - inputs.behaviour
         if keys.level == "sequence":
             sums = [part.sum().expand(len(part)) for part in rows(inputs, log_weight)]
             log_weight = torch.cat(sums)
         weight = log_weight.exp()
         if keys.kind == "decoupled-ppo":
-            weight = weight.where(weight <= keys.weight_max, torch.zeros(()).double())
-        weight = weight.clamp(max=keys.weight_max)
+            weight = weight.where(weight <= keys.max_weight, torch.zeros(()).double())
+        weight = weight.clamp(max=keys.max_weight)
 
     def ratio_of(log_ratio: Tensor) -> Tensor:
         if keys.kind != "gspo":
@@ -133,7 +133,9 @@ def test_gradient_is_the_slope_of_the_value_under_every_mask_advantage_and_kl(
 def check_gradient(subject: Subject, mask: Mask, kl: str | None) -> None:
     """It is the slope of the value, with this mask, this estimate of KL, and one of the rules."""
     bounds = {"mask_low": 0.8, "mask_high": 1.3} if mask != "none" else {}
-    keys = subject.chosen(mask=mask, **bounds, **({"kl": 0.3, "kl_estimate": kl} if kl else {}))
+    keys = subject.chosen(
+        mask=mask, **bounds, **({"kl_coef": 0.3, "kl_estimate": kl} if kl else {})
+    )
     inputs = random_inputs(1, LENGTHS, proximal=needs_proximal(keys))
     rules = get_args(Advantage)
     rule = rules[len(str(subject.keys) + mask + str(kl)) % len(rules)]
@@ -149,9 +151,9 @@ def check_gradient(subject: Subject, mask: Mask, kl: str | None) -> None:
     def loss_at(logprobs: Tensor) -> Tensor:
         logprobs = logprobs.where(kept, logprobs.detach())
         loss = -value(logprobs)
-        if keys.kl:
+        if keys.kl_coef:
             assert inputs.reference is not None and keys.kl_estimate is not None
-            loss = loss + keys.kl * ESTIMATES[keys.kl_estimate](logprobs, inputs.reference)
+            loss = loss + keys.kl_coef * ESTIMATES[keys.kl_estimate](logprobs, inputs.reference)
         return loss.where(kept, torch.zeros(()).double()).sum()
 
     point = inputs.logprobs.detach().clone().requires_grad_()
@@ -226,8 +228,8 @@ def test_only_the_loss_carries_a_gradient_and_every_token_has_all(subject: Subje
 def test_mask_leaves_out_exactly_the_tokens_beyond_its_bounds(
     subject: Subject, mask: Mask, seed: int, kl: float
 ) -> None:
-    plain = subject.chosen(kl=kl)
-    masked = subject.chosen(mask=mask, mask_low=0.8, mask_high=1.3, kl=kl)
+    plain = subject.chosen(kl_coef=kl)
+    masked = subject.chosen(mask=mask, mask_low=0.8, mask_high=1.3, kl_coef=kl)
     inputs = random_inputs(seed, [3, 1, 4], proximal=needs_proximal(plain))
     before, after = terms_of(inputs, plain), terms_of(inputs, masked)
     trained = inputs.logprobs if inputs.proximal is None else inputs.proximal

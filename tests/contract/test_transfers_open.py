@@ -316,7 +316,7 @@ def test_weights_come_from_a_peer_and_the_store_is_not_read(tmp_path: Path) -> N
 def test_a_patch_comes_from_a_peer_too_and_is_as_good_as_the_whole(tmp_path: Path) -> None:
     remote = CountedFiles(tmp_path / "remote")
     trainer = PolicyStore(tmp_path / "t" / "policies", remote)
-    first, second = publish_walk(trainer, 2, whole_every=8)
+    first, second = publish_walk(trainer, 2, full_every=8)
     worker = PolicyStore(tmp_path / "w" / "policies", remote)
     worker.weights(first.manifest.digest)
     with served(tmp_path / "t") as source, served(tmp_path / "w") as target:

@@ -19,11 +19,11 @@ order, and AdamW divides small gradients by their own size."""
 HARD = {
     **SETTINGS,
     "trainer.minibatches": 3,
-    "objective.kl": 0.2,
+    "objective.kl_coef": 0.2,
     "objective.kind": "decoupled-ppo",
     "objective.proximal": "recomputed",
     "objective.level": "token",
-    "objective.weight_max": 2.0,
+    "objective.max_weight": 2.0,
     "objective.teacher_weight": 0.5,
 }
 """Log-probs of four policies: trained, proximal, reference, teacher."""
@@ -54,7 +54,7 @@ def assert_same_steps(
 def steps_to_reference(ours: Any, theirs: Any, first: Path) -> list[StepResult]:
     """Steps whose KL is to the version that a first step made, written to `first`: both trainers'
     are the same; those of `ours`."""
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.reference": 1}
     batch, *later = three_batches()
     for one in (ours, theirs):
         one.train(batch, SETTINGS)

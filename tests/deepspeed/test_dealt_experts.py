@@ -33,7 +33,7 @@ def test_rank_to_which_no_token_comes_does_not_keep_the_others_waiting(
 ) -> None:
     theirs = mixture.torch()
     batch = through(three_batches()[0], experts=[1, 2], layers=theirs._model.routed.layers)
-    ours = mixture.deepspeed(zero_stage=stage, routes=True, expert_parallel=2)
+    ours = mixture.deepspeed(zero_stage=stage, routes=True, expert_parallel_size=2)
     assert_same_steps(steps(ours, [batch], SETTINGS), steps(theirs, [batch], SETTINGS))
 
 
@@ -41,14 +41,14 @@ def test_rank_to_which_no_token_comes_does_not_keep_the_others_waiting(
 def test_equal_steps_have_equal_bits_and_the_fingerprint_says_how_experts_were_dealt(
     mixture: Bench, stage: int
 ) -> None:
-    ours, digests = mixture.deepspeed(zero_stage=stage, expert_parallel=2), set()
+    ours, digests = mixture.deepspeed(zero_stage=stage, expert_parallel_size=2), set()
     for _ in range(2):
         ours.load(mixture.weights, digest=mixture.policy.digest, optimizer=None)
         steps(ours, three_batches()[:2], SETTINGS)
         digests.add(ours.manifest().digest)
     assert len(digests) == 1
-    assert ours.numerics()["expert_parallel"] == "2"
-    assert "expert_parallel" not in mixture.deepspeed(zero_stage=stage).numerics()
+    assert ours.numerics()["expert_parallel_size"] == "2"
+    assert "expert_parallel_size" not in mixture.deepspeed(zero_stage=stage).numerics()
 
 
 def test_dense_model_and_odd_numbers_of_experts_are_refused_in_one_line(

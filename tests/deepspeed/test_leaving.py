@@ -16,7 +16,7 @@ from tests.support.batches import SETTINGS, make_batch
 def test_nothing_large_is_left_on_a_rank_and_steps_have_equal_bits(
     bench: Bench, options: dict[str, Any]
 ) -> None:
-    settings = {**SETTINGS, "objective.kl": 0.1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.1}
     left, stayed = bench.deepspeed(**options), bench.deepspeed(**options)
     for seed in range(2):
         left.train(make_batch(seed=seed), settings)

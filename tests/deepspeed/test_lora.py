@@ -55,7 +55,7 @@ def test_steps_are_those_of_the_torch_trainer(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_reference_is_version_0_and_no_second_copy_of_it(bench: Bench, stage: int) -> None:
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
     trainer = bench.deepspeed(zero_stage=stage, lora=_options())
     first, second = (trainer.train(batch, settings) for batch in three_batches()[:2])
     assert first.figures["kl"] == 0.0

@@ -12,7 +12,7 @@ from tests.support.batches import SETTINGS, make_batch
 from tests.support.models import make_qwen3_moe
 from tests.support.own_memory import peak_of_own_memory
 
-STEP = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
+STEP = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
 BATCH = make_batch(seed=3, groups=3, siblings=3)
 LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
 
@@ -83,7 +83,7 @@ LARGE: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 256, "moe_inter
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero_stage": 2, "expert_parallel": 2},
+        {"zero_stage": 2, "expert_parallel_size": 2},
         {"zero_stage": 3},
         {"zero_stage": 3, "dtype": "bfloat16"},
     ],

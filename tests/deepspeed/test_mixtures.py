@@ -25,9 +25,9 @@ WAYS: list[dict[str, Any]] = [
     {"zero_stage": 3, "offload": "all", "memory": {"gradient_checkpointing": True}},
 ]
 DEALT: list[dict[str, Any]] = [
-    *({"zero_stage": stage, "expert_parallel": 2} for stage in range(4)),
-    {"zero_stage": 2, "offload": "optimizer", "expert_parallel": 2},
-    {"zero_stage": 3, "expert_parallel": 2}
+    *({"zero_stage": stage, "expert_parallel_size": 2} for stage in range(4)),
+    {"zero_stage": 2, "offload": "optimizer", "expert_parallel_size": 2},
+    {"zero_stage": 3, "expert_parallel_size": 2}
     | {"offload": "all", "memory": {"gradient_checkpointing": True, "packing": True}},
 ]
 """Experts are dealt among the ranks, where there are as many."""
@@ -35,7 +35,7 @@ if deepspeed.RANKS % 2:
     DEALT.clear()
 WAYS += DEALT
 STAGES: list[dict[str, Any]] = [{"zero_stage": 2}, {"zero_stage": 3}, *DEALT[2:4]]
-STEP = {**SETTINGS, "objective.kl": 0.2}
+STEP = {**SETTINGS, "objective.kl_coef": 0.2}
 
 
 @pytest.fixture(scope="module", params=KINDS)

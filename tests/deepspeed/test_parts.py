@@ -36,7 +36,7 @@ def told(bench: Bench, batch: TrainBatch, settings: Settings, *, ahead: int) -> 
 
 
 def test_gradient_of_parts_is_clipped_once_it_is_divided(bench: Bench, tmp_path: Path) -> None:
-    settings, batch = {**PLAIN, "trainer.grad_norm_max": 1e-3}, parted(5, [1, 2])
+    settings, batch = {**PLAIN, "trainer.max_grad_norm": 1e-3}, parted(5, [1, 2])
     for stage in range(4):
         ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
         found = ours.train(batch, settings)

@@ -94,8 +94,8 @@ def steps(draw: st.DrawFn) -> tuple[TrainBatch, dict[str, Any], int]:
     keys: dict[str, Any] = {}
     if "objective.loss" in settings_for(kind):
         keys["loss"] = draw(st.sampled_from(LOSSES))
-    if "objective.kl" in settings_for(kind):
-        keys["kl"] = draw(st.sampled_from([0.0, 0.3]))
+    if "objective.kl_coef" in settings_for(kind):
+        keys["kl_coef"] = draw(st.sampled_from([0.0, 0.3]))
     if kind in RECOMPUTED:
         keys["proximal"] = draw(st.sampled_from(["behaviour", "recomputed"]))
     ahead = draw(st.integers(0, len(parts) + 1))

@@ -27,14 +27,14 @@ pytestmark = pytest.mark.slow
 
 LIMIT_S = 400
 TRAINER = ["-o", "trainer.kind=deepspeed", "-o", "trainer.ranks=2", "-o", "trainer.zero_stage=2"]
-IN_PARTS = ["-o", "groups.per_step=6", "-o", "trainer.parts=3"]
+IN_PARTS = ["-o", "rollout.prompts_per_step=6", "-o", "trainer.batch_parts=3"]
 """More groups than there are slots for: those of a step never end all at once."""
 VARIED = """
 def score(row, text):
     return len(set(text)) / 12
 """
 """A reward that tells siblings apart from the first step on."""
-DEALT = ["-o", "trainer.expert_parallel=2"]
+DEALT = ["-o", "trainer.expert_parallel_size=2"]
 RUNS = [
     pytest.param(make_glm4_moe, 2, "bfloat16", [], id="glm4_moe"),
     pytest.param(make_qwen3_moe, 3, "float32", [], id="qwen3_moe"),
@@ -126,7 +126,14 @@ def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
     place = furnish(tmp_path)
     words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.minibatches=2"]
     words += ["-o", f"policies.dtype={dtype}"]
-    words += ["-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "objective.kl=0.1"]
+    words += [
+        "-o",
+        "lora.rank=4",
+        "-o",
+        "trainer.learning_rate=1e-2",
+        "-o",
+        "objective.kl_coef=0.1",
+    ]
     assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
@@ -156,7 +163,7 @@ def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     options = SftOptions(steps=2, batch=2)
     train_sft(cold, examples, warm, encode=lambda example: example, options=options)
     words = [*TRAINER, "-o", f"trainer.zero_stage={stage}", "-o", "trainer.learning_rate=1e-3"]
-    words += ["-o", f"policies.dtype={dtype}", "-o", "policies.whole_every=4"]
+    words += ["-o", f"policies.dtype={dtype}", "-o", "policies.full_every=4"]
     words += ["-o", "model.path=warm", *keys]
     assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
     assert_clean(place, "tiny")

@@ -115,7 +115,7 @@ def _read_letter(data: bytes) -> Any:
 
 
 def _write_letter(letter: Any) -> bytes:
-    value, ((_, header),) = encode_dead_letter(letter, record_bytes_max=LETTER_BYTES_MAX)
+    value, ((_, header),) = encode_dead_letter(letter, max_record_bytes=LETTER_BYTES_MAX)
     return header + b"\n" + value
 
 

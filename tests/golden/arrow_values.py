@@ -161,7 +161,7 @@ MIXED_TRAJECTORY = replace(
         weights=(Sampler(version=5, digest=OTHER_DIGEST), Sampler(version=6, digest=SHA256)),
     ),
 )
-"""Of an interruptible run: three versions, the last on another worker."""
+"""Of a run with partial rollout: three versions, the last on another worker."""
 
 PROGRESS = Progress(
     trajectory=f"{GROUP}-002",

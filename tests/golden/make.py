@@ -82,7 +82,7 @@ def trajectory_files() -> dict[str, bytes]:
 def files() -> dict[str, bytes]:
     """Path below `FOLDER` to content, as today's code writes it."""
     letter, letter_headers = encode_dead_letter(
-        arrow_values.DEAD_LETTER, record_bytes_max=RECORD_BYTES_MAX
+        arrow_values.DEAD_LETTER, max_record_bytes=RECORD_BYTES_MAX
     )
     return {
         **{f"control/{kind_of(one)}.json": encode(one) for one in values.CONTROL},

@@ -18,7 +18,7 @@ FOLDER: Final = RECORDS.parent / "state"
 
 def golden_state() -> State:
     """Groups of every phase, requests that run, wait and move, both kinds of workers."""
-    stage = Stage(groups__size=2, groups__per_step=2, evaluation__prompts=1).begin()
+    stage = Stage(rollout__group_size=2, rollout__prompts_per_step=2, evaluation__prompts=1).begin()
     stage.worker("w0", slots=5, moves=True)
     stage.worker("w1", slots=3, versions=2)
     for group in ("g0000000000", "g0000000001"):

@@ -54,7 +54,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
         at_ns=AT_NS,
         run="demo",
         schema_version=1,
-        config={"run": {"name": "demo", "steps": 20}, "staleness": {"in_flight_batches": None}},
+        config={"run": {"name": "demo", "steps": 20}, "staleness": {"async_batches": None}},
         config_digest=DIGEST,
         dataset_digest=DATA_DIGEST,
         dataset_rows=1000,
@@ -368,7 +368,7 @@ ROUND_PINS = rounds.Round(
 )
 
 JOINED_SEVERAL = msgspec.structs.replace(
-    next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), versions_resident=4
+    next(one for one in CONTROL if isinstance(one, control.WorkerJoined)), max_resident_versions=4
 )
 """A worker that hosts several versions at once."""
 

@@ -48,7 +48,9 @@ class _NoTokenizer:
 
 
 def _engine(*, assets: Path, config: Any, decode: Any) -> SimulatedEngine:
-    return SimulatedEngine(slots=config.workers.slots, context_tokens=config.workers.context_tokens)
+    return SimulatedEngine(
+        slots=config.workers.max_num_seqs, context_tokens=config.workers.max_model_len
+    )
 
 
 def test_clean_run_is_proved_with_exit_code_0(call: Call, recorded: RecordedRun) -> None:
@@ -245,7 +247,7 @@ def test_unknown_id_is_refused(call: Call, recorded: RecordedRun) -> None:
     ("key", "there", "forged", "state"),
     [
         ("sampling.temperature", "temperature = 1.0", "temperature = 0.5", "fail"),
-        ("trainer.grad_norm_max", "grad_norm_max = 1.0", "grad_norm_max = 2.0", "note"),
+        ("trainer.max_grad_norm", "max_grad_norm = 1.0", "max_grad_norm = 2.0", "note"),
         ("timing.heartbeat_s", "heartbeat_s = 0.1", "heartbeat_s = 0.2", "ok"),
     ],
 )

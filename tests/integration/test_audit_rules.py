@@ -167,7 +167,9 @@ def _other_settings(log: Tamper) -> str:
     one = _decide(
         log,
         TakeBatch,
-        lambda one: msgspec.structs.replace(one, settings={**one.settings, "objective.kl": 0.5}),
+        lambda one: msgspec.structs.replace(
+            one, settings={**one.settings, "objective.kl_coef": 0.5}
+        ),
         place=6,
     )
     return f"step {one.step}"

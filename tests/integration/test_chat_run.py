@@ -60,7 +60,7 @@ class Asking(Task):
 CONFIG = """
 [task]
 kind = "asking:Asking"
-turns_max = 4
+max_turns = 4
 [model]
 path = "model"
 chat_template = "own.jinja"
@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before, _, rest = text.partition("[model]")
     rest = "[sampling]" + rest.partition("[sampling]")[2]
     rest = rest.replace("max_tokens = 12", 'max_tokens = 40\nstop = ["e"]')
-    rest = rest.replace("context_tokens = 64", "context_tokens = 256")
+    rest = rest.replace("max_model_len = 64", "max_model_len = 256")
     (place / "config.toml").write_text(before + CONFIG + rest)
     assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
     return place

@@ -21,8 +21,8 @@ from tests.support.games import Games
 from tests.support.tiers import more
 
 CHANGES: dict[str, dict[str, object]] = {
-    "dora": {"staleness__in_flight_batches": 3.0},
-    "interruptible": {"staleness__in_flight_batches": 3.0, "staleness__interruptible": True},
+    "dora": {"staleness__async_batches": 3.0},
+    "partial_rollout": {"staleness__async_batches": 3.0, "staleness__partial_rollout": True},
 }
 STEPS = 12
 EVERY_TICKS = 30
@@ -39,7 +39,7 @@ def clean(cluster: Cluster) -> AuditReport:
 
 @KIND
 def test_one_worker_with_eta_three_is_live_and_clean(tmp_path: Path, kind: str) -> None:
-    wide = {"staleness__max_staleness": 3, "staleness__in_flight_batches": 4.0}
+    wide = {"staleness__max_staleness": 3, "staleness__async_batches": 4.0}
     config = make_config(run__steps=STEPS, **(CHANGES[kind] | wide))
     with Cluster(tmp_path / "run", config, workers=("w0",), train_ticks=4) as cluster:
         cluster.run()
@@ -95,7 +95,7 @@ def test_workers_that_come_and_go_all_the_time_leave_the_run_clean(
     config = make_config(
         run__steps=STEPS,
         timing__lease_s=0.4,
-        groups__attempts_max=40,
+        rollout__max_attempts=40,
         sampling__max_tokens=200,
         **CHANGES[kind],
     )
@@ -115,8 +115,8 @@ def test_episodes_that_can_be_told_again_survive_all_that(tmp_path: Path, kind: 
     config = make_config(
         run__steps=6,
         timing__lease_s=0.4,
-        groups__attempts_max=40,
-        task__turns_max=8,
+        rollout__max_attempts=40,
+        task__max_turns=8,
         workers__checkpoint_tokens=4,
         **CHANGES[kind],
     )

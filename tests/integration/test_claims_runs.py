@@ -119,9 +119,9 @@ def claim_cluster(directory: Path) -> ClaimCluster:
     config = make_config(
         run__steps=STEPS,
         run__name="claimed",
-        groups__per_step=2,
-        bus__record_bytes_max=RECORD_BYTES_MAX,
-        workers__context_tokens=2 * OBSERVED,
+        rollout__prompts_per_step=2,
+        bus__max_record_bytes=RECORD_BYTES_MAX,
+        workers__max_model_len=2 * OBSERVED,
         trainer__micro_batch_tokens=2 * OBSERVED,
         sampling__max_tokens=40,
         evaluation__prompts=2,

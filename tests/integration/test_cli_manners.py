@@ -68,7 +68,7 @@ def make_run(folder: Path, log: bytes | None = None) -> Path:
         ("init mine", 2, "mine exists", "name a folder"),
         ("sft config.toml warm", 9, "no model directory", "a model.s folder holds|did you mean"),
         ("tell small dance", 2, "no verb 'dance'", "drain, fail-batch"),
-        ("tell small set groups.size=3", 2, "groups.size", "staleness.max_staleness"),
+        ("tell small set rollout.group_size=3", 2, "rollout.group_size", "staleness.max_staleness"),
         ("tell small pause now=true", 2, "pause", "takes nothing"),
     ],
 )

@@ -48,7 +48,7 @@ def config(model: Path, data: Path, lengths: list[int], **sections: Any) -> Conf
         "task": {"kind": "dataset", "data": str(data), "reward": "exact"},
         "sampling": {"max_tokens": 20},
         "evaluation": {"sampling": {"max_tokens": 20}},
-        "workers": {"context_tokens": 64},
+        "workers": {"max_model_len": 64},
     }
     return from_plain(plain | sections)
 
@@ -70,7 +70,7 @@ def test_prompts_that_leave_less_than_max_tokens_are_told_of_and_so_are_those_th
     row = found(config(model, tmp_path / "d.jsonl", [3, 45, 63]))["prompts, train"]
     assert row.state == "note"
     assert "2 leave less than max_tokens, 20, in a context of 64: answers end there" in row.detail
-    assert row.detail.endswith("workers.context_tokens = 83 has room for all")
+    assert row.detail.endswith("workers.max_model_len = 83 has room for all")
     row = found(config(model, tmp_path / "d.jsonl", [3, 45, 64]))["prompts, train"]
     assert row.state == "note"
     assert "1 do not fit a context of 64: invalid, as PromptUnfit" in row.detail
@@ -79,11 +79,11 @@ def test_prompts_that_leave_less_than_max_tokens_are_told_of_and_so_are_those_th
 
 
 def test_a_context_beyond_the_models_positions_fails(model: Path, tmp_path: Path) -> None:
-    larger = {"workers": {"context_tokens": 257, "engine": "vllm"}}
+    larger = {"workers": {"max_model_len": 257, "engine": "vllm"}}
     row = found(config(model, tmp_path / "d.jsonl", [3], **larger))["context"]
     assert row.state == "fail"
     assert "its 256 positions are fewer than a context of 257 tokens" in row.detail
-    assert row.detail.endswith("workers.context_tokens = 256 or less")
+    assert row.detail.endswith("workers.max_model_len = 256 or less")
 
 
 def test_what_a_run_would_refuse_of_a_tokenizer_and_a_template_fails(

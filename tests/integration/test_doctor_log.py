@@ -88,7 +88,7 @@ def test_a_cluster_is_looked_at_with_the_topics_of_the_run(
     bus.close()
     found = described(wanted)
     assert rows(found)[-1] == ("ok", "settings")
-    others = config("looked-at", partitions=8, record_bytes_max=20 * 1024 * 1024)
+    others = config("looked-at", partitions=8, max_record_bytes=20 * 1024 * 1024)
     failed = [one.detail for one in described(others) if one.state == "fail"]
     assert any("4 partitions, not 8" in one for one in failed)
     assert any("max.message.bytes" in one for one in failed)

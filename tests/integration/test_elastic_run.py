@@ -26,13 +26,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         run__steps=STEPS,
         run__name="elastic",
         sampling__max_tokens=12,
-        groups__size=2,
-        groups__per_step=2,
+        rollout__group_size=2,
+        rollout__prompts_per_step=2,
         trainer__learning_rate=1e-4,
         evaluation__every=0,
         workers__count=2,
-        workers__elastic=1,
-        workers__slots=2,
+        workers__colocated=1,
+        workers__max_num_seqs=2,
     )
     parts = TorchParts(make_llama_gqa(folder / "model", scale=20.0))
     with Cluster(folder / "run", config, parts=parts, workers=("w0", "w1")) as running:

@@ -124,7 +124,7 @@ def test_every_key_is_obeyed_recorded_or_refused(assets: Path) -> None:
 @pytest.mark.parametrize("key", ["guided_json", "logit_bias", "no_such_key", "response_format"])
 def test_a_key_that_is_not_the_runs_is_refused_by_its_name(assets: Path, key: str) -> None:
     with (
-        stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
+        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as one,
         client_of(one.open("g-0/0")) as client,
         pytest.raises(openai.BadRequestError, match=key),
     ):
@@ -133,7 +133,7 @@ def test_a_key_that_is_not_the_runs_is_refused_by_its_name(assets: Path, key: st
 
 def test_settings_that_are_not_the_runs_are_refused_where_the_run_says_so(assets: Path) -> None:
     with (
-        stage(assets, says(assets, "hi<|im_end|>"), sampling_asked="refuse") as one,
+        stage(assets, says(assets, "hi<|im_end|>"), unsupported_sampling="refuse") as one,
         client_of(one.open("g-0/0")) as client,
     ):
         create(client, temperature=1.0, stop="END")
@@ -242,14 +242,14 @@ def test_what_the_worker_refuses_is_said_with_its_status_and_code(assets: Path) 
             request=asked.request,
             call=asked.call,
             status=429,
-            code="turns_max",
+            code="max_turns",
             message="64 calls were made: no more is sampled",
         )
 
     with stage(assets, refuse) as one, client_of(one.open("g-0/0")) as client:
         with pytest.raises(openai.RateLimitError) as caught:
             create(client.with_options(max_retries=2))
-        assert caught.value.code == "turns_max"
+        assert caught.value.code == "max_turns"
         assert len(one.calls) == 1, "what is refused for good is not asked again"
 
 

@@ -62,7 +62,7 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
 def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(
     tmp_path: Path,
 ) -> None:
-    config = make_config(run__steps=3, groups__filter_zero_advantage=True)
+    config = make_config(run__steps=3, rollout__filter_zero_advantage=True)
     with Cluster(tmp_path, config, on_disk=False, tasks=InlineTasks) as cluster:
         progress = RunProgress(cluster.bus, cluster.topics)
         said: list[str] = []
@@ -75,15 +75,15 @@ def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(
         answer = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
         open_groups = len(progress.account.open)
         progress.close()
-    batches = 4 * config.groups.per_step
+    batches = 4 * config.rollout.prompts_per_step
     assert said == [
         f"no step after {count} groups: {count} filtered "
         f"(all valid rewards are equal: no advantage); every reward is 1 in {count} of them. If "
-        "rewards never differ, groups.filter_zero_advantage waits without end: change the reward or"
-        " the data"
+        "rewards never differ, rollout.filter_zero_advantage waits without end: change the reward "
+        "or the data"
         for count in (batches, 2 * batches)
     ]
     assert answer.no_step.startswith(f"no step after {progress.fates['filtered']} groups: ")
     assert answer.halted == ""
-    in_flight = config.groups.per_step * (config.staleness.max_staleness + 1)
+    in_flight = config.rollout.prompts_per_step * (config.staleness.max_staleness + 1)
     assert open_groups <= in_flight, "what was filtered is not kept"

@@ -58,7 +58,7 @@ def place(tmp_path: Path) -> Path:
     furnish(tmp_path)
     config = (tmp_path / "config.toml").read_text()
     config = config.replace('reward = "judge:score"', f"{TOGETHER}\nreward_timeout_s = 90.0")
-    config = config.replace("slots = 8", "slots = 1")
+    config = config.replace("max_num_seqs = 8", "max_num_seqs = 1")
     (tmp_path / "config.toml").write_text(config)  # a group of four is on both workers
     (tmp_path / "judge.py").write_text(RANK)
     return tmp_path

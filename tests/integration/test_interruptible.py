@@ -37,7 +37,7 @@ from tests.support.tamper import Row, Tamper
 STEPS = 10
 LEASE_TICKS = 130
 CHANGES = {
-    "staleness__interruptible": True,
+    "staleness__partial_rollout": True,
     "sampling__max_tokens": 200,
     "evaluation__every": 2,
     "timing__lease_s": 0.5,
@@ -117,7 +117,7 @@ def again_whole(cluster: Cluster) -> list[Regenerated]:
 def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) -> None:
     report = report_of(eventful)
     assert report.steps == STEPS
-    assert report.interruptible
+    assert report.partial_rollout
     assert report.mixed_share is not None
     assert 0.05 < report.mixed_share < 1
     assert max(report.versions_each) > 2
@@ -125,7 +125,7 @@ def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) ->
     assert report.staleness_bound is not None
     assert report.staleness_max <= report.staleness_bound == 2
     (c1,) = [line for line in report.checks if line.check == "C1"]
-    assert c1.holds.startswith("declared off (interruptible)")
+    assert c1.holds.startswith("declared off (partial_rollout)")
 
 
 def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Cluster) -> None:

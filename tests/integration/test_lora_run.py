@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         lora__rank=4,
         lora__alpha=8.0,
         trainer__learning_rate=1e-2,
-        workers__versions_resident=3,
+        workers__max_resident_versions=3,
         timing__lease_s=0.5,
     )
     with Cluster(folder / "run", config, parts=parts, workers=("w0", "w1")) as running:
@@ -124,10 +124,10 @@ def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_pat
         lora__rank=4,
         lora__alpha=8.0,
         trainer__learning_rate=1e-3,
-        trainer__parts=2,
+        trainer__batch_parts=2,
         trainer__checkpoint_every=3,
         policies__dtype="bfloat16",
-        policies__whole_every=4,
+        policies__full_every=4,
     )
     with Cluster(tmp_path / "run", config, parts=parts, workers=("w0",)) as running:
         running.until(lambda: running.version >= 3)

@@ -24,7 +24,7 @@ def test_run_with_little_memory_comes_out_bit_for_bit(
         run__steps=STEPS,
         run__name="little",
         sampling__max_tokens=24,
-        objective__kl=0.1,
+        objective__kl_coef=0.1,
         trainer__minibatches=2,
         trainer__checkpoint_every=2,
         trainer__packing=True,

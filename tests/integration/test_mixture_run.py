@@ -82,14 +82,14 @@ def cluster(
         run__steps=STEPS,
         run__name="mixture",
         sampling__max_tokens=8,
-        sampling__routes=routes,
+        sampling__return_routed_experts=routes,
         workers__checkpoint_tokens=3,
-        groups__size=2,
-        groups__per_step=2,
+        rollout__group_size=2,
+        rollout__prompts_per_step=2,
         trainer__checkpoint_every=2,
         trainer__learning_rate=1e-3,
         evaluation__every=0,
-        policies__whole_every=STEPS + 1,
+        policies__full_every=STEPS + 1,
         **{f"trainer__{key}": value for key, value in MEMORY.items()},
     )
     parts = TorchParts(warm, dtype=dtype)
@@ -117,7 +117,10 @@ def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> 
     lines = cluster.replayed(0, STEPS)
     assert [line.equal for line in lines] == [True] * STEPS
     experts = MANY if "deepseek_v3" in str(cluster.directory) else 8
-    routed, ends = cluster.config.sampling.routes, ends_of(cluster.bus, cluster.topics.trajectories)
+    routed, ends = (
+        cluster.config.sampling.return_routed_experts,
+        ends_of(cluster.bus, cluster.topics.trajectories),
+    )
     for record in records_of(cluster.bus, ends):
         one = decode_trajectory(record.value)
         asked = routed and one.meta.purpose == "train"
@@ -132,7 +135,7 @@ def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_
     cluster: Cluster,
 ) -> None:
     store, topics = cluster.store, cluster.topics
-    if not cluster.config.sampling.routes:
+    if not cluster.config.sampling.return_routed_experts:
         assert not store.claims()
         return
     record, path = claimed(cluster)

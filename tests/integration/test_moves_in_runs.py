@@ -41,9 +41,9 @@ class Moved:
         config = make_config(
             run__steps=STEPS,
             run__name="moved",
-            groups__per_step=6,
+            rollout__prompts_per_step=6,
             sampling__max_tokens=700,
-            workers__context_tokens=768,
+            workers__max_model_len=768,
             **changes,
         )
         parts = SimulatedParts(lengths=_lengths)

@@ -104,7 +104,7 @@ def test_run_with_a_falling_rate_and_a_moving_reference_comes_out_bit_for_bit(
         run__steps=6,
         run__name="moving",
         sampling__max_tokens=12,
-        objective__kl=0.1,
+        objective__kl_coef=0.1,
         objective__reference_every=2,
         trainer__learning_rate=1e-3,
         trainer__schedule="cosine",

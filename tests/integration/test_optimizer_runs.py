@@ -25,7 +25,7 @@ def test_run_with_it_comes_out_bit_for_bit(tmp_path: Path, optimizer: str) -> No
         trainer__optimizer=optimizer,
         trainer__weight_decay=0.1,
         trainer__schedule="linear",
-        trainer__parts=2,
+        trainer__batch_parts=2,
         trainer__minibatches=2,
         trainer__checkpoint_every=2,
         policies__dtype="bfloat16",

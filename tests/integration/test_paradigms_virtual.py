@@ -59,7 +59,7 @@ def test_a_study_keeps_what_is_done_and_tells_it_again(tmp_path: Path) -> None:
     assert cells.count(b"\n") == 1
     assert bench(tmp_path, *words).stdout == first.stdout
     assert (tmp_path / "study" / "cells.jsonl").read_bytes() == cells
-    other = bench(tmp_path, *words, "-o", "groups.size=4")
+    other = bench(tmp_path, *words, "-o", "rollout.group_size=4")
     assert other.returncode and "study of another setting" in other.stderr
 
 

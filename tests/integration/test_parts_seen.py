@@ -31,7 +31,7 @@ PART_NS = 30_000_000
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    config = make_config(run__steps=4, trainer__parts=4)
+    config = make_config(run__steps=4, trainer__batch_parts=4)
     directory = tmp_path_factory.mktemp("parts")
     plain = SimulatedLearner.train_part
     with Cluster(directory, config, on_disk=False) as made, pytest.MonkeyPatch.context() as patch:

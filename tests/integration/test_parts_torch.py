@@ -42,10 +42,10 @@ def cluster(
     folder = tmp_path_factory.mktemp("torch")
     config = make_config(
         run__steps=STEPS,
-        groups__per_step=6,
-        trainer__parts=PARTS,
+        rollout__prompts_per_step=6,
+        trainer__batch_parts=PARTS,
         sampling__max_tokens=24,
-        workers__slots=4,
+        workers__max_num_seqs=4,
         **request.param,
     )
     parts = TorchParts(make_qwen2(folder / "model", scale=WIDE_LOGITS))

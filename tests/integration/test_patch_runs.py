@@ -32,7 +32,7 @@ def patched_run(directory: Path, **changes: Any) -> Cluster:
     config = make_config(
         run__steps=STEPS,
         run__name="patched",
-        policies__whole_every=4,
+        policies__full_every=4,
         trainer__checkpoint_every=6,
         **changes,
     )
@@ -167,14 +167,14 @@ def test_prune_takes_copies_and_leaves_what_versions_are_made_of(
     assert not store.has_weights(digests[3])
 
 
-@pytest.mark.parametrize("whole_every", [3, 50])
+@pytest.mark.parametrize("full_every", [3, 50])
 def test_a_run_that_drops_versions_keeps_what_the_kept_ones_are_made_of(
-    tmp_path: Path, whole_every: int
+    tmp_path: Path, full_every: int
 ) -> None:
     config = make_config(
         run__steps=14,
         run__name="dropping",
-        policies__whole_every=whole_every,
+        policies__full_every=full_every,
         trainer__checkpoint_every=5,
         store__keep_every=1,
     )

@@ -61,7 +61,7 @@ def change_config(place: Path, **changes: object) -> None:
     ("changes", "words", "why"),
     [
         ({"model_type": "mamba"}, (), "models of type 'mamba' are not supported"),
-        ({}, ("-o", "workers.context_tokens=4096"), "fewer than a context of 4096 tokens"),
+        ({}, ("-o", "workers.max_model_len=4096"), "fewer than a context of 4096 tokens"),
     ],
 )
 def test_model_that_the_engine_cannot_take_leaves_nothing_behind(
@@ -181,7 +181,7 @@ def test_commits_that_would_not_fit_into_a_record_leave_nothing_behind(
 
     def refuse(config: Config, manifest_bytes: int) -> Problem:
         asked.append(manifest_bytes)
-        return Problem(text="bus.record_bytes_max: a commit is too large", hint="smaller batches")
+        return Problem(text="bus.max_record_bytes: a commit is too large", hint="smaller batches")
 
     monkeypatch.setattr(plan, "commit_problem", refuse)
     code, _, err = call("run", "config.toml")

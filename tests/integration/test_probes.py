@@ -27,7 +27,7 @@ from tests.support.recorded_run import RecordedRun
 PROMPTS, SIBLINGS = 3, 4
 DRAWS = PROMPTS * SIBLINGS
 
-EVALUATION = {"evaluation__prompts": PROMPTS, "evaluation__siblings": SIBLINGS}
+EVALUATION = {"evaluation__prompts": PROMPTS, "evaluation__group_size": SIBLINGS}
 
 
 class Ranked(Puzzles):

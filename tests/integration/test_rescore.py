@@ -144,7 +144,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
         run__name="together",
         run__steps=3,
         task__reward=[{"use": "exact"}, {"use": "judge:rank", "group": True}],
-        groups__min_valid_siblings=3,
+        rollout__min_valid_trajectories=3,
     )
     directory = tmp_path_factory.mktemp("together") / "together"
     with Cluster(directory, config) as cluster:
@@ -193,7 +193,7 @@ def test_a_groups_own_rewards_change_nothing(together: RecordedRun, call: Call) 
 def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
     call: Call, tmp_path: Path
 ) -> None:
-    config = make_config(run__name="filtered", run__steps=3, groups__filter_zero_advantage=True)
+    config = make_config(run__name="filtered", run__steps=3, rollout__filter_zero_advantage=True)
     run = RecordedRun(directory=tmp_path / "filtered", run="filtered")
     with Cluster(run.directory, config) as cluster:
         cluster.run()

@@ -202,7 +202,7 @@ def test_nothing_runs_without_isolation_unless_that_is_asked_for(
 
 def test_programs_that_find_no_room_are_asked_again() -> None:
     async def two() -> list[Reward | BaseException]:
-        options = {"at_once": 1, "wall_s": 8.5, "cpu_s": 8}
+        options = {"concurrency": 1, "wall_s": 8.5, "cpu_s": 8}
         rewards = Rewards([model.RewardUse(use="code", options=options)])
         row, said = {"tests": PAIRS[:1]}, Completion(text=f"import time; time.sleep(3)\n{SUM}")
         asked = [rewards.score(row, said) for _ in range(2)]

@@ -17,8 +17,8 @@ from tests.support.user_run import assert_clean, call, call_here, furnish
 pytest.importorskip("torch")
 
 SMALL = (
-    *("run.steps=2", "groups.size=4", "groups.per_step=2", "evaluation.prompts=4"),
-    *("workers.count=1", "workers.slots=16", "sampling.max_tokens=8"),
+    *("run.steps=2", "rollout.group_size=4", "rollout.prompts_per_step=2", "evaluation.prompts=4"),
+    *("workers.count=1", "workers.max_num_seqs=16", "sampling.max_tokens=8"),
     *("timing.heartbeat_s=0.2", "timing.lease_s=5.0", "trainer.minibatches=1"),
 )
 

@@ -32,8 +32,8 @@ def test_interrupted_run_goes_on_where_it_was_and_may_change_logged_keys_only(pl
     assert "--resume" in (place / "said").read_text()
 
     inside = "runs/tiny"
-    assert call(place, "run", inside, "--resume", "-o", "groups.size=5") == 3
-    assert "cannot change groups.size" in (place / "said").read_text()
+    assert call(place, "run", inside, "--resume", "-o", "rollout.group_size=5") == 3
+    assert "cannot change rollout.group_size" in (place / "said").read_text()
 
     changes = (f"run.steps={len(done) + 2}", "trainer.learning_rate=5e-5")
     words = [word for change in changes for word in ("-o", change)]

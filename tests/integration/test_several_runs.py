@@ -33,7 +33,7 @@ prompts = 4
 name = "few"
 task = "letters"
 data = "few.jsonl"
-siblings = 2
+group_size = 2
 every = 2
 sampling = { temperature = 0.5 }
 [[evaluation]]
@@ -80,7 +80,9 @@ def specs(place: Path) -> list[GroupSpec]:
 
 @pytest.mark.slow
 def test_ratios_hold_across_a_stop_and_everything_is_audited_and_replayed(place: Path) -> None:
-    running = start(place, "run", "config.toml", "-o", "run.steps=30", "-o", "groups.per_step=20")
+    running = start(
+        place, "run", "config.toml", "-o", "run.steps=30", "-o", "rollout.prompts_per_step=20"
+    )
     until(lambda: b"step    2 " in (place / "said").read_bytes())
     running.send_signal(signal.SIGKILL)
     running.wait(WAIT_S)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import full_every
 from dora_pipe.sim.__main__ import main
 from dora_pipe.sim.faults import FAULTS, OF_PATCHES
 from dora_pipe.sim.scenario import SHORT_STEPS, draw
@@ -56,7 +56,7 @@ def test_most_seeds_are_short_and_features_come_to_their_shares() -> None:
 
 def test_versions_are_patches_in_one_of_four_seeds_and_half_of_these_lose_or_damage_some() -> None:
     drawn = [draw(seed) for seed in range(400)]
-    patched = [one for one in drawn if whole_every(one.config, "float32") > 1]
+    patched = [one for one in drawn if full_every(one.config, "float32") > 1]
     assert 0.2 < len(patched) / len(drawn) < 0.3
     assert all(one.config.trainer.checkpoint_every > 1 for one in patched)
     for fault in OF_PATCHES:
@@ -72,9 +72,9 @@ def test_steps_that_are_asked_for_are_the_least_of_every_seed() -> None:
 
 def test_parts_are_updates_in_half_of_the_seeds_that_have_some() -> None:
     trainers = [draw(seed).config.trainer for seed in range(300)]
-    updates = [one.minibatches == one.parts for one in trainers if one.parts > 1]
+    updates = [one.minibatches == one.batch_parts for one in trainers if one.batch_parts > 1]
     assert 0.3 < sum(updates) / len(updates) < 0.7
-    assert all(one.minibatches == 1 for one in trainers if one.parts == 1)
+    assert all(one.minibatches == 1 for one in trainers if one.batch_parts == 1)
 
 
 @pytest.mark.pure

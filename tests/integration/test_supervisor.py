@@ -20,7 +20,7 @@ from tests.support.cluster import make_config
 from tests.support.trainer_driver import run_started
 
 WAIT_S = 20.0
-TIMING = Timing(restarts_max=2, stop_timeout_s=5.0)
+TIMING = Timing(max_restarts=2, stop_timeout_s=5.0)
 
 
 def until(done: Callable[[], bool]) -> None:
@@ -221,7 +221,7 @@ def test_starts_do_not_count_while_the_run_is_held_up_from_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dora_pipe.launch.supervisor.BACKOFF_MAX_S", 0.01)
-    often = [7] * (2 * TIMING.restarts_max + 1)
+    often = [7] * (2 * TIMING.max_restarts + 1)
     role = ends_with(tmp_path, {"role": [*often, 0]})
     assert supervise(role, "role", logs=tmp_path, held_up=True).run()
     assert starts(tmp_path, "role") == len(often) + 1
@@ -293,7 +293,7 @@ def test_worker_that_never_hosts_is_given_up_however_slowly_it_fails(
 ) -> None:
     monkeypatch.setattr("dora_pipe.launch.supervisor.BACKOFF_MAX_S", 0.0)
     monkeypatch.setattr("dora_pipe.launch.supervisor.RESTART_WINDOW_S", 0.001)
-    slow = Timing(restarts_max=3, stop_timeout_s=5.0)
+    slow = Timing(max_restarts=3, stop_timeout_s=5.0)
     workers = Workers(names=("w0",), hosted=lambda name: int(starts(tmp_path, name) >= 4))
     role = ends_with(tmp_path, {"w0": [7]})
     supervisor = supervise(role, "w0", logs=tmp_path, workers=workers, timing=slow)

@@ -130,7 +130,7 @@ def test_what_is_not_the_agents_fault_loses_its_episode(folder: Path, name: str)
 def test_an_agent_that_is_late_is_stopped_and_one_that_is_forgotten_says_nothing(
     folder: Path,
 ) -> None:
-    with pool_of(folder, agent="agent:waits", episode_seconds=0.3) as pool:
+    with pool_of(folder, agent="agent:waits", episode_timeout_s=0.3) as pool:
         pool.submit(call("g-0/0"))
         pool.submit(call("g-0/1"))
         pool.forget("g-0/1")

@@ -214,7 +214,7 @@ def test_step_that_raises_retry_for_good_starts_its_episode_again_on_another_pro
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_episode_that_takes_too_long_ends_by_its_name(folder: Path, threads: int) -> None:
-    with TaskPool(task(folder, threads=threads, episode_seconds=2.0)) as pool:
+    with TaskPool(task(folder, threads=threads, episode_timeout_s=2.0)) as pool:
         begin(pool, "slow")
         cut = ask(pool, step("slow", "sleep 1000"))
         assert isinstance(cut, TaskFailed)

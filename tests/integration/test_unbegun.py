@@ -150,9 +150,9 @@ def test_a_start_that_has_sampled_nothing_leaves_its_name_free(
     [
         ("set trainer.learning_rate=abc", r"trainer\.learning_rate: .*float.*str"),
         ("set trainer.learning_rate=inf", r"trainer\.learning_rate: a number is not finite"),
-        ("set groups.size=2", r"set: cannot use 'groups\.size=2'"),
+        ("set rollout.group_size=2", r"set: cannot use 'rollout\.group_size=2'"),
         ("set objective.kind=nothing", "nothing"),
-        ("set staleness.in_flight_batches=0.5", "no batch would ever fill"),
+        ("set staleness.async_batches=0.5", "no batch would ever fill"),
         ("set run.steps=0", r"run\.steps"),
     ],
 )

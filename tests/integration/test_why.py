@@ -80,7 +80,7 @@ def test_chain_ends_at_what_a_worker_waits_for(tmp_path: Path) -> None:
 
 
 def test_frozen_worker_is_called_silent_and_its_last_word_is_not_believed(tmp_path: Path) -> None:
-    config = make_config(timing__lease_s=20.0, groups__per_step=2)
+    config = make_config(timing__lease_s=20.0, rollout__prompts_per_step=2)
     with Cluster(tmp_path, config, on_disk=False, workers=("w0",)) as cluster:
         machine = cluster.roles["w0"].machine
         cluster.until(lambda: bool(machine.requests.by_key) and cluster.version == 1)

@@ -63,7 +63,7 @@ class TwoMachines(Cluster):
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TwoMachines]:
-    config = make_config(run__name="patched", run__steps=STEPS, policies__whole_every=WHOLE_EVERY)
+    config = make_config(run__name="patched", run__steps=STEPS, policies__full_every=WHOLE_EVERY)
     directory = tmp_path_factory.mktemp("fallbacks") / "patched"
 
     class Made(TwoMachines):
@@ -114,7 +114,7 @@ def test_a_whole_file_that_a_restarted_trainer_found_damaged_is_named_in_its_nex
 
     monkeypatch.setattr(Cluster, "store_of", own)
     config = make_config(
-        run__name="altered", run__steps=5, policies__whole_every=8, trainer__checkpoint_every=3
+        run__name="altered", run__steps=5, policies__full_every=8, trainer__checkpoint_every=3
     )
     with Cluster(tmp_path / "altered", config) as cluster:
         (cluster.directory / "config.toml").write_text(dump_toml(config))

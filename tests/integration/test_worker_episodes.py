@@ -64,7 +64,7 @@ class Stage:
             tasks=self.tasks(),
             max_tokens=150,
             checkpoint_tokens=4,
-            turns_max={"train": 9},
+            max_turns={"train": 9},
         )
         self.workers.append(worker)
         self.attempt += 1

@@ -263,15 +263,15 @@ def test_prompt_that_fills_a_context_is_refused_and_the_trajectory_ends_by_lengt
 
 
 def test_call_beyond_turns_max_is_refused() -> None:
-    stage, worker = refused(turns([1], [41], [42], [43]), turns_max={"train": 2})
-    assert codes(worker) == [(429, "turns_max")]
+    stage, worker = refused(turns([1], [41], [42], [43]), max_turns={"train": 2})
+    assert codes(worker) == [(429, "max_turns")]
     assert len(stage.trajectory().meta.calls) == 2
     assert stage.trajectory().meta.finish == "length"
 
 
 def test_tokens_of_a_trajectory_are_bounded_and_the_call_behind_the_bound_is_refused() -> None:
     stage, worker = refused(turns([1], [41], [42]), lengths=lambda seed, turn: 7, max_tokens=10)
-    assert codes(worker) == [(429, "tokens_max")]
+    assert codes(worker) == [(429, "max_tokens")]
     trajectory = stage.trajectory()
     assert [(one.end - one.start, one.finish) for one in trajectory.meta.calls] == [
         (7, "stop"),

@@ -43,7 +43,7 @@ def _world(
     model: tuple[PolicyStore, str, Path],
     steps_max: int = 8,
     handover: Handover | None = None,
-    kv_keep: float = 0.0,
+    prefix_cache_ratio: float = 0.0,
 ) -> World:
     store, digest, assets = model
     return World(
@@ -57,7 +57,7 @@ def _world(
             context_tokens=setup.context_tokens,
             threads=1,
             decode=Tokenizer(assets).full_text,
-            kv_keep=kv_keep,
+            prefix_cache_ratio=prefix_cache_ratio,
         ),
     )
 
@@ -140,8 +140,8 @@ def test_episodes_behind_kept_prefixes_are_recorded_as_if_all_had_been_prefilled
     model: tuple[PolicyStore, str, Path],
 ) -> None:
     found, statuses = [], []
-    for kv_keep in (0.0, 1.0):
-        world = _world(model, kv_keep=kv_keep)
+    for prefix_cache_ratio in (0.0, 1.0):
+        world = _world(model, prefix_cache_ratio=prefix_cache_ratio)
         tasks = InlineTasks(episodes=True, prompt=_prompt, step=_answer)
         params = SamplingParams(max_tokens=200, stop_ids=tuple(range(0, 100, 9)))
         worker = world.start(tasks=tasks, params={"train": params}, context_tokens=640)

@@ -45,7 +45,7 @@ def test_reward_sees_every_turn_and_the_last_answer() -> None:
 
 def test_turns_max_ends_by_length() -> None:
     world = World(lengths=lambda seed, turn: 3)
-    worker = world.start(tasks=episode_tasks(last=99), turns_max={"train": 2, "eval": 2})
+    worker = world.start(tasks=episode_tasks(last=99), max_turns={"train": 2, "eval": 2})
     world.decide(world.place(worker, 0))
     world.until_idle(worker)
     (trajectory,) = world.trajectories().values()
@@ -73,7 +73,7 @@ def test_first_error_of_a_tool_is_named_beside_a_valid_reward() -> None:
     tasks.step = lambda call: EnvObserved(
         request=call.request, text="9", done=False, tool="t", ok=False, error=next(errors)
     )
-    worker = world.start(tasks=tasks, turns_max={"train": 4, "eval": 4})
+    worker = world.start(tasks=tasks, max_turns={"train": 4, "eval": 4})
     world.decide(world.place(worker, 0))
     world.until_idle(worker)
     (fact,) = world.facts(TrajectoryLogged)

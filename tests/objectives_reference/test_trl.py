@@ -103,7 +103,7 @@ def test_kl_to_the_reference(loss: str) -> None:
         return loss_of(box, logprobs, kind=loss, kl=0.3)
 
     mean = {"grpo": "sequence-mean", "dapo": "token-mean"}[loss]
-    assert difference(PACKAGE, "grpo", theirs, loss=mean, kl=0.3) < TOLERANCE
+    assert difference(PACKAGE, "grpo", theirs, loss=mean, kl_coef=0.3) < TOLERANCE
 
 
 def test_cispo_bounds_the_ratio_itself() -> None:
@@ -132,7 +132,7 @@ def test_truncated_importance_sampling(level: str, bound: float) -> None:
             apart = apart.sum(dim=-1, keepdim=True)
         return loss_of(box, logprobs, kind="dapo", weights=apart.exp().clamp(max=bound))
 
-    assert difference(PACKAGE, "tis", theirs, level=level, weight_max=bound) < TOLERANCE
+    assert difference(PACKAGE, "tis", theirs, level=level, max_weight=bound) < TOLERANCE
 
 
 def test_masked_importance_sampling_is_decoupled_ppo_with_a_mask() -> None:

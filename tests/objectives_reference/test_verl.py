@@ -123,7 +123,7 @@ def test_truncated_importance_sampling(level: str) -> None:
             "vanilla", box, logprobs, low=0.2, high=0.28, loss="token-mean", weights=weights
         )
 
-    assert difference(PACKAGE, "tis", theirs, level=level, weight_max=1.5) < TOLERANCE
+    assert difference(PACKAGE, "tis", theirs, level=level, max_weight=1.5) < TOLERANCE
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -135,7 +135,7 @@ def test_decoupled_ppo_with_its_bound(level: str) -> None:
             "vanilla", box, logprobs, low=0.2, high=0.28, loss="token-mean", weights=weights
         )
 
-    assert difference(PACKAGE, "decoupled-ppo", theirs, level=level, weight_max=1.5) < TOLERANCE
+    assert difference(PACKAGE, "decoupled-ppo", theirs, level=level, max_weight=1.5) < TOLERANCE
 
 
 def test_icepop_is_decoupled_ppo_with_a_mask_of_tokens() -> None:
@@ -146,7 +146,7 @@ def test_icepop_is_decoupled_ppo_with_a_mask_of_tokens() -> None:
             "vanilla", box, logprobs, low=0.2, high=0.28, loss="token-mean", weights=weights
         )
 
-    keys: dict[str, Any] = {"mask": "token", "mask_low": 0.5, "mask_high": 2.0, "weight_max": 5.0}
+    keys: dict[str, Any] = {"mask": "token", "mask_low": 0.5, "mask_high": 2.0, "max_weight": 5.0}
     assert difference(PACKAGE, "decoupled-ppo", theirs, **keys) < TOLERANCE
 
 
@@ -200,7 +200,7 @@ def test_kl_to_the_reference(estimate: str) -> None:
     assert set(ESTIMATES) == {"k1", "k2", "k3"}
     # verl cuts its k3 off at 10 nats per token, which the widest spread reaches.
     assert (
-        difference(PACKAGE, "grpo", theirs, spreads=SPREADS[:2], kl=0.3, kl_estimate=estimate)
+        difference(PACKAGE, "grpo", theirs, spreads=SPREADS[:2], kl_coef=0.3, kl_estimate=estimate)
         < TOLERANCE
     )
 

@@ -18,7 +18,12 @@ pytestmark = pytest.mark.slow
 
 PYTHON = ROOT / ".venv-agents" / "bin" / "python"
 CONFIG = "examples/agents/config.toml"
-SHORT = ("run.steps=2", "groups.size=4", "groups.per_step=2", "evaluation.prompts=4")
+SHORT = (
+    "run.steps=2",
+    "rollout.group_size=4",
+    "rollout.prompts_per_step=2",
+    "evaluation.prompts=4",
+)
 CALLS = "select api, context, trajectory_id from calls order by all"
 
 

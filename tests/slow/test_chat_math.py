@@ -19,7 +19,12 @@ pytestmark = pytest.mark.slow
 
 EXAMPLE = ROOT / "examples" / "chat-math"
 SHORT = (
-    *("run.steps=2", "groups.size=4", "groups.per_step=4", "groups.filter_zero_advantage=false"),
+    *(
+        "run.steps=2",
+        "rollout.group_size=4",
+        "rollout.prompts_per_step=4",
+        "rollout.filter_zero_advantage=false",
+    ),
     *("evaluation.short.every=1", "evaluation.short.prompts=4", "evaluation.long.prompts=4"),
     *("timing.heartbeat_s=0.2", "timing.lease_s=5.0"),
 )

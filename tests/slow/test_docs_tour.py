@@ -85,7 +85,7 @@ def test_every_command_of_the_tour_does_what_it_says(place: Path, replaced: dict
         assert (place / written).exists(), written
 
 
-def _interruptible() -> None:
+def _partial_rollout() -> None:
     """Ctrl-C ends it, also where these tests run in a shell's background, which is deaf to it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -99,7 +99,7 @@ def test_the_pages_are_served_until_they_are_told_to_end(place: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        preexec_fn=_interruptible,
+        preexec_fn=_partial_rollout,
     )
     try:
         assert serving.stdout is not None

@@ -22,8 +22,13 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 SHORT = (
-    *("run.steps=2", "groups.size=4", "groups.per_step=4", "groups.filter_zero_advantage=false"),
-    *("evaluation.prompts=2", "evaluation.siblings=2", "timing.heartbeat_s=0.2"),
+    *(
+        "run.steps=2",
+        "rollout.group_size=4",
+        "rollout.prompts_per_step=4",
+        "rollout.filter_zero_advantage=false",
+    ),
+    *("evaluation.prompts=2", "evaluation.group_size=2", "timing.heartbeat_s=0.2"),
 )
 EXAMPLES = {
     "frozen-lake": "gymnasium",

@@ -32,7 +32,7 @@ def test_lora_run_is_audited_replayed_exported_and_begun_from(tmp_path: Path) ->
     assert steps(place, "tiny") == list(range(8))
     assert_clean(place, "tiny")
     found = list(facts(place, "tiny"))
-    assert {one.versions_resident for one in found if isinstance(one, WorkerJoined)} == {4}
+    assert {one.max_resident_versions for one in found if isinstance(one, WorkerJoined)} == {4}
     ready = {one.version for one in found if isinstance(one, WorkerReady)}
     assert len(ready) > 4
     # A step that had no gradient at the start has no adapter either: its policy is the base.

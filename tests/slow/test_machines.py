@@ -139,7 +139,7 @@ def test_an_orchestrator_elsewhere_refuses_what_a_resumed_run_cannot_change(site
     first = site.start("a", "orchestrator")
     until(lambda: any(isinstance(fact, RoleStarted) for fact in site.facts()))
     lose(first)
-    words = ("-o", "groups.size=3")
+    words = ("-o", "rollout.group_size=3")
     assert call(site.machine("b"), "orchestrator", str(site.config), *words) == 3
-    assert "a resumed run cannot change groups.size" in site.said("b")
+    assert "a resumed run cannot change rollout.group_size" in site.said("b")
     assert not list(site.machine("b").rglob("config.toml"))

@@ -15,7 +15,12 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 EXAMPLE = ROOT / "examples" / "own_agent"
-SHORT = ("run.steps=2", "groups.size=4", "groups.per_step=2", "evaluation.prompts=4")
+SHORT = (
+    "run.steps=2",
+    "rollout.group_size=4",
+    "rollout.prompts_per_step=2",
+    "evaluation.prompts=4",
+)
 
 
 def test_the_example_runs_as_its_readme_has_it(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from tests.support.user_run import assert_clean, call, facts, furnish, start, st
 
 pytestmark = pytest.mark.slow
 
-ETA, C = "staleness.max_staleness", "staleness.in_flight_batches"
+ETA, C = "staleness.max_staleness", "staleness.async_batches"
 PARADIGMS = {
     "sync": (f"{ETA}=0", f"{C}=1"),
     "one-step": (f"{ETA}=1", f"{C}=2"),
     "dora": (f"{ETA}=2", f"{C}=3"),
-    "interruptible": (f"{ETA}=2", f"{C}=3", "staleness.interruptible=true"),
+    "partial_rollout": (f"{ETA}=2", f"{C}=3", "staleness.partial_rollout=true"),
 }
 EVERY_S = 1.5
 """Between two things that happen to workers."""
@@ -69,8 +69,8 @@ def names() -> Iterator[str]:
 
 def test_workers_that_join_retire_and_die_all_the_time_leave_the_run_clean(tmp_path: Path) -> None:
     place, chance, fresh = furnish(tmp_path), random.Random(5), names()
-    hardy = ("timing.restarts_max=200", "groups.attempts_max=50", "timing.lease_s=2.0")
-    process = run_with(place, "interruptible", "run.steps=60", "sampling.max_tokens=40", *hardy)
+    hardy = ("timing.max_restarts=200", "rollout.max_attempts=50", "timing.lease_s=2.0")
+    process = run_with(place, "partial_rollout", "run.steps=60", "sampling.max_tokens=40", *hardy)
     log = place / "runs" / "tiny" / "log.sqlite"
     until(lambda: log.exists() and any(isinstance(one, RunStarted) for one in facts(place, "tiny")))
     until(lambda: len(living(place)) == 2)

@@ -39,7 +39,7 @@ def test_live_traces_are_those_that_are_rebuilt(tmp_path: Path) -> None:
 def test_run_goes_on_without_an_endpoint_and_without_its_follower(tmp_path: Path) -> None:
     """The follower is killed more often than it is started again; the run does not care."""
     place = furnish(tmp_path)
-    wanted = ("telemetry.traces=http://127.0.0.1:9", "timing.restarts_max=0")
+    wanted = ("telemetry.traces=http://127.0.0.1:9", "timing.max_restarts=0")
     words = [word for one in wanted for word in ("-o", one)]
     run = start(place, "run", "config.toml", *words)
     said = place / "said"

@@ -48,8 +48,8 @@ url = "file://{folder}/store"
 LONG = (
     ("steps = 3", "steps = 4"),
     ("max_tokens = 12", "max_tokens = 480"),
-    ("per_step = 2", "per_step = 5"),
-    ("context_tokens = 64", "context_tokens = 512\ncheckpoint_tokens = 16"),
+    ("prompts_per_step = 2", "prompts_per_step = 5"),
+    ("max_model_len = 64", "max_model_len = 512\ncheckpoint_tokens = 16"),
     ("prompts = 4", "prompts = 0\n[staleness]\nmax_staleness = 0"),
 )
 SLOW_LAYERS = 12

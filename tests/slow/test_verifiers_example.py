@@ -21,8 +21,8 @@ pytestmark = pytest.mark.slow
 PYTHON = ROOT / ".venv-verifiers" / "bin" / "python"
 CONFIG = "examples/verifiers/config.toml"
 SHORT = (
-    *("run.steps=1", "groups.size=2", "groups.per_step=2", "evaluation.prompts=1"),
-    *("groups.filter_zero_advantage=false", "staleness.max_staleness=0"),
+    *("run.steps=1", "rollout.group_size=2", "rollout.prompts_per_step=2", "evaluation.prompts=1"),
+    *("rollout.filter_zero_advantage=false", "staleness.max_staleness=0"),
 )
 CALLS = "select trajectory_id, api, context from calls order by all"
 

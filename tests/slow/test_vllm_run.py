@@ -74,8 +74,8 @@ def _alive(pid: int) -> bool:
 def test_run_outlives_a_vllm_server_and_audit_names_who_generated_what(
     place: Path, ranks: int
 ) -> None:
-    words = ["config.toml", "-o", f"run.steps={STEPS}", "-o", "groups.size=8"]
-    words += ["-o", f"workers.vllm.tensor_parallel={ranks}"]
+    words = ["config.toml", "-o", f"run.steps={STEPS}", "-o", "rollout.group_size=8"]
+    words += ["-o", f"workers.vllm.tensor_parallel_size={ranks}"]
     orchestrator = start(place, "orchestrator", *words)
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
     served = start(place, "worker", *words, "--name", "a", "--engine", "vllm")
@@ -117,9 +117,9 @@ def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outliv
         "config.toml",
         *WORDS,
         "-o",
-        "workers.slots=16",
+        "workers.max_num_seqs=16",
         "-o",
-        "workers.vllm.tensor_parallel=2",
+        "workers.vllm.tensor_parallel_size=2",
     )
     orchestrator = start(place, "orchestrator", *words)
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
@@ -169,7 +169,7 @@ def test_worker_of_a_run_takes_the_vllm_server_at_its_address(
 
 
 def test_requests_of_a_drained_vllm_worker_are_prefilled_by_another_engine(place: Path) -> None:
-    words = ("config.toml", *WORDS, "-o", "workers.slots=16")
+    words = ("config.toml", *WORDS, "-o", "workers.max_num_seqs=16")
     running = [start(place, "orchestrator", *words)]
     until(lambda: (place / "runs" / "tiny" / "log.sqlite").exists(), WAIT_S)
     for name, engine in (("w0", "torch"), (DRAINED, "vllm")):
@@ -192,7 +192,7 @@ def test_requests_of_a_drained_vllm_worker_are_prefilled_by_another_engine(place
 
 
 def test_elastic_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place: Path) -> None:
-    words = ("-o", "workers.count=2", "-o", "workers.elastic=1", "-o", "workers.engine=vllm")
+    words = ("-o", "workers.count=2", "-o", "workers.colocated=1", "-o", "workers.engine=vllm")
     assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
@@ -204,13 +204,13 @@ def test_elastic_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place:
 def test_lora_run_has_one_vllm_worker_that_hosts_every_version(place: Path) -> None:
     vllm = ("-o", "workers.engine=vllm", "-o", f"workers.vllm.dtype={LORA_DTYPE}")
     words = ("-o", "workers.count=1", *vllm, "-o", "run.steps=6")
-    lora = ("-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "groups.size=8")
+    lora = ("-o", "lora.rank=4", "-o", "trainer.learning_rate=1e-2", "-o", "rollout.group_size=8")
     assert call(place, "run", "config.toml", *words, *lora) == 0, (place / "said").read_text()
     assert joined(place) == {"w0": "vllm"}
     assert steps(place, "tiny") == list(range(6))
     assert_clean(place, "tiny")
     found = list(facts(place, "tiny"))
-    assert {one.versions_resident for one in found if isinstance(one, WorkerJoined)} == {4}
+    assert {one.max_resident_versions for one in found if isinstance(one, WorkerJoined)} == {4}
     assert len({one.version for one in found if isinstance(one, WorkerReady)}) > 4
     assert call(place, "replay", "tiny") == 0, (place / "said").read_text()
     assert numerics(place) < NUMERICS_MAX
@@ -232,8 +232,8 @@ def test_agents_of_several_lora_versions_are_beside_each_other_on_vllm(place: Pa
 def test_mixture_on_vllm_is_trained_by_its_experts_made_again_and_exported(place: Path) -> None:
     shutil.rmtree(place / "model")
     BUILDERS["qwen3_moe"](place / "model", scale=1.0)  # so that answers of a group differ
-    vllm = ("-o", "workers.engine=vllm", "-o", "sampling.routes=true")
-    words = ("-o", "workers.count=1", "-o", "groups.size=8", *vllm)
+    vllm = ("-o", "workers.engine=vllm", "-o", "sampling.return_routed_experts=true")
+    words = ("-o", "workers.count=1", "-o", "rollout.group_size=8", *vllm)
     for command in (
         ("run", "config.toml", *words),
         ("audit", "tiny"),

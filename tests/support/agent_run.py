@@ -76,7 +76,7 @@ def furnish_agent(place: Path) -> Path:
     text = (place / "config.toml").read_text()
     text = text.replace('[model]\npath = "model"\n', "").replace("steps = 3", "steps = 2")
     text = text.replace("[sampling]\nmax_tokens = 12\n", CONFIG).replace("count = 2", "count = 1")
-    text = text.replace("context_tokens = 64", "context_tokens = 256")
+    text = text.replace("max_model_len = 64", "max_model_len = 256")
     (place / "config.toml").write_text(text)
     return place
 

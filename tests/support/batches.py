@@ -18,7 +18,7 @@ from dora_pipe.schemas.trajectory import Meta, Segment, Times, Trajectory
 
 SETTINGS: Settings = {
     "trainer.learning_rate": 1e-3,
-    "trainer.grad_norm_max": 1.0,
+    "trainer.max_grad_norm": 1.0,
     "trainer.minibatches": 2,
     "objective.kind": "grpo",
     "objective.clip_low": 0.2,
@@ -27,7 +27,7 @@ SETTINGS: Settings = {
     "objective.loss": "token-mean",
     "objective.advantage": "group",
     "objective.advantage_std": True,
-    "objective.kl": 0.0,
+    "objective.kl_coef": 0.0,
     "objective.kl_estimate": "k3",
     "objective.mask": "none",
 }

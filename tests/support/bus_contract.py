@@ -83,7 +83,7 @@ def a_plain_writer_goes_on_after_an_unknown_outcome(harness: Harness) -> None:
 
 def a_record_too_large_is_refused_with_its_whole_call(harness: Harness) -> None:
     bus = harness.open()
-    topic = topic_on(harness, bus, record_bytes_max=100_000)
+    topic = topic_on(harness, bus, max_record_bytes=100_000)
     writer = bus.writer(exclusive=harness.topic("w"))
     fits = Append(topic=topic, value=bytes(99_980), key=b"k" * 10, headers=(("name", b"123456"),))
     over = Append(topic=topic, value=bytes(99_981), key=b"k" * 10, headers=(("name", b"123456"),))
@@ -125,7 +125,7 @@ def a_header_that_is_not_ascii_is_refused(harness: Harness) -> None:
 
 def topics_are_created_once_and_stay_as_they_are(harness: Harness) -> None:
     bus = harness.open()
-    spec = TopicSpec(name=harness.topic("b"), partitions=3, record_bytes_max=100_000)
+    spec = TopicSpec(name=harness.topic("b"), partitions=3, max_record_bytes=100_000)
     more = TopicSpec(name=harness.topic("a"))
     bus.create([spec])
     bus.create([spec, more])
@@ -133,12 +133,12 @@ def topics_are_created_once_and_stay_as_they_are(harness: Harness) -> None:
     names = bus.topics()
     assert spec.name in names and more.name in names and names == sorted(names)
     for other in (
-        TopicSpec(name=spec.name, partitions=4, record_bytes_max=100_000),
-        TopicSpec(name=spec.name, partitions=3, record_bytes_max=100_001),
+        TopicSpec(name=spec.name, partitions=4, max_record_bytes=100_000),
+        TopicSpec(name=spec.name, partitions=3, max_record_bytes=100_001),
     ):
         with pytest.raises(BusError, match=spec.name):
             harness.open().create([other])
-    harness.open().create([TopicSpec(name=spec.name, partitions=2, record_bytes_max=70_000)])
+    harness.open().create([TopicSpec(name=spec.name, partitions=2, max_record_bytes=70_000)])
     for bad in ("", "a b", "ä", ".", "x" * 201):
         with pytest.raises(BusError):
             bus.create([TopicSpec(name=bad)])

@@ -56,10 +56,10 @@ def opened(harness: Harness, *, partitions: int = 1) -> tuple[Bus, str, TopicPar
 
 
 def topic_on(
-    harness: Harness, bus: Bus, *, partitions: int = 1, record_bytes_max: int = 1 << 24
+    harness: Harness, bus: Bus, *, partitions: int = 1, max_record_bytes: int = 1 << 24
 ) -> str:
     name = harness.topic("t")
-    bus.create([TopicSpec(name=name, partitions=partitions, record_bytes_max=record_bytes_max)])
+    bus.create([TopicSpec(name=name, partitions=partitions, max_record_bytes=max_record_bytes)])
     return name
 
 

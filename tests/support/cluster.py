@@ -27,7 +27,7 @@ from dora_pipe.bus.base import BusWrapper, ReaderWrapper
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.config.model import Config, versions_resident
+from dora_pipe.config.model import Config, max_resident_versions
 from dora_pipe.consumers.learners.port import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
@@ -85,13 +85,13 @@ def make_config(**changes: Any) -> Config:
         "model": {"path": "model"},
         "task": {"kind": "arithmetic"},
         "sampling": {"max_tokens": 96},
-        "groups": {"size": 4, "per_step": 4, "attempts_max": 5},
+        "rollout": {"group_size": 4, "prompts_per_step": 4, "max_attempts": 5},
         "staleness": {"max_staleness": 2},
         "evaluation": {"prompts": 3, "every": 4, "sampling": {"max_tokens": 96}},
         "trainer": {"checkpoint_every": 3},
         "workers": {
-            "slots": 6,
-            "context_tokens": 256,
+            "max_num_seqs": 6,
+            "max_model_len": 256,
             "checkpoint_tokens": 16,
         },
         "bus": {"partitions": 3},
@@ -185,9 +185,9 @@ class SimulatedParts:
     def engine(self, assets: Path, config: Config, clock: Clock) -> Engine:
         workers = config.workers
         return SimulatedEngine(
-            slots=workers.slots,
-            context_tokens=workers.context_tokens,
-            versions_resident=self.versions,
+            slots=workers.max_num_seqs,
+            context_tokens=workers.max_model_len,
+            max_resident_versions=self.versions,
             lengths=self.lengths,
             clock=clock,
         )
@@ -217,13 +217,13 @@ class TorchParts:
         workers = config.workers
         return TorchEngine.open(
             assets,
-            slots=workers.slots,
-            context_tokens=workers.context_tokens,
+            slots=workers.max_num_seqs,
+            context_tokens=workers.max_model_len,
             threads=1,
             decode=Tokenizer(assets).full_text,
             lora_rank=config.lora.rank,
-            versions_resident=versions_resident(config),
-            routes=config.sampling.routes,
+            max_resident_versions=max_resident_versions(config),
+            routes=config.sampling.return_routed_experts,
         )
 
     def texts(self, assets: Path) -> TextCodec:
@@ -342,10 +342,10 @@ class Cluster:
         )
         plan = WorkerPlan(
             name=name,
-            slots=sizes.slots,
+            slots=sizes.max_num_seqs,
             prefetch=sizes.prefetch,
-            context_tokens=sizes.context_tokens,
-            elastic=sizes.is_elastic(name),
+            context_tokens=sizes.max_model_len,
+            elastic=sizes.is_colocated(name),
         )
         started = start_role(site, self, plan)
         runtime = started.loop(site, turn_ns=0)

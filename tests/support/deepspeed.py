@@ -139,7 +139,7 @@ def make_learner(
     memory: Mapping[str, Any] | None = None,
     routes: bool = False,
     router_aux_loss: float = 0.0,
-    expert_parallel: int = 1,
+    expert_parallel_size: int = 1,
 ) -> LoggedTrainer:
     prepare()
     from dora_pipe.consumers.learners.deepspeed.engine import EngineOptions
@@ -156,7 +156,7 @@ def make_learner(
             memory=MemoryOptions(**(memory or {})),
             routes=routes,
             router_aux_loss=router_aux_loss,
-            expert_parallel=expert_parallel,
+            expert_parallel_size=expert_parallel_size,
         ),
         ranks=RANKS,
         micro_batch_tokens=micro_batch_tokens,

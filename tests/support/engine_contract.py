@@ -18,8 +18,8 @@ import pytest
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
-    INTERRUPTIBLE,
     KV_EXPORT,
+    PARTIAL_ROLLOUT,
     PREFILL_EXACT,
     SLEEP,
     Engine,
@@ -60,7 +60,7 @@ class Subject:
     coarse: bool = False
     """Whether rounding may change sampled tokens."""
     keeping: Callable[..., Engine] | None = None
-    """Opens an engine that declares `prefix_reuse`; `kv_keep` is its budget."""
+    """Opens an engine that declares `prefix_reuse`; `prefix_cache_ratio` is its budget."""
     ahead: bool = False
     """Whether the engine computes ahead of its steps: requests may end before they leave."""
     samples: bool = True
@@ -219,7 +219,7 @@ def check_requests_run_to_their_end(subject: Subject) -> None:
 @check()
 def check_declarations_are_known(subject: Subject) -> None:
     engine = subject.open(slots=3, context_tokens=64)
-    known = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, INTERRUPTIBLE, SLEEP}
+    known = {COUNTER_SAMPLING, BATCH_INVARIANT, PREFILL_EXACT, KV_EXPORT, PARTIAL_ROLLOUT, SLEEP}
     assert engine.declares <= known
     assert engine.slots == 3 and engine.context_tokens == 64
     assert engine.name and engine.version and engine.device and engine.dtype

@@ -14,8 +14,8 @@ import pytest
 
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
-    INTERRUPTIBLE,
     KV_EXPORT,
+    PARTIAL_ROLLOUT,
     Engine,
     EngineRequest,
     Exported,
@@ -219,13 +219,13 @@ def check_unfit_caches_are_refused(subject: Subject) -> None:
     assert run(engine, [good])["r"] == run(subject.open(slots=1), [one])["r"].after(good.sampled)
 
 
-@check(INTERRUPTIBLE)
+@check(PARTIAL_ROLLOUT)
 def check_weights_change_under_running_requests(subject: Subject) -> None:
     """Earlier tokens stay; later ones equal those of a new request with that prefix and the new
     weights. Tokens before `WeightsLoaded` have the old weights, emitted or not."""
     (_, _), (second, digest) = subject.policies
     engine, fresh = subject.open(slots=12), subject.open(slots=12)
-    assert INTERRUPTIBLE in engine.declares
+    assert PARTIAL_ROLLOUT in engine.declares
     fresh.load(second, version=1, digest=digest)
     wanted = requests(subject, 10, seed=8, max_tokens=90)
     wholes = run(subject.open(slots=10), wanted)
@@ -265,7 +265,7 @@ def replace_reason(whole: Result, part: Result) -> Result:
     )
 
 
-@check(INTERRUPTIBLE)
+@check(PARTIAL_ROLLOUT)
 def check_weights_change_again_and_again(subject: Subject) -> None:
     """Weights change before the first step, twice in a row, and back."""
     first, second = subject.policies
@@ -286,7 +286,7 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
     assert_alike(subject, result["r"].after(cut), run(other, [again])["r"])
 
 
-@check(INTERRUPTIBLE)
+@check(PARTIAL_ROLLOUT)
 def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None:
     """A wrong digest keeps the old weights."""
     from dora_pipe.core.errors import PolicyError

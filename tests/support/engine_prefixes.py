@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.producers.engines.port import (
-    INTERRUPTIBLE,
+    PARTIAL_ROLLOUT,
     PREFIX_REUSE,
     Engine,
     EngineEvent,
@@ -164,8 +164,8 @@ def check_versions_that_are_replaced_take_theirs_along(subject: Subject) -> None
 def check_interrupted_requests_go_on_from_nothing_older(subject: Subject) -> None:
     """Requests equal new ones with these tokens and weights."""
     engine = opens_keeping(subject)(slots=4)
-    if INTERRUPTIBLE not in engine.declares:
-        pytest.skip(f"{subject.name} does not declare {INTERRUPTIBLE}")
+    if PARTIAL_ROLLOUT not in engine.declares:
+        pytest.skip(f"{subject.name} does not declare {PARTIAL_ROLLOUT}")
     path, digest = subject.policies[1]
     results = {f"r{seed}": Result() for seed in range(3)}
     asked = {

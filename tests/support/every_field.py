@@ -10,7 +10,7 @@ Path = tuple[str | int, ...]
 
 LEFT_OUT: Final[dict[str, dict[str, Any]]] = {
     "run-started": {"lineage": {"run": "another", "step": 3, "digest": "a" * 64}},
-    "worker-joined": {"versions_resident": 2},
+    "worker-joined": {"max_resident_versions": 2},
     "worker-ready": {
         "fallbacks": [{"digest": "a" * 64, "why": "lost", "taken": "weights/a.safetensors"}]
     },

@@ -56,7 +56,7 @@ class FakeVllm(ThreadingHTTPServer):
             "device": "none",
             "dtype": "float32",
             "lora_rank": 0,
-            "versions_resident": 1,
+            "max_resident_versions": 1,
             "sleeps": True,
         }
         self.label, self.held = "default", ""

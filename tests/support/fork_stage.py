@@ -73,7 +73,7 @@ def single_turns() -> InlineTasks:
 
 def record(directory: Path, tasks: Callable[[], InlineTasks], **changes: Any) -> RecordedRun:
     plain = {"run__steps": 1, "run__name": "short", "evaluation__prompts": 0}
-    config = make_config(**{**plain, "task__turns_max": TURNS, **changes})
+    config = make_config(**{**plain, "task__max_turns": TURNS, **changes})
     with Cluster(directory, config, tasks=tasks) as cluster:
         (directory / "config.toml").write_text(dump_toml(config))
         cluster.run()
@@ -83,7 +83,7 @@ def record(directory: Path, tasks: Callable[[], InlineTasks], **changes: Any) ->
 def engine(*, assets: Path, config: model.Config, decode: Any) -> SimulatedEngine:
     workers = config.workers
     return SimulatedEngine(
-        slots=workers.slots, context_tokens=workers.context_tokens, lengths=long_tailed_length
+        slots=workers.max_num_seqs, context_tokens=workers.max_model_len, lengths=long_tailed_length
     )
 
 

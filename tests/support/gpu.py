@@ -110,7 +110,7 @@ ROUNDS: Final = (
         name="demo-graphs",
         needs="vllm",
         dtype="bfloat16",
-        keys=("workers.vllm.eager=false",),
+        keys=("workers.vllm.enforce_eager=false",),
     ),
 )
 

@@ -28,11 +28,11 @@ TOKENS = 480
 LONG = (
     "run.steps=4",
     "workers.count=3",
-    "workers.slots=8",
-    "workers.context_tokens=512",
+    "workers.max_num_seqs=8",
+    "workers.max_model_len=512",
     "workers.checkpoint_tokens=16",
     f"sampling.max_tokens={TOKENS}",
-    "groups.per_step=5",
+    "rollout.prompts_per_step=5",
     "staleness.max_staleness=0",  # one version at a time: other workers have slots
     "evaluation.prompts=0",
 )

@@ -21,7 +21,7 @@ KINDS = tuple(BUILT_IN)
 
 OF_TRAINER: Settings = {
     "trainer.learning_rate": 1e-3,
-    "trainer.grad_norm_max": 1.0,
+    "trainer.max_grad_norm": 1.0,
     "trainer.minibatches": 2,
     "trainer.micro_batch_tokens": 4096,
 }

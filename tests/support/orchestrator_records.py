@@ -47,7 +47,7 @@ def make_config(**changes: Any) -> Config:
         "run": {"name": RUN, "steps": 4, "seed": 7},
         "model": {"path": "model"},
         "task": {"kind": "arithmetic"},
-        "groups": {"size": 2, "per_step": 2, "attempts_max": 3},
+        "rollout": {"group_size": 2, "prompts_per_step": 2, "max_attempts": 3},
         "staleness": {"max_staleness": 1},
         "evaluation": {"prompts": 0},
         "bus": {"partitions": 2},
@@ -149,7 +149,7 @@ def joined(
         assets_digest=assets,
         reward_digest="",
         package="0",
-        versions_resident=versions,
+        max_resident_versions=versions,
         elastic=elastic,
     )
 

@@ -1,6 +1,6 @@
 """Short commands for tests of fold and planner, without a machine.
 
-stage = Stage(groups__per_step=1).begin()
+stage = Stage(rollout__prompts_per_step=1).begin()
 stage.worker("w0", slots=2)  # joins, is assigned, reports ready
 stage.finish_all()  # every placed request is logged with reward 1
 stage.commit()  # the batch in training

@@ -109,7 +109,7 @@ class Ledger:
         assert self.step == self.config.run.steps
         assert self.specs.keys() == self.fates.keys(), "a group without a fate"
         trained = [group for group, fate in self.fates.items() if fate == "trained"]
-        assert len(trained) == self.config.run.steps * self.config.groups.per_step
+        assert len(trained) == self.config.run.steps * self.config.rollout.prompts_per_step
         for group, spec in self.specs.items():
             ends = ("evaluated",) if spec.purpose == "eval" else ("trained", "filtered", "failed")
             assert self.fates[group] in ends
@@ -117,7 +117,7 @@ class Ledger:
     def _take(self, batch: TakeBatch) -> None:
         assert batch.step == self.step, "not the next step"
         assert (batch.step, batch.attempt) not in self.taken
-        assert len(batch.groups) == self.config.groups.per_step
+        assert len(batch.groups) == self.config.rollout.prompts_per_step
         for group in batch.groups:
             spec = self.specs[group.group]
             assert spec.purpose == "train"
@@ -348,8 +348,8 @@ class World:
                 records.command("resume"),
                 records.command("drain", worker=self.chance.choice(sorted(self.workers))),
                 records.command("set", staleness__max_staleness=eta),
-                records.command("set", staleness__in_flight_batches=1.0 + self.chance.random()),
-                records.command("set", trainer__grad_norm_max=0.5 + self.chance.random()),
+                records.command("set", staleness__async_batches=1.0 + self.chance.random()),
+                records.command("set", trainer__max_grad_norm=0.5 + self.chance.random()),
                 records.command("dance"),
             ]
         )

@@ -55,14 +55,14 @@ SHORT_LEASE: Final = {"timing.lease_s": 1.5, "run.steps": 12}
 
 LONG_REQUESTS: Final[dict[str, Any]] = {
     "run.steps": 1,
-    "groups.size": 2,
-    "groups.per_step": 2,
+    "rollout.group_size": 2,
+    "rollout.prompts_per_step": 2,
     "evaluation.prompts": 0,
     "sampling.max_tokens": 600,
     # The end token's row is zero, so it is never among the ten likeliest.
     "sampling.top_k": 10,
-    "workers.slots": 2,
-    "workers.context_tokens": CONTEXT_TOKENS,
+    "workers.max_num_seqs": 2,
+    "workers.max_model_len": CONTEXT_TOKENS,
     "workers.checkpoint_tokens": CHECKPOINT_TOKENS,
     # The orchestrator learns progress from heartbeats.
     "timing.heartbeat_s": 0.02,

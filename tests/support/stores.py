@@ -111,7 +111,7 @@ def s3_address(request: pytest.FixtureRequest) -> str:
 class Walk:
     """Writer of versions of 4000 numbers, each with 40 changes.
 
-    Example: ``published = publish_walk(store, 5, whole_every=4)``
+    Example: ``published = publish_walk(store, 5, full_every=4)``
     """
 
     def __init__(self, version: int) -> None:
@@ -125,10 +125,10 @@ class Walk:
         return write_tensors(path, [source])
 
 
-def publish_walk(store: PolicyStore, versions: int, *, whole_every: int) -> list[PublishedVersion]:
+def publish_walk(store: PolicyStore, versions: int, *, full_every: int) -> list[PublishedVersion]:
     found: list[PublishedVersion] = []
     for version in range(versions):
         before = found[-1].manifest.digest if found else ""
-        whole = version % whole_every == 0
+        whole = version % full_every == 0
         found.append(store.publish_version(Walk(version), before=before, whole=whole))
     return found

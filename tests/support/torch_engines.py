@@ -51,7 +51,7 @@ def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
         slots: int,
         context_tokens: int = 256,
         decode: Decode | None = None,
-        kv_keep: float = 0.0,
+        prefix_cache_ratio: float = 0.0,
     ) -> Engine:
         engine = TorchEngine.open(
             directories[0],
@@ -59,7 +59,7 @@ def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
             context_tokens=context_tokens,
             threads=1,
             decode=decode,
-            kv_keep=kv_keep,
+            prefix_cache_ratio=prefix_cache_ratio,
         )
         engine.load(first[0], version=0, digest=first[1])
         return engine
@@ -70,7 +70,7 @@ def torch_subject(kind: str, folder: Path, **changes: Any) -> Subject:
         open=open_engine,
         vocabulary=vocabulary,
         policies=(first, second),
-        keeping=partial(open_engine, kv_keep=1.0),
+        keeping=partial(open_engine, prefix_cache_ratio=1.0),
     )
 
 

@@ -43,17 +43,17 @@ eval_data = "rows.jsonl"
 reward = "judge:score"
 [sampling]
 max_tokens = 12
-[groups]
-size = 4
-per_step = 2
+[rollout]
+group_size = 4
+prompts_per_step = 2
 [evaluation]
 prompts = 4
 [trainer]
 checkpoint_every = 2
 [workers]
 count = 2
-slots = 8
-context_tokens = 64
+max_num_seqs = 8
+max_model_len = 64
 [timing]
 heartbeat_s = 0.2
 lease_s = 5.0

@@ -103,11 +103,11 @@ atexit.register(_end_beyond, 0)
 
 def start_server(
     lora_rank: int = 0,
-    tensor_parallel: int = 1,
+    tensor_parallel_size: int = 1,
     kind: str = "qwen2",
     number: int = 0,
-    pipeline_parallel: int = 1,
-    kv_gb: float = 0.0,
+    pipeline_parallel_size: int = 1,
+    kv_cache_gb: float = 0.0,
 ) -> tuple[ServerProcess, Path]:
     """Start a server; another `number` gives a separate one with an equal model."""
     folder = Path(tempfile.mkdtemp(prefix="dora-pipe-vllm-"))
@@ -115,9 +115,9 @@ def start_server(
     model = BUILDERS[kind](folder / "seed0", 0)
     settings = replace(
         SETTINGS,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        kv_gb=kv_gb,
+        tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
+        kv_cache_gb=kv_cache_gb,
     )
     server = ServerProcess.start(
         model,
@@ -126,7 +126,7 @@ def start_server(
         context_tokens=CONTEXT_TOKENS,
         threads=1,
         lora_rank=lora_rank,
-        versions_resident=ADAPTERS if lora_rank else 1,
+        max_resident_versions=ADAPTERS if lora_rank else 1,
     )
     return server, model
 
@@ -199,7 +199,7 @@ def _resume(engine: Engine) -> None:
 def server_subject(folder: Path, kind: str = "qwen2", **which: Any) -> Iterator[Subject]:
     """Yield the vLLM engine under contract with two policies. Engines of one server must not run
     under different weights at the same time."""
-    need_gpus(which.get("tensor_parallel", 1) * which.get("pipeline_parallel", 1))
+    need_gpus(which.get("tensor_parallel_size", 1) * which.get("pipeline_parallel_size", 1))
     _, model = running_server(kind=kind, **which)
     directories = [model, BUILDERS[kind](folder / "seed1", 1)]
     shutil.copytree(model, folder / "seed0")
@@ -248,7 +248,7 @@ def server_opener(lora_rank: int) -> Iterator[Callable[..., Engine]]:
                 context_tokens=CONTEXT_TOKENS,
                 address=server.address,
                 lora_rank=lora_rank,
-                versions_resident=most,
+                max_resident_versions=most,
             )
         )
         return opened[0]

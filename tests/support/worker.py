@@ -53,7 +53,7 @@ TOPICS = Topics("r")
 PARTITIONS = 2
 DATASET = "d" * 64
 EVAL_DATASET = "e" * 64
-OF_AGENTS = {"agents": frozenset({"train"}), "turns_max": {"train": 64}}
+OF_AGENTS = {"agents": frozenset({"train"}), "max_turns": {"train": 64}}
 """Worker settings for agents."""
 TICK_NS = 5_000_000
 HEARTBEAT_NS = 500_000_000
@@ -107,7 +107,7 @@ def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup
         "prefetch": 2,
         "context_tokens": 512,
         "checkpoint_tokens": 16,
-        "turns_max": {"train": 4, "eval": 4},
+        "max_turns": {"train": 4, "eval": 4},
         "heartbeat_ns": HEARTBEAT_NS,
         "stop_timeout_ns": 30_000_000_000,
         "decisions_from": decisions_from,
@@ -205,7 +205,7 @@ class World:
         return SimulatedEngine(
             slots=setup.slots,
             context_tokens=setup.context_tokens,
-            versions_resident=setup.versions_resident,
+            max_resident_versions=setup.max_resident_versions,
             lengths=self.lengths,
             clock=self.clock,
         )

@@ -155,8 +155,8 @@ class Run:
 
     def engine(self, *, assets: Path, config: model.Config, decode: Decode) -> Engine:
         engine = SimulatedEngine(
-            slots=config.workers.slots,
-            context_tokens=config.workers.context_tokens,
+            slots=config.workers.max_num_seqs,
+            context_tokens=config.workers.max_model_len,
             decode=decode,
         )
         self.engines.append(engine)
@@ -168,7 +168,7 @@ def _config(**workers: Any) -> model.Config:
         run=model.Run(name="r", steps=1),
         model=model.Model(path="nowhere"),
         task=model.Task(kind="arithmetic", options=dict(OPTIONS)),
-        workers=Workers(slots=4, context_tokens=256, **workers),
+        workers=Workers(max_num_seqs=4, max_model_len=256, **workers),
         timing=model.Timing(heartbeat_s=0.05),
     )
 

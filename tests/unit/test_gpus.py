@@ -53,7 +53,7 @@ def test_workers_take_gpus_in_turn_and_the_trainer_its_own() -> None:
 
 
 def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
-    pairs = {"tensor_parallel": 2}
+    pairs = {"tensor_parallel_size": 2}
     shared = config(engine="vllm", gpus=[1, 2, 3, 5], vllm=pairs)
     found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
     assert found == [(1, 2), (3, 5), (1, 2)]

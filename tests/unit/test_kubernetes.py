@@ -134,6 +134,6 @@ def test_nodes_of_the_trainer_meet_at_the_first_pod_and_each_rank_has_a_gpu(tmp_
 def test_a_worker_of_several_gpus_is_a_pod_of_as_many(tmp_path: Path) -> None:
     config = _config(NODES, "worker", tmp_path)
     limits = _container(NODES, "worker")["resources"]["limits"]
-    assert limits == {GPU: config.workers.vllm.tensor_parallel}
-    assert config.workers.vllm.tensor_parallel > 1
+    assert limits == {GPU: config.workers.vllm.tensor_parallel_size}
+    assert config.workers.vllm.tensor_parallel_size > 1
     assert _config(NODES, "orchestrator", tmp_path).trainer == config.trainer

@@ -63,7 +63,7 @@ def test_large_values_lie_with_the_policies(tmp_path: Path) -> None:
     [
         ({"bus": Bus()}, 256 * 1024, True),
         ({"bus": Bus(url="kafka://h:1")}, 256 * 1024, False),
-        ({"bus": Bus(url="kafka://h:1", claims_synced=True)}, 256 * 1024, True),
+        ({"bus": Bus(url="kafka://h:1", blob_fsync=True)}, 256 * 1024, True),
     ],
 )
 def test_values_above_the_configured_bound_lie_in_files_as_safe_as_the_log_keeps_records(

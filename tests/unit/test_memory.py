@@ -60,7 +60,7 @@ def test_estimates_are_within_a_tenth_of_steps_on_an_h200(
 ) -> None:
     """Peaks of bench/results/gpu.md."""
     keys = run(
-        workers__context_tokens=row,
+        workers__max_model_len=row,
         trainer__micro_batch_tokens=tokens,
         trainer__dtype=dtype,
         trainer__gradient_checkpointing=checkpointing,
@@ -84,7 +84,7 @@ def state(**keys: Any) -> float:
 def test_bytes_per_parameter_of_the_torch_trainer() -> None:
     assert state() == pytest.approx(18)
     assert state(policies__dtype="float32") == pytest.approx(16)
-    assert state(policies__dtype="float32", objective__kl=0.1) == pytest.approx(20)
+    assert state(policies__dtype="float32", objective__kl_coef=0.1) == pytest.approx(20)
     assert 14 < state(trainer__optimizer="muon") < 15
     assert 12 < state(trainer__optimizer="adamw8bit") < 13
     assert state(lora__rank=16) < 2.3
@@ -104,7 +104,7 @@ def test_later_stages_of_zero_hold_less(ranks: int) -> None:
 def test_ranks_that_share_experts_hold_less() -> None:
     def bytes_of(dealt: int) -> int:
         keys: dict[str, Any] = dict(trainer__kind="deepspeed", trainer__ranks=4)
-        keys |= dict(trainer__zero_stage=2, trainer__expert_parallel=dealt)
+        keys |= dict(trainer__zero_stage=2, trainer__expert_parallel_size=dealt)
         shape = shape_of(NETWORKS["qwen3 mixture"])
         return memory.state_parts(shape, run(**keys))["weights"]
 
@@ -152,7 +152,7 @@ def test_a_model_directory_alone_is_estimated(
     printed = capsys.readouterr().out
     for line in ("note: a mixture of experts", "trainer: peak", "set: workers.gpus = [1]"):
         assert line in printed
-    longer = ["workers.context_tokens=100000", "trainer.micro_batch_tokens=100000"]
+    longer = ["workers.max_model_len=100000", "trainer.micro_batch_tokens=100000"]
     with pytest.raises(PolicyError, match="positions are fewer than a context of 100000 tokens"):
         print_estimate(tmp_path, "", longer, as_json=False)
 
@@ -184,11 +184,11 @@ def test_keys_of_four_billion_parameters() -> None:
 
 def test_a_worker_too_large_for_a_gpu_gets_several() -> None:
     found = estimate(qwen3("4B"), run(), Gpus(8, 12 * GB))
-    assert found.keys["workers.vllm.tensor_parallel"] in (2, 4)
+    assert found.keys["workers.vllm.tensor_parallel_size"] in (2, 4)
 
 
 def test_activations_leave_the_gpu_where_nothing_else_makes_a_long_context_fit() -> None:
-    keys: dict[str, Any] = {"workers__context_tokens": 2**17, "trainer__micro_batch_tokens": 2**17}
+    keys: dict[str, Any] = {"workers__max_model_len": 2**17, "trainer__micro_batch_tokens": 2**17}
     config = run(**keys, lora__rank=16, trainer__dtype="bfloat16")
     found = trainer_keys(qwen3("4B"), config, 40 * GB, 1)
     assert found == {"trainer.gradient_checkpointing": "offload"}

@@ -67,7 +67,7 @@ def test_worker_opens_the_server_at_its_address(
     server = FakeVllm("secret", context_tokens=1024)
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     vllm = {"addresses": [server.url]}
-    config = _config(engine="vllm", slots=4, context_tokens=512, vllm=vllm)
+    config = _config(engine="vllm", max_num_seqs=4, max_model_len=512, vllm=vllm)
     engine = BUILT_IN["vllm"].open(tmp_path, config, lambda tokens: "")
     assert (engine.name, engine.slots, engine.context_tokens) == ("vllm", 4, 512)
     engine.close()
@@ -97,13 +97,13 @@ def test_module_of_an_engine_lies_beside_the_configuration(tmp_path: Path) -> No
         "from dora_pipe.producers.engines.registry import EngineKind\n"
         "def opened(assets, config, decode):\n"
         "    from own_slots import Slots\n"
-        "    return Slots(config.workers.slots)\n"
+        "    return Slots(config.workers.max_num_seqs)\n"
         "ENGINE = EngineKind(open=opened, packages=())\n"
     )
     (tmp_path / "own_slots.py").write_text(
         "class Slots:\n    def __init__(self, slots):\n        self.slots = slots\n"
     )
-    config = _config(engine="own_engine:ENGINE", slots=3)
+    config = _config(engine="own_engine:ENGINE", max_num_seqs=3)
     task = msgspec.structs.replace(config.task, directory=str(tmp_path))
     config = msgspec.structs.replace(config, task=task)
     check_engines(config, ["own_engine:ENGINE"])
@@ -129,8 +129,8 @@ def test_what_is_no_engine_of_a_user_is_named(name: str, why: str) -> None:
     [
         ({"gpus": [0]}, "workers.gpus: engine torch computes on the CPU"),
         (
-            {"vllm": {"tensor_parallel": 2}},
-            "workers.vllm, tensor_parallel .*: engine torch computes",
+            {"vllm": {"tensor_parallel_size": 2}},
+            "workers.vllm, tensor_parallel_size .*: engine torch computes",
         ),
     ],
 )
@@ -162,29 +162,31 @@ def test_a_model_with_fewer_positions_than_a_context_is_one_line_alike_for_all(
     engine: str, tmp_path: Path
 ) -> None:
     _model(tmp_path)
-    check_model(_config(engine=engine, context_tokens=512), [engine], tmp_path)
+    check_model(_config(engine=engine, max_model_len=512), [engine], tmp_path)
     with pytest.raises(PolicyError) as raised:
-        check_model(_config(engine=engine, context_tokens=513), [engine], tmp_path)
+        check_model(_config(engine=engine, max_model_len=513), [engine], tmp_path)
     said = "config.json: its 512 positions are fewer than a context of 513 tokens"
     assert raised.value.message.endswith(said)
-    assert raised.value.hint == "workers.context_tokens = 512 or less"
+    assert raised.value.hint == "workers.max_model_len = 512 or less"
     _model(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
-    check_model(_config(engine=engine, context_tokens=1024), [engine], tmp_path)
+    check_model(_config(engine=engine, max_model_len=1024), [engine], tmp_path)
 
 
 def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path) -> None:
     _model(tmp_path)
-    small = {"kv_gb": 0.0002}  # a token has 2 layers x 2 x 2 heads x 32 numbers of 4 bytes
-    config = _config(engine="vllm", context_tokens=512, vllm=small)
-    with pytest.raises(ConfigError, match=r"workers\.vllm\.kv_gb: 0\.0002 GiB hold ") as raised:
+    small = {"kv_cache_gb": 0.0002}  # a token has 2 layers x 2 x 2 heads x 32 numbers of 4 bytes
+    config = _config(engine="vllm", max_model_len=512, vllm=small)
+    with pytest.raises(
+        ConfigError, match=r"workers\.vllm\.kv_cache_gb: 0\.0002 GiB hold "
+    ) as raised:
         check_model(config, ["vllm"], tmp_path)
     assert raised.value.message.endswith("fewer than a context of 512")
-    assert raised.value.hint is not None and "workers.vllm.kv_gb = 0.001" in raised.value.hint
+    assert raised.value.hint is not None and "workers.vllm.kv_cache_gb = 0.001" in raised.value.hint
     check_model(config, ["torch"], tmp_path)
-    addresses = {"kv_gb": 0.0002, "addresses": ["http://a:1"]}
-    asked = _config(engine="vllm", context_tokens=512, vllm=addresses)
+    addresses = {"kv_cache_gb": 0.0002, "addresses": ["http://a:1"]}
+    asked = _config(engine="vllm", max_model_len=512, vllm=addresses)
     check_model(asked, ["vllm"], tmp_path)
-    enough = _config(engine="vllm", context_tokens=512, vllm={"kv_gb": 0.001})
+    enough = _config(engine="vllm", max_model_len=512, vllm={"kv_cache_gb": 0.001})
     check_model(enough, ["vllm"], tmp_path)
     _model(tmp_path, model_type="of another kind")  # only vLLM knows its context memory
     check_model(config, ["vllm"], tmp_path)
@@ -204,7 +206,7 @@ def _model(folder: Path, **changes: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
-@pytest.mark.parametrize("keys", [{"router_aux_loss": 0.1}, {"expert_parallel": 2}], ids=str)
+@pytest.mark.parametrize("keys", [{"router_aux_loss": 0.1}, {"expert_parallel_size": 2}], ids=str)
 def test_what_is_of_experts_is_refused_of_a_dense_model_before_anything_starts(
     keys: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -213,7 +215,7 @@ def test_what_is_of_experts_is_refused_of_a_dense_model_before_anything_starts(
     asked = change(
         config,
         trainer=change(config.trainer, **keys),
-        workers=change(config.workers, context_tokens=32),
+        workers=change(config.workers, max_model_len=32),
     )
     with pytest.raises(ConfigError, match="dense is no mixture of experts"):
         model_checks.check_model(asked, [], make_qwen2(tmp_path / "dense"))
@@ -226,8 +228,8 @@ def test_ranks_among_which_experts_cannot_be_dealt_are_refused_before_anything_s
     change = msgspec.structs.replace
     asked = change(
         config,
-        trainer=change(config.trainer, expert_parallel=3),
-        workers=change(config.workers, context_tokens=32),
+        trainer=change(config.trainer, expert_parallel_size=3),
+        workers=change(config.workers, max_model_len=32),
     )
     with pytest.raises(ConfigError, match="8 experts are not dealt among 3 ranks"):
         model_checks.check_model(asked, [], make_qwen3_moe(tmp_path / "mixture"))

@@ -84,7 +84,7 @@ class ClusterPlan:
     max_staleness: int
     parts: int = 1
     """Parts of a batch, computed as they arrive; fixed step costs come with the last."""
-    in_flight_batches: float | Literal["auto"] | None = None
+    async_batches: float | Literal["auto"] | None = None
     one_batch: bool = False
     """Set C to 2 during a step and 1 otherwise: published one-step off-policy training."""
     prompt_tokens: int = 0
@@ -241,7 +241,7 @@ class Cluster:
     def _limit_batches(self, *, training: bool) -> None:
         if self.plan.one_batch:
             wanted = 2.0 if training else 1.0
-            args = {"staleness.in_flight_batches": wanted}
+            args = {"staleness.async_batches": wanted}
             self._apply(Command(at_ns=0, user="model", verb="set", args=args))
 
     def _round(self) -> None:
@@ -355,18 +355,18 @@ class Cluster:
 
 def _config(plan: ClusterPlan) -> Config:
     staleness: dict[str, Any] = {"max_staleness": plan.max_staleness}
-    if plan.in_flight_batches is not None:
-        staleness["in_flight_batches"] = plan.in_flight_batches
+    if plan.async_batches is not None:
+        staleness["async_batches"] = plan.async_batches
     plain = {
         "run": {"name": "modelled", "steps": plan.steps, "seed": 0},
         "model": {"path": "none"},
         "task": {"kind": "none"},
-        "groups": {
-            "size": plan.group_size,
-            "per_step": plan.per_step,
+        "rollout": {
+            "group_size": plan.group_size,
+            "prompts_per_step": plan.per_step,
             "filter_zero_advantage": False,
         },
-        "trainer": {"parts": plan.parts},
+        "trainer": {"batch_parts": plan.parts},
         "staleness": staleness,
         "evaluation": {"prompts": 0},
         "bus": {"partitions": 1},

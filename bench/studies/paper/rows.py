@@ -50,7 +50,7 @@ class Scenario:
     shared: bool = False
     """Whether all GPUs alternate; otherwise the law's share trains."""
     max_staleness: int = 0
-    in_flight_batches: float | None = None
+    async_batches: float | None = None
     one_batch: bool = False
     parts: int = 1
     published: Published = Published()
@@ -79,7 +79,7 @@ PUBLISHED: Final[Mapping[tuple[str, int], Published]] = {
 }
 
 PARTS: Final = 8
-"""`trainer.parts` of rows with parts."""
+"""`trainer.batch_parts` of rows with parts."""
 
 
 def published_rows(gpus: int) -> Iterator[Scenario]:
@@ -99,7 +99,7 @@ def published_rows(gpus: int) -> Iterator[Scenario]:
         gpus=gpus,
         part="predicted",
         max_staleness=2,
-        in_flight_batches=2.0,
+        async_batches=2.0,
         published=known["dora"],
     )
     yield parted_row(gpus, PARTS)
@@ -112,7 +112,7 @@ def parted_row(gpus: int, parts: int) -> Scenario:
         gpus=gpus,
         part="ours",
         max_staleness=2,
-        in_flight_batches=2.0,
+        async_batches=2.0,
         parts=parts,
         published=PUBLISHED["dora", gpus],
     )
@@ -212,7 +212,7 @@ def simulate(
         steps=steps,
         parts=scenario.parts,
         max_staleness=scenario.max_staleness,
-        in_flight_batches=scenario.in_flight_batches,
+        async_batches=scenario.async_batches,
         one_batch=scenario.one_batch,
         round_s=ROUND_S,
     )

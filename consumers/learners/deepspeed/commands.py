@@ -101,7 +101,7 @@ class Finish(RankCommand, frozen=True, kw_only=True, tag="finish"):
 
     divisor: int
     learning_rate: float
-    grad_norm_max: float
+    max_grad_norm: float
 
 
 class Keep(RankCommand, frozen=True, kw_only=True, tag="keep"):

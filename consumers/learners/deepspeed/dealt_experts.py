@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dora_pipe.core.errors import PolicyError
 
-KEY: Final = "trainer.expert_parallel"
+KEY: Final = "trainer.expert_parallel_size"
 
 NEAR: Final = 1e-4
 """Relative tolerance of split experts on a probe: summation order only."""

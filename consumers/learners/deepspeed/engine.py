@@ -62,7 +62,7 @@ class EngineOptions:
     memory: MemoryOptions = AT_ONCE
     routes: bool = False
     router_aux_loss: float = 0.0
-    expert_parallel: int = 1
+    expert_parallel_size: int = 1
     """Ranks that share a layer's experts; divides ranks and experts."""
 
 
@@ -166,7 +166,7 @@ class Engine:
         """Stored tensors, or those of the adapter's base, by file name, sorted."""
         self.base_files: dict[str, Piece] = {} if self.pairs is None else whole
         deepspeed = import_deepspeed(options.device)
-        many = options.expert_parallel
+        many = options.expert_parallel_size
         self._dealt = DealtExperts(network, many) if many > 1 else None
         module = _Scored(network, self.pairs, options, lean=lean, narrow=narrow, dealt=self._dealt)
         stored = _stored(network, self.pairs)

@@ -236,7 +236,7 @@ class DeepspeedLearner:
             Finish,
             divisor=divisor,
             learning_rate=step.learning_rate,
-            grad_norm_max=step.grad_norm_max,
+            max_grad_norm=step.max_grad_norm,
         )
         sums.note_update(self._rank.finish(command))
         self._note_updates(sums)
@@ -320,11 +320,11 @@ class DeepspeedLearner:
         options, engine = self._options, self._options.engine
         lora = engine.lora.numerics if engine.lora else {}
         narrow = {} if engine.published == "float32" else {"policies": engine.published}
-        dealt = engine.expert_parallel
+        dealt = engine.expert_parallel_size
         return (
             lora
             | narrow
-            | ({} if dealt == 1 else {"expert_parallel": str(dealt)})
+            | ({} if dealt == 1 else {"expert_parallel_size": str(dealt)})
             | balance_numerics(engine.router_aux_loss)
             | temperature_numerics(engine.temperature)
             | self._engine.unassigned.numerics

@@ -260,7 +260,7 @@ class Rank:
                 if not rounds:
                     continue
                 update = self._accumulate(rounds, step, ends=True)
-                update.norm = self.engine.update(step.learning_rate, step.grad_norm_max)
+                update.norm = self.engine.update(step.learning_rate, step.max_grad_norm)
                 done.append(update)
                 if not math.isfinite(update.norm):
                     break
@@ -281,7 +281,7 @@ class Rank:
         """Divide the gathered gradient and update; return the norm, possibly not finite."""
         self._states.come_back()
         with deterministic(self._threads), self._group.together():
-            return self._end_gathered(command.learning_rate, command.grad_norm_max, command.divisor)
+            return self._end_gathered(command.learning_rate, command.max_grad_norm, command.divisor)
 
     def _end_gathered(self, learning_rate: float, norm_max: float, divisor: float) -> float:
         """An empty last pass: ranks reduce only in a last pass, unknown until now."""

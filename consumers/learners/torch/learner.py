@@ -337,7 +337,7 @@ class TorchLearner:
         self._step_optimizer(step, sums)
 
     def _step_optimizer(self, step: StepSettings, sums: Sums) -> None:
-        sums.note_update(self._optimizer.gradient_norm(step.grad_norm_max))
+        sums.note_update(self._optimizer.gradient_norm(step.max_grad_norm))
         self._optimizer.update(step.learning_rate)
         self._model.updated = True
 

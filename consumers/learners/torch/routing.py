@@ -95,7 +95,7 @@ class RoutedExperts:
             raise PolicyError(
                 f"this {network.config.model_type} does not choose experts in a way that can be"
                 " taken from a record",
-                hint="sampling.routes = false",
+                hint="sampling.return_routed_experts = false",
             )
         self.differing = self.seen = 0
 

@@ -147,7 +147,7 @@ function factsOf({ run, totals, waited_share: idle, decisions: told }) {
     "sampled tokens": show(totals.tokens) + (totals.tokens_per_s === null ? "" :
       `, ${show(totals.tokens_per_s)} a second`),
     "a batch": `${show(run.per_step)} groups of ${show(run.group_size)}`,
-    "staleness bound": `${show(run.max_staleness)}${run.interruptible ? ", interruptible" : ""}`,
+    "staleness bound": `${show(run.max_staleness)}${run.partial_rollout ? ", partial_rollout" : ""}`,
     "trainer waited": idle === null ? null : `${(idle * 100).toFixed(1)} % of its time`,
     moves: told.counts.move || 0, seed: run.seed, planner: run.planner,
   };

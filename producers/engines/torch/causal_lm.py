@@ -273,7 +273,8 @@ def need_experts(model: CausalLM, where: Path, *, context_tokens: int) -> None:
     experts = model.experts
     if experts is None or not experts.layers:
         raise PolicyError(
-            f"sampling.routes: {where} is no mixture of experts", hint="leave the key out"
+            f"sampling.return_routed_experts: {where} is no mixture of experts",
+            hint="leave the key out",
         )
     entry = len(experts.layers) * experts.per_token * number_type(experts.count).itemsize
     need_room(context_tokens, entry)

@@ -1,7 +1,8 @@
 """The built-in engine: continuous batching of Hugging Face causal models, float32, CPU.
 
 A row's logits and keys depend on its tokens alone, bitwise (see `model`), so cached prefixes
-(`kv_keep`) equal a prefill. Nothing is cached where `probe` finds that prefill is not exact.
+(`prefix_cache_ratio`) equal a prefill. Nothing is cached where `probe` finds that prefill is not
+exact.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from dora_pipe.producers.engines.base import EngineBase, check_sizes
 from dora_pipe.producers.engines.port import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
-    INTERRUPTIBLE,
     KV_EXPORT,
     LORA,
+    PARTIAL_ROLLOUT,
     PREFILL_EXACT,
     PREFIX_REUSE,
     ROUTES,
@@ -100,8 +101,8 @@ class TorchEngine(EngineBase[int]):
         decode: Decode | None = None,
         clock: Clock | None = None,
         lora_rank: int = 0,
-        versions_resident: int = 1,
-        kv_keep: float = 0.0,
+        max_resident_versions: int = 1,
+        prefix_cache_ratio: float = 0.0,
         routes: bool = False,
         unassigned: Sequence[int] = (),
     ) -> None:
@@ -109,12 +110,14 @@ class TorchEngine(EngineBase[int]):
             slots=slots,
             context_tokens=context_tokens,
             versions=AdapterVersions(
-                model, slots=slots, rank=lora_rank, most=versions_resident, base=digest
+                model, slots=slots, rank=lora_rank, most=max_resident_versions, base=digest
             ),
             decode=decode,
             clock=clock,
         )
-        kept_max = int(kv_keep * slots * context_tokens) if PREFILL_EXACT in declares else 0
+        kept_max = (
+            int(prefix_cache_ratio * slots * context_tokens) if PREFILL_EXACT in declares else 0
+        )
         self.declares = declares | ({PREFIX_REUSE} if kept_max else set())
         self.declares |= {ROUTES} if routes else set()
         self.declares |= set() if lora_rank else {SLEEP}
@@ -154,16 +157,16 @@ class TorchEngine(EngineBase[int]):
         threads: int,
         decode: Decode | None = None,
         lora_rank: int = 0,
-        versions_resident: int = 1,
-        kv_keep: float = 0.0,
+        max_resident_versions: int = 1,
+        prefix_cache_ratio: float = 0.0,
         routes: bool = False,
     ) -> TorchEngine:
         """Open a model directory; `load` weights if it has none.
 
-        `lora_rank` and `versions_resident` bound the adapters on one base. Stop strings require
-        `decode`. The prefix cache holds `kv_keep` times all slots' tokens. `routes` enables routed
-        experts. Sets torch's thread count. Raises PolicyError for an unsupported model,
-        ConfigError, ResourceError.
+        `lora_rank` and `max_resident_versions` bound the adapters on one base. Stop strings require
+        `decode`. The prefix cache holds `prefix_cache_ratio` times all slots' tokens. `routes`
+        enables routed experts. Sets torch's thread count. Raises PolicyError for an unsupported
+        model, ConfigError, ResourceError.
         """
         check_sizes(slots, context_tokens, threads)
         torch.set_num_threads(threads)
@@ -182,8 +185,8 @@ class TorchEngine(EngineBase[int]):
                 declares=_measured(model, weights, lora_rank),
                 decode=decode,
                 lora_rank=lora_rank,
-                versions_resident=versions_resident,
-                kv_keep=kv_keep,
+                max_resident_versions=max_resident_versions,
+                prefix_cache_ratio=prefix_cache_ratio,
                 routes=routes,
                 unassigned=unassigned_ids(model_dir),
             )
@@ -425,6 +428,6 @@ def _measured(model: CausalLM, weights: Weights | None, lora_rank: int) -> froze
     )
     found = torch_probe.probe(weights, engine)
     if not lora_rank:
-        return found | {KV_EXPORT, INTERRUPTIBLE}
+        return found | {KV_EXPORT, PARTIAL_ROLLOUT}
     invariant = is_invariant(model, lora_rank)
     return (found if invariant else found - {BATCH_INVARIANT, PREFILL_EXACT}) | {KV_EXPORT, LORA}

@@ -204,7 +204,7 @@ def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:
     if settings.sleep and facts.device != "cpu" and not facts.sleeps:
         raise ConfigError(
             "vLLM's server cannot let go of its memory, and the worker is elastic",
-            hint="start it with --sleep, or a run with workers.elastic = 0",
+            hint="start it with --sleep, or a run with workers.colocated = 0",
         )
 
 
@@ -217,17 +217,17 @@ def check_room(
         raise ConfigError(
             f"vLLM's server has {facts.slots} slots and contexts of {facts.context_tokens}"
             f" tokens, the worker wants {slots} and {context_tokens}",
-            hint="fewer workers.slots or workers.context_tokens, or start it with more",
+            hint="fewer workers.max_num_seqs or workers.max_model_len, or start it with more",
         )
-    has = f"adapters of rank {facts.lora_rank}, {facts.versions_resident} at once"
+    has = f"adapters of rank {facts.lora_rank}, {facts.max_resident_versions} at once"
     if facts.lora_rank and not rank:
         raise ConfigError(
             f"vLLM's server hosts {has}, the run has none",
             hint="start it without --lora-rank",
         )
-    if facts.lora_rank < rank or facts.versions_resident < most:
+    if facts.lora_rank < rank or facts.max_resident_versions < most:
         raise ConfigError(
             f"vLLM's server hosts {has if facts.lora_rank else 'no adapters'},"
             f" the worker wants rank {rank}, {most} at once",
-            hint=f"start it with --lora-rank {rank} --versions-resident {most}",
+            hint=f"start it with --lora-rank {rank} --max-resident-versions {most}",
         )

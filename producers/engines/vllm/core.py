@@ -78,12 +78,12 @@ class VllmSettings:
     """User settings of vLLM besides slots and context."""
 
     dtype: Dtype = "float32"
-    eager: bool = True
-    kv_gb: float = 0.0
+    enforce_eager: bool = True
+    kv_cache_gb: float = 0.0
     """GiB of the KV cache; 0: full contexts in all slots."""
-    tensor_parallel: int = 1
+    tensor_parallel_size: int = 1
     """Processes that split each layer."""
-    pipeline_parallel: int = 1
+    pipeline_parallel_size: int = 1
     """Groups that split the layers."""
     sleep: bool = False
     """Enable sleep; on a GPU with another allocator, one per process."""
@@ -92,7 +92,7 @@ class VllmSettings:
 
     @property
     def parts(self) -> int:
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 def prepare(threads: int, environment: Mapping[str, str] | None = None) -> None:
@@ -137,7 +137,7 @@ def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
     """Convert an exception of REFUSALS."""
     said = " ".join(str(error).split()) or type(error).__name__
     if _is_of_here(error):
-        hint = "fewer workers.slots, a shorter workers.context_tokens, or workers.vllm.kv_gb"
+        hint = "lower workers.max_num_seqs or max_model_len, or set workers.vllm.kv_cache_gb"
         return ResourceError(f"vLLM does not start: {said}", hint=hint)
     return PolicyError(f"vLLM does not take the model of {model_dir}: {said}")
 
@@ -156,8 +156,8 @@ def arguments(
         need_gpus(settings, gpus_seen())
         free = {"gpu_memory_utilization": GPU_FREE_MIN}
     return free | {
-        "tensor_parallel_size": settings.tensor_parallel,
-        "pipeline_parallel_size": settings.pipeline_parallel,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
         "model": str(model_dir),
         "dtype": settings.dtype,
         "max_model_len": context_tokens,
@@ -166,7 +166,7 @@ def arguments(
         "kv_cache_memory_bytes": _kv_bytes(model_dir, settings, slots, context_tokens, device),
         "block_size": BLOCK_TOKENS[device],
         "load_format": "dummy",
-        "enforce_eager": settings.eager,
+        "enforce_eager": settings.enforce_eager,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
@@ -181,19 +181,20 @@ def need_kv_room(
     """Raise ConfigError if the KV cache cannot hold a context besides vLLM's reserved block."""
     config = read_config(model_dir)
     family = config.get("model_type")
-    if not settings.kv_gb or family not in FAMILIES or window_of(config, family) is not None:
+    if not settings.kv_cache_gb or family not in FAMILIES or window_of(config, family) is not None:
         return  # All slots fit, or only vLLM knows the size.
     block = block or BLOCK_TOKENS["cpu" if version_of(CPU_BUILD) else "cuda"]
     parts = settings.parts
     token = token_kv_values(config, settings) * itemsize_of(settings)
-    held = int(settings.kv_gb * 2**30) // parts // (token * block)
+    held = int(settings.kv_cache_gb * 2**30) // parts // (token * block)
     wanted = math.ceil(context_tokens / block) + 1
     if held < wanted:
         least = math.ceil(wanted * block * token * parts / 2**30 * 1000) / 1000
         raise ConfigError(
-            f"workers.vllm.kv_gb: {settings.kv_gb:g} GiB hold {max(0, held - 1) * block} tokens of"
-            f" this model, fewer than a context of {context_tokens}",
-            hint=f"workers.vllm.kv_gb = {least:g} or more, or a shorter workers.context_tokens",
+            f"workers.vllm.kv_cache_gb: {settings.kv_cache_gb:g} GiB hold"
+            f" {max(0, held - 1) * block} tokens of this model, fewer than a context of"
+            f" {context_tokens}",
+            hint=f"workers.vllm.kv_cache_gb = {least:g} or more, or a lower workers.max_model_len",
         )
 
 
@@ -223,21 +224,22 @@ def device_name() -> str:
 
 def need_gpus(settings: VllmSettings, seen: int) -> None:
     """Raise ConfigError for too few GPUs, before the server starts."""
-    wanted = settings.tensor_parallel * settings.pipeline_parallel
+    wanted = settings.tensor_parallel_size * settings.pipeline_parallel_size
     if wanted > seen:
         raise ConfigError(
-            f"workers.vllm.tensor_parallel {settings.tensor_parallel} and pipeline_parallel "
-            f"{settings.pipeline_parallel} want {wanted} GPUs, and a worker sees {seen} here",
+            f"workers.vllm.tensor_parallel_size {settings.tensor_parallel_size} and "
+            f"pipeline_parallel_size {settings.pipeline_parallel_size} want {wanted} GPUs, and a "
+            f"worker sees {seen} here",
             hint="nvidia-smi -L lists them; workers.gpus chooses among them",
         )
 
 
 def check_parts(model: Any, settings: VllmSettings) -> None:
     """Raise ValueError if the processes cannot split the model."""
-    heads, parts = int(model.hf_text_config.num_attention_heads), settings.tensor_parallel
+    heads, parts = int(model.hf_text_config.num_attention_heads), settings.tensor_parallel_size
     if heads % parts:
         raise ValueError(f"{heads} attention heads cannot be shared by {parts} processes")
-    layers, stages = int(model.get_total_num_hidden_layers()), settings.pipeline_parallel
+    layers, stages = int(model.get_total_num_hidden_layers()), settings.pipeline_parallel_size
     if layers < stages:
         raise ValueError(f"{layers} layers are too few for {stages} groups of processes")
     if settings.args.get("enable_expert_parallel"):
@@ -271,8 +273,8 @@ def _kv_bytes(
     model_dir: Path, settings: VllmSettings, slots: int, context_tokens: int, device: str
 ) -> int:
     """Return the KV cache bytes per process."""
-    if settings.kv_gb:
-        return int(settings.kv_gb * 2**30) // settings.parts
+    if settings.kv_cache_gb:
+        return int(settings.kv_cache_gb * 2**30) // settings.parts
     block = BLOCK_TOKENS[device]
     blocks = slots * math.ceil(context_tokens / block) + SPARE_BLOCKS
     values = token_kv_values(read_config(model_dir), settings)
@@ -287,7 +289,7 @@ def itemsize_of(settings: VllmSettings) -> int:
 def token_kv_values(config: Mapping[str, Any], settings: VllmSettings = VllmSettings()) -> int:
     """Return the KV cache values per token, in the process with most layers. Raises PolicyError if
     sizes are missing."""
-    parts, stages = settings.tensor_parallel, settings.pipeline_parallel
+    parts, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
     try:
         layers, heads = int(config["num_hidden_layers"]), int(config["num_attention_heads"])
         layers = math.ceil(layers / stages)
@@ -299,7 +301,7 @@ def token_kv_values(config: Mapping[str, Any], settings: VllmSettings = VllmSett
     except (KeyError, TypeError, ValueError):
         raise PolicyError(
             "the model's config does not tell the sizes of its attention",
-            hint="set workers.vllm.kv_gb",
+            hint="set workers.vllm.kv_cache_gb",
         ) from None
 
 

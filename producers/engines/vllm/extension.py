@@ -70,7 +70,7 @@ class Extension:
         self.model_runner.sampler = ServerSampler(self.model_runner, ids)
         _make_intermediate_tensors(self.model_runner)
         if routes and config.parallel_config.pipeline_parallel_size > 1:
-            return {"error": "no process of it knows all experts of a token (pipeline_parallel)"}
+            return {"error": "pipeline_parallel_size: no process knows all experts of a token"}
         if routes:
             try:
                 self.dora_kept = vllm_routes.KeptRoutes(self.model_runner)
@@ -87,7 +87,7 @@ class Extension:
             "device": vllm_core.device_name(),
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "lora_rank": lora.max_lora_rank if lora is not None else 0,
-            "versions_resident": lora.max_loras if lora is not None else 1,
+            "max_resident_versions": lora.max_loras if lora is not None else 1,
             "sleeps": config.model_config.enable_sleep_mode,
         }
 

@@ -12,16 +12,16 @@ from dora_pipe.core.errors import ConfigError
 KEYS: Final[Mapping[str, str]] = {
     "dtype": "workers.vllm.dtype",
     "enable_lora": "lora.rank",
-    "enable_sleep_mode": "workers.elastic",
-    "enforce_eager": "workers.vllm.eager",
-    "kv_cache_memory_bytes": "workers.vllm.kv_gb",
+    "enable_sleep_mode": "workers.colocated",
+    "enforce_eager": "workers.vllm.enforce_eager",
+    "kv_cache_memory_bytes": "workers.vllm.kv_cache_gb",
     "max_lora_rank": "lora.rank",
-    "max_loras": "workers.versions_resident",
-    "max_model_len": "workers.context_tokens",
-    "max_num_seqs": "workers.slots",
+    "max_loras": "workers.max_resident_versions",
+    "max_model_len": "workers.max_model_len",
+    "max_num_seqs": "workers.max_num_seqs",
     "model": "model.path",
-    "pipeline_parallel_size": "workers.vllm.pipeline_parallel",
-    "tensor_parallel_size": "workers.vllm.tensor_parallel",
+    "pipeline_parallel_size": "workers.vllm.pipeline_parallel_size",
+    "tensor_parallel_size": "workers.vllm.tensor_parallel_size",
 }
 """Options with a config key."""
 

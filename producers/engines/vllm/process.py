@@ -68,18 +68,18 @@ class ServerProcess:
         context_tokens: int,
         threads: int,
         lora_rank: int = 0,
-        versions_resident: int = 1,
+        max_resident_versions: int = 1,
     ) -> ServerProcess:
         """Start a server and wait until it is healthy. Raises PolicyError for an unsupported model,
         ResourceError."""
         words = [sys.executable, "-m", PROGRAM, str(model_dir), "--lifeline"]
-        words += ["--slots", str(slots), "--context-tokens", str(context_tokens)]
+        words += ["--max-num-seqs", str(slots), "--max-model-len", str(context_tokens)]
         words += ["--threads", str(threads), "--dtype", settings.dtype]
-        words += ["--kv-gb", str(settings.kv_gb), "--lora-rank", str(lora_rank)]
-        words += ["--tensor-parallel", str(settings.tensor_parallel)]
-        words += ["--pipeline-parallel", str(settings.pipeline_parallel)]
-        words += ["--versions-resident", str(versions_resident)]
-        words += [] if settings.eager else ["--graphs"]
+        words += ["--kv-cache-gb", str(settings.kv_cache_gb), "--lora-rank", str(lora_rank)]
+        words += ["--tensor-parallel-size", str(settings.tensor_parallel_size)]
+        words += ["--pipeline-parallel-size", str(settings.pipeline_parallel_size)]
+        words += ["--max-resident-versions", str(max_resident_versions)]
+        words += [] if settings.enforce_eager else ["--graphs"]
         words += ["--sleep"] if settings.sleep else []
         words += ["--args", json.dumps(dict(settings.args))] if settings.args else []
         report, theirs = os.pipe()

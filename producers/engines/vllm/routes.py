@@ -34,12 +34,13 @@ class KeptRoutes:
         config, model = runner.vllm_config, runner.get_model()
         if not config.model_config.is_moe:
             raise PolicyError(
-                "sampling.routes: the model is no mixture of experts", hint="leave the key out"
+                "sampling.return_routed_experts: the model is no mixture of experts",
+                hint="leave the key out",
             )
         if not config.model_config.enforce_eager:  # graphs precede the capturer
             raise PolicyError(
-                "sampling.routes: vLLM's compiled graphs do not say which experts tokens go by",
-                hint="workers.vllm.eager = true",
+                "sampling.return_routed_experts: vLLM's compiled graphs report no routed experts",
+                hint="workers.vllm.enforce_eager = true",
             )
         scheduler = config.scheduler_config
         self._runner = runner
@@ -52,7 +53,9 @@ class KeptRoutes:
         try:
             bind_routed_experts_capturer(model, self._capturer)
         except ValueError as error:
-            raise PolicyError(f"sampling.routes: {error}", hint="leave the key out") from error
+            raise PolicyError(
+                f"sampling.return_routed_experts: {error}", hint="leave the key out"
+            ) from error
 
     def note(self) -> None:
         """Record the current step."""

@@ -1,7 +1,7 @@
 """Start vLLM's OpenAI-compatible server for the vllm engine.
 
-    VLLM_API_KEY=... python -m dora_pipe.producers.engines.vllm.serve MODEL --slots 64 \\
-        --context-tokens 1024 --port 8000
+    VLLM_API_KEY=... python -m dora_pipe.producers.engines.vllm.serve MODEL --max-num-seqs 64 \\
+        --max-model-len 1024 --port 8000
 
 The worker loads the weights. A guard requires the API key on every path: vLLM alone leaves its
 weight endpoints open. With `--lifeline` the server exits when its stdin closes.
@@ -92,18 +92,18 @@ def _parser() -> argparse.ArgumentParser:
         description="vLLM for a vllm worker",
     )
     parser.add_argument("model", type=Path, help="a model directory; its weights are not read")
-    parser.add_argument("--slots", type=int, required=True)
-    parser.add_argument("--context-tokens", type=int, required=True)
+    parser.add_argument("--max-num-seqs", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0: any that is free")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--kv-gb", type=float, default=0.0)
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="processes, GPUs")
-    parser.add_argument("--pipeline-parallel", type=int, default=1, help="groups of these")
+    parser.add_argument("--kv-cache-gb", type=float, default=0.0)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="processes, GPUs")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="groups of these")
     parser.add_argument("--graphs", action="store_true", help="compiled graphs, for a GPU")
     parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
-    parser.add_argument("--versions-resident", type=int, default=1, help="adapters at once")
+    parser.add_argument("--max-resident-versions", type=int, default=1, help="adapters at once")
     parser.add_argument("--sleep", action="store_true", help="let go of a GPU's memory when told")
     parser.add_argument("--args", type=json.loads, default={}, help="other options of vLLM, JSON")
     parser.add_argument("--lifeline", action="store_true", help="end when stdin ends")
@@ -135,7 +135,7 @@ def _check_adapters(asked: argparse.Namespace) -> None:
     most = vllm_lora.RANKS[-1]
     if not 0 <= asked.lora_rank <= most:
         raise ConfigError(f"vLLM hosts adapters of ranks up to {most}, not {asked.lora_rank}")
-    if asked.versions_resident < 1:
+    if asked.max_resident_versions < 1:
         raise ConfigError("a server needs room for at least one version")
 
 
@@ -147,28 +147,28 @@ def _arguments(asked: argparse.Namespace) -> argparse.Namespace:
 
     settings = VllmSettings(
         dtype=asked.dtype,
-        eager=not asked.graphs,
-        kv_gb=asked.kv_gb,
-        tensor_parallel=asked.tensor_parallel,
-        pipeline_parallel=asked.pipeline_parallel,
+        enforce_eager=not asked.graphs,
+        kv_cache_gb=asked.kv_cache_gb,
+        tensor_parallel_size=asked.tensor_parallel_size,
+        pipeline_parallel_size=asked.pipeline_parallel_size,
         sleep=asked.sleep,
         args=asked.args,
     )
     arguments: argparse.Namespace = vllm_parser().parse_args(command_words(asked.args))
     given = {option_of(name) for name in asked.args}
     engine = vllm_core.arguments(
-        asked.model, settings, slots=asked.slots, context_tokens=asked.context_tokens
+        asked.model, settings, slots=asked.max_num_seqs, context_tokens=asked.max_model_len
     )
     from dora_pipe.producers.engines.vllm import kv as vllm_kv
     from dora_pipe.producers.engines.vllm.weights import BACKEND
 
     device = vllm_core.device_name()
     vllm_lora.check_kernels(asked.lora_rank, device, asked.dtype)
-    adapters = vllm_lora.arguments(asked.lora_rank, asked.versions_resident, device=device)
+    adapters = vllm_lora.arguments(asked.lora_rank, asked.max_resident_versions, device=device)
     ours = {
         **engine,
         **adapters,
-        **(vllm_kv.arguments() if asked.pipeline_parallel == 1 else {}),
+        **(vllm_kv.arguments() if asked.pipeline_parallel_size == 1 else {}),
         "tokens_only": True,
         "generation_config": "vllm",
         "served_model_name": ["policy"],

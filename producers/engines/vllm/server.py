@@ -32,9 +32,9 @@ from dora_pipe.core.errors import InvariantBroken, ResourceError
 from dora_pipe.producers.engines.base import EngineBase, check_sizes
 from dora_pipe.producers.engines.port import (
     COUNTER_SAMPLING,
-    INTERRUPTIBLE,
     KV_EXPORT,
     LORA,
+    PARTIAL_ROLLOUT,
     ROUTES,
     SLEEP,
     UNASSIGNED_LEFT_OUT,
@@ -115,32 +115,32 @@ class VllmEngine(EngineBase[VllmRequest]):
         decode: Decode | None = None,
         clock: Clock | None = None,
         lora_rank: int = 0,
-        versions_resident: int = 1,
+        max_resident_versions: int = 1,
         routes: bool = False,
     ) -> None:
         """Connect to `address`, or start a server.
 
-        `lora_rank` and `versions_resident` bound the adapters on one base; `routes` enables routed
-        experts. Raises ConfigError for invalid or unavailable sizes, PolicyError for an unsupported
-        model, ResourceError if the server does not start.
+        `lora_rank` and `max_resident_versions` bound the adapters on one base; `routes` enables
+        routed experts. Raises ConfigError for invalid or unavailable sizes, PolicyError for an
+        unsupported model, ResourceError if the server does not start.
         """
         check_sizes(slots, context_tokens, threads)
         settings, process, ids = settings or VllmSettings(), None, unassigned_ids(model_dir)
         if address is None:
             sizes = {"slots": slots, "context_tokens": context_tokens, "threads": threads}
-            adapters = {"lora_rank": lora_rank, "versions_resident": versions_resident}
+            adapters = {"lora_rank": lora_rank, "max_resident_versions": max_resident_versions}
             process = ServerProcess.start(model_dir, settings, **sizes, **adapters)
             address = process.address
         self._server = VllmServerClient(address, process)
         with ExitStack() as undo:
             undo.callback(self._server.close, [])
             self._facts = facts = self._server.open(routes=routes, unassigned=ids)
-            check_room(facts, slots, context_tokens, lora_rank, versions_resident)
+            check_room(facts, slots, context_tokens, lora_rank, max_resident_versions)
             check_sleep(facts, settings)
             super().__init__(
                 slots=slots,
                 context_tokens=context_tokens,
-                versions=LoraVersions(self._server, rank=lora_rank, most=versions_resident),
+                versions=LoraVersions(self._server, rank=lora_rank, most=max_resident_versions),
                 decode=decode,
                 clock=clock,
             )
@@ -149,7 +149,7 @@ class VllmEngine(EngineBase[VllmRequest]):
             undo.callback(self._caches.close)
             self._layout = self._caches.facts.layout
             given = {
-                LORA if lora_rank else INTERRUPTIBLE: True,
+                LORA if lora_rank else PARTIAL_ROLLOUT: True,
                 UNASSIGNED_LEFT_OUT: bool(ids),
                 SLEEP: settings.sleep,
                 KV_EXPORT: bool(self._layout),

@@ -139,7 +139,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     lora_rank: int
     """Maximum adapter rank; 0 without adapters."""
-    versions_resident: int
+    max_resident_versions: int
     sleeps: bool = False
 
 

@@ -56,7 +56,7 @@ GROUPS: Final = 4
 SIBLINGS: Final = 4
 
 WHOLE_EVERY: Final = (1, 3, 50)
-"""Values of `policies.whole_every`: full checkpoints, or mostly deltas."""
+"""Values of `policies.full_every`: full checkpoints, or mostly deltas."""
 
 LEASE_S: Final = 5.0
 
@@ -256,14 +256,14 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
         "model": {"path": str(model)},
         "task": {"kind": "tests.support.kill_rounds.task:DigitShare", "options": {"sigma": 0.5}},
         "sampling": {"max_tokens": MAX_TOKENS},
-        "groups": {"size": SIBLINGS, "per_step": GROUPS},
+        "rollout": {"group_size": SIBLINGS, "prompts_per_step": GROUPS},
         "staleness": {"max_staleness": 2},
         "evaluation": {"prompts": 4, "every": 3, "sampling": {"max_tokens": MAX_TOKENS}},
         "trainer": {"learning_rate": 1e-3, "minibatches": 2, "checkpoint_every": 4},
         "workers": {
             "count": len(WORKERS),
-            "slots": 8,
-            "context_tokens": fault_roles.CONTEXT_TOKENS,
+            "max_num_seqs": 8,
+            "max_model_len": fault_roles.CONTEXT_TOKENS,
             "checkpoint_tokens": 8,
         },
         "policies": _policies(order),
@@ -286,7 +286,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
 def _policies(order: Order) -> dict[str, Any]:
     """Draw storage settings from the round's seed, independently of other draws."""
     every = random.Random(f"{order.seed}/versions").choice(WHOLE_EVERY)
-    return {"whole_every": every} | ({} if every == 1 else {"dtype": "bfloat16"})
+    return {"full_every": every} | ({} if every == 1 else {"dtype": "bfloat16"})
 
 
 def _make_several(plain: dict[str, Any]) -> None:
@@ -298,7 +298,7 @@ def _make_several(plain: dict[str, Any]) -> None:
     ranked = {"kind": "tests.support.kill_rounds.task:Ranked"}
     plain["more_tasks"] = [task | drawn | ranked | {"name": "seldom"}]
     plain["evaluation"] = evaluation | {"name": "often"}
-    own = {"name": "seldom", "task": "seldom", "every": 2, "prompts": 2, "siblings": 2}
+    own = {"name": "seldom", "task": "seldom", "every": 2, "prompts": 2, "group_size": 2}
     plain["more_evaluations"] = [evaluation | own]
 
 

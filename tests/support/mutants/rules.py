@@ -18,7 +18,7 @@ import msgspec
 
 from dora_pipe.bus.memory import MemoryWriter
 from dora_pipe.bus.port import Append
-from dora_pipe.config.model import in_flight_batches
+from dora_pipe.config.model import async_batches
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.machine import TrainerMachine
 from dora_pipe.consumers.trainer.recovery import read_history
@@ -189,7 +189,7 @@ def _training_is_free(patches: Patches) -> None:
     right = staleness.admissible
 
     def admissible(deadlines: Mapping[int, int], at: Standing) -> int:
-        more = dataclasses.replace(at, in_flight_batches=at.in_flight_batches + at.training)
+        more = dataclasses.replace(at, async_batches=at.async_batches + at.training)
         return right(deadlines, more)
 
     patches.everywhere(staleness.admissible, admissible)
@@ -246,7 +246,7 @@ def _expires_early(patches: Patches) -> None:
     def time_groups(self: Any, names: Any, now: Any) -> None:
         right(self, names, now)
         if self._times is not None:
-            self._times._lease_ns = int(self.state.config.groups.seconds_max * 5e8)
+            self._times._lease_ns = int(self.state.config.rollout.group_timeout_s * 5e8)
 
     patches.put(machine.OrchestratorMachine, "_time_groups", time_groups)
 
@@ -373,9 +373,9 @@ def _beyond_c(patches: Patches) -> None:
 
     def most(state: State) -> float:
         assert state.config is not None
-        return in_flight_batches(state.config.staleness)
+        return async_batches(state.config.staleness)
 
-    patches.put(State, "in_flight_batches", property(most))
+    patches.put(State, "async_batches", property(most))
 
 
 def _attempts_for_ever(patches: Patches) -> None:

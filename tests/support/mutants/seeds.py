@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.config.model import Config
-from dora_pipe.config.storage import whole_every
+from dora_pipe.config.storage import full_every
 from dora_pipe.sim.scenario import Scenario, draw
 from tests.support.mutants.elastic import OF_ELASTIC
 from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS
@@ -26,13 +26,13 @@ def _both(one: Meets, other: Meets) -> Meets:
     return lambda drawn: one(drawn) and other(drawn)
 
 
-_PARTS: Final = _of(lambda config: config.trainer.parts > 1)
-_SPARES: Final = _of(lambda config: config.groups.spare > 0)
-_TIMED: Final = _of(lambda config: config.groups.seconds_max is not None)
+_PARTS: Final = _of(lambda config: config.trainer.batch_parts > 1)
+_SPARES: Final = _of(lambda config: config.rollout.group_redundancy > 0)
+_TIMED: Final = _of(lambda config: config.rollout.group_timeout_s is not None)
 _TOGETHER: Final = _of(lambda config: any(use.group for one in config.tasks for use in one.rewards))
 _DELETES: Final = _of(lambda config: config.store.keep_every not in (0, "auto"))
 
-_PATCHES: Final = _of(lambda config: whole_every(config, "float32") > 1)
+_PATCHES: Final = _of(lambda config: full_every(config, "float32") > 1)
 
 _MEETS: Final[dict[str, Meets]] = {
     **{
@@ -49,7 +49,7 @@ _MEETS: Final[dict[str, Meets]] = {
     "part-twice": _PARTS,
     "part-outlives": _both(_PARTS, _under("command-fail-batch")),
     "update-while-written": _of(lambda config: config.trainer.minibatches > 1),
-    "beyond-c": _of(lambda config: config.staleness.in_flight_batches == "auto"),
+    "beyond-c": _of(lambda config: config.staleness.async_batches == "auto"),
     "spares-awaited": _SPARES,
     "surplus-trained": _SPARES,
     "expired-fails": _TIMED,
@@ -57,7 +57,7 @@ _MEETS: Final[dict[str, Meets]] = {
     "old-scores-count": _TOGETHER,
     "alone-trained": _TOGETHER,
     "counted-at-once": _of(
-        lambda config: any(one.sampler or one.drop_solved for one in config.tasks)
+        lambda config: any(one.sampler or one.max_solve_rate for one in config.tasks)
     ),
     "weights-stay": _of(lambda config: any(one.sampler for one in config.tasks)),
     "base-dropped": _both(_PATCHES, _DELETES),

@@ -65,7 +65,7 @@ def test_the_way_over_the_ice_is_worth_one() -> None:
 
 
 def test_a_turn_that_is_no_action_is_told_so_and_too_many_end_the_episode() -> None:
-    task = lake(mistake=-0.1, mistakes_max=1)
+    task = lake(mistake=-0.1, max_mistakes=1)
     _, seen, reward = played(task, task.rows("train")[0], ("north", "south"))
     assert seen[0].text == "\nerror: an action is one of left, down, right, up\n"
     assert not seen[0].ok and not seen[0].done

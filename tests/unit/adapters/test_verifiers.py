@@ -275,7 +275,7 @@ def rewards(policy: Policy, stage: Stage, env: dict[str, Any]) -> list[Reward]:
     policy.stage = stage
     options = {"env": env, "count": ROLLOUTS, "eval_count": 1}
     found: list[TaskEvent] = []
-    with opened(options=options, episode_seconds=PATIENCE_S) as pool:
+    with opened(options=options, episode_timeout_s=PATIENCE_S) as pool:
         pool.wait()
         for at in range(ROLLOUTS):
             url, key = stage.open(f"g-{at}/0")

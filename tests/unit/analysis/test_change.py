@@ -19,7 +19,7 @@ from dora_pipe.core.errors import UsageError
 from tests.support.batches import SETTINGS, make_batch
 from tests.unit.consumers.test_torch_objectives import Policy
 
-ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "trainer.grad_norm_max": 1e6}
+ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "trainer.max_grad_norm": 1e6}
 
 
 @pytest.fixture(scope="module")

@@ -51,13 +51,16 @@ def test_admission_is_that_of_the_orchestrator(
     # U is feasible at all times; the orchestrator does not check again.
     assume(staleness.feasible(Counter(deadlines), version + training, per_step))
     config = make_config(
-        staleness__max_staleness=eta, groups__per_step=per_step, run__steps=6, groups__size=2
+        staleness__max_staleness=eta,
+        rollout__prompts_per_step=per_step,
+        run__steps=6,
+        rollout__group_size=2,
     )
     at = staleness.Standing(
         version=version,
         training=training,
         max_staleness=eta,
-        in_flight_batches=min(2.0, eta + 1.0),
+        async_batches=min(2.0, eta + 1.0),
         per_step=per_step,
         steps=6,
     )
@@ -69,7 +72,7 @@ def test_admission_is_that_of_the_orchestrator(
 
 def _says(batches: float | None, before: float = 2.0, **staleness: object) -> str:
     books = BoundLedger(in_flight=before)
-    automatic = {"in_flight_batches": "auto", "max_staleness": 3, **staleness}
+    automatic = {"async_batches": "auto", "max_staleness": 3, **staleness}
     config = make_config(**{f"staleness__{name}": value for name, value in automatic.items()})
     return books.why_not_in_flight(batches, EffectiveConfig(config))
 
@@ -80,7 +83,7 @@ def test_an_automatic_c_is_said_by_every_batch_and_changes_a_little_at_a_time() 
     assert "not between 2 and 4" in _says(4.25, before=4.0)
     assert "not between 2 and 4" in _says(1.75)
     assert "does not say" in _says(None)
-    assert "C is set" in _says(2.0, in_flight_batches=2.0)
+    assert "C is set" in _says(2.0, async_batches=2.0)
     assert not _says(2.0, before=4.0, max_staleness=1), "a bound that went down holds at once"
     assert not _says(4.0, before=4.0, max_staleness=1), "and C is not decided at every batch"
     assert "not between 2 and 2" in _says(3.75, before=4.0, max_staleness=1)
@@ -88,7 +91,7 @@ def test_an_automatic_c_is_said_by_every_batch_and_changes_a_little_at_a_time() 
 
 def test_admission_is_held_against_the_c_that_the_newest_batch_said() -> None:
     config = make_config(
-        staleness__max_staleness=2, staleness__in_flight_batches="auto", groups__per_step=2
+        staleness__max_staleness=2, staleness__async_batches="auto", rollout__prompts_per_step=2
     )
     books = _books([2, 2, 2, 2], 0, training=False)
     assert "the limit is 4" in books.why_not_admit(2, EffectiveConfig(config))
@@ -100,7 +103,7 @@ def test_admission_is_held_against_the_c_that_the_newest_batch_said() -> None:
 def test_the_batch_that_may_be_taken_is_that_of_the_orchestrator(
     deadlines: list[int], done: list[bool], per_step: int
 ) -> None:
-    config = make_config(groups__per_step=per_step, run__steps=9)
+    config = make_config(rollout__prompts_per_step=per_step, run__steps=9)
     books = _books(deadlines, 0, training=False)
     finished = sorted(
         staleness.Finished(deadline, ordinal, _spec(ordinal, deadline).group)
@@ -165,21 +168,21 @@ def _fact(name: str, reward: float | None) -> TrajectoryLogged:
 
 
 def test_group_is_finished_when_all_ended_and_enough_are_valid() -> None:
-    rules = make_config(groups__min_valid_siblings=2).groups
+    rules = make_config(rollout__min_valid_trajectories=2).rollout
     assert outlook_of(_group(1.0, 0.0, None), rules) == "running"
     assert outlook_of(_group(1.0, 0.0, None, "failed"), rules) == "finished"
 
 
 def test_group_has_failed_as_soon_as_too_few_can_be_valid() -> None:
-    rules = make_config(groups__min_valid_siblings=2).groups
+    rules = make_config(rollout__min_valid_trajectories=2).rollout
     assert outlook_of(_group(None, "failed"), rules) == "running"
     assert outlook_of(_group(None, "failed", None), rules) == "failed"
 
 
 def test_equal_rewards_filter_a_group_only_where_they_are_filtered() -> None:
     equal = _group(1.0, 1.0, None, "failed")
-    assert outlook_of(equal, make_config().groups) == "finished"
-    filtering = make_config(groups__filter_zero_advantage=True).groups
+    assert outlook_of(equal, make_config().rollout) == "finished"
+    filtering = make_config(rollout__filter_zero_advantage=True).groups
     assert outlook_of(equal, filtering) == "filtered"
     assert outlook_of(_group(1.0, 0.0, 1.0, 1.0), filtering) == "finished"
 
@@ -192,24 +195,24 @@ def test_set_changes_logged_keys_and_nothing_else() -> None:
     in_force = EffectiveConfig(make_config(run__steps=9))
     in_force.command(_command("set", **{"staleness.max_staleness": 3}), step=2, waiting=0)
     assert in_force.config.staleness.max_staleness == 3
-    for wrong in ({"groups.size": 9}, {"staleness.max_staleness": "many"}, {"run.steps": 1}):
+    for wrong in ({"rollout.group_size": 9}, {"staleness.max_staleness": "many"}, {"run.steps": 1}):
         before = in_force.config
         in_force.command(_command("set", **wrong), step=2, waiting=0)
         assert in_force.config == before
 
 
 def test_set_of_another_objective_starts_from_its_defaults_as_in_the_run() -> None:
-    in_force = EffectiveConfig(make_config(objective__kl=0.1))
+    in_force = EffectiveConfig(make_config(objective__kl_coef=0.1))
     changes = {"objective.kind": "topr", "staleness.max_staleness": 3}
     in_force.command(_command("set", **changes), step=0, waiting=0)
-    assert in_force.config == with_settings(make_config(objective__kl=0.1), changes)
+    assert in_force.config == with_settings(make_config(objective__kl_coef=0.1), changes)
     for refused in ("none", "mine:OBJECTIVE"):
         in_force.command(_command("set", **{"objective.kind": refused}), step=0, waiting=0)
         assert in_force.config.objective.kind == "topr"
 
 
 def test_stop_leaves_the_steps_that_the_groups_in_flight_fill() -> None:
-    in_force = EffectiveConfig(make_config(run__steps=9, groups__per_step=2))
+    in_force = EffectiveConfig(make_config(run__steps=9, rollout__prompts_per_step=2))
     in_force.command(_command("stop"), step=3, waiting=5)
     assert in_force.steps == 5
     in_force.command(_command("stop", now=True), step=3, waiting=5)

@@ -35,13 +35,13 @@ WORKERS = {"w0": (4, 1), "w1": (3, 2), "w2": (2, 0)}
 
 def _world(seed: int, chances: Chances = FAULTS) -> World:
     config = make_config(
-        groups__per_step=1 + seed % 3,
-        groups__size=2 + seed % 3,
-        groups__filter_zero_advantage=bool(seed % 2),
+        rollout__prompts_per_step=1 + seed % 3,
+        rollout__group_size=2 + seed % 3,
+        rollout__filter_zero_advantage=bool(seed % 2),
         staleness__max_staleness=seed % 4,
         run__steps=10,
         evaluation__prompts=2,
-        evaluation__siblings=2,
+        evaluation__group_size=2,
         evaluation__every=3,
     )
     return World(seed=seed, config=config, workers=WORKERS, chances=chances)

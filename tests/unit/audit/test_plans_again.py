@@ -41,9 +41,9 @@ KINDS = (Dispatch, Place, Move, Cancel, Assign, Drain, Fence, TakeBatch, End, St
 def turns() -> tuple[FoldedRound, ...]:
     config = records.make_config(
         run__steps=8,
-        groups__size=4,
-        groups__per_step=3,
-        groups__min_valid_siblings=4,
+        rollout__group_size=4,
+        rollout__prompts_per_step=3,
+        rollout__min_valid_trajectories=4,
         staleness__max_staleness=2,
     )
     chances = Chances(

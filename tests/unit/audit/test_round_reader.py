@@ -132,7 +132,7 @@ def test_unreadable_fact_is_a_violation_unless_the_run_has_buried_it() -> None:
         key=b"",
         value=b"nonsense",
     )
-    value, headers = encode_dead_letter(letter, record_bytes_max=10_000)
+    value, headers = encode_dead_letter(letter, max_record_bytes=10_000)
     log.writer.append([Append(topic=TOPICS.dead_letters, value=value, headers=headers)])
     log.writer.append([Append(topic=TOPICS.dead_letters, value=b"no dead letter")])
     log.round()

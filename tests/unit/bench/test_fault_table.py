@@ -116,12 +116,12 @@ def test_a_bus_that_cannot_be_is_refused_before_anything_starts(
 
 def test_versions_are_patches_in_most_rounds_and_their_copies_are_damaged(tmp_path: Path) -> None:
     drawn = {
-        round_config(tmp_path, msgspec.structs.replace(ORDER, seed=seed), {}).policies.whole_every
+        round_config(tmp_path, msgspec.structs.replace(ORDER, seed=seed), {}).policies.full_every
         for seed in range(20)
     }
     assert drawn == set(WHOLE_EVERY)
     store = PolicyStore(tmp_path / "p")
-    published = publish_walk(store, 3, whole_every=8)
+    published = publish_walk(store, 3, full_every=8)
     assert damage_copies(store.root / MADE) == 2
     for one in published:
         assert store.verify(one.manifest.digest) == one.manifest

@@ -29,7 +29,7 @@ from tests.support.offpolicy import measured
 
 GRPO: Settings = {
     "trainer.learning_rate": 1e-3,
-    "trainer.grad_norm_max": 1.0,
+    "trainer.max_grad_norm": 1.0,
     "trainer.minibatches": 2,
     "trainer.micro_batch_tokens": 100,
     "objective.kind": "grpo",
@@ -37,7 +37,7 @@ GRPO: Settings = {
     "objective.clip_low": 0.2,
     "objective.clip_high": 0.28,
     "objective.advantage_std": True,
-    "objective.kl": 0.0,
+    "objective.kl_coef": 0.0,
 }
 
 etas = st.integers(0, 12)

@@ -29,14 +29,14 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     sizes = [
         "task.kind=tests.support.offpolicy:Wordy",
         f"run.steps={STEPS}",
-        f"groups.per_step={GROUPS}",
-        f"groups.size={SIZE}",
+        f"rollout.prompts_per_step={GROUPS}",
+        f"rollout.group_size={SIZE}",
         "sampling.max_tokens=8",
         "evaluation.sampling.max_tokens=8",
         "evaluation.every=2",
         "evaluation.prompts=4",
-        "workers.slots=8",
-        "workers.context_tokens=64",
+        "workers.max_num_seqs=8",
+        "workers.max_model_len=64",
     ]
     config = load_config(place / "demo.toml", [f'model.path="{place / "random"}"', *sizes])
     (place / "scratch").mkdir()

@@ -43,14 +43,14 @@ def staleness_of(run: ClusterRun) -> set[int]:
 
 @pytest.mark.parametrize("eta", [0, 1, 2, 3])
 def test_a_run_ends_and_keeps_the_bound(eta: int) -> None:
-    run = Cluster(plan(max_staleness=eta, in_flight_batches=eta + 1.0)).run()
+    run = Cluster(plan(max_staleness=eta, async_batches=eta + 1.0)).run()
     assert len(run.spans) == 8
     assert max(staleness_of(run)) <= eta
     assert run.slot_s <= run.slots * run.wall_s
 
 
 def test_a_step_never_beats_the_limit() -> None:
-    run = Cluster(plan(in_flight_batches=3.0, max_staleness=3, steps=12)).run()
+    run = Cluster(plan(async_batches=3.0, max_staleness=3, steps=12)).run()
     tokens = sum(span.tokens for span in run.spans)
     assert run.wall_s >= tokens * RATES.tau_s / run.slots
     assert run.wall_s >= 12 * 6.0
@@ -67,7 +67,7 @@ def test_an_automatic_c_wins_what_a_larger_one_wins_and_is_not_as_stale(
 ) -> None:
     sizes, trainer = workers(count, slots), TrainerRates(fixed_s=train_s)
     small, large, automatic = (
-        Cluster(plan(workers=sizes, trainer=trainer, steps=30, in_flight_batches=one)).run()
+        Cluster(plan(workers=sizes, trainer=trainer, steps=30, async_batches=one)).run()
         for one in (2.0, 3.0, "auto")
     )
     won_s = small.wall_s - large.wall_s

@@ -51,13 +51,13 @@ def test_cells_are_reported_seed_by_seed_and_set_what_their_paradigm_is() -> Non
     assert [one.seed for one in cells] == [0, 0, 1, 1, 2, 2]
     assert [one.entrant for one in cells] == ["dora", "sync", "sync", "dora", "dora", "sync"]
     assert overrides_of(cells[1]) == [
-        "staleness.in_flight_batches=1.0",
+        "staleness.async_batches=1.0",
         "trainer.learning_rate=0.0003",
-        "groups.filter_zero_advantage=true",
+        "rollout.filter_zero_advantage=true",
         "run.seed=0",
         "staleness.max_staleness=0",
-        "staleness.interruptible=false",
-        "trainer.parts=1",
+        "staleness.partial_rollout=false",
+        "trainer.batch_parts=1",
     ]
 
 

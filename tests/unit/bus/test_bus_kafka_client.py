@@ -112,7 +112,7 @@ def test_a_commit_s_own_error_comes_through() -> None:
 def test_topics_are_as_durable_as_the_cluster_allows(
     brokers: int, replicas: int, in_sync: int
 ) -> None:
-    settings = topic_settings(TopicSpec(name="t", partitions=4, record_bytes_max=100), brokers)
+    settings = topic_settings(TopicSpec(name="t", partitions=4, max_record_bytes=100), brokers)
     assert settings["replication_factor"] == replicas
     assert settings["num_partitions"] == 4
     assert settings["configs"] == {

@@ -54,8 +54,8 @@ def test_a_topic_has_partitions_within_bounds(partitions: int) -> None:
 
 
 def test_a_topic_must_take_records_of_some_size() -> None:
-    with pytest.raises(BusError, match="record_bytes_max"):
-        check_spec(TopicSpec(name="t", record_bytes_max=0))
+    with pytest.raises(BusError, match="max_record_bytes"):
+        check_spec(TopicSpec(name="t", max_record_bytes=0))
 
 
 @pytest.mark.parametrize("position", [-1, 1 << 41])

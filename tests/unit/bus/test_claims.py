@@ -45,7 +45,7 @@ def log() -> MemoryLog:
 def bus(log: MemoryLog, tmp_path: Path) -> ClaimBus:
     bus = ClaimBus(MemoryBus(log), ClaimFiles(tmp_path / "claims"))
     bus.create(
-        [TopicSpec(name=name, record_bytes_max=LIMIT_BYTES) for name in (TOPIC, "r.control")]
+        [TopicSpec(name=name, max_record_bytes=LIMIT_BYTES) for name in (TOPIC, "r.control")]
     )
     return bus
 
@@ -133,7 +133,7 @@ def test_a_limit_is_learnt_once_and_what_fits_stays_in_the_log(
 def test_a_limit_that_was_lowered_is_learnt_anew(bus: ClaimBus, log: MemoryLog) -> None:
     writer = bus.writer()
     writer.append([large(), large(bytes(700))])
-    log._topics[TOPIC] = TopicSpec(name=TOPIC, record_bytes_max=500)
+    log._topics[TOPIC] = TopicSpec(name=TOPIC, max_record_bytes=500)
     writer.append([large(bytes(700))])
     assert [len(record.value) for record in raw(log)] == [0, 700, 0]
 
@@ -351,7 +351,7 @@ def test_two_writers_of_one_value_do_not_disturb_each_other(tmp_path: Path) -> N
 def test_the_log_of_a_file_claims_by_its_address(tmp_path: Path) -> None:
     url, claims = f"sqlite:{tmp_path / 'log'}", ClaimFiles(tmp_path / "claims")
     bus = open_bus(url, claims=claims)
-    bus.create([TopicSpec(name=TOPIC, record_bytes_max=LIMIT_BYTES)])
+    bus.create([TopicSpec(name=TOPIC, max_record_bytes=LIMIT_BYTES)])
     bus.writer().append([large()])
     assert values(read(bus)) == [LARGE]
     bus.close()

@@ -71,11 +71,11 @@ def test_all_that_has_to_change_is_named_at_once() -> None:
     )
     assert refused.value.hint == (
         "set bus.partitions = 2, or add partitions to these topics; "
-        "set bus.record_bytes_max = 1032204, or raise max.message.bytes to 11534336 for each of "
+        "set bus.max_record_bytes = 1032204, or raise max.message.bytes to 11534336 for each of "
         "these topics; or choose another run.name"
     )
     fits = {
-        name: replace(spec, partitions=min(2, spec.partitions), record_bytes_max=1032204)
+        name: replace(spec, partitions=min(2, spec.partitions), max_record_bytes=1032204)
         for name, spec in wanted.items()
     }
     check_settings([replace(control, partitions=6), many], fits)
@@ -125,5 +125,5 @@ def test_followers_that_fetch_less_than_a_record_are_named_with_the_setting() ->
 
 
 def test_the_largest_record_that_can_be_asked_for_fits_into_one_fetch() -> None:
-    field = Bus(record_bytes_max=31 * 1024 * 1024)
-    assert field.record_bytes_max + BATCH_ROOM_BYTES <= FETCH_BYTES
+    field = Bus(max_record_bytes=31 * 1024 * 1024)
+    assert field.max_record_bytes + BATCH_ROOM_BYTES <= FETCH_BYTES

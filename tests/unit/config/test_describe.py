@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dora_pipe.config.changes import kind_of
 from dora_pipe.config.describe import dump_toml, keys_of, reference, toml
 from dora_pipe.config.load import from_plain, leaves
-from dora_pipe.config.model import Config, Groups, Run, Staleness
+from dora_pipe.config.model import Config, Rollout, Run, Staleness
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
 
@@ -32,9 +32,9 @@ def test_every_key_stands_on_the_page_with_a_meaning() -> None:
 
 
 def test_key_tells_type_default_kind_and_meaning() -> None:
-    size = keys_of(Groups, "groups")[0]
+    size = keys_of(Rollout, "rollout")[0]
     assert (size.name, size.type, size.default, size.kind) == (
-        "size",
+        "group_size",
         "integer, 1 to 1000",
         "8",
         "frozen",
@@ -43,8 +43,8 @@ def test_key_tells_type_default_kind_and_meaning() -> None:
     assert keys_of(Run, "run")[0].default is None
     assert {key.name: key.default for key in keys_of(Staleness, "staleness")} == {
         "max_staleness": "2",
-        "in_flight_batches": "",
-        "interruptible": "false",
+        "async_batches": "",
+        "partial_rollout": "false",
     }
 
 
@@ -54,7 +54,7 @@ def test_key_tells_type_default_kind_and_meaning() -> None:
         ("run.steps", "logged"),
         ("run.seed", "frozen"),
         ("evaluation.sampling.top_k", "frozen"),
-        ("workers.slots", "free"),
+        ("workers.max_num_seqs", "free"),
     ],
 )
 def test_kind_of_a_key(key: str, kind: str) -> None:
@@ -64,10 +64,10 @@ def test_kind_of_a_key(key: str, kind: str) -> None:
 def test_shown_configuration_has_every_key_under_its_meaning() -> None:
     shown = dump_toml(SMALL)
     table = tomllib.loads(shown)
-    assert table["groups"]["size"] == 8
-    assert "in_flight_batches" not in table["staleness"]
-    assert "# in_flight_batches =\n" in shown
-    assert "# Trajectories per group. (frozen)\nsize = 8\n" in shown
+    assert table["rollout"]["group_size"] == 8
+    assert "async_batches" not in table["staleness"]
+    assert "# async_batches =\n" in shown
+    assert "# Trajectories per group. (frozen)\ngroup_size = 8\n" in shown
     names = {line.split(" =")[0].lstrip("# ") for line in shown.splitlines() if " =" in line}
     assert {key.rpartition(".")[2] for key in leaves(SMALL)} - {
         "options",

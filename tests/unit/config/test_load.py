@@ -18,8 +18,8 @@ from dora_pipe.config.load import (
     leaves,
     load_config,
 )
-from dora_pipe.config.model import Config, in_flight_batches
-from dora_pipe.config.storage import keep_every, keep_every_of, whole_every
+from dora_pipe.config.model import Config, async_batches
+from dora_pipe.config.storage import full_every, keep_every, keep_every_of
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.topics import RULE
@@ -44,7 +44,7 @@ LEAST: dict[str, Any] = {
 
 DEEPSPEED = ["trainer.kind=deepspeed"]
 STAGE_0 = ["trainer.zero_stage=0"]
-DEALT = ["trainer.expert_parallel=2"]
+DEALT = ["trainer.expert_parallel_size=2"]
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def refusal(path: Path, *overrides: str) -> tuple[str, str | None]:
 def test_small_file_gets_every_default(file: Path) -> None:
     read = load_config(file, ())
     assert read.run.name == "small"
-    assert read.groups.size == 8
+    assert read.rollout.group_size == 8
     assert read.bus.url == ""
 
 
@@ -255,8 +255,11 @@ def test_unknown_key_is_refused_with_the_nearest_one(
         (SMALL + "[sampling]\nstop = [1]", "sampling.stop[0]: expected `str`"),
         (SMALL + "[trainer]\nlearning_rate = inf", "trainer.learning_rate: a number is not"),
         (SMALL + "[trainer]\nlearning_rate = 1e39", "trainer.learning_rate: 1e+39 is more than"),
-        (SMALL + "[objective]\nkl = 1e300", "objective.kl: 1e+300 is more than 1e+06"),
-        (SMALL + f"[workers]\nslots = {10**40}", "workers.slots: a number is not finite or too"),
+        (SMALL + "[objective]\nkl_coef = 1e300", "objective.kl_coef: 1e+300 is more than 1e+06"),
+        (
+            SMALL + f"[workers]\nmax_num_seqs = {10**40}",
+            "workers.max_num_seqs: a number is not finite or too",
+        ),
         (SMALL + "[trainer]\nlearning_rate = nan", "trainer.learning_rate"),
         (SMALL + "[task.options]\nday = 2024-01-01", "task.options: a number is not"),
         (SMALL + "[task.options]\nx = [nan]", "task.options: a number is not"),
@@ -307,25 +310,28 @@ def test_an_agents_limit_is_over_several_conversations(file: Path, key: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["staleness.in_flight_batches=never"], "unknown value `never`"),
-        (["staleness.in_flight_batches=0.5"], "0.5 is not between 1 and 3"),
-        (["staleness.in_flight_batches=3.5"], "3.5 is not between 1 and 3"),
+        (["staleness.async_batches=never"], "unknown value `never`"),
+        (["staleness.async_batches=0.5"], "0.5 is not between 1 and 3"),
+        (["staleness.async_batches=3.5"], "3.5 is not between 1 and 3"),
         (
-            ["staleness.max_staleness=0", "staleness.in_flight_batches=2"],
+            ["staleness.max_staleness=0", "staleness.async_batches=2"],
             "2 is not between 1 and 1",
         ),
-        (["groups.min_valid_siblings=9"], "9 is more than groups.size, 8"),
-        (["groups.size=1"], "2 is more than groups.size, 1"),
-        (["groups.size=1", "groups.min_valid_siblings=1"], "a group of 1 has no advantage"),
+        (["rollout.min_valid_trajectories=9"], "9 is more than rollout.group_size, 8"),
+        (["rollout.group_size=1"], "2 is more than rollout.group_size, 1"),
+        (
+            ["rollout.group_size=1", "rollout.min_valid_trajectories=1"],
+            "a group of 1 has no advantage",
+        ),
         (["trainer.minibatches=257"], "257 is more than the 256 trajectories"),
         (["sampling.max_tokens=1024"], "1024 leaves no room"),
         (["evaluation.sampling.max_tokens=2000"], "evaluation.sampling.max_tokens: 2000"),
-        (["workers.context_tokens=20000"], "16384 is less than workers.context_tokens, 20000"),
+        (["workers.max_model_len=20000"], "16384 is less than workers.max_model_len, 20000"),
         (["sampling.stop=['']"], "an empty string"),
         (["timing.lease_s=1.0"], "not more than two heartbeats"),
         (["trainer.betas=[0.9, 1.0]"], "must be below 1"),
         (["trainer.ranks=2"], "2 needs trainer.kind = 'deepspeed'"),
-        (["trainer.expert_parallel=2"], "2 needs trainer.kind = 'deepspeed'"),
+        (["trainer.expert_parallel_size=2"], "2 needs trainer.kind = 'deepspeed'"),
         ([*DEEPSPEED, *DEALT, "trainer.ranks=3"], "3 ranks are no groups of 2"),
         ([*DEEPSPEED, "trainer.offload=all"], "only with zero_stage = 3"),
         ([*DEEPSPEED, *STAGE_0, "trainer.offload=optimizer"], "nothing is offloaded"),
@@ -340,7 +346,7 @@ def test_sections_that_do_not_fit_together_are_refused(
     assert message in refusal(file, *overrides)[0]
 
 
-ALONE = ("groups.size=1", "groups.min_valid_siblings=1")
+ALONE = ("rollout.group_size=1", "rollout.min_valid_trajectories=1")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +354,7 @@ ALONE = ("groups.size=1", "groups.min_valid_siblings=1")
     [
         (["sampling.temperature=0.0"], ["sampling.temperature = 0"]),
         (["task.kind=dataset", "task.data=x", "task.reward=none"], ['task.reward = "none"']),
-        (["sampling.temperature=0.0", "objective.kl=0.1"], []),
+        (["sampling.temperature=0.0", "objective.kl_coef=0.1"], []),
         (["sampling.temperature=0.0", "objective.advantage=version-baseline"], []),
         ([], []),
     ],
@@ -363,16 +369,16 @@ def test_settings_that_can_hardly_give_a_gradient_are_noted(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["staleness.in_flight_batches=1"],
+        ["staleness.async_batches=1"],
         [*DEEPSPEED, "trainer.ranks=8", "trainer.zero_stage=3", "trainer.offload=all"],
         [*DEEPSPEED, *DEALT, "trainer.ranks=8", "lora.rank=8"],
-        ["staleness.in_flight_batches=3"],
-        ["staleness.in_flight_batches=auto"],
-        ["staleness.in_flight_batches=auto", "staleness.max_staleness=0"],
+        ["staleness.async_batches=3"],
+        ["staleness.async_batches=auto"],
+        ["staleness.async_batches=auto", "staleness.max_staleness=0"],
         ["staleness.max_staleness=0"],
-        ["groups.min_valid_siblings=8"],
+        ["rollout.min_valid_trajectories=8"],
         [*ALONE, "objective.advantage=version-baseline"],
-        [*ALONE, "objective.kl=0.1"],
+        [*ALONE, "objective.kl_coef=0.1"],
         ["timing.lease_s=1.01"],
         ["sampling.max_tokens=1023"],
     ],
@@ -380,7 +386,7 @@ def test_settings_that_can_hardly_give_a_gradient_are_noted(
 def test_values_at_the_edge_are_taken(file: Path, overrides: list[str]) -> None:
     read = load_config(file, overrides)
     eta = read.staleness.max_staleness
-    assert 1 <= in_flight_batches(read.staleness) <= eta + 1
+    assert 1 <= async_batches(read.staleness) <= eta + 1
 
 
 # Changes to a run.
@@ -389,18 +395,18 @@ def test_values_at_the_edge_are_taken(file: Path, overrides: list[str]) -> None:
 def test_changed_keys_are_sorted_by_what_a_resumed_run_may_do() -> None:
     old = config()
     new = config(
-        groups__size=4,
+        rollout__group_size=4,
         task__options={"count": 2},
         evaluation__sampling={"top_k": 3},
         staleness__max_staleness=3,
         trainer__learning_rate=1e-3,
-        workers__slots=8,
+        workers__max_num_seqs=8,
         bus__url="kafka://x:1",
     )
     frozen, logged, free = changed_keys(old, new)
-    assert frozen == {"groups.size", "task.options", "evaluation.sampling.top_k"}
+    assert frozen == {"rollout.group_size", "task.options", "evaluation.sampling.top_k"}
     assert logged == {"staleness.max_staleness", "trainer.learning_rate"}
-    assert free == {"workers.slots", "bus.url"}
+    assert free == {"workers.max_num_seqs", "bus.url"}
     assert changed_keys(old, old) == (frozenset(), frozenset(), frozenset())
 
 
@@ -418,7 +424,7 @@ def test_frozen_and_logged_keys_exist_and_no_key_is_both() -> None:
 
 def test_written_configuration_reads_back_equal(file: Path) -> None:
     text = 'quote " backslash \\ tab \t del \x7f line \n ünïcode'
-    read = load_config(file, ["sampling.stop=['\\n', \"a'b\"]", "staleness.in_flight_batches=1.5"])
+    read = load_config(file, ["sampling.stop=['\\n', \"a'b\"]", "staleness.async_batches=1.5"])
     options = {"text": text, "odd key": [1, 2.5, True, {"a b": ["x"]}], "nested": {"deep": {}}}
     read = msgspec.structs.replace(read, task=msgspec.structs.replace(read.task, options=options))
     stored = file.with_name("stored.toml")
@@ -451,14 +457,14 @@ def test_any_plain_option_survives_being_written(
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["groups.per_step=32"], 4),
-        (["groups.per_step=12"], 3),
-        (["groups.per_step=7"], 1),
-        (["groups.per_step=32", "trainer.parts=1"], 1),
-        (["groups.per_step=32", "trainer.offload_between_steps=true"], 1),
-        (["groups.per_step=32", "trainer.minibatches=2"], 1),
-        (["groups.per_step=32", 'objective.advantage="version-baseline"'], 1),
-        (["groups.per_step=32", "workers.count=2", "workers.elastic=1"], 1),
+        (["rollout.prompts_per_step=32"], 4),
+        (["rollout.prompts_per_step=12"], 3),
+        (["rollout.prompts_per_step=7"], 1),
+        (["rollout.prompts_per_step=32", "trainer.batch_parts=1"], 1),
+        (["rollout.prompts_per_step=32", "trainer.offload_between_steps=true"], 1),
+        (["rollout.prompts_per_step=32", "trainer.minibatches=2"], 1),
+        (["rollout.prompts_per_step=32", 'objective.advantage="version-baseline"'], 1),
+        (["rollout.prompts_per_step=32", "workers.count=2", "workers.colocated=1"], 1),
     ],
 )
 def test_a_batch_goes_in_parts_unless_the_file_says_otherwise_or_it_cannot(
@@ -469,7 +475,7 @@ def test_a_batch_goes_in_parts_unless_the_file_says_otherwise_or_it_cannot(
         '[run]\nname = "a"\nsteps = 1\n[model]\npath = "m"\n[task]\nkind = "arithmetic"\n'
     )
     config = load_config(file, words)
-    assert config.trainer.parts == parts
+    assert config.trainer.batch_parts == parts
     (tmp_path / "again.toml").write_text(dump_toml(config))
     assert load_config(tmp_path / "again.toml", ()) == config
 
@@ -480,14 +486,14 @@ def test_a_batch_goes_in_parts_unless_the_file_says_otherwise_or_it_cannot(
         ({}, "bfloat16", 8),
         ({}, "float32", 1),
         ({"lora": {"rank": 4}}, "bfloat16", 1),
-        ({"policies": {"whole_every": 3}}, "float32", 3),
-        ({"policies": {"whole_every": 1}}, "bfloat16", 1),
+        ({"policies": {"full_every": 3}}, "float32", 3),
+        ({"policies": {"full_every": 1}}, "bfloat16", 1),
     ],
 )
 def test_versions_in_bfloat16_are_patches_where_nothing_is_said(
     keys: dict[str, Any], dtype: PolicyDtype, every: int
 ) -> None:
-    assert whole_every(from_plain({**LEAST, **keys}), dtype) == every
+    assert full_every(from_plain({**LEAST, **keys}), dtype) == every
 
 
 FOUR_BILLION = 16 * 10**9  # bytes
@@ -502,8 +508,8 @@ FOUR_BILLION = 16 * 10**9  # bytes
         ({}, "bfloat16", FOUR_BILLION // 2, 10),
         ({}, "bfloat16", 12 * 10**8, 0),  # 600 million parameters: mostly deltas
         ({"trainer": {"checkpoint_every": 1}}, "bfloat16", 12 * 10**8, 10),
-        ({"policies": {"whole_every": 1}}, "bfloat16", FOUR_BILLION // 2, 10),
-        ({"policies": {"whole_every": 8}}, "float32", FOUR_BILLION, 10),
+        ({"policies": {"full_every": 1}}, "bfloat16", FOUR_BILLION // 2, 10),
+        ({"policies": {"full_every": 8}}, "float32", FOUR_BILLION, 10),
         ({"lora": {"rank": 4}}, "bfloat16", 10**8, 0),
         ({"store": {"keep_every": 0}}, "float32", FOUR_BILLION, 0),
         ({"store": {"keep_every": 3}}, "float32", 1000, 3),

@@ -49,7 +49,7 @@ def test_adapter_of_every_linear_layer_fits() -> None:
             "lora.targets: `lm_head` is none of q_proj",
         ),
         ({"lora": {"rank": 4, "targets": []}}, "lora.targets: there are none of q_proj"),
-        ({"lora": {"rank": 4}, "staleness": {"interruptible": True}}, "nothing is interrupted"),
+        ({"lora": {"rank": 4}, "staleness": {"partial_rollout": True}}, "nothing is interrupted"),
     ],
 )
 def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], wanted: str) -> None:
@@ -59,10 +59,10 @@ def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], wanted:
 
 def test_resumed_run_has_the_same_adapter_and_as_much_room_as_it_likes() -> None:
     first = config(lora={"rank": 4})
-    other = config(lora={"rank": 8}, workers={"versions_resident": 9})
+    other = config(lora={"rank": 8}, workers={"max_resident_versions": 9})
     frozen, told, free = changed_keys(first, other)
     assert (set(frozen), set(told), set(free)) == (
         {"lora.rank"},
         set(),
-        {"workers.versions_resident"},
+        {"workers.max_resident_versions"},
     )

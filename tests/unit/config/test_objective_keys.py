@@ -49,15 +49,15 @@ def test_configuration_without_an_objective_is_grpo_as_it_was() -> None:
     old = {"clip_low": 0.2, "clip_high": 0.28, "loss": "token-mean", "advantage_std": True}
     found = objective_of(from_plain(PLAIN))
     assert found["kind"] == "grpo"
-    assert {key: found[key] for key in (*old, "kl")} == {**old, "kl": 0.0}
+    assert {key: found[key] for key in (*old, "kl_coef")} == {**old, "kl_coef": 0.0}
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "value", "hint"),
     [
         ("topr", "clip_low", 0.2, "used by grpo"),
-        ("dapo", "kl", 0.1, "used by grpo"),
-        ("grpo", "weight_max", 2.0, "used by decoupled-ppo, tis"),
+        ("dapo", "kl_coef", 0.1, "used by grpo"),
+        ("grpo", "max_weight", 2.0, "used by decoupled-ppo, tis"),
         ("topr", "positive_weight", 2.0, "used by weighted-topr"),
         ("gspo", "level", "token", "used by decoupled-ppo"),
         ("grpo", "mask_low", 0.5, "set objective.mask"),
@@ -102,7 +102,7 @@ def test_filter_of_equal_rewards_does_not_go_with_a_baseline_that_gives_them_an_
         from_plain(
             {
                 **PLAIN,
-                "groups": {"filter_zero_advantage": True},
+                "rollout": {"filter_zero_advantage": True},
                 "objective": {"advantage": "version-baseline"},
             }
         )
@@ -135,7 +135,7 @@ def test_every_key_of_the_objective_but_two_may_change_between_steps() -> None:
 
 
 def test_another_kind_starts_from_its_own_defaults() -> None:
-    before = config(kl=0.1, clip_low=0.3)
+    before = config(kl_coef=0.1, clip_low=0.3)
     after = with_settings(before, {"objective.kind": "gspo", "objective.clip_high": 0.5})
     found = objective_of(after)
     expected = {**BUILT_IN["gspo"].keys, "clip_high": 0.5}
@@ -143,9 +143,9 @@ def test_another_kind_starts_from_its_own_defaults() -> None:
 
 
 def test_set_keeps_the_other_keys_of_the_same_kind() -> None:
-    before = config(kl=0.1, mask="token", mask_high=2.0)
+    before = config(kl_coef=0.1, mask="token", mask_high=2.0)
     after = with_settings(before, {"objective.clip_low": 0.3}).objective
-    assert (after.kl, after.clip_low, after.mask_high) == (0.1, 0.3, 2.0)
+    assert (after.kl_coef, after.clip_low, after.mask_high) == (0.1, 0.3, 2.0)
     off = with_settings(before, {"objective.mask": "none"}).objective
     assert off.mask_high is None
 
@@ -190,7 +190,7 @@ def test_own_kind_neither_comes_nor_goes_while_a_run_lasts(before: str, after: s
     assert str(caught.value) == words
     if ":" in before + after:
         assert changed_keys(old, config(kind=after))[0] == {"objective.kind"}
-    assert with_settings(old, {"objective.kl": 0.5}).objective.kl == 0.5
+    assert with_settings(old, {"objective.kl_coef": 0.5}).objective.kl_coef == 0.5
     with pytest.raises(ValueError, match="cannot change in a run"):
         with_settings(old, {"objective.options": {}})
 
@@ -218,7 +218,7 @@ THERE = {"path": "t"}
             {
                 "teacher": THERE,
                 "objective": {"kind": "distill"},
-                "groups": {"filter_zero_advantage": True},
+                "rollout": {"filter_zero_advantage": True},
             },
             "rewards make no advantage",
         ),

@@ -63,9 +63,9 @@ def test_no_round_of_a_run_is_larger_than_the_check_thinks(seed: int) -> None:
     chance = random.Random(seed)
     config = records.make_config(
         run__steps=3,
-        groups__size=chance.choice([1, 2, 8]),
-        groups__per_step=chance.choice([4, 16, 40]),
-        groups__min_valid_siblings=1,
+        rollout__group_size=chance.choice([1, 2, 8]),
+        rollout__prompts_per_step=chance.choice([4, 16, 40]),
+        rollout__min_valid_trajectories=1,
         staleness__max_staleness=2,
         evaluation__prompts=chance.choice([0, 4, 60]),
     )
@@ -77,40 +77,42 @@ def test_no_round_of_a_run_is_larger_than_the_check_thinks(seed: int) -> None:
 def test_a_batch_beyond_the_records_of_the_log_is_refused_with_the_size_that_it_needs(
     file: Path,
 ) -> None:
-    small = ["bus.record_bytes_max=65536", "evaluation.prompts=8"]
-    load_config(file, [*small, "groups.per_step=8"])
-    error = refusal(file, *small, "groups.per_step=64")
-    assert error.message.startswith("bus.record_bytes_max: a round of 64 groups of 8")
+    small = ["bus.max_record_bytes=65536", "evaluation.prompts=8"]
+    load_config(file, [*small, "rollout.prompts_per_step=8"])
+    error = refusal(file, *small, "rollout.prompts_per_step=64")
+    assert error.message.startswith("bus.max_record_bytes: a round of 64 groups of 8")
     assert "a record may have 65536" in error.message
     assert error.hint is not None
     needed = error.hint.split(" = ")[1].split()[0]
-    load_config(file, [*small, "groups.per_step=64", f"bus.record_bytes_max={needed}"])
-    refusal(file, *small, "groups.per_step=64", f"bus.record_bytes_max={int(needed) - 1}")
+    load_config(file, [*small, "rollout.prompts_per_step=64", f"bus.max_record_bytes={needed}"])
+    refusal(file, *small, "rollout.prompts_per_step=64", f"bus.max_record_bytes={int(needed) - 1}")
 
 
 def test_a_batch_beyond_any_decision_is_refused_whatever_the_log_takes(file: Path) -> None:
-    error = refusal(file, "groups.per_step=40000", "bus.record_bytes_max=32505856")
-    assert error.message.startswith("groups.per_step: a round of 40000 groups of 8")
+    error = refusal(file, "rollout.prompts_per_step=40000", "bus.max_record_bytes=32505856")
+    assert error.message.startswith("rollout.prompts_per_step: a round of 40000 groups of 8")
     assert f"a decision may have {RECORD_BYTES_MAX}" in error.message
     assert error.hint is not None and "fewer groups" in error.hint
 
 
 def test_an_evaluation_counts_too_for_its_groups_are_dispatched_at_once(file: Path) -> None:
-    error = refusal(file, "bus.record_bytes_max=262144", "evaluation.prompts=2000")
+    error = refusal(file, "bus.max_record_bytes=262144", "evaluation.prompts=2000")
     assert "2000 evaluation.prompts" in error.message
 
 
 def test_a_commit_names_the_tensors_too_and_is_refused_with_the_size_that_it_needs(
     file: Path,
 ) -> None:
-    small, names = ["bus.record_bytes_max=131072", "evaluation.prompts=0"], 200_000
-    config = load_config(file, [*small, "groups.per_step=8"])
+    small, names = ["bus.max_record_bytes=131072", "evaluation.prompts=0"], 200_000
+    config = load_config(file, [*small, "rollout.prompts_per_step=8"])
     assert commit_problem(config, 1000) is None
     found = commit_problem(config, names)
     assert found is not None and found.hint is not None
     assert f"{names} of them the names of the model's tensors" in found.text
     needed = found.hint.split(" = ")[1].split()[0]
-    raised = load_config(file, [*small, "groups.per_step=8", f"bus.record_bytes_max={needed}"])
+    raised = load_config(
+        file, [*small, "rollout.prompts_per_step=8", f"bus.max_record_bytes={needed}"]
+    )
     assert commit_problem(raised, names) is None
     assert commit_problem(raised, names + 1) is not None
 

@@ -90,18 +90,20 @@ def test_settings_of_a_step_name_the_reference_where_it_moves() -> None:
     def settings(step: int, **objective: Any) -> dict[str, Any]:
         return settings_in_force(config(objective=objective), step)
 
-    assert "trainer.reference" not in settings(9, kl=0.1)
-    named = [settings(step, kl=0.1, reference_every=4)["trainer.reference"] for step in range(9)]
+    assert "trainer.reference" not in settings(9, kl_coef=0.1)
+    named = [
+        settings(step, kl_coef=0.1, reference_every=4)["trainer.reference"] for step in range(9)
+    ]
     assert named == [0, 0, 0, 0, 4, 4, 4, 4, 8]
     with pytest.raises(ConfigError, match="no KL to a reference"):
         config(objective={"reference_every": 4})
 
 
 def test_reference_moves_on_when_the_kind_of_objective_changes() -> None:
-    before = config(objective={"kl": 0.1, "reference_every": 4})
+    before = config(objective={"kl_coef": 0.1, "reference_every": 4})
     other = with_settings(before, {"objective.kind": "dapo"})
     assert "trainer.reference" not in settings_in_force(other, 8)
-    again = with_settings(other, {"objective.kind": "gspo", "objective.kl": 0.2})
+    again = with_settings(other, {"objective.kind": "gspo", "objective.kl_coef": 0.2})
     assert settings_in_force(again, 9)["trainer.reference"] == 8
     with pytest.raises(ValueError, match="cannot change in a run"):
         with_settings(before, {"objective.reference_every": 2})
@@ -111,7 +113,7 @@ def test_reference_moves_on_when_the_kind_of_objective_changes() -> None:
     ("trainer", "key"),
     [
         ({"warmup_steps": 41}, "trainer.warmup_steps"),
-        ({"learning_rate_min": 0.1}, "trainer.learning_rate_min"),
+        ({"min_lr_ratio": 0.1}, "trainer.min_lr_ratio"),
     ],
 )
 def test_schedule_that_cannot_be_meant_is_refused(trainer: dict[str, Any], key: str) -> None:

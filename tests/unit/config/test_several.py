@@ -85,7 +85,7 @@ def test_a_run_with_one_has_the_plain_values_that_it_had(tmp_path: Path) -> None
 
 
 def test_overrides_name_one(file: Path) -> None:
-    words = ("task.tools.turns_max=3", "evaluation.easy.sampling.top_k=7", "task.add.options.a=1")
+    words = ("task.tools.max_turns=3", "evaluation.easy.sampling.top_k=7", "task.add.options.a=1")
     config = load_config(file, words)
     assert [one.most_turns for one in config.tasks] == [8, 3]
     assert config.task.options == {"n_max": 9, "a": 1}
@@ -97,8 +97,8 @@ def test_overrides_name_one(file: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("task.turns_max=3", "task.turns_max: which of add, tools?"),
-        ("task.tool.turns_max=3", "task.tool: which of add, tools?"),
+        ("task.max_turns=3", "task.max_turns: which of add, tools?"),
+        ("task.tool.max_turns=3", "task.tool: which of add, tools?"),
         ("task.tools.turns=3", "unknown key `task.turns`"),
         ("task.tools.ratio=0", "task[1].ratio: "),
         ("more_tasks=[]", "unknown key `more_tasks`"),

@@ -123,7 +123,7 @@ def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its
     trainer = policy.trainer()
     assert trainer.manifest() == policy.manifest
     assert trainer.save_weights(tmp_path / "base") == policy.manifest
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
     figures = [trainer.train(make_batch(seed=seed), settings).figures["kl"] for seed in (1, 2)]
     assert figures[0] == 0.0 < figures[1]
     published = trainer.save_weights(tmp_path / "weights")

@@ -42,7 +42,7 @@ class Case:
         self.sha256 = SHA
         self.why = ""
         self.known = Known(
-            run="r", next_step=2, digests={1: DIGEST}, trained={}, interruptible=False
+            run="r", next_step=2, digests={1: DIGEST}, trained={}, partial_rollout=False
         )
         self.twice = False
 
@@ -195,7 +195,7 @@ def test_every_offender_is_named_at_once() -> None:
 
 def mixed(*versions: int, weights: tuple[tuple[int, str], ...] = ((2, OTHER),)) -> Case:
     case = Case()
-    case.known = replace(case.known, interruptible=True, digests={1: DIGEST, 2: OTHER})
+    case.known = replace(case.known, partial_rollout=True, digests={1: DIGEST, 2: OTHER})
     prompt, model = case.trajectories[TWO].segments
     stays = [
         msgspec.structs.replace(
@@ -212,7 +212,7 @@ def mixed(*versions: int, weights: tuple[tuple[int, str], ...] = ((2, OTHER),)) 
 def test_mixed_trajectory_is_accepted_where_the_run_declares_it_and_refused_elsewhere() -> None:
     case = mixed(1, 2, 2)
     assert case.offenders() == ()
-    case.known = replace(case.known, interruptible=False)
+    case.known = replace(case.known, partial_rollout=False)
     (offender,) = case.offenders()
     assert (offender.trajectory, offender.why) == (TWO, "C1: its segments are of versions [1, 2]")
 

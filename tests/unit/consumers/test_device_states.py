@@ -63,7 +63,7 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> TorchLearner:
 def test_nothing_of_a_torch_trainer_but_small_change_is_left_on_its_device(
     learner: TorchLearner,
 ) -> None:
-    learner.train(make_batch(seed=0), {**SETTINGS, "objective.kl": 0.1})
+    learner.train(make_batch(seed=0), {**SETTINGS, "objective.kl_coef": 0.1})
     gradients = {id(one.grad) for _, one in learner._model.parameters()}
     held = [one.untyped_storage() for one in learner._held() if id(one) not in gradients]
     large = [one for one in held if one.nbytes() >= SMALL_BYTES]

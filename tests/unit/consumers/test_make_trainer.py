@@ -94,9 +94,9 @@ def test_a_trainer_on_a_cpu_has_no_device_to_leave_between_steps(kind: str) -> N
 
 
 def test_a_run_in_parts_computes_beside_what_would_leave_the_device() -> None:
-    section = Section(kind="torch", parts=4, offload_between_steps=True)
+    section = Section(kind="torch", batch_parts=4, offload_between_steps=True)
     config = msgspec.structs.replace(_config(kind="torch"), trainer=section)
-    with pytest.raises(ConfigError, match="the run has 4 parts of a batch"):
+    with pytest.raises(ConfigError, match=r"trainer\.batch_parts is 4"):
         make.need_learner(config)
 
 
@@ -157,7 +157,7 @@ def _own(folder: Path, *, options: dict[str, Any] | None = None, **kinds: str) -
         "options": options or {},
     }
     if "every" in kinds:
-        objective |= {"kl": 0.1, "reference_every": int(kinds["every"])}
+        objective |= {"kl_coef": 0.1, "reference_every": int(kinds["every"])}
     return from_plain(
         {
             "run": {"name": "r", "steps": 1},

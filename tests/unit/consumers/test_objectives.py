@@ -55,7 +55,7 @@ def test_ratio_of_gspo_is_the_geometric_mean_of_the_ratios_of_its_tokens(
 @given(seed=seeds)
 def test_decoupled_ppo_without_a_clip_has_the_ratio_to_the_version_that_sampled(seed: int) -> None:
     inputs = random_inputs(seed, [4, 3], proximal=True)
-    wide = {"clip_low": 1e6, "clip_high": 1e6, "weight_max": 1e6}
+    wide = {"clip_low": 1e6, "clip_high": 1e6, "max_weight": 1e6}
     decoupled = terms_of(inputs, chosen("decoupled-ppo", **wide)).loss
     ratio = (inputs.logprobs - inputs.behaviour).exp()
     assert torch.allclose(decoupled, -ratio * inputs.advantages, rtol=1e-9)
@@ -81,13 +81,13 @@ def test_tis_truncates_the_weight_and_decoupled_ppo_leaves_the_token_out() -> No
         lengths=lengths,
     )
     weights = [math.exp(0.1), math.exp(3.0), math.exp(-1.0)]
-    truncated = terms_of(inputs, chosen("tis", weight_max=2.0))
+    truncated = terms_of(inputs, chosen("tis", max_weight=2.0))
     assert truncated.loss.tolist() == pytest.approx([-weights[0], -2.0, -weights[2]])
-    dropped = terms_of(inputs, chosen("decoupled-ppo", weight_max=2.0))
+    dropped = terms_of(inputs, chosen("decoupled-ppo", max_weight=2.0))
     assert dropped.loss.tolist() == pytest.approx([-weights[0], 0.0, -weights[2]])
     assert dropped.kept is not None
     assert dropped.kept.tolist() == [True, False, True]
-    whole = terms_of(inputs, chosen("tis", weight_max=100.0, level="sequence"))
+    whole = terms_of(inputs, chosen("tis", max_weight=100.0, level="sequence"))
     assert whole.loss.tolist() == pytest.approx([-math.prod(weights)] * 3)
 
 
@@ -147,7 +147,7 @@ def terms(tokens: list[tuple[float, float, float, float]], kl: float) -> tuple[T
         lengths=[len(tokens)],
         reference=reference if kl else None,
     )
-    return logprobs, terms_of(inputs, chosen("grpo", clip_low=LOW, clip_high=HIGH, kl=kl))
+    return logprobs, terms_of(inputs, chosen("grpo", clip_low=LOW, clip_high=HIGH, kl_coef=kl))
 
 
 def test_figures_of_each_trajectory_are_those_of_its_own_tokens() -> None:

@@ -37,7 +37,7 @@ def in_order(batch: TrainBatch, order: Sequence[int], parts: Sequence[int]) -> T
 
 
 def settings_of(kind: str, **keys: Any) -> dict[str, Any]:
-    wide = {"trainer.grad_norm_max": 1e6}  # no clipping: the gradient stays visible
+    wide = {"trainer.max_grad_norm": 1e6}  # no clipping: the gradient stays visible
     group = {"advantage": "group"} if kind == "dora" else {}
     return {**settings_for(kind, minibatches=1, **group, **keys), **wide}
 
@@ -86,7 +86,7 @@ def test_gradient_of_parts_is_that_of_the_batch(
 def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
     policy: Policy, ahead: int
 ) -> None:
-    settings = settings_of("grpo", kl=0.1)
+    settings = settings_of("grpo", kl_coef=0.1)
     batch = batch_of(3, groups=4, parts=[1, 2])
     told = policy.trainer()
     for part in batch.in_parts()[:ahead]:
@@ -127,7 +127,7 @@ def test_bits_of_updates_do_not_depend_on_how_many_were_made_ahead(
     policy: Policy, kind: str, sizes: list[int]
 ) -> None:
     """If a batch has fewer parts than updates, the remaining updates share the last part."""
-    settings = updating(kind, 3, kl=0.1)
+    settings = updating(kind, 3, kl_coef=0.1)
     batch = batch_of(3, groups=6, parts=sizes)
     expected, digest = policy.train(batch, settings)
     for ahead in range(len(batch.in_parts()) + 1):
@@ -224,7 +224,7 @@ def test_what_is_written_between_parts_is_what_the_step_begins_with(
 def test_policy_that_is_saved_while_a_part_is_computed_has_the_same_bits(
     policy: Policy, ahead: int, tmp_path: Path
 ) -> None:
-    settings = settings_of("grpo", kl=0.1)
+    settings = settings_of("grpo", kl_coef=0.1)
     beside, apart = policy.trainer(), policy.trainer()
     before, batch = batch_of(1, groups=3), replace(batch_of(2, groups=4, parts=[1, 1]), step=1)
     for trainer in (beside, apart):

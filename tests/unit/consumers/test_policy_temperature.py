@@ -34,7 +34,7 @@ PLAIN: dict[str, Any] = {
     "model": {"path": "m"},
     "task": {"kind": "arithmetic"},
 }
-ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "objective.kl": 0.0}
+ONE_UPDATE = {**SETTINGS, "trainer.minibatches": 1, "objective.kl_coef": 0.0}
 
 
 class Policy:
@@ -140,7 +140,7 @@ def test_gradient_is_that_of_the_tempered_policy(policy: Policy, kl: float) -> N
             total = total - (gain - kl * (torch.exp(r) - r - 1)).sum() / tokens
     torch.autograd.backward(total)
     norm = math.sqrt(sum(float(one.grad.double().square().sum()) for one in model.parameters()))
-    found = policy.trainer(HOT).train(batch, {**ONE_UPDATE, "objective.kl": kl}).figures
+    found = policy.trainer(HOT).train(batch, {**ONE_UPDATE, "objective.kl_coef": kl}).figures
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert found["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
     assert found["kl"] == pytest.approx(0, abs=1e-6)  # trained and reference at one temperature

@@ -183,8 +183,8 @@ def test_a_disturbance_of_the_router_is_called_routing(
 
 def gradients(policy: Policy, batch: TrainBatch, **options: Any) -> dict[str, torch.Tensor]:
     trainer = policy.trainer(**options)
-    step = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
-    trainer.train(batch, {**step, "trainer.grad_norm_max": 1e9})
+    step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
+    trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
     return {
         name: one.grad.clone() for name, one in trainer._model.parameters() if one.grad is not None
     }

@@ -89,7 +89,7 @@ def answer(model_dir: Path, prompt: str) -> tuple[str, bool]:
     [
         {},
         {"memory": PACKED, "context_tokens": 32},
-        {"schedule": "cosine", "warmup_steps": 4, "learning_rate_min": 0.1, "weight_decay": 0.01},
+        {"schedule": "cosine", "warmup_steps": 4, "min_lr_ratio": 0.1, "weight_decay": 0.01},
     ],
     ids=["plain", "packed", "cosine"],
 )

@@ -107,8 +107,8 @@ class Policy:
 
     def gradients(self, batch: TrainBatch, **options: Any) -> dict[str, Tensor]:
         trainer = self.trainer(**options)
-        step = {**SETTINGS, "objective.kl": 0.2, "trainer.minibatches": 1}
-        trainer.train(batch, {**step, "trainer.grad_norm_max": 1e9})
+        step = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
+        trainer.train(batch, {**step, "trainer.max_grad_norm": 1e9})
         return {
             name: one.grad.clone()
             for name, one in trainer._model.parameters()

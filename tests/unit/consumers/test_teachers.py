@@ -30,7 +30,7 @@ ROWS: list[Row] = [
     ([4, 6], [0, 0]),
     ([11, 12, 13], [1, 1, 1]),
 ]
-OPTIONS = EndpointOptions(model="big", batch=1, at_once=2, timeout_s=5.0, retries_max=2)
+OPTIONS = EndpointOptions(model="big", batch=1, concurrency=2, timeout_s=5.0, retries_max=2)
 
 
 def said(scores: Scores) -> list[list[float]]:
@@ -100,7 +100,7 @@ def config_of(**teacher: Any) -> Config:
         "task": {"kind": "arithmetic"},
     }
     objective = {"kind": "distill"}
-    workers = {"context_tokens": 64}
+    workers = {"max_model_len": 64}
     whole = {**plain, "teacher": teacher, "objective": objective, "workers": workers}
     return msgspec.convert(whole, Config)
 
@@ -159,7 +159,7 @@ def test_requests_are_made_again_and_it_is_said_how_many_are_open(directory: Pat
             words.add(teacher.waits_for)
         assert words <= {f"the teacher at {there.url}: {n} of 4 requests open" for n in range(1, 5)}
         assert len(words) > 1 and teacher.waits_for == ""
-        assert len(there.asked) == 6 and there.most == OPTIONS.at_once
+        assert len(there.asked) == 6 and there.most == OPTIONS.concurrency
         assert set(there.keys) == {"Bearer secret"}
         body = there.asked[-1]
         assert body | {"prompt": 0} == {

@@ -80,7 +80,7 @@ def test_step_trains_the_adapter_alone_and_names_its_base(policy: Policy) -> Non
 
 def test_reference_is_the_network_without_its_adapter(policy: Policy) -> None:
     trainer = policy.trainer()
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
     assert trainer.train(make_batch(seed=1), settings).figures["kl"] == 0.0
     assert trainer.train(make_batch(seed=2), settings).figures["kl"] > 0.0
     assert trainer._reference is None
@@ -95,7 +95,7 @@ def test_reference_is_the_network_without_its_adapter(policy: Policy) -> None:
 
 
 def test_reference_may_be_another_adapter_on_the_base(policy: Policy) -> None:
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
     trainer = policy.trainer()
     trainer.train(make_batch(seed=1), settings)
     first = policy.saved(trainer)

@@ -75,7 +75,7 @@ def test_step_of_every_kind_moves_the_policy_and_comes_out_the_same_again(
 
 
 def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy) -> None:
-    result, _ = policy.train(batch_of(), settings_for("decoupled-ppo", weight_max=1e6))
+    result, _ = policy.train(batch_of(), settings_for("decoupled-ppo", max_weight=1e6))
     first = [row for row in result.contributions if row["minibatch"] == 0 and row["ratio_mean"]]
     later = [row for row in result.contributions if row["minibatch"] == 1 and row["ratio_mean"]]
     assert first
@@ -138,8 +138,8 @@ def test_mask_that_leaves_everything_out_leaves_the_policy_as_it_was(policy: Pol
 
 def test_key_that_the_kind_needs_and_the_log_lacks_is_named() -> None:
     settings = {**OF_TRAINER, **objective_settings("tis")}
-    del settings["objective.weight_max"]
-    with pytest.raises(ConfigError, match=r"objective\.weight_max"):
+    del settings["objective.max_weight"]
+    with pytest.raises(ConfigError, match=r"objective\.max_weight"):
         step_settings(settings)
 
 
@@ -153,4 +153,4 @@ def test_changed_kind_of_a_recorded_step_starts_from_its_own_defaults() -> None:
 
 def test_changed_key_that_the_kind_does_not_use_is_refused() -> None:
     with pytest.raises(ConfigError, match="does not use it"):
-        changed_settings(SETTINGS, {"objective.weight_max": 2.0}, max_tokens=77)
+        changed_settings(SETTINGS, {"objective.max_weight": 2.0}, max_tokens=77)

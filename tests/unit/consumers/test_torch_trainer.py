@@ -65,7 +65,7 @@ def plain_loss(model: Any, reference: Any, batch: TrainBatch, settings: Settings
     valid = [one for group in batch.groups for one in group.trajectories if one.valid]
     tokens = sum(one.sampled for one in valid)
     low, high = float(settings["objective.clip_low"]), float(settings["objective.clip_high"])
-    kl = float(settings["objective.kl"])
+    kl = float(settings["objective.kl_coef"])
     for group in batch.groups:
         rewards = torch.tensor(
             [one.reward for one in group.trajectories if one.reward is not None],
@@ -104,7 +104,7 @@ def test_step_is_that_of_a_plain_implementation(
         **SETTINGS,
         "trainer.minibatches": 1,
         "objective.loss": averaging,
-        "objective.kl": kl,
+        "objective.kl_coef": kl,
     }
     batch = make_batch(seed=3, groups=3, siblings=3, valid=0.8)
     trainer = policy.trainer(micro_batch_tokens=200)
@@ -133,7 +133,7 @@ def test_step_is_that_of_a_plain_implementation(
 
 
 def test_kl_is_to_the_version_that_the_batch_names(policy: Policy) -> None:
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.minibatches": 1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
     trainer = policy.trainer()
     trainer.train(make_batch(seed=1), settings)
     first = policy.store.publish_weights(trainer.save_weights)
@@ -157,7 +157,7 @@ def test_kl_is_to_the_version_that_the_batch_names(policy: Policy) -> None:
 def test_reference_of_other_weights_than_named_is_refused(qwen2: Policy) -> None:
     wrong = Reference(version=1, digest="0" * 64, weights=qwen2.weights)
     batch = replace(make_batch(seed=1), reference=wrong)
-    settings = {**SETTINGS, "objective.kl": 0.5, "trainer.reference": 1}
+    settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.reference": 1}
     with pytest.raises(PolicyError, match="holds other weights"):
         qwen2.trainer().train(batch, settings)
 
@@ -328,7 +328,7 @@ def test_rewards_that_overflow_are_not_committed_and_name_the_way_out(
         {"trainer.learning_rate": "fast"},
         {"objective.loss": "median"},
         {"trainer.minibatches": 1.5},
-        {"objective.kl": None},
+        {"objective.kl_coef": None},
         {"trainer.learning_rate": 1e39},
         {"trainer.learning_rate": math.nan},
         {"trainer.minibatches": 0},

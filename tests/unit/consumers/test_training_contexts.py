@@ -32,7 +32,7 @@ from tests.support.objectives import OF_TRAINER, objective_settings
 
 EVERY: dict[str, dict[str, Any]] = {
     "grpo": {"kind": "grpo"},
-    "grpo with a KL": {"kind": "grpo", "kl": 0.3},
+    "grpo with a KL": {"kind": "grpo", "kl_coef": 0.3},
     "dr-grpo": {"kind": "dr-grpo"},
     "grpo, geometric mask": {"kind": "grpo", "mask": "geometric"},
     "cispo": {"kind": "cispo"},
@@ -77,7 +77,7 @@ def _gradients(data: memoryview, entries: Sequence[Entry]) -> dict[str, np.ndarr
 
 def settings(tokens: int = 4096, updates: int = 1, **keys: Any) -> dict[str, Any]:
     kind = keys.pop("kind", "grpo")
-    own = {"trainer.minibatches": updates, "trainer.grad_norm_max": 1e9}
+    own = {"trainer.minibatches": updates, "trainer.max_grad_norm": 1e9}
     return {**OF_TRAINER, **own, **objective_settings(kind, **keys), MICRO_BATCH_TOKENS: tokens}
 
 

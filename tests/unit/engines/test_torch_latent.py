@@ -116,7 +116,7 @@ def test_an_adapter_stands_beside_queries_that_are_made_of_no_latent(
     shape |= {"rope_interleave": paired, "first_k_dense_replace": 2}
     directory = make("deepseek_v3", tmp_path / "model", **shape)
     lora = make_lora(directory, tmp_path / "store", adapters=1)
-    engine = opened(lora.store.assets_path(lora.assets), lora_rank=4, versions_resident=2)
+    engine = opened(lora.store.assets_path(lora.assets), lora_rank=4, max_resident_versions=2)
     for version, (path, digest) in enumerate(lora.policies):
         engine.load(path, version=version, digest=digest)
     asked = request("r", PROMPT, max_tokens=20)

@@ -14,7 +14,7 @@ from tests.support.torch_engines import torch_subject
 def test_weights_keys_and_kept_prefixes_are_gone_while_it_sleeps(tmp_path: Path) -> None:
     subject = torch_subject("qwen2", tmp_path)
     assert subject.keeping is not None
-    engine = subject.keeping(slots=2, kv_keep=2.0)
+    engine = subject.keeping(slots=2, prefix_cache_ratio=2.0)
     assert isinstance(engine, TorchEngine) and engine._weights is not None
     wanted = requests(subject, 2)
     run(engine, wanted)
@@ -28,7 +28,12 @@ def test_weights_keys_and_kept_prefixes_are_gone_while_it_sleeps(tmp_path: Path)
 def test_engine_with_adapters_does_not_sleep(tmp_path: Path) -> None:
     subject = torch_subject("qwen2", tmp_path)
     engine = TorchEngine.open(
-        tmp_path / "seed0", slots=1, context_tokens=32, threads=1, lora_rank=2, versions_resident=2
+        tmp_path / "seed0",
+        slots=1,
+        context_tokens=32,
+        threads=1,
+        lora_rank=2,
+        max_resident_versions=2,
     )
     assert SLEEP not in engine.declares
     assert SLEEP in subject.open(slots=1).declares

@@ -53,7 +53,7 @@ def test_engines_and_trainer_may_share_a_gpu_of_which_each_takes_what_its_slots_
         monkeypatch.setattr(vllm_core, "device_name", lambda device=device: device)
         monkeypatch.setattr(vllm_core, "gpus_seen", lambda: 1)
         told[device] = vllm_core.arguments(
-            model, VllmSettings(kv_gb=2.0), slots=4, context_tokens=64
+            model, VllmSettings(kv_cache_gb=2.0), slots=4, context_tokens=64
         )
     assert told["cuda"]["gpu_memory_utilization"] == GPU_FREE_MIN
     assert told["cuda"]["kv_cache_memory_bytes"] == 2 * GIB
@@ -66,7 +66,7 @@ def test_a_server_of_more_parts_than_gpus_is_refused_before_it_starts(
     model = make_qwen2(tmp_path / "model")
     monkeypatch.setattr(vllm_core, "device_name", lambda: "cuda")
     monkeypatch.setattr(vllm_core, "gpus_seen", lambda: 1)
-    for parts in (VllmSettings(tensor_parallel=2), VllmSettings(pipeline_parallel=2)):
+    for parts in (VllmSettings(tensor_parallel_size=2), VllmSettings(pipeline_parallel_size=2)):
         with pytest.raises(ConfigError, match="want 2 GPUs, and a worker sees 1 here") as caught:
             vllm_core.arguments(model, parts, slots=4, context_tokens=64)
         assert "workers.gpus" in str(caught.value.hint)

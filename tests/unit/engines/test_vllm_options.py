@@ -18,7 +18,7 @@ from tests.support.fake_vllm_server import FakeVllm
 @pytest.mark.parametrize(
     ("name", "why", "hint"),
     [
-        ("max_model_len", "workers.context_tokens sets it", "set workers.context_tokens"),
+        ("max_model_len", "workers.max_model_len sets it", "set workers.max_model_len"),
         ("middleware", "the engine sets it", "leave it out"),
         ("quantization", "not come from the published weights", "leave it out"),
         ("speculative-config", "recorded log-probs would not be", "leave it out"),

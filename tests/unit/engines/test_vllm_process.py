@@ -26,7 +26,7 @@ def _program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _start(model: str) -> ServerProcess:
-    settings = VllmSettings(kv_gb=0.5, eager=False, args={"swap_space": 2})
+    settings = VllmSettings(kv_cache_gb=0.5, enforce_eager=False, args={"swap_space": 2})
     return ServerProcess.start(Path(model), settings, slots=3, context_tokens=64, threads=1)
 
 
@@ -45,7 +45,7 @@ def test_key_is_fresh_and_on_no_command_line(server: ServerProcess) -> None:
     assert key not in repr(server.address) and key not in str(server.address)
     line = Path(f"/proc/{server.pid}/cmdline").read_bytes().split(b"\0")
     assert key.encode() not in b" ".join(line)
-    assert {b"--kv-gb", b"--graphs", b'{"swap_space": 2}', b"--lifeline"} < set(line)
+    assert {b"--kv-cache-gb", b"--graphs", b'{"swap_space": 2}', b"--lifeline"} < set(line)
     with pytest.raises(ResourceError, match="401"):
         call(Address.of(str(server.address), "other"), "GET", "/health")
 
@@ -138,7 +138,7 @@ def test_server_without_a_key_does_not_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(vllm_serve.KEY_VARIABLE, raising=False)
-    words = ["model", "--slots", "1", "--context-tokens", "64"]
+    words = ["model", "--max-num-seqs", "1", "--max-model-len", "64"]
     assert vllm_serve.main(words) == ConfigError.exit_code
     assert capsys.readouterr().err == "error: VLLM_API_KEY is not set\n"
 
@@ -148,13 +148,13 @@ def test_server_without_a_key_does_not_start(
     [
         (["--lora-rank", "513"], "ranks up to 512, not 513"),
         (["--lora-rank", "-1"], "ranks up to 512, not -1"),
-        (["--versions-resident", "0"], "room for at least one version"),
+        (["--max-resident-versions", "0"], "room for at least one version"),
     ],
 )
 def test_server_is_not_started_with_adapters_that_cannot_be(
     words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(vllm_serve.KEY_VARIABLE, "key")
-    plain = ["model", "--slots", "1", "--context-tokens", "8"]
+    plain = ["model", "--max-num-seqs", "1", "--max-model-len", "8"]
     assert vllm_serve.main([*plain, *words]) == ConfigError.exit_code
     assert said in capfd.readouterr().err

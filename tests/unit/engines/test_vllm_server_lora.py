@@ -38,7 +38,7 @@ class Hosted:
             context_tokens=64,
             address=Address.of(self.server.url, self.server.key),
             lora_rank=rank,
-            versions_resident=most,
+            max_resident_versions=most,
         )
 
     def load(self, engine: VllmEngine, version: int, policy: int | None = None) -> None:
@@ -67,7 +67,7 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
         path = tmp_path / f"adapter{seed}"
         policies.append((path, write_tensors(path, adapter_sources(made)).digest))
     server = FakeVllm()
-    server.facts |= {"lora_rank": 8, "versions_resident": 3}
+    server.facts |= {"lora_rank": 8, "max_resident_versions": 3}
     yield Hosted(server=server, policies=policies)
     server.close()
 
@@ -80,7 +80,7 @@ def under(version: int, **settings: object) -> EngineRequest:
 def test_every_version_is_an_adapter_and_a_stream_names_its_own(hosted: Hosted) -> None:
     engine = hosted.hosting(0, 1, 2)
     assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT}
-    assert engine.versions_resident == 3
+    assert engine.max_resident_versions == 3
     results = run(engine, [under(version, max_tokens=20) for version in (0, 1, 2)])
     assert len({tuple(one.tokens) for one in results.values()}) == 3
     bodies = hosted.server.last_bodies(3)
@@ -218,7 +218,7 @@ def test_what_another_worker_left_there_is_gone(hosted: Hosted) -> None:
     [
         ({"lora_rank": 0}, RANK, 2, "hosts no adapters, the worker wants rank 4, 2", "--lora-rank"),
         ({}, 16, 3, "adapters of rank 8, 3 at once, the worker wants rank 16", "--lora-rank 16"),
-        ({}, RANK, 4, "wants rank 4, 4 at once", "--versions-resident 4"),
+        ({}, RANK, 4, "wants rank 4, 4 at once", "--max-resident-versions 4"),
         ({}, 0, 1, "the run has none", "without --lora-rank"),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_step_whose_batch_came_at_once_has_no_parts(stage: CatalogueStage) -> 
 
 
 def test_a_run_in_parts_is_told_alike_by_catalogue_and_audit(tmp_path: Path) -> None:
-    config = make_config(run__steps=4, trainer__parts=4)
+    config = make_config(run__steps=4, trainer__batch_parts=4)
     with Cluster(tmp_path, config, on_disk=False) as cluster:
         cluster.run()
         assert differences(cluster.bus, cluster.topics) == []

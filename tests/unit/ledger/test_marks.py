@@ -50,7 +50,7 @@ def stopped(stage: CatalogueStage, *roles: str) -> None:
     [
         ({RATE: 0.5}, [(1, "setting", RATE)]),
         ({RATE: "abc"}, []),
-        ({"groups.size": 4}, []),
+        ({"rollout.group_size": 4}, []),
         ({RATE: 1e-5}, []),
     ],
 )

@@ -12,7 +12,7 @@ from tests.support.catalogue_stage import ToldRun
 PER_STEP = 2
 FEW = BATCHES * PER_STEP - 1
 ADVICE = (
-    ". If rewards never differ, groups.filter_zero_advantage waits without end: change the reward"
+    ". If rewards never differ, rollout.filter_zero_advantage waits without end: change the reward"
     " or the data"
 )
 

@@ -17,7 +17,7 @@ HEARTBEATS = 4
 
 
 def test_looks_at_a_run_name_the_part_that_is_waited_for_or_computed(tmp_path: Path) -> None:
-    config = make_config(run__steps=6, trainer__parts=4)
+    config = make_config(run__steps=6, trainer__batch_parts=4)
     phases: set[str] = set()
     with Cluster(tmp_path, config, on_disk=False) as cluster:
         state = cluster.roles["orchestrator"].machine.state
@@ -38,7 +38,7 @@ def test_looks_at_a_run_name_the_part_that_is_waited_for_or_computed(tmp_path: P
 def test_a_part_that_is_taken_ends_the_wait_before_it_so_that_alarms_are_of_standstill(
     tmp_path: Path,
 ) -> None:
-    config = make_config(run__steps=4, trainer__parts=4)
+    config = make_config(run__steps=4, trainer__batch_parts=4)
     with Cluster(tmp_path, config, on_disk=False) as cluster:
         state = cluster.roles["orchestrator"].machine.state
         cluster.until(lambda: len(state.parts) == 2)

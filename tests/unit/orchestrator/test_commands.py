@@ -24,9 +24,9 @@ def running(**changes: Any) -> Stage:
     ("verb", "args", "why"),
     [
         ("set", {}, "sets nothing"),
-        ("set", {"groups__size": 4}, "groups.size cannot change in a run"),
+        ("set", {"rollout__group_size": 4}, "rollout.group_size cannot change in a run"),
         ("set", {"trainer__learning_rate": -1.0}, "trainer.learning_rate"),
-        ("set", {"staleness__in_flight_batches": 0.5}, "no batch would ever fill"),
+        ("set", {"staleness__async_batches": 0.5}, "no batch would ever fill"),
         ("set", {"run__steps": "many"}, "run.steps"),
         ("resume", {}, "not paused"),
         ("pause", {"softly": True}, "takes no softly"),
@@ -48,11 +48,11 @@ def test_wrong_command_says_why_and_changes_nothing(
 
 def test_set_is_in_force_from_the_next_step_and_stands_in_the_batch() -> None:
     stage = running()
-    stage.tell(records.command("set", trainer__learning_rate=0.5, objective__kl=0.25))
+    stage.tell(records.command("set", trainer__learning_rate=0.5, objective__kl_coef=0.25))
     stage.finish_all()
     assert stage.batch is not None
     assert stage.batch.settings["trainer.learning_rate"] == 0.5
-    assert stage.batch.settings["objective.kl"] == 0.25
+    assert stage.batch.settings["objective.kl_coef"] == 0.25
     used = {"objective.kind", *(f"objective.{name}" for name in BUILT_IN["grpo"].keys)}
     expected = used | {one for one in LOGGED if one.startswith("trainer.")}
     assert set(stage.batch.settings) == expected == set(settings_in_force(stage.config, 0))
@@ -126,13 +126,13 @@ def test_drain_lets_a_worker_finish_and_gives_it_nothing_more() -> None:
 
 
 def test_stop_trains_what_fills_whole_batches_and_cancels_the_latest_rest() -> None:
-    stage = running(groups__per_step=2, staleness__max_staleness=2, run__steps=9)
+    stage = running(rollout__prompts_per_step=2, staleness__max_staleness=2, run__steps=9)
     stage.worker("w1", slots=4)
     stage.finish_group("g0000000000")
     stage.settle()
     count = len(stage.state.groups)
     assert count == 4
-    stage.tell(records.command("set", staleness__in_flight_batches=2.5))
+    stage.tell(records.command("set", staleness__async_batches=2.5))
     stage.settle()
     assert len(stage.state.groups) == 5
     stage.tell(records.command("stop"))
@@ -159,7 +159,7 @@ def test_stop_now_ends_the_run_after_the_step_that_trains() -> None:
 
 
 def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
-    stage = running(run__steps=20, groups__per_step=1)
+    stage = running(run__steps=20, rollout__prompts_per_step=1)
     stage.tell(records.command("stop", after=2))
     for _ in range(10):
         stage.step()

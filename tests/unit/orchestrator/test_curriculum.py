@@ -64,7 +64,7 @@ def even(index: int) -> float:
 
 
 def test_solved_rows_are_skipped_in_their_turn_and_named() -> None:
-    stage = stage_of(task__drop_solved=1.0)
+    stage = stage_of(task__max_solve_rate=1.0)
     found = play(stage, even, steps=14)
     late = found[-8:]
     assert all(one.spec.index % 2 for one in late) and any(one.skipped for one in late)
@@ -83,14 +83,14 @@ def test_where_every_row_is_solved_the_run_goes_on_with_all_and_says_so(
 ) -> None:
     for module in ("orchestrator.curriculum", "audit.row_ledger"):
         monkeypatch.setattr(f"dora_pipe.{module}.SOLVED_GROUPS", 2)
-    stage = stage_of(task__drop_solved=0.5)
+    stage = stage_of(task__max_solve_rate=0.5)
     late = play(stage, lambda index: 1.0, steps=16)[-10:]
     assert all(not one.skipped and one.reason.endswith("solved, as all are") for one in late)
     assert {one.spec.index for one in late} == set(range(ROWS))
 
 
 def test_what_groups_have_come_to_counts_from_the_next_version_on() -> None:
-    stage = stage_of(task__drop_solved=1.0, groups__per_step=1)
+    stage = stage_of(task__max_solve_rate=1.0, rollout__prompts_per_step=1)
     index = stage.state.groups["g0000000000"].spec.index
     stage.finish_group("g0000000000")
     assert [(one.index, one.reward) for one in stage.state.curricula["train"].held] == [(index, 1)]
@@ -136,7 +136,7 @@ def test_weights_that_are_none_are_said_in_one_line_with_a_hint(weigh: Weigh, wh
 
 
 def test_a_decision_that_skips_other_rows_or_takes_none_of_the_data_is_illegal() -> None:
-    stage = stage_of(task__drop_solved=1.0)
+    stage = stage_of(task__max_solve_rate=1.0)
     play(stage, even)
     for name in stage.running():
         stage.finish(name)

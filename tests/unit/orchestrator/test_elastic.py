@@ -22,8 +22,8 @@ from tests.support.singly import placed as placed_by
 
 TWO: dict[str, Any] = {
     "run__steps": 5,
-    "groups__per_step": 4,
-    "groups__size": 1,
+    "rollout__prompts_per_step": 4,
+    "rollout__group_size": 1,
     "staleness__max_staleness": 2,
 }
 

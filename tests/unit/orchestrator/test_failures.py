@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.config.model import Groups
+from dora_pipe.config.model import Rollout
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.failures import (
@@ -26,7 +26,9 @@ FIRST = max(FIRST_MIN, 2 * B)
 
 
 def running(**changes: object) -> Stage:
-    stage = Stage(groups__per_step=B, groups__size=2, run__steps=50, **changes).begin()
+    stage = Stage(
+        rollout__prompts_per_step=B, rollout__group_size=2, run__steps=50, **changes
+    ).begin()
     stage.worker("w0", slots=8)
     return stage
 
@@ -90,7 +92,7 @@ def test_a_halted_run_decides_nothing_more_and_says_whom_it_waits_for() -> None:
 
 
 def test_later_the_share_of_the_window_decides() -> None:
-    rules = Groups(per_step=2, failed_share_max=0.5)
+    rules = Rollout(prompts_per_step=2, max_failed_share=0.5)
     failures = Failures()
     for at in range(1, 2 * WINDOW_MIN + 1):
         if at > WINDOW_MIN and at % 4:

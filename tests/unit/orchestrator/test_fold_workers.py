@@ -12,7 +12,7 @@ from tests.support.orchestrator_stage import Stage
 
 
 def one_group(**changes: object) -> Stage:
-    changes = {"groups__per_step": 1, "staleness__max_staleness": 0, **changes}
+    changes = {"rollout__prompts_per_step": 1, "staleness__max_staleness": 0, **changes}
     stage = Stage(**changes).begin()
     stage.worker("w0", slots=2)
     assert stage.running() == ["g0000000000-000", "g0000000000-001"]
@@ -40,7 +40,7 @@ def test_remains_loading_when_it_reports_another_version_or_other_weights() -> N
 
 
 def test_requests_of_a_worker_that_joins_again_queue_again_and_keep_their_attempts() -> None:
-    stage = one_group(groups__attempts_max=2)
+    stage = one_group(rollout__max_attempts=2)
     old = stage.placed[FIRST]
     epoch = stage.join("w0", slots=2)
     assert stage.running() == []
@@ -119,7 +119,7 @@ def test_first_record_of_the_present_attempt_binds_and_a_doubled_append_is_harml
 
 
 def test_retryable_failure_queues_again_until_attempts_are_used_up() -> None:
-    stage = one_group(groups__attempts_max=3)
+    stage = one_group(rollout__max_attempts=3)
     for attempt in (1, 2, 3):
         assert stage.placed[FIRST].attempt == attempt
         stage.tell(records.failed(stage.placed[FIRST]))

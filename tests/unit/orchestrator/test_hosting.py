@@ -14,7 +14,7 @@ def targets(stage: Stage) -> dict[str, int]:
 
 
 def test_serving_remains_on_its_version_until_it_has_no_open_request() -> None:
-    stage = Stage(groups__per_step=1, groups__size=1).begin()
+    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=1).begin()
     stage.worker("w0", slots=2)
     assert stage.running() == ["g0000000000-000", "g0000000001-000"]
     stage.finish("g0000000000-000")
@@ -31,7 +31,7 @@ def test_serving_remains_on_its_version_until_it_has_no_open_request() -> None:
 
 
 def test_orphaned_version_gets_a_free_worker_before_new_work() -> None:
-    stage = Stage(groups__per_step=1, groups__size=1).begin()
+    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=1).begin()
     stage.worker("w0", slots=2)
     stage.finish("g0000000000-000")
     stage.settle()
@@ -46,8 +46,10 @@ def test_orphaned_version_gets_a_free_worker_before_new_work() -> None:
 
 
 def test_orphan_with_only_busy_newer_hosts_makes_the_emptiest_a_victim() -> None:
-    stage = Stage(groups__per_step=1, groups__size=4, staleness__max_staleness=3).begin()
-    stage.tell(records.command("set", staleness__in_flight_batches=4.0))
+    stage = Stage(
+        rollout__prompts_per_step=1, rollout__group_size=4, staleness__max_staleness=3
+    ).begin()
+    stage.tell(records.command("set", staleness__async_batches=4.0))
     stage.worker("old", slots=8)
     stage.finish_group("g0000000000")
     stage.settle()
@@ -72,10 +74,10 @@ def three_versions() -> Stage:
     """`v0` runs one request of version 0, `v1` two of version 1, `a` and `b` three of version 2."""
     stage = Stage(
         run__steps=50,
-        groups__per_step=1,
-        groups__size=1,
+        rollout__prompts_per_step=1,
+        rollout__group_size=1,
         staleness__max_staleness=20,
-        staleness__in_flight_batches=21.0,
+        staleness__async_batches=21.0,
     ).begin()
     stage.worker("v0", slots=2)
     for trained in ("g0000000000-000", "g0000000001-000"):

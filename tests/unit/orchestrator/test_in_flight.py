@@ -64,9 +64,12 @@ def test_c_stays_within_what_the_bound_has_room_for(eta: int, steps: list[tuple[
 
 
 def stage_of(**changes: Any) -> Stage:
-    automatic = {"staleness__in_flight_batches": "auto", "staleness__max_staleness": 2}
+    automatic = {"staleness__async_batches": "auto", "staleness__max_staleness": 2}
     stage = Stage(
-        run__steps=60, groups__per_step=4, groups__size=1, **{**automatic, **changes}
+        run__steps=60,
+        rollout__prompts_per_step=4,
+        rollout__group_size=1,
+        **{**automatic, **changes},
     ).begin()
     stage.worker("w0", slots=64)
     return stage
@@ -100,11 +103,11 @@ def test_starved_run_admits_more_and_every_batch_says_how_much() -> None:
 def test_bound_that_goes_down_holds_at_once_for_an_automatic_c() -> None:
     stage = stage_of()
     starve(stage, 14)
-    assert 2.0 < stage.state.in_flight_batches <= 3.0
+    assert 2.0 < stage.state.async_batches <= 3.0
     stage.tell(records.command("set", staleness__max_staleness=1))
-    assert stage.state.in_flight_batches == 2.0
+    assert stage.state.async_batches == 2.0
     stage.tell(records.command("set", staleness__max_staleness=0))
-    assert stage.state.in_flight_batches == 1.0
+    assert stage.state.async_batches == 1.0
 
 
 def test_batch_with_another_c_is_refused_by_the_fold() -> None:

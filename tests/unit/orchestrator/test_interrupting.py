@@ -16,10 +16,10 @@ from tests.support.orchestrator_stage import Stage
 def stage_of(*, eval_rows: int = 4, **changes: Any) -> Stage:
     """Two trajectories per group, one group per step, three groups in flight."""
     keys = {
-        "groups__per_step": 1,
-        "groups__size": 2,
-        "staleness__interruptible": True,
-        "staleness__in_flight_batches": 3.0,
+        "rollout__prompts_per_step": 1,
+        "rollout__group_size": 2,
+        "staleness__partial_rollout": True,
+        "staleness__async_batches": 3.0,
     }
     return Stage(**(keys | changes)).begin(eval_rows=eval_rows)
 
@@ -109,7 +109,7 @@ def test_busy_worker_may_not_go_back_to_an_older_version() -> None:
 
 
 def test_run_that_does_not_mix_versions_leaves_busy_workers_alone() -> None:
-    stage = stage_of(staleness__interruptible=False)
+    stage = stage_of(staleness__partial_rollout=False)
     stage.worker("w0", slots=6)
     assert step(stage, "g0000000000") == []
     worker = stage.state.workers["w0"]

@@ -135,7 +135,7 @@ def test_nothing_is_decided_before_the_log_is_read_but_rounds_are_written() -> N
 
 
 def test_rounds_fold_to_the_machines_own_state() -> None:
-    bench = Bench(run__steps=1, groups__per_step=1)
+    bench = Bench(run__steps=1, rollout__prompts_per_step=1)
     bench.serving()
     for _ in range(2):
         for place in placed_by(bench.rounds[-1].decisions):
@@ -156,7 +156,7 @@ def test_rounds_fold_to_the_machines_own_state() -> None:
 
 def test_plan_that_was_cut_short_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "DECISIONS_MAX", 6)
-    bench = Bench(groups__per_step=8)
+    bench = Bench(rollout__prompts_per_step=8)
     bench.serving(slots=16)
     placed = len(placed_by(bench.rounds[-1].decisions))
     assert placed == 4

@@ -19,10 +19,10 @@ from tests.support.singly import placed as placed_by
 
 MANY: dict[str, Any] = {
     "run__steps": 50,
-    "groups__per_step": 1,
-    "groups__size": 1,
+    "rollout__prompts_per_step": 1,
+    "rollout__group_size": 1,
     "staleness__max_staleness": 20,
-    "staleness__in_flight_batches": 21.0,
+    "staleness__async_batches": 21.0,
 }
 
 
@@ -217,7 +217,7 @@ def test_move_that_cannot_be_is_refused_and_changes_nothing(
 
 
 def test_moves_free_a_worker_for_the_newest_version() -> None:
-    stage = Stage(**{**MANY, "staleness__in_flight_batches": 12.0}).begin()
+    stage = Stage(**{**MANY, "staleness__async_batches": 12.0}).begin()
     stage.join("w0", moves=True)
     stage.join("w1", moves=True)
     stage.settle()
@@ -233,7 +233,7 @@ def test_moves_free_a_worker_for_the_newest_version() -> None:
     stage.tell(records.command("pause"))
     stage.plan()
     stage.commit()
-    stage.tell(records.command("set", staleness__in_flight_batches=18.0))
+    stage.tell(records.command("set", staleness__async_batches=18.0))
     stage.tell(records.command("resume"))
     loads = {name: one.load for name, one in stage.state.workers.items()}
     assert loads == {"w0": 3, "w1": 1, "w2": 4} and stage.state.version == 2

@@ -20,10 +20,10 @@ from tests.unit.orchestrator.test_machine import TOPICS, Bench
 
 MANY: dict[str, Any] = {
     "run__steps": 50,
-    "groups__per_step": 2,
-    "groups__size": 1,
+    "rollout__prompts_per_step": 2,
+    "rollout__group_size": 1,
     "staleness__max_staleness": 40,
-    "staleness__in_flight_batches": 41.0,
+    "staleness__async_batches": 41.0,
 }
 
 

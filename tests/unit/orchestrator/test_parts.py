@@ -18,7 +18,12 @@ from tests.support.orchestrator_stage import Stage
 
 def running(**changes: Any) -> Stage:
     """Four groups of one trajectory per step, in at most four parts; all of a step are open."""
-    plain = {"groups__per_step": 4, "groups__size": 1, "trainer__parts": 4, "run__steps": 9}
+    plain = {
+        "rollout__prompts_per_step": 4,
+        "rollout__group_size": 1,
+        "trainer__batch_parts": 4,
+        "run__steps": 9,
+    }
     stage = Stage(**{**plain, "staleness__max_staleness": 1, **changes}).begin()
     stage.worker("w0", slots=8)
     return stage
@@ -125,18 +130,22 @@ def test_part_that_no_plan_may_contain_is_refused(change: dict[str, Any], why: s
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({"trainer__parts": 5}, "more than groups.per_step"),
+        ({"trainer__batch_parts": 5}, "more than rollout.prompts_per_step"),
         ({"trainer__minibatches": 3}, "3 updates are neither one nor one for each part"),
         ({"objective__advantage": "version-baseline"}, "version-baseline compares"),
     ],
 )
 def test_what_parts_cannot_be_with_is_said_by_name(keys: dict[str, Any], why: str) -> None:
-    plain = {"groups__per_step": 4, "trainer__parts": 2}
+    plain = {"rollout__prompts_per_step": 4, "trainer__batch_parts": 2}
     assert any(why in one.text for one in problems_of(make_config(**{**plain, **keys})))
 
 
 def test_as_many_updates_as_parts_are_taken_in_parts() -> None:
-    plain: dict[str, Any] = {"groups__per_step": 4, "trainer__parts": 2, "trainer__minibatches": 2}
+    plain: dict[str, Any] = {
+        "rollout__prompts_per_step": 4,
+        "trainer__batch_parts": 2,
+        "trainer__minibatches": 2,
+    }
     assert not [one for one in problems_of(make_config(**plain)) if "trainer" in one.text]
     stage = running(**plain)
     part, batch = finish(stage, 2, 0, 1, 3)

@@ -65,7 +65,7 @@ def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
 
 
 def test_a_group_is_admitted_for_one_free_slot_and_its_siblings_queue() -> None:
-    stage = Stage(groups__size=4).begin()
+    stage = Stage(rollout__group_size=4).begin()
     stage.worker("w0", slots=1)
     assert len(specs(stage)) == 1
     assert len(stage.state.queues[0]) == 3
@@ -76,7 +76,7 @@ def test_a_group_is_admitted_for_one_free_slot_and_its_siblings_queue() -> None:
 
 
 def test_admission_stops_at_the_cap_and_at_the_end_of_the_run() -> None:
-    stage = Stage(run__steps=2, groups__per_step=2, staleness__max_staleness=1).begin()
+    stage = Stage(run__steps=2, rollout__prompts_per_step=2, staleness__max_staleness=1).begin()
     stage.worker("w0", slots=100)
     assert len(specs(stage)) == 4
     assert may_still_admit(stage.state) == 0
@@ -90,7 +90,9 @@ def test_admission_stops_at_the_cap_and_at_the_end_of_the_run() -> None:
 
 
 def test_order_inside_a_plan() -> None:
-    stage = Stage(groups__per_step=1, groups__size=2, groups__filter_zero_advantage=True).begin()
+    stage = Stage(
+        rollout__prompts_per_step=1, rollout__group_size=2, rollout__filter_zero_advantage=True
+    ).begin()
     stage.worker("w0", slots=4)
     stage.join("w1", slots=4)
     stage.finish("g0000000000-000", reward=1.0)
@@ -103,7 +105,9 @@ def test_order_inside_a_plan() -> None:
 
 
 def test_a_batch_lists_every_trajectory_with_its_place_in_the_log() -> None:
-    stage = Stage(groups__per_step=1, groups__size=3, groups__min_valid_siblings=1).begin()
+    stage = Stage(
+        rollout__prompts_per_step=1, rollout__group_size=3, rollout__min_valid_trajectories=1
+    ).begin()
     stage.worker("w0", slots=3)
     stage.finish("g0000000000-002")
     stage.finish("g0000000000-000", reward=None)
@@ -119,7 +123,7 @@ def test_a_batch_lists_every_trajectory_with_its_place_in_the_log() -> None:
 
 
 def test_batches_are_taken_by_deadline_and_the_trainer_waits_for_what_is_due() -> None:
-    stage = Stage(groups__per_step=1, groups__size=1).begin()
+    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=1).begin()
     stage.worker("w0", slots=1)
     stage.worker("w1", slots=1)
     stage.finish("g0000000000-000")
@@ -134,7 +138,9 @@ def test_batches_are_taken_by_deadline_and_the_trainer_waits_for_what_is_due() -
 
 
 def test_group_without_advantage_is_filtered_and_replaced_with_the_newest_stamp() -> None:
-    stage = Stage(groups__per_step=1, groups__filter_zero_advantage=True, run__steps=1).begin()
+    stage = Stage(
+        rollout__prompts_per_step=1, rollout__filter_zero_advantage=True, run__steps=1
+    ).begin()
     stage.worker("w0", slots=2)
     stage.finish("g0000000000-000")
     stage.finish("g0000000000-001")
@@ -146,7 +152,9 @@ def test_group_without_advantage_is_filtered_and_replaced_with_the_newest_stamp(
 
 
 def test_group_without_enough_valid_siblings_fails_and_the_running_ones_are_cancelled() -> None:
-    stage = Stage(groups__per_step=1, groups__size=4, groups__min_valid_siblings=3).begin()
+    stage = Stage(
+        rollout__prompts_per_step=1, rollout__group_size=4, rollout__min_valid_trajectories=3
+    ).begin()
     stage.worker("w0", slots=3)
     stage.finish("g0000000000-000", reward=None)
     assert kinds(stage.plan()) == ["Place"], "three of four may still be valid"
@@ -163,8 +171,8 @@ def test_group_without_enough_valid_siblings_fails_and_the_running_ones_are_canc
 def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_evaluated() -> None:
     stage = Stage(
         run__steps=2,
-        groups__per_step=1,
-        groups__size=2,
+        rollout__prompts_per_step=1,
+        rollout__group_size=2,
         staleness__max_staleness=0,
         evaluation__prompts=3,
     ).begin(eval_rows=2)
@@ -213,9 +221,9 @@ def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
 
 
 def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
-    whole = Stage(groups__per_step=20, groups__size=3).begin()
+    whole = Stage(rollout__prompts_per_step=20, rollout__group_size=3).begin()
     whole.worker("w0", slots=100)
-    cut = Stage(groups__per_step=20, groups__size=3).begin()
+    cut = Stage(rollout__prompts_per_step=20, rollout__group_size=3).begin()
     cut.join("w0", slots=100)
     cut.plan(limit=7)
     cut.load()
@@ -230,7 +238,7 @@ def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
 
 @pytest.mark.parametrize("kind", [Dispatch, Place, Assign, TakeBatch, End])
 def test_no_decision_is_legal_twice(kind: type[Any]) -> None:
-    stage = Stage(groups__per_step=1, groups__filter_zero_advantage=True).begin()
+    stage = Stage(rollout__prompts_per_step=1, rollout__filter_zero_advantage=True).begin()
     stage.worker("w0", slots=4)
     stage.finish("g0000000000-000", reward=0.0)
     stage.finish("g0000000000-001")

@@ -16,10 +16,10 @@ from tests.support.orchestrator_stage import Stage
 def stage_of(**changes: Any) -> Stage:
     """Two trajectories per group, one group per step, three groups in flight, max_staleness 2."""
     keys = {
-        "groups__per_step": 1,
-        "groups__size": 2,
+        "rollout__prompts_per_step": 1,
+        "rollout__group_size": 2,
         "staleness__max_staleness": 2,
-        "staleness__in_flight_batches": 3.0,
+        "staleness__async_batches": 3.0,
         "run__steps": 9,
     }
     return Stage(**(keys | changes)).begin(rows=30)
@@ -55,7 +55,7 @@ def test_every_worker_takes_the_newest_version_at_once_and_requests_keep_theirs(
 
 
 def test_version_without_open_groups_is_dropped_with_the_next_assignment() -> None:
-    stage = stage_of(staleness__max_staleness=1, staleness__in_flight_batches=1.0)
+    stage = stage_of(staleness__max_staleness=1, staleness__async_batches=1.0)
     stage.worker("w0", slots=4, versions=4)
     for number in range(3):
         assigned = step(stage, f"g{number:010d}")
@@ -65,7 +65,7 @@ def test_version_without_open_groups_is_dropped_with_the_next_assignment() -> No
 
 
 def test_worker_without_room_keeps_what_it_needs_and_takes_the_newest_when_that_has_ended() -> None:
-    stage = stage_of(staleness__in_flight_batches=3.0)
+    stage = stage_of(staleness__async_batches=3.0)
     stage.worker("w0", slots=6, versions=2)
     kept = [name for name in stage.running() if name.startswith("g0000000002")]
     step(stage, "g0000000000")

@@ -56,7 +56,7 @@ def test_a_group_is_asked_about_when_its_last_sibling_has_ended_and_holds_no_slo
 
 
 def test_the_rewards_of_the_answer_are_what_a_batch_is_taken_with() -> None:
-    stage = stage_of(groups__per_step=1)
+    stage = stage_of(rollout__prompts_per_step=1)
     stage.tell(records.scored(complete(stage), (1.5, 0.5)))
     stage.settle()
     assert stage.batch is not None
@@ -72,7 +72,7 @@ def test_the_rewards_of_the_answer_are_what_a_batch_is_taken_with() -> None:
 def test_whether_it_is_filtered_is_asked_of_the_scores_not_of_the_records(
     rewards: tuple[float, ...], fate: str | None
 ) -> None:
-    stage = stage_of(groups__filter_zero_advantage=True)
+    stage = stage_of(rollout__filter_zero_advantage=True)
     stage.tell(records.scored(complete(stage), rewards))
     stage.settle()
     found = [one.fate for one in stage.decided if isinstance(one, End) and one.group == G0]
@@ -80,7 +80,7 @@ def test_whether_it_is_filtered_is_asked_of_the_scores_not_of_the_records(
 
 
 def test_an_attempt_that_may_be_asked_again_is_boundedly_often_and_then_the_group_fails() -> None:
-    stage = stage_of(groups__attempts_max=3)
+    stage = stage_of(rollout__max_attempts=3)
     question = complete(stage)
     for attempt in (1, 2, 3):
         assert question.attempt == attempt

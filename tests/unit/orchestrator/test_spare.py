@@ -25,7 +25,11 @@ G0 = "g0000000000"
 
 def stage_of(*, slots: int = 8, together: tuple[str, ...] = (), **changes: Any) -> Stage:
     """Groups of two with one redundant trajectory, one group per step, on one worker."""
-    keys = {"groups__spare": 1, "groups__per_step": 1, "staleness__max_staleness": 0}
+    keys = {
+        "rollout__group_redundancy": 1,
+        "rollout__prompts_per_step": 1,
+        "staleness__max_staleness": 0,
+    }
     stage = Stage(**{**keys, **changes}).begin(together=together)
     stage.worker("w0", slots=slots)
     return stage
@@ -113,7 +117,9 @@ def test_those_that_count_are_scored_together() -> None:
 
 
 def test_a_group_whose_time_is_over_goes_on_with_what_is_valid() -> None:
-    stage = stage_of(groups__spare=0, groups__size=3, groups__seconds_max=60.0)
+    stage = stage_of(
+        rollout__group_redundancy=0, rollout__group_size=3, rollout__group_timeout_s=60.0
+    )
     stage.finish(name(0))
     stage.finish(name(2))
     expire(stage)
@@ -123,7 +129,7 @@ def test_a_group_whose_time_is_over_goes_on_with_what_is_valid() -> None:
 
 
 def test_a_group_whose_time_is_over_fails_with_too_few() -> None:
-    stage = stage_of(groups__size=3, groups__seconds_max=60.0)
+    stage = stage_of(rollout__group_size=3, rollout__group_timeout_s=60.0)
     stage.finish(name(0))
     expire(stage)
     stage.plan()
@@ -134,11 +140,11 @@ def test_a_group_whose_time_is_over_fails_with_too_few() -> None:
     )
     assert [(one.siblings, one.fate) for one in ends(stage)] == [((1, 2, 3), "expired")]
     (failed,) = stage.state.failures.failed
-    assert "groups.seconds_max" in failed.error
+    assert "rollout.group_timeout_s" in failed.error
 
 
 def test_an_evaluation_whose_time_is_over_has_the_figure_of_what_is_there() -> None:
-    stage = stage_of(evaluation__prompts=1, evaluation__siblings=2, groups__seconds_max=60.0)
+    stage = stage_of(evaluation__prompts=1, evaluation__group_size=2, rollout__group_timeout_s=60.0)
     stage.finish("e0000000000-000", reward=0.5)
     expire(stage, "e0000000000")
     stage.plan()
@@ -161,7 +167,10 @@ def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_a_fat
 ) -> None:
     least = min(least, size)
     stage = stage_of(
-        groups__size=size, groups__spare=spare, groups__min_valid_siblings=least, slots=8
+        rollout__group_size=size,
+        rollout__group_redundancy=spare,
+        rollout__min_valid_trajectories=least,
+        slots=8,
     )
     order: dict[int, float | None] = {}
     for sibling, reward in events:

@@ -35,7 +35,7 @@ def at(
         version=version,
         training=training,
         max_staleness=eta,
-        in_flight_batches=batches,
+        async_batches=batches,
         per_step=per_step,
         steps=steps,
     )
@@ -115,7 +115,7 @@ def _may_admit_literally(deadlines: Mapping[int, int], where: Standing) -> bool:
     more = dict(deadlines)
     more[where.deadline] = more.get(where.deadline, 0) + 1
     untaken = sum(deadlines.values())
-    cap = in_flight_max(where.in_flight_batches, where.per_step)
+    cap = in_flight_max(where.async_batches, where.per_step)
     in_flight = untaken + where.per_step * where.training < cap
     used = untaken < (where.steps - where.step) * where.per_step
     return in_flight and used and literally(more, where.step, where.per_step)

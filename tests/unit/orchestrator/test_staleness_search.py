@@ -116,7 +116,7 @@ class Rules:
             version=0,
             training=training,
             max_staleness=self.eta,
-            in_flight_batches=self.in_flight,
+            async_batches=self.in_flight,
             per_step=self.per_step,
             steps=FOR_EVER,
         )
@@ -376,7 +376,7 @@ def test_search_finds_the_violation_when_j_starts_at_zero() -> None:
 
 def _admit_from_t(deadlines: Mapping[int, int], at: Standing) -> bool:
     """Mistake: feasibility is checked at t although step t is already training."""
-    room = in_flight_max(at.in_flight_batches, at.per_step)
+    room = in_flight_max(at.async_batches, at.per_step)
     if sum(deadlines.values()) + at.per_step * at.training >= room:
         return False
     more = dict(deadlines)

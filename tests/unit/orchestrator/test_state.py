@@ -70,7 +70,7 @@ def test_digest_does_not_depend_on_keys_that_no_run_changes() -> None:
     state = rich()
     before, config = digest_of(state), state.config
     assert config is not None
-    later = msgspec.structs.replace(config.workers, slots=config.workers.slots + 1)
+    later = msgspec.structs.replace(config.workers, max_num_seqs=config.workers.max_num_seqs + 1)
     state.config = msgspec.structs.replace(config, workers=later)
     assert digest_of(state) == before
     lower = msgspec.structs.replace(config.staleness, max_staleness=0)

@@ -17,7 +17,7 @@ def waits_for(state: State) -> str:
 
 def test_every_phase_of_a_run_has_its_words() -> None:
     assert waits_for(State()) == "the start of the run"
-    stage = Stage(run__steps=1, groups__per_step=1).begin()
+    stage = Stage(run__steps=1, rollout__prompts_per_step=1).begin()
     assert waits_for(stage.state) == "a worker"
     stage.tell(records.joined("w0", assets="0" * 64))
     assert "rejected: worker-joined" in waits_for(stage.state)
@@ -34,7 +34,9 @@ def test_every_phase_of_a_run_has_its_words() -> None:
 
 
 def test_only_the_groups_that_block_the_step_are_named() -> None:
-    stage = Stage(groups__per_step=1, groups__size=1, staleness__max_staleness=1).begin()
+    stage = Stage(
+        rollout__prompts_per_step=1, rollout__group_size=1, staleness__max_staleness=1
+    ).begin()
     stage.worker("w0", slots=1)
     stage.worker("w1", slots=1)
     stage.finish("g0000000000-000")
@@ -51,7 +53,7 @@ def test_only_the_groups_that_block_the_step_are_named() -> None:
 
 
 def test_at_the_end_the_evaluation_that_is_open_is_named() -> None:
-    stage = Stage(run__steps=1, groups__per_step=1, evaluation__prompts=1).begin()
+    stage = Stage(run__steps=1, rollout__prompts_per_step=1, evaluation__prompts=1).begin()
     stage.worker("w0", slots=4)
     stage.finish_all()
     stage.commit()
@@ -60,7 +62,7 @@ def test_at_the_end_the_evaluation_that_is_open_is_named() -> None:
 
 
 def test_waits_name_whose_turn_it_is_as_typed_blockers() -> None:
-    stage = Stage(run__steps=2, groups__per_step=1).begin()
+    stage = Stage(run__steps=2, rollout__prompts_per_step=1).begin()
     stage.worker("w0", slots=1)
     (groups,) = waits(stage.state)
     assert (groups.name, groups.key, groups.limit) == ("groups", "0", "work")
@@ -72,7 +74,7 @@ def test_waits_name_whose_turn_it_is_as_typed_blockers() -> None:
 
 
 def test_pause_may_last_and_a_missing_worker_may_not() -> None:
-    stage = Stage(groups__per_step=1, groups__size=1).begin()
+    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=1).begin()
     (worker,) = waits(stage.state)
     assert (worker.name, worker.limit) == ("worker", "short")
     stage.tell(records.command("pause"))
@@ -84,7 +86,7 @@ def test_pause_may_last_and_a_missing_worker_may_not() -> None:
 
 
 def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
-    stage = Stage(groups__per_step=1, groups__size=2).begin()
+    stage = Stage(rollout__prompts_per_step=1, rollout__group_size=2).begin()
     stage.worker("w0", slots=1)
     assert [one.name for one in waits(stage.state)] == ["groups"]
     stage.lose("w0")
@@ -99,16 +101,18 @@ def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "limit"),
     [
-        ({"in_flight_batches": 1.5}, "staleness.in_flight_batches = 1.5 lets 3 groups be open"),
+        ({"async_batches": 1.5}, "staleness.async_batches = 1.5 lets 3 groups be open"),
         (
-            {"in_flight_batches": 9.0},
+            {"async_batches": 9.0},
             "staleness.max_staleness = 1: 4 groups are due by step 1",
         ),
     ],
 )
 def test_setting_that_keeps_workers_idle_is_named(settings: dict[str, float], limit: str) -> None:
     said = {f"staleness__{name}": value for name, value in settings.items()}
-    stage = Stage(groups__per_step=2, groups__size=1, staleness__max_staleness=1, **said).begin()
+    stage = Stage(
+        rollout__prompts_per_step=2, rollout__group_size=1, staleness__max_staleness=1, **said
+    ).begin()
     stage.worker("w0", slots=1)
     assert admission_limit(stage.state) == ""
     stage.worker("w1", slots=64)

@@ -46,16 +46,16 @@ def swarm(seed: int, kind: Workers = "plain") -> World:
     config = records.make_config(
         run__steps=chance.randrange(3, 12),
         run__seed=seed,
-        groups__size=size,
-        groups__per_step=chance.randrange(1, 5),
-        groups__min_valid_siblings=min(size, chance.randrange(1, 3)),
-        groups__filter_zero_advantage=size > 1 and chance.random() < 0.3,
-        groups__attempts_max=chance.choice([2, 3, 5]),
+        rollout__group_size=size,
+        rollout__prompts_per_step=chance.randrange(1, 5),
+        rollout__min_valid_trajectories=min(size, chance.randrange(1, 3)),
+        rollout__filter_zero_advantage=size > 1 and chance.random() < 0.3,
+        rollout__max_attempts=chance.choice([2, 3, 5]),
         staleness__max_staleness=eta,
-        staleness__in_flight_batches=chance.choice([None, 1.0, 1.0 + eta * chance.random()]),
+        staleness__async_batches=chance.choice([None, 1.0, 1.0 + eta * chance.random()]),
         evaluation__prompts=chance.choice([0, 0, 2, 3]),
         evaluation__every=chance.choice([0, 1, 2]),
-        evaluation__siblings=chance.randrange(1, 3),
+        evaluation__group_size=chance.randrange(1, 3),
     )
     workers = {
         f"w{number}": (chance.randrange(1, 7), chance.randrange(0, 3))
@@ -276,7 +276,7 @@ def test_digest_that_is_kept_in_step_and_snapshots_hold_after_every_change(kind:
 
 
 def test_memory_does_not_grow_with_the_run() -> None:
-    config = records.make_config(run__steps=60, groups__per_step=2)
+    config = records.make_config(run__steps=60, rollout__prompts_per_step=2)
     world = World(seed=1, config=config, workers={"w0": (4, 0), "w1": (4, 0)})
     most = 0
     while not world.machine.state.done:

@@ -12,9 +12,9 @@ from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.engines import registry
 from dora_pipe.producers.engines.port import (
-    INTERRUPTIBLE,
     KV_EXPORT,
     LORA,
+    PARTIAL_ROLLOUT,
     UNASSIGNED_LEFT_OUT,
 )
 from dora_pipe.producers.engines.registry import MOVES, capabilities, check_capabilities
@@ -48,11 +48,11 @@ def test_requests_move_only_where_they_go_on_as_they_were() -> None:
 
 
 def test_engine_that_cannot_change_weights_under_requests_is_refused_where_that_is_asked() -> None:
-    asked = config(staleness={"interruptible": True})
+    asked = config(staleness={"partial_rollout": True})
     check_capabilities(SimulatedEngine(slots=1, context_tokens=8), asked)
     with pytest.raises(ConfigError, match="cannot change weights"):
         check_capabilities(WithAdapters(slots=1, context_tokens=8), asked)
-    assert INTERRUPTIBLE not in WithAdapters.declares
+    assert PARTIAL_ROLLOUT not in WithAdapters.declares
 
 
 def test_engine_that_may_sample_ids_without_a_token_is_refused_where_there_are_some(

@@ -8,7 +8,7 @@ from dora_pipe.producers.worker.request import Phase
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
 from tests.support.worker import Worker, World
 
-ALL = {"versions_resident": 3}
+ALL = {"max_resident_versions": 3}
 
 
 def long(seed: int, turn: int) -> int:

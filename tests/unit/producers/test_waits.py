@@ -31,7 +31,7 @@ def request(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> RequestState:
         pin=place.spec.version,
         hosted=Hosted(place.spec.version, place.spec.digest),
         params=params,
-        turns_max=1,
+        max_turns=1,
         seed=1,
         placed_ns=0,
         phase=phase,

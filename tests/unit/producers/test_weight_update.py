@@ -105,7 +105,7 @@ LONG = 60
 
 def start(version: int = 0, **changes: Any) -> tuple[World, Worker]:
     world = World(lengths=lambda seed, turn: LONG)
-    return world, world.start(version, interruptible=True, max_tokens=200, **changes)
+    return world, world.start(version, partial_rollout=True, max_tokens=200, **changes)
 
 
 def loaded(world: World, worker: Worker, version: int) -> None:
@@ -199,7 +199,7 @@ def test_request_that_leaves_its_worker_goes_on_elsewhere_from_a_chain_of_versio
     assert {one.version for one in made} == {0, 1}
     assert all(one.digest == digest_of(one.version) for one in made)
     assert all(point < 2 + one.start + len(one.token_ids) for one in made for point in one.prefills)
-    other = world.start(2, worker="w1", interruptible=True, max_tokens=200)
+    other = world.start(2, worker="w1", partial_rollout=True, max_tokens=200)
     world.decide(world.place(other, 0, attempt=2, resume=resume))
     world.until_idle(other)
     (one,) = world.trajectories().values()

@@ -20,7 +20,7 @@ BYTES_MAX = 100_000
 
 
 def test_value_is_kept_byte_for_byte_and_the_reason_is_readable() -> None:
-    value, headers = encode_dead_letter(DEAD_LETTER, record_bytes_max=BYTES_MAX)
+    value, headers = encode_dead_letter(DEAD_LETTER, max_record_bytes=BYTES_MAX)
     assert value == DEAD_LETTER.value
     said = msgspec.json.decode(dict(headers)[HEADER])
     assert (said["topic"], said["offset"], said["why"]) == (
@@ -32,7 +32,7 @@ def test_value_is_kept_byte_for_byte_and_the_reason_is_readable() -> None:
 
 def test_value_that_does_not_fit_is_left_out_but_named() -> None:
     large = replace(DEAD_LETTER, value=b"x" * BYTES_MAX)
-    value, headers = encode_dead_letter(large, record_bytes_max=BYTES_MAX)
+    value, headers = encode_dead_letter(large, max_record_bytes=BYTES_MAX)
     assert value == b""
     said = msgspec.json.decode(dict(headers)[HEADER])
     assert (said["bytes"], said["kept"]) == (BYTES_MAX, False)
@@ -42,7 +42,7 @@ def test_value_that_does_not_fit_is_left_out_but_named() -> None:
 def test_what_is_written_fits_into_its_record() -> None:
     for size in range(BYTES_MAX - 3000, BYTES_MAX, 100):
         value, headers = encode_dead_letter(
-            replace(DEAD_LETTER, value=bytes(size)), record_bytes_max=BYTES_MAX
+            replace(DEAD_LETTER, value=bytes(size)), max_record_bytes=BYTES_MAX
         )
         assert len(value) + sum(len(name) + len(data) for name, data in headers) < BYTES_MAX
 
@@ -50,19 +50,19 @@ def test_what_is_written_fits_into_its_record() -> None:
 def test_headers_that_alone_do_not_fit_are_refused() -> None:
     with pytest.raises(SchemaError, match="is above"):
         encode_dead_letter(
-            replace(DEAD_LETTER, headers=(("x", bytes(BYTES_MAX)),)), record_bytes_max=BYTES_MAX
+            replace(DEAD_LETTER, headers=(("x", bytes(BYTES_MAX)),)), max_record_bytes=BYTES_MAX
         )
 
 
 def test_endless_reason_is_cut() -> None:
     value, headers = encode_dead_letter(
-        replace(DEAD_LETTER, why="y" * 10 * WHY_CHARACTERS_MAX), record_bytes_max=BYTES_MAX
+        replace(DEAD_LETTER, why="y" * 10 * WHY_CHARACTERS_MAX), max_record_bytes=BYTES_MAX
     )
     assert len(decode_dead_letter(value, headers).why) == WHY_CHARACTERS_MAX
 
 
 def test_value_that_was_changed_afterwards_is_refused() -> None:
-    value, headers = encode_dead_letter(DEAD_LETTER, record_bytes_max=BYTES_MAX)
+    value, headers = encode_dead_letter(DEAD_LETTER, max_record_bytes=BYTES_MAX)
     with pytest.raises(SchemaError, match="not the one that was kept") as found:
         decode_dead_letter(value + b"x", headers)
     assert found.value.path == "$.value"
@@ -75,7 +75,7 @@ def test_record_without_the_header_is_no_dead_letter() -> None:
 
 
 def test_key_that_is_not_base64_is_refused() -> None:
-    value, headers = encode_dead_letter(DEAD_LETTER, record_bytes_max=BYTES_MAX)
+    value, headers = encode_dead_letter(DEAD_LETTER, max_record_bytes=BYTES_MAX)
     header = headers[0][1].replace(b'"key":"', b'"key":"!')
     with pytest.raises(SchemaError, match="not base64"):
         decode_dead_letter(value, [(HEADER, header)])

@@ -120,7 +120,7 @@ def test_progress_of_a_request_is_told_from_that_of_a_call(given_: Progress) -> 
 
 @given(strategies.DEAD_LETTERS)
 def test_dead_letter_comes_back_equal(letter: DeadLetter) -> None:
-    value, headers = encode_dead_letter(letter, record_bytes_max=100_000)
+    value, headers = encode_dead_letter(letter, max_record_bytes=100_000)
     assert decode_dead_letter(value, headers) == letter
     assert all(name.isascii() and data.isascii() for name, data in headers)
 

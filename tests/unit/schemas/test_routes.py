@@ -213,9 +213,11 @@ def test_contexts_whose_experts_no_record_can_name_are_refused_before_they_begin
     need_room(137_518, 976)
     with pytest.raises(ConfigError, match=r"200000 tokens are 195200000 bytes") as caught:
         need_room(200_000, 976)
-    assert caught.value.hint == "workers.context_tokens = 137518 or less"
+    assert caught.value.hint == "workers.max_model_len = 137518 or less"
     make_qwen3_moe(tmp_path, context_tokens=1 << 26)
-    with pytest.raises(ConfigError, match=r"sampling\.routes: the experts of 67108864 tokens"):
+    with pytest.raises(
+        ConfigError, match=r"sampling\.return_routed_experts: the experts of 67108864 tokens"
+    ):
         TorchEngine.open(tmp_path, slots=1, context_tokens=1 << 26, threads=1, routes=True)
 
 
@@ -272,7 +274,7 @@ def config(tmp_path: Path, *overrides: str) -> Config:
     file.write_text(
         '[run]\nname = "r"\nsteps = 1\n[model]\npath = "model"\n[task]\nkind = "arithmetic"\n'
     )
-    return load_config(file, ["sampling.routes=true", *overrides])
+    return load_config(file, ["sampling.return_routed_experts=true", *overrides])
 
 
 SILENT = replace(BUILT_IN["torch"], routes=False)
@@ -280,15 +282,21 @@ OWN_TRAINER = replace(TRAINERS["torch"], routes=False)
 
 
 def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.routes: what goes on under other weights"):
-        config(tmp_path, "staleness.interruptible=true")
-    with pytest.raises(ConfigError, match=r"sampling\.routes: engine `.*SILENT` does not say"):
+    with pytest.raises(ConfigError, match=r"sampling\.return_routed_experts: versions of one"):
+        config(tmp_path, "staleness.partial_rollout=true")
+    with pytest.raises(
+        ConfigError, match=r"sampling\.return_routed_experts: engine `.*SILENT` does not report"
+    ):
         check_engines(config(tmp_path), [f"{__name__}:SILENT"])
-    graphs = config(tmp_path, "workers.vllm.eager=false")
-    with pytest.raises(ConfigError, match=r"sampling\.routes: vLLM's compiled graphs do not say"):
+    graphs = config(tmp_path, "workers.vllm.enforce_eager=false")
+    with pytest.raises(
+        ConfigError, match=r"sampling\.return_routed_experts: vLLM's compiled graphs do not say"
+    ):
         check_engines(graphs, ["vllm"])
     check_engines(graphs, ["torch"])
     check_engines(config(tmp_path), ["torch", "vllm"])
     own = config(tmp_path, f"trainer.kind={__name__}:OWN_TRAINER")
-    with pytest.raises(ConfigError, match=r"sampling\.routes: trainer `.*OWN_TRAINER` does not"):
+    with pytest.raises(
+        ConfigError, match=r"sampling\.return_routed_experts: trainer `.*OWN_TRAINER` does not"
+    ):
         need_learner(own)

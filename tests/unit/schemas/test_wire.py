@@ -39,7 +39,11 @@ def _entry(reward: float | None) -> control.LoggedEntry:
 
 PLACES: list[tuple[str, Any, str]] = [
     ("StepCommitted", lambda x: {"figures": {"loss": x}}, "$.figures.loss"),
-    ("StepCommitted", lambda x: {"settings": {"objective.kl": x}}, "$.settings.objective.kl"),
+    (
+        "StepCommitted",
+        lambda x: {"settings": {"objective.kl_coef": x}},
+        "$.settings.objective.kl_coef",
+    ),
     ("StepCommitted", lambda x: {"compute_s": x}, "$.compute_s"),
     ("TrajectoriesLogged", lambda x: {"trajectories": (_entry(x),)}, "$.trajectories[0].reward"),
     ("WorkerReady", lambda x: {"load_ms": x}, "$.load_ms"),

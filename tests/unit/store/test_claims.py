@@ -28,7 +28,7 @@ def shared(tmp_path: Path, machine: str) -> SharedClaims:
 def test_one_machine_writes_and_another_reads(tmp_path: Path) -> None:
     log = MemoryLog()
     here = ClaimBus(MemoryBus(log), shared(tmp_path, "here"))
-    here.create([TopicSpec(name="r.progress", record_bytes_max=1000)])
+    here.create([TopicSpec(name="r.progress", max_record_bytes=1000)])
     here.writer().append([Append(topic="r.progress", value=VALUE)])
     there = ClaimBus(MemoryBus(log), shared(tmp_path, "there"))
     reader = there.reader({TopicPartition("r.progress", 0): 0})

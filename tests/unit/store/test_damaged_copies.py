@@ -39,11 +39,11 @@ def digests_of(published: list[PublishedVersion]) -> list[str]:
     return [one.manifest.digest for one in published]
 
 
-@pytest.mark.parametrize("whole_every", [1, 8])
+@pytest.mark.parametrize("full_every", [1, 8])
 def test_a_damaged_copy_on_a_machine_is_named_and_had_again(
-    tmp_path: Path, elsewhere: Counted, whole_every: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, elsewhere: Counted, full_every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, whole_every=whole_every)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, full_every=full_every)
     worker = machine(tmp_path, "m1", elsewhere)
     digest = published[2].manifest.digest
     path = worker.weights(digest)
@@ -74,7 +74,7 @@ class Wire:
 def test_what_arrives_damaged_is_fetched_again_so_many_times_and_no_more(
     tmp_path: Path, elsewhere: Counted
 ) -> None:
-    digest = publish_walk(machine(tmp_path, "m0", elsewhere), 1, whole_every=1)[0].manifest.digest
+    digest = publish_walk(machine(tmp_path, "m0", elsewhere), 1, full_every=1)[0].manifest.digest
     for damaged in (FETCHES_MAX - 1, 100):
         wire = Wire(elsewhere, damaged)  # type: ignore[arg-type]
         worker = PolicyStore(tmp_path / f"w{damaged}", wire)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_what_arrives_damaged_is_fetched_again_so_many_times_and_no_more(
 def test_a_damaged_file_of_the_store_is_named_with_its_place_and_what_makes_it_again(
     tmp_path: Path, elsewhere: Counted
 ) -> None:
-    digest = publish_walk(machine(tmp_path, "m0", elsewhere), 1, whole_every=1)[0].manifest.digest
+    digest = publish_walk(machine(tmp_path, "m0", elsewhere), 1, full_every=1)[0].manifest.digest
     flip(tmp_path / "shared" / "x" / weights_name(digest))
     local = PolicyStore(tmp_path / "shared" / "x")
     for store in (machine(tmp_path, "m1", elsewhere), local):
@@ -106,7 +106,7 @@ def test_a_damaged_file_of_the_store_is_named_with_its_place_and_what_makes_it_a
 def test_a_damaged_whole_version_is_made_of_the_patches_before_it(
     tmp_path: Path, elsewhere: Counted, how: str
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
     flip(tmp_path / "shared" / "x" / weights_name(published[4].manifest.digest))
     store = machine(tmp_path, "m1", elsewhere)
     if how == "here":
@@ -119,7 +119,7 @@ def test_a_damaged_whole_version_is_made_of_the_patches_before_it(
 def test_a_damaged_version_is_no_base_of_a_patch_that_is_applied(
     tmp_path: Path, elsewhere: Counted, damage: Callable[[Path], None]
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, whole_every=8)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, full_every=8)
     worker = machine(tmp_path, "m1", elsewhere)
     base, digest = digests_of(published)[1:]
     worker.verify(base)
@@ -134,7 +134,7 @@ def test_a_damaged_version_is_no_base_of_a_patch_that_is_written(
     tmp_path: Path, damage: Callable[[Path], None], whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = PolicyStore(tmp_path)
-    published = publish_walk(store, 1 if whole else 3, whole_every=8)
+    published = publish_walk(store, 1 if whole else 3, full_every=8)
     before = published[-1].manifest.digest
     sound = store.weights(before).read_bytes()
     damage(store.weights(before))
@@ -168,14 +168,14 @@ def test_damaged_copies_of_optimizer_states_and_of_tokenizers_are_fetched_again(
     assert (worker.assets(assets) / "config.json").read_text() == '{"a": 1}'
 
 
-@pytest.mark.parametrize("whole_every", [1, 8])
+@pytest.mark.parametrize("full_every", [1, 8])
 def test_a_damaged_file_of_a_store_elsewhere_is_mended_by_who_has_the_version(
-    tmp_path: Path, elsewhere: Counted, whole_every: int
+    tmp_path: Path, elsewhere: Counted, full_every: int
 ) -> None:
     trainer = machine(tmp_path, "m0", elsewhere)
-    digest = publish_walk(trainer, 2, whole_every=whole_every)[1].manifest.digest
+    digest = publish_walk(trainer, 2, full_every=full_every)[1].manifest.digest
     assert not trainer.mend(digest)
-    name = weights_name(digest) if whole_every == 1 else patch_name(digest)
+    name = weights_name(digest) if full_every == 1 else patch_name(digest)
     flip(tmp_path / "shared" / "x" / name)
     assert trainer.mend(digest)
     assert not trainer.mend(digest)

@@ -18,7 +18,7 @@ __all__ = ["elsewhere"]
 def test_a_patch_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
     tmp_path: Path, elsewhere: Counted, case: str
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
     worker, digest = machine(tmp_path, "m1", elsewhere), published[4].manifest.digest
     worker.weights(published[3].manifest.digest)
     there = tmp_path / "shared" / "x"
@@ -39,7 +39,7 @@ def test_a_patch_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
 def test_a_damaged_whole_file_is_named_with_the_patches_that_make_it(
     tmp_path: Path, elsewhere: Counted, how: str
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
     there, digest = tmp_path / "shared" / "x", published[4].manifest.digest
     flip(there / weights_name(digest))
     store = machine(tmp_path, "m1", elsewhere) if how == "away" else PolicyStore(there)

@@ -56,7 +56,7 @@ def flip(path: Path) -> None:
 
 def test_of_the_versions_between_whole_ones_only_patches_lie_in_the_store(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
-    published = publish_walk(store, 6, whole_every=4)
+    published = publish_walk(store, 6, full_every=4)
     assert [one.whole for one in published] == [True, False, False, False, True, False]
     assert [one.patch is not None for one in published] == [False, *[True] * 5]
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 2
@@ -73,7 +73,7 @@ def test_of_the_versions_between_whole_ones_only_patches_lie_in_the_store(tmp_pa
 
 
 def test_without_copies_the_same_files_are_made_again_of_the_patches(tmp_path: Path) -> None:
-    published = publish_walk(PolicyStore(tmp_path), 6, whole_every=4)
+    published = publish_walk(PolicyStore(tmp_path), 6, full_every=4)
     for copy in (tmp_path / "made").iterdir():
         copy.unlink()
     store = PolicyStore(tmp_path)
@@ -85,7 +85,7 @@ def test_without_copies_the_same_files_are_made_again_of_the_patches(tmp_path: P
 def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
     tmp_path: Path, elsewhere: Counted
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
     worker = machine(tmp_path, "m1", elsewhere)
     for one in published[:2]:
         worker.weights(one.manifest.digest)
@@ -101,7 +101,7 @@ def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
 def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_patches_after_it(
     tmp_path: Path, elsewhere: Counted
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 7, whole_every=4)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 7, full_every=4)
     digests = [one.manifest.digest for one in published]
     worker = machine(tmp_path, "m1", elsewhere)
     assert worker.verify(digests[6]) == published[6].manifest
@@ -117,7 +117,7 @@ def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_patche
 def test_a_patch_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
     tmp_path: Path, elsewhere: Counted, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, whole_every=4)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
     digests = [one.manifest.digest for one in published]
     for digest in (digests[3], digests[4]):
         at = tmp_path / "shared" / "x" / patch_name(digest)
@@ -140,7 +140,7 @@ def test_a_patch_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
 def test_a_copy_of_a_patch_that_was_damaged_is_fetched_again(
     tmp_path: Path, elsewhere: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, whole_every=8)
+    published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, full_every=8)
     worker = machine(tmp_path, "m1", elsewhere)
     first, last = (published[at].manifest.digest for at in (1, 2))
     worker.weights(first)
@@ -158,7 +158,7 @@ def test_what_was_made_leaves_when_there_is_no_room_for_it_and_is_made_again(
 ) -> None:
     clock = VirtualClock()
     store = PolicyStore(tmp_path, cache_bytes_max=20_000, clock=clock)
-    published = publish_walk(store, 4, whole_every=8)
+    published = publish_walk(store, 4, full_every=8)
     old_ns = clock.wall_ns() - int((KEEP_S + 60) * 1e9)
     for copy in (tmp_path / "made").iterdir():
         os.utime(copy, ns=(old_ns, old_ns))
@@ -189,7 +189,7 @@ def test_patches_never_go_in_a_circle(tmp_path: Path) -> None:
 
 def test_a_patch_under_another_name_is_refused(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
-    published = publish_walk(store, 3, whole_every=4)
+    published = publish_walk(store, 3, full_every=4)
     files = LocalFiles(tmp_path)
     one, two = (files.root / patch_name(one.manifest.digest) for one in published[1:])
     two.write_bytes(one.read_bytes())

@@ -84,7 +84,7 @@ def test_perfect_episode_is_what_the_calculator_would_say_and_is_right(
 
 @pytest.mark.parametrize(
     "options",
-    [{"numbers_max": 10}, {"numbers_min": 4, "numbers_max": 3}, {"noise": 2.0}, {"largest": 100}],
+    [{"max_numbers": 10}, {"min_numbers": 4, "max_numbers": 3}, {"noise": 2.0}, {"largest": 100}],
 )
 def test_option_out_of_range_is_refused(options: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"task\.options"):

@@ -92,9 +92,7 @@ def test_siblings_and_requests_that_go_on_have_all_of_them(mixture: Mixture) -> 
     assert engine.prompt_tokens.reused > before
 
 
-def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(
-    mixture: Mixture,
-) -> None:
+def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(mixture: Mixture) -> None:
     _, engine = mixture
     asked = request("r", PROMPT, max_tokens=80, routes=True)
     tokens, routes = routed_run(engine, [asked])["r"]

@@ -22,13 +22,7 @@ from dora_pipe.store.store import PolicyStore
 from tests.support import deepspeed, device
 from tests.support.adapters import LAYERS, RANK
 from tests.support.batches import SETTINGS, make_trajectory
-from tests.support.models import (
-    EOS_ID,
-    make_deepseek_v3,
-    make_glm4_moe,
-    make_llama_gqa,
-    make_qwen2,
-)
+from tests.support.models import EOS_ID, make_deepseek_v3, make_glm4_moe, make_llama_gqa, make_qwen2
 from tests.support.vllm_servers import BUILDERS, need_vllm, open_shared
 
 RATIO_DISTANCE_MAX = {"float32": 1e-4, "bfloat16": 0.05}

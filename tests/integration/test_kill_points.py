@@ -18,13 +18,7 @@ from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import PolicyStore
-from tests.support.kill_rounds.inject import (
-    FaultBus,
-    FaultStore,
-    FaultWriter,
-    Files,
-    Injector,
-)
+from tests.support.kill_rounds.inject import FaultBus, FaultStore, FaultWriter, Files, Injector
 from tests.support.kill_rounds.order import AppendMoment, FileMoment, Order, Point
 from tests.support.stores import Walk
 

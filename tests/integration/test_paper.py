@@ -8,13 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dora_pipe.bench.commands import app
-from dora_pipe.bench.studies.paper.rows import (
-    PARTS,
-    Scenario,
-    parted_row,
-    published_rows,
-    simulate,
-)
+from dora_pipe.bench.studies.paper.rows import PARTS, Scenario, parted_row, published_rows, simulate
 from dora_pipe.bench.studies.paper.scaling_model import FITTED
 from dora_pipe.bench.studies.paper.tables import SIZES, limit_min, ratio_rows
 from dora_pipe.core.errors import UsageError

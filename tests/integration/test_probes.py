@@ -156,8 +156,5 @@ def test_an_evaluation_without_rows_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = fork_stage.record(tmp_path / "none", Puzzles)
-    with (
-        closing(Asked(run, monkeypatch)) as asked,
-        pytest.raises(UsageError, match="no rows"),
-    ):
+    with closing(Asked(run, monkeypatch)) as asked, pytest.raises(UsageError, match="no rows"):
         asked.begin(Puzzles)

@@ -93,10 +93,7 @@ def test_no_identifier_is_folded_or_cut(
 @pytest.mark.parametrize("columns", ["80", "120"])
 @pytest.mark.parametrize("count", [8, 32, 512])
 def test_a_step_of_any_size_fits_the_screen(
-    count: int,
-    columns: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    count: int, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The prompt that follows is on the screen, too."""
     monkeypatch.setenv("COLUMNS", columns)

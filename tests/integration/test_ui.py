@@ -244,8 +244,7 @@ def test_file_of_a_redacted_run_holds_no_ids(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [(("nothing",), "no run"), (("--port", "99999"), "--port")],
+    ("words", "said"), [(("nothing",), "no run"), (("--port", "99999"), "--port")]
 )
 def test_what_cannot_be_shown_is_one_line(
     call: Call, recorded: RecordedRun, words: tuple[str, ...], said: str

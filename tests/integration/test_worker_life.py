@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.producers.tasks.calls import (
-    PromptReady,
-    RewardCall,
-    Rewarded,
-)
+from dora_pipe.producers.tasks.calls import PromptReady, RewardCall, Rewarded
 from dora_pipe.producers.worker.request import Phase
-from dora_pipe.schemas.control import (
-    RequestFailed,
-    TrajectoryLogged,
-)
+from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged
 from dora_pipe.schemas.headers import parse_headers
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.wire import sha256_hex

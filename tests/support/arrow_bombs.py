@@ -268,10 +268,7 @@ BOMBS: Final[dict[str, tuple[Callable[[], bytes], str]]] = {
         lambda: frame(under(schema_message([14] * 4, b"z" * 2_500))),
         "columns are not those|not an Arrow stream",
     ),
-    "forty levels": (
-        lambda: frame(under(schema_message([1] * 40))),
-        "columns are not those",
-    ),
+    "forty levels": (lambda: frame(under(schema_message([1] * 40))), "columns are not those"),
     "a view of texts": (
         lambda: frame(with_columns(x=pa.array(["y"], pa.string_view()))),
         "columns are not those",

@@ -92,10 +92,7 @@ def branched(found: Trajectory) -> Trajectory:
         loss_mask=mask,
         segments=segments,
         meta=msgspec.structs.replace(
-            found.meta,
-            prompt_tokens=6,
-            prefills=(6, 27, 33, 40),
-            contexts=CONTEXTS,
+            found.meta, prompt_tokens=6, prefills=(6, 27, 33, 40), contexts=CONTEXTS
         ),
     )
     return replace(made, meta=msgspec.structs.replace(made.meta, calls=_calls(made)))

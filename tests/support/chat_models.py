@@ -63,9 +63,7 @@ def bpe(special: set[str]) -> tokenizers.Tokenizer:
     )
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=340,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     made.train_from_iterator(
         ["system user assistant tool function name sum it up\n\n"] * 4, trainer

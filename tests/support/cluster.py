@@ -89,11 +89,7 @@ def make_config(**changes: Any) -> Config:
         "staleness": {"max_staleness": 2},
         "evaluation": {"prompts": 3, "every": 4, "sampling": {"max_tokens": 96}},
         "trainer": {"checkpoint_every": 3},
-        "workers": {
-            "max_num_seqs": 6,
-            "max_model_len": 256,
-            "checkpoint_tokens": 16,
-        },
+        "workers": {"max_num_seqs": 6, "max_model_len": 256, "checkpoint_tokens": 16},
         "bus": {"partitions": 3},
         "timing": {"heartbeat_s": 0.1, "lease_s": 1.0},
     }

@@ -301,9 +301,6 @@ class PlayTrainer:
         else:
             self.world.tell(
                 records.committed(
-                    batch.step,
-                    batch.groups,
-                    attempt=batch.attempt,
-                    role_epoch=self.role_epoch,
+                    batch.step, batch.groups, attempt=batch.attempt, role_epoch=self.role_epoch
                 )
             )

@@ -73,12 +73,7 @@ class Stage:
         elastic: bool = False,
     ) -> int:
         joined = records.joined(
-            name,
-            slots=slots,
-            prefetch=prefetch,
-            moves=moves,
-            versions=versions,
-            elastic=elastic,
+            name, slots=slots, prefetch=prefetch, moves=moves, versions=versions, elastic=elastic
         )
         return self.tell(joined)
 

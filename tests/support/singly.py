@@ -39,10 +39,7 @@ def as_decision(decision: AnyDecision | PlacedRequest) -> AnyDecision:
     if not isinstance(decision, PlacedRequest):
         return decision
     sibling = PlacedSibling(
-        sibling=decision.sibling,
-        attempt=decision.attempt,
-        resume=decision.resume,
-        kv=decision.kv,
+        sibling=decision.sibling, attempt=decision.attempt, resume=decision.resume, kv=decision.kv
     )
     return Place(
         spec=decision.spec,

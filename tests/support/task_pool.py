@@ -8,13 +8,7 @@ from typing import Any
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.producers.tasks.calls import (
-    PromptCall,
-    RewardCall,
-    Rewarded,
-    TaskEvent,
-    TaskFacts,
-)
+from dora_pipe.producers.tasks.calls import PromptCall, RewardCall, Rewarded, TaskEvent, TaskFacts
 from dora_pipe.producers.tasks.pool import TaskPool
 
 LIMIT_S = 1.0

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NOT_INSTALLED = {"bench", "infra", "tests"}
 FOLDERS = tuple(
-    sorted({init.parent.name for init in ROOT.glob("*/__init__.py")} - {"infra", "tests"}),
+    sorted({init.parent.name for init in ROOT.glob("*/__init__.py")} - {"infra", "tests"})
 )
 """Top folders of code: `dora_pipe.<folder>` in a checkout."""
 

@@ -23,15 +23,7 @@ from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore
 from tests.support import models
-from tests.support.device import (
-    COARSE,
-    DEVICE,
-    DTYPE,
-    LORA_DTYPE,
-    ON_GPU,
-    ROUNDING,
-    need_gpus,
-)
+from tests.support.device import COARSE, DEVICE, DTYPE, LORA_DTYPE, ON_GPU, ROUNDING, need_gpus
 from tests.support.engine_contract import Decode, Subject
 
 NOT_INSTALLED = "vllm is not installed: make test-vllm"

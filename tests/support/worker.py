@@ -119,11 +119,7 @@ def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup
 
 class Worker:
     def __init__(
-        self,
-        world: World,
-        setup: WorkerSetup,
-        tasks: InlineTasks,
-        agents: AgentsPort | None = None,
+        self, world: World, setup: WorkerSetup, tasks: InlineTasks, agents: AgentsPort | None = None
     ) -> None:
         self.tasks = tasks
         self.agents = agents
@@ -214,11 +210,7 @@ class World:
         return self.policies.get(version) or digest_of(version)
 
     def join(
-        self,
-        *,
-        tasks: InlineTasks | None = None,
-        agents: AgentsPort | None = None,
-        **changes: Any,
+        self, *, tasks: InlineTasks | None = None, agents: AgentsPort | None = None, **changes: Any
     ) -> Worker:
         decisions_from = self.bus.end(TopicPartition(TOPICS.decisions, 0))
         joined = WorkerJoined(

@@ -111,12 +111,7 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
 
 def test_errors_of_usage_import_nothing_heavy() -> None:
     wrong = [[*words, "--no-such-option"] for words in every_command()]
-    wrong += [
-        ["shwo"],
-        ["why"],
-        ["log", "topics"],
-        ["run", "--steps", "many"],
-    ]
+    wrong += [["shwo"], ["why"], ["log", "topics"], ["run", "--steps", "many"]]
     wrong += [["top", "r", "--every", "0"], ["ui", "r", "--port", "-1"], ["export", "r"]]
     wrong += [["why", "r", "--summary", "--step", "1"], ["audit", "r", "--follow", "--json"]]
     wrong += [["run", "a.toml", "--resume", "--from", "r@1"]]

@@ -151,11 +151,7 @@ class Injector:
         order, phase, pid = self._order, self._order.at.phase, os.getpid()
         self._order = None
         hit = Hit(
-            role=self._role,
-            pid=pid,
-            phase=phase,
-            at_ns=time.monotonic_ns(),
-            down_s=order.down_s,
+            role=self._role, pid=pid, phase=phase, at_ns=time.monotonic_ns(), down_s=order.down_s
         )
         self._files.write_hit(hit)
         os.kill(pid, signal.SIGSTOP if order.stop else signal.SIGKILL)

@@ -188,11 +188,7 @@ INSIDE: Final[Mapping[RoleKind, Sequence[_Aim]]] = {
         ("middle", "status", 8),
         ("middle", "role-started", 1),
     ),
-    "orchestrator": (
-        ("middle", "round", 20),
-        ("middle", "take-batch", 5),
-        ("middle", "status", 8),
-    ),
+    "orchestrator": (("middle", "round", 20), ("middle", "take-batch", 5), ("middle", "status", 8)),
 }
 """Points inside appends for roles that stay dead: acknowledged, not committed."""
 

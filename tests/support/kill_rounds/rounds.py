@@ -33,22 +33,10 @@ from dora_pipe.schemas.wire import encode
 from dora_pipe.store.copies import MADE
 from tests.support.kill_rounds import roles as fault_roles
 from tests.support.kill_rounds.brokers import Brokers
-from tests.support.kill_rounds.hunt import (
-    BrokerVictim,
-    RoleVictim,
-    Victim,
-    hunting,
-    recovered_s,
-)
+from tests.support.kill_rounds.hunt import BrokerVictim, RoleVictim, Victim, hunting, recovered_s
 from tests.support.kill_rounds.inject import Files, Hit
 from tests.support.kill_rounds.judge import Verdict
-from tests.support.kill_rounds.order import (
-    BROKER,
-    PARTITIONS,
-    ROLES,
-    WORKERS,
-    Order,
-)
+from tests.support.kill_rounds.order import BROKER, PARTITIONS, ROLES, WORKERS, Order
 
 MAX_TOKENS: Final = 48
 STEPS: Final = 6

@@ -175,14 +175,7 @@ def _recovery(played: Sequence[RoundResult]) -> list[str]:
     ]
 
 
-def series_of(
-    bus: str,
-    brokers: int,
-    role: str | None,
-    seed: int,
-    *,
-    stay_dead: bool,
-) -> Series:
+def series_of(bus: str, brokers: int, role: str | None, seed: int, *, stay_dead: bool) -> Series:
     """Return the series of these options. Raises UsageError."""
     if bus not in (SQLITE, KAFKA):
         raise UsageError(f"no bus {bus!r}", hint=f"one of {SQLITE}, {KAFKA}")

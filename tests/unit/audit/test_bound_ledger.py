@@ -182,7 +182,7 @@ def test_group_has_failed_as_soon_as_too_few_can_be_valid() -> None:
 def test_equal_rewards_filter_a_group_only_where_they_are_filtered() -> None:
     equal = _group(1.0, 1.0, None, "failed")
     assert outlook_of(equal, make_config().rollout) == "finished"
-    filtering = make_config(rollout__filter_zero_advantage=True).groups
+    filtering = make_config(rollout__filter_zero_advantage=True).rollout
     assert outlook_of(equal, filtering) == "filtered"
     assert outlook_of(_group(1.0, 0.0, 1.0, 1.0), filtering) == "finished"
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dora_pipe.bench.engine import (
-    MODEL,
-    EngineFigure,
-    bench_engine,
-    demo_requests,
-)
+from dora_pipe.bench.engine import MODEL, EngineFigure, bench_engine, demo_requests
 from dora_pipe.core.errors import UsageError
 
 

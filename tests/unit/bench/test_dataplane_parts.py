@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bench.dataplane.measure import (
-    Setup,
-    bench_dataplane,
-    percentile,
-    plane_figure,
-)
+from dora_pipe.bench.dataplane.measure import Setup, bench_dataplane, percentile, plane_figure
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, Done
 from dora_pipe.bench.dataplane.source import DIGESTS, Source, encoded
 from dora_pipe.core.errors import UsageError
@@ -40,12 +35,7 @@ def test_trajectories_are_records_of_their_run_in_groups_of_one_version() -> Non
 def _done(moments: list[int], end_ns: int, cpu_s: float) -> Done:
     count = len(moments)
     return Done(
-        records=count,
-        bytes=100 * count,
-        start_ns=0,
-        end_ns=end_ns,
-        cpu_s=cpu_s,
-        moments=moments,
+        records=count, bytes=100 * count, start_ns=0, end_ns=end_ns, cpu_s=cpu_s, moments=moments
     )
 
 

@@ -16,12 +16,7 @@ from tests.support.kill_rounds import series as faults
 from tests.support.kill_rounds.inject import Hit
 from tests.support.kill_rounds.judge import Verdict
 from tests.support.kill_rounds.order import Order, Point
-from tests.support.kill_rounds.rounds import (
-    WHOLE_EVERY,
-    RoundResult,
-    damage_copies,
-    round_config,
-)
+from tests.support.kill_rounds.rounds import WHOLE_EVERY, RoundResult, damage_copies, round_config
 from tests.support.stores import publish_walk
 
 ORDER = Order(

@@ -6,13 +6,7 @@ import msgspec
 import pytest
 
 from dora_pipe.bench.studies.entrants import overrides_of, own_setting, reported
-from dora_pipe.bench.studies.paradigms import (
-    Cell,
-    ParadigmRun,
-    crossing,
-    isotonic,
-    quickness,
-)
+from dora_pipe.bench.studies.paradigms import Cell, ParadigmRun, crossing, isotonic, quickness
 
 
 def run(entrant: str, seed: int, samples_per_s: float) -> ParadigmRun:

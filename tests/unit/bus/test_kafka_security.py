@@ -134,9 +134,7 @@ def test_scram_escapes_what_means_something_to_it_and_plain_does_not(
         assert security.client_settings()["sasl_plain_username"] == name
 
 
-def test_tls_checks_brokers_and_their_names(
-    certificates: Certificates,
-) -> None:
+def test_tls_checks_brokers_and_their_names(certificates: Certificates) -> None:
     checked = KafkaSecurity(protocol="SSL", ca_file=certificates.path("ca.pem"))
     context = checked.client_settings()["ssl_context"]
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, True)

@@ -313,10 +313,7 @@ def test_an_agents_limit_is_over_several_conversations(file: Path, key: str) -> 
         (["staleness.async_batches=never"], "unknown value `never`"),
         (["staleness.async_batches=0.5"], "0.5 is not between 1 and 3"),
         (["staleness.async_batches=3.5"], "3.5 is not between 1 and 3"),
-        (
-            ["staleness.max_staleness=0", "staleness.async_batches=2"],
-            "2 is not between 1 and 1",
-        ),
+        (["staleness.max_staleness=0", "staleness.async_batches=2"], "2 is not between 1 and 1"),
         (["rollout.min_valid_trajectories=9"], "9 is more than rollout.group_size, 8"),
         (["rollout.group_size=1"], "2 is more than rollout.group_size, 1"),
         (

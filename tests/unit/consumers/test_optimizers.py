@@ -43,9 +43,7 @@ class Policy:
 
     def trainer(self, optimizer: OptimizerName | None = None) -> TorchLearner:
         options = TorchOptions(
-            optimizer=optimizer or self.optimizer,
-            weight_decay=0.1,
-            micro_batch_tokens=128,
+            optimizer=optimizer or self.optimizer, weight_decay=0.1, micro_batch_tokens=128
         )
         made = TorchLearner(self.assets, reference=self.weights, options=options)
         made.load(self.weights, digest=self.manifest.digest, optimizer=None)

@@ -162,9 +162,7 @@ def test_reference_of_other_weights_than_named_is_refused(qwen2: Policy) -> None
         qwen2.trainer().train(batch, settings)
 
 
-def test_weight_decay_is_that_of_a_plain_optimizer_and_leaves_vectors_alone(
-    qwen2: Policy,
-) -> None:
+def test_weight_decay_is_that_of_a_plain_optimizer_and_leaves_vectors_alone(qwen2: Policy) -> None:
     batch, rate, decay = make_batch(seed=3, groups=2, siblings=2), 1e-2, 0.5
     after: dict[float, dict[str, Tensor]] = {}
     for used in (0.0, decay):

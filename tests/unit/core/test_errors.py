@@ -2,12 +2,7 @@
 
 import pytest
 
-from dora_pipe.core.errors import (
-    MESSAGE_CHARACTERS_MAX,
-    ConfigError,
-    SchemaError,
-    install_hint,
-)
+from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ConfigError, SchemaError, install_hint
 
 
 def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:

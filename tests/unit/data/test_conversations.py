@@ -39,12 +39,7 @@ def test_keys_that_hold_nothing_are_dropped_but_not_in_arguments() -> None:
     message = {"role": "assistant", "content": None, "tool_calls": [call], "weight": 0}
     assert conversation_of([USER, message]) == [
         USER,
-        {
-            "role": "assistant",
-            "tool_calls": [call],
-            "weight": 0,
-            "content": "",
-        },
+        {"role": "assistant", "tool_calls": [call], "weight": 0, "content": ""},
     ]
 
 

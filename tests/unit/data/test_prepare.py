@@ -81,8 +81,7 @@ def test_longest_unused_files_make_room_and_who_reads_them_goes_on(
 
 
 @pytest.mark.parametrize(
-    "rubbish",
-    [b"", b"12345678", json.dumps({"rows": 3}).encode() + b"\0" * 8, b"\xff" * 64],
+    "rubbish", [b"", b"12345678", json.dumps({"rows": 3}).encode() + b"\0" * 8, b"\xff" * 64]
 )
 def test_file_that_is_no_file_of_rows_is_refused(rubbish: bytes) -> None:
     with pytest.raises(TaskError, match="no file of rows"):

@@ -77,9 +77,7 @@ def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
     assert waited == [(0, 4.0), (2, 0.5)], "every second is put down to somebody"
 
 
-def test_a_part_that_is_taken_anew_replaces_those_from_its_number_on(
-    stage: CatalogueStage,
-) -> None:
+def test_a_part_that_is_taken_anew_replaces_those_from_its_number_on(stage: CatalogueStage) -> None:
     epoch = stage.worker()
     first, second = placed_groups(stage, epoch, 2)
     for one in (first, second):

@@ -10,13 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from dora_pipe.core.errors import ResourceError, UsageError
-from dora_pipe.ledger.database import (
-    COUNTS,
-    Catalogue,
-    fresh_catalogue,
-    logged_records,
-    source_of,
-)
+from dora_pipe.ledger.database import COUNTS, Catalogue, fresh_catalogue, logged_records, source_of
 from dora_pipe.ledger.evaluations import evaluations_of
 from dora_pipe.ledger.tables import TABLES, columns_of
 from dora_pipe.schemas.control import BatchRefused, Offender, RequestFailed, WorkerLeft

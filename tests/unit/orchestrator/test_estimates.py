@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.orchestrator.estimates import (
-    STALL_MIN_NS,
-    STALL_NS,
-    Estimates,
-    Outlook,
-)
+from dora_pipe.orchestrator.estimates import STALL_MIN_NS, STALL_NS, Estimates, Outlook
 
 SECOND = 1_000_000_000
 

@@ -7,13 +7,7 @@ import pytest
 from dora_pipe.config.model import Rollout
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.failures import (
-    FIRST_MIN,
-    WINDOW_MIN,
-    Failures,
-    halt_due,
-    note,
-)
+from dora_pipe.orchestrator.failures import FIRST_MIN, WINDOW_MIN, Failures, halt_due, note
 from dora_pipe.orchestrator.waits import waits
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
 from dora_pipe.schemas.rounds import Dispatch, Halt

@@ -9,11 +9,7 @@ import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.orchestrator.planner import (
-    decide,
-    may_still_admit,
-    plan,
-)
+from dora_pipe.orchestrator.planner import decide, may_still_admit, plan
 from dora_pipe.schemas.identity import group_seed, partition_of, prompt_index
 from dora_pipe.schemas.rounds import (
     AnyDecision,

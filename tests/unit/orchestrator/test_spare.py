@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.rounds import (
-    Cancel,
-    End,
-    EndSiblings,
-    GroupExpired,
-    ScoreGroup,
-    TakeBatch,
-)
+from dora_pipe.schemas.rounds import Cancel, End, EndSiblings, GroupExpired, ScoreGroup, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 

@@ -102,10 +102,7 @@ def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
     ("settings", "limit"),
     [
         ({"async_batches": 1.5}, "staleness.async_batches = 1.5 lets 3 groups be open"),
-        (
-            {"async_batches": 9.0},
-            "staleness.max_staleness = 1: 4 groups are due by step 1",
-        ),
+        ({"async_batches": 9.0}, "staleness.max_staleness = 1: 4 groups are due by step 1"),
     ],
 )
 def test_setting_that_keeps_workers_idle_is_named(settings: dict[str, float], limit: str) -> None:

@@ -202,10 +202,7 @@ def test_whole_run_ends_early_its_audit_holds_and_the_best_version_is_still_ther
         ([{"best": True}], "evaluation.best"),
         ([{"patience": 2, "every": 4, "prompts": 0}], "evaluation.patience"),
         (
-            [
-                {"name": "one", "every": 1, "best": True},
-                {"name": "two", "every": 1, "patience": 3},
-            ],
+            [{"name": "one", "every": 1, "best": True}, {"name": "two", "every": 1, "patience": 3}],
             "evaluation.two.patience",
         ),
     ],

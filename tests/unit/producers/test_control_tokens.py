@@ -64,10 +64,7 @@ def unigram() -> Backend:
     backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.Fuse()
     trainer = trainers.UnigramTrainer(
-        vocab_size=90,
-        special_tokens=[UNKNOWN, *SPECIAL],
-        unk_token=UNKNOWN,
-        show_progress=False,
+        vocab_size=90, special_tokens=[UNKNOWN, *SPECIAL], unk_token=UNKNOWN, show_progress=False
     )
     backend.train_from_iterator(TEXT * 9, trainer)
     return backend

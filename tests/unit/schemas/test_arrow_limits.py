@@ -18,12 +18,7 @@ from dora_pipe.schemas.arrow_frame import (
     FRAME_BYTES_MAX,
     METADATA_BYTES_MAX,
 )
-from dora_pipe.schemas.trajectory_codec import (
-    EPISODE_PROGRESS,
-    PROGRESS,
-    TRAJECTORY,
-    TURN_PROGRESS,
-)
+from dora_pipe.schemas.trajectory_codec import EPISODE_PROGRESS, PROGRESS, TRAJECTORY, TURN_PROGRESS
 from tests.support.arrow_bombs import BOMBS, RAW
 
 SPARE_BYTES = 16 * 1024 * 1024

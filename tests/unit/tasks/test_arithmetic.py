@@ -13,11 +13,7 @@ ROW = {"start": 3, "step": 7, "count": 3}
 ANSWER = "c3 0 c2 7 c1 4 = 4"
 
 rows = st.fixed_dictionaries(
-    {
-        "start": st.integers(0, 9),
-        "step": st.integers(0, 9),
-        "count": st.integers(1, COUNT_MAX),
-    }
+    {"start": st.integers(0, 9), "step": st.integers(0, 9), "count": st.integers(1, COUNT_MAX)}
 )
 
 
@@ -29,8 +25,7 @@ def test_prompt_and_perfect_answer_of_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "4", "= 5", "= 4 4", "= 4 =", "c1 4", "= 44", "=4", ANSWER.replace("= 4", "= 7")],
+    "text", ["", "4", "= 5", "= 4 4", "= 4 =", "c1 4", "= 44", "=4", ANSWER.replace("= 4", "= 7")]
 )
 def test_only_the_right_sum_behind_the_last_equals_sign_counts(text: str) -> None:
     assert Arithmetic().reward(ROW, text, [text]) == 0.0

@@ -9,11 +9,7 @@ import pytest
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.tasks.port import Row, Split, Task
-from dora_pipe.producers.tasks.registry import (
-    open_task,
-    reward_digest,
-    rows_digest,
-)
+from dora_pipe.producers.tasks.registry import open_task, reward_digest, rows_digest
 
 HERE = __name__
 

@@ -118,9 +118,7 @@ def test_a_text_without_an_expression_is_no_error_but_wrong(text: str) -> None:
 
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("text", ["$9^{9^{9^9}}$", "$1000000000!$"])
-def test_an_expression_that_nobody_can_compute_is_wrong_within_seconds(
-    text: str,
-) -> None:
+def test_an_expression_that_nobody_can_compute_is_wrong_within_seconds(text: str) -> None:
     found = score("math", text, {"answer": "18"})
     assert (found.value, found.parts["math.stopped"]) == (0.0, 1.0)
     assert score("math", "18", {"answer": 18}).value == 1.0  # A new helper answers.
@@ -271,10 +269,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
     ],
 )
 def test_json_that_a_schema_describes_is_right(text: str, value: float, is_json: float) -> None:
-    for options, row in (
-        ({"schema": SCHEMA}, {}),
-        ({"column": "s"}, {"s": SCHEMA}),
-    ):
+    for options, row in (({"schema": SCHEMA}, {}), ({"column": "s"}, {"s": SCHEMA})):
         found = score("json-schema", text, row, **options)
         assert found.parts == {"json-schema": value, "json-schema.json": is_json}
 

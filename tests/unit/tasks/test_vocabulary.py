@@ -4,12 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.launch.examples import (
-    EOS,
-    SPECIAL,
-    vocabulary_size,
-    write_word_tokenizer,
-)
+from dora_pipe.launch.examples import EOS, SPECIAL, vocabulary_size, write_word_tokenizer
 from dora_pipe.producers.tasks import arithmetic, calculator
 from dora_pipe.producers.tasks.calculator import CalculatorTask
 

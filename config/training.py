@@ -23,8 +23,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """The trainer and its optimizer."""
 
     kind: str = "torch"
-    """torch, deepspeed (with the keys from `ranks` to `expert_parallel_size`; docs/large-models.md) or
-    `module:attribute` (docs/training.md)."""
+    """torch, deepspeed (with the keys from `ranks` to `expert_parallel_size`;
+    docs/large-models.md) or `module:attribute` (docs/training.md)."""
     optimizer: OptimizerName = "adamw"
     """AdamW; Muon for matrices of hidden layers with AdamW for the rest; or AdamW with 8-bit
     moments (extra `adamw8bit`)."""

@@ -62,6 +62,7 @@ def _run_row(run: OpenRun) -> dict[str, Any]:
     return {
         "run": run.config.run.name,
         "steps": stats.version,
+        "reward": stats.steps[-1].reward if stats.steps else None,
         "of": run.config.run.steps,
         "task": ", ".join(one.name or one.kind for one in run.config.tasks),
         "log": run.directory.bus_url(run.config),

@@ -118,22 +118,22 @@ def top(
 
 
 def ui(
-    run: RunArgument,
+    run: Annotated[str, typer.Argument(help=f"{RUN_HELP} Without it: all runs.")] = "",
     redact: RedactOption = False,
     port: Annotated[int, typer.Option(help="Of localhost; 0 takes a free one.")] = UI_PORT,
     root: RunsOption = RUNS,
 ) -> None:
-    """Show a live or finished run in a browser: http://127.0.0.1:8765."""
+    """Show the runs, or one of them, in a browser: http://127.0.0.1:8765."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port must be 0 to 65535, got {port}")
-    from dora_pipe.cli.pages import page_worker
+    from dora_pipe.cli.pages import RunsPages, page_worker
+    from dora_pipe.observe.web.query_worker import QueryWorker
     from dora_pipe.observe.web.server import PageServer
 
-    with (
-        page_worker(run, root, redact=redact) as worker,
-        PageServer(worker, port=port) as server,
-    ):
-        worker.start()
+    pages = page_worker(run, root, redact=redact) if run else RunsPages(root, redact=redact)
+    with pages as answers, PageServer(answers, port=port) as server:
+        if isinstance(answers, QueryWorker):
+            answers.start()
         emit_line(server.address)
         say("open it in a browser; Ctrl-C ends this")
         server.serve_forever()

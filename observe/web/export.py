@@ -24,12 +24,7 @@ from dora_pipe.observe.web.view import Query, RunView, spaced
 
 FILE_BYTES_MAX: Final = 9_500_000
 
-SHARES: Final = {
-    "step": 0.22,
-    "group": 0.22,
-    "version": 0.06,
-    "trajectory": 0.3,
-}
+SHARES: Final = {"step": 0.22, "group": 0.22, "version": 0.06, "trajectory": 0.3}
 """Share of the file by kind of page."""
 
 STEPS_MAX: Final = 120
@@ -41,15 +36,8 @@ DECISIONS_MAX: Final = 4000
 VERSIONS_MAX: Final = 400
 
 MODULES: Final = (
-    "dom.js",
-    "data.js",
-    "charts.js",
-    "contexts.js",
-    "tokens.js",
-    "pages.js",
-    "lists.js",
-    "overview.js",
-    "app.js",
+    *("dom.js", "data.js", "charts.js", "contexts.js", "read.js", "lists.js", "pages.js"),
+    *("run.js", "app.js"),
 )
 """In dependency order."""
 
@@ -86,7 +74,7 @@ class _Room:
 def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
     """Write the pages of a run atomically. Raises ResourceError."""
     room = _Room({kind: int(share * FILE_BYTES_MAX) for kind, share in SHARES.items()})
-    for name in ("run", "overview", "mismatch", "times"):
+    for name in ("run", "overview", "mismatch", "health"):
         room.put(name, worker.ask(Query(path=(name,), fields={})))
     chosen, siblings = worker.work(_chosen)
     for name, listed in worker.work(lambda view: _lists(view, chosen)).items():
@@ -206,15 +194,9 @@ def file_of(data: bytes) -> bytes:
     """Inline script, style and answers; the policy forbids anything else."""
     static = static_files()
     script, style = joined(static), static["style.css"].decode()
-    policy = "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src '{_hash(script)}'",
-            f"style-src '{_hash(style)}'",
-            "img-src data:",
-            "base-uri 'none'",
-            "form-action 'none'",
-        )
+    policy = (
+        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     inside = data.replace(b"<", b"\\u003c")
     page = static["index.html"].decode()

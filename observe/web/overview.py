@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.audit.group_ledger import Bucket, bucket_of
+from dora_pipe.audit.group_ledger import bucket_of
 from dora_pipe.audit.report import FATES
 from dora_pipe.ledger.evaluations import figures_of, samples_by_prompt
 from dora_pipe.observe.run_stats import LEARNING, learning_of
 from dora_pipe.observe.waits import for_batches, waits_of
-from dora_pipe.observe.web.tables import decision_counts
 from dora_pipe.observe.web.timeline import timeline, utilisation
 from dora_pipe.observe.web.view import RunView, marks_of, short
 from dora_pipe.observe.why import ADVICE
@@ -25,13 +24,6 @@ Points = dict[str, list[Any]]
 
 POINTS_MAX: Final = 400
 """Most points of a series; longer runs average neighboring steps."""
-
-WAITS_MAX: Final = 8
-
-NEWEST: Final = 12
-
-ROUTINE: Final = ("end", "plan-period")
-"""Decisions hidden on the first page: every group that was not trained has one."""
 
 PHASES: Final = ("queued", "worker", "siblings", "batch", "training")
 """Phases end at: first placement; logged; last trajectory of the group logged; batch taken; step
@@ -47,6 +39,7 @@ _WHOLE_S: Final = "greatest(0, coalesce(seconds, (committed_ns - taken_ns) / 1e9
 _POINT: Final = {
     "step": "min(step)",
     "last": "max(step)",
+    "n_steps": "count(*)",
     "n": "sum(valid)::bigint",
     "invalid": "sum(trajectories - valid)::bigint",
     "valid": "sum(reward * valid) / nullif(sum(valid), 0)",
@@ -61,6 +54,8 @@ _POINT: Final = {
     "p50": "round(avg(tokens_p50))::bigint",
     "p90": "round(avg(tokens_p90))::bigint",
     "longest": "max(tokens_max)::bigint",
+    "tokens": "sum(tokens)::bigint",
+    "seconds": f"avg({_WHOLE_S})",
     "waited": "avg(waited_s)",
     "compute": "avg(compute_s)",
     "ahead": "avg(ahead_s)",
@@ -69,9 +64,8 @@ _POINT: Final = {
 
 
 def overview(view: RunView) -> dict[str, Any]:
-    """Return the first page; `static/overview.js` lists the columns of each chart."""
+    """Return the first page; `static/run.js` draws it."""
     points = _points(view)
-    times, fates = _by_length(view)
     return {
         "run": run_of(view),
         "totals": _totals(view),
@@ -93,16 +87,14 @@ def overview(view: RunView) -> dict[str, Any]:
             view.value(f"select sum(waited_s) / nullif(sum({_WHOLE_S}), 0) from steps")
         ),
         "waits": _waits(view),
-        "times": {"phases": list(PHASES), "rows": times},
-        "fates": fates,
-        "decisions": {"counts": decision_counts(view), "newest": _newest(view)},
+        "times": {"phases": list(PHASES), "rows": _times(view)},
     }
 
 
 def run_of(view: RunView) -> dict[str, Any]:
     """Return identity and progress of a run."""
     found = view.catalogue.one("select config, seed, planner, package from runs")
-    text, seed, planner, package = found or ("{}", None, None, None)
+    text, *facts = found or ("{}", None, None, None)
     config = msgspec.json.decode(text)
     rollout, staleness = config.get("rollout", {}), config.get("staleness", {})
     engines = view.rows(
@@ -114,40 +106,36 @@ def run_of(view: RunView) -> dict[str, Any]:
         "state": "finished" if view.finished else "open",
         "read": round(view.read, 4),
         "revision": view.revision,
-        "first_ns": str(view.first_ns),
         "seconds": view.seconds(view.last_ns) or 0.0,
         "steps": view.value("select count(*) from steps"),
         "steps_last": config.get("run", {}).get("steps"),
         "version": view.version,
         "task": config.get("task", {}).get("kind"),
         "group_size": rollout.get("group_size"),
-        "per_step": rollout.get("prompts_per_step"),
+        "prompts_per_step": rollout.get("prompts_per_step"),
         "max_staleness": staleness.get("max_staleness"),
         "partial_rollout": staleness.get("partial_rollout", False),
         "objective": config.get("objective", {}).get("kind"),
-        "seed": seed,
-        "planner": planner,
-        "package": package,
+        **dict(zip(("seed", "planner", "package"), facts, strict=True)),
         "engines": [one for (one,) in engines],
     }
 
 
 def _totals(view: RunView) -> dict[str, Any]:
-    of_fate = view.rows("select fate, count(*), sum(tokens)::bigint from groups group by fate")
-    fates = {fate: count for fate, count, _ in of_fate}
-    tokens = sum(sampled for _, _, sampled in of_fate)
+    found = view.rows("select fate, count(*), sum(tokens)::bigint from groups group by fate")
+    outcomes = {outcome: count for outcome, count, _ in found}
+    tokens = sum(sampled for _, _, sampled in found)
     standings = dict(view.rows("select standing, count(*) from records group by standing"))
     counted = standings.pop("bound", 0)
     run_s = max(1e-9, (view.last_ns - view.first_ns) / 1e9)
     return {
-        "groups": sum(fates.values()),
-        "open": fates.get("open", 0),
+        "groups": sum(outcomes.values()),
+        "open": outcomes.get("open", 0),
         "trajectories": counted,
         "not_counting": sum(standings.values()),
         "tokens": tokens,
         "tokens_per_s": short(tokens / run_s),
-        "workers": view.value("select count(*) from workers"),
-        "group_fates": {one: fates[one] for one in FATES if one in fates and one != "open"},
+        "outcomes": {one: outcomes[one] for one in FATES if one in outcomes and one != "open"},
     }
 
 
@@ -180,25 +168,25 @@ def _means(points: Points, told: Iterable[tuple[int, str, float]]) -> dict[str, 
 
 def _evaluations(view: RunView) -> list[dict[str, Any]]:
     """Return a series per name: versions, mean rewards, numbers of valid rewards, metrics."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[tuple[int, list[float], dict[str, float]]]] = {}
     for (version, name, _, size), prompts in samples_by_prompt(view.catalogue).items():
-        rewards = [one.reward for own in prompts for one in own]
-        if not rewards:
-            continue
-        empty = {"name": name, "version": [], "reward": [], "n": [], "figures": {}}
-        own = found.setdefault(name, empty)
-        own["version"].append(version)
-        own["reward"].append(short(sum(rewards) / len(rewards)))
-        own["n"].append(len(rewards))
-        figures = figures_of(prompts, siblings=size)
-        for figure, value in figures.items():
-            column = own["figures"].setdefault(figure, [])
-            column += [None] * (len(own["version"]) - 1 - len(column))
-            column.append(short(value))
-    for own in found.values():
-        for column in own["figures"].values():
-            column += [None] * (len(own["version"]) - len(column))
-    return list(found.values())
+        rewards = [sample.reward for prompt in prompts for sample in prompt]
+        if rewards:
+            metrics = figures_of(prompts, siblings=size)
+            found.setdefault(name, []).append((version, rewards, metrics))
+    return [
+        {
+            "name": name,
+            "version": [version for version, _, _ in rows],
+            "reward": [short(fmean(rewards)) for _, rewards, _ in rows],
+            "n": [len(rewards) for _, rewards, _ in rows],
+            "metrics": {
+                metric: [short(own.get(metric)) for *_, own in rows]
+                for metric in dict.fromkeys(metric for *_, own in rows for metric in own)
+            },
+        }
+        for name, rows in found.items()
+    ]
 
 
 def _parts(view: RunView) -> Iterator[tuple[int, str, float]]:
@@ -246,9 +234,9 @@ def _invalid(view: RunView, points: Points) -> dict[str, Any]:
 def _waits(view: RunView) -> dict[str, Any]:
     causes = for_batches(waits_of(view.catalogue))
     whole_s = sum(causes.values())
-    longest = sorted(causes.items(), key=lambda item: -item[1])[:WAITS_MAX]
+    longest = sorted(causes.items(), key=lambda item: -item[1])[:8]
     return {
-        "columns": ["the trainer waited for", "seconds", "share", "what to do"],
+        "columns": ["trainer waited for", "seconds", "share", "advice"],
         "rows": [
             [what, short(seconds), f"{seconds / whole_s:.0%}", ADVICE.get(kind, "")]
             for (kind, what), seconds in longest
@@ -257,8 +245,8 @@ def _waits(view: RunView) -> dict[str, Any]:
     }
 
 
-def _by_length(view: RunView) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return, by length bucket, mean seconds per phase, and counts by outcome."""
+def _times(view: RunView) -> list[dict[str, Any]]:
+    """Return mean seconds per phase of trained trajectories, by length."""
     marks = (
         "g.dispatched_ns",
         "t.placed_ns",
@@ -267,47 +255,18 @@ def _by_length(view: RunView) -> tuple[list[dict[str, Any]], list[dict[str, Any]
         "g.taken_ns",
         "g.ended_ns",
     )
-    sums = ", ".join(
-        f"sum(greatest(0, {later} - {earlier}) / 1e9)" for earlier, later in pairwise(marks)
+    means = ", ".join(
+        f"avg(greatest(0, {later} - {earlier}) / 1e9)" for earlier, later in pairwise(marks)
     )
     found = view.rows(
         f"""select case when coalesce(t.tokens, 0) = 0 then -1
-                        else ceil(log2(t.tokens))::integer end as bits,
-                   g.fate, count(*), count(t.logged_ns), {sums}
+                        else ceil(log2(t.tokens))::integer end as bits, count(*), {means}
             from trajectories t join groups g using (group_id)
-            where g.purpose = 'train' and g.fate <> 'open' group by bits, g.fate"""
+            where g.purpose = 'train' and g.fate = 'trained' and t.logged_ns is not null
+            group by bits order by bits"""
     )
-    times: list[dict[str, Any]] = []
-    fates: dict[Bucket, dict[str, int]] = {}
-    for bits, fate, count, logged, *sums_s in sorted(found, key=lambda row: row[:2]):
+    rows = []
+    for bits, count, *means_s in found:
         low, high = bucket_of(0 if bits < 0 else 1 << bits)
-        fates.setdefault((low, high), {})[fate] = count
-        if fate == "trained" and logged:
-            mean_s = [short(one / logged) for one in sums_s]
-            times.append({"low": low, "high": high, "n": logged, "seconds": mean_s})
-    return times, [_fates(bucket, counts) for bucket, counts in fates.items()]
-
-
-def _fates(bucket: Bucket, counts: Mapping[str, int]) -> dict[str, Any]:
-    low, high = bucket
-    count = sum(counts.values())
-    return {
-        "low": low,
-        "high": high,
-        "n": count,
-        "fates": {fate: counts[fate] for fate in FATES if fate in counts},
-        "trained_share": short(counts.get("trained", 0) / count),
-    }
-
-
-def _newest(view: RunView) -> list[dict[str, Any]]:
-    marks = ", ".join("?" * len(ROUTINE))
-    found = view.rows(
-        f"""select at_ns, coalesce(round, -1), kind, subject, reason from events
-            where kind not in ({marks}) order by rowid desc limit {NEWEST}""",
-        *ROUTINE,
-    )
-    return [
-        {"at": view.seconds(at_ns), "round": number, "kind": kind, "subject": who, "reason": why}
-        for at_ns, number, kind, who, why in found
-    ]
+        rows.append({"low": low, "high": high, "n": count, "seconds": list(map(short, means_s))})
+    return rows

@@ -65,7 +65,7 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
     if listed is None:
         last = view.version - 1 if view.version > 0 else "none"
         raise UsageError(f"step {number} is not committed", hint=f"the last one is {last}")
-    (one,) = view.records(
+    (row,) = view.records(
         """select s.*, b.last from steps s left join batches b
            on b.step = s.step and b.attempt = s.attempt where s.step = ?""",
         number,
@@ -75,30 +75,29 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
            group by version order by version""",
         number,
     )
-    figures = msgspec.json.decode(one["figures"])
-    groups = {
-        "columns": tables.GROUPS.names,
-        "rows": tables.GROUPS.rows(
-            view, [("g.step = ?", number), ("g.fate = ?", "trained")], order="group"
-        ),
-    }
+    metrics = msgspec.json.decode(row["figures"])
+    wanted: list[tables.Condition] = [("g.step = ?", number), ("g.fate = ?", "trained")]
+    rows = tables.GROUPS.rows(view, wanted, order="group")
+    groups = {"columns": tables.GROUPS.names, "rows": rows}
     return {
         "step": listed,
         "facts": {
-            "attempt": one["attempt"],
-            "committed": f"control:{one['control_offset']}",
-            "why then": one["reason"],
-            "came last": one["last"],
-            "weights before": f"version {number} {one['digest_before']}",
-            "weights after": f"version {number + 1} {one['digest_after']}",
-            "adopted": one["adopted"],
+            "attempt": row["attempt"],
+            "batch reason": row["reason"],
+            "last trajectory": row["last"],
+            "committed at s": view.seconds(row["committed_ns"]),
+            "record": f"control:{row['control_offset']}",
+            "weights before": row["digest_before"],
+            "weights after": row["digest_after"],
+            "adopted": row["adopted"],
         },
-        "figures": {name: short(value, 6) for name, value in sorted(figures.items())},
-        "settings": dict(sorted(msgspec.json.decode(one["settings"]).items())),
+        "metrics": {name: short(value, 6) for name, value in sorted(metrics.items())},
+        "settings": dict(sorted(msgspec.json.decode(row["settings"]).items())),
         "groups": groups,
         **_parts(view, number, groups),
         "versions": versions,
         "sampled_from": view.sampled_from(number + 1),
+        "newest": view.version - 1,
     }
 
 
@@ -109,7 +108,6 @@ def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
     part_of = dict(view.rows("select group_id, part from groups where step = ?", step))
     groups["columns"] = [*groups["columns"], "part"]
     groups["rows"] = [[*row, part_of.get(row[0])] for row in groups["rows"]]
-    columns = ["part", "taken at s", "begun at s", "waited s", "seconds ahead", "groups"]
     rows = [
         [
             *(one["part"], view.seconds(one["taken_ns"]), view.seconds(one["begun_ns"])),
@@ -118,7 +116,14 @@ def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
         ]
         for one in found
     ]
-    return {"parts": {"columns": [*columns, "tokens", "came last", "why"], "rows": rows}}
+    columns = (
+        "part, taken at s, begun at s, waited s, early s, groups, tokens, last trajectory, reason"
+    )
+    return {"parts": _table(columns, rows)}
+
+
+def _table(columns: str, rows: list[list[Any]]) -> dict[str, Any]:
+    return {"columns": columns.split(", "), "rows": rows}
 
 
 def group_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
@@ -131,10 +136,6 @@ def group_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]
     return {
         "group": listed,
         "facts": _group_facts(view, group),
-        "siblings": {
-            "columns": tables.TRAJECTORIES.names,
-            "rows": tables.TRAJECTORIES.of(view, "g.group_id", name),
-        },
         "lineage": _lineage(view, group),
     }
 
@@ -147,8 +148,8 @@ def _group(view: RunView, name: str) -> dict[str, Any]:
 def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
     return {
         "purpose": group["purpose"],
-        "prompt": f"row {group['row']}",
-        "why dispatched": group["reason"],
+        "data row": group["row"],
+        "dispatch reason": group["reason"],
         "dispatched at s": view.seconds(group["dispatched_ns"]),
         "taken at s": view.seconds(group["taken_ns"]),
         "ended at s": view.seconds(group["ended_ns"]),
@@ -173,14 +174,14 @@ def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, An
     number = _number(asked.path[-1])
     if not 0 <= number <= view.version:
         raise UsageError(f"no version {number}", hint=f"the newest is {view.version}")
-    hosts = view.rows(
+    served = view.rows(
         """select worker, incarnation, ready_ns from hostings
            where version = ? order by incarnation, ready_ns""",
         number,
     )
-    fates = view.rows(
-        """select concat(fate, ' (', purpose, ')') as fate, count(*) from groups
-           where version = ? group by all order by 1""",
+    outcomes = view.rows(
+        """select purpose, fate, count(*), avg(reward) from groups
+           where version = ? group by all order by all""",
         number,
     )
     steps = view.rows(
@@ -188,14 +189,23 @@ def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, An
            where version = ? and fate = 'trained' group by step order by step""",
         number,
     )
+    evaluations = view.rows(
+        "select evaluation, reward, valid, trajectories from evaluations where version = ?", number
+    )
     return {
         "version": number,
         "made_by": number - 1 if number else None,
-        "hosts": {
-            "columns": ["worker", "incarnation", "ready at s"],
-            "rows": [[worker, epoch, view.seconds(ready_ns)] for worker, epoch, ready_ns in hosts],
-        },
-        "fates": dict(fates),
+        "served": _table(
+            "worker, incarnation, ready at s",
+            [[*worker, view.seconds(ready_ns)] for *worker, ready_ns in served],
+        ),
+        "outcomes": _table(
+            "purpose, outcome, groups, reward", [[*row, short(mean)] for *row, mean in outcomes]
+        ),
+        "evaluations": _table(
+            "evaluation, reward, valid, trajectories",
+            [[name or "default", short(reward), *rest] for name, reward, *rest in evaluations],
+        ),
         "steps": steps,
     }
 
@@ -214,11 +224,11 @@ def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str,
     return {
         "row": listed,
         "group": group["group_id"],
-        "facts": _group_facts(view, group) | {"fate": group["fate"], "why": group["why"]},
-        "attempts": {
-            "columns": ["attempt", "placed", "worker", "incarnation", "goes on at token", "why"],
-            "rows": [[number, view.seconds(at_ns), *rest] for number, at_ns, *rest in attempts],
-        },
+        "facts": _group_facts(view, group) | {"end reason": group["why"]},
+        "attempts": _table(
+            "attempt, scheduled at s, worker, incarnation, resumed tokens, reason",
+            [[number, view.seconds(at_ns), *rest] for number, at_ns, *rest in attempts],
+        ),
         "errors": [source.said(text) for (text,) in errors],
         "record": _record(view, source, name, max(0, asked.whole("from"))),
         "contribution": _contribution(view, source, group, name),
@@ -240,7 +250,7 @@ def _contribution(
 def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str, Any]:
     named = counting_record(view.catalogue, name)
     if named is None:
-        return {"missing": "no record of it counts yet"}
+        return {"missing": "No record of this trajectory counts yet."}
     at = TopicPartition(source.topics.trajectories, named.partition)
     record = record_at(source.bus, at, named.offset)
     try:
@@ -258,7 +268,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
         "reward_error": source.said(meta.reward_error),
         "error": source.said(meta.error),
         "finish": meta.finish,
-        "moves": meta.moves,
+        "migrations": meta.moves,
         "prefills": list(meta.prefills),
         "prompt_tokens": meta.prompt_tokens,
         "times": _times(found),
@@ -288,18 +298,13 @@ def _times(found: Trajectory) -> list[list[Any]]:
 def _segments(source: RunSource, found: Trajectory) -> dict[str, Any]:
     rows = [
         [
-            one.kind,
-            one.turn,
-            one.start,
-            one.end,
-            one.worker or None,
-            one.version if one.version >= 0 else None,
-            short((one.end_ns - one.start_ns) / 1e6, 6),
+            *(segment.kind, segment.turn, segment.start, segment.end, segment.worker or None),
+            segment.version if segment.version >= 0 else None,
+            short((segment.end_ns - segment.start_ns) / 1e6, 6),
         ]
-        for one in found.segments
+        for segment in found.segments
     ]
-    columns = ["kind", "turn", "from token", "to token", "worker", "version", "ms"]
-    return {"columns": columns, "rows": rows}
+    return _table("kind, turn, from token, to token, worker, version, ms", rows)
 
 
 def _tokens(source: RunSource, found: Trajectory, start: int) -> dict[str, Any]:

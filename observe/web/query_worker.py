@@ -16,9 +16,10 @@ from dora_pipe.core.errors import UsageError
 from dora_pipe.ledger.database import fresh_catalogue
 from dora_pipe.ledger.reading import LivingCatalogue, log_source, save_finished
 from dora_pipe.observe.web import pages, tables
+from dora_pipe.observe.web.health import Health
 from dora_pipe.observe.web.overview import overview, run_of
 from dora_pipe.observe.web.pages import RunSource
-from dora_pipe.observe.web.samples import mismatch, sampled_times
+from dora_pipe.observe.web.samples import mismatch, texts
 from dora_pipe.observe.web.timeline import timeline
 from dora_pipe.observe.web.view import Query, RunView, view_of
 
@@ -135,6 +136,8 @@ class QueryWorker:
     def _open(self) -> None:
         self._source = self._stack.enter_context(self._opener())
         self._tables = _Tables(self._source, self._stack)
+        self._health = Health(self._source)
+        self._stack.callback(self._health.close)
 
     def _read_on(self, piece: Future[bool]) -> None:
         self._failed = piece.exception()
@@ -176,10 +179,12 @@ class QueryWorker:
                 return {"timeline": window}
             case "overview":
                 return self._kept(name, view.revision, lambda: overview(view))
-            case "mismatch":
-                return self._kept(name, view.version, lambda: mismatch(view, self._source))
+            case "health":
+                return self._health.answer(view)
+            case "texts":
+                return texts(view, self._source, asked)
             case _:
-                return self._kept(name, view.version, lambda: sampled_times(view, self._source))
+                return self._kept(name, view.version, lambda: mismatch(view, self._source))
 
     def _kept(self, name: str, revision: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Cache an expensive answer until its revision changes."""
@@ -204,4 +209,4 @@ LISTS: Final = {
     "decisions": tables.decisions,
 }
 
-WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "times"})
+WHOLE: Final = frozenset({"run", "overview", "timeline", "mismatch", "health", "texts"})

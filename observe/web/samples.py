@@ -1,33 +1,25 @@
-"""Metrics of a whole run from sampled files: ratios from contributions, times from records."""
+"""Ratios from the contributions of sampled steps; excerpts of texts from records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Final
 
-from dora_pipe.audit.group_ledger import Bucket, bucket_of
 from dora_pipe.audit.reading import named_records
 from dora_pipe.bus.logged import Damage
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.ledger.database import COUNTS, LoggedRecord, logged_records
+from dora_pipe.ledger.database import COUNTS, logged_records
 from dora_pipe.observe.ratios import by_staleness, distance, with_ratio
-from dora_pipe.observe.web.pages import RunSource
-from dora_pipe.observe.web.view import RunView, quantile, short, spaced
-from dora_pipe.schemas.trajectory import Described, Times
-from dora_pipe.schemas.trajectory_codec import view_trajectory
+from dora_pipe.observe.web import tables
+from dora_pipe.observe.web.pages import Decode, RunSource
+from dora_pipe.observe.web.view import Query, RunView, quantile, short, spaced
+from dora_pipe.schemas.trajectory import Trajectory
+from dora_pipe.schemas.trajectory_codec import decode_trajectory
 
 STEPS_MAX: Final = 40
 
-RECORDS_MAX: Final = 240
-
-PARTS: Final = ("slot", "first token", "sampling", "reward")
-"""Placed to started, to first token, to last token (with environments), to reward; from the last
-placement."""
-
-_OF_TRAINING: Final = f"{COUNTS} and starts_with(trajectory_id, 'g')"
+EXCERPT_TOKENS: Final = 160
 
 
 def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
@@ -56,55 +48,24 @@ def mismatch(view: RunView, source: RunSource) -> dict[str, Any]:
     }
 
 
-def sampled_times(view: RunView, source: RunSource) -> dict[str, Any]:
-    """Return mean seconds per part, by length bucket."""
-    of = int(view.value(f"select count(*) from records where {_OF_TRAINING}"))
-    chosen = logged_records(
-        view.catalogue,
-        f"""rowid in (select row_id from (
-                select rowid as row_id, row_number() over (order by rowid) - 1 as place
-                from records where {_OF_TRAINING})
-            where place in (select unnest(?::bigint[])))""",
-        [spaced(range(of), RECORDS_MAX)],
-    )
-    sums: dict[Bucket, list[float]] = {}
-    damage = Damage()
-    for found in _sound(source, chosen.values(), damage):
-        parts = _parts(found.meta.times)
-        if parts is not None:
-            own = sums.setdefault(bucket_of(found.sampled), [0.0] * (1 + len(PARTS)))
-            own[0] += 1
-            for place, value in enumerate(parts, 1):
-                own[place] += value
-    return {
-        "phases": list(PARTS),
-        "of": of,
-        "sampled": int(sum(one[0] for one in sums.values())),
-        "damaged": list(damage.lines),
-        "rows": [
-            {
-                "low": low,
-                "high": high,
-                "n": int(own[0]),
-                "seconds": [short(value / own[0]) for value in own[1:]],
-            }
-            for (low, high), own in sorted(sums.items())
-        ],
-    }
+def texts(view: RunView, source: RunSource, asked: Query) -> dict[str, list[str]]:
+    """Return the excerpts of a page of trajectories: [prompt, response] by id; empty if hidden."""
+    decode = source.decode
+    if source.redact or decode is None:
+        return {}
+    names = [row[0] for row in tables.trajectories(view, asked)["rows"]]
+    wanted = f"{COUNTS} and trajectory_id in (select unnest(?::varchar[]))"
+    rows = logged_records(view.catalogue, wanted, [names])
+    found: dict[str, list[str]] = {}
+    for record, named in named_records(source, rows.values(), Damage()):
+        with suppress(SchemaError):  # a dead letter
+            found[named.trajectory] = excerpts(decode_trajectory(record.value), decode)
+    return found
 
 
-def _sound(source: RunSource, rows: Iterable[LoggedRecord], damage: Damage) -> Iterator[Described]:
-    """Yield the readable records, partition by partition; count others in `damage`."""
-    for record, _ in named_records(source, rows, damage):
-        with suppress(SchemaError):  # it is a dead letter
-            yield view_trajectory(record.value)
-
-
-def _parts(times: Times) -> list[float] | None:
-    """Return seconds per part; None if the record lacks any."""
-    marks = (times.placed, times.started, times.first_token, times.finished)
-    known = [one for one in marks if one is not None]
-    if len(known) < len(marks):
-        return None
-    known.append(times.rewarded if times.rewarded is not None else known[-1])
-    return [max(0, b - a) / 1e9 for a, b in pairwise(known)]
+def excerpts(found: Trajectory, decode: Decode) -> list[str]:
+    """Return the end of the prompt and the start of the response."""
+    first = next((one.start for one in found.segments if one.kind == "model"), found.length)
+    ids = found.token_ids
+    prompt = decode(ids[max(0, first - EXCERPT_TOKENS) : first])
+    return [prompt, decode(ids[first : first + EXCERPT_TOKENS])]

@@ -7,35 +7,30 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from dora_pipe.core.errors import DoraError, UsageError
 from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
-from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.view import parse_query
+from dora_pipe.observe.web.view import Query, parse_query
+
+RUN: Final = re.compile(r"(?s)(?:/run/([^/]+)(?=/))?(.*)")
+"""Name of a run, if any, and the path of its page."""
 
 REQUESTS_MAX: Final = 32
 
 IDLE_S: Final = 30.0
 
-POLICY: Final = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src 'self' data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-    )
+POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
 HEADERS: Final[Mapping[str, str]] = {
@@ -52,21 +47,29 @@ TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
 }
 
 
 def static_files() -> dict[str, bytes]:
     folder = files("dora_pipe.observe.web") / "static"
-    found = [one for one in folder.iterdir() if one.name[one.name.rfind(".") :] in TYPES]
-    return {one.name: one.read_bytes() for one in sorted(found, key=lambda one: one.name)}
+    found = [file for file in folder.iterdir() if file.name[file.name.rfind(".") :] in TYPES]
+    return {file.name: file.read_bytes() for file in sorted(found, key=lambda file: file.name)}
+
+
+class Answers(Protocol):
+    """Answers of one run, or of several: a query on one of those begins with its name."""
+
+    def ask(self, asked: Query, /) -> dict[str, Any]: ...
 
 
 class PageServer(LocalServer):
-    """Server of a run's pages. Example: ``PageServer(worker, port=0).serve_forever()``."""
+    """Server of the pages: at `/` of one run or the list of runs, at `/run/NAME/` of each.
 
-    def __init__(self, worker: QueryWorker, *, port: int) -> None:
-        self.worker = worker
+    Example: ``PageServer(worker, port=0).serve_forever()``.
+    """
+
+    def __init__(self, answers: Answers, *, port: int) -> None:
+        self.answers = answers
         self.static = static_files()
         super().__init__(_Handler, host=LOOPBACK, port=port, requests_max=REQUESTS_MAX)
 
@@ -85,26 +88,26 @@ class _Handler(LocalHandler):
     timeout = IDLE_S
 
     def answer(self) -> None:
-        path = urlsplit(self.path).path
+        run, path = RUN.fullmatch(urlsplit(self.path).path).groups()  # type: ignore[union-attr]
         if path.startswith("/api/"):
-            self._api()
+            self._api(f"{run or ''}{self.path.removeprefix(f'/run/{run}').removeprefix('/api')}")
             return
         name = "index.html" if path == "/" else path.removeprefix("/static/")
         body = self.server.static.get(name)
         if body is None or (path != "/" and not path.startswith("/static/")):
-            self.say(HTTPStatus.NOT_FOUND, "there is nothing here")
+            self.say(HTTPStatus.NOT_FOUND, "no such page")
             return
         self._send(HTTPStatus.OK, TYPES[name[name.rfind(".") :]], body)
 
-    def _api(self) -> None:
+    def _api(self, address: str) -> None:
         try:
-            found = self.server.worker.ask(parse_query(self.path.removeprefix("/api")))
+            found = self.server.answers.ask(parse_query(address))
         except UsageError as error:
             self._send_json(HTTPStatus.NOT_FOUND, _said(error))
         except DoraError as error:
             self._send_json(HTTPStatus.INTERNAL_SERVER_ERROR, _said(error))
         except TimeoutError:
-            self._send_json(HTTPStatus.GATEWAY_TIMEOUT, {"error": "the log does not answer"})
+            self._send_json(HTTPStatus.GATEWAY_TIMEOUT, {"error": "timed out reading the log"})
         else:
             self._send_json(HTTPStatus.OK, found)
 

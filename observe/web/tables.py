@@ -6,7 +6,6 @@ columns with bounds. Values are bound to queries, never written into SQL.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -155,55 +154,54 @@ STEPS: Final = Listing(
         "step": "s.step",
         "reward": "s.reward",
         "invalid": "s.trajectories - s.valid",
+        **{name: f"s.{name}" for name in ("loss", "grad_norm")},
         "staleness": "s.staleness_mean",
-        **{name: f"s.{name}" for name in ("staleness_max", "groups", "tokens")},
-        **{name: f"s.{name}" for name in ("waited_s", "compute_s", "loss")},
-        "committed_s": "s.committed_ns",
+        **{name: f"s.{name}" for name in ("groups", "tokens")},
+        **{name: f"s.{name}" for name in ("seconds", "waited_s", "compute_s")},
     },
     source="steps s",
     order="s.step desc",
-    short=frozenset({"reward", "staleness", "waited_s", "compute_s", "loss"}),
+    short=frozenset(
+        {"reward", "staleness", "grad_norm", "loss"} | {"seconds", "waited_s", "compute_s"}
+    ),
 )
 
 GROUPS: Final = Listing(
     columns={
         "group": "g.group_id",
-        **{name: f"g.{name}" for name in ("version", "deadline", "fate", "step", "staleness")},
-        **{name: f"g.{name}" for name in ("reward", "tokens")},
-        "siblings": "g.size",
+        "reward": "g.reward",
+        "outcome": "g.fate",
+        "tokens": "g.tokens",
+        "trajectories": "g.size",
+        **{name: f"g.{name}" for name in ("version", "step", "staleness", "deadline")},
         "dispatched_s": "g.dispatched_ns",
-        "why": "g.why",
+        "end_reason": "g.why",
     },
     source="groups g",
     order="g.dispatched_ns desc, g.group_id desc",
     short=frozenset({"reward"}),
 )
 
-ELSEWHERE: Final = frozenset(
-    {"trajectory_id", "group_id", "sibling", "placed_ns", "incarnation", "attempt"}
-    | {"partition", "record_offset", "error", "reward_answer", "reward_parts", "group_parts"}
-)
-
 TRAJECTORIES: Final = Listing(
     columns={
         "trajectory": "t.trajectory_id",
-        **{name: f"g.{name}" for name in ("fate", "step", "version", "staleness")},
-        **{name: f"t.{name}" for name in ("reward", "tokens", "finish", "worker", "attempts")},
-        **{
-            re.sub("_ns$", "_s", one.name): f"t.{one.name}"
-            for one in columns_of(TrajectoryRow)
-            if one.name not in ELSEWHERE
-        },
+        **{name: f"t.{name}" for name in ("reward", "tokens")},
+        "outcome": "coalesce(t.own_fate, g.fate)",
+        "finish": "t.finish",
+        **{name: f"g.{name}" for name in ("version", "step", "staleness")},
+        **{name: f"t.{name}" for name in ("worker", "attempts")},
+        "error": "t.error_class",
+        "logged_s": "t.logged_ns",
     },
     source="trajectories t join groups g using (group_id)",
     order=f"{GROUPS.order}, t.sibling",
+    short=frozenset({"reward"}),
 )
-"""Preferred columns, then all others of the trajectories table."""
 
 DECISIONS: Final = Listing(
     columns={
         "at_s": "e.at_ns",
-        **{name: f"e.{name}" for name in ("round", "kind", "subject", "reason")},
+        **{name: f"e.{name}" for name in ("kind", "subject", "reason", "round")},
     },
     source="events e",
     order="e.rowid desc",
@@ -243,11 +241,11 @@ def decisions(view: RunView, asked: Query) -> dict[str, Any]:
 
 
 def decision_counts(view: RunView) -> dict[str, int]:
-    """Count decisions and facts by kind: groups as `dispatch`, attempts as `place`."""
+    """Count decisions and events by kind: groups as `dispatch`, attempts as `schedule`."""
     found = view.rows(
         """select kind, count(*) from events group by kind
            union all select 'dispatch', count(*) from groups
-           union all select 'place', count(*) from attempts"""
+           union all select 'schedule', count(*) from attempts"""
     )
     return {kind: count for kind, count in sorted(found) if count}
 

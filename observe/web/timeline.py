@@ -1,4 +1,4 @@
-"""Hosted versions and utilization of workers over time."""
+"""Served versions and utilization of workers over time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ PIECES_MAX: Final = 4000
 
 TRAINER_PIECES_MAX: Final = 1000
 
-COMMITS_MAX: Final = 200
-
 SLICES_MAX: Final = 256
 
 SLICE_NS: Final = 50_000_000
@@ -20,13 +18,13 @@ SLICE_NS: Final = 50_000_000
 
 STOPPED: Final = """(select min(since_ns) from marks where kind = 'resumed'
     and since_ns >= joined_ns)"""
-"""Stop of the run after a worker joined, which ends its hostings."""
+"""Stop of the run after a worker joined; it then serves no version."""
 
 
 def timeline(view: RunView, from_s: float | None = None, until_s: float | None = None) -> Any:
-    """Return a row per worker with its hostings in the window: [from, ready, until, version].
+    """Return a row per worker with its versions in the window: [from, ready, until, version].
 
-    Times are seconds of the run. Too many hostings are merged, with version -1.
+    Times are seconds of the run. Too many are merged, with version -1.
     """
     last_s = (view.last_ns - view.first_ns) / 1e9
     low, high = from_s or 0.0, last_s if until_s is None else until_s
@@ -34,13 +32,12 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
     for worker, piece in _pieces(view, low, high):
         hosted.setdefault(worker, []).append(piece)
     workers: dict[str, dict[str, list[Any]]] = {}
-    for name, joined_ns, gone_ns, why in view.rows(
-        """select worker, joined_ns, gone_ns,
+    for name, gone_ns, why in view.rows(
+        """select worker, gone_ns,
                   case departure when 'fenced' then concat('fenced: ', why) else why end
            from workers order by worker, incarnation"""
     ):
-        row = workers.setdefault(name, {"joined": [], "gone": []})
-        row["joined"].append(view.seconds(joined_ns))
+        row = workers.setdefault(name, {"gone": []})
         if gone_ns is not None:
             row["gone"].append([view.seconds(gone_ns), why])
     per_row = PIECES_MAX // max(1, len(workers))
@@ -49,15 +46,7 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
         {"worker": name, "pieces": merged(hosted.get(name, []), per_row, narrow_s), **row}
         for name, row in workers.items()
     ]
-    commits = [
-        [step, view.seconds(at_ns)]
-        for step, at_ns in view.rows(
-            "select step, committed_ns from steps where committed_ns between ? and ? order by step",
-            *_window(view, low, high),
-        )
-    ]
-    every = -(-len(commits) // COMMITS_MAX) or 1
-    out = {"from": low, "until": high, "rows": rows, "commits": commits[::every]}
+    out = {"from": low, "until": high, "rows": rows}
     return out | ({"trainer": found} if (found := _trainer(view, low, high)) else {})
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -35,21 +35,18 @@ class Query:
 
     def whole(self, name: str, default: int = 0) -> int:
         """Return an integer. Raises UsageError."""
-        found = self.text(name)
-        if not found:
-            return default
-        try:
-            return int(found)
-        except ValueError:
-            raise UsageError(f"{name}={found} is no whole number") from None
+        return default if (found := self._parsed(name, int, "an integer")) is None else found
 
     def number(self, name: str) -> float | None:
         """Return a number, or None. Raises UsageError."""
+        return self._parsed(name, float, "a number")
+
+    def _parsed(self, name: str, parse: Callable[[str], T], kind: str) -> T | None:
         found = self.text(name)
         try:
-            return float(found) if found else None
+            return parse(found) if found else None
         except ValueError:
-            raise UsageError(f"{name}={found} is no number") from None
+            raise UsageError(f"{name} must be {kind}, got {found!r}") from None
 
 
 def parse_query(address: str) -> Query:
@@ -76,7 +73,6 @@ class RunView:
     read: float
     """Share of the log that the tables contain, 0 to 1."""
     revision: int
-    _sampled: dict[int, int] = field(default_factory=dict, compare=False)
 
     def rows(self, sql: str, *values: Any) -> list[tuple[Any, ...]]:
         return self.catalogue.query(sql, values)
@@ -100,10 +96,8 @@ class RunView:
 
     def sampled_from(self, version: int) -> int:
         """Count the training groups of a version."""
-        if not self._sampled:
-            sql = "select version, count(*) from groups where purpose = 'train' group by version"
-            self._sampled.update(self.rows(sql))
-        return self._sampled.get(version, 0)
+        sql = "select count(*) from groups where purpose = 'train' and version = ?"
+        return int(self.value(sql, version))
 
     def steps(self) -> Sequence[tuple[int, str]]:
         """Return committed steps in order, with the sha256 of their contributions."""
@@ -111,17 +105,14 @@ class RunView:
         return [(int(step), str(digest)) for step, digest in found]
 
 
-MARKS_MAX: Final = 200
-
-
 def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:
     """Return changed settings, stops and lost roles, for charts."""
     found = catalogue.query(
-        "select step, at_ns, words from marks order by rowid desc limit ?", [MARKS_MAX]
+        "select step, at_ns, kind, words from marks order by rowid desc limit 200"
     )
     return [
-        {"step": step, "at": seconds(at_ns, first_ns), "words": f"step {step}: {words}"}
-        for step, at_ns, words in reversed(found)
+        {"step": step, "at": seconds(at_ns, first_ns), "kind": kind, "text": f"step {step}: {text}"}
+        for step, at_ns, kind, text in reversed(found)
     ]
 
 

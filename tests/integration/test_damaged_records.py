@@ -132,15 +132,13 @@ def test_cat_of_sound_records_finds_nothing_wrong(call: Call, copy: RecordedRun)
         assert (code, err) == (0, "")
 
 
-def test_page_of_times_is_made_of_sound_records(
-    damaged: tuple[RecordedRun, str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, name, text = damaged
-    monkeypatch.setattr(samples, "RECORDS_MAX", 10_000)
-    with source_of(run) as source, view_of_log(source) as view:
-        page = samples.sampled_times(view, source)
-    assert any(line.startswith(f"{name}: ") and text in line for line in page["damaged"])
-    assert 0 < page["sampled"] < page["of"]
+def test_excerpts_come_from_sound_records(damaged: tuple[RecordedRun, str, str]) -> None:
+    run, name, _ = damaged
+    asked = parse_query(f"/texts?q={group_of(name)}")
+    with source_of(run, decode=str) as source, view_of_log(source) as view:
+        found = samples.texts(view, source, asked)
+    assert name not in found
+    assert all(prompt and response for prompt, response in found.values())
 
 
 def test_regeneration_does_not_take_another_record_for_it(

@@ -24,7 +24,7 @@ from dora_pipe.observe.web.pages import (
     version_page,
 )
 from dora_pipe.observe.web.query_worker import QueryWorker
-from dora_pipe.observe.web.samples import mismatch, sampled_times
+from dora_pipe.observe.web.samples import mismatch, texts
 from dora_pipe.observe.web.view import HIDDEN, RunView, parse_query
 from tests.support.cluster import Cluster, make_config
 from tests.support.command_line import Call
@@ -62,7 +62,7 @@ def test_overview_has_every_step_and_every_group(view: RunView) -> None:
     assert points["step"] == list(range(STEPS))
     assert max(points["stale_high"]) <= max(points["bound"])
     totals = found["totals"]
-    assert sum(totals["group_fates"].values()) + totals["open"] == view.value(
+    assert sum(totals["outcomes"].values()) + totals["open"] == view.value(
         "select count(*) from groups"
     )
     assert {row["worker"] for row in found["timeline"]["rows"]} == {"w0", "w1", "w2"}
@@ -87,7 +87,6 @@ def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
     version = version_page(view, source, parse_query(f"/version/{page['lineage']['version']}"))
     assert 5 in dict(version["steps"])
     group = group_page(view, source, parse_query(f"/group/{name}"))
-    assert sibling in [row[0] for row in group["siblings"]["rows"]]
     assert group["lineage"] == page["lineage"]
 
 
@@ -150,12 +149,15 @@ def test_what_is_not_there_is_a_line(
         page(view, source, parse_query(address))
 
 
-def test_mismatch_and_times_come_from_records_and_contributions(
+def test_mismatch_and_excerpts_come_from_contributions_and_records(
     view: RunView, source: RunSource
 ) -> None:
     found = mismatch(view, source)
     assert found["looked"] == found["steps"] == STEPS
-    assert sampled_times(view, source)["sampled"] > 0
+    prompt, response = texts(view, source, parse_query("/texts?step=3"))[
+        f"{_group_of_step(view, 3)}-000"
+    ]
+    assert prompt.startswith("<") and response.startswith("<")
 
 
 def test_desk_answers_while_it_reads_and_follows_a_run_that_goes_on(tmp_path: Path) -> None:
@@ -228,8 +230,8 @@ def test_file_holds_pages_that_hang_together(
     step = pages[f"step/{STEPS - 1}"]
     held = [row[0] for row in step["groups"]["rows"] if f"group/{row[0]}" in pages]
     assert held
-    siblings = pages[f"group/{held[0]}"]["siblings"]["rows"]
-    assert any(f"trajectory/{row[0]}" in pages for row in siblings)
+    names = [row[0] for row in pages["trajectories"]["rows"] if row[0].startswith(held[0])]
+    assert any(f"trajectory/{name}" in pages for name in names)
 
 
 def test_file_of_a_redacted_run_holds_no_ids(

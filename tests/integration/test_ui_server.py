@@ -11,9 +11,11 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.core.errors import ResourceError
+from dora_pipe.cli.pages import RunsPages
+from dora_pipe.core.errors import ResourceError, UsageError
 from dora_pipe.observe.web.query_worker import QueryWorker
 from dora_pipe.observe.web.server import REQUESTS_MAX, PageServer
+from dora_pipe.observe.web.view import parse_query
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.ui_stage import source_of
 
@@ -129,19 +131,32 @@ def test_question_without_an_answer_is_a_line_of_json(server: PageServer, path: 
         "/api/overview",
         "/api/timeline?from=0&until=1",
         "/api/steps",
-        "/api/groups?fate=trained",
+        "/api/groups?outcome=trained",
         "/api/trajectories?sort=-tokens&limit=5",
         "/api/decisions?kind=assign",
         "/api/step/0",
         "/api/version/1",
         "/api/mismatch",
-        "/api/times",
+        "/api/health",
+        "/api/texts?step=0",
     ],
 )
 def test_every_question_of_the_pages_has_an_answer(server: PageServer, path: str) -> None:
     status, _, body = _ask(server, path)
     assert status == 200
     assert isinstance(json.loads(body), dict)
+
+
+def test_server_of_several_runs_lists_them_and_opens_those_alone(recorded: RecordedRun) -> None:
+    root = recorded.directory.parent
+    with RunsPages(root, redact=False) as answers:
+        listed = answers.ask(parse_query("/run"))["runs"]
+        (row,) = (one for one in listed if one["run"] == "recorded")
+        assert (row["steps"], row["state"]) == (STEPS, "finished")
+        name = recorded.directory.name
+        assert answers.ask(parse_query(f"/{name}/run"))["name"] == "recorded"
+        with pytest.raises(UsageError):
+            answers.ask(parse_query("/..%2F../run"))
 
 
 def test_runs_say_how_far_they_are(server: PageServer) -> None:
@@ -178,5 +193,5 @@ def test_what_is_no_http_is_refused(server: PageServer) -> None:
 
 def test_port_that_is_taken_is_one_line(server: PageServer) -> None:
     with pytest.raises(ResourceError) as error:
-        PageServer(server.worker, port=server.server_address[1])
+        PageServer(server.answers, port=server.server_address[1])
     assert "--port" in (error.value.hint or "")

@@ -32,11 +32,11 @@ pytestmark = [
 ]
 
 PLACES = (
-    "#/overview",
+    *(f"#/{name}" for name in ("overview", "learning", "speed", "staleness", "workers")),
     "#/steps",
     "#/step/5",
     "#/version/3",
-    "#/groups?fate=trained",
+    "#/groups?outcome=trained",
     "#/trajectories?sort=-tokens",
     "#/decisions",
 )
@@ -103,19 +103,21 @@ def test_from_the_first_page_to_a_token_and_back(
     page.open(request.getfixturevalue(kind))
     page.settle()
     assert f"{STEPS} of {STEPS} steps" in page.text("h1")
-    page.until("document.querySelectorAll('figure svg').length > 10")
+    page.until("document.querySelectorAll('figure svg').length > 6")
     page.click("header a[href='#/steps']")
     assert page.text("h1") == "Steps"
     page.click(f"td a[href='#/step/{STEPS - 2}']")
     assert page.text("h1") == f"Step {STEPS - 2}"
+    page.run(UNFOLD)
     page.click("td a[href^='#/group/']")
     assert page.text("h1").startswith("Group g")
     page.click("td a[href^='#/trajectory/']")
     assert page.text("h1").startswith("Trajectory g")
-    page.click(".tokens .t:last-child")
-    assert "log-prob -" in page.text("#chosen")
-    page.click("input[value='advantage']")
-    assert "whole trajectory" in page.text("#shading")
+    page.click(".said.model .t:last-child")
+    assert "log-prob -" in page.text(".chosen")
+    page.run("document.querySelector('.shade').value = 'advantage'")
+    page.run("document.querySelector('.shade').dispatchEvent(new Event('change'))")
+    assert "whole trajectory" in page.text(".shading")
     page.click(f".lineage a[href='#/step/{STEPS - 2}']")
     assert page.text("h1") == f"Step {STEPS - 2}"
 
@@ -126,14 +128,12 @@ def test_lists_are_filtered_by_form_and_by_address(
 ) -> None:
     page.open(request.getfixturevalue(kind) + "#/trajectories")
     whole = page.text("#range")
-    page.run("document.querySelector('#f-fate').value = 'trained'")
+    page.run("document.querySelector('#f-outcome').value = 'trained'")
     page.run("document.querySelector('#f-tokens_min').value = '20'")
     page.click(".filters button")
-    assert "fate=trained" in page.run("location.hash")
+    assert "outcome=trained" in page.run("location.hash")
     assert page.text("#range") not in ("", whole)
-    second = "document.querySelectorAll('tbody tr td:nth-child(2)')"
-    fates = page.run(f"[...{second}].map((one) => one.innerText)")
-    assert set(fates) == {"trained"}
+    assert "outcome trained" in page.text(".same")
     page.run("document.querySelector('#goto').value = '4'")
     page.run("document.querySelector('.goto').requestSubmit()")
     page.until("document.querySelector('h1').innerText === 'Step 4'")
@@ -145,13 +145,13 @@ def test_keyboard_alone_leads_to_the_content_and_through_the_tokens(
     page.open(address)
     page.press("Tab")
     assert page.run("document.activeElement.className") == "skip"
-    page.go("#/trajectories?fate=trained&sort=-tokens")
+    page.go("#/trajectories?outcome=trained&sort=-tokens")
     page.click("td a[href^='#/trajectory/']")
     assert page.run("document.activeElement.tagName") == "H1"
     page.run("document.querySelector('.tokens').focus()")
     for _ in range(3):
         page.press("ArrowRight")
-    assert page.text("#chosen").startswith("token 2,")
+    assert page.text(".chosen").startswith("token 2,")
 
 
 @pytest.mark.parametrize("width", [1280, 400])
@@ -163,14 +163,14 @@ def test_every_page_can_be_used_by_all(
     page.open(request.getfixturevalue(kind))
     for place in (*PLACES, "group", "trajectory"):
         if place in ("group", "trajectory"):
-            page.go("#/trajectories?fate=trained&sort=-tokens")
+            page.go("#/trajectories?outcome=trained&sort=-tokens")
             page.click("td a[href^='#/trajectory/']")
             if place == "group":
                 page.click(".lineage a[href^='#/group/']")
         else:
             page.go(place)
-        page.until("!document.body.innerText.includes('Records are being read.')")
-        assert page.text("h1") not in ("", "Not there"), place
+        page.until("!document.body.innerText.includes('Reading records.')")
+        assert page.text("h1") not in ("", "Not found"), place
         assert unusable(page, width) == {}, place
         assert page.run("document.querySelectorAll('h1').length") == 1
         assert page.run("document.querySelectorAll('main, header').length") == 2
@@ -178,8 +178,8 @@ def test_every_page_can_be_used_by_all(
 
 def test_every_chart_has_a_table_with_its_figures(page: Page, address: str) -> None:
     page.open(address)
-    page.until("document.querySelectorAll('figure details').length > 10")
-    page.until("!document.body.innerText.includes('Records are being read.')")
+    page.until("document.querySelectorAll('figure details').length > 6")
+    page.until("!document.body.innerText.includes('Reading records.')")
     page.run(UNFOLD)
     page.settle()
     assert page.run(TABLES_EMPTY) == []
@@ -187,7 +187,7 @@ def test_every_chart_has_a_table_with_its_figures(page: Page, address: str) -> N
 
 def test_redacted_pages_show_no_text(page: Page, recorded: RecordedRun) -> None:
     with closing(_worker(recorded, redact=True)) as worker, served(worker) as address:
-        page.open(address + "#/trajectories?fate=trained")
+        page.open(address + "#/trajectories?outcome=trained")
         page.click("td a[href^='#/trajectory/']")
         assert "Texts are hidden" in page.text()
         assert "null" not in page.text("body")

@@ -1,13 +1,19 @@
-// Goes from address to page, follows a run that goes on, and keeps the place of who reads.
+// Routes addresses to pages and follows an open run.
 
 import { embedded, get } from "./data.js";
 import { addressOf, h, newPage } from "./dom.js";
 import { listPage } from "./lists.js";
-import { overviewPage, stateOf } from "./overview.js";
 import { groupPage, stepPage, trajectoryPage, versionPage } from "./pages.js";
+import { learningPage, overviewPage, runsPage, speedPage, stalenessPage, stateOf,
+  workersPage } from "./run.js";
 
 const FOLLOW_MS = 2000, READING_MS = 400;
-const PAGES = ["overview", "steps", "groups", "trajectories", "decisions"];
+const TABS = { overview: overviewPage, learning: learningPage, speed: speedPage,
+  staleness: stalenessPage, workers: workersPage };
+const LISTED = ["steps", "groups", "trajectories", "decisions"];
+const ONE = { step: stepPage, group: groupPage, version: versionPage, trajectory: trajectoryPage };
+const LABELS = { decisions: "log" };
+const WITHIN = { step: "steps", group: "groups", trajectory: "trajectories" };
 const main = document.getElementById("main");
 const news = document.getElementById("news");
 let run = null, shown = "", turn = 0, follow = true;
@@ -19,19 +25,14 @@ function place() {
 }
 
 async function drawn({ page, id, fields }) {
-  switch (page) {
-    case "overview": return overviewPage();
-    case "step": return stepPage(id);
-    case "group": return groupPage(id);
-    case "version": return versionPage(id);
-    case "trajectory": return trajectoryPage(id, fields);
-    default:
-      if (PAGES.includes(page)) return listPage(page, fields);
-      throw new Error(`there is no page ${page}`);
-  }
+  if (run.runs) return runsPage(run.runs);
+  if (Object.hasOwn(TABS, page)) return TABS[page]();
+  if (Object.hasOwn(ONE, page)) return ONE[page](id, fields);
+  if (LISTED.includes(page)) return listPage(page, fields);
+  throw new Error(`no page ${page}`);
 }
 
-// Draw the page at the address. `again` is the same page with newer figures: who reads stays there.
+// Draw the page at the address. `again` redraws it with newer data and keeps the reader's place.
 async function draw(again = false) {
   const own = ++turn, at = place();
   main.setAttribute("aria-busy", "true");
@@ -40,7 +41,7 @@ async function draw(again = false) {
   try {
     found = await drawn(at);
   } catch (error) {
-    found = { title: "Not there", body: [h("h1", { tabindex: -1 }, "Not there"),
+    found = { title: "Not found", body: [h("h1", { tabindex: -1 }, "Not found"),
       h("p", { id: "problem" }, error.message)] };
   }
   if (own !== turn) return;
@@ -50,7 +51,10 @@ async function draw(again = false) {
   document.title = `${found.title} – dora-pipe`;
   head(at);
   if (kept) restore(kept);
-  else if (shown) main.querySelector("h1")?.focus();
+  else if (shown) {
+    window.scrollTo(0, 0);
+    main.querySelector("h1")?.focus();
+  }
   shown = location.hash || "#/";
 }
 
@@ -66,16 +70,22 @@ function restore({ open, id, y }) {
 }
 
 function head({ page }) {
-  const item = (name) => h("li", null,
-    h("a", { href: `#/${name}`, "aria-current": name === page ? "page" : null }, name));
-  document.getElementById("head").replaceChildren(
-    h("div", { class: "brand" }, h("a", { href: "#/overview" }, "dora-pipe")),
-    h("nav", { "aria-label": "pages" }, h("ul", null, PAGES.map(item))),
-    goTo(), embedded ? h("p", { class: "note" }, "a file, not a live page") : live());
+  const brand = h("a", { class: "brand", href: location.pathname.startsWith("/run/") ? "/" : "#/overview" },
+    "dora-pipe");
+  if (run.runs) {
+    document.getElementById("head").replaceChildren(brand);
+    return;
+  }
+  const item = (name) => h("li", null, h("a", { href: `#/${name}`,
+    "aria-current": name === (WITHIN[page] || page) ? "page" : null }, LABELS[name] || name));
+  document.getElementById("head").replaceChildren(brand,
+    h("a", { class: "name", href: "#/overview" }, run.name),
+    h("nav", { "aria-label": "pages" }, h("ul", null, [...Object.keys(TABS), ...LISTED].map(item))),
+    goTo(), embedded ? h("p", { class: "note" }, "saved file") : run.state === "open" ? live() : "");
 }
 
 function goTo() {
-  const input = h("input", { id: "goto", type: "search", size: 16, placeholder: "step or id",
+  const input = h("input", { id: "goto", type: "search", size: 14, placeholder: "step or id",
     maxlength: 40 });
   const go = (event) => {
     event.preventDefault();
@@ -83,7 +93,7 @@ function goTo() {
     location.hash = addressOf(text) || `#/trajectories?q=${encodeURIComponent(text)}`;
   };
   return h("form", { class: "goto", role: "search", "aria-label": "go to", onsubmit: go },
-    h("label", { for: "goto" }, "go to "), input);
+    h("label", { for: "goto", class: "unseen" }, "go to "), input);
 }
 
 function live() {
@@ -92,7 +102,7 @@ function live() {
   return h("label", { class: "follow", for: "follow" }, box, " follow");
 }
 
-// Look now and then whether the log has grown; only then is the page drawn again.
+// Ask whether the log has grown, and redraw only then.
 async function watch() {
   let wait = FOLLOW_MS;
   try {
@@ -100,7 +110,7 @@ async function watch() {
     const changed = found.revision !== run.revision || found.read !== run.read;
     run = found;
     if (found.read < 1) wait = READING_MS;
-    if (changed && follow && !writing()) {
+    if (changed && follow && !busy()) {
       await draw(true);
       news.textContent = `${found.name}: ${stateOf(found)}`;
     }
@@ -112,11 +122,11 @@ async function watch() {
   setTimeout(watch, wait);
 }
 
-// Whether somebody is in the middle of filling in a form, or on a page that is not about the run.
-function writing() {
+// Whether a form is being filled in, or the page is about the past.
+function busy() {
   const active = document.activeElement;
   const form = active && main.contains(active) && active.closest("form");
-  return Boolean(form) || !["overview", "steps", "decisions"].includes(place().page);
+  return Boolean(form) || ![...Object.keys(TABS), "steps", "decisions"].includes(place().page);
 }
 
 async function begin() {
@@ -124,7 +134,7 @@ async function begin() {
   window.addEventListener("hashchange", () => draw());
   await draw();
   document.documentElement.dataset.ready = "yes";
-  if (!embedded) setTimeout(watch, run.read < 1 ? READING_MS : FOLLOW_MS);
+  if (!embedded && !run.runs) setTimeout(watch, run.read < 1 ? READING_MS : FOLLOW_MS);
 }
 
 begin();

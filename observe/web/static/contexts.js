@@ -1,13 +1,12 @@
-// The contexts of a trajectory that branches, as a tree, and the calls of its agent over time.
+// Context tree of a trajectory and the calls of its agent over time.
 
 import { COLOURS, figure, scale, ticks } from "./charts.js";
 import { h, s, show, table } from "./dom.js";
 
 const NAMES = 92, EDGE = 14, CALLS_HIGH = 26, AXIS_HIGH = 36;
 const DRAWN_MAX = 100;
-const CALLER_DASHES = [null, "5 2", "2 2", "8 2 2 2"];
 
-// Contexts in the order of the tree, each with how deep it lies: [number, depth].
+// Contexts in tree order with their depth: [number, depth].
 export function inOrder(contexts) {
   const children = new Map();
   contexts.forEach(([parent], number) => {
@@ -29,10 +28,10 @@ function callersIn(rows) {
 }
 
 function callerName(caller) {
-  return caller || "no name";
+  return caller || "unnamed";
 }
 
-// Who called, and when: a row per context, a bar per call from when it was asked to its answer.
+// A row per context, a bar per call.
 export function callsOf(tree) {
   const { columns, rows } = tree.calls;
   if (!rows.length) return null;
@@ -41,8 +40,7 @@ export function callsOf(tree) {
   const end = Math.max(...rows.map((row) => row[4] + row[5]));
   const idle = rows.reduce((sum, row) => sum + row[6], 0);
   const note = `${show(rows.length)} calls in ${show(tree.contexts.length)} contexts. For ` +
-    `${show(Number((idle / 1000).toPrecision(3)))} s before them no call was open: the agent ` +
-    `thought, or did something else.${all.length > DRAWN_MAX ?
+    `${show(Number((idle / 1000).toPrecision(3)))} s before them the agent had no open call.${all.length > DRAWN_MAX ?
       ` The first ${DRAWN_MAX} contexts are drawn.` : ""}`;
   const draw = (width) => {
     const height = order.length * CALLS_HIGH + AXIS_HIGH;
@@ -60,20 +58,20 @@ export function callsOf(tree) {
         show(at)));
     }
     svg.append(s("text", { x: (NAMES + width - EDGE) / 2, y: height - 4, "text-anchor": "middle",
-      class: "label" }, "seconds after it was placed"));
+      class: "label" }, "seconds after the schedule"));
     for (const row of rows.filter((one) => order.includes(one[1]))) svg.append(...callBar(row, order, who, x));
     return svg;
   };
   const keys = h("ul", { class: "keys" }, who.map((one, at) => h("li", null,
     s("svg", { width: 18, height: 12, "aria-hidden": "true" }, callBox(0, 1, 18, 10, at)), " ",
     callerName(one))));
-  return h("div", null, figure("Who called, and when", note, draw, null), keys,
-    table({ columns, rows }, { caption: "Calls, as they were answered" }));
+  return h("div", null, figure("Calls over time", note, draw, null, { under: keys }),
+    table({ columns, rows }, { caption: "Calls" }));
 }
 
 function callBox(x, y, width, height, at) {
-  return s("rect", { x, y, width, height, fill: COLOURS[at % COLOURS.length], "fill-opacity": 0.35,
-    stroke: "#000", "stroke-dasharray": CALLER_DASHES[at % CALLER_DASHES.length] });
+  return s("rect", { x, y, width, height, fill: COLOURS[at % COLOURS.length], "fill-opacity": 0.3,
+    stroke: COLOURS[at % COLOURS.length] });
 }
 
 function callBar(row, order, who, x) {
@@ -85,7 +83,7 @@ function callBar(row, order, who, x) {
     words.length ? s("text", { x: from + 4, y: y + CALLS_HIGH - 13 }, words.pop()) : null].filter(Boolean);
 }
 
-// The tree: each context with what it shares folded away, and its own turns, whose tokens are given.
+// The tree: each context with its own turns; the shared prefix is folded.
 export function branches(tree, segments, tokens, spans, textOf) {
   const { rows } = tree.calls;
   const calls = new Map(tree.starts.map((start, at) => [start, rows[at]]));
@@ -119,7 +117,7 @@ function sharedPart(tree, number, tokens, textOf) {
     (_, at) => from + at - tokens.from)).map((at) => (at >= 0 && at < tokens.mask.length ?
     textOf(tokens, at) : "…")).join("").replace(/…{2,}/g, "…");
   return h("details", { class: "shared" },
-    h("summary", null, `begins as context ${parent}: its first ${show(shared)} tokens`),
+    h("summary", null, `shares the first ${show(shared)} tokens of context ${parent}`),
     go, h("p", { class: "prefix" }, text));
 }
 
@@ -131,5 +129,5 @@ function turnOf([kind, number, from, to, , , ms], call, tokens, spans) {
   const own = spans.slice(Math.max(0, from - tokens.from), Math.max(0, to - tokens.from));
   const rest = to - from - own.length;
   return h("div", { class: "turn" }, h("span", { class: "what" }, words.join(", ")), " ", own,
-    rest > 0 ? h("span", { class: "none" }, ` ${show(rest)} tokens on other parts`) : null);
+    rest > 0 ? h("span", { class: "none" }, ` ${show(rest)} tokens on other pages`) : null);
 }

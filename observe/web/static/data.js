@@ -1,17 +1,17 @@
-// Where pages get their figures: from the server, or from the file they stand in.
+// Data of the pages: from the server, or embedded in the exported file.
 
 const element = document.getElementById("data");
 export const embedded = element ? JSON.parse(element.textContent) : null;
 
 export async function get(path) {
   if (embedded) return fromFile(path);
-  const answer = await fetch(`/api/${path}`, { headers: { Accept: "application/json" } });
+  const answer = await fetch(`api/${path}`, { headers: { Accept: "application/json" } });
   const found = await answer.json();
   if (!answer.ok) throw new Error(found.hint ? `${found.error} (${found.hint})` : found.error);
   return found;
 }
 
-// Whether there is a page at an address such as #/step/7: in a file, not everything is.
+// Whether the page at an address such as #/step/7 exists; a file contains a sample.
 export function has(address) {
   if (!embedded) return true;
   const [, page, id] = address.split("?")[0].split("/");
@@ -25,12 +25,12 @@ function fromFile(path) {
   const name = place.split("/")[0];
   const found = embedded.pages[decodeURIComponent(place)];
   if (found === undefined) {
-    throw new Error("this page is not in the file: it holds a sample; the log has everything");
+    throw new Error("this page is not in the file, which contains a sample; `dora-pipe ui` has all");
   }
   return LISTS.has(name) ? filtered(found, new URLSearchParams(query || "")) : found;
 }
 
-// The same filters as the server has, on rows that are in the file.
+// The filters of the server, on the rows of the file.
 export function filtered(list, asked) {
   const at = Object.fromEntries(list.columns.map((name, place) => [name, place]));
   const tests = [];

@@ -1,4 +1,4 @@
-// Elements, numbers and links. Text is only ever set as text, never as markup.
+// Elements, numbers and links. Text is set as text only, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -23,7 +23,7 @@ export function s(tag, attributes, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-// A number as people read it: short, with thousands apart; a dash for what is not there.
+// A short number with thousands separators; a dash for a missing value.
 export function show(value) {
   if (value === null || value === undefined || value === "") return "–";
   if (value === true) return "yes";
@@ -32,7 +32,7 @@ export function show(value) {
   if (Number.isInteger(value)) return value.toLocaleString("en-US");
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en-US");
-  if (size !== 0 && size < 0.001) return value.toExponential(2);
+  if (size !== 0 && size < 0.001) return Number(value.toPrecision(3)).toExponential();
   return String(Number(value.toPrecision(4)));
 }
 
@@ -55,7 +55,7 @@ const IDS = [
   [/^v(?:ersion)?[- ]?(\d+)$/, "version"],
 ];
 
-// The address of the page of an id; null where it is none.
+// The address of an id's page, or null.
 export function addressOf(id) {
   for (const [pattern, page] of IDS) {
     const found = pattern.exec(id);
@@ -68,8 +68,15 @@ export const LINKED = {
   step: "step", group: "group", trajectory: "trajectory", version: "version", subject: "",
 };
 
+// A value as text; of a digest the first characters.
+function shown(value) {
+  if (!/^[0-9a-f]{64}$/.test(value)) return show(value);
+  return h("code", { title: value }, `${value.slice(0, 12)}…`);
+}
+
 function cell(column, value, has) {
-  if (value === null || value === undefined || !(column in LINKED)) return show(value);
+  if (value instanceof Node) return value;
+  if (value === null || value === undefined || !(column in LINKED)) return shown(value);
   const page = LINKED[column];
   const address = page ? `#/${page}/${value}` : addressOf(String(value));
   if (!address || (page === "" && /^\d+$/.test(String(value))) || !has(address)) {
@@ -80,13 +87,12 @@ function cell(column, value, has) {
 
 const regionNames = new Set();
 
-// Before a page is drawn: no name is taken yet.
+// Called before a page is drawn: region names are unique per page.
 export function newPage() {
   regionNames.clear();
 }
 
-// A part that scrolls by itself, under a name that no other part of the page has: readers who go
-// from part to part hear nothing else of it.
+// A part that scrolls by itself, with a unique name for screen readers.
 export function region(name, attributes, ...children) {
   let own = name;
   for (let at = 2; regionNames.has(own); at += 1) own = `${name} (${at})`;
@@ -94,29 +100,55 @@ export function region(name, attributes, ...children) {
   return h("div", { ...attributes, tabindex: 0, role: "region", "aria-label": own }, ...children);
 }
 
-// A table that scrolls by itself; `has` says which pages there are, `name` what the caption leaves out.
+const SAME_MIN = 3;
+
+// Columns with one value in all rows, except the first: shown once above the table.
+function constant({ columns, rows }) {
+  if (rows.length < SAME_MIN) return new Set();
+  return new Set(columns.map((_, at) => at).filter((at) => at &&
+    rows.every((row) => !(row[at] instanceof Node) && row[at] === rows[0][at])));
+}
+
+// A table; rows become cards on narrow screens. `has` tests whether a linked page exists.
 export function table(listed, { caption = "", name = caption || "table",
-  has = () => true, headers = null } = {}) {
-  const numeric = listed.columns.map((_, at) =>
-    listed.rows.every((row) => row[at] === null || typeof row[at] === "number"));
-  const wide = listed.columns.map((_, at) =>
-    listed.rows.some((row) => typeof row[at] === "string" && row[at].length > 26));
-  const kind = (at) => (numeric[at] ? "n" : wide[at] ? "w" : null);
-  const head = listed.columns.map((column, at) =>
-    h("th", { scope: "col", class: numeric[at] ? "n" : null },
-      headers ? headers(column) : column.replaceAll("_", " ")));
-  const body = listed.rows.map((row) => h("tr", null, row.map((value, at) =>
-    h("td", { class: kind(at) }, cell(listed.columns[at], value, has)))));
-  return region(name, { class: "scroll" },
-    h("table", null, caption ? h("caption", null, caption) : null,
-      h("thead", null, h("tr", null, head)), h("tbody", null, body)));
+  has = () => true, headers = null, none = "None." } = {}) {
+  const { columns, rows } = listed;
+  if (!rows.length) return h("p", { class: "note" }, none);
+  const same = constant(listed), own = columns.map((_, at) => at).filter((at) => !same.has(at));
+  const label = (at) => columns[at].replaceAll("_", " ");
+  const numeric = columns.map((_, at) =>
+    rows.every((row) => row[at] === null || typeof row[at] === "number"));
+  const said = [...same].filter((at) => ![null, undefined, ""].includes(rows[0][at]));
+  const head = own.map((at) => h("th", { scope: "col", class: numeric[at] ? "n" : null },
+    headers ? headers(columns[at]) : label(at)));
+  const body = rows.map((row) => h("tr", null, own.map((at) =>
+    h("td", { class: numeric[at] ? "n" : null, "data-label": label(at) },
+      h("span", null, cell(columns[at], row[at], has))))));
+  return h("div", null, said.length ? h("p", { class: "note same" }, `All ${rows.length} rows: `,
+    said.map((at, place) => [place ? " · " : "", `${label(at)} `,
+      h("b", null, cell(columns[at], rows[0][at], has))])) : null,
+  region(name, { class: "scroll" }, h("table", null,
+    caption ? h("caption", { class: "unseen" }, caption) : null,
+    h("thead", null, h("tr", null, head)), h("tbody", null, body))));
 }
 
 export function facts(pairs, has = null) {
-  return h("dl", { class: "facts" }, Object.entries(pairs).map(([name, value]) => {
+  const known = Object.entries(pairs).filter(([, value]) => ![null, undefined, ""].includes(value));
+  return h("dl", { class: "facts" }, known.map(([name, value]) => {
     const address = has && addressOf(String(value));
     const linked = address && !/^\d+$/.test(String(value)) && has(address);
     return h("div", null, h("dt", null, name.replaceAll("_", " ")),
-      h("dd", null, linked ? h("a", { href: address }, value) : show(value)));
+      h("dd", null, linked ? h("a", { href: address }, value) : shown(value)));
   }));
+}
+
+// Key numbers: [label, value, note, level].
+export function tiles(items) {
+  return h("dl", { class: "tiles" }, items.filter(Boolean).map(([label, value, note, level]) =>
+    h("div", { class: level || null }, h("dt", null, label),
+      h("dd", null, value, note ? h("small", null, note) : null))));
+}
+
+export function fold(key, summary, ...children) {
+  return h("details", { "data-key": key }, h("summary", null, summary), ...children);
 }

@@ -1,45 +1,28 @@
-// Lists with their filters: steps, groups, trajectories, decisions.
+// Lists with filters: steps, groups, trajectories, log; trajectories are read side by side.
 
 import { embedded, get, has } from "./data.js";
-import { h, show, table } from "./dom.js";
+import { fold, h, show, table } from "./dom.js";
+import { reader } from "./read.js";
 
-const FATE_CHOICES = ["", "open", "trained", "filtered", "failed", "cancelled", "evaluated"];
+const OUTCOMES = ["", "open", "trained", "filtered", "failed", "cancelled", "evaluated"];
+const COMMON = [["q", "id contains"], ["outcome", "outcome", OUTCOMES],
+  ["purpose", "purpose", ["", "train", "eval"]], ["version", "version", "number"],
+  ["step", "step", "number"], ["staleness", "staleness", "number"]];
 const FIELDS = {
   steps: [],
-  groups: [
-    ["q", "id contains"], ["fate", "fate", FATE_CHOICES], ["purpose", "purpose", ["", "train", "eval"]],
-    ["version", "version", "number"], ["step", "step", "number"],
-    ["staleness", "staleness", "number"],
-  ],
-  trajectories: [
-    ["q", "id contains"], ["fate", "fate", FATE_CHOICES], ["purpose", "purpose", ["", "train", "eval"]],
-    ["version", "version", "number"], ["step", "step", "number"],
-    ["staleness", "staleness", "number"], ["worker", "worker"],
+  groups: COMMON,
+  trajectories: [...COMMON, ["worker", "worker"],
     ["finish", "finish", ["", "stop", "length", "environment", "error"]],
     ["valid", "reward is valid", ["", "yes", "no"]], ["reward_min", "reward from", "number"],
     ["reward_max", "reward to", "number"], ["tokens_min", "tokens from", "number"],
-    ["tokens_max", "tokens to", "number"], ["attempts_min", "attempts from", "number"],
-  ],
+    ["tokens_max", "tokens to", "number"], ["attempts_min", "attempts from", "number"]],
   decisions: [["kind", "kind", null], ["q", "subject or reason contains"]],
 };
-const TITLES = {
-  steps: "Steps", groups: "Groups", trajectories: "Trajectories", decisions: "Decisions",
-};
-
-// A column of the trajectories that has no field above gets one.
-function fieldsOf(name, found) {
-  if (name !== "trajectories") return FIELDS[name];
-  const known = new Set(FIELDS[name].map(([field]) => field.replace(/_(min|max)$/, "")));
-  const rest = found.columns.slice(1).filter((one) => !known.has(one));
-  return [...FIELDS[name], ...rest.flatMap((one) => {
-    const words = one.replaceAll("_", " ");
-    return found.numbers.includes(one) ? [[`${one}_min`, `${words} from`, "number"],
-      [`${one}_max`, `${words} to`, "number"]] : [[one, words]];
-  })];
-}
+const TITLES = { steps: "Steps", groups: "Groups", trajectories: "Trajectories", decisions: "Log" };
+const SHOWN = ["trajectory", "reward", "tokens", "outcome", "finish", "version", "step"];
 
 // A heading sorts by its column: descending first, then ascending.
-function heading(name, asked) {
+export function heading(name, asked) {
   return (column) => {
     const now = asked.get("sort"), next = new URLSearchParams(asked);
     next.set("sort", now === `-${column}` ? column : `-${column}`);
@@ -55,45 +38,116 @@ export async function listPage(name, fields) {
   const last = Math.min(found.offset + found.rows.length, found.total);
   const range = found.total ? `${show(found.offset + 1)} to ${show(last)} of ${show(found.total)}` :
     "none";
+  const headers = heading(name, asked);
   return {
     title: TITLES[name],
     body: [
-      h("h1", { tabindex: -1 }, TITLES[name]),
+      h("h1", { tabindex: -1 }, TITLES[name], " ", h("span", { class: "state", role: "status",
+        id: "range" }, range)),
       embedded && found.of > found.total ? h("p", { class: "note" },
-        `This file holds a sample of ${show(found.kept)} of ${show(found.of)}.`) : null,
+        `This file contains a sample: ${show(found.kept)} of ${show(found.of)}.`) : null,
       FIELDS[name].length ? filters(name, asked, found) : null,
-      h("p", { role: "status", id: "range" }, `${TITLES[name]}: ${range}`),
-      table(found, { caption: TITLES[name], has, headers: heading(name, asked) }),
+      name === "trajectories" ? await browser(found, asked, headers) :
+        table(found, { caption: TITLES[name], has, headers }),
       turns(name, asked, found),
       name === "decisions" ? counts(found.counts) : null,
     ],
   };
 }
 
+// The trajectories of a page with their texts; two of them are open.
+export async function browser(found, asked, headers = null) {
+  const at = Object.fromEntries(found.columns.map((name, place) => [name, place]));
+  const texts = await excerpts(found.rows.map((row) => row[at.trajectory]), asked);
+  const used = new Set([...SHOWN, (asked.get("sort") || "").replace("-", ""),
+    ...[...asked.keys()].map((one) => one.replace(/_(min|max)$/, ""))]);
+  const columns = found.columns.filter((one) => used.has(one));
+  const open = reader();
+  const buttons = new Map();
+  const press = (name) => open.toggle(name).then(() => buttons.forEach((button, own) =>
+    button.setAttribute("aria-pressed", open.names.includes(own))));
+  const rows = found.rows.map((row) => {
+    const name = row[at.trajectory], [prompt, response] = texts[name] || [null, null];
+    const button = h("button", { type: "button", "aria-pressed": "false", "aria-label": `Read ${name}`,
+      onclick: () => press(name) }, "Read");
+    buttons.set(name, button);
+    const clip = (text) => (text === null ? null : h("span", { class: "clip" }, text));
+    return [...columns.map((one) => row[at[one]]), clip(prompt), clip(response), button];
+  });
+  for (const name of contrast(found.rows.map((row) => [row[at.trajectory], row[at.reward]]))) {
+    await press(name);
+  }
+  const listed = { columns: [...columns, "prompt", "response", "read"], rows };
+  const drawn = headers && ((one) => (["prompt", "response", "read"].includes(one) ? one : headers(one)));
+  return h("div", { class: "browser" }, open.place,
+    table(dropped(listed, ["prompt", "response"]), { caption: "Trajectories", has, headers: drawn }));
+}
+
+// The best and the worst trajectory of the first group whose rewards differ; else the first two.
+function contrast(rewarded) {
+  const readable = rewarded.filter(([name]) => has(`#/trajectory/${name}`));
+  const groups = new Map();
+  for (const [name, reward] of readable) {
+    const group = name.slice(0, name.lastIndexOf("-"));
+    if (reward !== null) groups.set(group, [...(groups.get(group) || []), [name, reward]]);
+  }
+  for (const own of groups.values()) {
+    const sorted = [...own].sort(([, a], [, b]) => b - a), last = sorted[sorted.length - 1];
+    if (sorted[0][1] > last[1]) return [sorted[0][0], last[0]];
+  }
+  return readable.slice(0, 2).map(([name]) => name);
+}
+
+// Without the columns of these names that are empty, or equal in all rows.
+function dropped({ columns, rows }, names) {
+  const texts = (at) => new Set(rows.map((row) => row[at] && row[at].textContent));
+  const keep = columns.map((_, at) => at).filter((at) => !names.includes(columns[at]) ||
+    texts(at).size > 1 || (rows.length === 1 && rows[0][at]));
+  return { columns: keep.map((at) => columns[at]), rows: rows.map((row) => keep.map((at) => row[at])) };
+}
+
+// Prompt and response by id; in a file, of the trajectories that it contains.
+async function excerpts(names, asked) {
+  if (!embedded) return get(`texts?${asked}`);
+  const found = {};
+  for (const name of names) {
+    const page = embedded.pages[`trajectory/${name}`], { tokens, segments } = (page && page.record) || {};
+    if (!tokens || !tokens.text) continue;
+    const first = segments.rows.find(([kind]) => kind === "model");
+    const at = first ? first[2] - tokens.from : tokens.text.length;
+    found[name] = [tokens.text.slice(0, at).join(""), tokens.text.slice(at).join("")];
+  }
+  return found;
+}
+
 function filters(name, asked, found) {
   const go = (event) => {
     event.preventDefault();
     const chosen = new URLSearchParams();
-    if (asked.get("sort")) chosen.set("sort", asked.get("sort"));
     for (const [field, value] of new FormData(event.target)) {
       if (String(value).trim()) chosen.set(field, String(value).trim());
     }
     location.hash = `#/${name}?${chosen}`;
   };
-  return h("form", { class: "filters", onsubmit: go, role: "search" },
-    fieldsOf(name, found).map(([field, label, kind]) => {
+  const orders = ["", ...found.columns.flatMap((one) => [`-${one}`, one])];
+  const fields = [...FIELDS[name], ["sort", "sort by", orders]];
+  const active = [...asked].filter(([field]) => fields.some(([own]) => own === field));
+  return h("div", { class: "filtering" }, fold("filters", active.length ?
+    `Filters: ${active.map(([field, value]) => `${field} ${value}`).join(", ")}` : "Filters",
+  h("form", { class: "filters", onsubmit: go, role: "search" },
+    fields.map(([field, label, kind]) => {
       const options = field === "kind" ? ["", ...Object.keys(found.counts)
-        .filter((one) => one !== "dispatch" && one !== "place")] : kind;
+        .filter((one) => one !== "dispatch" && one !== "schedule")] : kind;
       const now = asked.get(field) || "";
       const input = Array.isArray(options) ?
         h("select", { name: field, id: `f-${field}` }, options.map((one) => h("option",
-          { value: one, selected: one === now }, one || "any"))) :
+          { value: one, selected: one === now }, one.replaceAll("_", " ") || "any"))) :
         h("input", { name: field, id: `f-${field}`, value: now,
           type: kind === "number" ? "number" : "text", step: "any", maxlength: 200 });
       return h("div", null, h("label", { for: `f-${field}` }, label), input);
     }),
-    h("div", { class: "buttons" }, h("button", { type: "submit" }, "Filter"),
-      h("a", { href: `#/${name}` }, "Clear")));
+    h("div", { class: "buttons" }, h("button", { type: "submit" }, "Filter")))),
+  active.length ? h("a", { href: `#/${name}` }, "Clear") : null);
 }
 
 function turns(name, asked, found) {
@@ -106,11 +160,11 @@ function turns(name, asked, found) {
   const before = found.offset > 0, after = found.offset + found.rows.length < found.total;
   if (!before && !after) return null;
   return h("nav", { class: "turns", "aria-label": "pages of the list" },
-    before ? h("a", { href: at(found.offset - limit) }, "Newer") : h("span", null, "Newer"),
-    after ? h("a", { href: at(found.offset + limit) }, "Older") : h("span", null, "Older"));
+    before ? h("a", { href: at(found.offset - limit) }, "Previous") : null,
+    after ? h("a", { href: at(found.offset + limit) }, "Next") : null);
 }
 
 function counts(all) {
-  return h("details", { "data-key": "counts" }, h("summary", null, "How many of each kind"),
+  return fold("counts", "Counts by kind",
     table({ columns: ["kind", "count"], rows: Object.entries(all) }, { caption: "By kind" }));
 }

@@ -1,11 +1,13 @@
-// The pages of one step, group, version and trajectory, with links to where each came from and to
-// what became of it.
+// Pages of one step, group, version and trajectory, with their lineage.
 
 import { get, has } from "./data.js";
-import { facts, h, show, table } from "./dom.js";
+import { facts, fold, h, show, table, tiles } from "./dom.js";
 import { bars } from "./charts.js";
 import { callsOf } from "./contexts.js";
-import { tokensOf } from "./tokens.js";
+import { browser, heading } from "./lists.js";
+import { conversation } from "./read.js";
+
+const LIMIT = 24;
 
 function link(page, id, text) {
   const address = `#/${page}/${id}`;
@@ -16,34 +18,49 @@ function listLink(name, fields, text) {
   return h("a", { href: `#/${name}?${new URLSearchParams(fields)}` }, text);
 }
 
+function title(text) {
+  return h("h1", { tabindex: -1 }, text);
+}
+
+// The trajectories that match, with their texts.
+async function readable(fields) {
+  const asked = new URLSearchParams(fields);
+  const found = await get(`trajectories?${asked}&limit=${LIMIT}`);
+  const own = await browser(found, new URLSearchParams({ ...fields, limit: LIMIT }),
+    heading("trajectories", asked));
+  return found.total > found.rows.length ? [own, h("p", null, listLink("trajectories", fields,
+    `All ${show(found.total)} trajectories`))] : own;
+}
+
 export async function stepPage(id) {
-  const found = await get(`step/${id}`);
-  const number = found.step.step;
-  const { step, reward, ...rest } = found.step;
+  const found = await get(`step/${id}`), own = found.step, number = own.step;
   return {
     title: `Step ${number}`,
     body: [
-      h("h1", { tabindex: -1 }, `Step ${number}`),
+      title(`Step ${number}`),
       h("nav", { class: "turns", "aria-label": "neighbouring steps" },
         number > 0 ? link("step", number - 1, `Step ${number - 1}`) : null,
-        link("step", number + 1, `Step ${number + 1}`)),
+        number < found.newest ? link("step", number + 1, `Step ${number + 1}`) : null),
+      tiles([["reward", show(own.reward), own.invalid ? `${own.invalid} invalid` : null],
+        ["loss", show(own.loss)], ["gradient norm", show(own.grad_norm)],
+        ["tokens", show(own.tokens), `${show(own.groups)} groups`],
+        ["step time", `${show(own.seconds)} s`, `${show(own.waited_s)} s waiting`],
+        ["staleness", show(own.staleness)]]),
       lineage([
         ["sampled from", found.versions.map(([version, count], at) => [at ? ", " : "",
           link("version", version, `version ${version}`), ` (${count} groups)`])],
-        ["this step", `step ${number}: ${rest.groups} groups`],
-        ["made", link("version", number + 1, `version ${number + 1}`)],
-        ["from which", [listLink("groups", { version: number + 1 },
-          `${show(found.sampled_from)} groups`), " were sampled"]],
+        ["trained in", `step ${number}`],
+        ["produced", link("version", number + 1, `version ${number + 1}`)],
+        ["used for", listLink("groups", { version: number + 1 }, `${show(found.sampled_from)} groups`)],
       ]),
-      facts({ reward, ...rest, ...found.facts }, has),
-      h("p", null, listLink("trajectories", { step: number }, "Its trajectories as a list")),
+      h("h2", null, "Trajectories"), await readable({ step: number, outcome: "trained" }),
       ...(found.parts ? [h("h2", null, "Parts of the batch"),
         table(found.parts, { caption: `Parts of step ${number}`, has })] : []),
-      h("h2", null, "Groups of the batch"),
-      table(found.groups, { caption: `Groups of step ${number}`, has }),
-      h("h2", null, "Figures"), facts(found.figures),
-      h("details", { "data-key": "settings" }, h("summary", null, "Settings in force"),
-        facts(found.settings)),
+      fold("groups", `Groups (${found.groups.rows.length})`,
+        table(found.groups, { caption: `Groups of step ${number}`, has })),
+      fold("metrics", "Metrics", facts(found.metrics)),
+      fold("commit", "Commit", facts(found.facts, has)),
+      fold("settings", "Settings in force", facts(found.settings)),
     ],
   };
 }
@@ -53,54 +70,55 @@ function lineage(items) {
     h("li", null, h("span", { class: "what" }, name), h("span", null, what))));
 }
 
+function madeBy(step) {
+  return step === null ? "the initial model" : link("step", step, `step ${step}`);
+}
+
 function cameFrom(own, here) {
-  const items = [
-    ["made by", own.made_by === null ? "the model the run started with" :
-      link("step", own.made_by, `step ${own.made_by}`)],
-    ["version", link("version", own.version, `version ${own.version}`)],
-    ["sampled", here],
-  ];
+  const items = [["produced by", madeBy(own.made_by)],
+    ["version", link("version", own.version, `version ${own.version}`)], ["sampled", here]];
   if (own.step !== null) {
     items.push(["trained in", link("step", own.step, `step ${own.step}`)],
-      ["which made", link("version", own.makes, `version ${own.makes}`)],
-      ["from which", [listLink("groups", { version: own.makes },
-        `${show(own.sampled_from_it)} groups`), " were sampled"]]);
+      ["produced", link("version", own.makes, `version ${own.makes}`)],
+      ["used for", listLink("groups", { version: own.makes }, `${show(own.sampled_from_it)} groups`)]);
   }
   return lineage(items);
 }
 
 export async function groupPage(id) {
-  const found = await get(`group/${id}`);
-  const { group, ...rest } = found.group;
+  const found = await get(`group/${id}`), own = found.group;
   return {
-    title: `Group ${group}`,
+    title: `Group ${own.group}`,
     body: [
-      h("h1", { tabindex: -1 }, `Group ${group}`),
-      cameFrom(found.lineage, `group ${group}`),
-      facts({ ...rest, ...found.facts }, has),
-      h("h2", null, "Siblings"),
-      table(found.siblings, { caption: `Siblings of ${group}`, has }),
+      title(`Group ${own.group}`),
+      tiles([["reward", show(own.reward)], ["outcome", own.outcome, own.end_reason],
+        ["trajectories", show(own.trajectories)], ["tokens", show(own.tokens)],
+        ["staleness", show(own.staleness), `deadline step ${show(own.deadline)}`]]),
+      cameFrom(found.lineage, `group ${own.group}`),
+      h("h2", null, "Trajectories"), await readable({ q: own.group }),
+      fold("facts", "Dispatch", facts(found.facts, has)),
     ],
   };
 }
 
 export async function versionPage(id) {
-  const found = await get(`version/${id}`);
-  const number = found.version;
+  const found = await get(`version/${id}`), number = found.version;
+  const steps = found.steps.map(([step, count], at) =>
+    [at ? ", " : "", link("step", step, `step ${step}`), ` (${count})`]);
   return {
     title: `Version ${number}`,
     body: [
-      h("h1", { tabindex: -1 }, `Version ${number}`),
-      lineage([
-        ["made by", found.made_by === null ? "the model the run started with" :
-          link("step", found.made_by, `step ${found.made_by}`)],
-        ["this version", `version ${number}`],
-        ["its groups were trained in", found.steps.length ? found.steps.map(([step, count], at) =>
-          [at ? ", " : "", link("step", step, `step ${step}`), ` (${count})`]) : "no step yet"],
-      ]),
-      h("p", null, listLink("groups", { version: number }, "Groups that were sampled from it")),
-      h("h2", null, "What became of its groups"), facts(found.fates),
-      h("h2", null, "Who hosted it"), table(found.hosts, { caption: "Hosts" }),
+      title(`Version ${number}`),
+      tiles(found.evaluations.rows.map(([name, reward, valid, count]) => [
+        name === "default" ? "evaluation" : `evaluation ${name}`, show(reward), `${valid} of ${count} valid`])),
+      lineage([["produced by", madeBy(found.made_by)], ["version", `version ${number}`],
+        ["trained in", steps.length ? steps : "no step yet"]]),
+      h("h2", null, "Groups"),
+      table(found.outcomes, { caption: "Groups by outcome", none: "No group was sampled from it." }),
+      h("p", null, listLink("groups", { version: number }, "Groups of this version"), " · ",
+        listLink("trajectories", { version: number }, "Trajectories of this version")),
+      h("h2", null, "Workers"),
+      table(found.served, { caption: "Workers", none: "No worker served it." }),
     ],
   };
 }
@@ -108,56 +126,55 @@ export async function versionPage(id) {
 export async function trajectoryPage(id, fields) {
   const from = new URLSearchParams(fields).get("from") || "0";
   const found = await get(`trajectory/${id}${from === "0" ? "" : `?from=${from}`}`);
-  const { trajectory, ...rest } = found.row;
-  const record = found.record;
+  const { row, record } = found;
   return {
-    title: `Trajectory ${trajectory}`,
+    title: `Trajectory ${row.trajectory}`,
     body: [
-      h("h1", { tabindex: -1 }, `Trajectory ${trajectory}`),
-      cameFrom(found.lineage, [link("group", found.group, `group ${found.group}`),
-        `, ${trajectory}`]),
-      facts({ ...rest, ...found.facts }, has),
-      record.tree ? [h("h2", null, "Calls of its agent"), callsOf(record.tree)] : null,
-      h("h2", null, record.tree ? "Contexts" : "Tokens"),
-      record.missing ? h("p", { class: "note" }, record.missing) :
-        tokensOf(trajectory, found),
-      record.missing ? null : [
-        h("div", { class: "charts" }, course(record, found)),
-        h("h2", null, "Its record"), facts(recordFacts(record)),
-        table(record.segments, { caption: "Segments", has }),
-      ],
-      h("h2", null, "What it did to the weights"), contribution(found.contribution),
-      h("h2", null, "Attempts"), table(found.attempts, { caption: "Attempts", has }),
+      title(`Trajectory ${row.trajectory}`),
+      tiles([["reward", show(row.reward), row.error], ["outcome", row.outcome],
+        ["tokens", show(row.tokens), row.finish && `finish ${row.finish}`],
+        ["staleness", show(row.staleness)], ["worker", show(row.worker),
+          row.attempts > 1 ? `${row.attempts} attempts` : null]]),
+      cameFrom(found.lineage, [link("group", found.group, `group ${found.group}`)]),
+      record.missing ? h("p", { class: "note" }, record.missing) : conversation(found),
       found.errors.length ? [h("h2", null, "Errors"),
-        h("ul", null, found.errors.map((one) => h("li", null, one)))] : null,
+        h("ul", { class: "warnings" }, found.errors.map((text) => h("li", { class: "bad" }, text)))] : null,
+      record.tree ? [h("h2", null, "Calls"), callsOf(record.tree)] : null,
+      record.missing ? null : h("div", { class: "charts" }, course(record)),
+      fold("contribution", "Contribution to the step", contribution(found.contribution)),
+      fold("attempts", `Attempts (${found.attempts.rows.length})`,
+        table(found.attempts, { caption: "Attempts", has })),
+      record.missing ? null : fold("record", "Record", facts(recordFacts(record)),
+        table(record.segments, { caption: "Segments", has })),
+      fold("facts", "Group", facts(found.facts, has)),
     ],
   };
 }
 
 function recordFacts(record) {
-  const { place, bytes, reward_raw, reward_error, error, moves, prompt_tokens, prefills } = record;
+  const { place, bytes, reward_raw, reward_error, error, migrations, prompt_tokens, prefills } = record;
   const parts = Object.entries(record.reward_parts).map(([name, value]) => `${name} ${show(value)}`);
-  return { place, bytes, "raw reward": reward_raw, "parts of the reward": parts.join(", "),
-    answer: record.reward_answer, "no valid reward because": reward_error, error, moves, "prompt tokens": prompt_tokens,
-    "prefilled at": prefills.join(", ") };
+  return { place, bytes, "raw reward": reward_raw, "reward components": parts.join(", "),
+    answer: record.reward_answer, "reward error": reward_error, error, migrations,
+    "prompt tokens": prompt_tokens, "prefilled at token": prefills.join(", ") };
 }
 
 function course(record) {
-  const names = { started: "for a slot", first_token: "to the first token",
-    finished: "to the last token", rewarded: "to the reward" };
+  const names = { started: "waiting for a slot", first_token: "first token",
+    finished: "generation", rewarded: "reward" };
   let before = 0;
   const parts = record.times.map(([name, at]) => {
     const own = Math.max(0, at - before);
     before = at;
     return [names[name] || name, own / 1000];
   });
-  return bars({ title: "Where its time went", note: "From its last placement on.", unit: "seconds",
-    rows: parts.length ? [{ name: "this one", values: parts.map(([, value]) => value) }] : [],
-    parts: parts.map(([name]) => name), without: "Its record says no times." });
+  return bars({ title: "Time on the worker", note: "From the last schedule on.", unit: "seconds",
+    rows: parts.length ? [{ name: "seconds", values: parts.map(([, value]) => value) }] : [],
+    parts: parts.map(([name]) => name), without: "The record has no times." });
 }
 
 function contribution(row) {
-  if (!row) return h("p", { class: "note" }, "It was not trained, or the file is not in the store.");
+  if (!row) return h("p", { class: "note" }, "Not trained, or the store has no contributions of the step.");
   const { trajectory, group, ...rest } = row;
   return facts(rest);
 }

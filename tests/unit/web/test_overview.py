@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.tables import StepRow
+from dora_pipe.observe.web.health import finished_warnings
 from dora_pipe.observe.web.overview import PHASES, overview
 from dora_pipe.observe.web.timeline import SLICES_MAX, utilisation
 from dora_pipe.observe.web.view import view_of
@@ -98,7 +99,7 @@ def test_time_of_a_trained_trajectory_is_cut_where_it_changed_hands(stage: Catal
     assert sum(row[1] for row in waits) == pytest.approx(waited_s, abs=0.1)
 
 
-def test_every_trajectory_of_an_ended_training_group_has_a_fate(stage: CatalogueStage) -> None:
+def test_groups_are_counted_by_outcome(stage: CatalogueStage) -> None:
     epoch = stage.worker()
     trained, filtered = (_done(stage, one, epoch) for one in range(2))
     failed, _ = stage.group(2), stage.group(3)
@@ -106,19 +107,14 @@ def test_every_trajectory_of_an_ended_training_group_has_a_fate(stage: Catalogue
     stage.end(filtered, "filtered")
     stage.end(failed, "failed", "no sibling is valid")
     found = _overview(stage)
-    assert found["totals"]["group_fates"] == {"trained": 1, "filtered": 1, "failed": 1}
-    assert [(row["low"], row["high"], row["fates"]) for row in found["fates"]] == [
-        (0, 0, {"failed": 2}),
-        (17, 32, {"trained": 2, "filtered": 2}),
-    ]
-    assert found["fates"][1]["trained_share"] == 0.5
+    assert found["totals"]["outcomes"] == {"trained": 1, "filtered": 1, "failed": 1}
     assert (found["totals"]["groups"], found["totals"]["open"]) == (4, 1)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 5, 1023, 1024, 1025, 2**30, 2**30 + 1])
 def test_lengths_lie_in_the_bucket_of_audit(stage: CatalogueStage, tokens: int) -> None:
     stage.train(0, _done(stage, 0, stage.worker(), tokens=tokens))
-    (row,) = _overview(stage)["fates"]
+    (row,) = _overview(stage)["times"]["rows"]
     assert row["low"] <= tokens <= row["high"] and row["high"] in (0, 1, 2 * (row["low"] - 1))
 
 
@@ -165,10 +161,10 @@ def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
     stage.log(spec, epoch, rewards=(1.0, 0.0))
     stage.end(spec, "evaluated")
     found = _overview(stage)
-    figures = {"mean@2": [0.5], "pass@1": [0.5], "pass@2": [1.0]}
-    series = {"name": "", "version": [0], "reward": [0.5], "n": [2], "figures": figures}
+    metrics = {"mean@2": [0.5], "pass@1": [0.5], "pass@2": [1.0]}
+    series = {"name": "", "version": [0], "reward": [0.5], "n": [2], "metrics": metrics}
     assert found["evaluations"] == [series]
-    assert found["fates"] == []
+    assert found["times"]["rows"] == []
 
 
 def test_records_that_do_not_count_are_told_apart(stage: CatalogueStage) -> None:
@@ -189,14 +185,13 @@ def test_a_record_that_names_no_moment_moves_no_beginning(stage: CatalogueStage)
     assert _overview(stage)["run"]["seconds"] == 1.0
 
 
-def test_newest_decisions_leave_the_routine_out(stage: CatalogueStage) -> None:
-    stage.end(stage.group(0), "failed")
+def test_warnings_of_a_finished_run_name_invalid_rewards(stage: CatalogueStage) -> None:
+    stage.train(0, _done(stage, 0, stage.worker(), rewards=(1.0, None)))
     stage.decide(StopRun(reason="all steps are committed"))
-    found = _overview(stage)
-    assert found["decisions"]["newest"][0]["reason"] == "all steps are committed"
-    assert "end" not in {one["kind"] for one in found["decisions"]["newest"]}
-    assert found["decisions"]["counts"]["end"] == 1
-    assert found["run"]["state"] == "finished"
+    view = view_of_told(stage)
+    assert view.finished
+    (warning,) = (one for one in finished_warnings(view) if "valid reward" in one[1])
+    assert warning[:2] == ["bad", "50% of the trained trajectories have no valid reward"]
 
 
 def test_a_run_without_anything_has_an_overview() -> None:
@@ -276,7 +271,7 @@ def test_what_happened_to_the_run_is_marked_and_no_slot_is_in_use_while_it_was_s
     stage.worker()
     stage.decide()
     found = _overview(stage)
-    assert [(one["step"], one["words"].split(" ")[2]) for one in found["marks"]] == [
+    assert [(one["step"], one["text"].split(" ")[2]) for one in found["marks"]] == [
         (0, "trainer.learning_rate"),
         (0, "resumed"),
     ]

@@ -50,7 +50,7 @@ RECORDS: Final[Mapping[Kind, str]] = {
     "group": """select ordinal, dispatched_ns, 'row ' || row || ' under version ' || version
         from groups where purpose = 'train'""",
     "batch": """select step, max(taken_ns), string_agg(group_id, ' ' order by group_id)
-        from groups where fate = 'trained' group by step""",
+        from groups where outcome = 'trained' group by step""",
     "version": "select version, published_ns, digest from versions",
 }
 """Number, time and content by kind."""

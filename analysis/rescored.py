@@ -27,14 +27,14 @@ from dora_pipe.schemas.identity import source_of
 Rewards = Sequence[float | None]
 
 ENDED: Final = """
-    select group_id, g.version, size, fate, step, ended_ns, purpose,
+    select group_id, g.version, size, g.outcome, step, ended_ns, purpose,
            case purpose when 'eval' then evaluation else task end as name,
-           list(trajectory_id order by sibling) as trajectories,
-           list(t.reward order by sibling) as rewards,
-           list(group_parts order by sibling) as group_parts
+           list(trajectory_id order by sample) as trajectories,
+           list(t.reward order by sample) as rewards,
+           list(group_parts order by sample) as group_parts
     from groups g join trajectories t using (group_id)
-    where own_fate is null and record_offset is not null
-      and fate in ('trained', 'filtered', 'failed', 'evaluated')
+    where t.outcome is null and record_offset is not null
+      and g.outcome in ('trained', 'filtered', 'failed', 'evaluated')
     group by all order by group_id"""
 """Ended groups with trajectories that count."""
 
@@ -98,7 +98,7 @@ def comparison_of(tables: Catalogue, rewards: Mapping[str, float | None]) -> Com
             group=row["group_id"],
             version=row["version"],
             size=row["size"],
-            outcome=row["fate"],
+            outcome=row["outcome"],
             step=bisect_left(taken, row["ended_ns"]) if row["step"] is None else row["step"],
             trajectories=tuple(row["trajectories"]),
             old=tuple(row["rewards"]),

@@ -287,8 +287,8 @@ class Auditor:
                 self.books.records.judge(one, None)
 
 
-BY_FATE: Final = """select fate, count(*), sum(results)::bigint, sum(tokens)::bigint
-from groups group by fate"""
+BY_FATE: Final = """select outcome, count(*), sum(results)::bigint, sum(tokens)::bigint
+from groups group by outcome"""
 
 BY_STALENESS: Final = """select staleness, count(*) from groups
 where staleness is not null group by staleness"""

@@ -120,7 +120,7 @@ class _Describer:
                 "attempt": fact.attempt,
                 "committed": f"control:{ended.offset}",
                 "taken": f"round {batch.round}",
-                "why then": batch.take.reason,
+                "batch reason": batch.take.reason,
                 "batch digest": fact.batch_digest,
                 "compute s": fact.compute_s,
                 **_parts(fact),
@@ -134,7 +134,7 @@ class _Describer:
                 "checkpoint": "-" if fact.checkpoint is None else fact.checkpoint.sha256,
                 "contributions": fact.contributions.sha256,
             },
-            "figures": dict(sorted(fact.figures.items())),
+            "metrics": dict(sorted(fact.figures.items())),
             "settings": dict(sorted(fact.settings.items())),
             "numerics": dict(sorted(fact.numerics.items())),
             "groups": [
@@ -165,7 +165,7 @@ class _Describer:
         group = ended.group
         request = group.requests.get(name, RequestHistory(trajectory=name))
         description: Description = {
-            "trajectory": {"trajectory": name, "standing": self._standing(group, name)},
+            "trajectory": {"trajectory": name, "status": self._status(group, name)},
             "group": self._dispatch(group),
             "attempts": [_attempt_row(one) for one in request.attempts],
         }
@@ -186,7 +186,7 @@ class _Describer:
                 description[DAMAGE] = [{"what": error.message}]
         description["fate"] = self._fate(ended)
         if (left := group.left.get(parse_trajectory_id(name)[2])) is not None:
-            description["fate"] = {"fate": left, "why": _WHY_LEFT[left]}
+            description["fate"] = {"fate": left, "reason": _WHY_LEFT[left]}
         description["contribution"] = self._contribution(name, ended)
         description["lineage"] = self._lineage(ended)
         description[TRACE] = self._traces.group(only=name)
@@ -208,7 +208,7 @@ class _Describer:
             "deadline": "none" if spec.purpose == "eval" else f"step {spec.deadline}",
         }
 
-    def _standing(self, group: GroupHistory, name: str) -> str:
+    def _status(self, group: GroupHistory, name: str) -> str:
         request = group.requests.get(name)
         if request is not None and request.logged is not None:
             return "logged"
@@ -222,8 +222,8 @@ class _Describer:
         if not attempts:
             return "queued"
         last = attempts[-1].outcome
-        if last in ("moved", "left", "fenced", "failed"):
-            return "waits for another worker"
+        if last in ("migrated", "left", "fenced", "failed"):
+            return "waiting for another worker"
         return last or "running"
 
     @property
@@ -251,7 +251,7 @@ class _Describer:
         fact = None if request is None else request.logged
         return {
             "trajectory": name,
-            "standing": self._standing(group, name),
+            "status": self._status(group, name),
             "attempts": 0 if request is None else len(request.attempts),
             "worker": None if fact is None else fact.worker,
             "reward": None if fact is None else fact.reward,
@@ -264,7 +264,7 @@ class _Describer:
         return [
             {
                 "place": f"trajectories:{one.fact.partition}:{one.fact.offset}",
-                "standing": one.standing,
+                "status": one.status,
                 "attempt": one.fact.attempt,
                 "worker": _worker(one.fact.worker, one.fact.epoch),
                 "engine": self._history.engines.get(one.fact.epoch, "-"),
@@ -319,8 +319,8 @@ class _Describer:
         step = ended.step
         if ended.fate == "open":
             what = "not taken yet" if step is None else f"in the batch of step {step}"
-            return {"fate": "open", "why": what}
-        fate: dict[str, Any] = {"fate": ended.fate, "why": ended.why}
+            return {"fate": "open", "reason": what}
+        fate: dict[str, Any] = {"fate": ended.fate, "reason": ended.why}
         fate["round"] = self._history.group_round
         if step is not None:
             fate["step"] = step
@@ -425,12 +425,12 @@ def _branches(trajectory: Trajectory) -> Description:
     return description
 
 
-def _call_row(call: CallRow, placed_ns: int) -> dict[str, Any]:
+def _call_row(call: CallRow, scheduled_ns: int) -> dict[str, Any]:
     return {
         "call": call.call,
         "context": call.context,
         "caller": call.caller,
-        "asked ms": (call.asked_ns - placed_ns) / 1e6,
+        "asked ms": (call.asked_ns - scheduled_ns) / 1e6,
         "took ms": (call.answered_ns - call.asked_ns) / 1e6,
         "idle before ms": call.idle_ns / 1e6,
         "prompt tokens": call.prompt_tokens,
@@ -438,7 +438,7 @@ def _call_row(call: CallRow, placed_ns: int) -> dict[str, Any]:
         "finish": call.finish,
         "again": call.occurrence or None,
         "api": call.api or None,
-        "asked for": call.asked,
+        "ignored settings": call.ignored_settings,
     }
 
 
@@ -457,8 +457,8 @@ def _attempt_row(attempt: Attempt) -> dict[str, Any]:
         "attempt": attempt.attempt,
         "worker": _worker(attempt.worker, attempt.epoch),
         "round": attempt.round,
-        "goes on at": f"token {attempt.resumed}" if attempt.resumed else "the prompt",
-        "why": attempt.reason,
+        "resumed tokens": attempt.resumed,
+        "reason": attempt.reason,
     }
 
 
@@ -467,15 +467,15 @@ def _parts(fact: StepCommitted) -> dict[str, Any]:
     if not fact.parts:
         return {}
     sizes = [len(groups) for groups in parts_of(fact.groups, fact.parts)]
-    seconds = {"ahead s": round(sum(fact.ahead_s), 3)}
-    if fact.beside_s:
-        seconds["beside s"] = round(fact.beside_s, 3)
+    seconds = {"early s": round(sum(fact.early_s), 3)}
+    if fact.overlap_s:
+        seconds["overlap s"] = round(fact.overlap_s, 3)
     return {"parts": " ".join(map(str, sizes)), **seconds}
 
 
 def _times(times: Times) -> dict[str, Any]:
     """Return the placement in ns and later times in ms after it."""
-    found: dict[str, Any] = {"placed": times.placed}
+    found: dict[str, Any] = {"scheduled": times.placed}
     for name in ("started", "first_token", "finished", "rewarded"):
         at = getattr(times, name)
         label = f"{name.replace('_', ' ')} after ms"

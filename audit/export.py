@@ -137,9 +137,9 @@ def _cell(value: Any, kind: pa.DataType) -> Any:
 NO_TEXTS: Final = TextColumns()
 
 ENDED: Final = """
-    select g.version, list(t.reward order by t.sibling)
+    select g.version, list(t.reward order by t.sample)
     from groups_ended g join trajectories t using (group_id)
-    where g.fate = 'evaluated' and g.evaluation = ?
+    where g.outcome = 'evaluated' and g.evaluation = ?
     group by g.rowid, g.version order by g.rowid
 """
 """Groups of an evaluation by end."""
@@ -172,11 +172,11 @@ _CONTRIBUTED: Final = (
 
 
 DECIDED: Final = """
-    select records.partition, records.record_offset as "offset", standing, ordinal, sha256, fate,
-           why, records.logged_ns, dispatched_ns, trajectories.reward as counts,
-           case when standing = 'bound' and fate = 'trained' then step end as step,
-           case when standing = 'bound' and fate = 'trained' then groups.part end as part,
-           case when standing = 'bound' then staleness end as staleness, {more}
+    select records.partition, records.record_offset as "offset", status, ordinal, sha256, outcome,
+           end_reason, records.logged_ns, dispatched_ns, trajectories.reward as counts,
+           case when status = 'bound' and outcome = 'trained' then step end as step,
+           case when status = 'bound' and outcome = 'trained' then groups.part end as part,
+           case when status = 'bound' then staleness end as staleness, {more}
     from records join trajectories using (trajectory_id) join groups using (group_id)"""
 """Columns from control and decisions."""
 
@@ -189,12 +189,12 @@ BRANCH: Final = pa.struct([(name, pa.int32()) for name in Context.__struct_field
 
 SCHEMA: Final = pa.schema(
     [
-        *_fields(pa.utf8(), "run", "trajectory", "group", "purpose", "standing"),
-        *_fields(pa.int64(), "ordinal", "sibling", "group_size", "attempt"),
+        *_fields(pa.utf8(), "run", "trajectory", "group", "purpose", "status"),
+        *_fields(pa.int64(), "ordinal", "sample", "group_size", "attempt"),
         *_fields(pa.int64(), "version", "deadline"),
         *_fields(pa.utf8(), "weights_digest", "worker"),
         *_fields(pa.int64(), "incarnation", "partition", "offset"),
-        *_fields(pa.utf8(), "sha256", "fate", "why"),
+        *_fields(pa.utf8(), "sha256", "outcome", "end_reason"),
         *_fields(pa.int64(), "step", "part", "staleness"),
         *_fields(pa.utf8(), "dataset_digest"),
         *_fields(pa.int64(), "index", "data_epoch", "seed"),
@@ -205,7 +205,7 @@ SCHEMA: Final = pa.schema(
         *(TRAJECTORY.schema.field(name).with_nullable(True) for name in _ARRAYS),
         pa.field("prefills", pa.list_(pa.int32())),
         pa.field("branches", pa.list_(BRANCH)),
-        *_fields(pa.int64(), "dispatched_ns", "placed_ns", "started_ns", "first_token_ns"),
+        *_fields(pa.int64(), "dispatched_ns", "scheduled_ns", "started_ns", "first_token_ns"),
         *_fields(pa.int64(), "finished_ns", "rewarded_ns", "logged_ns"),
         *(CONTRIBUTIONS.field(name).with_nullable(True) for name in _CONTRIBUTED),
     ]
@@ -365,7 +365,7 @@ class _Rows:
 
     def _row(self, trajectory: Trajectory, decided: dict[str, Any]) -> dict[str, Any]:
         row = _about(trajectory) | decided | self._texts.columns(trajectory, self._types)
-        if decided["standing"] == "bound":  # from group scoring
+        if decided["status"] == "bound":  # from group scoring
             row["reward"] = decided["counts"]
         if decided["step"] is not None:
             of_step = self._of_step(decided["step"]).get(trajectory.trajectory, {})
@@ -389,13 +389,14 @@ class _Rows:
 
 def _about(trajectory: Trajectory) -> dict[str, Any]:
     meta, times = trajectory.meta, trajectory.meta.times
-    same = ("run", "group", "purpose", "sibling", "group_size", "attempt", "deadline", "worker")
+    same = ("run", "group", "purpose", "group_size", "attempt", "deadline", "worker")
     also = ("dataset_digest", "index", "data_epoch", "seed", "finish", "error")
     more = ("reward_raw", "reward_error", "prompt_tokens")
     return {
         "trajectory": trajectory.trajectory,
         "version": trajectory.version,
         "weights_digest": trajectory.digest,
+        "sample": meta.sibling,
         "incarnation": meta.epoch,
         "reward": trajectory.reward,
         "reward_parts": msgspec.json.encode(meta.reward_parts).decode(),
@@ -406,5 +407,6 @@ def _about(trajectory: Trajectory) -> dict[str, Any]:
         "branches": [msgspec.structs.asdict(one) for one in meta.contexts],
         **{name: getattr(trajectory, name) for name in _ARRAYS if name != "segments"},
         **{name: getattr(meta, name) for name in (*same, *also, *more)},
+        "scheduled_ns": times.placed,
         **{f"{name}_ns": getattr(times, name) for name in times.__struct_fields__},
     }

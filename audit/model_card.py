@@ -66,7 +66,7 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
     if version:
         step = catalogue.records("select * from steps where step = ?", [version - 1])[0]
         parts += ["\n## The last step\n", _table(("setting", "value"), _settings(step))]
-        figures = json.loads(step["figures"])
+        figures = json.loads(step["metrics"])
         parts += ["", _table(("figure", "value"), [(k, f"{v:.6g}") for k, v in figures.items()])]
     evaluated = evaluations_of(catalogue, json.loads(run["config"]), versions=(0, version))
     rows = [

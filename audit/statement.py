@@ -39,8 +39,9 @@ PREDICATE_TYPE: Final = "urn:dora-pipe:weights:v1"
 READ_BYTES: Final = 1 << 20
 
 TRAINED: Final = (
-    "standing = 'bound' and trajectory_id in (select trajectory_id from trajectories"
-    " join groups using (group_id) where own_fate is null and fate = 'trained' and step < ?)"
+    "status = 'bound' and trajectory_id in (select trajectory_id from trajectories"
+    " join groups using (group_id)"
+    " where trajectories.outcome is null and groups.outcome = 'trained' and step < ?)"
 )
 """Records trained before a version."""
 

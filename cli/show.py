@@ -75,7 +75,7 @@ def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> No
     description = describe(run.bus, run.topics, run.policies, wanted, decoder=decoder_in)
     if as_json:
         emit_json(description)
-    elif "figures" in description and not everything:  # of a step
+    elif "metrics" in description and not everything:  # of a step
         print_step(description, run.topics.run)
     else:
         print_description(description)
@@ -205,7 +205,7 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
 
 
 def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
-    if all(row["fate"] == "trained" for row in rows):
+    if all(row["outcome"] == "trained" for row in rows):
         return
 
     def mean(row: Mapping[str, Any], name: str) -> str:
@@ -213,15 +213,15 @@ def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
         return show(value) + ("" if error is None else f" ± {error:.2g}")
 
     emit_table(
-        ("fate", "siblings", "sampled tokens", "reward", "seconds placed"),
+        ("outcome", "trajectories", "sampled tokens", "reward", "seconds"),
         [
             (
-                *(row["fate"], row["siblings"]),
+                *(row["outcome"], row["trajectories"]),
                 *(mean(row, name) for name in ("tokens", "reward", "seconds")),
             )
             for row in rows
         ],
-        title="siblings that were not waited for: is there a bias? (means, 95 % intervals)",
+        title="trained and unused trajectories (means, 95 % intervals)",
     )
     emit_line()
 
@@ -383,7 +383,7 @@ def _steps(steps: list[StepStats]) -> str:
 def print_step(description: Description, run: str) -> None:
     """Print a step on one screen."""
     step, groups, rows = description["step"], description["groups"], description["trajectories"]
-    figures = description["figures"]
+    figures = description["metrics"]
     count = f"{figures.get('trajectories', len(rows)):.0f}"
     emit_line(
         f"step {step['step']} of {run}: {len(groups)} groups, {count} trajectories, attempt "

@@ -71,7 +71,7 @@ from dora_pipe.schemas.rounds import (
     TakePart,
 )
 
-Standing = Literal["bound", "superseded", "fenced"]
+RecordStatus = Literal["bound", "superseded", "fenced"]
 """Counts for its group; replaced by another; its worker was out."""
 
 REPORTS_KEPT: Final = 16
@@ -121,7 +121,7 @@ class StepEnded:
         return [staleness_of(self.fact.step, group.version) for group in self.fact.groups]
 
     @property
-    def late(self) -> int:
+    def over_bound(self) -> int:
         """Groups trained after their deadline, against C3."""
         return sum(group.deadline < self.fact.step for group in self.fact.groups)
 
@@ -156,7 +156,7 @@ class StepEnded:
 
     @property
     def parts(self) -> list[PartComputed]:
-        return list(computed(self.batch.parts, self.fact.ahead_s, self.free_ns, self.stops))
+        return list(computed(self.batch.parts, self.fact.early_s, self.free_ns, self.stops))
 
     def _going_s(self, from_ns: int, until_ns: int) -> float:
         return max(0, until_ns - from_ns - stopped_ns(self.stops, from_ns, until_ns)) / 1e9
@@ -179,7 +179,7 @@ class BatchEnded:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLogged:
     fact: TrajectoryLogged
-    standing: Standing
+    status: RecordStatus
     offset: int
 
 
@@ -254,7 +254,7 @@ class RunAccount:
             case WorkerLeft():
                 return self._depart(fact.epoch, "left", fact.at_ns, fact.reason)
             case RequestReleased():
-                self._end_attempt(fact.trajectory, fact.attempt, fact.epoch, "moved", fact.at_ns)
+                self._end_attempt(fact.trajectory, fact.attempt, fact.epoch, "migrated", fact.at_ns)
             case RequestFailed():
                 self._failed(fact)
             case GroupScored() if (group := self.open.get(fact.group)) is not None:
@@ -410,7 +410,7 @@ class RunAccount:
                 epoch=request.epoch,
                 host=self.workers.get(request.epoch),
                 round=round_.ordinal,
-                placed_ns=round_.now_ns,
+                scheduled_ns=round_.now_ns,
                 reason=request.reason,
                 resumed=0 if request.resume is None else request.resume.tokens,
             )
@@ -448,18 +448,18 @@ class RunAccount:
 
     def _logged(self, fact: TrajectoryLogged, offset: int) -> RecordLogged:
         if fact.epoch not in self.workers:
-            return RecordLogged(fact=fact, standing=self._outdated(fact), offset=offset)
+            return RecordLogged(fact=fact, status=self._outdated(fact), offset=offset)
         found = self._present(fact.trajectory, fact.attempt, fact.epoch)
         group = self.open.get(group_of(fact.trajectory))
         if found is None or group is None or group.closed:
-            return RecordLogged(fact=fact, standing="superseded", offset=offset)
+            return RecordLogged(fact=fact, status="superseded", offset=offset)
         request, attempt = found
         group.valid += fact.reward is not None
         request.logged, request.offset = fact, offset
         attempt.outcome, attempt.ended_ns = "logged", fact.at_ns
-        return RecordLogged(fact=fact, standing="bound", offset=offset)
+        return RecordLogged(fact=fact, status="bound", offset=offset)
 
-    def _outdated(self, fact: TrajectoryLogged) -> Standing:
+    def _outdated(self, fact: TrajectoryLogged) -> RecordStatus:
         group = self.open.get(group_of(fact.trajectory))
         request = None if group is None else group.requests.get(fact.trajectory)
         attempts = () if request is None else request.attempts
@@ -470,9 +470,9 @@ class RunAccount:
         found = self._present(decision.trajectory, decision.attempt, decision.epoch)
         if found is not None:
             _, attempt = found
-            attempt.move_ns = now_ns
-            attempt.move_to = decision.to
-            attempt.move_why = decision.reason
+            attempt.migration_ns = now_ns
+            attempt.migration_target = decision.to
+            attempt.migration_reason = decision.reason
 
     def _depart(
         self, epoch: int, how: Literal["left", "fenced"], at_ns: int, why: str

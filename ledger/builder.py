@@ -37,12 +37,12 @@ from dora_pipe.ledger.tables import (
     FailureRow,
     FallbackRow,
     GroupRow,
-    HostingRow,
     MarkRow,
     PartRow,
     RecordRow,
     Row,
     RunRow,
+    ServedVersionRow,
     StepRow,
     TrajectoryRow,
     VersionRow,
@@ -116,7 +116,7 @@ class FallbackAccount:
 
     def _rows(self, one: Fallback, **of: Any) -> Iterator[FallbackRow]:
         if not one.absent or self._was_there(one):
-            yield FallbackRow(why=one.why, taken=one.taken, bytes=one.bytes, **of)
+            yield FallbackRow(reason=one.why, taken=one.taken, bytes=one.bytes, **of)
 
     def _was_there(self, one: Fallback) -> bool:
         if one.taken.startswith("weights/"):
@@ -159,7 +159,7 @@ class CatalogueBuilder:
                 worker = self.account.workers.get(fact.epoch)
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
                 at = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
-                self._rows.append(_row(HostingRow, fact, incarnation=fact.epoch, **at))
+                self._rows.append(_row(ServedVersionRow, fact, incarnation=fact.epoch, **at))
                 self._rows += self._fallbacks.ready(fact)
             case StepCommitted():
                 self._rows += self._fallbacks.committed(fact)
@@ -305,7 +305,7 @@ def _worker_row(worker: WorkerHistory) -> WorkerRow:
         joined_ns=fact.at_ns,
         gone_ns=None if gone is None else gone.at_ns,
         departure=None if gone is None else gone.how,
-        why=None if gone is None else gone.why,
+        end_reason=None if gone is None else gone.why,
     )
 
 
@@ -315,7 +315,7 @@ def _record_row(event: RecordLogged) -> RecordRow:
         trajectory_id=fact.trajectory,
         attempt=fact.attempt,
         incarnation=fact.epoch,
-        standing=event.standing,
+        status=event.status,
         logged_ns=fact.at_ns,
         control_offset=event.offset,
         partition=fact.partition,
@@ -340,10 +340,10 @@ def _batch_row(
         ended_ns=ended_ns,
         groups=len(batch.take.groups),
         parts=len(batch.take.parts) + 1,
-        last=None if batch.last is None else batch.last.trajectory,
-        reason=batch.take.reason,
+        last_trajectory=None if batch.last is None else batch.last.trajectory,
+        batch_reason=batch.take.reason,
         outcome=outcome,
-        why=why,
+        end_reason=why,
     )
 
 
@@ -360,8 +360,8 @@ def _part_rows(event: StepEnded) -> Iterator[PartRow]:
             begun_ns=one.begun_ns,
             waited_s=one.waited_s,
             seconds=one.seconds,
-            last=None if taken.last is None else taken.last.trajectory,
-            reason=taken.reason,
+            last_trajectory=None if taken.last is None else taken.last.trajectory,
+            batch_reason=taken.reason,
             groups=len(taken.groups),
             trajectories=len(records),
             tokens=sum(record.tokens for record in records),
@@ -387,12 +387,12 @@ def _step_row(event: StepEnded) -> StepRow:
         seconds=event.seconds,
         stopped_s=event.stopped_s,
         waited_s=event.waited_s,
-        ahead_s=sum(fact.ahead_s),
-        beside_s=fact.beside_s,
+        early_s=sum(fact.early_s),
+        overlap_s=fact.overlap_s,
         waited_for=None if waited_for is None else waited_for.trajectory,
         waited_worker=None if waited_for is None else waited_for.worker,
         waited_version=None if waited_for is None else waited_for.version,
-        reason=batch.take.reason,
+        batch_reason=batch.take.reason,
         groups=len(fact.groups),
         trajectories=len(results),
         valid=len(rewards),
@@ -409,11 +409,11 @@ def _step_row(event: StepEnded) -> StepRow:
         staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
         staleness_max=max(staleness, default=0),
         bound=max((one.deadline - one.version for one in fact.groups), default=0),
-        late=event.late,
+        over_bound=event.over_bound,
         loss=fact.figures.get("loss"),
         grad_norm=fact.figures.get("grad_norm"),
         reward_parts=_json(parts_by_task(event.groups)),
-        figures=canonical(fact.figures).decode(),
+        metrics=canonical(fact.figures).decode(),
         settings=canonical(fact.settings).decode(),
         contributions=fact.contributions.sha256,
     )
@@ -434,15 +434,15 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         row=spec.index,
         data_epoch=spec.data_epoch,
         size=spec.size,
-        spare=spec.spare,
+        redundancy=spec.spare,
         round=group.round,
-        reason=group.reason,
+        dispatch_reason=group.reason,
         dispatched_ns=group.dispatched_ns,
         complete_ns=max(one.at_ns for one in results) if group.whole else None,
         taken_ns=None if ended.batch is None else ended.batch.taken_ns_of(spec.group),
         ended_ns=None if ended.fate == "open" else ended.ended_ns,
-        fate=ended.fate,
-        why=ended.why,
+        outcome=ended.fate,
+        end_reason=ended.why,
         step=ended.step,
         part=None if ended.batch is None else ended.batch.part_of.get(spec.group),
         staleness=staleness_of(ended.step, spec.version)
@@ -471,10 +471,10 @@ def _trajectory_row(
     return TrajectoryRow(
         trajectory_id=name,
         group_id=group.spec.group,
-        sibling=sibling,
-        own_fate=group.left.get(sibling),
+        sample=sibling,
+        outcome=group.left.get(sibling),
         attempts=len(attempts),
-        placed_ns=attempts[0].placed_ns if attempts else None,
+        scheduled_ns=attempts[0].scheduled_ns if attempts else None,
         worker=None if present is None else present.worker,
         incarnation=None if present is None else present.epoch,
         attempt=None if present is None else present.attempt,
@@ -500,15 +500,15 @@ def _attempt_row(name: str, one: Attempt) -> AttemptRow:
         attempt=one.attempt,
         worker=one.worker,
         incarnation=one.epoch,
-        placed_ns=one.placed_ns,
+        scheduled_ns=one.scheduled_ns,
         ended_ns=one.ended_ns or None,
         outcome=one.outcome or None,
-        resumed=one.resumed,
-        reason=one.reason or None,
-        why=one.why or None,
-        move_ns=one.move_ns or None,
-        move_to=one.move_to or None,
-        move_why=one.move_why or None,
+        resumed_tokens=one.resumed,
+        schedule_reason=one.reason or None,
+        end_reason=one.why or None,
+        migration_ns=one.migration_ns or None,
+        migration_target=one.migration_target or None,
+        migration_reason=one.migration_reason or None,
     )
 
 

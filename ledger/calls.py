@@ -68,14 +68,14 @@ def call_rows(found: Described) -> Iterator[CallRow]:
             tokens=call.end - call.start,
             finish=call.finish,
             occurrence=call.occurrence,
-            asked=canonical(call.asked).decode() if call.asked else None,
+            ignored_settings=canonical(call.asked).decode() if call.asked else None,
         )
 
 
-def _idle_before(calls: Sequence[Call], placed_ns: int) -> list[int]:
+def _idle_before(calls: Sequence[Call], scheduled_ns: int) -> list[int]:
     """Return the ns without an open call before each call."""
     found = [0] * len(calls)
-    busy_until_ns = placed_ns
+    busy_until_ns = scheduled_ns
     for number in sorted(range(len(calls)), key=lambda one: calls[one].asked_ns):
         found[number] = max(0, calls[number].asked_ns - busy_until_ns)
         busy_until_ns = max(busy_until_ns, calls[number].answered_ns)

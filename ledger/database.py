@@ -45,51 +45,51 @@ VIEWS: Final = {
         select version, evaluation, task, count(*) as groups, sum(results) as trajectories,
                sum(valid) as valid, sum(reward * valid) / nullif(sum(valid), 0) as reward,
                max(ended_ns) as ended_ns
-        from groups where fate = 'evaluated' group by version, evaluation, task
+        from groups where outcome = 'evaluated' group by version, evaluation, task
         order by version, evaluation""",
     "selection": """
         with late as (
             select trajectory_id, any_value(tokens) as tokens, any_value(reward) as reward
             from records group by trajectory_id
         ), impatient as (
-            select group_id from groups where purpose = 'train' and spare > 0
+            select group_id from groups where purpose = 'train' and redundancy > 0
             union select group_id from trajectories join groups using (group_id)
-            where purpose = 'train' and own_fate is not null
-        ), siblings as (
-            select coalesce(t.own_fate, 'trained') as fate,
+            where purpose = 'train' and trajectories.outcome is not null
+        ), ended as (
+            select coalesce(t.outcome, 'trained') as outcome,
                    coalesce(t.tokens, late.tokens) as tokens,
                    coalesce(t.reward, late.reward) as reward,
-                   (coalesce(t.logged_ns, a.ended_ns) - t.placed_ns) / 1e9 as seconds
+                   (coalesce(t.logged_ns, a.ended_ns) - t.scheduled_ns) / 1e9 as seconds
             from trajectories t join impatient using (group_id) join groups g using (group_id)
             left join attempts a on a.trajectory_id = t.trajectory_id and a.attempt = t.attempt
-            left join late on late.trajectory_id = t.trajectory_id and t.own_fate is not null
-            where t.own_fate is not null or (g.fate = 'trained' and t.reward is not null)
+            left join late on late.trajectory_id = t.trajectory_id and t.outcome is not null
+            where t.outcome is not null or (g.outcome = 'trained' and t.reward is not null)
         )
-        select fate, count(*) as siblings, count(tokens) as tokens_count,
+        select outcome, count(*) as trajectories, count(tokens) as tokens_count,
                avg(tokens) as tokens, 1.96 * stddev_samp(tokens) / sqrt(count(tokens))
                    as tokens_error, count(reward) as reward_count, avg(reward) as reward,
                1.96 * stddev_samp(reward) / sqrt(count(reward)) as reward_error,
                count(seconds) as seconds_count, avg(seconds) as seconds,
                1.96 * stddev_samp(seconds) / sqrt(count(seconds)) as seconds_error
-        from siblings group by fate order by fate = 'trained' desc, fate desc""",
+        from ended group by outcome order by outcome = 'trained' desc, outcome desc""",
     "waits": """
         with waited as (
             select w.*, version, group_id, dispatched_ns, logged_ns, worker
             from (
                 select step, 0 as part, coalesce(free_ns, taken_ns) as free_ns, taken_ns,
-                       last as trajectory_id
+                       last_trajectory as trajectory_id
                 from batches where attempt = 1 and step not in (select step from parts)
-                union all select step, part, free_ns, taken_ns, last from parts
+                union all select step, part, free_ns, taken_ns, last_trajectory from parts
             ) w join trajectories using (trajectory_id) join groups using (group_id)
         ), placed as (
-            select step, part, a.attempt as place, a.placed_ns,
+            select step, part, a.attempt as place, a.scheduled_ns,
                    lag(a.worker) over (partition by step, part order by a.attempt) as held_by
             from waited join attempts a using (trajectory_id)
         ), changes as (
             select step, part, 0 as place, dispatched_ns as until_ns, 'admission' as kind,
                    null as worker
             from waited
-            union all select step, part, place, placed_ns,
+            union all select step, part, place, scheduled_ns,
                              case when held_by is null then 'queue' else 'lost' end, held_by
             from placed
             union all select step, part, 1000000, logged_ns, 'sampling', worker from waited
@@ -122,7 +122,7 @@ _PLACE = "catalogue_source"
 
 _NO_TABLE: Final = re.compile(r"Table with name (\w+) does not exist")
 
-_HINT: Final = "docs/reference/catalogue.md lists the tables and their columns"
+_HINT: Final = "docs/reference/sql.md lists the tables and their columns"
 
 
 class TableMissing(UsageError):
@@ -407,11 +407,11 @@ def _stated(error: BaseException) -> str:
     return "; ".join(str(error).strip().partition("\n\n")[0].splitlines())
 
 
-COUNTS = "standing = 'bound'"
+COUNTS = "status = 'bound'"
 """The record counts for its group."""
 
 _COLUMNS = (
-    "trajectory_id, attempt, incarnation, standing, logged_ns, partition, record_offset, sha256"
+    "trajectory_id, attempt, incarnation, status, logged_ns, partition, record_offset, sha256"
 )
 _ORDER = "partition, record_offset"
 
@@ -423,7 +423,7 @@ class LoggedRecord:
     trajectory: str
     attempt: int
     epoch: int
-    standing: str
+    status: str
     """`bound` (counts), `superseded` or `fenced`."""
     logged_ns: int
     partition: int
@@ -450,12 +450,12 @@ def counting_record(catalogue: Catalogue, trajectory: str) -> LoggedRecord | Non
 
 
 def _record(row: tuple[Any, ...]) -> LoggedRecord:
-    trajectory, attempt, epoch, standing, logged_ns, partition, offset, sha256 = row
+    trajectory, attempt, epoch, status, logged_ns, partition, offset, sha256 = row
     return LoggedRecord(
         trajectory=trajectory,
         attempt=attempt,
         epoch=epoch,
-        standing=standing,
+        status=status,
         logged_ns=logged_ns,
         partition=partition,
         offset=offset,

@@ -42,8 +42,8 @@ QUERY: Final = """
     select g.version, g.evaluation, g.task, g.size, t.reward, t.reward_answer,
            t.reward_parts, g.group_id
     from groups g join trajectories t using (group_id)
-    where g.fate = 'evaluated'
-    order by g.version, g.evaluation, g.ordinal, t.sibling
+    where g.outcome = 'evaluated'
+    order by g.version, g.evaluation, g.ordinal, t.sample
 """
 
 

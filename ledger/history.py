@@ -15,7 +15,7 @@ from dora_pipe.schemas.control import GroupScored, RunStarted, TrajectoryLogged,
 from dora_pipe.schemas.rounds import GroupSpec, ScoreGroup, SiblingFate, TakeBatch
 from dora_pipe.schemas.wire import canonical
 
-Outcome = Literal["", "logged", "moved", "left", "fenced", "failed", "cancelled"]
+Outcome = Literal["", "logged", "migrated", "left", "fenced", "failed", "cancelled"]
 """End of an attempt; empty while it runs."""
 
 
@@ -29,17 +29,17 @@ class Attempt:
     host: WorkerHistory | None
     """None if it never joined."""
     round: int
-    placed_ns: int
+    scheduled_ns: int
     reason: str
     resumed: int
     outcome: Outcome = ""
     ended_ns: int = 0
     why: str = ""
     retryable: bool = True
-    move_ns: int = 0
+    migration_ns: int = 0
     """Time of the release request."""
-    move_to: str = ""
-    move_why: str = ""
+    migration_target: str = ""
+    migration_reason: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,11 +150,11 @@ class PartComputed:
 
 
 def computed(
-    parts: Sequence[PartTaken], ahead_s: Sequence[float], free_ns: int, stops: Sequence[Stop] = ()
+    parts: Sequence[PartTaken], early_s: Sequence[float], free_ns: int, stops: Sequence[Stop] = ()
 ) -> Iterator[PartComputed]:
     """Yield a step's parts; the trainer became free at `free_ns`."""
     for number, taken in enumerate(parts):
-        seconds = ahead_s[number] if number < len(ahead_s) else None
+        seconds = early_s[number] if number < len(early_s) else None
         one = PartComputed(part=number, taken=taken, free_ns=free_ns, seconds=seconds, stops=stops)
         yield one
         free_ns = one.ended_ns

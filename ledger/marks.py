@@ -48,10 +48,10 @@ class Mark:
 
     @property
     def line(self) -> str:
-        return f"step {self.step}: {self.words}"
+        return f"step {self.step}: {self.description}"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         match self.kind:
             case "setting":
                 return f"{self.subject} {self.before} -> {self.after}, set {self.why}"

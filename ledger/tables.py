@@ -1,8 +1,4 @@
-"""Tables of the catalogue: one Struct per table, one field per column.
-
-Null: it did not happen. Times are ns since 1970: `dispatched_ns`, `placed_ns`, `taken_ns` and
-decided ends by the orchestrator's clock, others by the writer's.
-"""
+"""Tables of the catalogue: one Struct per table, one field per column."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Annotated, Any, Final, get_args, get_type_hints
 
 import msgspec
 
-FORM: Final = 11
+FORM: Final = 12
 """Bump to rebuild saved catalogues."""
 
 
@@ -38,333 +34,329 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class RunRow(Row, frozen=True, kw_only=True, gc=False):
-    """The run: one row."""
+    """The run, in one row."""
 
-    run: Annotated[str, "its name"]
-    first_ns: Annotated[int, "the first moment that control or decisions name"]
-    started_ns: Annotated[int, "`run started`"]
-    last_ns: Annotated[int, "the latest moment that control or decisions name"]
-    stopped: Annotated[bool, "whether a decision has stopped it"]
-    rounds: Annotated[int, "rounds that were read"]
-    seed: Annotated[int, "of the run"]
-    planner: Annotated[str, "name and form of the planner"]
-    package: Annotated[str, "version of dora-pipe that started it"]
-    schema_version: Annotated[Small, "of the records"]
-    config: Annotated[str, Sql("JSON"), "the resolved configuration as `run started` has it"]
-    config_digest: Annotated[str, "sha256 of it"]
-    dataset_digest: Annotated[str, "of the training rows"]
-    dataset_rows: Annotated[int, "how many"]
-    eval_digest: Annotated[str, "of the evaluation rows"]
-    eval_rows: Annotated[int, "how many"]
-    assets_digest: Annotated[str, "of the model's configuration and tokenizer"]
-    lineage_run: Annotated[str | None, "the run its weights came from (`run --from`)"]
-    lineage_step: Annotated[int | None, "and the step"]
+    run: Annotated[str, "Name of the run."]
+    first_ns: Annotated[int, "Earliest time in control and decisions, ns."]
+    started_ns: Annotated[int, "Time of `run started`, ns."]
+    last_ns: Annotated[int, "Latest time in control and decisions, ns."]
+    stopped: Annotated[bool, "Whether a decision stopped the run."]
+    rounds: Annotated[int, "Rounds of the orchestrator read so far."]
+    seed: Annotated[int, "Seed of the run."]
+    planner: Annotated[str, "Name and version of the planner."]
+    package: Annotated[str, "Version of dora-pipe that started the run."]
+    schema_version: Annotated[Small, "Version of the record schemas."]
+    config: Annotated[str, Sql("JSON"), "Resolved configuration from `run started`."]
+    config_digest: Annotated[str, "SHA-256 of the configuration."]
+    dataset_digest: Annotated[str, "Digest of the training rows."]
+    dataset_rows: Annotated[int, "Number of training rows."]
+    eval_digest: Annotated[str, "Digest of the evaluation rows."]
+    eval_rows: Annotated[int, "Number of evaluation rows."]
+    assets_digest: Annotated[str, "Digest of the model's configuration and tokenizer."]
+    lineage_run: Annotated[str | None, "Run of the initial weights (`run --from`)."]
+    lineage_step: Annotated[int | None, "Step of the initial weights."]
 
 
 class WorkerRow(Row, frozen=True, kw_only=True, gc=False):
     """An incarnation of a worker."""
 
-    worker: Annotated[str, "its name"]
-    incarnation: Annotated[int, "the offset of its `worker joined`: records call it `epoch`"]
-    joined_ns: Annotated[int, "`worker joined`"]
-    gone_ns: Annotated[int | None, "when it left or was fenced"]
-    departure: Annotated[str | None, "`left` or `fenced`"]
-    why: Annotated[str | None, "why it is gone"]
-    slots: Annotated[Small, "requests that it runs at the same time"]
-    prefetch: Annotated[Small, "requests that it holds ahead"]
-    kv_tokens: Annotated[int, "tokens that its KV cache holds"]
-    engine: Annotated[str, "kind of the engine"]
-    engine_version: Annotated[str, "of the engine"]
-    device: Annotated[str, "what it computes on"]
-    dtype: Annotated[str, "and in which numbers"]
-    reward_digest: Annotated[str, "sha256 of the code of its reward; empty: not known"]
-    template_digest: Annotated[str, "sha256 of how messages become tokens; empty: it has none"]
-    host: Annotated[str, "machine"]
-    pid: Annotated[Small, "process there"]
+    worker: Annotated[str, "Name of the worker."]
+    incarnation: Annotated[int, "Incarnation: the offset of its `worker joined`."]
+    joined_ns: Annotated[int, "Time of `worker joined`, ns."]
+    gone_ns: Annotated[int | None, "Time the incarnation left or was fenced, ns."]
+    departure: Annotated[str | None, "`left` or `fenced`."]
+    end_reason: Annotated[str | None, "Reason of the departure."]
+    slots: Annotated[Small, "Requests that can run at the same time."]
+    prefetch: Annotated[Small, "Requests queued on the worker ahead of a free slot."]
+    kv_tokens: Annotated[int, "Capacity of the KV cache, tokens."]
+    engine: Annotated[str, "Kind of the engine."]
+    engine_version: Annotated[str, "Version of the engine."]
+    device: Annotated[str, "Device of the engine."]
+    dtype: Annotated[str, "Data type of the computation."]
+    reward_digest: Annotated[str, "SHA-256 of the reward's code; empty if unknown."]
+    template_digest: Annotated[str, "SHA-256 of the chat template and tokenizer; empty if none."]
+    host: Annotated[str, "Machine of the worker."]
+    pid: Annotated[Small, "Process id on that machine."]
 
 
-class HostingRow(Row, frozen=True, kw_only=True, gc=False):
-    """A worker has loaded a version: it hosts it until it loads the next, or drops it. Version -1:
-    it sleeps from then on."""
+class ServedVersionRow(Row, frozen=True, kw_only=True, gc=False):
+    """A version that a worker loaded. The worker serves it until it loads or drops another.
+    Version -1: the worker sleeps."""
 
-    worker: Annotated[str, "its name"]
-    incarnation: Annotated[int, "of the worker"]
-    version: Annotated[Small, "the policy version"]
-    assigned_ns: Annotated[int | None, "when it was decided that it shall"]
-    ready_ns: Annotated[int, "`worker ready`"]
-    load_ms: Annotated[float, "how long loading took"]
+    worker: Annotated[str, "Name of the worker."]
+    incarnation: Annotated[int, "Incarnation of the worker."]
+    version: Annotated[Small, "Policy version."]
+    assigned_ns: Annotated[int | None, "Time of the assignment, ns."]
+    ready_ns: Annotated[int, "Time of `worker ready`, ns."]
+    load_ms: Annotated[float, "Duration of the load, ms."]
 
 
 class FallbackRow(Row, frozen=True, kw_only=True, gc=False):
-    """A file of a version was lost or damaged where a worker had it from, and another was taken."""
+    """A lost or damaged file of a version, and the file that replaced it."""
 
-    worker: Annotated[str, "its name, or `trainer`"]
-    incarnation: Annotated[int, "of the worker or trainer"]
-    version: Annotated[Small, "the policy version that it loaded"]
-    at_ns: Annotated[int, "`worker ready`, or the commit that says it"]
-    why: Annotated[str, "what was wrong with which file: its name and its place"]
-    taken: Annotated[str, "name of the file that was taken in its place"]
-    bytes: Annotated[int, "fetched in its place; 0: all of it was on the machine"]
+    worker: Annotated[str, "Name of the worker, or `trainer`."]
+    incarnation: Annotated[int, "Incarnation of the worker or trainer."]
+    version: Annotated[Small, "Policy version that was loaded."]
+    at_ns: Annotated[int, "Time of the record that reports it, ns."]
+    reason: Annotated[str, "Fault, name and path of the file."]
+    taken: Annotated[str, "Name of the file used instead."]
+    bytes: Annotated[int, "Bytes fetched for it; 0 if the file was on the machine."]
 
 
 class VersionRow(Row, frozen=True, kw_only=True, gc=False):
     """A published policy version."""
 
-    version: Annotated[Small, "number of committed steps; 0: the initial weights"]
-    digest: Annotated[str, "weights digest, hex"]
-    published_ns: Annotated[int, "`run started` or the commit"]
+    version: Annotated[Small, "Number of committed steps; 0: the initial weights."]
+    digest: Annotated[str, "Weights digest, hex."]
+    published_ns: Annotated[int, "Time of `run started` or of the commit, ns."]
 
 
 class BatchRow(Row, frozen=True, kw_only=True, gc=False):
     """A batch decision."""
 
-    step: Annotated[Small, "the step it is for"]
-    attempt: Annotated[Small, "which attempt at its batch"]
-    round: Annotated[int, "of the decision"]
-    free_ns: Annotated[int | None, "when the trainer was free for it; null: not known"]
-    taken_ns: Annotated[int, "when it was decided"]
-    ended_ns: Annotated[int | None, "when it was committed or came to nothing"]
-    groups: Annotated[Small, "how many it has"]
-    parts: Annotated[Small, "in how many parts it was taken"]
-    last: Annotated[str | None, "the trajectory of it that was logged last"]
-    reason: Annotated[str, "why it was taken then"]
+    step: Annotated[Small, "Step of the batch."]
+    attempt: Annotated[Small, "Attempt at the batch, from 1."]
+    round: Annotated[int, "Round of the decision."]
+    free_ns: Annotated[int | None, "Time the trainer became free for it, ns; null: unknown."]
+    taken_ns: Annotated[int, "Time of the decision, ns."]
+    ended_ns: Annotated[int | None, "Time of the commit or failure, ns."]
+    groups: Annotated[Small, "Number of groups."]
+    parts: Annotated[Small, "Number of parts it was taken in."]
+    last_trajectory: Annotated[str | None, "Trajectory that was logged last."]
+    batch_reason: Annotated[str, "Reason of the decision."]
     outcome: Annotated[
-        str | None, "`committed`, `refused`, `overtaken` by a newer one, `failed`; null: in force"
+        str | None,
+        "`committed`, `refused`, `failed`, or `overtaken` by a newer attempt; null: in training.",
     ]
-    why: Annotated[str, "why it came to nothing"]
+    end_reason: Annotated[str, "Reason of an outcome other than `committed`."]
 
 
 class PartRow(Row, frozen=True, kw_only=True, gc=False):
-    """A part of the batch of a committed step, where that was taken in several."""
+    """A part of a committed step's batch, if the batch was taken in parts."""
 
-    step: Annotated[Small, "the step"]
-    part: Annotated[Small, "from 0; the last one was taken with the batch"]
-    free_ns: Annotated[int, "when the trainer was free for it"]
-    taken_ns: Annotated[int, "when it was decided"]
-    begun_ns: Annotated[int, "the later of the two"]
-    waited_s: Annotated[float, "the trainer was free and it was not there"]
-    seconds: Annotated[float | None, "computing it ahead of the batch; null: it was with that"]
-    last: Annotated[str | None, "the trajectory of it that was logged last"]
-    reason: Annotated[str, "why it was taken then"]
-    groups: Annotated[Small, "how many it has"]
-    trajectories: Annotated[Small, "in these"]
-    tokens: Annotated[int, "sampled ones of these"]
+    step: Annotated[Small, "Step of the batch."]
+    part: Annotated[Small, "Number of the part, from 0; the last comes with the batch."]
+    free_ns: Annotated[int, "Time the trainer became free for it, ns."]
+    taken_ns: Annotated[int, "Time of the decision, ns."]
+    begun_ns: Annotated[int, "Start of the computation: the later of both, ns."]
+    waited_s: Annotated[float, "Time the idle trainer waited for the part, s."]
+    seconds: Annotated[float | None, "Computation before the batch, s; null: with the batch."]
+    last_trajectory: Annotated[str | None, "Trajectory of the part that was logged last."]
+    batch_reason: Annotated[str, "Reason of the decision."]
+    groups: Annotated[Small, "Number of groups."]
+    trajectories: Annotated[Small, "Number of trajectories."]
+    tokens: Annotated[int, "Sampled tokens."]
 
 
 class StepRow(Row, frozen=True, kw_only=True, gc=False):
     """A committed training step."""
 
-    step: Annotated[Small, "it takes version `step` to `step + 1`"]
-    attempt: Annotated[Small, "of the batch that was trained"]
-    control_offset: Annotated[int, "where the commit lies in control"]
-    free_ns: Annotated[int | None, "when the trainer was free for it; null: not known"]
-    taken_ns: Annotated[int, "when its batch was decided"]
-    committed_ns: Annotated[int, "the commit"]
-    seconds: Annotated[
-        float | None, "from `free_ns` to the commit, without the time the run was stopped"
+    step: Annotated[Small, "Number of the step: trains version `step` into `step + 1`."]
+    attempt: Annotated[Small, "Attempt at the batch that was committed."]
+    control_offset: Annotated[int, "Offset of the commit in control."]
+    free_ns: Annotated[int | None, "Time the trainer became free, ns; null: unknown."]
+    taken_ns: Annotated[int, "Time of the batch decision, ns."]
+    committed_ns: Annotated[int, "Time of the commit, ns."]
+    seconds: Annotated[float | None, "From `free_ns` to the commit, without stops of the run, s."]
+    stopped_s: Annotated[float, "Stops of the run in between, s."]
+    waited_s: Annotated[float, "Idle time without a batch or part, s; included in `seconds`."]
+    early_s: Annotated[float, "Computation of parts before the batch, s; included in `seconds`."]
+    overlap_s: Annotated[
+        float, "Computation of a part while the previous version was published, s."
     ]
-    stopped_s: Annotated[float, "between these two, the run was stopped"]
-    waited_s: Annotated[float, "of these, the trainer was free and had no batch, nor a part"]
-    ahead_s: Annotated[float, "of these, it computed parts ahead of the batch"]
-    beside_s: Annotated[float, "before `free_ns`: on a part, beside the version before"]
-    compute_s: Annotated[float, "of these, it computed"]
-    waited_for: Annotated[str | None, "the trajectory that came last, where it waited"]
-    waited_worker: Annotated[str | None, "who logged that one"]
-    waited_version: Annotated[int | None, Sql("INTEGER"), "and under which version"]
-    reason: Annotated[str, "why its batch was taken then"]
-    groups: Annotated[Small, "in its batch"]
-    trajectories: Annotated[Small, "in its batch"]
-    valid: Annotated[Small, "of these, with a reward"]
-    reward: Annotated[float | None, "mean reward of the valid ones"]
-    reward_raw: Annotated[float | None, "the same, where one without a reward counts as 0"]
-    reward_low: Annotated[float | None, "first quartile of the groups' mean rewards"]
-    reward_high: Annotated[float | None, "third quartile of them"]
-    tokens: Annotated[int, "sampled ones of the batch"]
+    compute_s: Annotated[float, "Forward, backward and update, s; included in `seconds`."]
+    waited_for: Annotated[str | None, "Trajectory that was logged last, if the trainer waited."]
+    waited_worker: Annotated[str | None, "Worker of that trajectory."]
+    waited_version: Annotated[int | None, Sql("INTEGER"), "Version of that trajectory."]
+    batch_reason: Annotated[str, "Reason of the batch decision."]
+    groups: Annotated[Small, "Number of groups."]
+    trajectories: Annotated[Small, "Number of trajectories."]
+    valid: Annotated[Small, "Trajectories with a valid reward."]
+    reward: Annotated[float | None, "Mean of the valid rewards."]
+    reward_raw: Annotated[float | None, "Mean reward; invalid rewards count as 0."]
+    reward_low: Annotated[float | None, "First quartile of the groups' mean rewards."]
+    reward_high: Annotated[float | None, "Third quartile of the groups' mean rewards."]
+    tokens: Annotated[int, "Sampled tokens."]
     tokens_p10: Annotated[
-        int | None, Sql("INTEGER"), "a tenth of its trajectories have at most so many"
+        int | None, Sql("INTEGER"), "10th percentile of sampled tokens per trajectory."
     ]
-    tokens_p50: Annotated[int | None, Sql("INTEGER"), "half of them"]
-    tokens_p90: Annotated[int | None, Sql("INTEGER"), "nine tenths of them"]
-    tokens_max: Annotated[int | None, Sql("INTEGER"), "the longest"]
-    staleness_min: Annotated[Small, "of its groups"]
-    staleness_mean: Annotated[float, "of its groups"]
-    staleness_max: Annotated[Small, "of its groups"]
-    bound: Annotated[Small, "the largest staleness that one of its groups was allowed"]
-    late: Annotated[Small, "groups behind their deadline: C3 is broken where there is one"]
-    loss: Annotated[float | None, "of the step"]
-    grad_norm: Annotated[float | None, "of the step"]
+    tokens_p50: Annotated[int | None, Sql("INTEGER"), "Median of them."]
+    tokens_p90: Annotated[int | None, Sql("INTEGER"), "90th percentile of them."]
+    tokens_max: Annotated[int | None, Sql("INTEGER"), "Maximum of them."]
+    staleness_min: Annotated[Small, "Minimum staleness of its groups."]
+    staleness_mean: Annotated[float, "Mean staleness of its groups."]
+    staleness_max: Annotated[Small, "Maximum staleness of its groups."]
+    bound: Annotated[Small, "Largest staleness bound of its groups."]
+    over_bound: Annotated[Small, "Groups trained after their deadline; above 0 violates C3."]
+    loss: Annotated[float | None, "Loss."]
+    grad_norm: Annotated[float | None, "Gradient norm."]
     reward_parts: Annotated[
-        str | None, Sql("JSON"), 'mean of every part of its rewards, by task (`""`: no name)'
+        str | None, Sql("JSON"), 'Mean of each reward component, by task (`""`: unnamed).'
     ]
-    figures: Annotated[str, Sql("JSON"), "all figures of the commit"]
-    settings: Annotated[str, Sql("JSON"), "logged configuration keys that were in force"]
-    digest_before: Annotated[str, "weights digest before it"]
-    digest_after: Annotated[str, "and after it"]
-    contributions: Annotated[str, "sha256 of the file that says what each trajectory contributed"]
-    adopted: Annotated[bool, "the weights before it were adopted, not replayed"]
+    metrics: Annotated[str, Sql("JSON"), "All metrics of the commit."]
+    settings: Annotated[str, Sql("JSON"), "Logged configuration keys in force."]
+    digest_before: Annotated[str, "Weights digest before the step."]
+    digest_after: Annotated[str, "Weights digest after the step."]
+    contributions: Annotated[str, "SHA-256 of the file with each trajectory's contribution."]
+    adopted: Annotated[bool, "Whether the weights before it were adopted instead of replayed."]
 
 
 class GroupRow(Row, frozen=True, kw_only=True, gc=False):
-    """A dispatched group of siblings."""
+    """A dispatched group: the trajectories of one prompt."""
 
-    group_id: Annotated[str, "`g...` for training, `e...` for evaluation"]
-    purpose: Annotated[str, "`train` or `eval`"]
-    task: Annotated[str, "name of its task; empty where that has none"]
-    evaluation: Annotated[str, "name of its evaluation, of which it is a row; empty: none"]
-    ordinal: Annotated[int, "place among the dispatches of its purpose"]
-    version: Annotated[Small, "the policy version that samples it"]
-    deadline: Annotated[Small, "the last step that may train it; -1 for evaluation"]
-    row: Annotated[int, "of the data set"]
-    data_epoch: Annotated[Small, "pass over the data"]
-    size: Annotated[Small, "siblings that it is complete with"]
-    spare: Annotated[Small, "siblings beside those: the first `size` valid ones count"]
-    round: Annotated[int, "that dispatched it"]
-    reason: Annotated[str, "why it was dispatched then"]
-    dispatched_ns: Annotated[int, "when"]
-    complete_ns: Annotated[int | None, "when the last sibling was logged that counts"]
-    taken_ns: Annotated[int | None, "when a batch, or a part of it, took it"]
-    ended_ns: Annotated[int | None, "when it had its fate"]
-    fate: Annotated[str, "`open`, `trained`, `filtered`, `failed`, `cancelled`, `evaluated`"]
-    why: Annotated[str, "of its fate"]
-    step: Annotated[int | None, Sql("INTEGER"), "that trains it: its batch, or its commit"]
+    group_id: Annotated[str, "Group id: `g...` for training, `e...` for evaluation."]
+    purpose: Annotated[str, "`train` or `eval`."]
+    task: Annotated[str, "Name of the task; empty if unnamed."]
+    evaluation: Annotated[str, "Name of the evaluation; empty if none or unnamed."]
+    ordinal: Annotated[int, "Number of the dispatch, per purpose."]
+    version: Annotated[Small, "Policy version that samples the group."]
+    deadline: Annotated[Small, "Last step that may train the group; -1 for evaluation."]
+    row: Annotated[int, "Row of the data set."]
+    data_epoch: Annotated[Small, "Pass over the data, from 0."]
+    size: Annotated[Small, "Trajectories needed to complete the group."]
+    redundancy: Annotated[Small, "Redundant trajectories: the first `size` valid ones count."]
+    round: Annotated[int, "Round of the dispatch."]
+    dispatch_reason: Annotated[str, "Reason of the dispatch."]
+    dispatched_ns: Annotated[int, "Time of dispatch, ns."]
+    complete_ns: Annotated[int | None, "Time its last counting trajectory was logged, ns."]
+    taken_ns: Annotated[int | None, "Time a batch, or a part of one, took it, ns."]
+    ended_ns: Annotated[int | None, "Time it got its outcome, ns."]
+    outcome: Annotated[str, "`open`, `trained`, `filtered`, `failed`, `cancelled`, `evaluated`."]
+    end_reason: Annotated[str, "Reason of the outcome."]
+    step: Annotated[int | None, Sql("INTEGER"), "Step of its batch or commit."]
     part: Annotated[
-        int | None, Sql("SMALLINT"), "of that batch, from 0, where it was taken in several"
+        int | None, Sql("SMALLINT"), "Part of the batch, from 0, if it was taken in parts."
     ]
-    staleness: Annotated[int | None, Sql("INTEGER"), "step less version, where it was trained"]
-    results: Annotated[Small, "siblings whose record counts"]
-    valid: Annotated[Small, "of these, with a reward"]
-    reward: Annotated[float | None, "mean of these rewards"]
-    tokens: Annotated[int, "sampled ones of the records that count"]
+    staleness: Annotated[int | None, Sql("INTEGER"), "Step minus version, if trained."]
+    results: Annotated[Small, "Trajectories whose record counts."]
+    valid: Annotated[Small, "Trajectories with a valid reward."]
+    reward: Annotated[float | None, "Mean of the valid rewards."]
+    tokens: Annotated[int, "Sampled tokens of the records that count."]
 
 
 class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
-    """One sibling of a dispatched group, with the record that counts for it."""
+    """A trajectory of a dispatched group, with the record that counts for it."""
 
-    trajectory_id: Annotated[str, "its group's id and its place among the siblings"]
-    group_id: Annotated[str, "its group"]
-    sibling: Annotated[int, Sql("SMALLINT"), "0 to size + spare - 1"]
-    own_fate: Annotated[
+    trajectory_id: Annotated[str, "Trajectory id: group id and sample."]
+    group_id: Annotated[str, "Group id."]
+    sample: Annotated[int, Sql("SMALLINT"), "Index in the group, from 0."]
+    outcome: Annotated[
         str | None,
-        "`surplus` or `expired`: its group did not wait for it; null: it has its group's",
+        "Why its group did not wait for it: `surplus` or `expired`; null: the group's outcome.",
     ]
-    attempts: Annotated[int, Sql("SMALLINT"), "how often it was placed"]
-    placed_ns: Annotated[int | None, "first placement"]
-    worker: Annotated[str | None, "who logged the record that counts, or has it now"]
-    incarnation: Annotated[int | None, "of that worker"]
-    attempt: Annotated[int | None, Sql("SMALLINT"), "of that record, or the present one"]
-    logged_ns: Annotated[int | None, "when its record was logged"]
-    partition: Annotated[int | None, Sql("INTEGER"), "where its record lies"]
-    record_offset: Annotated[int | None, "where in the partition"]
-    tokens: Annotated[int | None, Sql("INTEGER"), "sampled ones"]
-    reward: Annotated[float | None, "null where there is no record, or no valid reward"]
-    group_parts: Annotated[
-        str | None, "scores of its group by name, as JSON, where its siblings were scored together"
-    ]
-    finish: Annotated[str | None, "`stop`, `length`, `environment`, `error`"]
-    error_class: Annotated[str | None, "of why its reward is not valid: `TimedOut`, `ValueError`"]
-    error: Annotated[str | None, "why its reward is not valid: class, place and message"]
-    reward_answer: Annotated[str | None, "what its reward read as its answer"]
-    reward_parts: Annotated[str | None, Sql("JSON"), "what its reward is made of, by name"]
-    contexts: Annotated[
-        int | None, Sql("INTEGER"), "that its record has; more than 1 where it branches"
-    ]
-    calls: Annotated[int | None, Sql("INTEGER"), "of an agent to the model, that its record has"]
+    attempts: Annotated[int, Sql("SMALLINT"), "Number of attempts."]
+    scheduled_ns: Annotated[int | None, "Time it was first scheduled on a worker, ns."]
+    worker: Annotated[str | None, "Worker of the newest attempt."]
+    incarnation: Annotated[int | None, "Incarnation of that worker."]
+    attempt: Annotated[int | None, Sql("SMALLINT"), "Number of the newest attempt."]
+    logged_ns: Annotated[int | None, "Time its record was logged, ns."]
+    partition: Annotated[int | None, Sql("INTEGER"), "Partition of its record."]
+    record_offset: Annotated[int | None, "Offset of its record."]
+    tokens: Annotated[int | None, Sql("INTEGER"), "Sampled tokens."]
+    reward: Annotated[float | None, "Reward; null without a record or valid reward."]
+    group_parts: Annotated[str | None, "Group scores by name, as JSON."]
+    finish: Annotated[str | None, "`stop`, `length`, `environment`, `error`."]
+    error_class: Annotated[str | None, "Class of the reward error, such as `TimedOut`."]
+    error: Annotated[str | None, "Class, place and message of the reward error."]
+    reward_answer: Annotated[str | None, "Answer that the reward extracted."]
+    reward_parts: Annotated[str | None, Sql("JSON"), "Reward components by name."]
+    contexts: Annotated[int | None, Sql("INTEGER"), "Contexts of its record; above 1: it branches."]
+    calls: Annotated[int | None, Sql("INTEGER"), "Agent calls of its record."]
 
 
 class AttemptRow(Row, frozen=True, kw_only=True, gc=False):
-    """One attempt at a trajectory: from its placement on a worker until that lets go of it."""
+    """An attempt at a trajectory on one worker."""
 
-    trajectory_id: Annotated[str, "what is sampled"]
-    attempt: Annotated[int, Sql("SMALLINT"), "counted from 1"]
-    worker: Annotated[str, "where"]
-    incarnation: Annotated[int, "of that worker"]
-    placed_ns: Annotated[int, "the decision"]
-    ended_ns: Annotated[int | None, "null while it goes on"]
+    trajectory_id: Annotated[str, "Trajectory id."]
+    attempt: Annotated[int, Sql("SMALLINT"), "Number of the attempt, from 1."]
+    worker: Annotated[str, "Name of the worker."]
+    incarnation: Annotated[int, "Incarnation of the worker."]
+    scheduled_ns: Annotated[int, "Time it was scheduled, ns."]
+    ended_ns: Annotated[int | None, "Time it ended, ns; null while it runs."]
     outcome: Annotated[
-        str | None, "`logged`, `moved`, `failed`, `cancelled`; `left` or `fenced` as its worker"
+        str | None,
+        "`logged`, `migrated`, `failed`, `cancelled`, or its worker's departure: `left`, `fenced`.",
     ]
-    resumed: Annotated[Small, "sampled tokens that it went on from; 0: from the prompt"]
-    reason: Annotated[str | None, "why it was placed there"]
-    why: Annotated[str | None, "why it ended, where it did not end with a record"]
-    move_ns: Annotated[int | None, "when the worker was asked to let go of it"]
-    move_to: Annotated[str | None, "so that this worker goes on with it"]
-    move_why: Annotated[str | None, "and why"]
+    resumed_tokens: Annotated[Small, "Sampled tokens it resumed from; 0: from the prompt."]
+    schedule_reason: Annotated[str | None, "Reason of the choice of worker."]
+    end_reason: Annotated[str | None, "Reason of an end without a record."]
+    migration_ns: Annotated[int | None, "Time the worker was told to release it, ns."]
+    migration_target: Annotated[str | None, "Worker that continues it."]
+    migration_reason: Annotated[str | None, "Reason of the migration."]
 
 
 class RecordRow(Row, frozen=True, kw_only=True, gc=False):
-    """A record of the trajectories topic that control has named, whether it counts or not."""
+    """A trajectory record that control names, whether it counts or not."""
 
-    trajectory_id: Annotated[str, "of which trajectory"]
-    attempt: Annotated[int, Sql("SMALLINT"), "of which attempt"]
-    incarnation: Annotated[int, "of the worker that wrote it"]
-    standing: Annotated[str, "`bound`: it counts; `superseded`; `fenced`"]
-    logged_ns: Annotated[int, "when its worker said that it lies in the log"]
-    control_offset: Annotated[int, "where in control it said so"]
-    partition: Annotated[Small, "where it lies"]
-    record_offset: Annotated[int, "where in the partition"]
-    size_bytes: Annotated[Small, "of its value"]
-    tokens: Annotated[Small, "sampled ones"]
-    reward: Annotated[float | None, "null where it is not valid"]
-    finish: Annotated[str, "why it ended"]
-    sha256: Annotated[str, "of its value, hex"]
+    trajectory_id: Annotated[str, "Trajectory id."]
+    attempt: Annotated[int, Sql("SMALLINT"), "Number of the attempt."]
+    incarnation: Annotated[int, "Incarnation of the worker that wrote it."]
+    status: Annotated[str, "`bound` (counts), `superseded` or `fenced`."]
+    logged_ns: Annotated[int, "Time the worker logged it, ns."]
+    control_offset: Annotated[int, "Offset of the report in control."]
+    partition: Annotated[Small, "Partition of the record."]
+    record_offset: Annotated[int, "Offset of the record."]
+    size_bytes: Annotated[Small, "Size of the value, bytes."]
+    tokens: Annotated[Small, "Sampled tokens."]
+    reward: Annotated[float | None, "Reward; null if invalid."]
+    finish: Annotated[str, "Reason sampling ended."]
+    sha256: Annotated[str, "SHA-256 of the value, hex."]
 
 
 class EventRow(Row, frozen=True, kw_only=True, gc=False):
-    """What was decided, observed or told, except dispatches, placements and logged trajectories,
-    which have tables of their own; and rows that dispatches skipped (`row-skipped`)."""
+    """A decision, observation or control record. Dispatches, attempts and logged trajectories have
+    their own tables. Rows that a dispatch skipped are `row-skipped`."""
 
-    at_ns: Annotated[int, "when"]
-    round: Annotated[int | None, "of decisions and observations; null for facts"]
-    kind: Annotated[str, "tag of the decision, observation or fact"]
-    subject: Annotated[str, "the worker, group, trajectory, step or role it is about"]
-    reason: Annotated[str, "why, or what it says"]
+    at_ns: Annotated[int, "Time, ns."]
+    round: Annotated[int | None, "Round of a decision or observation; null for control records."]
+    kind: Annotated[str, "Kind of the decision, observation or record."]
+    subject: Annotated[str, "Worker, group, trajectory, step or role."]
+    reason: Annotated[str, "Reason or content."]
 
 
 class MarkRow(Row, frozen=True, kw_only=True, gc=False):
-    """A setting that changed in the run, a stop, a role that was lost or came back."""
+    """A changed setting, a stop of the run, or a lost or restarted role."""
 
-    at_ns: Annotated[int, "when"]
-    step: Annotated[Small, "a setting is in force from it on; else the step that was open then"]
-    kind: Annotated[str, "`setting`, `resumed`, `restarted`, `lost`"]
-    subject: Annotated[str, "the key, `run`, or the role"]
-    before: Annotated[str | None, "value of the setting before"]
-    after: Annotated[str | None, "and after"]
-    since_ns: Annotated[int | None, "of `resumed`: the run was stopped from then on"]
-    words: Annotated[str, "what happened"]
+    at_ns: Annotated[int, "Time, ns."]
+    step: Annotated[Small, "First step with a new setting, else the step in training."]
+    kind: Annotated[str, "`setting`, `resumed`, `restarted`, `lost`."]
+    subject: Annotated[str, "Configuration key, `run`, or role."]
+    before: Annotated[str | None, "Previous value of the setting."]
+    after: Annotated[str | None, "New value of the setting."]
+    since_ns: Annotated[int | None, "Start of the stop that `resumed` ends, ns."]
+    description: Annotated[str, "Description in one line."]
 
 
 class FailureRow(Row, frozen=True, kw_only=True, gc=False):
     """A `request failed`: an attempt that ended in an error."""
 
-    trajectory_id: Annotated[str, "of which trajectory"]
-    attempt: Annotated[int, Sql("SMALLINT"), "of which attempt"]
-    worker: Annotated[str, "where"]
-    at_ns: Annotated[int, "when"]
-    error: Annotated[str, "class of the error"]
-    message: Annotated[str, "its first lines"]
-    retryable: Annotated[bool, "whether it may be placed again"]
+    trajectory_id: Annotated[str, "Trajectory id."]
+    attempt: Annotated[int, Sql("SMALLINT"), "Number of the attempt."]
+    worker: Annotated[str, "Name of the worker."]
+    at_ns: Annotated[int, "Time of the failure, ns."]
+    error: Annotated[str, "Class of the error."]
+    message: Annotated[str, "First lines of the error."]
+    retryable: Annotated[bool, "Whether another attempt is allowed."]
 
 
 class CallRow(Row, frozen=True, kw_only=True, gc=False):
-    """A call of an agent to the model, of a record that counts. It is read from the records for
-    each statement that names it: the file beside the run does not have this table."""
+    """An agent's call to the model. Each statement that names this table reads the records; the
+    saved file does not contain it."""
 
-    trajectory_id: Annotated[str, "in which it was made"]
-    call: Annotated[Small, "its place among those of the trajectory, as they were answered, from 0"]
-    context: Annotated[Small, "the context that it goes on with or opens; 0: the first"]
-    api: Annotated[str, "`chat`, `responses`, `messages` or `generate`"]
-    caller: Annotated[str | None, "what the agent called itself"]
-    asked_ns: Annotated[int, "when it came"]
-    answered_ns: Annotated[int, "when its answer was durable in the log, and left"]
-    idle_ns: Annotated[
-        int, "ns before it in which no call was open since the one before it, or the placement"
-    ]
-    prompt_tokens: Annotated[Small, "of the sequence before what was sampled for it"]
-    tokens: Annotated[Small, "that were sampled for it"]
-    finish: Annotated[str, "why its sampling ended"]
-    occurrence: Annotated[Small, "calls of the trajectory that had these very prompt ids before"]
-    asked: Annotated[
-        str | None, Sql("JSON"), "settings that it asked for and that the run does not follow"
+    trajectory_id: Annotated[str, "Trajectory id."]
+    call: Annotated[Small, "Number of the call in order of answers, from 0."]
+    context: Annotated[Small, "Context that the call continues or opens; 0: the first."]
+    api: Annotated[str, "`chat`, `responses`, `messages` or `generate`."]
+    caller: Annotated[str | None, "Name of the caller, as the agent gave it."]
+    asked_ns: Annotated[int, "Time the call arrived, ns."]
+    answered_ns: Annotated[int, "Time its durable answer was sent, ns."]
+    idle_ns: Annotated[int, "Time without an open call before it, ns."]
+    prompt_tokens: Annotated[Small, "Tokens before the sampled ones."]
+    tokens: Annotated[Small, "Sampled tokens."]
+    finish: Annotated[str, "Reason sampling ended."]
+    occurrence: Annotated[Small, "Earlier calls of the trajectory with the same prompt ids."]
+    ignored_settings: Annotated[
+        str | None, Sql("JSON"), "Sampling settings of the call that the run ignores."
     ]
 
 
@@ -373,7 +365,7 @@ class Column:
     name: str
     sql: str
     null: bool
-    words: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,7 +377,7 @@ class Table:
     live: bool = False
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         return " ".join((self.row.__doc__ or "").split())
 
 
@@ -398,7 +390,7 @@ TABLES: Final = (
     Table(name="records", row=RecordRow),
     Table(name="versions", row=VersionRow),
     Table(name="workers", row=WorkerRow, live=True),
-    Table(name="hostings", row=HostingRow),
+    Table(name="served_versions", row=ServedVersionRow),
     Table(name="fallbacks", row=FallbackRow),
     Table(name="batches", row=BatchRow, live=True),
     Table(name="parts", row=PartRow),
@@ -427,5 +419,5 @@ def _column(name: str, hint: Any) -> Column:
         name=name,
         sql=sql or SQL_TYPES[plain[0]],
         null=len(plain) < len(get_args(kind) or (kind,)),
-        words=next(one for one in notes if isinstance(one, str)),
+        description=next(one for one in notes if isinstance(one, str)),
     )

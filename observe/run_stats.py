@@ -228,7 +228,7 @@ class StepStats:
     """Worker of the last trajectory to arrive; empty if the trainer did not wait."""
     version: int
     """Version of that trajectory's group; -1 if the trainer did not wait."""
-    ahead_s: float
+    early_s: float
     """Time spent on parts before the batch was taken."""
     training_s: float
     """Remaining time, from when the batch was complete and the trainer free."""
@@ -310,7 +310,7 @@ class RunStats:
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
         self.faults, self.outcomes = Counter[str](), Counter[str]()
         self.moves = Counter({"decided": 0, "released": 0})
-        self.refused = self.without_gradient = self.late = 0
+        self.refused = self.without_gradient = self.over_bound = 0
         """Rejected batches; steps without an update; groups trained after their deadline (violates
         C3)."""
         self.waited_by: Counter[str] = Counter()
@@ -495,7 +495,7 @@ class RunStats:
             waited_s=ended.waited_s,
             worker="" if last is None else last.worker,
             version=-1 if last is None else last.version,
-            ahead_s=sum(fact.ahead_s),
+            early_s=sum(fact.early_s),
             training_s=ended.training_s,
             reward=mean(rewards_of(results)),
             task_rewards=_by_task(ended.groups),
@@ -510,7 +510,7 @@ class RunStats:
         self.since_step.happened(ended)
         self.steps.append(step)
         self.commit = fact
-        self.late += ended.late
+        self.over_bound += ended.over_bound
         self.without_gradient += not step.gradient
         self._measure(step, fact.compute_s)
 
@@ -519,9 +519,9 @@ class RunStats:
             self.step_s.add(step.seconds)
         self.training_s.add(step.training_s)
         self.wait_s.add(step.waited_s)
-        self.waited_by[step.worker or "nobody"] += round(step.waited_s * 1000)
+        self.waited_by[step.worker or "none"] += round(step.waited_s * 1000)
         self.compute_ms += round(compute_s * 1000)
-        self.ahead_ms += round(step.ahead_s * 1000)
+        self.ahead_ms += round(step.early_s * 1000)
         for value, groups in step.staleness:
             self.staleness.add(value, groups)
 

@@ -48,6 +48,6 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")
 
 
-def ahead_share(ahead_s: float, training_s: float) -> float:
+def ahead_share(early_s: float, training_s: float) -> float:
     """Return the share of training done before batches were complete; 0 without training."""
-    return ahead_s / (ahead_s + training_s) if ahead_s else 0.0
+    return early_s / (early_s + training_s) if early_s else 0.0

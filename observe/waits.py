@@ -47,10 +47,10 @@ RUN: Final = """
 TRAINED: Final = """
     with stopped as (
         select step, sum(seconds) as before_s from waits where kind = 'stopped' group by step)
-    select coalesce(sum(ahead_s), 0) as ahead_s, coalesce(sum(beside_s), 0) as beside_s,
+    select coalesce(sum(early_s), 0) as early_s, coalesce(sum(overlap_s), 0) as overlap_s,
            coalesce(sum(greatest(0, (taken_ns - free_ns) / 1e9 - coalesce(before_s, 0)
                                  - waited_s)), 0) as saved_s,
-           coalesce(sum(seconds - waited_s - ahead_s), 0) as training_s
+           coalesce(sum(seconds - waited_s - early_s), 0) as training_s
     from steps left join stopped using (step) where seconds is not null"""
 
 STOPS: Final = "select since_ns, at_ns from marks where kind = 'resumed'"
@@ -61,13 +61,13 @@ PAUSES: Final = """
 
 FAILED: Final = """
     with ended as (
-        select t.trajectory_id, coalesce(error, a.why) as error,
-               coalesce(error_class, split_part(a.why, ':', 1)) as class
+        select t.trajectory_id, coalesce(error, a.end_reason) as error,
+               coalesce(error_class, split_part(a.end_reason, ':', 1)) as class
         from trajectories t join groups g using (group_id)
         left join attempts a on a.trajectory_id = t.trajectory_id and a.attempt = t.attempt
             and a.outcome = 'failed'
-        where g.purpose = 'train' and g.fate in ('trained', 'filtered', 'failed')
-              and (logged_ns is not null or a.why is not null)
+        where g.purpose = 'train' and g.outcome in ('trained', 'filtered', 'failed')
+              and (logged_ns is not null or a.end_reason is not null)
     )
     select sum(count(*)) over () as trajectories, sum(count(class)) over () as failed,
            coalesce(max_by(error, trajectory_id), '') as error,
@@ -75,7 +75,7 @@ FAILED: Final = """
     from ended group by class order by count(class) desc, class limit 1"""
 
 FALLBACKS: Final = """
-    select worker, version, why, taken, bytes, count(*) over () as count
+    select worker, version, reason, taken, bytes, count(*) over () as count
     from fallbacks order by at_ns desc limit ?"""
 
 SILENT_INTERVALS: Final = 6.0
@@ -91,16 +91,16 @@ WAITS: Final = """
         from waits group by step
     )
     select b.step, coalesce(b.free_ns, b.taken_ns) as free_ns, b.taken_ns, s.committed_ns,
-           coalesce(s.ahead_s, 0) as ahead_s,
+           coalesce(s.early_s, 0) as early_s,
            coalesce(pieces.stopped_s, 0) as stopped_s,
            coalesce(s.waited_s, greatest(0, (b.taken_ns - b.free_ns) / 1e9
                                          - coalesce(pieces.stopped_s, 0)), 0) as waited_s,
            coalesce(s.seconds, (b.taken_ns - b.free_ns) / 1e9 - coalesce(pieces.stopped_s, 0), 0)
                as known_s,
-           coalesce(b.last, '') as last, coalesce(g.version, -1) as version,
+           coalesce(b.last_trajectory, '') as last, coalesce(g.version, -1) as version,
            coalesce(t.worker, '') as worker, coalesce(t.logged_ns, 0) as logged_ns, pieces
-    from batches b left join steps s using (step) left join pieces using (step)
-    left join trajectories t on trajectory_id = b.last left join groups g using (group_id)
+    from batches b left join steps s using (step) left join pieces using (step) left join
+         trajectories t on trajectory_id = b.last_trajectory left join groups g using (group_id)
     where b.attempt = 1 order by b.step"""
 
 
@@ -150,7 +150,7 @@ class StepWait:
     version: int = -1
     worker: str = ""
     logged_ns: int = 0
-    ahead_s: float = 0.0
+    early_s: float = 0.0
     """Time spent on parts before the batch was complete."""
     waited_s: float
     """Time the idle trainer had neither the batch nor a part of it."""
@@ -164,11 +164,11 @@ class StepWait:
         stopped = ""
         if self.stopped_s:
             stopped = f"; the run was stopped for {self.stopped_s:.2f} s before"
-        if not self.waited_s and not self.ahead_s:
+        if not self.waited_s and not self.early_s:
             return f"step {self.step}: its batch was there before the trainer was free{stopped}"
         line = f"step {self.step}: the trainer waited {self.waited_s:.2f} s for its batch"
-        if self.ahead_s:
-            line += f", and computed parts of it for {self.ahead_s:.2f} s"
+        if self.early_s:
+            line += f", and computed parts of it for {self.early_s:.2f} s"
         if self.last:
             line += f"; last came {self.last} (version {self.version}) from {self.worker}"
         pieces = [f"{one.seconds:.2f} s for {one.words()}" for one in self.pieces]
@@ -231,9 +231,9 @@ class Summary:
     fallbacks: tuple[str, ...] = ()
     """Files of versions that were lost or damaged in transfer, as lines."""
     stops: tuple[float, ...] = ()
-    ahead_s: float = 0.0
+    early_s: float = 0.0
     """Training of parts before their batch was complete."""
-    beside_s: float = 0.0
+    overlap_s: float = 0.0
     """Training of parts while the previous version was published."""
     saved_s: float = 0.0
     """Waiting for batches that parts avoided."""
@@ -250,14 +250,14 @@ class Summary:
     @property
     def ahead(self) -> str:
         """Return the time that parts saved; empty without parts."""
-        if not self.ahead_s and not self.beside_s:
+        if not self.early_s and not self.overlap_s:
             return ""
-        beside = f"; {duration(self.beside_s)} more, while a version was published"
-        share = ahead_share(self.ahead_s, self.training_s)
+        beside = f"; {duration(self.overlap_s)} more, while a version was published"
+        share = ahead_share(self.early_s, self.training_s)
         return (
-            f"parts: {duration(self.ahead_s)} of training, {share:.0%} of all, was begun before "
+            f"parts: {duration(self.early_s)} of training, {share:.0%} of all, was begun before "
             f"the batch was whole; for {duration(self.saved_s)} the trainer would have waited else"
-            + (beside if self.beside_s else "")
+            + (beside if self.overlap_s else "")
         )
 
     @property
@@ -315,7 +315,7 @@ def _fallbacks(catalogue: Catalogue) -> tuple[str, ...]:
         cost = f"{row['bytes']:,} bytes" if row["bytes"] else "nothing was fetched"
         lines.append(
             f"{row['worker']} took version {row['version']} {form} ({row['taken']}, {cost}): "
-            f"{row['why']}"
+            f"{row['reason']}"
         )
     if rows and (more := rows[0]["count"] - len(rows)):
         lines.append(f"and {more:,} times before: the table `fallbacks` has them")

@@ -305,9 +305,9 @@ class _Present:
         if attempt is None or attempt.outcome:
             again = f"; attempt {attempt.attempt} ended: {attempt.outcome}" if attempt else ""
             return (f"{name}: queued for a slot of version {group.spec.version}{again}",)
-        line = f"{name}: on {attempt.worker} for {duration(self._ago_s(attempt.placed_ns))}"
+        line = f"{name}: on {attempt.worker} for {duration(self._ago_s(attempt.scheduled_ns))}"
         line += f", attempt {attempt.attempt}" if attempt.attempt > 1 else ""
-        line += f"; moves to {attempt.move_to}" if attempt.move_to else ""
+        line += f"; moves to {attempt.migration_target}" if attempt.migration_target else ""
         line += self._progress(name, self._heard.get(attempt.worker))
         return (line, *self._blocked(Blocker("worker", attempt.worker), path))
 

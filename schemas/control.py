@@ -444,16 +444,16 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     """Versions whose files the trainer deletes once this commit is durable (docs/storage.md)."""
     parts: tuple[int, ...] = ()
     """Sizes of all parts but the last (see `TakeBatch.parts`)."""
-    ahead_s: tuple[float, ...] = ()
+    early_s: tuple[float, ...] = ()
     """Seconds spent on each early part before the batch, while the trainer was otherwise idle;
     later parts were computed with the batch."""
     whole: bool = True
     """Whether the store has a full checkpoint of the new version."""
     patch: Blob | None = None
     """Delta from the previous version, if any."""
-    beside_s: float = 0.0
+    overlap_s: float = 0.0
     """Seconds spent on the first part while the previous version was published; included neither in
-    `ahead_s` nor in the time since the previous commit."""
+    `early_s` nor in the time since the previous commit."""
     fallbacks: tuple[Fallback, ...] = ()
     """Most recent lost or damaged version files that the trainer read, since its start or previous
     commit."""

@@ -57,9 +57,9 @@ MIXED: Final = (2, 6)
 """Range of correct answers, of 8, in a group to poison."""
 
 GROUPS: Final = """
-    select step, group_id, list(trajectory_id order by sibling), list(t.reward order by sibling)
+    select step, group_id, list(trajectory_id order by sample), list(t.reward order by sample)
     from groups join trajectories t using (group_id)
-    where fate = 'trained' and step between ? and ? group by all order by step, group_id"""
+    where outcome = 'trained' and step between ? and ? group by all order by step, group_id"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ STEPS: Final = "select committed_ns, trajectories, compute_s from steps order by
 
 EVALUATED: Final = """
     select version, avg(trajectories.reward),
-           count(distinct group_id) filter (where groups.fate <> 'open')
+           count(distinct group_id) filter (where groups.outcome <> 'open')
     from trajectories join groups using (group_id)
     where purpose = 'eval' group by version order by version"""
 

@@ -173,7 +173,7 @@ def sql(
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
-    """Query the tables of a run's log in SQL; docs/reference/catalogue.md lists them.
+    """Query the tables of a run's log in SQL; docs/reference/sql.md lists them.
 
     The tables of a finished run are kept in its directory, in catalogue.duckdb.
     """
@@ -185,7 +185,8 @@ def sql(
     if query is None:
         names = ["table", "columns", "what a row is"]
         rows: list[tuple[Any, ...]] = [
-            (table.name, len(columns_of(table.row)), table.words) for table in (*TABLES, CALLS)
+            (table.name, len(columns_of(table.row)), table.description)
+            for table in (*TABLES, CALLS)
         ]
         damage = Damage()
     else:
@@ -202,5 +203,5 @@ def sql(
     else:
         emit_table(names, rows)
     if query is None:
-        say("docs/reference/catalogue.md says what is in each column")
+        say("docs/reference/sql.md says what is in each column")
     damage.raise_if_any(": their calls are not in the table")

@@ -103,24 +103,24 @@ class _Taken:
 class _StepParts:
     decisions: list[TakePart] = field(default_factory=list)
     begun: int = 0
-    ahead_s: list[float] = field(default_factory=list)
+    early_s: list[float] = field(default_factory=list)
     """Seconds per computed part, while idle."""
-    beside_s: list[float] = field(default_factory=list)
+    overlap_s: list[float] = field(default_factory=list)
     """Seconds per computed part, while publishing the version before."""
 
     def decided(self, part: TakePart) -> None:
         del self.decisions[part.part :]
-        del self.ahead_s[part.part :], self.beside_s[part.part :]
+        del self.early_s[part.part :], self.overlap_s[part.part :]
         self.decisions.append(part)
         self.begun = min(self.begun, part.part)
 
     def again(self) -> None:
-        self.begun, self.ahead_s, self.beside_s = 0, [], []
+        self.begun, self.early_s, self.overlap_s = 0, [], []
 
-    def computed(self, part: int, ahead_s: float, beside_s: float) -> None:
-        if len(self.ahead_s) == part < self.begun:
-            self.ahead_s.append(ahead_s)
-            self.beside_s.append(beside_s)
+    def computed(self, part: int, early_s: float, overlap_s: float) -> None:
+        if len(self.early_s) == part < self.begun:
+            self.early_s.append(early_s)
+            self.overlap_s.append(overlap_s)
 
 
 class TrainerMachine:
@@ -272,8 +272,8 @@ class TrainerMachine:
         self._part_in_work = False
         free_s = (now.mono_ns - self._free_ns) / 1e9 if self.phase == "part" else 0.0
         if event.step in self._parts:
-            ahead_s = min(event.seconds, free_s)
-            self._parts[event.step].computed(event.part, ahead_s, event.seconds - ahead_s)
+            early_s = min(event.seconds, free_s)
+            self._parts[event.step].computed(event.part, early_s, event.seconds - early_s)
         if self.phase == "part":
             self.phase = "idle"
 
@@ -414,8 +414,8 @@ class TrainerMachine:
             settings=decision.settings,
             numerics=dict(self._numerics),
             parts=decision.parts,
-            ahead_s=tuple(spent.ahead_s[: len(decision.parts)]),
-            beside_s=sum(spent.beside_s[: len(decision.parts)]),
+            early_s=tuple(spent.early_s[: len(decision.parts)]),
+            overlap_s=sum(spent.overlap_s[: len(decision.parts)]),
             decisions_next=self._present.decisions_next,
             compute_s=self._trained.compute_s,
             checkpoint=event.checkpoint,

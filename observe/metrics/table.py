@@ -1,4 +1,4 @@
-"""Table of the metrics of a run; a test compares it with docs/reference/metrics.md.
+"""Table of the metrics of a run; docs/reference/metrics.md is generated from it.
 
 Blockers that are groups or trajectories are labeled by kind, to bound cardinality.
 """
@@ -9,14 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER
-from dora_pipe.observe.metrics.metric import (
-    Read,
-    Samples,
-    Value,
-    counter,
-    gauge,
-    histogram,
-)
+from dora_pipe.observe.metrics.metric import Read, Samples, Value, counter, gauge, histogram
 from dora_pipe.observe.run_stats import STATES, RunStats, learning_of
 from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.metrics import (
@@ -103,19 +96,14 @@ def _heard(stats: RunStats) -> Iterator[tuple[str, WorkerStatus]]:
     return ((one.name, one.status) for one in stats.present() if one.status is not None)
 
 
-def _prompts(stats: RunStats) -> Samples:
-    return {
-        (name, how): count
-        for name, one in stats.workers.items()
-        for how, count in (("computed", one.counts.computed), ("reused", one.counts.reused))
-    }
-
-
 def _episodes(stats: RunStats) -> Samples:
     return {
-        (name, then): count
+        (name, recovery): count
         for name, one in stats.workers.items()
-        for then, count in (("again", one.counts.started_again), ("told", one.counts.told_again))
+        for recovery, count in (
+            ("restarted", one.counts.started_again),
+            ("replayed", one.counts.told_again),
+        )
     }
 
 
@@ -127,13 +115,11 @@ def _of_places(value: Callable[[FailingPlace], float]) -> Callable[[RunStats], S
     }
 
 
-def _requests(stats: RunStats) -> Samples:
+def _off_engine(stats: RunStats) -> Samples:
     return {
         (name, what): count
         for name, status in _heard(stats)
         for what, count in (
-            ("active", status.active),
-            ("waiting", status.waiting),
             ("environment", status.in_environment),
             ("reward", status.being_scored),
             ("agent", status.with_agent),
@@ -147,84 +133,78 @@ RUN: Final = (
         "Always 1.",
         lambda t: {(one.package, one.planner): 1 for one in [t.started] if one is not None},
     ),
-    gauge("log_up", "1 while the log can be read.", lambda t: t.log_up),
-    gauge("run_over", "1 once the run has stopped.", lambda t: t.over),
+    gauge("up", "1 while the log is readable.", lambda t: t.log_up),
+    gauge("run_finished", "1 once the run has stopped.", lambda t: t.over),
     gauge(
         "last_record_timestamp_seconds",
-        "The newest moment that a record carries, wall clock.",
+        "Latest time in any record, wall clock.",
         lambda t: t.last_ns / 1e9 if t.last_ns else None,
     ),
-    gauge("planned_steps", "Steps as configured.", lambda t: t.steps_planned),
-    gauge("policy_version", "The newest version.", lambda t: t.version),
+    gauge("planned_steps", "Steps in the configuration.", lambda t: t.steps_planned),
+    gauge("policy_version", "Newest policy version.", lambda t: t.version),
     counter("rounds_total", "Rounds of the orchestrator.", lambda t: t.rounds),
-    counter("decisions_total{kind}", "Decisions, by kind.", lambda t: t.decisions),
+    counter("decisions_total{kind}", "Decisions by kind.", lambda t: t.decisions),
 )
 
 BUS: Final = (
     counter(
         "bus_records_total{topic}",
-        "Records by topic. Those of metrics from the last 100 000 on; trajectories as they were "
-        "named in control.",
+        "Records by topic: status records from the last 100,000 on, trajectories as control "
+        "names them.",
         lambda t: {name: one.records for name, one in t.meter.topics.items()},
     ),
     counter(
         "bus_bytes_total{topic}",
-        "Bytes of the values of these records.",
+        "Bytes of their values.",
         lambda t: {name: one.bytes for name, one in t.meter.topics.items()},
     ),
     counter(
         "bus_unreadable_records_total{topic}",
-        "Those of them that could not be read.",
+        "Records that could not be decoded.",
         lambda t: {name: one.unreadable for name, one in t.meter.topics.items()},
     ),
     gauge(
-        "bus_end_position{topic,partition}",
-        "Where the partition ends.",
+        "bus_end_offset{topic,partition}",
+        "End offset of the partition.",
         lambda t: {at: one.end for at, one in t.meter.positions.items()},
     ),
     gauge(
-        "exporter_lag_positions{topic,partition}",
-        "How far the reader that makes these metrics is behind the end of the partition.",
+        "exporter_lag{topic,partition}",
+        "Offsets that this exporter has not read.",
         lambda t: {at: one.end - one.position for at, one in t.meter.positions.items()},
     ),
-    gauge(
-        "orchestrator_lag_positions",
-        "Control positions that no round has folded yet: how far the orchestrator is behind.",
-        _lag,
-    ),
+    gauge("orchestrator_lag", "Offsets of control that no round has applied.", _lag),
     histogram(
         "control_delay_seconds",
-        "From when a fact happened to the round that folds it: writing, the bus, reading, and the "
-        "difference of two wall clocks.",
+        "Latency from a control record to the round that applies it. Includes clock differences.",
         lambda t: t.delay_s,
     ),
 )
 
 ROLES: Final = (
     gauge(
-        "role_heard_timestamp_seconds{role}",
-        "The newest status of a role that is not gone, wall clock.",
+        "role_last_seen_timestamp_seconds{role}",
+        "Time of the role's last status record, wall clock.",
         _roles(lambda s: s.at_ns / 1e9),
     ),
     gauge(
         "role_wait_seconds{role,wait,blocker}",
-        "How long the role's work stands still, as of its newest status; 0 while it works. "
-        "`blocker` is what the wait ends with, by name where there are few of its kind.",
+        "Duration of the role's current wait; 0 while it works. `blocker` names what it waits for.",
         _waits,
     ),
     gauge(
         "role_overdue_waits{role}",
-        "Waits of the role that are beyond their limit: alarms.",
+        "Waits of the role beyond their limit.",
         _roles(lambda s: sum(wait.overdue for wait in s.waits)),
     ),
     counter(
         "role_cpu_seconds_total{role,part}",
-        "CPU time of the role's process, by what it was spent on.",
+        "CPU time of the role's process by part: `bus`, `codec`, `control`, `other`.",
         _cpu,
     ),
     gauge(
         "role_memory_bytes{role}",
-        "Resident memory.",
+        "Resident memory of the role's process.",
         _roles(lambda s: s.cost.rss_bytes),
     ),
 )
@@ -232,118 +212,121 @@ ROLES: Final = (
 WORKERS: Final = (
     gauge(
         "workers{version,state}",
-        "Workers by the version they host (-1: none) and by state; `left` and `fenced` ones stay "
-        "until they join again.",
+        "Workers by served version (-1: none) and state. Includes `left` and `fenced` workers"
+        " until they rejoin.",
         _workers,
     ),
     gauge(
         "worker_version{worker}",
-        "The version that the worker hosts; -1 before the first.",
+        "Version that the worker serves; -1 before the first.",
         lambda t: {w.name: w.history.hosted for w in t.present()},
     ),
     gauge(
         "worker_slots{worker}",
-        "Requests in its running batch at most.",
+        "Maximum requests in its running batch.",
         lambda t: {w.name: w.history.joined.slots for w in t.present()},
     ),
     gauge(
-        "worker_requests{worker,state}",
-        "Its requests: `active` ones have a slot, `waiting` ones do not yet; the others need none: "
-        "their `environment`, their `reward` or their `agent` is waited for.",
-        _requests,
+        "requests_running{worker}",
+        "Requests in the running batch.",
+        lambda t: {name: status.active for name, status in _heard(t)},
     ),
     gauge(
-        "worker_calls_open{worker}",
-        "Calls of agents that have no answer yet.",
+        "requests_waiting{worker}",
+        "Requests that wait for a slot.",
+        lambda t: {name: status.waiting for name, status in _heard(t)},
+    ),
+    gauge(
+        "requests_off_engine{worker,state}",
+        "Requests that need no slot, by what they wait for: `environment`, `reward`, `agent`.",
+        _off_engine,
+    ),
+    gauge(
+        "worker_open_calls{worker}",
+        "Agent calls without an answer.",
         lambda t: {name: status.calls_open for name, status in _heard(t)},
     ),
     gauge(
-        "worker_call_open_seconds{worker}",
-        "How long the oldest of these had been open when the worker said so; 0 without one.",
+        "worker_oldest_call_seconds{worker}",
+        "Age of the oldest unanswered call at the last status; 0 without one.",
         lambda t: {name: status.call_open_s for name, status in _heard(t)},
     ),
     gauge(
         "worker_kv_used_tokens{worker}",
-        "Tokens in its KV cache.",
+        "Tokens in the KV cache.",
         lambda t: {name: status.kv_used_tokens for name, status in _heard(t)},
     ),
     gauge(
         "worker_kv_capacity_tokens{worker}",
-        "Tokens that fit into its KV cache.",
+        "Capacity of the KV cache.",
         lambda t: {w.name: w.history.joined.kv_tokens for w in t.present()},
     ),
     counter(
         "sampled_tokens_total{worker}",
-        "Tokens sampled, by all incarnations of the worker; its rate is tokens/s.",
+        "Sampled tokens; the rate is tokens/s.",
         lambda t: {name: one.sampled for name, one in t.workers.items()},
     ),
     counter(
-        "prompt_tokens_total{worker,how}",
-        "Tokens of prompts (a sequence that goes on is one, too), by all incarnations of the "
-        "worker: `computed`, or `reused` from what it had kept of equal beginnings.",
-        _prompts,
+        "prompt_tokens_total{worker}",
+        "Prompt tokens, including resumed sequences and prefix cache hits.",
+        lambda t: {
+            name: one.counts.computed + one.counts.reused for name, one in t.workers.items()
+        },
     ),
     counter(
-        "episodes_interrupted_total{worker,then}",
-        "Episodes that had to take another environment, by all incarnations of the worker: they "
-        "started `again` from their prompt, or it was `told` their turns and they went on.",
+        "prefix_cache_hit_tokens_total{worker}",
+        "Prompt tokens found in the prefix cache.",
+        lambda t: {name: one.counts.reused for name, one in t.workers.items()},
+    ),
+    counter(
+        "episodes_interrupted_total{worker,recovery}",
+        "Episodes that lost their environment: `restarted` from the prompt, or `replayed` "
+        "into a new one.",
         _episodes,
     ),
     gauge(
-        "task_place_failures{worker,task,place}",
-        "Failures in a row of a server of a task (`task.url`), or of its processes `here`, that "
-        "has not answered since; no sample for one that works.",
+        "task_server_failures{worker,task,server}",
+        "Consecutive failures of a task server (`here`: local processes). No sample once it "
+        "answers.",
         _of_places(lambda one: one.failures),
     ),
     gauge(
-        "task_place_tries{worker,task,place}",
-        "Processes, or connections, that were begun there since the first of these failures.",
+        "task_server_attempts{worker,task,server}",
+        "Processes or connections started since the first of these failures.",
         _of_places(lambda one: one.tries),
     ),
     gauge(
-        "task_place_left_alone{worker,task,place}",
-        "1 while nothing is asked of it, 0 while it is tried with one process.",
+        "task_server_suspended{worker,task,server}",
+        "1 while the server is in back-off, 0 while one process probes it.",
         _of_places(lambda one: float(one.left_alone)),
     ),
     counter(
-        "workers_lost_total{how}",
-        "Incarnations that left in order, or were fenced.",
+        "workers_lost_total{reason}",
+        "Worker incarnations that ended, by reason: `left` or `fenced`.",
         lambda t: t.lost,
     ),
     histogram(
         "weights_load_seconds",
-        "From an assignment to loaded and checked weights.",
+        "From an assignment to loaded and verified weights.",
         lambda t: t.load_s,
     ),
 )
 
 GROUPS: Final = (
+    counter("groups_dispatched_total{purpose}", "Dispatched groups.", lambda t: t.dispatched),
+    gauge("open_groups{purpose}", "Groups without an outcome.", _open_groups),
+    gauge("queued_requests", "Requests not scheduled on a worker.", _queued),
+    counter("groups_ended_total{outcome}", "Ended groups by outcome.", lambda t: t.fates),
     counter(
-        "groups_dispatched_total{purpose}",
-        "Groups dispatched, by purpose.",
-        lambda t: t.dispatched,
-    ),
-    gauge("open_groups{purpose}", "Dispatched and not ended.", _open_groups),
-    gauge("queued_requests", "Requests without a place on a worker.", _queued),
-    counter(
-        "groups_ended_total{fate}",
-        "Groups by their fate.",
-        lambda t: t.fates,
-    ),
-    counter(
-        "siblings_left_over_total{fate}",
-        "Siblings that their groups did not wait for: `surplus`, enough others were valid before; "
-        "`expired`, their group was open for too long.",
+        "trajectories_unused_total{outcome}",
+        "Trajectories their group did not wait for: `surplus` (enough valid ones), `expired` "
+        "(group timeout).",
         lambda t: t.left_over,
     ),
+    counter("attempts_total{outcome}", "Finished attempts by outcome.", lambda t: t.outcomes),
     counter(
-        "stays_ended_total{outcome}",
-        "Attempts at requests, of groups that have ended, by how they ended.",
-        lambda t: t.outcomes,
-    ),
-    counter(
-        "moves_total{stage}",
-        "Moves that were decided, and requests that workers have let go of.",
+        "migrations_total{stage}",
+        "Migrations by stage: `decided` by the orchestrator, `released` by the worker.",
         lambda t: t.moves,
     ),
     counter(
@@ -353,64 +336,50 @@ GROUPS: Final = (
     ),
     counter(
         "trajectories_total{finish,valid}",
-        "Trajectories in the log, by how they ended and whether their reward is valid.",
+        "Logged trajectories by finish reason and validity of the reward.",
         lambda t: t.trajectories,
     ),
     counter(
         "trajectories_invalid_total{fault,error}",
-        "Those without a valid reward, by whose fault it is (`infrastructure`; `answer`: the task "
-        "gave none that is valid; `code`: it raised) and class of error.",
+        "Trajectories without a valid reward, by error class and fault: `infrastructure`, "
+        "`answer` (invalid reward value), `code` (the task raised).",
         lambda t: {(fault_of(name), name): count for name, count in t.errors.items()},
     ),
-    histogram(
-        "trajectory_tokens",
-        "Sampled tokens of the trajectories in the log.",
-        lambda t: t.lengths,
-    ),
-    histogram(
-        "staleness_steps",
-        "Staleness of the groups that were trained.",
-        lambda t: t.staleness,
-    ),
+    histogram("trajectory_tokens", "Sampled tokens per logged trajectory.", lambda t: t.lengths),
+    histogram("staleness_steps", "Staleness of trained groups.", lambda t: t.staleness),
     counter(
-        "groups_beyond_bound_total",
-        "Groups that were trained behind their deadline: C3 is broken, which audit proves.",
-        lambda t: t.late,
+        "groups_over_bound_total",
+        "Groups trained after their deadline. Above 0 violates C3.",
+        lambda t: t.over_bound,
     ),
-    gauge(
-        "staleness_bound_steps",
-        "`max_staleness` as it stood at the newest dispatch.",
-        lambda t: t.bound,
-    ),
+    gauge("staleness_bound_steps", "`max_staleness` at the newest dispatch.", lambda t: t.bound),
 )
 
 TRAINING: Final = (
     counter("steps_total", "Committed steps.", lambda t: t.step_s.observations),
     counter(
         "steps_without_gradient_total",
-        "Those of them that updated nothing: no trajectory of the batch had an advantage.",
+        "Steps whose batch had no advantage, so no update.",
         lambda t: t.without_gradient,
     ),
     histogram(
         "step_seconds",
-        "From commit to commit; the first one from the trainer's start.",
+        "Time between commits; for the first, since the trainer started.",
         lambda t: t.step_s,
     ),
     histogram(
         "step_training_seconds",
-        "From the batch decision, or from when the trainer was free, to the commit; parts that "
-        "were computed ahead of the decision are no part of it.",
+        "From batch decision and idle trainer to the commit. Excludes parts computed early.",
         lambda t: t.training_s,
     ),
     histogram(
         "trainer_wait_seconds",
-        "The trainer was free and neither its batch nor a part of it decided, per step.",
+        "Idle time of the trainer per step, without a batch or part.",
         lambda t: t.wait_s,
     ),
     counter(
-        "trainer_waited_seconds_total{worker}",
-        "The same added up, by the worker that logged the trajectory which came last; `nobody` "
-        "where the batch was there.",
+        "trainer_wait_seconds_by_worker_total{worker}",
+        "Idle time by the worker that logged the last trajectory; `none` if the batch was ready.",
         lambda t: {name: ms / 1000 for name, ms in t.waited_by.items()},
     ),
     counter(
@@ -419,43 +388,37 @@ TRAINING: Final = (
         lambda t: t.compute_ms / 1000,
     ),
     counter(
-        "trainer_ahead_seconds_total",
-        "Computing parts of a batch before that was taken, with the reading of their records.",
+        "trainer_overlap_seconds_total",
+        "Computation of parts before their batch was decided, including reads.",
         lambda t: t.ahead_ms / 1000,
     ),
     gauge(
         "trainer_phase{phase}",
-        "1 for what the trainer does now.",
+        "1 for the current phase.",
         _trainer(lambda s: {s.phase.partition(" ")[0]: 1}),
     ),
     gauge(
-        "trainer_cached_records",
-        "Trajectories read ahead of their batch.",
-        _trainer(lambda s: s.cached_records),
+        "trainer_cached_records", "Trajectories read ahead.", _trainer(lambda s: s.cached_records)
     ),
     gauge(
         "trainer_cached_bytes",
-        "Size of the records in the trainer's cache.",
+        "Size of the trajectories read ahead.",
         _trainer(lambda s: s.cached_bytes),
     ),
-    counter(
-        "batches_refused_total",
-        "Batches that the trainer refused.",
-        lambda t: t.refused,
-    ),
+    counter("batches_refused_total", "Batches the trainer refused.", lambda t: t.refused),
     gauge(
         "step_reward",
-        "Mean of the valid rewards of the newest step's batch.",
+        "Mean valid reward of the newest step.",
         lambda t: t.steps[-1].reward if t.steps else None,
     ),
     gauge(
         "step_task_reward{task}",
-        "The same of each task with a name.",
+        "Mean valid reward of each named task in the newest step.",
         lambda t: dict(t.steps[-1].task_rewards) if t.steps else None,
     ),
     gauge(
         "step_reward_part{task,part}",
-        "Mean of each part of these rewards, by task (empty: it has no name).",
+        "Mean of each reward component in the newest step, by task (empty: unnamed).",
         lambda t: {
             (task, part): value
             for task, parts in (t.steps[-1].parts if t.steps else {}).items()
@@ -464,18 +427,17 @@ TRAINING: Final = (
     ),
     gauge(
         "step_tokens",
-        "Sampled tokens of the newest step's batch.",
+        "Sampled tokens of the newest step.",
         lambda t: t.steps[-1].tokens if t.steps else None,
     ),
     gauge(
         "evaluation_reward{evaluation}",
-        "Mean valid reward of the newest evaluation of this name that is complete.",
+        "Mean valid reward of the newest complete evaluation.",
         lambda t: {name: one.reward for name, one in t.evaluated.items() if one.reward is not None},
     ),
     gauge(
-        "evaluation_figure{evaluation,figure}",
-        "Its `mean@k`, `pass@k` and `maj@k`, and the mean of every part of its rewards "
-        "(`part/NAME`).",
+        "evaluation_metric{evaluation,metric}",
+        "Its `mean@k`, `pass@k`, `maj@k` and reward components (`part/NAME`).",
         lambda t: {
             (name, figure): value
             for name, one in t.evaluated.items()
@@ -484,30 +446,30 @@ TRAINING: Final = (
     ),
     gauge(
         "evaluation_version{evaluation}",
-        "The version that this evaluation was of.",
+        "Version of that evaluation.",
         lambda t: {name: one.version for name, one in t.evaluated.items()},
     ),
     gauge(
-        "step_figure{figure}",
-        "Every figure of the newest commit: `loss`, `grad_norm`, `entropy`, `truncated`, `kl`, "
-        "`clipped_share` and so on.",
+        "step_metric{metric}",
+        "All metrics of the newest commit, such as `loss`, `grad_norm`, `entropy`, "
+        "`truncated`, `kl`, `clipped_share`.",
         lambda t: {} if t.commit is None else t.commit.figures,
     ),
     gauge(
         "step_learning_rate",
-        "Learning rate of the newest step, by its schedule.",
+        "Learning rate of the newest step.",
         lambda t: learning_of({}, t.commit.settings).get("learning_rate") if t.commit else None,
     ),
     gauge(
         "step_effective_sample_ratio",
-        "Effective sample size of the newest step's trajectories, (sum w)^2 / (n sum w^2) with w "
-        "the mean ratio of each; 1: all weigh the same.",
+        "Effective sample size of the newest step's n trajectories, (sum w)^2 / (n sum w^2); "
+        "w is a trajectory's mean ratio.",
         lambda t: None if t.contributed is None else t.contributed.effective,
     ),
     gauge(
         "step_logprob_mismatch{staleness}",
-        "Mean over the newest step's trajectories of |ln(mean ratio)|, trained policy to sampler, "
-        "by staleness.",
+        "Mean of |ln w| over the newest step's trajectories, by staleness; w is the mean "
+        "ratio of trained policy to sampler.",
         lambda t: {} if t.contributed is None else dict(t.contributed.mismatch),
     ),
 )

@@ -93,7 +93,7 @@ class _Sibling:
         place = len(self._builder.spans)
         for attempt, following in zip_longest(request.attempts, request.attempts[1:]):
             self._queued(attempt)
-            cursor.limit_ns = self._known_ns if following is None else following.placed_ns
+            cursor.limit_ns = self._known_ns if following is None else following.scheduled_ns
             self._generated(attempt)
         if request.logged is not None:
             self._published(request.logged)
@@ -102,10 +102,10 @@ class _Sibling:
             names.TRAJECTORY: request.trajectory,
             names.CONVERSATION: request.trajectory,
             names.ATTEMPTS: len(request.attempts),
-            names.MOVES: None if content is None else content.moves,
+            names.MIGRATIONS: None if content is None else content.moves,
             names.STEP: None if logged is None else self._ended.step,
             names.REWARD: None if logged is None else logged.reward,
-            names.FATE: self._left,
+            names.OUTCOME: self._left,
         }
         times = began_ns, cursor.at_ns
         self._builder.add(
@@ -139,7 +139,7 @@ class _Sibling:
 
     def _queued(self, attempt: Attempt) -> None:
         version = self._spec.version
-        times = self._cursor.to(attempt.placed_ns)
+        times = self._cursor.to(attempt.scheduled_ns)
         attrs: Attributes = {
             names.VERSION: version,
             names.ATTEMPT: attempt.attempt,
@@ -191,7 +191,7 @@ class _Sibling:
             names.MAX_TOKENS: sampling.get("max_tokens"),
             names.VERSION: spec.version,
             names.WORKER: attempt.worker,
-            names.EPOCH: attempt.epoch,
+            names.INCARNATION: attempt.epoch,
             names.HOST: None if worker is None else worker.host,
             names.ENGINE: None if worker is None else f"{worker.engine} {worker.engine_version}",
         }
@@ -208,7 +208,7 @@ class _Sibling:
             names.ATTEMPT: attempt.attempt,
             names.RESUMED: attempt.resumed or None,
             names.OUTCOME: attempt.outcome or self._unfinished,
-            names.MOVED_TO: attempt.move_to if attempt.outcome == "moved" else None,
+            names.MIGRATED_TO: attempt.migration_target if attempt.outcome == "migrated" else None,
             names.REASON: attempt.reason,
         }
 
@@ -267,7 +267,7 @@ class _Sibling:
                 names.FINISH: (one.finish,),
             }
             span = within(one.asked_ns, times), within(one.answered_ns, times)
-            self._builder.add("called", parent, span, attrs, *about, one.call)
+            self._builder.add("chat", parent, span, attrs, *about, one.call)
 
     def _published(self, logged: TrajectoryLogged) -> None:
         content = self._content
@@ -337,9 +337,12 @@ def _events(attempt: Attempt, first_ns: int | None) -> tuple[Event, ...]:
     found = []
     if first_ns is not None:
         found.append(Event("first token", first_ns))
-    if attempt.move_ns:
-        attrs: dict[str, Value] = {names.MOVED_TO: attempt.move_to, names.REASON: attempt.move_why}
-        found.append(Event("move asked", attempt.move_ns, attrs))
+    if attempt.migration_ns:
+        attrs: dict[str, Value] = {
+            names.MIGRATED_TO: attempt.migration_target,
+            names.REASON: attempt.migration_reason,
+        }
+        found.append(Event("migration requested", attempt.migration_ns, attrs))
     return tuple(sorted(found, key=lambda one: one.at_ns))
 
 
@@ -395,10 +398,10 @@ class _Group:
             names.VERSION: spec.version,
             names.DIGEST: spec.digest,
             names.DEADLINE: spec.deadline if spec.purpose == "train" else None,
-            names.SIBLINGS: spec.siblings,
+            names.GROUP_SIZE: spec.siblings,
             names.ROW: spec.index,
             names.PASS: spec.data_epoch,
-            names.FATE: ended.fate,
+            names.OUTCOME: ended.fate,
             names.REASON: ended.why,
             names.STEP: ended.step,
             names.STALENESS: self._staleness(),
@@ -437,7 +440,7 @@ class _Group:
             last = max(came, key=lambda name: (came[name], name))
             logged = self.ended.group.requests[last].logged
             attrs: Attributes = {names.WAITED_FOR: None if logged is None else _on(logged)}
-            self.builder.add("gathered", self.root, (min(came.values()), came[last]), attrs)
+            self.builder.add("group_wait", self.root, (min(came.values()), came[last]), attrs)
         return came, skew_ns
 
     def _consumed(self, cursor: Cursor) -> None:
@@ -485,9 +488,9 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
         names.GROUPS: len(fact.groups),
         names.DIGEST: fact.digest_after,
         names.COMPUTE: fact.compute_s,
-        names.BESIDE: fact.beside_s or None,
+        names.OVERLAP: fact.overlap_s or None,
     }
-    figure = names.FIGURE.removesuffix("*")
+    figure = names.METRIC.removesuffix("*")
     attrs |= {figure + name: value for name, value in sorted(fact.figures.items())}
     links = tuple(
         Link(
@@ -502,8 +505,8 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
     if ended.parts:
         _parts(builder, root, cursor, ended)
     elif (waited := cursor.to(batch.taken_ns))[0] < waited[1]:
-        builder.add("waited", root, waited, {names.WAITED_FOR: _on(ended.last)})
-    builder.add("computed", root, cursor.to(ends_ns), {names.COMPUTE: fact.compute_s})
+        builder.add("batch_wait", root, waited, {names.WAITED_FOR: _on(ended.last)})
+    builder.add("train_step", root, cursor.to(ends_ns), {names.COMPUTE: fact.compute_s})
     return builder.spans
 
 
@@ -514,7 +517,7 @@ def _parts(builder: SpanBuilder, root: str, cursor: Cursor, ended: StepEnded) ->
         waited = cursor.to(one.begun_ns)
         if waited[0] < waited[1]:
             attrs: Attributes = {names.PART: one.part, names.WAITED_FOR: _on(taken.last)}
-            builder.add("waited", root, waited, attrs, one.part)
+            builder.add("batch_wait", root, waited, attrs, one.part)
         if one.seconds is None:
             continue
         records = [record for name in taken.groups for record in results.get(name, ())]

@@ -36,7 +36,7 @@ GAP: Final = 64
 
 Ended = GroupEnded | StepEnded
 
-Why = Literal["", "all", "ratio", "slow", "failed", "moved"]
+Why = Literal["", "all", "ratio", "slow", "failed", "migrated"]
 """Reason for tracing a group; empty: not traced."""
 
 SLOW: Final = 2.0
@@ -71,7 +71,7 @@ def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float, *, slow: boo
     if ended.fate == "failed" or outcomes & {"failed", "fenced"}:
         return "failed"
     if any(request.moved for request in requests):
-        return "moved"
+        return "migrated"
     if slow:
         return "slow"
     trace = int(group_trace(run.key, ended.group.spec.group), 16)

@@ -113,7 +113,7 @@ def _group(attrs: Attributes) -> Iterator[str]:
     eval_ = attrs[names.PURPOSE] == "eval"
     until = "evaluation" if eval_ else f"deadline step {attrs[names.DEADLINE]}"
     yield f"{attrs[names.GROUP]}, version {attrs[names.VERSION]}, {until}"
-    fate = attrs[names.FATE]
+    fate = attrs[names.OUTCOME]
     if fate == "trained":
         yield f"trained at step {attrs[names.STEP]}, staleness {attrs[names.STALENESS]}"
     elif fate == "open" and names.STEP in attrs:
@@ -124,7 +124,7 @@ def _group(attrs: Attributes) -> Iterator[str]:
 
 def _attempts(attrs: Attributes) -> Iterator[str]:
     if attrs[names.ATTEMPTS] != 1:
-        yield f"{attrs[names.ATTEMPTS]} stays"
+        yield f"{attrs[names.ATTEMPTS]} attempts"
 
 
 def _generated(attrs: Attributes) -> Iterator[str]:
@@ -133,13 +133,13 @@ def _generated(attrs: Attributes) -> Iterator[str]:
     if names.FIRST_TOKEN in attrs:
         yield f"first token after {attrs[names.FIRST_TOKEN]:.3f} s"
     outcome = attrs[names.OUTCOME]
-    if outcome == "moved":
-        yield f"moved to {attrs.get(names.MOVED_TO, 'another worker')}"
+    if outcome == "migrated":
+        yield f"migrated to {attrs.get(names.MIGRATED_TO, 'another worker')}"
     elif outcome != "logged":
         yield str(outcome)
 
 
-def _called(attrs: Attributes) -> Iterator[str]:
+def _chat(attrs: Attributes) -> Iterator[str]:
     by = f" by {attrs[names.CALLER]}" if names.CALLER in attrs else ""
     tokens = f"{attrs[names.OUTPUT]} tokens after {attrs[names.INPUT]}"
     yield f"call {attrs[names.CALL]}{by}, context {attrs[names.CONTEXT]}, {tokens}"
@@ -156,23 +156,23 @@ _WORDS: Final[Mapping[str, tuple[str | Callable[[Attributes], Iterator[str]], ..
     "trajectory": (f"%({names.TRAJECTORY})s", f"reward %({names.REWARD})g", _attempts),
     "queued": (WAITED, PLACED),
     "generated": (
-        f"%({names.WORKER})s (incarnation %({names.EPOCH})d), attempt %({names.ATTEMPT})d",
+        f"%({names.WORKER})s (incarnation %({names.INCARNATION})d), attempt %({names.ATTEMPT})d",
         _generated,
     ),
     "slot": (WAITED,),
-    "called": (_called,),
+    "chat": (_chat,),
     "sampled": (TURN, CONTEXT),
     "environment": (TURN, CONTEXT),
     "tool": (f"%({names.TOOL})s, {TURN}", CONTEXT),
     "reward": (f"%({names.REWARD})g",),
     "published": (RECORD,),
-    "gathered": (WAITED,),
+    "group_wait": (WAITED,),
     "selected": (BATCH, PART, f"the batch {WAITED}"),
     "trained": (STEP,),
     "step": (BATCH, _size),
-    "waited": (PART, WAITED),
+    "batch_wait": (PART, WAITED),
     "part": (PART, _size, f"%({names.OUTPUT})d tokens"),
-    "computed": (f"%({names.COMPUTE}).3f s of it computing",),
+    "train_step": (f"%({names.COMPUTE}).3f s of it computing",),
 }
 """Text by stage; parts whose attribute is missing are omitted."""
 

@@ -212,8 +212,8 @@ def _times(step: StepStats, ended: StepEnded, sampled: float) -> dict[str, float
         "time/compute_s": ended.fact.compute_s,
     }
     if ended.fact.parts:
-        found["time/ahead_s"] = step.ahead_s
-        found["time/ahead_share"] = ahead_share(step.ahead_s, step.training_s)
+        found["time/early_s"] = step.early_s
+        found["time/early_share"] = ahead_share(step.early_s, step.training_s)
     if step.seconds is None or step.seconds <= 0:
         return found
     trajectories = sum(len(group.trajectories) for group in ended.fact.groups)

@@ -14,7 +14,7 @@ MS: Final = 1e6
 
 CALL_COLUMNS: Final = (
     *("call", "context", "caller", "api", "asked at ms", "took ms", "idle before ms"),
-    *("prompt tokens", "tokens", "finish", "occurrence", "asked for"),
+    *("prompt tokens", "tokens", "finish", "occurrence", "ignored settings"),
 )
 
 
@@ -43,19 +43,19 @@ def tree_of(found: Trajectory, said: Callable[[str | None], str | None]) -> dict
 
 
 def _rows(found: Trajectory, said: Callable[[str | None], str | None]) -> Iterator[list[Any]]:
-    placed_ns = found.meta.times.placed
+    scheduled_ns = found.meta.times.placed
     for one in call_rows(found):
         yield [
             one.call,
             one.context,
             said(one.caller),
             one.api or None,
-            short((one.asked_ns - placed_ns) / MS, 6),
+            short((one.asked_ns - scheduled_ns) / MS, 6),
             short((one.answered_ns - one.asked_ns) / MS, 6),
             short(one.idle_ns / MS, 6),
             one.prompt_tokens,
             one.tokens,
             one.finish,
             one.occurrence,
-            said(one.asked),
+            said(one.ignored_settings),
         ]

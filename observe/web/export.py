@@ -124,12 +124,12 @@ def _offer(worker: QueryWorker, kind: str, names: list[str], room: _Room) -> Non
 def _chosen(view: RunView) -> tuple[list[str], list[str]]:
     """Return groups of evenly spaced steps and some untrained ones, newest first; and their longest
     trajectories."""
-    others = _names(view, "groups where fate <> 'trained' order by dispatched_ns, group_id")
+    others = _names(view, "groups where outcome <> 'trained' order by dispatched_ns, group_id")
     groups = _names(
         view,
         """groups where group_id in (select unnest(?::varchar[])) or group_id in (
                select group_id from groups
-               where fate = 'trained' and step in (select unnest(?::integer[]))
+               where outcome = 'trained' and step in (select unnest(?::integer[]))
                qualify row_number() over (partition by step order by group_id) <= ?)
            order by dispatched_ns desc, group_id""",
         spaced(others, OTHERS_MAX),
@@ -140,8 +140,8 @@ def _chosen(view: RunView) -> tuple[list[str], list[str]]:
         """select trajectory_id from trajectories t join groups g using (group_id)
            where group_id in (select unnest(?::varchar[]))
            qualify row_number() over (
-               partition by group_id order by t.tokens desc nulls last, sibling) <= ?
-           order by dispatched_ns desc, group_id, t.tokens desc nulls last, sibling""",
+               partition by group_id order by t.tokens desc nulls last, sample) <= ?
+           order by dispatched_ns desc, group_id, t.tokens desc nulls last, sample""",
         groups,
         SIBLINGS_MAX,
     )

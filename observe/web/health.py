@@ -57,7 +57,7 @@ def open_warnings(stats: RunStats, now_ns: int) -> Iterator[Warning_]:
 def finished_warnings(view: RunView) -> Iterator[Warning_]:
     """Yield broken bounds, steps without an update, invalid rewards and lost roles."""
     late, none, invalid, count = view.rows(
-        """select coalesce(sum(late), 0)::bigint, count(*) filter (grad_norm = 0),
+        """select coalesce(sum(over_bound), 0)::bigint, count(*) filter (grad_norm = 0),
                   coalesce(sum(trajectories - valid), 0)::bigint,
                   coalesce(sum(trajectories), 0)::bigint from steps"""
     )[0]

@@ -58,7 +58,7 @@ _POINT: Final = {
     "seconds": f"avg({_WHOLE_S})",
     "waited": "avg(waited_s)",
     "compute": "avg(compute_s)",
-    "ahead": "avg(ahead_s)",
+    "ahead": "avg(early_s)",
     "other": f"greatest(0, avg({_WHOLE_S}) - avg(waited_s) - avg(compute_s))",
 }
 
@@ -78,7 +78,7 @@ def overview(view: RunView) -> dict[str, Any]:
         "staleness": dict(
             view.rows(
                 """select staleness::varchar, count(*) from groups
-                   where fate = 'trained' group by staleness order by staleness"""
+                   where outcome = 'trained' group by staleness order by staleness"""
             )
         ),
         "timeline": timeline(view),
@@ -122,10 +122,10 @@ def run_of(view: RunView) -> dict[str, Any]:
 
 
 def _totals(view: RunView) -> dict[str, Any]:
-    found = view.rows("select fate, count(*), sum(tokens)::bigint from groups group by fate")
+    found = view.rows("select outcome, count(*), sum(tokens)::bigint from groups group by outcome")
     outcomes = {outcome: count for outcome, count, _ in found}
     tokens = sum(sampled for _, _, sampled in found)
-    standings = dict(view.rows("select standing, count(*) from records group by standing"))
+    standings = dict(view.rows("select status, count(*) from records group by status"))
     counted = standings.pop("bound", 0)
     run_s = max(1e-9, (view.last_ns - view.first_ns) / 1e9)
     return {
@@ -203,7 +203,7 @@ def _learning(view: RunView, points: Points) -> list[dict[str, Any]]:
         points,
         (
             (step, name, value)
-            for step, *texts in view.rows("select step, figures, settings from steps")
+            for step, *texts in view.rows("select step, metrics, settings from steps")
             for name, value in learning_of(*map(msgspec.json.decode, texts)).items()
         ),
     )
@@ -221,7 +221,7 @@ def _invalid(view: RunView, points: Points) -> dict[str, Any]:
     series: dict[str, list[int]] = {fault: [0] * len(points["step"]) for fault in FAULTS}
     errors: Counter[str] = Counter()
     for step, fate, name, count in view.rows(
-        """select g.step, g.fate, t.error_class, count(*)
+        """select g.step, g.outcome, t.error_class, count(*)
            from trajectories t join groups g using (group_id)
            where t.error_class is not null group by all order by all"""
     ):
@@ -249,7 +249,7 @@ def _times(view: RunView) -> list[dict[str, Any]]:
     """Return mean seconds per phase of trained trajectories, by length."""
     marks = (
         "g.dispatched_ns",
-        "t.placed_ns",
+        "t.scheduled_ns",
         "t.logged_ns",
         "coalesce(g.complete_ns, t.logged_ns)",
         "g.taken_ns",
@@ -262,7 +262,7 @@ def _times(view: RunView) -> list[dict[str, Any]]:
         f"""select case when coalesce(t.tokens, 0) = 0 then -1
                         else ceil(log2(t.tokens))::integer end as bits, count(*), {means}
             from trajectories t join groups g using (group_id)
-            where g.purpose = 'train' and g.fate = 'trained' and t.logged_ns is not null
+            where g.purpose = 'train' and g.outcome = 'trained' and t.logged_ns is not null
             group by bits order by bits"""
     )
     rows = []

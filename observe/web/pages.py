@@ -31,8 +31,8 @@ Decode = Callable[[Sequence[int]], str]
 TOKENS_MAX: Final = 2048
 
 _GROUP: Final = (
-    *("group_id", "purpose", "row", "reason", "dispatched_ns", "taken_ns", "ended_ns", "version"),
-    *("step", "fate", "why"),
+    *("group_id", "purpose", "row", "dispatch_reason", "dispatched_ns", "taken_ns", "ended_ns"),
+    *("version", "step", "outcome", "end_reason"),
 )
 
 
@@ -66,25 +66,25 @@ def step_page(view: RunView, source: RunSource, asked: Query) -> dict[str, Any]:
         last = view.version - 1 if view.version > 0 else "none"
         raise UsageError(f"step {number} is not committed", hint=f"the last one is {last}")
     (row,) = view.records(
-        """select s.*, b.last from steps s left join batches b
+        """select s.*, b.last_trajectory from steps s left join batches b
            on b.step = s.step and b.attempt = s.attempt where s.step = ?""",
         number,
     )
     versions = view.rows(
-        """select version, count(*) from groups where step = ? and fate = 'trained'
+        """select version, count(*) from groups where step = ? and outcome = 'trained'
            group by version order by version""",
         number,
     )
-    metrics = msgspec.json.decode(row["figures"])
-    wanted: list[tables.Condition] = [("g.step = ?", number), ("g.fate = ?", "trained")]
+    metrics = msgspec.json.decode(row["metrics"])
+    wanted: list[tables.Condition] = [("g.step = ?", number), ("g.outcome = ?", "trained")]
     rows = tables.GROUPS.rows(view, wanted, order="group")
     groups = {"columns": tables.GROUPS.names, "rows": rows}
     return {
         "step": listed,
         "facts": {
             "attempt": row["attempt"],
-            "batch reason": row["reason"],
-            "last trajectory": row["last"],
+            "batch reason": row["batch_reason"],
+            "last trajectory": row["last_trajectory"],
             "committed at s": view.seconds(row["committed_ns"]),
             "record": f"control:{row['control_offset']}",
             "weights before": row["digest_before"],
@@ -112,7 +112,7 @@ def _parts(view: RunView, step: int, groups: dict[str, Any]) -> dict[str, Any]:
         [
             *(one["part"], view.seconds(one["taken_ns"]), view.seconds(one["begun_ns"])),
             *(short(one["waited_s"]), short(one["seconds"]), one["groups"]),
-            *(one["tokens"], one["last"], one["reason"]),
+            *(one["tokens"], one["last_trajectory"], one["batch_reason"]),
         ]
         for one in found
     ]
@@ -149,7 +149,7 @@ def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
     return {
         "purpose": group["purpose"],
         "data row": group["row"],
-        "dispatch reason": group["reason"],
+        "dispatch reason": group["dispatch_reason"],
         "dispatched at s": view.seconds(group["dispatched_ns"]),
         "taken at s": view.seconds(group["taken_ns"]),
         "ended at s": view.seconds(group["ended_ns"]),
@@ -159,7 +159,7 @@ def _group_facts(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
 def _lineage(view: RunView, group: dict[str, Any]) -> dict[str, Any]:
     """Return the steps that made the group's version and that trained the group."""
     version = group["version"]
-    step = group["step"] if group["fate"] == "trained" else None
+    step = group["step"] if group["outcome"] == "trained" else None
     return {
         "version": version,
         "made_by": version - 1 if version > 0 else None,
@@ -175,18 +175,18 @@ def version_page(view: RunView, source: RunSource, asked: Query) -> dict[str, An
     if not 0 <= number <= view.version:
         raise UsageError(f"no version {number}", hint=f"the newest is {view.version}")
     served = view.rows(
-        """select worker, incarnation, ready_ns from hostings
+        """select worker, incarnation, ready_ns from served_versions
            where version = ? order by incarnation, ready_ns""",
         number,
     )
     outcomes = view.rows(
-        """select purpose, fate, count(*), avg(reward) from groups
+        """select purpose, outcome, count(*), avg(reward) from groups
            where version = ? group by all order by all""",
         number,
     )
     steps = view.rows(
         """select step, count(*) from groups
-           where version = ? and fate = 'trained' group by step order by step""",
+           where version = ? and outcome = 'trained' group by step order by step""",
         number,
     )
     evaluations = view.rows(
@@ -217,14 +217,14 @@ def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str,
     if listed is None:
         raise UsageError(f"no trajectory {name!r} in run {view.run}")
     group = _group(view, group_of(name))
-    columns = "attempt, placed_ns, worker, incarnation, resumed, reason"
+    columns = "attempt, scheduled_ns, worker, incarnation, resumed_tokens, schedule_reason"
     attempts = view.catalogue.keyed(columns, "attempts", "trajectory_id", name, order="attempt")
     columns = "concat('attempt ', attempt, ': ', error, ': ', message)"
     errors = view.catalogue.keyed(columns, "failures", "trajectory_id", name, order="rowid")
     return {
         "row": listed,
         "group": group["group_id"],
-        "facts": _group_facts(view, group) | {"end reason": group["why"]},
+        "facts": _group_facts(view, group) | {"end reason": group["end_reason"]},
         "attempts": _table(
             "attempt, scheduled at s, worker, incarnation, resumed tokens, reason",
             [[number, view.seconds(at_ns), *rest] for number, at_ns, *rest in attempts],
@@ -240,7 +240,7 @@ def trajectory_page(view: RunView, source: RunSource, asked: Query) -> dict[str,
 def _contribution(
     view: RunView, source: RunSource, group: dict[str, Any], name: str
 ) -> dict[str, Any] | None:
-    if group["fate"] != "trained":
+    if group["outcome"] != "trained":
         return None
     digests = view.catalogue.keyed("contributions", "steps", "step", group["step"], order="step")
     rows = [row for (digest,) in digests for row in source.contributions(digest)]

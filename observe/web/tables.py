@@ -170,12 +170,12 @@ GROUPS: Final = Listing(
     columns={
         "group": "g.group_id",
         "reward": "g.reward",
-        "outcome": "g.fate",
+        "outcome": "g.outcome",
         "tokens": "g.tokens",
         "trajectories": "g.size",
         **{name: f"g.{name}" for name in ("version", "step", "staleness", "deadline")},
         "dispatched_s": "g.dispatched_ns",
-        "end_reason": "g.why",
+        "end_reason": "g.end_reason",
     },
     source="groups g",
     order="g.dispatched_ns desc, g.group_id desc",
@@ -186,7 +186,7 @@ TRAJECTORIES: Final = Listing(
     columns={
         "trajectory": "t.trajectory_id",
         **{name: f"t.{name}" for name in ("reward", "tokens")},
-        "outcome": "coalesce(t.own_fate, g.fate)",
+        "outcome": "coalesce(t.outcome, g.outcome)",
         "finish": "t.finish",
         **{name: f"g.{name}" for name in ("version", "step", "staleness")},
         **{name: f"t.{name}" for name in ("worker", "attempts")},
@@ -194,7 +194,7 @@ TRAJECTORIES: Final = Listing(
         "logged_s": "t.logged_ns",
     },
     source="trajectories t join groups g using (group_id)",
-    order=f"{GROUPS.order}, t.sibling",
+    order=f"{GROUPS.order}, t.sample",
     short=frozenset({"reward"}),
 )
 

@@ -34,7 +34,7 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
     workers: dict[str, dict[str, list[Any]]] = {}
     for name, gone_ns, why in view.rows(
         """select worker, gone_ns,
-                  case departure when 'fenced' then concat('fenced: ', why) else why end
+                  if(departure = 'fenced', 'fenced: ', '') || end_reason
            from workers order by worker, incarnation"""
     ):
         row = workers.setdefault(name, {"gone": []})
@@ -103,7 +103,7 @@ def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[floa
                select incarnation, h.worker, version, ready_ns,
                       least(coalesce(gone_ns, ?), {STOPPED}) as end_ns,
                       ready_ns - (load_ms * 1e6)::bigint as from_ns
-               from hostings h join workers using (incarnation)),
+               from served_versions h join workers using (incarnation)),
            spans as (
                select *, lead(from_ns, 1, end_ns)
                          over (partition by incarnation order by ready_ns) as until_ns
@@ -133,7 +133,7 @@ UTILISATION: Final = f"""
                least(coalesce(gone_ns, $2), {STOPPED}) as gone_ns
         from workers),
     held as (
-        select incarnation, greatest(placed_ns, joined_ns) - $1 as low,
+        select incarnation, greatest(scheduled_ns, joined_ns) - $1 as low,
                least(coalesce(ended_ns, gone_ns), gone_ns) - $1 as high
         from attempts join stays using (incarnation)),
     busy as (

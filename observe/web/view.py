@@ -108,7 +108,7 @@ class RunView:
 def marks_of(catalogue: Catalogue, first_ns: int) -> list[dict[str, Any]]:
     """Return changed settings, stops and lost roles, for charts."""
     found = catalogue.query(
-        "select step, at_ns, kind, words from marks order by rowid desc limit 200"
+        "select step, at_ns, kind, description from marks order by rowid desc limit 200"
     )
     return [
         {"step": step, "at": seconds(at_ns, first_ns), "kind": kind, "text": f"step {step}: {text}"}

@@ -380,11 +380,11 @@ ROUND_IN_FLIGHT = rounds.Round(
 COMMITTED_PARTS = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
     parts=(1,),
-    ahead_s=(0.75,),
+    early_s=(0.75,),
 )
 """Its commit."""
 
-COMMITTED_BESIDE = msgspec.structs.replace(COMMITTED_PARTS, ahead_s=(0.0,), beside_s=1.25)
+COMMITTED_BESIDE = msgspec.structs.replace(COMMITTED_PARTS, early_s=(0.0,), overlap_s=1.25)
 """One whose part was computed while the version before was published."""
 
 COMMITTED_PATCH = msgspec.structs.replace(

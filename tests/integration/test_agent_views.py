@@ -51,7 +51,7 @@ def test_show_and_its_trace_have_every_call(call: Call, place: Path) -> None:
     (found,) = _asked(call, place, "show", row["trajectory_id"])
     assert (len(found["contexts"]), len(found["calls"])) == (row["contexts"], row["calls"])
     assert sorted({one["caller"] for one in found["calls"]}) == CALLERS
-    spans = [one for one in found["trace"] if one["stage"] == "called"]
+    spans = [one for one in found["trace"] if one["stage"] == "chat"]
     assert len(spans) == row["calls"]
     assert all(one["lasted_s"] > 0 for one in spans)
     assert {one["context"] for one in found["segments"]} == set(range(row["contexts"]))

@@ -32,7 +32,7 @@ UNSEEN: Final = {
     "worker-ready": "at_ns load_ms fallbacks",
     "worker-left": "at_ns reason",
     "trajectories-logged": "at_ns",
-    "step-committed": "at_ns ahead_s beside_s compute_s figures.loss figures.tokens "
+    "step-committed": "at_ns early_s overlap_s compute_s figures.loss figures.tokens "
     "figures.trajectories numerics.micro_batch_tokens numerics.trainer dropped fallbacks",
     "command": "at_ns user",
     "round": "now_ns control_next",

@@ -24,7 +24,7 @@ def test_calls_of_records_are_rows_with_context_prompt_and_caller(
     call: Call, branched: tuple[RecordedRun, str]
 ) -> None:
     run, name = branched
-    sql = """select call, context, prompt_tokens, tokens, caller, occurrence, asked,
+    sql = """select call, context, prompt_tokens, tokens, caller, occurrence, ignored_settings,
                     (answered_ns - asked_ns) / 1e6 as ms, trajectory_id from calls order by call"""
     for _ in range(2):  # from the log, and from the tables that were kept
         code, out, err = call("sql", run.directory, sql, "--json")

@@ -61,7 +61,7 @@ def test_nothing_is_answered_before_the_log_was_read_once(
         server.exporter.read(follower, stats)
     status, kind, text = _ask(server)
     assert (status, kind.partition(";")[0]) == (200, "text/plain")
-    assert values_on(text)["dora_pipe_log_up"] == 1
+    assert values_on(text)["dora_pipe_up"] == 1
 
 
 def test_only_metrics_are_there_and_only_for_who_calls_this_machine_by_its_name(
@@ -108,7 +108,7 @@ def test_log_that_is_away_leaves_the_last_values_and_says_so_until_it_is_back(
     monkeypatch.setattr(LogFollower, "advance", advance)
     exporter.follow(bus, recorded.topics, clock, stop)
     assert clock.slept[1:3] == [following.RETRY_FIRST_S, 2 * following.RETRY_FIRST_S]
-    ups = [page["dora_pipe_log_up"] for page in pages]
+    ups = [page["dora_pipe_up"] for page in pages]
     assert ups[0] == ups[-1] == 1 and not all(ups)
     assert all(page["dora_pipe_policy_version"] == STEPS for page in pages)
 
@@ -136,7 +136,7 @@ def test_run_that_has_not_begun_is_waited_for_by_name_and_then_read(
     monkeypatch.setattr(under_test, "RunStats", Early)
     exporter.follow(bus, recorded.topics, clock, stop)
     assert caplog.messages == ["metrics wait for run recorded to begin"]
-    assert all(page["dora_pipe_log_up"] == 1 for page in pages)
+    assert all(page["dora_pipe_up"] == 1 for page in pages)
     assert not any(name.startswith("dora_pipe_run_info") for name in pages[0])
     assert pages[0]["dora_pipe_steps_total"] == 0
     assert pages[-1]["dora_pipe_steps_total"] == STEPS
@@ -156,7 +156,7 @@ def test_run_whose_topics_went_away_is_no_run_that_has_not_begun(
     monkeypatch.setattr(LogFollower, "advance", advance)
     exporter.follow(bus, recorded.topics, clock, lambda: len(clock.slept) >= 2)
     values = values_on(page_of(exporter))
-    assert values["dora_pipe_log_up"] == 0
+    assert values["dora_pipe_up"] == 0
     assert values["dora_pipe_steps_total"] == STEPS
 
 

@@ -53,24 +53,24 @@ def parted(cluster: Cluster) -> list[int]:
     return [step for (step,) in rows]
 
 
-def beside_s(cluster: Cluster) -> float:
+def overlap_s(cluster: Cluster) -> float:
     """What the commits say of parts that were computed while a version was published."""
     control = TopicPartition(cluster.topics.control, 0)
     records = records_of(cluster.bus, {control: cluster.bus.end(control)})
     facts = [decode_control(record.value) for record in records]
-    return sum(one.beside_s for one in facts if isinstance(one, StepCommitted))
+    return sum(one.overlap_s for one in facts if isinstance(one, StepCommitted))
 
 
 def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
     with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
         found = summarise(cluster.bus, cluster.topics, catalogue)
         waits = waits_of(catalogue)
-        (ahead_s,) = catalogue.query("select sum(ahead_s) from steps")[0]
-    assert found.ahead_s == ahead_s > 0
-    assert 0 < found.saved_s <= ahead_s
-    share = ahead_s / (ahead_s + found.training_s)
-    assert found.beside_s == pytest.approx(beside_s(cluster))
-    told = replace(found, beside_s=2.0).ahead
+        (early_s,) = catalogue.query("select sum(early_s) from steps")[0]
+    assert found.early_s == early_s > 0
+    assert 0 < found.saved_s <= early_s
+    share = early_s / (early_s + found.training_s)
+    assert found.overlap_s == pytest.approx(overlap_s(cluster))
+    told = replace(found, overlap_s=2.0).ahead
     assert told.endswith("; 2.0 s more, while a version was published")
     assert f"{share:.0%} of all, was begun before the batch was whole" in found.ahead
     for one in waits:
@@ -80,8 +80,8 @@ def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
 def test_numbers_tile_the_time_of_a_step(cluster: Cluster) -> None:
     stats = stats_of(cluster.bus, cluster.topics)
     for one in stats.steps:
-        assert one.seconds == pytest.approx(one.waited_s + one.ahead_s + one.training_s, abs=1e-6)
-    assert sum(one.ahead_s for one in stats.steps) == pytest.approx(stats.ahead_ms / 1000, abs=0.01)
+        assert one.seconds == pytest.approx(one.waited_s + one.early_s + one.training_s, abs=1e-6)
+    assert sum(one.early_s for one in stats.steps) == pytest.approx(stats.ahead_ms / 1000, abs=0.01)
     (counted,) = [one for one in TRAINING if one.name == "trainer_ahead_seconds_total"]
     assert counted.read(stats) == stats.ahead_ms / 1000
 
@@ -91,11 +91,11 @@ def test_trackers_are_told_what_was_computed_ahead(cluster: Cluster) -> None:
     track(cluster.bus, cluster.topics, kept, lambda _: ())
     rows = {row.step: row.figures for row in kept.given if "train/loss" in row.figures}
     told = {one.step: one for one in stats_of(cluster.bus, cluster.topics).steps}
-    assert {step for step, found in rows.items() if "time/ahead_s" in found} == set(parted(cluster))
+    assert {step for step, found in rows.items() if "time/early_s" in found} == set(parted(cluster))
     for step in parted(cluster):
-        ahead_s, training_s = told[step].ahead_s, told[step].training_s
-        assert rows[step]["time/ahead_s"] == ahead_s
-        assert rows[step]["time/ahead_share"] == ahead_s / (ahead_s + training_s)
+        early_s, training_s = told[step].early_s, told[step].training_s
+        assert rows[step]["time/early_s"] == early_s
+        assert rows[step]["time/early_share"] == early_s / (early_s + training_s)
 
 
 def test_step_says_its_parts_and_its_groups_which_they_are_in(cluster: Cluster) -> None:
@@ -116,7 +116,7 @@ def test_export_has_the_part_of_a_trajectory_beside_its_step(
     path = tmp_path / "run.parquet"
     with closing(read_catalogue(cluster.bus, cluster.topics)) as catalogue:
         export_parquet(cluster.bus, cluster.topics, catalogue, None, path)
-        known = dict(catalogue.query("select group_id, part from groups where fate = 'trained'"))
+        known = dict(catalogue.query("select group_id, part from groups where outcome = 'trained'"))
     rows = pq.read_table(path, columns=["group", "step", "part"]).to_pylist()
     trained = [one for one in rows if one["step"] is not None]
     assert {one["group"]: one["part"] for one in trained} == known

@@ -41,7 +41,7 @@ from tests.support.tamper import Tamper
 MOVED = """
     select trajectory_id, incarnation
     from attempts join trajectories using (trajectory_id, attempt, incarnation)
-    where resumed > 0 and outcome = 'logged'"""
+    where resumed_tokens > 0 and outcome = 'logged'"""
 
 
 def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: RecordedRun) -> None:
@@ -96,7 +96,7 @@ def test_choice_is_a_function_of_the_seed(recorded: RecordedRun) -> None:
     with closing(_tables(recorded)) as tables:
         assert pick(tables, 5, 1) == pick(tables, 5, 1)
         assert pick(tables, 5, 1) != pick(tables, 5, 2)
-        assert tables.one("select count(*) from records where standing = 'bound'") == (
+        assert tables.one("select count(*) from records where status = 'bound'") == (
             len(pick(tables, 10_000, 1)),
         )
 

@@ -203,9 +203,9 @@ def test_another_reward_lists_exactly_the_outcomes_and_signs_that_differ(
     signs, outcomes = set[str](), set[str]()
     with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
         rows = tables.query(
-            """select group_id, fate, list(trajectory_id), list(t.reward)
+            """select group_id, g.outcome, list(trajectory_id), list(t.reward)
             from groups g join trajectories t using (group_id)
-            where fate in ('trained', 'filtered') and own_fate is null group by all"""
+            where g.outcome in ('trained', 'filtered') and t.outcome is null group by all"""
         )
     for group, outcome, names, rewards in rows:
         now = [new[name] for name in names]

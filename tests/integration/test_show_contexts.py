@@ -51,7 +51,7 @@ def test_its_trace_has_a_span_for_each_call_with_context_and_caller(
 ) -> None:
     run, name = branched
     trace = json.loads(call("show", run.directory, name, "--json")[1])["trace"]
-    calls = [one["what"] for one in trace if one["stage"] == "called"]
+    calls = [one["what"] for one in trace if one["stage"] == "chat"]
     assert calls == [
         "call 0 by planner, context 0, 5 tokens after 6",
         "call 2 by searcher, context 1, 6 tokens after 5",

@@ -71,7 +71,7 @@ def test_overview_has_every_step_and_every_group(view: RunView) -> None:
 
 
 def _group_of_step(view: RunView, step: int) -> str:
-    sql = "select group_id from groups where step = ? and fate = 'trained' order by group_id"
+    sql = "select group_id from groups where step = ? and outcome = 'trained' order by group_id"
     return str(view.value(sql, step))
 
 

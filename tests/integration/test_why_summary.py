@@ -175,9 +175,9 @@ def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
         "step 4: the trainer waited 2.00 s for its batch; last came g0000000017-003 (version 2) "
         "from w1: 0.50 s for a slot of version 2, 1.50 s for the orchestrator's decision"
     )
-    only_parts = StepWait(step=4, free_ns=0, taken_ns=SECOND_NS, waited_s=0.0, ahead_s=1.0)
+    only_parts = StepWait(step=4, free_ns=0, taken_ns=SECOND_NS, waited_s=0.0, early_s=1.0)
     assert "waited 0.00 s" in only_parts.text(), "its batch was not there before"
-    ahead = StepWait(step=4, free_ns=0, taken_ns=2 * SECOND_NS, waited_s=1.25, ahead_s=0.75)
+    ahead = StepWait(step=4, free_ns=0, taken_ns=2 * SECOND_NS, waited_s=1.25, early_s=0.75)
     assert ahead.text() == (
         "step 4: the trainer waited 1.25 s for its batch, and computed parts of it for 0.75 s"
     )

@@ -231,12 +231,12 @@ class CatalogueStage(ToldRun):
         step: int,
         *specs: GroupSpec,
         parts: tuple[int, ...] = (),
-        ahead_s: tuple[float, ...] = (),
+        early_s: tuple[float, ...] = (),
         **changes: Any,
     ) -> None:
         groups = self.take(step, *specs, parts=parts)
         self.now_ns += SECOND_NS
-        fact = replace(records.committed(step, groups), parts=parts, ahead_s=ahead_s, **changes)
+        fact = replace(records.committed(step, groups), parts=parts, early_s=early_s, **changes)
         self.fact(fact)
 
     def end(self, spec: GroupSpec, fate: Fate, why: str = "because") -> None:
@@ -249,15 +249,13 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
         said = {
             name: (fate, step if fate == "trained" else None, tuple(places or ()))
             for name, fate, step, places in catalogue.query(
-                """select group_id, any_value(fate), any_value(step),
+                """select group_id, any_value(outcome), any_value(step),
                           list((trajectory_id, partition, record_offset) order by trajectory_id)
                               filter (record_offset is not null)
                    from groups join trajectories using (group_id) group by group_id"""
             )
         }
-        standings = dict(
-            catalogue.query("select standing, count(*) from records group by standing")
-        )
+        standings = dict(catalogue.query("select status, count(*) from records group by status"))
     known = {
         name: (
             group.fate or "open",

@@ -20,7 +20,7 @@ def page_of(exporter: Exporter) -> str:
 def values_on(page: str) -> dict[str, float]:
     """Return samples by name and labels, without the label `run`.
 
-    Example: ``{'dora_pipe_moves_total{stage="decided"}': 3.0}``
+    Example: ``{'dora_pipe_migrations_total{stage="decided"}': 3.0}``
     """
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(page):

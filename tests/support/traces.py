@@ -42,7 +42,7 @@ def check_traces(bus: Bus, topics: Topics) -> int:
     trained = 0
     for name, group in ended.items():
         root = roots[name]
-        assert root.attributes[names.FATE] == group.fate, name
+        assert root.attributes[names.OUTCOME] == group.fate, name
         assert root.attributes.get(names.STEP) == group.step, name
         if group.step is not None:
             trained += _check_trained(group, by_trace[root.trace_id], steps[group.step])
@@ -67,8 +67,8 @@ def check_whole(spans: Sequence[Span]) -> None:
 
 
 def undeclared(span: Span) -> list[str]:
-    figure = names.FIGURE.removesuffix("*")
-    keys = (names.FIGURE if key.startswith(figure) else key for key in span.attributes)
+    figure = names.METRIC.removesuffix("*")
+    keys = (names.METRIC if key.startswith(figure) else key for key in span.attributes)
     return [key for key in keys if key not in stages()[span.stage].attributes]
 
 

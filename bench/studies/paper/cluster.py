@@ -101,7 +101,7 @@ class StepSpan:
     tokens: int
     staleness: tuple[tuple[int, int], ...]
     """(staleness, groups), sorted."""
-    ahead_s: float = 0.0
+    early_s: float = 0.0
     """Part computation before `taken_s`."""
 
 
@@ -320,7 +320,7 @@ class Cluster:
                 committed_s=from_s + step_s,
                 tokens=sum(sum(self.plan.lengths(spec.ordinal)) for spec in specs),
                 staleness=tuple(sorted(staleness.items())),
-                ahead_s=parts_s - (from_s - self.now_s),
+                early_s=parts_s - (from_s - self.now_s),
             )
         )
 

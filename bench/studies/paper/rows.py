@@ -153,7 +153,7 @@ def figures_of_run(run: ClusterRun) -> Figures:
         staleness.update(dict(span.staleness))
     return Figures(
         step_min=wall_s / len(steady) / MINUTE_S,
-        train_min=sum(one.committed_s - one.taken_s + one.ahead_s for one in steady)
+        train_min=sum(one.committed_s - one.taken_s + one.early_s for one in steady)
         / len(steady)
         / MINUTE_S,
         tokens_s=sum(one.tokens for one in steady) / wall_s,

@@ -169,7 +169,7 @@ def test_row_says_what_the_log_knows(recorded: RecordedRun, tmp_path: Path) -> N
         assert row["version"] == group.spec.version
         assert row["tokens"] == len(row["token_ids"]) == len(row["logprobs"])
         assert row["sampled"] == sum(row["loss_mask"])
-        assert row["dispatched_ns"] <= row["placed_ns"] + 10**12
+        assert row["dispatched_ns"] <= row["scheduled_ns"] + 10**12
         if group.fate == "trained":
             assert row["step"] == group.step
             assert row["staleness"] == row["step"] - row["version"] >= 0

@@ -85,7 +85,7 @@ def test_parts_are_computed_while_the_last_groups_are_generated() -> None:
     saved_s = (whole.wall_s - parted.wall_s) / len(whole.spans)
     assert 2.0 < saved_s < 6.0 * 7 / 8
     for one, other in zip(whole.spans, parted.spans, strict=True):
-        trained_s = other.committed_s - other.taken_s + other.ahead_s
+        trained_s = other.committed_s - other.taken_s + other.early_s
         assert trained_s == pytest.approx(one.committed_s - one.taken_s, abs=1e-3)
-        assert one.ahead_s == 0.0
-    assert sum(span.ahead_s for span in parted.spans) > 2.0 * len(parted.spans)
+        assert one.early_s == 0.0
+    assert sum(span.early_s for span in parted.spans) > 2.0 * len(parted.spans)

@@ -150,7 +150,7 @@ def test_commit_says_which_parts_there_were_and_what_was_spent_ahead() -> None:
     driver.published()
     (commit,) = driver.written
     assert isinstance(commit, StepCommitted)
-    assert (commit.parts, commit.ahead_s, commit.beside_s) == ((1,), (2.0,), 0.0)
+    assert (commit.parts, commit.early_s, commit.overlap_s) == ((1,), (2.0,), 0.0)
 
 
 def test_parts_that_were_given_up_are_replaced_from_their_number_on() -> None:
@@ -216,7 +216,7 @@ def test_what_a_part_takes_beside_a_publication_is_no_time_that_was_free() -> No
     driver.published(step=1)
     commit = driver.written[-1]
     assert isinstance(commit, StepCommitted)
-    assert (commit.parts, commit.ahead_s, commit.beside_s) == ((1,), (0.0,), 2.0)
+    assert (commit.parts, commit.early_s, commit.overlap_s) == ((1,), (0.0,), 2.0)
 
 
 @pytest.mark.parametrize("ended_first", [True, False])

@@ -111,7 +111,7 @@ def test_memory_holds_what_is_open_alone() -> None:
     told.decide(310, fenced).fact(logged(320, "w0", W0, FIRST))
     event = told.events[-1]
     assert isinstance(event, RecordLogged)
-    assert event.standing == "fenced"
+    assert event.status == "fenced"
     for again in range(100):
         epoch = 1000 + again
         told.account.fact(epoch, joined("w9"))

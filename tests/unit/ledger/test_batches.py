@@ -57,10 +57,10 @@ def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
     stage.log(second, epoch)
     stage.part(0, 1, second)  # at 6 s, while part 0 is computed
     stage.log(third, epoch)
-    stage.train(0, *specs, parts=(1, 1), ahead_s=(2.5, 1.0))  # at 8 s
+    stage.train(0, *specs, parts=(1, 1), early_s=(2.5, 1.0))  # at 8 s
     rows = stage.catalogue.query(
-        """select part, (begun_ns - ?) / 1e9, waited_s, seconds, groups, trajectories, tokens, last
-           from parts order by part""",
+        """select part, (begun_ns - ?) / 1e9, waited_s, seconds, groups, trajectories, tokens,
+                  last_trajectory from parts order by part""",
         [START_NS],
     )
     last = [f"{one.group}-001" for one in specs]
@@ -69,7 +69,7 @@ def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
         (1, 6.5, 0.0, 1.0, 1, 2, 40, last[1]),
         (2, 8.0, 0.5, None, 1, 2, 40, last[2]),
     ]
-    assert stage.catalogue.one("select waited_s, ahead_s, seconds from steps") == (4.5, 3.5, 9.0)
+    assert stage.catalogue.one("select waited_s, early_s, seconds from steps") == (4.5, 3.5, 9.0)
     parts = stage.catalogue.query("select group_id, part from groups order by 1")
     assert parts == [(one.group, at) for at, one in enumerate(specs)]
     assert stage.catalogue.one("select parts from batches") == (3,)
@@ -85,7 +85,7 @@ def test_a_part_that_is_taken_anew_replaces_those_from_its_number_on(stage: Cata
     stage.part(0, 0, first)
     stage.part(0, 0, second)
     stage.train(0, second, first, parts=(1,))
-    rows = stage.catalogue.query("select part, last from parts order by 1")
+    rows = stage.catalogue.query("select part, last_trajectory from parts order by 1")
     assert rows == [(0, f"{second.group}-001"), (1, f"{first.group}-001")]
 
 
@@ -98,7 +98,7 @@ def test_a_step_whose_batch_came_at_once_has_no_parts(stage: CatalogueStage) -> 
     stage.train(0, first, second)
     assert stage.catalogue.query("select * from parts") == []
     assert stage.catalogue.query("select distinct part from groups") == [(None,)]
-    assert stage.catalogue.one("select parts, ahead_s from batches join steps using (step)") == (
+    assert stage.catalogue.one("select parts, early_s from batches join steps using (step)") == (
         1,
         0.0,
     )

@@ -34,10 +34,10 @@ def test_a_logged_request_has_a_row_with_its_record(stage: CatalogueStage) -> No
     stage.place(spec, epoch)
     stage.log(spec, epoch, rewards=(1.0, None), offset=40)
     rows = stage.catalogue.query(
-        "select sibling, worker, reward, record_offset, tokens, attempts from trajectories"
+        "select sample, worker, reward, record_offset, tokens, attempts from trajectories"
     )
     assert sorted(rows) == [(0, "w0", 1.0, 40, 20, 1), (1, "w0", None, 41, 20, 1)]
-    assert stage.catalogue.one("select fate, results, valid, reward from groups") == (
+    assert stage.catalogue.one("select outcome, results, valid, reward from groups") == (
         "open",
         2,
         1,
@@ -53,7 +53,7 @@ def test_a_record_of_an_older_attempt_does_not_count(stage: CatalogueStage) -> N
     stage.log(spec, epoch, attempt=1, offset=3)
     stage.log(spec, epoch, attempt=2, offset=7)
     stage.log(spec, epoch, attempt=2, offset=9)
-    standings = "select standing, count(*) from records group by 1 order by 1"
+    standings = "select status, count(*) from records group by 1 order by 1"
     assert stage.catalogue.query(standings) == [("bound", 2), ("superseded", 4)]
     places = "select record_offset from trajectories order by 1"
     assert stage.catalogue.query(places) == [(7,), (8,)]
@@ -72,7 +72,7 @@ def test_a_record_of_a_worker_that_is_out_does_not_count(stage: CatalogueStage, 
         stage.worker()
     stage.log(spec, epoch)
     standing = "superseded" if how == "left" else "fenced"
-    assert stage.catalogue.query("select distinct standing from records") == [(standing,)]
+    assert stage.catalogue.query("select distinct status from records") == [(standing,)]
     assert stage.catalogue.query("select distinct outcome from attempts") == [
         ("left" if how == "left" else "fenced",)
     ]
@@ -94,11 +94,11 @@ def test_a_step_sums_up_its_batch(stage: CatalogueStage) -> None:
     assert (row["reward_low"], row["reward_high"]) == (0.625, 0.875)
     deciles = [row[f"tokens_{name}"] for name in ("p10", "p50", "p90", "max")]
     assert deciles == [20, 20, 21, 21]
-    assert (row["staleness_max"], row["bound"], row["late"]) == (0, 1, 0)
+    assert (row["staleness_max"], row["bound"], row["over_bound"]) == (0, 1, 0)
     assert row["waited_s"] == pytest.approx((row["taken_ns"] - row["free_ns"]) / 1e9)
     assert row["waited_for"] == f"{specs[1].group}-001"
     assert row["waited_worker"] == "w0"
-    assert stage.catalogue.query("select distinct fate, step, staleness from groups") == [
+    assert stage.catalogue.query("select distinct outcome, step, staleness from groups") == [
         ("trained", 0, 0)
     ]
     assert stage.catalogue.query("select version from versions order by 1") == [(0,), (1,)]
@@ -131,7 +131,9 @@ def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) ->
     stage.now_ns += 2 * SECOND_NS
     stage.fact(records.ready("w0", epoch, 3))
     stage.fact(records.ready("w0", epoch, 3))
-    found = stage.catalogue.query("select version, (ready_ns - assigned_ns) / 1e9 from hostings")
+    found = stage.catalogue.query(
+        "select version, (ready_ns - assigned_ns) / 1e9 from served_versions"
+    )
     assert found == [(3, 2.0), (3, None)]
 
 
@@ -145,7 +147,7 @@ def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> Non
     counted = logged_records(stage.catalogue, f"{COUNTS} and trajectory_id = ?", [name])
     assert [(place, one.trajectory) for place, one in counted.items()] == [((0, 5), name)]
     every = logged_records(stage.catalogue, "true")
-    assert [one.standing for one in every.values()] == ["bound"] * 2 + ["superseded"] * 2
+    assert [one.status for one in every.values()] == ["bound"] * 2 + ["superseded"] * 2
 
 
 def test_a_second_commit_of_a_step_counts_for_nothing(stage: CatalogueStage) -> None:
@@ -164,14 +166,14 @@ def test_a_refused_batch_gives_its_groups_back(stage: CatalogueStage) -> None:
     stage.place(spec, epoch)
     stage.log(spec, epoch)
     stage.take(0, spec)
-    assert stage.catalogue.one("select fate, step from groups") == ("open", 0)
-    in_force = stage.catalogue.one("select outcome, ended_ns, last from batches")
+    assert stage.catalogue.one("select outcome, step from groups") == ("open", 0)
+    in_force = stage.catalogue.one("select outcome, ended_ns, last_trajectory from batches")
     assert in_force == (None, None, f"{spec.group}-001")
     offender = Offender(group=spec.group, trajectory="", why="unreadable")
     refused = BatchRefused(at_ns=0, step=0, attempt=1, role_epoch=0, offenders=(offender,))
     stage.fact(refused)
-    assert stage.catalogue.one("select fate, step from groups") == ("open", None)
-    assert stage.catalogue.one("select outcome, why from batches") == (
+    assert stage.catalogue.one("select outcome, step from groups") == ("open", None)
+    assert stage.catalogue.one("select outcome, end_reason from batches") == (
         "refused",
         f"{spec.group}: unreadable",
     )
@@ -189,7 +191,7 @@ def test_times_of_a_trajectory_are_those_of_the_records(stage: CatalogueStage) -
     assert stage.catalogue.one(
         "select dispatched_ns, complete_ns, taken_ns, ended_ns from groups"
     ) == (dispatched_ns, logged_ns, logged_ns + SECOND_NS, logged_ns + 2 * SECOND_NS)
-    assert stage.catalogue.one("select min(placed_ns), min(logged_ns) from trajectories") == (
+    assert stage.catalogue.one("select min(scheduled_ns), min(logged_ns) from trajectories") == (
         dispatched_ns + 3 * SECOND_NS,
         logged_ns,
     )
@@ -219,7 +221,7 @@ def test_an_attempt_says_how_it_ended(stage: CatalogueStage) -> None:
         epoch=epoch,
     )
     stage.decide(cancel)
-    found = stage.catalogue.query("select outcome, why from attempts order by trajectory_id")
+    found = stage.catalogue.query("select outcome, end_reason from attempts order by trajectory_id")
     assert found == [("failed", "EngineError: no room"), ("cancelled", "its group failed")]
     assert stage.catalogue.one("select error, message, retryable from failures") == (
         "EngineError",
@@ -259,7 +261,7 @@ def test_a_saved_catalogue_is_opened_where_it_fits_the_log(
     found = fresh_catalogue(path, SOURCE)
     assert found is not None
     with closing(found):
-        assert found.query("select fate from groups") == [("cancelled",)]
+        assert found.query("select outcome from groups") == [("cancelled",)]
         assert found.query("select * from evaluations") == []
         assert found.source == SOURCE
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
@@ -314,7 +316,7 @@ def test_rows_that_were_open_are_not_there_twice(stage: CatalogueStage) -> None:
     for _ in range(2):
         assert stage.catalogue.one("select count(*) from trajectories") == (2,)
     stage.end(spec, "failed", "no sibling is valid")
-    assert stage.catalogue.query("select fate, why from groups") == [
+    assert stage.catalogue.query("select outcome, end_reason from groups") == [
         ("failed", "no sibling is valid")
     ]
     assert stage.catalogue.one("select count(*) from trajectories") == (2,)
@@ -322,9 +324,9 @@ def test_rows_that_were_open_are_not_there_twice(stage: CatalogueStage) -> None:
 
 def test_every_column_says_what_it_is() -> None:
     for table in TABLES:
-        assert table.words.endswith("."), table.name
+        assert table.description.endswith("."), table.name
         for column in columns_of(table.row):
-            assert column.words and not column.words.endswith("."), (table.name, column.name)
+            assert column.description.endswith("."), (table.name, column.name)
 
 
 def test_a_new_catalogue_has_every_table_and_no_row() -> None:

@@ -66,7 +66,7 @@ def test_a_mark_says_both_values_and_who(stage: CatalogueStage) -> None:
     before = records.make_config().trainer.learning_rate
     stage.fact(records.command("set", **{RATE: 0.5}))
     stage.fact(records.command("set", **{RATE: 0.25}))
-    assert stage.catalogue.query("select before, after, words from marks") == [
+    assert stage.catalogue.query("select before, after, description from marks") == [
         (str(before), "0.5", f"{RATE} {before} -> 0.5, set by tester"),
         ("0.5", "0.25", f"{RATE} 0.5 -> 0.25, set by tester"),
     ]

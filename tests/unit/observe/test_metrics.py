@@ -5,25 +5,24 @@ from __future__ import annotations
 import re
 from contextlib import closing
 
+import pytest
+
 from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.metrics import Blocker, FailingPlace, Wait
 from tests.support.metrics import values_of
 from tests.support.recorded_run import STEPS, RecordedRun
+from tests.support.reference_pages import PAGES, page
 from tests.support.stats_stage import Stage, stats_of
 from tests.support.tidy import ROOT
 
 GOLDEN = ROOT / "tests" / "golden" / "metrics.txt"
 
 
-def test_docs_page_says_what_the_code_says() -> None:
-    page = (ROOT / "docs/reference/metrics.md").read_text()
-    rows = re.findall(r"^\| `(dora_pipe_\w+)` \| (\w+) \| (.*?) \| (.*) \| [^|]+ \|$", page, re.M)
-    told = [
-        (metric.full, metric.kind, ", ".join(f"`{one}`" for one in metric.labels), metric.meaning)
-        for metric in METRICS
-    ]
-    assert rows == told
+@pytest.mark.parametrize("name", PAGES)
+def test_reference_page_equals_its_generator(name: str) -> None:
+    text = (ROOT / "docs/reference" / f"{name}.md").read_text()
+    assert page(name, text) == text, "run: python -m tests.support.reference_pages"
 
 
 def test_names_are_told_apart_and_end_as_prometheus_has_them() -> None:
@@ -39,7 +38,7 @@ def test_names_are_told_apart_and_end_as_prometheus_has_them() -> None:
 def test_samples_of_a_whole_run_are_those_of_the_golden_file(recorded: RecordedRun) -> None:
     with closing(recorded.open()) as bus:
         values = values_of(stats_of(bus, recorded.topics))
-    assert values["dora_pipe_run_over"] == 1
+    assert values["dora_pipe_run_finished"] == 1
     assert values["dora_pipe_steps_total"] == values["dora_pipe_step_seconds_count"] == STEPS
     known = {metric.full for metric in METRICS}
     for name in values:
@@ -77,13 +76,13 @@ def test_places_where_a_task_fails_have_samples_until_they_work() -> None:
     here = FailingPlace(task="shell", failures=1, since_ns=1, why="8 calls in a row failed")
     stage.status("w0", epoch, failing=(there, here))
     values = values_of(stage.stats)
-    for name, value in (("failures", 3), ("tries", 2), ("left_alone", 1)):
-        sample = f'dora_pipe_task_place_{name}{{place="{url}",task="games",worker="w0"}}'
+    for name, value in (("failures", 3), ("attempts", 2), ("suspended", 1)):
+        sample = f'dora_pipe_task_server_{name}{{server="{url}",task="games",worker="w0"}}'
         assert values[sample] == value
-    sample = 'dora_pipe_task_place_left_alone{place="here",task="shell",worker="w0"}'
+    sample = 'dora_pipe_task_server_suspended{server="here",task="shell",worker="w0"}'
     assert values[sample] == 0
     stage.status("w0", epoch)
-    assert not any("task_place" in name for name in values_of(stage.stats))
+    assert not any("task_server" in name for name in values_of(stage.stats))
 
 
 def test_sessions_are_told_by_those_whose_agents_think_and_by_open_calls() -> None:
@@ -92,6 +91,6 @@ def test_sessions_are_told_by_those_whose_agents_think_and_by_open_calls() -> No
     since = {"call_since_ns": stage.now_ns - 12_000_000_000}
     stage.status("w0", epoch, with_agent=9, calls_open=3, **since)
     values = values_of(stage.stats)
-    assert values['dora_pipe_worker_requests{state="agent",worker="w0"}'] == 9
-    assert values['dora_pipe_worker_calls_open{worker="w0"}'] == 3
-    assert values['dora_pipe_worker_call_open_seconds{worker="w0"}'] == 12
+    assert values['dora_pipe_requests_off_engine{state="agent",worker="w0"}'] == 9
+    assert values['dora_pipe_worker_open_calls{worker="w0"}'] == 3
+    assert values['dora_pipe_worker_oldest_call_seconds{worker="w0"}'] == 12

@@ -205,7 +205,7 @@ def test_siblings_that_were_not_waited_for_are_counted_by_why() -> None:
         stage.decide(EndSiblings(reason="test", group=group, siblings=siblings, fate=fate))
     assert stage.stats.left_over == {"surplus": 1, "expired": 2}
     told = values_of(stage.stats)
-    assert told['dora_pipe_siblings_left_over_total{fate="expired"}'] == 2
+    assert told['dora_pipe_trajectories_unused_total{outcome="expired"}'] == 2
 
 
 def test_report_that_a_worker_repeats_is_counted_once() -> None:
@@ -255,7 +255,7 @@ def test_evaluation_with_a_name_is_told_with_it_and_with_what_its_samples_say() 
     assert said in str(frame(stage.stats, stage.now_ns))
     told = values_of(stage.stats)
     assert told['dora_pipe_evaluation_reward{evaluation="hard"}'] == 0.5
-    assert told['dora_pipe_evaluation_figure{evaluation="hard",figure="pass@2"}'] == 1
+    assert told['dora_pipe_evaluation_metric{evaluation="hard",metric="pass@2"}'] == 1
 
 
 def test_rewards_of_a_step_are_told_by_task() -> None:

@@ -92,7 +92,7 @@ def _in_parts() -> list[Span]:
     told.fact(logged(550, "w0", W0, FIRST)).fact(logged(600, "w0", W0, SECOND))
     batch = replace(take(), groups=(taken(other), taken()), parts=(1,))
     told.decide(700, batch)
-    done = replace(commit(1000), groups=batch.groups, parts=(1,), ahead_s=(0.25,))
+    done = replace(commit(1000), groups=batch.groups, parts=(1,), early_s=(0.25,))
     return _spans(told.fact(done), {})
 
 
@@ -177,7 +177,7 @@ def test_move_is_an_event_and_the_first_token_is_told_once() -> None:
     assert events == [
         ("w0", "first token", at(130)),
         ("w1", "first token", at(170)),
-        ("w1", "move asked", at(300)),
+        ("w1", "migration requested", at(300)),
     ]
 
 

@@ -144,7 +144,7 @@ def test_staleness_beyond_the_bound_is_said_in_words() -> None:
         stage.fact(records.committed(step, taken))
     lines = {line.text: line.style for line in _shown(stage).numbers.lines}
     assert lines["staleness (bound 1) 2:100% beyond the bound"] == "alarm"
-    assert stage.stats.late == 1
+    assert stage.stats.over_bound == 1
 
 
 def test_log_that_went_silent_is_shown_as_of_its_last_moment() -> None:

@@ -139,7 +139,7 @@ def test_group_that_moved_is_traced_whatever_the_share_is() -> None:
     (moved, _) = told.ended
     assert isinstance(moved, GroupEnded)
     because = [sampled_because(told.run, moved, ratio, slow=True) for ratio in (0.0, 1.0)]
-    assert because == ["moved", "all"]
+    assert because == ["migrated", "all"]
 
 
 def _ended(ordinal: int, *, lasted_ms: float = 100.0, fate: Fate = "filtered") -> GroupEnded:

@@ -76,6 +76,6 @@ def test_evaluation_ends_without_a_step(spans: list[Span]) -> None:
     roots = [one for one in spans if one.stage == "group"]
     evaluated = [one for one in roots if one.attributes[names.PURPOSE] == "eval"]
     assert evaluated
-    assert {one.attributes[names.FATE] for one in evaluated} == {"evaluated"}
+    assert {one.attributes[names.OUTCOME] for one in evaluated} == {"evaluated"}
     traces = {one.trace_id for one in evaluated}
     assert {"selected", "trained"} & {one.stage for one in spans if one.trace_id in traces} == set()

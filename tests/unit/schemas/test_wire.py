@@ -91,7 +91,7 @@ def test_every_field_that_holds_a_float_is_walked() -> None:
         "WorkerReady": ("load_ms",),
         "TrajectoriesLogged": ("trajectories",),
         "GroupScored": ("siblings",),
-        "StepCommitted": ("groups", "figures", "settings", "compute_s", "ahead_s", "beside_s"),
+        "StepCommitted": ("groups", "figures", "settings", "compute_s", "early_s", "overlap_s"),
         "Command": ("args",),
         "WorkerStatus": ("cost",),
         "TrainerStatus": ("cost",),

@@ -35,8 +35,8 @@ def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
         stage.log(one, epoch)
         if parts and number < 2:
             stage.part(0, number, one)  # at 4 s and at 6 s
-    sizes, ahead_s = ((1, 1), (1.5,)) if parts else ((), ())
-    stage.train(0, *specs[:3], parts=sizes, ahead_s=ahead_s)
+    sizes, early_s = ((1, 1), (1.5,)) if parts else ((), ())
+    stage.train(0, *specs[:3], parts=sizes, early_s=early_s)
     stage.log(specs[3], epoch)
     stage.train(1, specs[3])
     return [one.group for one in specs]

@@ -47,9 +47,8 @@ def test_it_sleeps_for_every_step_and_the_audit_is_clean(cluster: Cluster) -> No
     elastic = [one.joined.elastic for one in ledger.accounts.workers.values()]
     assert sorted(elastic) == [False, True]
     with closing(read_catalogue(cluster.bus, cluster.topics)) as tables:
-        (rows,) = tables.query(
-            "select count(*) from served_versions where worker = 'w1' and version = -1"
-        )
+        sql = "select count(*) from served_versions where worker = 'w1' and version = -1"
+        (rows,) = tables.query(sql)
     assert rows[0] >= 1
 
 

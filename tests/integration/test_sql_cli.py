@@ -90,9 +90,8 @@ def test_audit_holds_the_kept_tables_against_its_own_account(
     assert code == 0, out + err
     assert re.search(r"^catalogue +the tables .* ok$", out, re.MULTILINE)
     with closing(duckdb.connect(str(recorded.directory / FILE))) as tables:
-        tables.execute(
-            "update groups_ended set outcome = 'filtered' where group_id = 'g0000000000'"
-        )
+        sql = "update groups_ended set outcome = 'filtered' where group_id = 'g0000000000'"
+        tables.execute(sql)
     code, out, _ = call("audit", str(recorded.directory), "--no-store")
     assert code == 5
     assert "the catalogue beside the run was changed" in out

@@ -249,7 +249,7 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
         said = {
             name: (fate, step if fate == "trained" else None, tuple(places or ()))
             for name, fate, step, places in catalogue.query(
-                """select group_id, any_value(outcome), any_value(step),
+                """select group_id, any_value(groups.outcome), any_value(step),
                           list((trajectory_id, partition, record_offset) order by trajectory_id)
                               filter (record_offset is not null)
                    from groups join trajectories using (group_id) group by group_id"""

@@ -1,21 +1,15 @@
-"""Generate the tables of docs/reference: metrics, SQL tables.
-
-``python -m tests.support.reference_pages`` rewrites the pages after their marker.
-"""
+"""Generator of reference pages; ``python -m tests.support.reference_pages`` rewrites them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
 
 from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from dora_pipe.observe.metrics import table
-from dora_pipe.observe.metrics.metric import Metric
 from tests.support.tidy import ROOT
 
-MARKER: Final = "<!-- Written by `python -m tests.support.reference_pages`. -->"
-
-SECTIONS: Final[Mapping[str, Sequence[Metric]]] = {
+MARKER = "<!-- Written by `python -m tests.support.reference_pages`. -->"
+SECTIONS = {
     "Run": table.RUN,
     "Roles": table.ROLES,
     "Workers": table.WORKERS,
@@ -25,47 +19,41 @@ SECTIONS: Final[Mapping[str, Sequence[Metric]]] = {
 }
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    for row in (head, ["---"] * len(head), *rows):
-        yield f"| {' | '.join(row)} |"
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield from (title, "")
+    yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
     yield ""
 
 
-def metrics() -> Iterator[str]:
-    """Yield the metrics by section."""
+def _metrics() -> Iterator[str]:
     for title, section in SECTIONS.items():
-        yield from (f"## {title}", "")
+        labels = [", ".join(f"`{name}`" for name in one.labels) for one in section]
         rows = [
-            (f"`{one.full}`", one.kind, ", ".join(f"`{name}`" for name in one.labels), one.meaning)
-            for one in section
+            (f"`{one.full}`", one.kind, own, one.meaning)
+            for one, own in zip(section, labels, strict=True)
         ]
-        yield from _table(("metric", "type", "labels", "meaning"), rows)
+        yield from _table(f"## {title}", ("metric", "type", "labels", "meaning"), rows)
 
 
-def tables() -> Iterator[str]:
-    """Yield the SQL tables."""
+def _tables() -> Iterator[str]:
     for one in (*TABLES, CALLS):
-        yield from (f"### {one.name}", "", one.description, "")
         rows = [
-            (
-                f"`{column.name}`",
-                column.sql.lower() + (", null" if column.null else ""),
-                column.description,
-            )
-            for column in columns_of(one.row)
+            (f"`{own.name}`", own.sql.lower() + ", null" * own.null, own.description)
+            for own in columns_of(one.row)
         ]
-        yield from _table(("column", "type", "meaning"), rows)
+        title = f"### {one.name}\n\n{one.description}"
+        yield from _table(title, ("column", "type", "meaning"), rows)
 
 
-PAGES: Final[Mapping[str, Callable[[], Iterator[str]]]] = {"metrics": metrics, "sql": tables}
+PAGES = {"metrics": _metrics, "sql": _tables}
 
 
-def page(name: str, text: str) -> str:
-    """Return a page with its part after the marker written anew."""
-    return text.partition(MARKER)[0] + MARKER + "\n\n" + "\n".join(PAGES[name]())
+def page(name: str) -> tuple[str, str]:
+    """Return a page as it is, and with its generated part."""
+    text = (ROOT / "docs/reference" / f"{name}.md").read_text()
+    return text, f"{text.partition(MARKER)[0]}{MARKER}\n\n" + "\n".join(PAGES[name]())
 
 
 if __name__ == "__main__":
     for name in PAGES:
-        path = ROOT / "docs/reference" / f"{name}.md"
-        path.write_text(page(name, path.read_text()))
+        (ROOT / "docs/reference" / f"{name}.md").write_text(page(name)[1])

@@ -172,10 +172,11 @@ _CONTRIBUTED: Final = (
 
 
 DECIDED: Final = """
-    select records.partition, records.record_offset as "offset", status, ordinal, sha256, outcome,
-           end_reason, records.logged_ns, dispatched_ns, trajectories.reward as counts,
-           case when status = 'bound' and outcome = 'trained' then step end as step,
-           case when status = 'bound' and outcome = 'trained' then groups.part end as part,
+    select records.partition, records.record_offset as "offset", status, ordinal, sha256,
+           coalesce(trajectories.outcome, groups.outcome) as outcome, end_reason,
+           records.logged_ns, dispatched_ns, trajectories.reward as counts,
+           case when status = 'bound' and groups.outcome = 'trained' then step end as step,
+           case when status = 'bound' and groups.outcome = 'trained' then groups.part end as part,
            case when status = 'bound' then staleness end as staleness, {more}
     from records join trajectories using (trajectory_id) join groups using (group_id)"""
 """Columns from control and decisions."""

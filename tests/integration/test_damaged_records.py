@@ -71,7 +71,7 @@ def test_show_says_so_and_ends_with_exit_code_5(
     assert code == 5
     assert f"error: {name}: " in err and text in err
     description = json.loads(out)
-    (bound,) = [one for one in description["records"] if one["standing"] == "bound"]
+    (bound,) = [one for one in description["records"] if one["status"] == "bound"]
     assert text in bound["found"]
     assert "segments" not in description
 

@@ -127,5 +127,5 @@ def test_a_step_without_parts_says_nothing_of_them(cluster: Cluster) -> None:
     whole = set(range(4)) - set(parted(cluster))
     for step in whole:
         found = describe(cluster.bus, cluster.topics, cluster.store, str(step))
-        assert not {"parts", "ahead s"} & found["step"].keys()
+        assert not {"parts", "early s"} & found["step"].keys()
         assert all("part" not in one for one in found["groups"])

@@ -130,9 +130,9 @@ def _step(count: int, *, versions: int) -> dict[str, Any]:
         for at in range(count)
     ]
     return {
-        "step": {"step": 3, "attempt": 1, "why then": "so", "compute s": 1.0},
+        "step": {"step": 3, "attempt": 1, "batch reason": "so", "compute s": 1.0},
         "weights": {"after": f"version 4 {'a' * 64}"},
-        "figures": dict.fromkeys(FIGURES, 0.12345),
+        "metrics": dict.fromkeys(FIGURES, 0.12345),
         "groups": groups,
         "trajectories": rows,
     }
@@ -183,9 +183,9 @@ def test_the_worst_ratios_are_those_farthest_from_1_either_way(
     ]
     print_step(
         {
-            "step": {"step": 3, "attempt": 1, "why then": "so", "compute s": 1.0},
+            "step": {"step": 3, "attempt": 1, "batch reason": "so", "compute s": 1.0},
             "weights": {"after": f"version 4 {'a' * 64}"},
-            "figures": {"loss": 0.5},
+            "metrics": {"loss": 0.5},
             "groups": [{"group": "g0000000000"}],
             "trajectories": rows,
         },

@@ -32,5 +32,5 @@ def test_the_catalogue_has_siblings_that_were_not_waited_for() -> None:
         patch.setattr(World, "close", close_read)
         played = seed_run.run()
     assert played.holds, played.line
-    assert [one["fate"] for one in found] == ["trained", "surplus"]
-    assert found[1]["siblings"] > 0 and found[1]["seconds"] is not None
+    assert [one["outcome"] for one in found] == ["trained", "surplus"]
+    assert found[1]["trajectories"] > 0 and found[1]["seconds"] is not None

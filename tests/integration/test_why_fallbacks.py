@@ -102,7 +102,7 @@ def test_json_sql_and_audit_have_it_too(call: Call, cluster: TwoMachines) -> Non
     size = (cluster.store.root / weights_name(digest)).stat().st_size
     assert (row["worker"], row["taken"], row["bytes"]) == ("w0", weights_name(digest), size)
     lines = json.loads(call("why", str(cluster.directory), "--json")[1])["fallbacks"]
-    assert lines[0].endswith(row["why"]) and patch_name(digest) in lines[0]
+    assert lines[0].endswith(row["reason"]) and patch_name(digest) in lines[0]
     assert not audit(cluster.bus, cluster.topics, cluster.store).violations
 
 

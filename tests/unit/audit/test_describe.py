@@ -44,14 +44,14 @@ def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun)
     assert description["group"]["version"].startswith(f"{group.spec.version} ({group.spec.digest}")
     assert description["fate"] == {
         "fate": "trained",
-        "why": f"batch of step {group.step}, attempt 1",
+        "reason": f"batch of step {group.step}, attempt 1",
         "round": description["fate"]["round"],
         "step": group.step,
         "staleness": group.step - group.spec.version if group.step is not None else None,
     }
     assert description["contribution"]["trajectory"] == "g0000000010-001"
     assert description["contribution"]["advantage"] is not None
-    assert description["records"][0]["standing"] == "bound"
+    assert description["records"][0]["status"] == "bound"
     assert description["records"][0]["engine"] == "simulated 1"
     assert [one["kind"] for one in description["segments"]] == ["prompt", "model"]
     assert list(description)[:3] == ["trajectory", "group", "attempts"]
@@ -76,7 +76,7 @@ def test_request_that_went_on_elsewhere_shows_every_attempt(recorded: RecordedRu
     )
     description = _tell(recorded, moved.trajectory)
     assert len(description["attempts"]) >= 2
-    assert description["attempts"][-1]["goes on at"].startswith("token ")
+    assert description["attempts"][-1]["resumed tokens"] > 0
     assert [one["kind"] for one in description["segments"]] == ["prompt", "model", "model"]
     assert len({one["worker"] for one in description["segments"][1:]}) == 2
 
@@ -86,7 +86,7 @@ def test_fenced_record_stands_beside_the_one_that_counts(recorded: RecordedRun) 
         one for one in _ledger(recorded).accounts.logged.values() if one.standing == "fenced"
     )
     description = _tell(recorded, fenced.fact.trajectory)
-    assert sorted(one["standing"] for one in description["records"]) == ["bound", "fenced"]
+    assert sorted(one["status"] for one in description["records"]) == ["bound", "fenced"]
 
 
 def test_group_lists_its_siblings(recorded: RecordedRun) -> None:

@@ -165,7 +165,7 @@ def test_row_says_what_the_log_knows(recorded: RecordedRun, tmp_path: Path) -> N
     ledger = _ledger(recorded)
     for row in rows:
         group = ledger.accounts.groups[row["group"]]
-        assert row["fate"] == group.fate
+        assert row["outcome"] == group.fate
         assert row["version"] == group.spec.version
         assert row["tokens"] == len(row["token_ids"]) == len(row["logprobs"])
         assert row["sampled"] == sum(row["loss_mask"])
@@ -177,7 +177,7 @@ def test_row_says_what_the_log_knows(recorded: RecordedRun, tmp_path: Path) -> N
             assert row["minibatch"] == 0
         else:
             assert row["step"] is row["advantage"] is row["minibatch"] is None
-    assert {row["fate"] for row in rows} == {"trained", "evaluated"}
+    assert {row["outcome"] for row in rows} == {"trained", "evaluated"}
     assert any(row["reward"] is None and row["reward_error"] for row in rows)
     assert max(row["attempts"] for row in rows) > 1, "what the catalogue alone has comes, too"
 
@@ -187,8 +187,8 @@ def test_records_that_do_not_count_come_when_asked_for(
 ) -> None:
     few = _rows(recorded, tmp_path / "few.parquet")
     many = _rows(recorded, tmp_path / "many.parquet", everything=True)
-    assert {row["standing"] for row in few} == {"bound"}
-    fenced = [row for row in many if row["standing"] == "fenced"]
+    assert {row["status"] for row in few} == {"bound"}
+    fenced = [row for row in many if row["status"] == "fenced"]
     assert fenced
     assert all(row["step"] is None for row in fenced)
 
@@ -203,7 +203,7 @@ def test_rows_come_in_groups_of_a_bounded_size(
     sizes = [file.metadata.row_group(one).num_rows for one in range(file.num_row_groups)]
     assert max(sizes) == 50
     assert sum(sizes) == len(rows)
-    assert all(row["minibatch"] == 0 for row in rows if row["fate"] == "trained")
+    assert all(row["minibatch"] == 0 for row in rows if row["outcome"] == "trained")
 
 
 def test_failed_export_leaves_nothing_behind(copy: RecordedRun, tmp_path: Path) -> None:

@@ -29,11 +29,11 @@ def test_calls_have_their_context_caller_and_what_they_asked_for() -> None:
         3,
         2,
     )
-    assert row["asked for"] == '{"temperature":0.5}'
+    assert row["ignored settings"] == '{"temperature":0.5}'
 
 
 def test_what_an_agent_said_is_hidden_where_texts_are() -> None:
     tree = tree_of(BRANCHED_TRAJECTORY, lambda text: HIDDEN if text else text)
     assert tree is not None
     (row,) = (dict(zip(CALL_COLUMNS, one, strict=True)) for one in tree["calls"]["rows"])
-    assert (row["caller"], row["asked for"]) == (HIDDEN, HIDDEN)
+    assert (row["caller"], row["ignored settings"]) == (HIDDEN, HIDDEN)

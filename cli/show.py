@@ -369,7 +369,7 @@ def _staleness(stats: RunStats) -> str:
 def _steps(steps: list[StepStats]) -> str:
     timed = [one for one in steps if one.seconds is not None]
     if not timed:
-        return "none was timed"
+        return "no step was timed"
     lasted = sum(one.seconds or 0.0 for one in timed)
     return (
         f"{duration(lasted / len(timed))} each, {sum(one.tokens for one in timed) / lasted:,.0f} "
@@ -390,11 +390,11 @@ def print_step(description: Description, run: str) -> None:
         f"{step['attempt']}, computed in {show(step['compute s'])} s"
     )
     if "parts" in step:
-        emit_line(f"taken in parts of {step['parts']} groups, {show(step['ahead s'])} s ahead")
-    emit_line(f"taken because {step['why then']}")
+        emit_line(f"parts of {step['parts']} groups; {show(step['early s'])} s computed early")
+    emit_line(f"batch reason: {step['batch reason']}")
     invalid = Counter(one for of in groups for one in of.get("no reward", "").split())
     if invalid:
-        emit_line(f"{invalid.total()} of them have no reward; {_errors(invalid)}")
+        emit_line(f"{invalid.total()} trajectories without a reward; {_errors(invalid)}")
     emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
     shown = flow([f"{name} {show(figures[name])}" for name in FIGURES if name in figures])
     versions, worst = _by_version(groups), _worst(rows)

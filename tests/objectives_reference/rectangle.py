@@ -28,7 +28,7 @@ SPREADS: Final = (0.05, 0.4, 1.5)
 """Nats between the policies: next to on-policy, stale, far off."""
 
 RECORD: Final = os.environ.get("OBJECTIVES_RECORD", "")
-"""A file that gets a JSON line per comparison, for docs/training.md."""
+"""File for a JSON line per comparison."""
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,10 @@ COMMANDS: Final[Panels] = {
             "Start the trainer of a run.",
             "trainer config.toml",
         ),
-        "task": ("cli.app:task", "Serve a task to workers on other machines."),
-        "tell": (
-            "cli.commands.start:tell",
-            "Change a setting of a run; pause or stop it.",
-            "tell demo set trainer.learning_rate=1e-5",
+        "task-server": (
+            "cli.commands.start:serve_task",
+            "Serve a task to workers on other machines.",
+            "task-server config.toml --listen 0.0.0.0:7000",
         ),
         "doctor": (
             "cli.commands.machine:doctor",
@@ -63,6 +62,22 @@ COMMANDS: Final[Panels] = {
             "cli.commands.machine:config",
             "Print a resolved configuration, each key with its meaning.",
             "config mine/config.toml -o run.steps=20",
+        ),
+    },
+    "Control": {
+        "set": (
+            "cli.commands.start:set_keys",
+            "Change settings of a run.",
+            "set demo trainer.learning_rate=1e-5",
+        ),
+        "pause": ("cli.commands.start:pause", "Pause a run.", "pause demo"),
+        "resume": ("cli.commands.start:resume", "Continue a paused run.", "resume demo"),
+        "drain": ("cli.commands.start:drain", "Let a worker leave a run.", "drain demo w1"),
+        "stop": ("cli.commands.start:stop", "End a run early.", "stop demo --after 30"),
+        "fail-batch": (
+            "cli.commands.start:fail_batch",
+            "End a batch that cannot be trained.",
+            "fail-batch demo",
         ),
     },
     "Observe": {
@@ -138,19 +153,6 @@ COMMANDS: Final[Panels] = {
     },
 }
 
-task = lazy_app(
-    {
-        "Commands": {
-            "serve": (
-                "cli.commands.start:serve_task",
-                "Serve a task until stopped.",
-                "task serve config.toml --listen 0.0.0.0:7000",
-            )
-        }
-    },
-    name="task",
-    help="Serve a task to workers on other machines.",
-)
 app = lazy_app(
     COMMANDS,
     name="dora-pipe",

@@ -51,10 +51,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def emit_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[Any]],
-    *,
-    title: str | None = None,
+    columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None
 ) -> None:
     """Print a table with an optional title.
 
@@ -102,12 +99,7 @@ def show(cell: Any) -> str:
     return printable(str(cell))
 
 
-def emit_rows(
-    columns: Sequence[str],
-    rows: Iterable[Mapping[str, Any]],
-    *,
-    as_json: bool,
-) -> None:
+def emit_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], *, as_json: bool) -> None:
     """Print rows as a table, or as one JSON object per line."""
     if as_json:
         for row in rows:

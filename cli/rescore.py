@@ -105,10 +105,7 @@ def _noted(
         report("scoring", len(found), total)
         if not one.lost:
             yield RescoredLine(
-                trajectory=one.trajectory,
-                reward=one.reward,
-                parts=dict(one.parts),
-                error=one.error,
+                trajectory=one.trajectory, reward=one.reward, parts=dict(one.parts), error=one.error
             )
 
 

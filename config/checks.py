@@ -277,7 +277,7 @@ def _check_urls(config: Config) -> Iterator[Problem]:
         if task.url and task.python:
             yield Problem(
                 text="task.python: the task runs where task.url says",
-                hint="give it to the configuration that `dora-pipe task serve` is started with",
+                hint="give it to the configuration that `dora-pipe task-server` is started with",
             )
 
 

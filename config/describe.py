@@ -10,9 +10,11 @@ import inspect
 import json
 import re
 import sys
+import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -69,7 +71,7 @@ _KINDS: Mapping[str, str] = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
     """One key of the reference. Example: ``Key(section="rollout", name="group_size", type="integer,
-    1 to 1000", default="8", kind="frozen", doc="Trajectories per group.")``."""
+    1 to 1000", default="8", kind="frozen", doc="Trajectories per group.", basic=True)``."""
 
     section: str
     name: str
@@ -78,18 +80,23 @@ class Key:
     """TOML; None for a required key."""
     kind: str
     doc: str
+    basic: bool
 
 
-def dump_toml(config: Config) -> str:
-    """Return the configuration as TOML that `load_config` reads, with a description of each key."""
+def dump_toml(config: Config, *, every: bool = True) -> str:
+    """Return the configuration as TOML that `load_config` reads, with a description of each key.
+    Without `every`: basic keys, and keys that differ from their defaults."""
     lines = ["# The resolved configuration of a run."]
     lines += [f"# {kind}: {meaning}" for kind, meaning in _KINDS.items() if kind != "free"]
     for name, header, section, doc in _sections(config):
-        lines += ["", f"# {doc}", header]
-        for key in keys_of(type(section), name):
-            value = getattr(section, key.name)
-            if not isinstance(value, dict):
-                lines += _shown(key, value)
+        values = [(key, getattr(section, key.name)) for key in keys_of(type(section), name)]
+        shown = [
+            line
+            for key, value in values
+            if not isinstance(value, dict) and (every or key.basic or _differs(key, value))
+            for line in _shown(key, value)
+        ]
+        lines += ["", f"# {doc}", header, *shown] if shown else []
         for field in section.__struct_fields__:
             if isinstance(options := getattr(section, field), dict) and options:
                 lines += ["", f"[{name}.{field}]"]
@@ -101,19 +108,38 @@ def reference() -> str:
     """Return docs/reference/configuration.md."""
     lines = [_HEAD]
     for name, section, doc in _section_types(Config, ""):
-        lines += [f"\n## [{name}]\n", doc, ""]
-        lines += ["| key | value | default | | meaning |", "| --- | --- | --- | --- | --- |"]
-        for key in keys_of(section, name):
-            default = "required" if key.default is None else f"`{key.default}`"
-            kind = "" if key.kind == "free" else key.kind
-            cells = (f"`{key.name}`", key.type, default, kind, key.doc)
-            lines.append(f"| {' | '.join(map(_cell, cells))} |")
+        lines += [f"\n## [{name}]\n", doc, "", "```toml", _example(name), "```"]
+        keys = keys_of(section, name)
+        lines += _table([key for key in keys if key.basic])
+        if advanced := [key for key in keys if not key.basic]:
+            lines += ["", "Advanced keys:", *_table(advanced)]
     return "\n".join(lines) + "\n"
+
+
+def _table(keys: Sequence[Key]) -> Iterator[str]:
+    yield from ("", "| key | value | default | | meaning |", "| --- | --- | --- | --- | --- |")
+    for key in keys:
+        default = "required" if key.default is None else f"`{key.default}`"
+        kind = "" if key.kind == "free" else key.kind
+        cells = (f"`{key.name}`", key.type, default, kind, key.doc)
+        yield f"| {' | '.join(map(_cell, cells))} |"
+
+
+@functools.cache
+def _basic() -> str:
+    """Return basic.toml: an example of each section, whose keys are the basic ones."""
+    return Path(__file__).with_name("basic.toml").read_text(encoding="utf-8")
+
+
+def _example(name: str) -> str:
+    return _basic()[_basic().index(f"[{name}]\n") :].partition("\n\n")[0].rstrip()
 
 
 def keys_of(section: type[Section], name: str) -> list[Key]:
     """Return the keys of a section, without subsections."""
-    docs = _docs()[section.__name__]
+    docs, basic = _docs()[section.__name__], tomllib.loads(_example(name))
+    for part in name.split("."):
+        basic = basic[part]
     keys = []
     for field in msgspec.structs.fields(section):
         if isinstance(field.type, type) and issubclass(field.type, Section):
@@ -127,6 +153,7 @@ def keys_of(section: type[Section], name: str) -> list[Key]:
                 default=_default(field),
                 kind=kind_of(f"{name}.{field.name}"),
                 doc=docs.keys.get(field.name, ""),
+                basic=field.name in basic,
             )
         )
     return keys
@@ -199,6 +226,10 @@ def _section_types(section: type[Section], prefix: str) -> Iterator[tuple[str, t
             yield from _section_types(field.type, f"{prefix}{field.name}.")
 
 
+def _differs(key: Key, value: Any) -> bool:
+    return key.default != ("" if value is None else toml(value))
+
+
 def _shown(key: Key, value: Any) -> list[str]:
     kind = "" if key.kind == "free" else f" ({key.kind})"
     comment = f"# {key.doc}{kind}"
@@ -261,22 +292,23 @@ _HEAD = """# Configuration
 <!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
 config/model.py instead. -->
 
-One TOML file is the configuration of a run. `dora-pipe config FILE` prints it resolved, and
-`-o section.key=value` (the value as TOML; a bare word is a string) overrides a key:
+One TOML file is the configuration of a run. `-o section.key=value` overrides a key; the value is
+TOML, and a bare word is a string:
 
 ```console
 $ dora-pipe run examples/arithmetic.toml -o run.steps=20 -o trainer.learning_rate=1e-4
 ```
 
-An unknown key is an error that names the nearest one. Relative paths (`model.path`, `task.data`,
-`task.eval_data`, `task.directory`, `store.path`, the files of `[bus]` and `[transfers]`, and that
-of `bus.url`) are seen from the folder of the file; those in an override from where the command is
-started. The resolved configuration is stored with the run. No key holds a secret: see
+`dora-pipe config FILE` prints the basic keys and all keys that differ from their defaults; `--all`
+prints every key. The run stores its resolved configuration. An unknown key is an error that names
+the nearest one. Relative paths in a file start at the folder of the file, those in an override at
+the current directory. No key holds a secret: see
 docs/clusters.md.
 
-The fourth column says what a resumed run may change. *frozen*: nothing; resuming with another
-value is an error. *logged*: it may change between steps; the change stands in the log and is in
-force from the next step. Empty: it may change whenever the run is resumed."""
+The fourth column defines changes. *frozen*: resuming a run with another value is an error.
+*logged*: `dora-pipe set RUN KEY=VALUE` or a resume changes the key from the next step on, and the
+log records the change. Empty: a resume may change the key. The examples of all sections together
+are one valid configuration."""
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class Task(Section, frozen=True, kw_only=True):
     """Python interpreter of another virtual environment for the task's processes: Python 3.11 or
     newer with msgspec. Empty: the worker's."""
     url: str | tuple[str, ...] = ""
-    """`tcp://HOST:PORT` of task servers (`dora-pipe task serve`) that run the task's processes; a
+    """`tcp://HOST:PORT` of task servers (`dora-pipe task-server`) that run the task's processes; a
     list spreads them evenly. `DORA_PIPE_TASK_TOKEN` holds their token. Empty: on the worker's
     machine."""
     processes: Positive = 1

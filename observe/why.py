@@ -61,7 +61,7 @@ ADVICE: Final[Mapping[str, str]] = {
     "worker": "start a worker: dora-pipe worker; see its log if it does not join",
     "host": "no worker has that version: see the workers' logs",
     "elastic": "they finish what cannot move: see their logs",
-    "pause": "dora-pipe tell RUN resume",
+    "pause": "dora-pipe resume RUN",
     "halted": "mend what the groups failed with, then run --resume",
     "start": "start the other roles",
     # Worker.

@@ -150,13 +150,7 @@ def rescore(
     from dora_pipe.launch.run_dir import opened
 
     with opened(run, root) as found, watched(found) as (open_run, report):
-        rescore_run(
-            open_run,
-            reward or (),
-            directory=directory,
-            as_json=as_json,
-            report=report,
-        )
+        rescore_run(open_run, reward or (), directory=directory, as_json=as_json, report=report)
 
 
 def retrain(

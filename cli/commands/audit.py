@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dora_pipe.cli.options import (
-    CLAIM_HOURS,
-    JsonOption,
-    RunArgument,
-    RunsOption,
-)
+from dora_pipe.cli.options import CLAIM_HOURS, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_rows
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say

@@ -8,12 +8,7 @@ from typing import Annotated
 import typer
 
 from dora_pipe.cli.lazy import lazy_app
-from dora_pipe.cli.options import (
-    ForceOption,
-    RedactOption,
-    RunArgument,
-    RunsOption,
-)
+from dora_pipe.cli.options import ForceOption, RedactOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS
 

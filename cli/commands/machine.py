@@ -69,9 +69,10 @@ def config(
         typer.Argument(metavar="FILE", help="A TOML file. Default: that of `dora-pipe init`."),
     ] = None,
     override: OverrideOption = None,
+    every: Annotated[bool, typer.Option("--all", help="Also advanced keys at defaults.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the resolved configuration, each key with its meaning."""
+    """Print the resolved configuration: basic keys and changed ones, with descriptions."""
     import msgspec
 
     from dora_pipe.config.describe import toml_escape
@@ -82,7 +83,7 @@ def config(
     if as_json:
         emit_json(msgspec.to_builtins(resolved))
         return
-    shown = dump_toml(resolved)
+    shown = dump_toml(resolved, every=every)
     if not takes_unicode():
         shown = "".join(one if one.isascii() else toml_escape(one) for one in shown)
     emit_text(shown)

@@ -7,13 +7,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from dora_pipe.cli.options import (
-    RUN_HELP,
-    JsonOption,
-    RedactOption,
-    RunArgument,
-    RunsOption,
-)
+from dora_pipe.cli.options import RUN_HELP, JsonOption, RedactOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.cli.progress import progress
 from dora_pipe.core.console import RUNS, say

@@ -312,27 +312,67 @@ def serve_task(
     serve_task(config, override or (), listen=listen, name=task, processes=processes)
 
 
-def tell(
+def set_keys(
     run: RunArgument,
-    verb: Annotated[str, typer.Argument(help="set, pause, resume, drain, stop or fail-batch.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="What the verb takes.")
-    ] = None,
+    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Logged keys.")],
     root: RunsOption = RUNS,
 ) -> None:
-    """Send a command to a live or stopped run; it takes effect at its offset in the log."""
-    from dora_pipe.orchestrator.apply_command import ARGS
+    """Change settings of a run from its next step on."""
+    from dora_pipe.config.changes import LOGGED
 
-    if verb not in ARGS:
-        raise UsageError(f"no verb {verb!r}", hint=f"there are: {', '.join(sorted(ARGS))}")
-    allowed = sorted(ARGS[verb])
     args = {}
-    for word in arguments or ():
+    for word in changes:
         key, equals, value = word.partition("=")
-        if not equals or key not in allowed:
-            takes = f"it takes: {', '.join(allowed)}" if allowed else "it takes nothing"
-            raise UsageError(f"{verb}: cannot use {word!r}", hint=takes)
+        if not equals or key not in LOGGED:
+            keys = f"keys: {', '.join(sorted(LOGGED))}"
+            raise UsageError(f"set: cannot use {word!r}, expected KEY=VALUE", hint=keys)
         args[key] = _toml_value(value)
+    _send(run, "set", args, root)
+
+
+def pause(run: RunArgument, root: RunsOption = RUNS) -> None:
+    """Dispatch no new groups until `resume`."""
+    _send(run, "pause", {}, root)
+
+
+def resume(run: RunArgument, root: RunsOption = RUNS) -> None:
+    """Continue a paused run, or one that halted because too many groups failed."""
+    _send(run, "resume", {}, root)
+
+
+def drain(
+    run: RunArgument,
+    name: Annotated[str, typer.Argument(metavar="WORKER", help="Default: every worker.")] = "",
+    root: RunsOption = RUNS,
+) -> None:
+    """Let a worker finish or move its requests and leave the run."""
+    _send(run, "drain", {"worker": name} if name else {}, root)
+
+
+def stop(
+    run: RunArgument,
+    now: Annotated[bool, typer.Option("--now", help="Do not finish the current batch.")] = False,
+    after: Annotated[int | None, typer.Option(min=0, help="Last step of the run.")] = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """End a run after the groups in flight are trained."""
+    if now and after is not None:
+        raise UsageError("--now and --after exclude each other")
+    last = {} if after is None else {"after": after}
+    _send(run, "stop", {"now": True} if now else last, root)
+
+
+def fail_batch(
+    run: RunArgument,
+    step: Annotated[int | None, typer.Option(help="Only if this step is in training.")] = None,
+    root: RunsOption = RUNS,
+) -> None:
+    """End all groups of the batch in training as failed."""
+    _send(run, "fail-batch", {} if step is None else {"step": step}, root)
+
+
+def _send(run: str, verb: str, args: dict[str, Any], root: Path) -> None:
+    """Append a command to the control topic; it takes effect at its offset."""
     from dora_pipe.audit.effective_config import check_change
     from dora_pipe.bus.port import Append
     from dora_pipe.launch.plan import refuse_over

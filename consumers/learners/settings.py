@@ -7,14 +7,7 @@ from typing import Annotated, Any, Final, Literal, cast
 import msgspec
 
 from dora_pipe.config.model import LEARNING_RATE_MAX, Objective
-from dora_pipe.config.objectives import (
-    MAY_LACK,
-    Advantage,
-    defaults_of,
-    rewarded,
-    settled,
-    uses,
-)
+from dora_pipe.config.objectives import MAY_LACK, Advantage, defaults_of, rewarded, settled, uses
 from dora_pipe.consumers.learners.port import Settings
 from dora_pipe.core.errors import ConfigError
 

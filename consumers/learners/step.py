@@ -183,10 +183,7 @@ def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
 
 
 def _item(
-    batch: TrainBatch,
-    group: TrainGroup,
-    trajectory: Trajectory,
-    advantage: float | None,
+    batch: TrainBatch, group: TrainGroup, trajectory: Trajectory, advantage: float | None
 ) -> Item:
     _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
     contexts = counted_tokens(trajectory)

@@ -27,8 +27,7 @@ def required(module: str, *, package: str, extra: str, kind: str) -> Any:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
             raise  # a missing dependency of the package
         raise ConfigError(
-            f"task.kind: `{kind}`: {package} is not installed",
-            hint=install_hint(extra),
+            f"task.kind: `{kind}`: {package} is not installed", hint=install_hint(extra)
         ) from None
 
 

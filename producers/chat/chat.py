@@ -21,11 +21,7 @@ from dora_pipe.core.own_code import source_sha256
 from dora_pipe.producers.chat.parsers import PARSERS, Parser, none, open_parser
 from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
 from dora_pipe.producers.chat.safe_text import SafeText
-from dora_pipe.producers.chat.template import (
-    Template,
-    find_templates,
-    special_tokens,
-)
+from dora_pipe.producers.chat.template import Template, find_templates, special_tokens
 from dora_pipe.producers.chat.template_features import learn
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools, closers
 from dora_pipe.producers.chat.tokenizer import Tokenizer

@@ -189,11 +189,7 @@ def _tojson(
     """Dump JSON as transformers does (jinja2's filter escapes HTML), keeping the marks of
     `safe_text`."""
     text = json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
     return _ESCAPED.sub(lambda found: chr(int("fd" + found[1], 16)), text) if ensure_ascii else text
 

@@ -30,12 +30,7 @@ class TypedRenderer:
     an unknown or unfit family."""
 
     def __init__(
-        self,
-        name: str,
-        safe: SafeText,
-        backend: tokenizers.Tokenizer,
-        *,
-        kwargs: Mapping[str, Any],
+        self, name: str, safe: SafeText, backend: tokenizers.Tokenizer, *, kwargs: Mapping[str, Any]
     ) -> None:
         if importlib.util.find_spec("renderers") is None:
             raise ConfigError(

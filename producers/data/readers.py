@@ -218,10 +218,7 @@ def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
     where = f"hf:{source.name}"
     try:
         found = load_dataset(
-            source.name,
-            source.config or None,
-            split=source.split,
-            revision=source.revision or None,
+            source.name, source.config or None, split=source.split, revision=source.revision or None
         )
     except (OSError, ValueError, RuntimeError, LookupError) as error:
         said = " ".join(str(error).split())

@@ -22,12 +22,7 @@ from dora_pipe.producers.tasks.port import Completion, Row
 KNOWN: Final = ("row", "text", "reasoning", "turns", "messages", "completion", "answer")
 """Arguments of a trajectory; `completion` contains all others except row and answer."""
 
-LISTS: Final = {
-    "rows": "row",
-    "texts": "text",
-    "answers": "answer",
-    "completions": "completion",
-}
+LISTS: Final = {"rows": "row", "texts": "text", "answers": "answer", "completions": "completion"}
 """Batched arguments."""
 
 OF_GROUP: Final = ("row", "answer", "completions", "texts")

@@ -165,12 +165,7 @@ class JudgeClient:
         return await self.score_reasoning(row, text, turns, messages, reasoning="")
 
     async def score_reasoning(
-        self,
-        row: Row,
-        text: str,
-        turns: Sequence[str],
-        messages: Sequence[Message],
-        reasoning: str,
+        self, row: Row, text: str, turns: Sequence[str], messages: Sequence[Message], reasoning: str
     ) -> Reward:
         """Return the score, 0 to 1. Raises Retry for transient failures, TaskError if the
         endpoint rejects the request."""

@@ -54,9 +54,7 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
         del settings["thinking"]
     if request.messages and request.messages[-1].get("role") == "assistant":
         raise Refused(
-            400,
-            "unsupported",
-            "a last message of the assistant (prefill) is not offered",
+            400, "unsupported", "a last message of the assistant (prefill) is not offered"
         )
     choice = (request.tool_choice or {}).get("type")
     user = (request.metadata or {}).get("user_id")

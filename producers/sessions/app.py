@@ -143,10 +143,7 @@ class Endpoint:
         chat = session.source.chat
         stop_ids = tokenizer.stop_ids if chat is None else chat.stop_ids
         asked, wanted = token_generate.read(
-            body,
-            vocabulary=self._vocabulary,
-            stop_ids=frozenset(stop_ids),
-            caller=_caller(request),
+            body, vocabulary=self._vocabulary, stop_ids=frozenset(stop_ids), caller=_caller(request)
         )
         _, sampled = await self._sampled(session, wanted, len(body))
         with_logprobs = asked.sampling_params.get("logprobs") is not None
@@ -198,9 +195,7 @@ class Endpoint:
         most = self._sessions.context_tokens
         if body_bytes > most * TOKEN_BYTES_MAX + SMALL_BYTES:
             raise Refused(
-                400,
-                "context_length_exceeded",
-                f"{body_bytes} bytes are no prompt of {most} tokens",
+                400, "context_length_exceeded", f"{body_bytes} bytes are no prompt of {most} tokens"
             )
 
     def _number(self) -> int:

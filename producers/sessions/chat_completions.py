@@ -117,11 +117,7 @@ def usage(choices: Sequence[Sampled]) -> dict[str, int]:
     """Return token counts."""
     prompt = choices[0].prompt_tokens
     sampled = sum(len(one.token_ids) for one in choices)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _choice(

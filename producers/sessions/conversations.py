@@ -84,21 +84,9 @@ class Conversations:
             if found is not None and bridge is not None:
                 ids = [*found.ids(), *bridge]
                 given = array("i", bridge)
-                return Prompt(
-                    ids=ids,
-                    before=found,
-                    given=given,
-                    digest=digests[-1],
-                    tools=tools,
-                )
+                return Prompt(ids=ids, before=found, given=given, digest=digests[-1], tools=tools)
         ids = chat.start(messages, tools).prompt_ids
-        return Prompt(
-            ids=ids,
-            before=None,
-            given=array("i", ids),
-            digest=digests[-1],
-            tools=tools,
-        )
+        return Prompt(ids=ids, before=None, given=array("i", ids), digest=digests[-1], tools=tools)
 
     def answer(
         self, prompt: Prompt, sampled: Sequence[int], stop: Sequence[str] = ()
@@ -137,11 +125,7 @@ class Conversations:
 
 
 def _bridge(
-    chat: Chat,
-    found: Answered,
-    before: Sequence[Message],
-    new: Sequence[Message],
-    tools: Tools,
+    chat: Chat, found: Answered, before: Sequence[Message], new: Sequence[Message], tools: Tools
 ) -> list[int] | None:
     """Return the ids of `new`, or None without a bridge."""
     if chat.flaw:

@@ -240,10 +240,7 @@ def sampled_of(
     for one in answers:
         ids = unpacked_ids(one.token_ids)
         sampled = Sampled(
-            token_ids=ids,
-            logprobs=one.logprobs,
-            finish=one.finish,
-            prompt_tokens=one.prompt_tokens,
+            token_ids=ids, logprobs=one.logprobs, finish=one.finish, prompt_tokens=one.prompt_tokens
         )
         if prompt is not None and session.conversations is not None:
             turn, stop = session.conversations.answer(prompt, ids, wanted.stop)

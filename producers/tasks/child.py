@@ -109,11 +109,7 @@ class Child:
 
     @classmethod
     def start(
-        cls,
-        task: model.Task,
-        link: Link,
-        selector: selectors.BaseSelector,
-        now_ns: int,
+        cls, task: model.Task, link: Link, selector: selectors.BaseSelector, now_ns: int
     ) -> Child:
         child = cls(link=link, selector=selector, heard_ns=now_ns)
         selector.register(link.outbox, selectors.EVENT_READ, child)

@@ -141,11 +141,7 @@ def tool_schema(function: Tool) -> dict[str, Any]:
         schema.pop("default", None)
         if name in of_parameters:
             schema["description"] = of_parameters[name]
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": whole.get("required", []),
-    }
+    parameters = {"type": "object", "properties": properties, "required": whole.get("required", [])}
     function_schema = {"name": tool_name(function), "description": about, "parameters": parameters}
     return {"type": "function", "function": function_schema}
 

@@ -52,10 +52,7 @@ class PlainLines(io.TextIOWrapper):
     @classmethod
     def of(cls, stream: TextIO) -> PlainLines:
         return cls(
-            stream.buffer,
-            encoding=stream.encoding,
-            errors="backslashreplace",
-            line_buffering=True,
+            stream.buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=True
         )
 
     def write(self, text: str) -> int:

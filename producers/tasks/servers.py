@@ -140,7 +140,7 @@ class Deaths:
             what, hint = ("task processes in a row died", "what they wrote to stderr may tell why")
             if self._elsewhere:
                 what = "connections to servers of the task in a row ended"
-                hint = "`dora-pipe task serve` has to run where task.url says"
+                hint = "`dora-pipe task-server` has to run where task.url says"
             raise TaskError(
                 f"{most} {what} without answering anything; the last: {message}", hint=hint
             )

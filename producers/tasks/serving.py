@@ -58,12 +58,7 @@ class TaskHost:
     """
 
     def __init__(
-        self,
-        task: model.Task,
-        address: tuple[str, int],
-        *,
-        token: bytes,
-        processes_max: int,
+        self, task: model.Task, address: tuple[str, int], *, token: bytes, processes_max: int
     ) -> None:
         """Raises OSError, ConfigError."""
         self._token, self._processes_max = token, processes_max

@@ -76,9 +76,7 @@ class ToolEnvironment(Environment):
 
 
 async def call_tools(
-    functions: Sequence[Tool],
-    turn: Turn,
-    known: dict[int, Told] | None = None,
+    functions: Sequence[Tool], turn: Turn, known: dict[int, Told] | None = None
 ) -> Observation:
     """Run the calls of a turn concurrently and return tool messages in order.
 

@@ -67,9 +67,7 @@ def make_run(folder: Path, log: bytes | None = None) -> Path:
         ("run config.toml --from demo", 2, "neither RUN@STEP nor", "demo@40"),
         ("init mine", 2, "mine exists", "name a folder"),
         ("sft config.toml warm", 9, "no model directory", "a model.s folder holds|did you mean"),
-        ("tell small dance", 2, "no verb 'dance'", "drain, fail-batch"),
-        ("tell small set rollout.group_size=3", 2, "rollout.group_size", "staleness.max_staleness"),
-        ("tell small pause now=true", 2, "pause", "takes nothing"),
+        ("set small rollout.group_size=3", 2, "rollout.group_size", "staleness.max_staleness"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_with_a_hint_and_leaves_nothing(
@@ -164,8 +162,8 @@ def test_doctor_names_what_is_there_and_a_log_that_cannot_be_opened(
 
 def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, call: Call) -> None:
     make_run(place / "runs" / "small")
-    assert call("tell", "small", "set", "staleness.max_staleness=3", "run.steps=9")[0] == 0
-    assert call("tell", "small", "drain", "worker=w1")[0] == 0
+    assert call("set", "small", "staleness.max_staleness=3", "run.steps=9")[0] == 0
+    assert call("drain", "small", "w1")[0] == 0
     records = [
         json.loads(line)["record"]
         for line in call("log", "cat", "small", "--json")[1].split("\n")[:-1]
@@ -235,7 +233,7 @@ def test_every_command_that_takes_a_run_takes_where_runs_lie() -> None:
         for name, one in group.commands.items()
         if any(param.name == "run" for param in one.params)
     }
-    assert {"show", "audit", "tell"} <= set(taking)
+    assert {"show", "audit", "set"} <= set(taking)
     assert [name for name, options in taking.items() if "--runs" not in options] == []
 
 

@@ -94,7 +94,7 @@ def test_configuration_is_shown_as_what_it_is_with_nothing_that_steers_a_termina
         ["config", HOSTILE],
         ["config", str(example_file("arithmetic")), "-o", f"{HOSTILE}=1"],
         ["config", str(example_file("arithmetic")), "-o", f"run.name={HOSTILE}"],
-        ["tell", "a", HOSTILE],
+        ["set", "a", HOSTILE],
     ],
 )
 def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str], call: Call) -> None:

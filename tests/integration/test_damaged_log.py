@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export parquet": ("export", "parquet", ".", "rows"),
     "prune": ("prune", "."),
     "mismatch": ("mismatch", "."),
-    "tell": ("tell", ".", "pause"),
+    "pause": ("pause", "."),
     "run --resume": ("run", ".", "--resume", "--runs", ".."),
     "trainer": ("trainer", ".", "--runs", ".."),
     "worker": ("worker", ".", "--name", "w9", "--runs", ".."),

@@ -148,12 +148,12 @@ def test_a_start_that_has_sampled_nothing_leaves_its_name_free(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ("set trainer.learning_rate=abc", r"trainer\.learning_rate: .*float.*str"),
-        ("set trainer.learning_rate=inf", r"trainer\.learning_rate: a number is not finite"),
-        ("set rollout.group_size=2", r"set: cannot use 'rollout\.group_size=2'"),
-        ("set objective.kind=nothing", "nothing"),
-        ("set staleness.async_batches=0.5", "no batch would ever fill"),
-        ("set run.steps=0", r"run\.steps"),
+        ("trainer.learning_rate=abc", r"trainer\.learning_rate: .*float.*str"),
+        ("trainer.learning_rate=inf", r"trainer\.learning_rate: a number is not finite"),
+        ("rollout.group_size=2", r"set: cannot use 'rollout\.group_size=2'"),
+        ("objective.kind=nothing", "nothing"),
+        ("staleness.async_batches=0.5", "no batch would ever fill"),
+        ("run.steps=0", r"run\.steps"),
     ],
 )
 def test_a_change_that_the_run_would_refuse_is_refused_in_one_line(
@@ -161,10 +161,10 @@ def test_a_change_that_the_run_would_refuse_is_refused_in_one_line(
 ) -> None:
     begun()
     call = caller(monkeypatch, capsys)
-    code, out, err = call("tell", "tiny", *words.split())
+    code, out, err = call("set", "tiny", words)
     assert (code != 0, out) == (True, "")
     assert re.search(line, err.splitlines()[0]), err
-    assert call("tell", "tiny", "set", "trainer.learning_rate=0.5")[0] == 0
+    assert call("set", "tiny", "trainer.learning_rate=0.5")[0] == 0
 
 
 def test_a_run_that_is_over_is_told_nothing(
@@ -176,6 +176,6 @@ def test_a_run_that_is_over_is_told_nothing(
     )
     say("tiny", "decisions", encode(stop))
     call = caller(monkeypatch, capsys)
-    for words in (("set", "trainer.learning_rate=0.5"), ("pause",)):
-        code, _, err = call("tell", "tiny", *words)
+    for words in (("set", "tiny", "trainer.learning_rate=0.5"), ("pause", "tiny")):
+        code, _, err = call(*words)
         assert code == 2 and "run 'tiny' is over: nothing of it can be changed" in err

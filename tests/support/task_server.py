@@ -27,7 +27,7 @@ class Server:
     def __init__(self, folder: Path, *words: str, port: int = 0) -> None:
         self.words = words
         (folder / "played.toml").write_text(CONFIG)
-        command = (PROGRAM, "task", "serve", "played.toml")
+        command = (PROGRAM, "task-server", "played.toml")
         self.process = subprocess.Popen(
             [*command, "--listen", f"127.0.0.1:{port}", *words],
             cwd=folder,

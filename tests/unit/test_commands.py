@@ -12,11 +12,12 @@ import pytest
 from typer.main import get_command
 
 from dora_pipe.cli.app import COMMANDS, app
+from tests.support.cli_reference import page
 from tests.support.cli_words import parsed
 from tests.support.command_line import Call
 from tests.support.tidy import ROOT
 
-COMMANDS_MAX = 30
+COMMANDS_MAX = 34
 PAGES = ("*.md", "*.py", "*.toml", "*.yml", "*.yaml", "*.sh", "Makefile", "Dockerfile")
 HISTORY = ("CHANGELOG.md", "bench/results/", "tests/fuzz/corpus/")
 """Files that quote commands of earlier commits."""
@@ -83,6 +84,11 @@ def _unknown(typed: str) -> str:
     return next(
         (one for one in options if _OPTION.match(one) and one not in known | {"--help"}), ""
     )
+
+
+def test_the_page_is_what_the_code_writes() -> None:
+    command = "python -m tests.support.cli_reference > docs/reference/cli.md"
+    assert (ROOT / "docs" / "reference" / "cli.md").read_text() == page(), f"run: {command}"
 
 
 def test_every_command_and_option_that_is_named_exists() -> None:

@@ -43,13 +43,7 @@ from dora_pipe.producers.engines.torch.causal_lm import CausalLM, need_experts, 
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN
 from dora_pipe.producers.engines.torch.kv import KvCache
 from dora_pipe.producers.engines.torch.lora import AdapterVersions, is_invariant
-from dora_pipe.producers.engines.torch.model import (
-    Weights,
-    empty,
-    fill,
-    forward,
-    fuse,
-)
+from dora_pipe.producers.engines.torch.model import Weights, empty, fill, forward, fuse
 from dora_pipe.producers.engines.torch.rotations import rotations
 from dora_pipe.producers.engines.torch.sampling import Sampler
 from dora_pipe.producers.engines.torch.weights import (

@@ -25,12 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM, TurnedRows
-from dora_pipe.producers.engines.torch.experts import (
-    ROWS_MIN,
-    ExpertWeights,
-    empty_experts,
-    mixed,
-)
+from dora_pipe.producers.engines.torch.experts import ROWS_MIN, ExpertWeights, empty_experts, mixed
 from dora_pipe.producers.engines.torch.latent import (
     LatentWeights,
     empty_latent,

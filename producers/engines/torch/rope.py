@@ -50,8 +50,7 @@ def read_rope(config: Mapping[str, Any]) -> Rope:
         return scaled
     positions = config.get("max_position_embeddings")
     scaled = replace(
-        scaled,
-        original_tokens=positive(fields, "original_max_position_embeddings", int, positions),
+        scaled, original_tokens=positive(fields, "original_max_position_embeddings", int, positions)
     )
     if kind == "yarn":
         return replace(

@@ -222,8 +222,7 @@ def check_room(
     has = f"adapters of rank {facts.lora_rank}, {facts.max_resident_versions} at once"
     if facts.lora_rank and not rank:
         raise ConfigError(
-            f"vLLM's server hosts {has}, the run has none",
-            hint="start it without --lora-rank",
+            f"vLLM's server hosts {has}, the run has none", hint="start it without --lora-rank"
         )
     if facts.lora_rank < rank or facts.max_resident_versions < most:
         raise ConfigError(

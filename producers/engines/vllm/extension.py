@@ -187,9 +187,7 @@ def _make_intermediate_tensors(runner: Any) -> None:
 
     if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-            batch_size=runner.max_num_tokens,
-            dtype=runner.model_config.dtype,
-            device=runner.device,
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
 
 

@@ -11,12 +11,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from dora_pipe.producers.engines.vllm.core import device_name, token_seed
 from dora_pipe.producers.engines.vllm.routes import KeptRoutes
-from dora_pipe.producers.engines.vllm.wire import (
-    BOTH,
-    LOGPROB_TEMPERATURE,
-    NO_TOKEN,
-    SAMPLED_FROM,
-)
+from dora_pipe.producers.engines.vllm.wire import BOTH, LOGPROB_TEMPERATURE, NO_TOKEN, SAMPLED_FROM
 
 
 class ServerSampler(Sampler):  # type: ignore[misc]

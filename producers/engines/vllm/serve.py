@@ -32,7 +32,7 @@ from dora_pipe.producers.engines.vllm.options import check_args, command_words, 
 KEY_VARIABLE: Final = "VLLM_API_KEY"
 
 LORA_ENVIRONMENT: Final = {
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # /v1/load_lora_adapter, /v1/unload_lora_adapter
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"  # /v1/load_lora_adapter, /v1/unload_lora_adapter
 }
 """Environment for adapters."""
 

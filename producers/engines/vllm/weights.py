@@ -124,9 +124,7 @@ def pack_tied(model: Any) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def expected_tensors(
-    model_dir: Path,
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str], range]:
+def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str], range]:
     """Return shapes, tied tensors, and layers in files only, from transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dora_pipe.config import describe
 from dora_pipe.config.changes import kind_of
 from dora_pipe.config.describe import dump_toml, keys_of, reference, toml
-from dora_pipe.config.load import from_plain, leaves
+from dora_pipe.config.load import from_plain, leaves, load_config
 from dora_pipe.config.model import Config, Rollout, Run, Staleness
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "configuration.md"
@@ -75,6 +76,14 @@ def test_shown_configuration_has_every_key_under_its_meaning() -> None:
         "chat_template_kwargs",
         "args",
     } <= names
+
+
+def test_basic_keys_and_changed_keys_make_the_same_configuration() -> None:
+    basic = load_config(Path(describe.__file__).with_name("basic.toml"), ())
+    for config in (SMALL, basic):
+        shown = dump_toml(config, every=False)
+        assert from_plain(tomllib.loads(shown)) == config
+        assert "rewritten_history" not in shown and "\ngroup_size = 8\n" in shown
 
 
 def test_value_that_toml_cannot_say_is_refused() -> None:

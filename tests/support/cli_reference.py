@@ -1,0 +1,91 @@
+"""Command-line reference, from the commands and error classes.
+
+python -m tests.support.cli_reference > docs/reference/cli.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from typer.main import get_command
+
+from dora_pipe.cli.app import COMMANDS, app
+from dora_pipe.core import errors
+
+HEAD = """# Command line
+
+<!-- Written by `python -m tests.support.cli_reference`; change the commands in cli/commands
+instead. -->
+
+`dora-pipe COMMAND --help` prints the same text and an example. RUN is the name of a run, its
+directory, a `.sqlite` file, or `kafka://HOST:PORT/RUN`. Options of several commands: `--runs DIR`
+is the directory of runs, `-o KEY=VALUE` overrides a key of the configuration, `--json` prints one
+JSON object per line."""
+
+COMMON = {"help", "root", "override", "as_json", "run"}
+
+CODES = {0: "Success.", 1: "A check failed, or an unexpected error.", 130: "Interrupted by Ctrl-C."}
+
+
+def page() -> str:
+    """Return docs/reference/cli.md."""
+    lines, commands = [HEAD], get_command(app).commands  # type: ignore[attr-defined]
+    for panel, names in COMMANDS.items():
+        lines.append(f"\n## {panel}")
+        for name in names:
+            lines += _sections(name, commands[name])
+    lines += ["\n## Exit codes\n", "| code | meaning |", "| --- | --- |"]
+    lines += [f"| {code} | {meaning} |" for code, meaning in sorted(_codes().items())]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(name: str, command: Any) -> Iterator[str]:
+    if hasattr(command, "commands"):
+        for inner in command.commands:
+            yield from _sections(f"{name} {inner}", command.commands[inner])
+        if not command.invoke_without_command:
+            return
+    arguments = [one for one in command.params if one.param_type_name == "argument"]
+    words = "".join(f" {_word(one)}" for one in arguments)
+    yield f"\n### dora-pipe {name}\n"
+    yield f"`dora-pipe {name}{words}`: {_text(command.help)}"
+    own = [one for one in command.params if one.name not in COMMON]
+    if own:
+        yield from ("", "| argument or option | default | meaning |", "| --- | --- | --- |")
+    for one in own:
+        yield f"| `{_names(one)}` | {_default(one)} | {(one.help or '').replace('|', ' or ')} |"
+
+
+def _text(help: str) -> str:
+    return " ".join(help.partition("Example:")[0].split())
+
+
+def _word(one: Any) -> str:
+    word = str(one.metavar or one.name.upper())
+    return word if one.required or word.startswith("[") else f"[{word}]"
+
+
+def _names(one: Any) -> str:
+    return _word(one) if one.param_type_name == "argument" else ", ".join(one.opts)
+
+
+def _default(one: Any) -> str:
+    shown = one.default
+    empty = shown is None or shown == "" or shown is False or callable(shown)
+    return "required" if one.required else "" if empty else f"`{shown}`"
+
+
+def _codes() -> dict[int, str]:
+    own = [one for one in vars(errors).values() if isinstance(one, type)]
+    found = {
+        one.exit_code: (one.__doc__ or "").partition("\n")[0]
+        for one in own
+        if issubclass(one, errors.DoraError) and "exit_code" in vars(one)
+    }
+    return found | CODES
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -76,10 +76,10 @@ function frame(width, height, label) {
     "aria-label": label });
 }
 
-function axes(svg, { x, y, xTicks, yTicks, left, bottom, width, height, xLabel, yLabel }) {
+function axes(svg, { x, y, xTicks, yTicks, left, bottom, width, height, xLabel, yLabel, format }) {
   for (const at of yTicks) {
     svg.append(s("line", { x1: left, x2: width - RIGHT, y1: y(at), y2: y(at), class: "grid" }),
-      s("text", { x: left - 6, y: y(at) + 4, "text-anchor": "end" }, show(at)));
+      s("text", { x: left - 6, y: y(at) + 4, "text-anchor": "end" }, format(at)));
   }
   for (const at of xTicks) {
     svg.append(s("text", { x: x(at), y: height - bottom + 14, "text-anchor": "middle" }, show(at)));
@@ -152,7 +152,7 @@ export function lines(spec) {
   const alone = named.length === 1 && !band;
   const values = named.map(() => h("b"));
   const at = h("span", { class: "value" });
-  const keys = alone && small ? null : h("ul", { class: "keys" }, named.map((one, place) =>
+  const keys = alone ? null : h("ul", { class: "keys" }, named.map((one, place) =>
     key(one.name, one.colour, one.dash, values[place])),
   band ? key(band.name, "var(--s0)", null, null, true) : null);
   const read = (x) => {
@@ -174,7 +174,7 @@ export function lines(spec) {
     const span = extent(all, spec.time ? 0 : null), many = small ? 3 : 5;
     const [y0, y1] = rounded(extent(every, floor, ceiling), many);
     const x = scale(...span, left, width - RIGHT), y = scale(y0, y1, height - bottom, TOP);
-    axes(svg, { x, y, width, height, left, bottom, xLabel, yLabel, yTicks: ticks(y0, y1, many),
+    axes(svg, { x, y, width, height, left, bottom, xLabel, yLabel, format, yTicks: ticks(y0, y1, many),
       xTicks: ticks(...span, Math.max(2, Math.floor(width / 90)), !spec.time) });
     if (band && xs.length > 2) svg.append(s("path", { d: bandPath(xs, band.low, band.high, x, y),
       class: "band" }));
@@ -182,7 +182,7 @@ export function lines(spec) {
       const own = one.x || xs;
       const points = own.map((value, place) => [x(value), known(one.y[place]) ? y(one.y[place]) : null]);
       svg.append(s("path", { d: path(points), fill: "none", stroke: one.colour,
-        "stroke-width": one.thick ? 2.2 : 1.6, "stroke-dasharray": one.dash }));
+        "stroke-width": own.length > width / 4 ? 1 : one.thick ? 2.2 : 1.6, "stroke-dasharray": one.dash }));
       const dots = points.filter(([, py]) => py !== null);
       if (one.points || dots.length === 1) dots.forEach(([px, py]) =>
         svg.append(s("circle", { cx: px, cy: py, r: 3, fill: one.colour })));

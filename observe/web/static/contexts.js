@@ -58,7 +58,7 @@ export function callsOf(tree) {
         show(at)));
     }
     svg.append(s("text", { x: (NAMES + width - EDGE) / 2, y: height - 4, "text-anchor": "middle",
-      class: "label" }, "seconds after the schedule"));
+      class: "label" }, "seconds after the scheduling decision"));
     for (const row of rows.filter((one) => order.includes(one[1]))) svg.append(...callBar(row, order, who, x));
     return svg;
   };

@@ -69,14 +69,14 @@ export const LINKED = {
 };
 
 // A value as text; of a digest the first characters.
-function shown(value) {
+function brief(value) {
   if (!/^[0-9a-f]{64}$/.test(value)) return show(value);
   return h("code", { title: value }, `${value.slice(0, 12)}…`);
 }
 
 function cell(column, value, has) {
   if (value instanceof Node) return value;
-  if (value === null || value === undefined || !(column in LINKED)) return shown(value);
+  if (value === null || value === undefined || !(column in LINKED)) return brief(value);
   const page = LINKED[column];
   const address = page ? `#/${page}/${value}` : addressOf(String(value));
   if (!address || (page === "" && /^\d+$/.test(String(value))) || !has(address)) {
@@ -118,11 +118,13 @@ export function table(listed, { caption = "", name = caption || "table",
   const label = (at) => columns[at].replaceAll("_", " ");
   const numeric = columns.map((_, at) =>
     rows.every((row) => row[at] === null || typeof row[at] === "number"));
+  const wide = columns.map((_, at) =>
+    rows.some((row) => typeof row[at] === "string" && row[at].length > 20));
   const said = [...same].filter((at) => ![null, undefined, ""].includes(rows[0][at]));
   const head = own.map((at) => h("th", { scope: "col", class: numeric[at] ? "n" : null },
     headers ? headers(columns[at]) : label(at)));
   const body = rows.map((row) => h("tr", null, own.map((at) =>
-    h("td", { class: numeric[at] ? "n" : null, "data-label": label(at) },
+    h("td", { class: numeric[at] ? "n" : wide[at] ? "w" : null, "data-label": label(at) },
       h("span", null, cell(columns[at], row[at], has))))));
   return h("div", null, said.length ? h("p", { class: "note same" }, `All ${rows.length} rows: `,
     said.map((at, place) => [place ? " · " : "", `${label(at)} `,
@@ -138,7 +140,7 @@ export function facts(pairs, has = null) {
     const address = has && addressOf(String(value));
     const linked = address && !/^\d+$/.test(String(value)) && has(address);
     return h("div", null, h("dt", null, name.replaceAll("_", " ")),
-      h("dd", null, linked ? h("a", { href: address }, value) : shown(value)));
+      h("dd", null, linked ? h("a", { href: address }, value) : brief(value)));
   }));
 }
 

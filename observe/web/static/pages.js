@@ -168,7 +168,7 @@ function course(record) {
     before = at;
     return [names[name] || name, own / 1000];
   });
-  return bars({ title: "Time on the worker", note: "From the last schedule on.", unit: "seconds",
+  return bars({ title: "Time on the worker", note: "Measured from the last scheduling decision.", unit: "seconds",
     rows: parts.length ? [{ name: "seconds", values: parts.map(([, value]) => value) }] : [],
     parts: parts.map(([name]) => name), without: "The record has no times." });
 }

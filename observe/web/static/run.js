@@ -15,7 +15,8 @@ const ORDER = ["loss", "grad_norm", "kl", "clipped_share", "entropy", "learning_
 const SMALL_MAX = 6;
 const WAIT = "var(--wait)", WORK = "var(--s0)", EVALUATED = "var(--s1)";
 
-const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
+const percent = (value) => (value === null || value === undefined ? "–" :
+  `${Number((100 * value).toFixed(1))} %`);
 const toStep = (x) => (has(`#/step/${Math.round(x)}`) ? `#/step/${Math.round(x)}` : null);
 const toVersion = (x) => (has(`#/version/${x}`) ? `#/version/${x}` : null);
 
@@ -183,17 +184,9 @@ export async function speedPage() {
       note: "Waiting: the trainer was free and its batch was not complete." }),
     lines({ ...overTime, title: "Sampled tokens", yLabel: "tokens/s",
       series: [{ name: "tokens per second", y: use.tokens_per_s, colour: WORK }] }),
-    utilised(found, overTime),
     times(found.times)),
-  found.waits.rows.length ? section("What the trainer waited for", table(found.waits,
+  found.waits.rows.length ? section("Trainer waits", table(found.waits,
     { caption: "Waits of the trainer" })) : null]);
-}
-
-function utilised(found, overTime) {
-  const use = found.utilisation;
-  return lines({ ...overTime, title: "Worker utilization", ceiling: 1, yLabel: "share of slots",
-    format: percent, series: [{ name: "mean", y: use.mean, colour: WORK, thick: true }],
-    band: { name: "least to most used worker", low: use.low, high: use.high } });
 }
 
 export async function stalenessPage() {
@@ -222,7 +215,10 @@ function mismatch({ rows, looked }) {
 export async function workersPage() {
   const found = await get("overview"), use = found.utilisation;
   return page("workers", found, [h("div", { class: "charts one" }, workers(found.timeline, found.marks),
-    utilised(found, { xs: use.at, xLabel: "second", time: true, marks: found.marks }))]);
+    lines({ title: "Worker utilization", xs: use.at, xLabel: "second", time: true, marks: found.marks,
+      ceiling: 1, yLabel: "share of slots", format: percent,
+      series: [{ name: "mean", y: use.mean, colour: WORK, thick: true }],
+      band: { name: "least to most used worker", low: use.low, high: use.high } }))]);
 }
 
 function workers(data, marks) {

@@ -206,6 +206,7 @@ def test_page_follows_a_run_and_keeps_the_place_of_who_reads(page: Page, tmp_pat
             page.until("document.querySelector('h1').innerText.includes('open, 2 of 6')")
             page.until("document.querySelector('figure details')")
             page.run("document.querySelector('figure details').open = true")
+            page.size(1280, 400)
             page.run("window.scrollTo(0, 200)")
             cluster.run()
             page.until("document.querySelector('h1').innerText.includes('finished, 6 of 6')")

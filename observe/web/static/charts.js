@@ -57,7 +57,7 @@ export function figure(title, note, draw, tableOf, { under = null, small = false
     });
   }
   const whole = h("figure", { class: small ? "small" : null }, h("figcaption", null,
-    h("h3", { title: small ? note : null }, title), value,
+    h("h2", { title: small ? note : null }, title), value,
     note && !small ? h("p", { class: "note" }, note) : null), place, under, data);
   let drawn = 0;
   const again = () => {
@@ -245,7 +245,7 @@ export function key(name, colour, dash = null, value = null, area = false) {
 }
 
 export function empty(title, why) {
-  return h("figure", null, h("figcaption", null, h("h3", null, title)), h("p", { class: "note" }, why));
+  return h("figure", null, h("figcaption", null, h("h2", null, title)), h("p", { class: "note" }, why));
 }
 
 // Stacked bars, one per row: rows [{name, values, after?}], parts name the values.

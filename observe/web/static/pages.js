@@ -136,6 +136,7 @@ export async function trajectoryPage(id, fields) {
         ["staleness", show(row.staleness)], ["worker", show(row.worker),
           row.attempts > 1 ? `${row.attempts} attempts` : null]]),
       cameFrom(found.lineage, [link("group", found.group, `group ${found.group}`)]),
+      h("h2", { class: "unseen" }, "Text"),
       record.missing ? h("p", { class: "note" }, record.missing) : conversation(found),
       found.errors.length ? [h("h2", null, "Errors"),
         h("ul", { class: "warnings" }, found.errors.map((text) => h("li", { class: "bad" }, text)))] : null,

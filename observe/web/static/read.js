@@ -211,7 +211,7 @@ export function reader() {
 }
 
 async function pane(name) {
-  const head = h("h3", null, has(`#/trajectory/${name}`) ?
+  const head = h("h2", null, has(`#/trajectory/${name}`) ?
     h("a", { href: `#/trajectory/${name}` }, name) : name);
   try {
     const found = await get(`trajectory/${name}`), { row, record } = found;

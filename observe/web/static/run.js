@@ -2,7 +2,7 @@
 
 import { COLOURS, bars, empty, lines, timeline } from "./charts.js";
 import { get, has } from "./data.js";
-import { bucket, facts, fold, h, show, span, table, tiles } from "./dom.js";
+import { bucket, facts, fold, h, region, show, span, table, tiles } from "./dom.js";
 
 const PHASES = {
   queued: "queued", worker: "on a worker", siblings: "waiting for the group", batch: "waiting for a batch",
@@ -73,7 +73,7 @@ export async function overviewPage() {
       h("div", { class: "main" }, rewards(found, { height: 232 })), learned(found, true).slice(0, SMALL_MAX))),
     h("div", { class: "pair" },
       section("Speed", h("div", { class: "dash" }, speeds(found, true))),
-      section("Problems", h("div", { class: "problems" }, warnings(), happened(found.marks)))),
+      section("Problems", region("problems", { class: "problems" }, warnings(), happened(found.marks)))),
     fold("settings of the run", "Settings of the run", facts(settingsOf(found))),
   ]);
 }

@@ -112,9 +112,9 @@ def top(
 
 
 def ui(
-    run: Annotated[str, typer.Argument(help=f"{RUN_HELP} Without it: all runs.")] = "",
+    run: Annotated[str, typer.Argument(help=f"{RUN_HELP} Default: all runs.")] = "",
     redact: RedactOption = False,
-    port: Annotated[int, typer.Option(help="Of localhost; 0 takes a free one.")] = UI_PORT,
+    port: Annotated[int, typer.Option(help="TCP port on localhost; 0 picks a free one.")] = UI_PORT,
     root: RunsOption = RUNS,
 ) -> None:
     """Show the runs, or one of them, in a browser: http://127.0.0.1:8765."""

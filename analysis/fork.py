@@ -22,7 +22,7 @@ from dora_pipe.core.errors import ReplayDiverged, UsageError
 from dora_pipe.ledger.evaluations import interval_of
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.schemas.control import REPLAY_DIFFERS, RequestFailed
-from dora_pipe.schemas.identity import SIBLINGS_MAX, cut_seed, group_id
+from dora_pipe.schemas.identity import SAMPLES_MAX, cut_seed, group_id
 from dora_pipe.schemas.rounds import GroupSpec
 from dora_pipe.schemas.trajectory import EpisodeProgress, Segment, Trajectory
 
@@ -173,7 +173,7 @@ def _wanted(recorded: Trajectory, cut: Cut, sample: int, worker: TemporaryWorker
         index=meta.index,
         data_epoch=meta.data_epoch,
         seed=cut_seed(meta.seed, cut.token),
-        size=SIBLINGS_MAX,
+        size=SAMPLES_MAX,
         task=meta.task,
         evaluation=meta.evaluation,
     )
@@ -200,7 +200,7 @@ def prefix_of(
         version=worker.version,
         digest=worker.digest,
         worker=models[-1].worker,
-        epoch=models[-1].epoch,
+        incarnation=models[-1].incarnation,
         start=0,
         token_ids=recorded.token_ids[:end],
         logprobs=recorded.logprobs[:end],

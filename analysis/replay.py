@@ -27,7 +27,7 @@ from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.learners.settings import changed_settings
-from dora_pipe.consumers.trainer.commits import OF_PATCHES, CommitHistory
+from dora_pipe.consumers.trainer.commits import OF_DELTAS, CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import Alter, ReplayedStep, load_base
 from dora_pipe.consumers.trainer.replay_steps import replay_steps as trained_again
@@ -88,12 +88,12 @@ class StepResult:
     wanted: bool
     distances: tuple[TensorDistance, ...] = ()
     """Largest first; empty with a change."""
-    figures: tuple[FigureDifference, ...] = ()
+    metrics: tuple[FigureDifference, ...] = ()
 
     @property
     def equal(self) -> bool:
         """Report whether weights and metrics are equal."""
-        return self.replayed.equal and not self.figures
+        return self.replayed.equal and not self.metrics
 
     @property
     def time_ratio(self) -> float | None:
@@ -317,7 +317,7 @@ def _compared(run: SourceRun, result: StepResult) -> StepResult:
         replayed=step,
         wanted=result.wanted,
         distances=() if step.equal else distances_of(run, step),
-        figures=(*_other_figures(step), *_other_contributions(store, step)),
+        metrics=(*_other_figures(step), *_other_contributions(store, step)),
     )
 
 
@@ -329,7 +329,7 @@ def raise_if_diverged(line: StepResult) -> None:
     other = step.other_numerics
     because = f"the numerics differ in {', '.join(other)}" if other else "the numerics are equal"
     if step.equal:
-        said = f"gave other figures than those committed: {line.figures[0].line}"
+        said = f"gave other figures than those committed: {line.metrics[0].line}"
     else:
         said = "gave other weights than those committed; "
         said += f"the first tensor that differs is {step.tensor}"
@@ -383,7 +383,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _other_figures(replayed: ReplayedStep) -> Iterator[FigureDifference]:
     for name, committed in sorted(replayed.figures_committed.items()):
-        if name in OF_PATCHES:
+        if name in OF_DELTAS:
             continue
         again = replayed.figures_replayed.get(name)
         if again != committed:

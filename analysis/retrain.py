@@ -42,7 +42,7 @@ class RetrainedStep(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """After the step."""
     digest_source: str
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
     @property
     def equal(self) -> bool:
@@ -131,7 +131,7 @@ def _step_of(result: StepResult) -> RetrainedStep:
         step=step.step,
         digest=step.digest_replayed,
         digest_source=step.digest_committed,
-        figures=dict(step.figures_replayed),
+        metrics=dict(step.figures_replayed),
     )
 
 

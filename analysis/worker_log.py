@@ -31,7 +31,7 @@ from dora_pipe.schemas.control import (
     decode_control,
 )
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.rounds import Assign, Drain, GroupSpec, Place, PlacedSibling, Round
+from dora_pipe.schemas.rounds import Assign, Drain, GroupSpec, Round, Schedule, ScheduledSample
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import EpisodeProgress, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory, encode_any_progress
@@ -175,37 +175,45 @@ class TemporaryWorker:
         facts: Mapping[str, TaskFacts],
     ) -> None:
         self.check(facts)
-        worker, epoch, reason = setup.worker, setup.epoch, self.reason
+        worker, incarnation, reason = setup.worker, setup.incarnation, self.reason
         groups: dict[str, list[SampleRequest]] = {}
         for one in missing[: setup.requests_max]:
             groups.setdefault(one.spec.group, []).append(one)
         with closing(bus.writer()) as writer:
             places = [
-                Place(
+                Schedule(
                     reason=reason,
                     spec=some[0].spec,
                     worker=worker,
-                    epoch=epoch,
-                    siblings=tuple(self._placed(writer, one) for one in some),
+                    incarnation=incarnation,
+                    samples=tuple(self._placed(writer, one) for one in some),
                 )
                 for some in groups.values()
             ]
             assign = Assign(
-                reason=reason, worker=worker, epoch=epoch, version=self.version, digest=self.digest
+                reason=reason,
+                worker=worker,
+                incarnation=incarnation,
+                version=self.version,
+                digest=self.digest,
             )
             round_ = Round(
-                ordinal=epoch,
-                role_epoch=epoch,
+                ordinal=incarnation,
+                incarnation=incarnation,
                 now_ns=self.started.at_ns,
                 control_next=0,
-                decisions=(assign, *places, Drain(reason=reason, worker=worker, epoch=epoch)),
+                decisions=(
+                    assign,
+                    *places,
+                    Drain(reason=reason, worker=worker, incarnation=incarnation),
+                ),
             )
             writer.append([Append(topic=self._topics.decisions, value=encode(round_))])
 
-    def _placed(self, writer: Writer, one: SampleRequest) -> PlacedSibling:
+    def _placed(self, writer: Writer, one: SampleRequest) -> ScheduledSample:
         prefix, resume = one.prefix, None
         if prefix is not None:
             value, key = encode_any_progress(prefix), one.name.encode()
             (offset,) = writer.append([Append(topic=self._topics.progress, key=key, value=value)])
             resume = Resume(tokens=sum(prefix.loss_mask), partition=0, offset=offset)
-        return PlacedSibling(sibling=one.sample, attempt=1, resume=resume)
+        return ScheduledSample(sample=one.sample, attempt=1, resume=resume)

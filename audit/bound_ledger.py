@@ -202,7 +202,7 @@ def why_infeasible(deadlines: Iterable[int], step: int, per_step: int) -> str:
 
 
 def outlook_of(group: GroupEntry, rules: Rollout) -> Outlook:
-    size, siblings, ended = group.spec.size, group.spec.siblings, 0
+    size, samples, ended = group.spec.size, group.spec.samples, 0
     valid: list[float] = []
     for entry in group.requests.values():
         if (bound := entry.bound) is not None:
@@ -211,14 +211,14 @@ def outlook_of(group: GroupEntry, rules: Rollout) -> Outlook:
                 valid.append(reward)
         elif entry.failed:
             ended += 1
-    over = group.expired or ended == siblings or len(valid) >= size
+    over = group.expired or ended == samples or len(valid) >= size
     scoring, unscored = group.scoring, False
     if scoring is not None:
         unscored = bool(valid) and not (scoring.answer or scoring.failed)
         valid = [] if scoring.failed else list(scoring.rewards.values()) or valid
     if group.spec.purpose == "eval":
         return "evaluated" if over and not unscored else "running"
-    reachable = len(valid) if over else siblings - (ended - len(valid))
+    reachable = len(valid) if over else samples - (ended - len(valid))
     if reachable < min(rules.min_valid_trajectories, size):
         return "failed"
     if not over or unscored:

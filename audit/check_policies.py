@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from dora_pipe.audit.check_patches import PatchCheck
+from dora_pipe.audit.check_deltas import DeltaCheck
 from dora_pipe.audit.entries import StepEntry, VersionEntry
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.consumers.contributions import read_contributions
@@ -60,9 +60,9 @@ class PolicyCheck:
                 self._begun_with(self._ledger.started.optimizer)
         if self.storeless:
             return
-        with PatchCheck(store, self._findings, self.absent) as patches:
+        with DeltaCheck(store, self._findings, self.absent) as deltas:
             for entry in steps:
-                patches.look(entry.fact)
+                deltas.look(entry.fact)
         for entry in steps:
             self._contributions(entry)
             if entry.fact.checkpoint is not None:

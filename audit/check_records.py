@@ -20,7 +20,7 @@ _HEADERS: Final = (
     "trajectory",
     "sampled tokens",
     "attempt",
-    "epoch",
+    "incarnation",
     "worker",
     "version",
     "digest",
@@ -118,7 +118,7 @@ class RecordCheck:
         group = None
         if logged is not None:
             group = self._ledger.accounts.groups[group_of(logged.fact.trajectory)]
-        trained = group is not None and group.fate == "trained"
+        trained = group is not None and group.outcome == "trained"
         if (one.topic, one.partition, one.offset) in self.buried and not trained:
             self._findings.notes.append(f"{who} {message}; it is among the dead letters")
         else:
@@ -129,7 +129,7 @@ class RecordCheck:
 
     def _not_logged(self, one: Evidence, headers: Headers) -> None:
         entry = self._ledger.accounts.request(headers.trajectory)
-        worker = self._ledger.accounts.workers.get(headers.epoch)
+        worker = self._ledger.accounts.workers.get(headers.incarnation)
         if entry is None:
             self._wrong(headers.trajectory, f"lies at {one.where} but was never dispatched")
             return
@@ -184,7 +184,7 @@ class RecordCheck:
             fact.trajectory,
             fact.tokens,
             fact.attempt,
-            fact.epoch,
+            fact.incarnation,
             fact.worker,
             fact.version,
             fact.digest,
@@ -194,7 +194,7 @@ class RecordCheck:
             headers.trajectory,
             headers.sampled,
             headers.attempt,
-            headers.epoch,
+            headers.incarnation,
             headers.worker,
             headers.version,
             headers.digest,
@@ -233,7 +233,7 @@ class RecordCheck:
             spec.dataset_digest,
             spec.index,
             spec.data_epoch,
-            trajectory_seed(spec.seed, content.sibling),
+            trajectory_seed(spec.seed, content.sample),
         )
         found = (
             content.group_size,
@@ -334,17 +334,17 @@ def wrong_mixture(
     for segment in content.sampled:
         if segment.version not in named:
             yield f"names no weights for version {segment.version}", "", ""
-        if why := _not_hosted(segment, logged, ledger):
+        if why := _not_served(segment, logged, ledger):
             yield why, "", ""
 
 
-def _not_hosted(segment: Segment, logged: Logged, ledger: Ledger) -> str:
-    worker = ledger.accounts.workers.get(segment.epoch)
-    of = f"{segment.worker} of incarnation {segment.epoch}"
+def _not_served(segment: Segment, logged: Logged, ledger: Ledger) -> str:
+    worker = ledger.accounts.workers.get(segment.incarnation)
+    of = f"{segment.worker} of incarnation {segment.incarnation}"
     who = f"tokens {segment.start} to {segment.end} name {of}"
     if worker is None or worker.joined.worker != segment.worker:
         return f"{who}, which never joined"
-    ready = worker.hosted.get(segment.version)
+    ready = worker.served.get(segment.version)
     if ready is None or ready > logged.at.offset:
         return f"{who}, which did not host version {segment.version} then"
     return ""

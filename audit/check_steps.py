@@ -77,7 +77,7 @@ class _Look:
         fact, who, findings = entry.fact, f"step {entry.step}", self._findings
         findings.looked["steps"] += 1
         if fact.adopted and not any(
-            one.role_epoch == fact.role_epoch for one in self._ledger.adopted
+            one.incarnation == fact.incarnation for one in self._ledger.adopted
         ):
             findings.add("steps", who, "says it adopted weights, which its trainer never said")
         if not fact.dropped or entry.take is None:
@@ -137,14 +137,14 @@ class _Look:
         """Check that the batch has every logged trajectory of the group, of any length."""
         bound = [logged.fact.trajectory for logged in group.results]
         trained = [one.trajectory for one in taken.trajectories]
-        message = f"step {step} does not hold exactly its logged siblings, in order"
+        message = f"step {step} does not hold exactly its logged trajectories, in order"
         self._findings.same("C2", taken.group, message, expected=bound, found=trained)
 
     def _trained(
-        self, one: TakenTrajectory, step: int, siblings: Mapping[str, RequestEntry]
+        self, one: TakenTrajectory, step: int, samples: Mapping[str, RequestEntry]
     ) -> None:
         who, findings = one.trajectory, self._findings
-        entry = siblings.get(who) or self._ledger.accounts.request(who)
+        entry = samples.get(who) or self._ledger.accounts.request(who)
         findings.looked["C2"] += 1
         if entry is None:
             findings.add("C2", who, f"is trained by step {step} but was never dispatched")
@@ -169,17 +169,17 @@ class _Look:
             findings.add("batches", who, message, expected=expected, found=found)
 
     def _as_logged(self, group: TakenGroup) -> TakenGroup:
-        """Return the group with the log's epochs, attempts and digests."""
+        """Return the group with the log's incarnations, attempts and digests."""
         entry = self._ledger.accounts.groups.get(group.group)  # loads its records
-        siblings = {} if entry is None else entry.requests
-        found = tuple([self._found(one, siblings) for one in group.trajectories])
+        samples = {} if entry is None else entry.requests
+        found = tuple([self._found(one, samples) for one in group.trajectories])
         if all(map(is_, found, group.trajectories)):
             return group
         return msgspec.structs.replace(group, trajectories=found)
 
-    def _found(self, one: TakenTrajectory, siblings: Mapping[str, RequestEntry]) -> TakenTrajectory:
+    def _found(self, one: TakenTrajectory, samples: Mapping[str, RequestEntry]) -> TakenTrajectory:
         place = (one.partition, one.offset)
-        entry = siblings.get(one.trajectory) or self._ledger.accounts.request(one.trajectory)
+        entry = samples.get(one.trajectory) or self._ledger.accounts.request(one.trajectory)
         bound, sha256 = None if entry is None else entry.bound, self._other_bytes.get(place)
         if sha256 is None and bound is not None and _is_named(bound, one):
             return one
@@ -195,7 +195,7 @@ def _is_named(logged: Logged, one: TakenTrajectory) -> bool:
     return (
         fact.trajectory == one.trajectory
         and fact.attempt == one.attempt
-        and fact.epoch == one.epoch
+        and fact.incarnation == one.incarnation
         and fact.partition == one.partition
         and fact.offset == one.offset
         and fact.sha256 == one.sha256
@@ -204,7 +204,7 @@ def _is_named(logged: Logged, one: TakenTrajectory) -> bool:
 
 def _place(one: TakenTrajectory) -> str:
     where = f"trajectories:{one.partition}:{one.offset}"
-    return f"attempt {one.attempt} of incarnation {one.epoch} at {where}, sha256 {one.sha256}"
+    return f"attempt {one.attempt} of incarnation {one.incarnation} at {where}, sha256 {one.sha256}"
 
 
 def _in_words(group: TakenGroup | None) -> str:

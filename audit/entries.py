@@ -11,14 +11,14 @@ import msgspec
 from dora_pipe.schemas.control import (
     GroupScored,
     Resume,
-    ScoredSibling,
+    ScoredSample,
     StepCommitted,
     TakenTrajectory,
     TrajectoryLogged,
     WorkerJoined,
 )
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import Fate, GroupSpec, ScoreGroup, SiblingFate, TakeBatch
+from dora_pipe.schemas.rounds import GroupSpec, Outcome, SampleOutcome, ScoreGroup, TakeBatch
 
 Standing = Literal["bound", "superseded", "fenced"]
 """Counts for its group; replaced by another; its worker was out."""
@@ -41,7 +41,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
 class Placement(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     attempt: int
     worker: str
-    epoch: int
+    incarnation: int
     resume: Resume | None
     reason: str
     at: Moment
@@ -66,7 +66,7 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fals
         return TakenTrajectory(
             trajectory=fact.trajectory,
             attempt=fact.attempt,
-            epoch=fact.epoch,
+            incarnation=fact.incarnation,
             partition=fact.partition,
             offset=fact.offset,
             sha256=fact.sha256,
@@ -88,7 +88,7 @@ class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
     """Attempts lost by error or with the worker."""
     failed: bool = False
     trained: int | None = None
-    left: SiblingFate | None = None
+    left: SampleOutcome | None = None
     """Its outcome if the group did not wait for it."""
     left_ns: int = 0
 
@@ -101,9 +101,9 @@ class RequestEntry(msgspec.Struct, kw_only=True, array_like=True):
     def over(self) -> bool:
         return self.bound is not None or self.failed or self.left is not None
 
-    def was_placed(self, attempt: int, worker: str, epoch: int) -> bool:
-        wanted = (attempt, worker, epoch)
-        return any((one.attempt, one.worker, one.epoch) == wanted for one in self.placements)
+    def was_placed(self, attempt: int, worker: str, incarnation: int) -> bool:
+        wanted = (attempt, worker, incarnation)
+        return any((one.attempt, one.worker, one.incarnation) == wanted for one in self.placements)
 
 
 class Scoring(msgspec.Struct, kw_only=True, array_like=True):
@@ -117,17 +117,17 @@ class Scoring(msgspec.Struct, kw_only=True, array_like=True):
     answer: GroupScored | None = None
 
     @property
-    def siblings(self) -> dict[str, ScoredSibling]:
-        return {} if self.answer is None else {one.trajectory: one for one in self.answer.siblings}
+    def samples(self) -> dict[str, ScoredSample]:
+        return {} if self.answer is None else {one.trajectory: one for one in self.answer.samples}
 
     @property
     def rewards(self) -> dict[str, float]:
-        return {name: one.reward for name, one in self.siblings.items()}
+        return {name: one.reward for name, one in self.samples.items()}
 
-    def was_asked(self, attempt: int, worker: str, epoch: int) -> ScoreGroup | None:
+    def was_asked(self, attempt: int, worker: str, incarnation: int) -> ScoreGroup | None:
         """Return the decision that asked this incarnation."""
-        wanted = (attempt, worker, epoch)
-        found = (one for one in self.asked if (one.attempt, one.worker, one.epoch) == wanted)
+        wanted = (attempt, worker, incarnation)
+        found = (one for one in self.asked if (one.attempt, one.worker, one.incarnation) == wanted)
         return next(found, None)
 
 
@@ -140,7 +140,7 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     requests: dict[str, RequestEntry] = {}
     taken: tuple[int, int] | None = None
     """(step, attempt) of its batch."""
-    fate: Fate | None = None
+    outcome: Outcome | None = None
     why: str = ""
     step: int | None = None
     ended: Moment | None = None
@@ -153,7 +153,7 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
     """From 1; 0 if the batch had no parts."""
 
     @property
-    def closed(self) -> SiblingFate | None:
+    def closed(self) -> SampleOutcome | None:
         """Outcome of open trajectories that it does not wait for."""
         if self.expired:
             return "expired"
@@ -161,10 +161,10 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
             return None
         bound = (entry.bound for entry in self.requests.values())
         valid = sum(one is not None and one.fact.reward is not None for one in bound)
-        return "surplus" if valid >= self.spec.size else None
+        return "redundant" if valid >= self.spec.size else None
 
     @property
-    def open_siblings(self) -> tuple[int, ...]:
+    def open_samples(self) -> tuple[int, ...]:
         named = enumerate(sorted(self.requests))
         return tuple(place for place, name in named if not self.requests[name].over)
 
@@ -178,7 +178,7 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
         """Return the reward from group scoring, else the record's own."""
         if self.scoring is None:
             return fact.reward
-        found = self.scoring.siblings.get(fact.trajectory)
+        found = self.scoring.samples.get(fact.trajectory)
         return fact.reward if found is None else found.reward
 
     @property
@@ -198,8 +198,8 @@ class EngineEntry:
 @dataclass(slots=True, kw_only=True)
 class WorkerEntry:
     joined: WorkerJoined
-    epoch: int
-    hosted: dict[int, int] = field(default_factory=dict)
+    incarnation: int
+    served: dict[int, int] = field(default_factory=dict)
     """Control offset at which each version was first ready."""
     target: int = -1
     assigned: set[int] = field(default_factory=set)
@@ -268,7 +268,7 @@ class Attempted:
 
 
 @dataclass(slots=True, kw_only=True)
-class Hosting:
+class Serving:
     """Time with several versions served, by the round clock."""
 
     hosts: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -284,12 +284,16 @@ class Hosting:
                 self.several_ns += now_ns - self.now_ns
         self.now_ns = now_ns if self.now_ns is None else max(now_ns, self.now_ns)
 
-    def ready(self, epoch: int, *versions: int) -> None:
+    def ready(self, incarnation: int, *versions: int) -> None:
         """Set the versions that an incarnation serves."""
-        self.hosts[epoch] = versions
+        self.hosts[incarnation] = versions
 
-    def keep(self, epochs: Collection[int]) -> None:
-        self.hosts = {epoch: one for epoch, one in self.hosts.items() if epoch in epochs}
+    def keep(self, incarnations: Collection[int]) -> None:
+        self.hosts = {
+            incarnation: one
+            for incarnation, one in self.hosts.items()
+            if incarnation in incarnations
+        }
 
     @property
     def seconds(self) -> float:

@@ -11,7 +11,7 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from dora_pipe.bus.base import EMPTY_POLLS_MAX, count_empty_polls, wait_after
-from dora_pipe.bus.claim_check import lost_claim
+from dora_pipe.bus.blobs import lost_blob
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import SchemaError
@@ -28,7 +28,7 @@ class Content(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Content of a valid value."""
 
     group_size: int
-    sibling: int
+    sample: int
     source: str
     task: str
     dataset_digest: str
@@ -91,7 +91,7 @@ def evidence_of(record: Record, *, opened: bool) -> Evidence:
         header_error = error.message
     content: Content | None = None
     value_error, disagree = "", cast("tuple[str, ...]", ())
-    lost = lost_claim(record)
+    lost = lost_blob(record)
     if opened and headers is not None and not lost:
         content, value_error, disagree = _open(record.value, headers)
     return Evidence(
@@ -129,7 +129,7 @@ def _content(seen: Described, fault: str) -> Content:
     meta = seen.meta
     return Content(
         group_size=meta.group_size,
-        sibling=meta.sibling,
+        sample=meta.sample,
         source=meta.source,
         task=meta.task,
         dataset_digest=meta.dataset_digest,

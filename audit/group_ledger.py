@@ -38,7 +38,14 @@ from dora_pipe.schemas.control import (
     WorkerJoined,
 )
 from dora_pipe.schemas.identity import group_of, trajectory_id
-from dora_pipe.schemas.rounds import Dispatch, EndSiblings, Fate, Move, PlacedRequest, ScoreGroup
+from dora_pipe.schemas.rounds import (
+    Dispatch,
+    EndSamples,
+    Migrate,
+    Outcome,
+    ScheduledRequest,
+    ScoreGroup,
+)
 
 CAPABILITIES: Final = ("counter_sampling", "batch_invariant", "prefill_exact", "kv_export")
 """Required for bit-equal replay."""
@@ -75,10 +82,10 @@ class Sums:
     engine_tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, group: GroupEntry, times: int = 1) -> None:
-        fate, results = group.fate or "open", group.results
-        self.groups[fate] += times
-        self.trajectories[fate] += times * len(results)
-        self.tokens[fate] += times * group.tokens
+        outcome, results = group.outcome or "open", group.results
+        self.groups[outcome] += times
+        self.trajectories[outcome] += times * len(results)
+        self.tokens[outcome] += times * group.tokens
         spec = group.spec
         if group.step is not None:
             self.staleness[staleness_of(group.step, spec.version)] += times
@@ -91,7 +98,7 @@ class Sums:
             for entry in group.requests.values():
                 tokens = 0 if entry.bound is None else entry.bound.fact.tokens
                 bucket = bucket_of(tokens)
-                self.lengths[bucket, entry.left or fate] += times
+                self.lengths[bucket, entry.left or outcome] += times
                 self.length_tokens[bucket] += times * tokens
 
 
@@ -156,7 +163,7 @@ class SpillDict(dict[K, V]):
 
 
 class GroupLedger:
-    """Groups, requests and worker incarnations; calls `sibling_ended` per ended trajectory."""
+    """Groups, requests and worker incarnations; calls `sample_ended` per ended trajectory."""
 
     def __init__(self, findings: Findings) -> None:
         self._findings = findings
@@ -180,17 +187,17 @@ class GroupLedger:
         """0 while unknown."""
         self.scored_together: frozenset[str] = frozenset()
         """Sources with group scoring."""
-        self.sibling_ended: Callable[[GroupEntry], None] = lambda group: None
+        self.sample_ended: Callable[[GroupEntry], None] = lambda group: None
 
     def request(self, trajectory: str) -> RequestEntry | None:
         name = group_of(trajectory)
         group = self.open.get(name) or self.groups.get(name)
         return None if group is None else group.requests.get(trajectory)
 
-    def was_placed(self, trajectory: str, epoch: int) -> bool:
+    def was_placed(self, trajectory: str, incarnation: int) -> bool:
         """Report whether it was ever placed on this incarnation."""
         entry = self.request(trajectory)
-        return entry is not None and any(one.epoch == epoch for one in entry.placements)
+        return entry is not None and any(one.incarnation == incarnation for one in entry.placements)
 
     def summed(self) -> Sums:
         sums = copy.deepcopy(self.sums)
@@ -206,7 +213,9 @@ class GroupLedger:
 
     def spill(self, groups: Iterable[GroupEntry]) -> None:
         """Spill ended groups and departed workers, if there is a storage."""
-        self.workers.spill([epoch for epoch, one in self.workers.items() if one.departure])
+        self.workers.spill(
+            [incarnation for incarnation, one in self.workers.items() if one.departure]
+        )
         for group in self.groups.spill(group.spec.group for group in groups):
             self.sums.add(group)
             for logged in group.records:
@@ -232,7 +241,7 @@ class GroupLedger:
         engine = self.engines.setdefault(_engine(fact), EngineEntry(number=len(self.engines)))
         engine.workers += 1
         engine.missing = tuple(one for one in CAPABILITIES if one not in fact.declares)
-        self.workers[at.offset] = WorkerEntry(joined=fact, epoch=at.offset)
+        self.workers[at.offset] = WorkerEntry(joined=fact, incarnation=at.offset)
 
     def _note_packages(self, fact: WorkerJoined) -> None:
         for name, version in fact.packages.items():
@@ -252,10 +261,10 @@ class GroupLedger:
         worker.departure, worker.departed = departure, at
         for group in list(self.open.values()):
             for entry in group.requests.values():
-                if entry.placements and entry.placements[-1].epoch == worker.epoch:
+                if entry.placements and entry.placements[-1].incarnation == worker.incarnation:
                     self._lost(group, entry, fault=departure != "left")
             scoring = group.scoring
-            if scoring and scoring.open and scoring.asked[-1].epoch == worker.epoch:
+            if scoring and scoring.open and scoring.asked[-1].incarnation == worker.incarnation:
                 self._not_scored(group, scoring, fault=departure != "left")
 
     def dispatched(self, decision: Dispatch, at: Moment) -> None:
@@ -263,14 +272,14 @@ class GroupLedger:
         if spec.group in self.groups:
             self._findings.add("C2", spec.group, f"is dispatched a second time in round {at.round}")
             return
-        siblings = (trajectory_id(spec.group, sibling) for sibling in range(spec.siblings))
-        requests = {one: RequestEntry(trajectory=one) for one in siblings}
+        samples = (trajectory_id(spec.group, sample) for sample in range(spec.samples))
+        requests = {one: RequestEntry(trajectory=one) for one in samples}
         entry = GroupEntry(spec=spec, reason=decision.reason, at=at, requests=requests)
         if spec.source in self.scored_together:
             entry.scoring = Scoring()
         self.groups[spec.group] = self.open[spec.group] = entry
 
-    def placed(self, decision: PlacedRequest, at: Moment) -> None:
+    def placed(self, decision: ScheduledRequest, at: Moment) -> None:
         name = decision.spec.group
         group = self.open.get(name) or self.groups.get(name)
         entry = None if group is None else group.requests.get(decision.trajectory)
@@ -280,7 +289,7 @@ class GroupLedger:
         placement = Placement(
             attempt=decision.attempt,
             worker=decision.worker,
-            epoch=decision.epoch,
+            incarnation=decision.incarnation,
             resume=decision.resume,
             reason=decision.reason,
             at=at,
@@ -292,13 +301,17 @@ class GroupLedger:
         name = group_of(fact.trajectory)
         present = self.open.get(name)
         group = self.groups.get(name) if present is None else present
-        worker = self.workers.get(fact.epoch)
+        worker = self.workers.get(fact.incarnation)
         entry = None if group is None else group.requests.get(fact.trajectory)
         if group is None or entry is None or worker is None:
-            what = "was never dispatched" if entry is None else f"epoch {fact.epoch} never joined"
+            what = (
+                "was never dispatched"
+                if entry is None
+                else f"incarnation {fact.incarnation} never joined"
+            )
             self._wrong(at, f"logs {fact.trajectory}, but {what}")
             return
-        if not entry.was_placed(fact.attempt, fact.worker, fact.epoch):
+        if not entry.was_placed(fact.attempt, fact.worker, fact.incarnation):
             what = f"attempt {fact.attempt} of {fact.trajectory} by {fact.worker}"
             self._wrong(at, f"logs {what}, but no decision placed it there")
         awaited = present is not None and not present.closed
@@ -315,11 +328,11 @@ class GroupLedger:
         self.logged[place] = self.unread[place] = logged
         self.records += 1
         group.records.append(logged)
-        if group.fate is not None:
+        if group.outcome is not None:
             self.ended[name] = None
         if standing == "bound":
             entry.bound = logged
-            self.sibling_ended(group)
+            self.sample_ended(group)
 
     def _standing(
         self, fact: TrajectoryLogged, entry: RequestEntry, worker: WorkerEntry, awaited: bool
@@ -329,10 +342,10 @@ class GroupLedger:
         if not (entry.runs and awaited):
             return "superseded"
         present = entry.placements[-1]
-        same = present.attempt == fact.attempt and present.epoch == fact.epoch
+        same = present.attempt == fact.attempt and present.incarnation == fact.incarnation
         return "bound" if same else "superseded"
 
-    def moved(self, decision: Move) -> None:
+    def moved(self, decision: Migrate) -> None:
         entry = self.request(decision.trajectory)
         if entry is not None:
             entry.moving = True
@@ -342,12 +355,15 @@ class GroupLedger:
         if entry is None:
             self._wrong(at, f"{fact.trajectory} is released, which was never dispatched")
             return
-        worker = self.workers.get(fact.epoch)
+        worker = self.workers.get(fact.incarnation)
         present = entry.placements[-1] if entry.placements else None
         if worker is None or worker.departure or present is None:
             return
         group = self.groups[group_of(fact.trajectory)]
-        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch) or group.closed:
+        if (present.attempt, present.incarnation) != (
+            fact.attempt,
+            fact.incarnation,
+        ) or group.closed:
             return
         if not entry.moving:
             self._wrong(at, f"{fact.trajectory} is released although nobody asked to move it")
@@ -360,12 +376,15 @@ class GroupLedger:
             self._wrong(at, f"{fact.trajectory} failed, which was never dispatched")
             return
         entry.errors.append(f"attempt {fact.attempt}: {fact.error}: {fact.message}")
-        worker = self.workers.get(fact.epoch)
+        worker = self.workers.get(fact.incarnation)
         present = entry.placements[-1] if entry.placements else None
         if worker is None or worker.departure or present is None:
             return
         group = self.groups[group_of(fact.trajectory)]
-        if (present.attempt, present.epoch) != (fact.attempt, fact.epoch) or group.closed:
+        if (present.attempt, present.incarnation) != (
+            fact.attempt,
+            fact.incarnation,
+        ) or group.closed:
             return
         if fact.retryable:
             self._lost(group, entry, fault=True)
@@ -374,14 +393,14 @@ class GroupLedger:
 
     def expire(self, group: GroupEntry) -> None:
         group.expired = True
-        self.sibling_ended(group)
+        self.sample_ended(group)
 
-    def end_siblings(self, decision: EndSiblings, at: Moment) -> None:
+    def end_samples(self, decision: EndSamples, at: Moment) -> None:
         group = self.groups.get(decision.group)
-        for sibling in () if group is None else decision.siblings:
-            entry = group and group.requests.get(trajectory_id(decision.group, sibling))
+        for sample in () if group is None else decision.samples:
+            entry = group and group.requests.get(trajectory_id(decision.group, sample))
             if entry and not entry.over:
-                entry.left, entry.left_ns, entry.waiting = decision.fate, at.now_ns, False
+                entry.left, entry.left_ns, entry.waiting = decision.outcome, at.now_ns, False
 
     def asked(self, decision: ScoreGroup) -> None:
         group = self.groups.get(decision.spec.group)
@@ -393,17 +412,17 @@ class GroupLedger:
         """Book a score; only the first of the newest attempt counts."""
         group = self.groups.get(fact.group)
         scoring = None if group is None else group.scoring
-        asked = scoring and scoring.was_asked(fact.attempt, fact.worker, fact.epoch)
+        asked = scoring and scoring.was_asked(fact.attempt, fact.worker, fact.incarnation)
         if group is None or scoring is None or asked is None:
             what = f"attempt {fact.attempt} of {fact.group} by {fact.worker}"
             self._wrong(at, f"scores {what}, but no decision asked for it")
             return
         named = [one.trajectory for one in asked.trajectories]
-        if not fact.error and [one.trajectory for one in fact.siblings] != named:
-            self._wrong(at, f"scores other siblings of {fact.group} than it was asked about")
+        if not fact.error and [one.trajectory for one in fact.samples] != named:
+            self._wrong(at, f"scores other trajectories of {fact.group} than it was asked about")
             return
-        worker = self.workers.get(fact.epoch)
-        counts = scoring.open and scoring.asked[-1] is asked and group.fate is None
+        worker = self.workers.get(fact.incarnation)
+        counts = scoring.open and scoring.asked[-1] is asked and group.outcome is None
         if not counts or worker is None or worker.departure:
             return
         if fact.error:
@@ -411,7 +430,7 @@ class GroupLedger:
             return
         scoring.open = False
         scoring.answer = fact
-        self.sibling_ended(group)
+        self.sample_ended(group)
 
     def _not_scored(
         self, group: GroupEntry, scoring: Scoring, *, fault: bool, final: bool = False
@@ -420,12 +439,12 @@ class GroupLedger:
         scoring.faults += fault
         if final or (fault and self.max_attempts and scoring.faults >= self.max_attempts):
             scoring.failed = True
-            self.sibling_ended(group)
+            self.sample_ended(group)
 
     def end(
         self,
         name: str,
-        fate: Fate,
+        outcome: Outcome,
         why: str,
         at: Moment,
         *,
@@ -435,13 +454,13 @@ class GroupLedger:
         """Set a group's outcome; violations are a second one and an unknown group."""
         group = self.groups.get(name)
         if group is None:
-            self._findings.add("C2", name, f"is {_said(fate, step)} but was never dispatched")
-        elif group.fate is not None:
-            first = f"{_said(group.fate, group.step)} and nothing after it"
-            found = _said(fate, step)
-            self._findings.add("C2", name, "has two fates", expected=first, found=found)
+            self._findings.add("C2", name, f"is {_said(outcome, step)} but was never dispatched")
+        elif group.outcome is not None:
+            first = f"{_said(group.outcome, group.step)} and nothing after it"
+            found = _said(outcome, step)
+            self._findings.add("C2", name, "has two outcomes", expected=first, found=found)
         else:
-            group.fate, group.why, group.step, group.ended = fate, why, step, at
+            group.outcome, group.why, group.step, group.ended = outcome, why, step, at
             group.part = part
             self.ended[name] = None
             del self.open[name]
@@ -456,7 +475,7 @@ class GroupLedger:
 
     def _fail(self, group: GroupEntry, entry: RequestEntry) -> None:
         entry.failed, entry.waiting = True, False
-        self.sibling_ended(group)
+        self.sample_ended(group)
 
     def _wrong(self, at: Moment, message: str) -> None:
         self._findings.add("control", f"control:{at.offset}", message)
@@ -466,5 +485,5 @@ def _engine(fact: WorkerJoined) -> EngineKey:
     return fact.engine, fact.engine_version, fact.device, fact.dtype
 
 
-def _said(fate: Fate, step: int | None) -> str:
-    return fate if step is None else f"{fate}({step})"
+def _said(outcome: Outcome, step: int | None) -> str:
+    return outcome if step is None else f"{outcome}({step})"

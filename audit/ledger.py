@@ -13,8 +13,8 @@ import msgspec
 from dora_pipe.audit.effective_config import EffectiveConfig
 from dora_pipe.audit.entries import (
     Attempted,
-    Hosting,
     Moment,
+    Serving,
     StepEntry,
     Taken,
     VersionEntry,
@@ -53,12 +53,12 @@ from dora_pipe.schemas.rounds import (
     Assign,
     Dispatch,
     End,
-    EndSiblings,
+    EndSamples,
     Fence,
     GroupExpired,
-    Move,
-    Place,
+    Migrate,
     Round,
+    Schedule,
     ScoreGroup,
     StopRun,
     TakeBatch,
@@ -98,9 +98,9 @@ class Ledger:
         self.rounds = 0
         self.now_ns = 0
         self.stopped: Moment | None = None
-        self.hosting = Hosting()
+        self.serving = Serving()
         self.legality = Legality(self)
-        self.accounts.sibling_ended = self.legality.sibling_ended
+        self.accounts.sample_ended = self.legality.sample_ended
 
     @property
     def partial_rollout(self) -> bool:
@@ -119,7 +119,7 @@ class Ledger:
         self.steps.spill([one for one in self.steps if one < before])
         self.takes.spill([one for one in self.takes if one[0] < before])
         for worker in self.accounts.workers.values():
-            worker.hosted = {one: at for one, at in worker.hosted.items() if one >= before}
+            worker.served = {one: at for one, at in worker.served.items() if one >= before}
             worker.assigned = {one for one in worker.assigned if one >= before}
 
     def apply(self, turn: FoldedRound) -> None:
@@ -128,7 +128,7 @@ class Ledger:
         if turn.round is not None:
             self.rounds += 1
             self.now_ns = turn.round.now_ns
-            self.hosting.advance(self.now_ns)
+            self.serving.advance(self.now_ns)
         for fact in turn.facts:
             self.findings.looked["control"] += 1
             at = Moment(round=ordinal, offset=fact.offset, now_ns=self.now_ns)
@@ -166,13 +166,13 @@ class Ledger:
                 self.roles.append(record)
             case WorkerJoined():
                 self.accounts.joined(record, at)
-                self.hosting.keep(self._living())
+                self.serving.keep(self._living())
             case WorkerReady():
                 self._worker_ready(record, at)
             case WorkerLeft():
                 self._worker_left(record, at)
             case TrajectoriesLogged():
-                self._check_hosted(record)
+                self._check_served(record)
                 for logged in record.facts():
                     self.accounts.log(logged, at)
             case RequestReleased():
@@ -233,7 +233,7 @@ class Ledger:
         self.published += 1
 
     def _worker_ready(self, fact: WorkerReady, at: Moment) -> None:
-        worker = self._worker(fact.worker, fact.epoch, "is ready", at)
+        worker = self._worker(fact.worker, fact.incarnation, "is ready", at)
         if fact.version == NO_VERSION:
             if worker is not None:
                 self._sleeps(worker, fact, at)
@@ -245,52 +245,54 @@ class Ledger:
             who = f"{fact.worker} at control:{at.offset}"
             message = f"hosts other weights than the published ones of version {fact.version}"
             self.findings.same("C1", who, message, expected=version.digest, found=fact.digest)
-            if fact.version not in worker.assigned and fact.version not in worker.hosted:
+            if fact.version not in worker.assigned and fact.version not in worker.served:
                 self._undecided(f"{fact.worker} hosts version {fact.version}", "assigned it", at)
-            worker.hosted.setdefault(fact.version, at.offset)
+            worker.served.setdefault(fact.version, at.offset)
             # A repeated report may name a version dropped since.
             if worker.several and fact.version == worker.target:
                 worker.held.add(fact.version)
             if not worker.departure:
-                self.hosting.ready(fact.epoch, *(sorted(worker.held) or [fact.version]))
+                self.serving.ready(fact.incarnation, *(sorted(worker.held) or [fact.version]))
 
     def _sleeps(self, worker: WorkerEntry, fact: WorkerReady, at: Moment) -> None:
-        if not worker.joined.elastic:
+        if not worker.joined.colocated:
             self._undecided(f"{fact.worker} sleeps", "told it to", at)
         elif worker.target == NO_VERSION:
             worker.awake = False
 
-    def _check_hosted(self, fact: TrajectoriesLogged) -> None:
+    def _check_served(self, fact: TrajectoriesLogged) -> None:
         """Check that a worker reported a version before sampling under it."""
-        worker = self.accounts.workers.get(fact.epoch)
-        if worker is None or not worker.several or fact.version in worker.hosted:
+        worker = self.accounts.workers.get(fact.incarnation)
+        if worker is None or not worker.several or fact.version in worker.served:
             return
         for one in fact.trajectories:
             if group_of(one.trajectory) in self.accounts.open:
-                message = f"was logged by {fact.worker}, which never hosted version {fact.version}"
+                message = f"was logged by {fact.worker}, which never served version {fact.version}"
                 self.findings.add("C1", one.trajectory, message)
 
     def _worker_left(self, fact: WorkerLeft, at: Moment) -> None:
-        worker = self._worker(fact.worker, fact.epoch, "leaves", at)
+        worker = self._worker(fact.worker, fact.incarnation, "leaves", at)
         if fact.reason.startswith(RUN_STOPPED) and self.stopped is None:
             self._undecided(f"{fact.worker} left because the run stopped", "stopped it", at)
         if worker is not None:
             for name in fact.progress:
-                if not self.accounts.was_placed(name, fact.epoch):
+                if not self.accounts.was_placed(name, fact.incarnation):
                     self._wrong(
                         at, f"{fact.worker} leaves with progress of {name}, not placed there"
                     )
             self.accounts.depart(worker, "left", at)
-            self.hosting.keep(self._living())
+            self.serving.keep(self._living())
 
     def _undecided(self, what: str, verb: str, at: Moment) -> None:
         """Report an event without its decision."""
         self._wrong(at, f"{what}, but no decision {verb}")
 
-    def _worker(self, name: str, epoch: int, verb: str, at: Moment) -> WorkerEntry | None:
-        worker: WorkerEntry | None = self.accounts.workers.get(epoch)
+    def _worker(self, name: str, incarnation: int, verb: str, at: Moment) -> WorkerEntry | None:
+        worker: WorkerEntry | None = self.accounts.workers.get(incarnation)
         if worker is None or worker.joined.worker != name:
-            self._wrong(at, f"{name} {verb} under epoch {epoch}, which it never joined with")
+            self._wrong(
+                at, f"{name} {verb} under incarnation {incarnation}, which it never joined with"
+            )
             return None
         return worker
 
@@ -364,34 +366,34 @@ class Ledger:
         match decision:
             case Dispatch():
                 accounts.dispatched(decision, at)
-            case Place():
+            case Schedule():
                 requests = decision.requests()
                 self.legality.placed(requests, at)
                 for placed in requests:
                     accounts.placed(placed, at)
-            case Move():
+            case Migrate():
                 accounts.moved(decision)
             case ScoreGroup():
                 accounts.asked(decision)
             case Assign():
-                if (worker := accounts.workers.get(decision.epoch)) is not None:
+                if (worker := accounts.workers.get(decision.incarnation)) is not None:
                     worker.target = decision.version
                     worker.awake = worker.awake or decision.version != NO_VERSION
                     worker.assigned.add(decision.version)
                     worker.held.difference_update(decision.drop)
             case Fence():
-                if (worker := accounts.workers.get(decision.epoch)) is not None:
+                if (worker := accounts.workers.get(decision.incarnation)) is not None:
                     accounts.depart(worker, "fenced", at)
-                    self.hosting.keep(self._living())
+                    self.serving.keep(self._living())
             case TakeBatch():
                 self.takes[decision.step, decision.attempt] = Taken(take=decision, at=at)
                 for taken in decision.groups:
                     if (group := accounts.groups.get(taken.group)) is not None:
                         group.taken = (decision.step, decision.attempt)
             case End():
-                accounts.end(decision.group, decision.fate, decision.reason, at)
-            case EndSiblings():
-                accounts.end_siblings(decision, at)
+                accounts.end(decision.group, decision.outcome, decision.reason, at)
+            case EndSamples():
+                accounts.end_samples(decision, at)
             case StopRun():
                 self.stopped = at
             case _:

@@ -37,13 +37,13 @@ from dora_pipe.schemas.rounds import (
     Drain,
     EarlyStop,
     End,
-    EndSiblings,
+    EndSamples,
     Fence,
     GroupExpired,
     GroupSpec,
-    Move,
-    PlacedRequest,
+    Migrate,
     Round,
+    ScheduledRequest,
     ScoreGroup,
     StopRun,
     TakeBatch,
@@ -69,19 +69,19 @@ class Legality:
         self.rows = RowLedger()
 
     def round(self, round_: Round, roles: Sequence[RoleStarted]) -> None:
-        """Check that a round has the newest announced epoch.
+        """Check that a round has the newest announced incarnation.
 
         While catching up, an orchestrator may not fold its own announcement; it decides nothing
         then.
         """
-        newest = max((one.role_epoch for one in roles if one.role == "orchestrator"), default=-1)
+        newest = max((one.incarnation for one in roles if one.role == "orchestrator"), default=-1)
         where = f"round {round_.ordinal}"
-        if round_.role_epoch > newest and round_.decisions:
+        if round_.incarnation > newest and round_.decisions:
             message = "decides before its orchestrator was announced"
-            self._wrong(where, message, f"role epoch {newest}", round_.role_epoch)
-        if round_.role_epoch < newest:
+            self._wrong(where, message, f"incarnation {newest}", round_.incarnation)
+        if round_.incarnation < newest:
             message = "is of an orchestrator that was out"
-            self._wrong(where, message, f"role epoch {newest}", round_.role_epoch)
+            self._wrong(where, message, f"incarnation {newest}", round_.incarnation)
 
     def command(self, command: Command) -> None:
         if self.in_force is None:
@@ -129,10 +129,10 @@ class Legality:
         if entry.take is None:
             message = f"attempt {fact.attempt} was committed, which no decision took"
             self._findings.add("batches", who, message)
-        newest = max((one.role_epoch for one in roles if one.role == "trainer"), default=-1)
-        if fact.role_epoch != newest:
+        newest = max((one.incarnation for one in roles if one.role == "trainer"), default=-1)
+        if fact.incarnation != newest:
             message = "was committed by a trainer that was out"
-            expected, found = f"role epoch {newest}", fact.role_epoch
+            expected, found = f"incarnation {newest}", fact.incarnation
             self._findings.add("steps", who, message, expected=expected, found=found)
         for taken in fact.groups:
             bound.remove(taken.group)
@@ -158,21 +158,21 @@ class Legality:
         match decision:
             case Dispatch():
                 self._dispatch(decision, at)
-            case Move():
+            case Migrate():
                 self._move(decision, where)
             case ScoreGroup():
                 self._score(decision, where)
             case Assign():
                 self._assign(decision, where)
             case Cancel() | Drain() | Fence():
-                self._worker(decision.worker, decision.epoch, where, _kind(decision))
+                self._worker(decision.worker, decision.incarnation, where, _kind(decision))
             case TakePart():
                 self._take_part(decision, where)
             case TakeBatch():
                 self._take(decision, where)
             case End():
                 self._end(decision, where)
-            case EndSiblings():
+            case EndSamples():
                 self._end_siblings(decision, where)
             case StopRun():
                 self._stop(where)
@@ -181,7 +181,7 @@ class Legality:
                 if self.in_force.steps <= self.bound.step:
                     self.bound.give_up_parts()
 
-    def placed(self, requests: Sequence[PlacedRequest], at: Moment) -> None:
+    def placed(self, requests: Sequence[ScheduledRequest], at: Moment) -> None:
         where = f"round {at.round}"
         for one in requests:
             self._place(one, where)
@@ -189,15 +189,20 @@ class Legality:
     def _wrong(self, subject: str, message: str, expected: object = "", found: object = "") -> None:
         self._findings.add("decisions", subject, message, expected=expected, found=found)
 
-    def _worker(self, name: str, epoch: int, where: str, *verb: str) -> WorkerEntry | None:
-        worker: WorkerEntry | None = self._ledger.accounts.workers.get(epoch)
+    def _worker(self, name: str, incarnation: int, where: str, *verb: str) -> WorkerEntry | None:
+        worker: WorkerEntry | None = self._ledger.accounts.workers.get(incarnation)
         if worker is None or worker.joined.worker != name:
             said = " ".join(verb)
-            self._wrong(where, f"{said} speaks to {name} under epoch {epoch}, which never joined")
+            self._wrong(
+                where,
+                f"{said} speaks to {name} under incarnation {incarnation}, which never joined",
+            )
             return None
         if worker.departure:
             said = " ".join(verb)
-            self._wrong(where, f"{said} speaks to {name} of epoch {epoch}, which {worker.out}")
+            self._wrong(
+                where, f"{said} speaks to {name} of incarnation {incarnation}, which {worker.out}"
+            )
         return worker
 
     def _dispatch(self, decision: Dispatch, at: Moment) -> None:
@@ -230,7 +235,7 @@ class Legality:
         )
         return self.rows.why_not(decision, task, turns)
 
-    def _place(self, decision: PlacedRequest, where: str) -> None:
+    def _place(self, decision: ScheduledRequest, where: str) -> None:
         who, name, accounts = decision.trajectory, decision.spec.group, self._ledger.accounts
         group = accounts.open.get(name) or accounts.groups.get(name)
         entry = None if group is None else group.requests.get(who)
@@ -245,18 +250,18 @@ class Legality:
         if decision.attempt != attempt:
             message = f"is placed in {where} under a wrong attempt"
             self._wrong(who, message, attempt, decision.attempt)
-        if group.fate is not None or entry.over:
+        if group.outcome is not None or entry.over:
             self._wrong(who, f"is placed in {where} although it has ended")
         elif group.closed:
             self._wrong(who, f"is placed in {where} although its group does not wait for it")
         elif entry.placements and not entry.waiting:
             self._wrong(who, f"is placed in {where} while attempt {attempt - 1} runs")
-        worker = self._worker(decision.worker, decision.epoch, where, "place", who)
+        worker = self._worker(decision.worker, decision.incarnation, where, "place", who)
         if worker is not None and not self._hosts(worker, group.spec):
             message = f"is placed in {where} on {decision.worker}, assigned to another version"
             self._wrong(who, message, group.spec.version, worker.target)
 
-    def _move(self, decision: Move, where: str) -> None:
+    def _move(self, decision: Migrate, where: str) -> None:
         who, entry = decision.trajectory, self._ledger.accounts.request(decision.trajectory)
         if self._ledger.partial_rollout:
             self._wrong(who, f"moves in {where}, although nothing moves during partial rollout")
@@ -265,16 +270,16 @@ class Legality:
             self._wrong(who, f"moves in {where} but was never dispatched")
             return
         last = entry.placements[-1] if entry.placements else None
-        present = None if last is None or entry.waiting else (last.attempt, last.epoch)
-        if present != (decision.attempt, decision.epoch) or entry.over:
-            found = f"attempt {decision.attempt} on epoch {decision.epoch}"
+        present = None if last is None or entry.waiting else (last.attempt, last.incarnation)
+        if present != (decision.attempt, decision.incarnation) or entry.over:
+            found = f"attempt {decision.attempt} on incarnation {decision.incarnation}"
             self._wrong(who, f"moves in {where} from where it does not run", present, found)
-        source = self._worker(decision.worker, decision.epoch, where, "move", who)
+        source = self._worker(decision.worker, decision.incarnation, where, "move", who)
         if not decision.to:
             if source is not None and source.target != NO_VERSION:
                 self._wrong(who, f"moves in {where} to nobody from a worker that is not to sleep")
             return
-        to = self._worker(decision.to, decision.to_epoch, where, "move", who)
+        to = self._worker(decision.to, decision.to_incarnation, where, "move", who)
         if to is not None and not _has(to, group.spec.version):
             message = f"moves in {where} to {decision.to}, assigned to another version"
             self._wrong(who, message, group.spec.version, to.target)
@@ -286,7 +291,7 @@ class Legality:
         if group is None or group.scoring is None:
             self._wrong(who, f"is to be scored in {where}, but is not open, or not so scored")
             return
-        self._worker(decision.worker, decision.epoch, where, "score", who)
+        self._worker(decision.worker, decision.incarnation, where, "score", who)
         scoring, results = group.scoring, group.results
         if group.spec != decision.spec:
             self._wrong(who, f"is to be scored in {where} otherwise than it was dispatched")
@@ -310,8 +315,8 @@ class Legality:
         return _has(worker, spec.version)
 
     def _assign(self, decision: Assign, where: str) -> None:
-        self._worker(decision.worker, decision.epoch, where, "assign")
-        worker = self._ledger.accounts.workers.get(decision.epoch)
+        self._worker(decision.worker, decision.incarnation, where, "assign")
+        worker = self._ledger.accounts.workers.get(decision.incarnation)
         if worker is not None and not self._may_be_assigned(worker, decision, where):
             return
         version = self._ledger.versions.get(decision.version)
@@ -331,19 +336,19 @@ class Legality:
 
     def _may_be_assigned(self, worker: WorkerEntry, decision: Assign, where: str) -> bool:
         """Check sleep and wake: only a colocated worker sleeps, and it does so during a step."""
-        sleeps, elastic = decision.version == NO_VERSION, worker.joined.elastic
-        if sleeps and not elastic:
-            self._wrong(where, f"tells {decision.worker} to sleep, which is not elastic")
-        if elastic and not sleeps and self.bound.training is not None:
-            self._wrong(where, f"wakes elastic {decision.worker} while a step is computed")
+        sleeps, colocated = decision.version == NO_VERSION, worker.joined.colocated
+        if sleeps and not colocated:
+            self._wrong(where, f"tells {decision.worker} to sleep, which is not colocated")
+        if colocated and not sleeps and self.bound.training is not None:
+            self._wrong(where, f"wakes colocated {decision.worker} while a step is computed")
         return not sleeps
 
     def _take(self, decision: TakeBatch, where: str) -> None:
         who = f"step {decision.step}"
         for worker in self._ledger.accounts.workers.values():
-            if worker.joined.elastic and worker.awake and not worker.departure:
+            if worker.joined.colocated and worker.awake and not worker.departure:
                 name = worker.joined.worker
-                self._wrong(who, f"its batch is taken in {where} while elastic {name} is awake")
+                self._wrong(who, f"its batch is taken in {where} while colocated {name} is awake")
         if self.in_force is not None:
             names = [taken.group for taken in decision.groups]
             why = self.bound.why_not_take(decision.step, names, self.in_force, decision.parts)
@@ -394,19 +399,19 @@ class Legality:
         evaluation = group.spec.purpose == "eval"
         outlook = outlook_of(group, self.in_force.config.rollout)
         wrong = ""
-        if decision.fate == "trained":
+        if decision.outcome == "trained":
             wrong = "without a commit"
-        elif decision.fate == "evaluated" and not evaluation:
+        elif decision.outcome == "evaluated" and not evaluation:
             wrong = "although it is for training"
-        elif decision.fate == "filtered" and outlook != "filtered":
+        elif decision.outcome == "filtered" and outlook != "filtered":
             wrong = "although its rewards differ or filtering is off"
-        elif decision.fate == "failed" and outlook == "running" and group.taken is None:
+        elif decision.outcome == "failed" and outlook == "running" and group.taken is None:
             wrong = "although enough of its siblings may still be valid"
         if wrong:
-            self._wrong(decision.group, f"ends as {decision.fate} in {where} {wrong}")
+            self._wrong(decision.group, f"ends as {decision.outcome} in {where} {wrong}")
         self.bound.remove(decision.group)
 
-    def _end_siblings(self, decision: EndSiblings, where: str) -> None:
+    def _end_siblings(self, decision: EndSamples, where: str) -> None:
         group = self._ledger.accounts.open.get(decision.group)
         if group is None:
             self._wrong(decision.group, f"loses siblings in {where} but is not open")
@@ -414,7 +419,7 @@ class Legality:
         due, left = group.closed or "waited for", group.open_siblings
         message = f"loses siblings in {where} as what they are not"
         same = self._findings.same
-        same("decisions", decision.group, message, expected=due, found=decision.fate)
+        same("decisions", decision.group, message, expected=due, found=decision.outcome)
         message = f"loses other siblings in {where} than have not ended"
         same("decisions", decision.group, message, expected=left, found=decision.siblings)
 
@@ -536,7 +541,7 @@ def _expected(
 
 
 def _in_turn(skipped: Sequence[int], seed: int, place: int, rows: int) -> int:
-    """Return how many of these rows match the order from `place` on."""
+    """Return how many of these rows match the order from `schedule` on."""
     turns = (identity.prompt_index(seed, place + one, rows)[1] for one in range(len(skipped)))
     return sum(one == other for one, other in zip(skipped, turns, strict=True))
 

@@ -148,7 +148,7 @@ class Mismatch:
     step: int
     trajectories: int
     tokens: int
-    figures: tuple[Figures, ...]
+    metrics: tuple[Figures, ...]
     """Per cause, then "trained" (the objective's ratio) and "all"."""
     by_staleness: Mapping[int, Figures]
     tokenisation: Retokenised | None
@@ -160,7 +160,7 @@ class Mismatch:
             "step": self.step,
             "trajectories": self.trajectories,
             "tokens": self.tokens,
-            "causes": {one.cause: _plain(one) for one in self.figures},
+            "causes": {one.cause: _plain(one) for one in self.metrics},
             "by_staleness": {str(key): _plain(one) for key, one in self.by_staleness.items()},
             "tokenisation": None if retokenised is None else _plain(retokenised),
             **({} if self.rerouted is None else {"rerouted": _plain(self.rerouted)}),
@@ -305,25 +305,25 @@ def report(
     joined = {cause: _join([getattr(one, cause) for one in splits]) for cause in causes}
     total = _join([one.total for one in splits])
     stale = np.concatenate([one.stale for one in splits]) if splits else np.zeros(0, np.int64)
-    figures = [figures_of(cause, joined[cause], total) for cause in causes]
-    figures.append(figures_of("trained", _join([one.trained for one in splits]), total))
-    figures.append(figures_of("all", total, total))
+    metrics = [metrics_of(cause, joined[cause], total) for cause in causes]
+    metrics.append(metrics_of("trained", _join([one.trained for one in splits]), total))
+    metrics.append(metrics_of("all", total, total))
     by_staleness = {
-        age: figures_of(f"staleness {age}", joined["staleness"][stale == age], None)
+        age: metrics_of(f"staleness {age}", joined["staleness"][stale == age], None)
         for age in sorted(set(stale.tolist()))
     }
     return Mismatch(
         step=step,
         trajectories=len(splits),
         tokens=len(total),
-        figures=tuple(figures),
+        metrics=tuple(metrics),
         by_staleness=by_staleness,
         tokenisation=tokenisation,
         rerouted=rerouted,
     )
 
 
-def figures_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
+def metrics_of(cause: str, values: Numbers, total: Numbers | None) -> Figures:
     """Aggregate one cause, with its share of `total` if given."""
     sizes = np.abs(values)
     return Figures(

@@ -1,8 +1,8 @@
-"""Plan and delete unneeded files of a policy store and unclaimed blobs.
+"""Plan and delete unneeded files of a policy store and unreferenced blobs.
 
 A trainer may be about to commit a file. So an unfinished run is pruned only if its user says that
 no trainer is running, and only of orphans and leftovers. A blob is written before the record that
-names it, so an unclaimed one must be older than `AGE_MIN_S`.
+names it, so an unreferenced one must be older than `AGE_MIN_S`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bus.claim_check import ClaimBus, claim_of, may_be_claimed
+from dora_pipe.bus.blobs import BlobBus, blob_of, may_be_blob
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
 from dora_pipe.config.storage import keep_every_of
 from dora_pipe.consumers.trainer.commits import CommitHistory, made_again, retained, underlying
@@ -27,11 +27,11 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import DIGEST, encode
 from dora_pipe.store.copies import MADE
 from dora_pipe.store.files import Listed
-from dora_pipe.store.names import blob_name, digest_in, patch_name, weights_name
+from dora_pipe.store.names import blob_name, delta_name, digest_in, weights_name
 from dora_pipe.store.store import PolicyStore
 
-Why = Literal["orphan", "copy", "dropped before", "retention", "unclaimed"]
-"""`copy`: rebuildable full checkpoint; `unclaimed`: blob."""
+Why = Literal["orphan", "copy", "dropped before", "retention", "unreferenced"]
+"""`copy`: rebuildable full checkpoint; `unreferenced`: blob."""
 
 STOP_RUN: Final = b'"kind":"stop-run"'
 
@@ -173,7 +173,7 @@ def _names(history: CommitHistory, version: int) -> list[str]:
 
 def _weights(history: CommitHistory, version: int) -> list[str]:
     digest = history.digest_of(version)
-    return [weights_name(digest), patch_name(digest)]
+    return [weights_name(digest), delta_name(digest)]
 
 
 def _is_finished(bus: Bus, topics: Topics, history: CommitHistory) -> bool:
@@ -190,7 +190,7 @@ _OURS: Final = re.compile(rf"{DIGEST.pattern}|\..*")
 """Digests and unfinished files; nothing else is deleted."""
 
 
-def plan_claims(
+def plan_blobs(
     bus: Bus,
     topics: Topics,
     store: PolicyStore,
@@ -202,7 +202,7 @@ def plan_claims(
 
     Raises ResourceError, BusError.
     """
-    listed = store.claims()
+    listed = store.blobs()
     latest_ns = clock.wall_ns() - int(age_min_s * 1e9)
     ours = (one for one in listed if _OURS.fullmatch(_last(one)))
     old = [one for one in ours if 0 < one.modified_ns <= latest_ns]
@@ -212,34 +212,36 @@ def plan_claims(
         try:
             named = set(_named_in_log(bus, topics))
             candidates = tuple(
-                PruneCandidate(file=one, why="unclaimed") for one in old if _last(one) not in named
+                PruneCandidate(file=one, why="unreferenced")
+                for one in old
+                if _last(one) not in named
             )
         except LogTruncated as error:
-            note = f"{len(old)} claimed values are left as they are: {error.message}"
+            note = f"{len(old)} blobs are left as they are: {error.message}"
     return PrunePlan(
         candidates=candidates, files=len(listed), bytes=sum(one.bytes for one in listed), note=note
     )
 
 
-def prune_claims(store: PolicyStore, plan: PrunePlan) -> int:
+def prune_blobs(store: PolicyStore, plan: PrunePlan) -> int:
     """Delete the planned blobs that were not rewritten; return their number."""
     if not plan.candidates:
         return 0
-    times = {one.name: one.modified_ns for one in store.claims()}
+    times = {one.name: one.modified_ns for one in store.blobs()}
     same = [one for one in plan.candidates if times.get(one.file.name) == one.file.modified_ns]
     return sum(store.remove(one.file) for one in same)
 
 
 def _named_in_log(bus: Bus, topics: Topics) -> Iterator[str]:
     """Yield named blobs. Raises LogTruncated if retention deleted the log's beginning."""
-    raw = bus.inner if isinstance(bus, ClaimBus) else bus  # names without values
-    for topic in filter(may_be_claimed, topics.all()):
+    raw = bus.inner if isinstance(bus, BlobBus) else bus  # names without values
+    for topic in filter(may_be_blob, topics.all()):
         for tp, end in ends_of(raw, topic).items():
             yield from _named(records_of(raw, {tp: end}))
 
 
 def _named(records: Iterator[Record]) -> Iterator[str]:
-    return filter(None, map(claim_of, records))
+    return filter(None, map(blob_of, records))
 
 
 def _last(one: Listed) -> str:

@@ -185,8 +185,8 @@ def engines_of(
     engine_of = dict(catalogue.query("select incarnation, engine from workers"))
     for name in sorted(wanted):
         segments = recorded_trajectory(bus, topics, catalogue, name).segments
-        epochs = {one.epoch for one in segments if one.kind == "model"}
-        engines = sorted({engine_of[epoch] for epoch in epochs})
+        incarnations = {one.incarnation for one in segments if one.kind == "model"}
+        engines = sorted({engine_of[incarnation] for incarnation in incarnations})
         if len(engines) > 1:
             raise UsageError(f"{name} was sampled by several engines: {', '.join(engines)}")
         found.setdefault(engines[0] if engines else "", []).append(name)

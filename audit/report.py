@@ -11,11 +11,11 @@ from dora_pipe.audit.check_records import Seen
 from dora_pipe.audit.findings import CHECKS, MIXED, Check, Violation
 from dora_pipe.audit.group_ledger import Bucket, Sums
 from dora_pipe.audit.ledger import Ledger
-from dora_pipe.schemas.rounds import SiblingFate
+from dora_pipe.schemas.rounds import SampleOutcome
 
-FATES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
+OUTCOMES: Final = ("trained", "filtered", "failed", "cancelled", "evaluated", "open")
 
-SIBLING_FATES: Final = (*FATES, *get_args(SiblingFate))
+SAMPLE_OUTCOMES: Final = (*OUTCOMES, *get_args(SampleOutcome))
 """The group's outcome, or a trajectory's own."""
 
 CANNOT_SEE: Final = (
@@ -36,10 +36,10 @@ class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
     violations: int
 
 
-class FateLine(msgspec.Struct, frozen=True, kw_only=True):
+class OutcomeLine(msgspec.Struct, frozen=True, kw_only=True):
     """Groups with one outcome."""
 
-    fate: str
+    outcome: str
     groups: int
     trajectories: int
     tokens: int
@@ -56,7 +56,7 @@ class LengthLine(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens, inclusive; 0..0: no record."""
     trajectories: int
     tokens: int
-    fates: dict[str, int]
+    outcomes: dict[str, int]
     trained_share: float | None
     """Among ended groups."""
 
@@ -95,7 +95,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     partial_rollout: bool
     """C1 is off (partial rollout)."""
     versions_each: dict[int, int]
-    fates: tuple[FateLine, ...]
+    outcomes: tuple[OutcomeLine, ...]
     staleness: dict[int, int]
     staleness_max: int | None
     staleness_bound: int | None
@@ -130,7 +130,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def dispatched(self) -> int:
         """Dispatched groups: left side of C2's equation."""
-        return sum(line.groups for line in self.fates)
+        return sum(line.groups for line in self.outcomes)
 
 
 def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
@@ -152,14 +152,14 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
         one_version_share=seen.one_version / logged if logged else None,
         partial_rollout=ledger.partial_rollout,
         versions_each=dict(sorted(seen.mixed.items())),
-        fates=fate_lines(sums),
+        outcomes=outcome_lines(sums),
         staleness=staleness,
         staleness_max=max(staleness, default=None),
         staleness_bound=max((bound for bound, count in sums.bounds.items() if count), default=None),
         lengths=length_lines(sums),
         engines=engine_lines(ledger, sums),
-        seconds=ledger.hosting.seconds,
-        several_versions_seconds=ledger.hosting.several_seconds,
+        seconds=ledger.serving.seconds,
+        several_versions_seconds=ledger.serving.several_seconds,
         state_digests=fold.digests,
         plans=fold.plans,
         not_declared=not_declared(ledger),
@@ -205,42 +205,42 @@ def check_lines(ledger: Ledger) -> tuple[CheckLine, ...]:
     )
 
 
-def fate_lines(sums: Sums) -> tuple[FateLine, ...]:
+def outcome_lines(sums: Sums) -> tuple[OutcomeLine, ...]:
     """Return totals by outcome; groups add up to the dispatched ones."""
     return tuple(
-        FateLine(
-            fate=fate,
-            groups=sums.groups[fate],
-            trajectories=sums.trajectories[fate],
-            tokens=sums.tokens[fate],
+        OutcomeLine(
+            outcome=outcome,
+            groups=sums.groups[outcome],
+            trajectories=sums.trajectories[outcome],
+            tokens=sums.tokens[outcome],
         )
-        for fate in FATES
-        if sums.groups[fate]
+        for outcome in OUTCOMES
+        if sums.groups[outcome]
     )
 
 
 def length_lines(sums: Sums) -> tuple[LengthLine, ...]:
     """Return trained shares by length, to detect length bias."""
-    fates: dict[Bucket, dict[str, int]] = {}
-    for (bucket, fate), count in sums.lengths.items():
+    outcomes: dict[Bucket, dict[str, int]] = {}
+    for (bucket, outcome), count in sums.lengths.items():
         if count:
-            fates.setdefault(bucket, {})[fate] = count
+            outcomes.setdefault(bucket, {})[outcome] = count
     return tuple(
         LengthLine(
             low=bucket[0],
             high=bucket[1],
             trajectories=sum(found.values()),
             tokens=sums.length_tokens[bucket],
-            fates={fate: found[fate] for fate in SIBLING_FATES if fate in found},
+            outcomes={outcome: found[outcome] for outcome in SAMPLE_OUTCOMES if outcome in found},
             trained_share=_share(found),
         )
-        for bucket, found in sorted(fates.items())
+        for bucket, found in sorted(outcomes.items())
     )
 
 
-def _share(fates: dict[str, int]) -> float | None:
-    ended = sum(count for fate, count in fates.items() if fate != "open")
-    return fates.get("trained", 0) / ended if ended else None
+def _share(outcomes: dict[str, int]) -> float | None:
+    ended = sum(count for outcome, count in outcomes.items() if outcome != "open")
+    return outcomes.get("trained", 0) / ended if ended else None
 
 
 def engine_lines(ledger: Ledger, sums: Sums) -> tuple[EngineLine, ...]:

@@ -60,7 +60,7 @@ class Cursor:
     sha256: str = ""
     first: tuple[int, str] = (-1, "")
     now_ns: int = 0
-    role_epoch: int = 0
+    incarnation: int = 0
     chain: str = GENESIS_CHAIN
 
 
@@ -203,12 +203,12 @@ def _check_link(at: Cursor, round_: Round, folded: tuple[Fact, ...], findings: F
     if not first and round_.now_ns < at.now_ns:
         found, floor = round_.now_ns, f">= {at.now_ns}"
         findings.add("rounds", who, "goes back in time", expected=floor, found=found)
-    if not first and round_.role_epoch < at.role_epoch:
-        found, floor = round_.role_epoch, f">= {at.role_epoch}"
+    if not first and round_.incarnation < at.incarnation:
+        found, floor = round_.incarnation, f">= {at.incarnation}"
         findings.add("rounds", who, "is of a fenced orchestrator", expected=floor, found=found)
     content = b"".join(fold_bytes(fact.offset, fact.value) for fact in folded)
     chain = chain_of(at.chain, content, round_)
     message = "the chain is broken: this round, or a control record it folds, was changed"
     findings.same("rounds", who, message, expected=chain, found=round_.chain)
     at.round, at.now_ns = round_.ordinal, round_.now_ns
-    at.role_epoch, at.chain = round_.role_epoch, round_.chain
+    at.incarnation, at.chain = round_.incarnation, round_.chain

@@ -72,7 +72,7 @@ class History:
                 case GroupEnded(group=group):
                     if group.spec.group == self._wanted:
                         self.group, self.group_round = event, ordinal
-                    if event.step == self._step and event.fate == "trained":
+                    if event.step == self._step and event.outcome == "trained":
                         self.members.append(event)
                 case StepEnded(fact=fact):
                     self.staleness[fact.step] = Counter(event.staleness)

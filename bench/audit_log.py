@@ -37,8 +37,8 @@ from dora_pipe.schemas.policy import Blob, Manifest, Tensor, weights_digest
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Assign,
-    Place,
-    PlacedRequest,
+    Schedule,
+    ScheduledRequest,
     TakeBatch,
     decode_round,
 )
@@ -87,13 +87,13 @@ class LogPlan:
 @dataclass(slots=True, kw_only=True)
 class Player:
     name: str
-    epoch: int
+    incarnation: int
     version: int = -1
     digest: str = ""
-    requests: deque[PlacedRequest] = field(default_factory=deque)
+    requests: deque[ScheduledRequest] = field(default_factory=deque)
 
     def ready(self) -> WorkerReady:
-        given = (self.name, self.epoch, self.version, self.digest)
+        given = (self.name, self.incarnation, self.version, self.digest)
         return records.worker_ready(*given, load_ms=1.0)
 
 
@@ -111,7 +111,7 @@ class Encoder:
         self._mask = [0] * prompt + [1] * (plan.tokens - prompt)
 
     def __call__(
-        self, request: PlacedRequest, player: Player
+        self, request: ScheduledRequest, player: Player
     ) -> tuple[bytes, tuple[tuple[str, bytes], ...], LoggedEntry]:
         """Return value, headers, and entry without offset."""
         trajectory = self._trajectory(request, player)
@@ -129,9 +129,9 @@ class Encoder:
         )
         return value, header_pairs(headers), entry
 
-    def _trajectory(self, request: PlacedRequest, player: Player) -> Trajectory:
+    def _trajectory(self, request: ScheduledRequest, player: Player) -> Trajectory:
         spec, tokens, prompt = request.spec, self._plan.tokens, self._prompt
-        start = (spec.ordinal * 7919 + request.sibling * 104729) % (POOL_TOKENS - tokens)
+        start = (spec.ordinal * 7919 + request.sample * 104729) % (POOL_TOKENS - tokens)
         logprobs = self._logprobs[start : start + tokens].copy()
         logprobs[:prompt] = np.nan
         at_ns = START_NS + spec.ordinal
@@ -143,7 +143,7 @@ class Encoder:
             start_ns=at_ns + 1,
             end_ns=at_ns + 2,
             worker=player.name,
-            epoch=player.epoch,
+            incarnation=player.incarnation,
             version=spec.version,
         )
         asked = Segment(kind="prompt", start=0, end=prompt, turn=0, start_ns=at_ns, end_ns=at_ns)
@@ -155,29 +155,29 @@ class Encoder:
             logprobs=cast("Sequence[float | None]", logprobs),
             sampler_logprobs=cast("Sequence[float | None]", logprobs),
             loss_mask=self._mask,
-            reward=float((spec.ordinal + request.sibling) % 2),
+            reward=float((spec.ordinal + request.sample) % 2),
             segments=[asked, generated] if prompt else [generated],
             meta=self._meta(request, player, at_ns),
         )
 
-    def _meta(self, request: PlacedRequest, player: Player, at_ns: int) -> Meta:
+    def _meta(self, request: ScheduledRequest, player: Player, at_ns: int) -> Meta:
         spec = request.spec
         return Meta(
             run=self._plan.run,
             schema_version=SCHEMA_VERSION,
             group=spec.group,
             group_size=spec.size,
-            sibling=request.sibling,
+            sample=request.sample,
             attempt=request.attempt,
             purpose=spec.purpose,
             deadline=spec.deadline,
             dataset_digest=spec.dataset_digest,
             index=spec.index,
             data_epoch=spec.data_epoch,
-            seed=trajectory_seed(spec.seed, request.sibling),
+            seed=trajectory_seed(spec.seed, request.sample),
             prompt_tokens=self._prompt,
             worker=player.name,
-            epoch=player.epoch,
+            incarnation=player.incarnation,
             finish="stop",
             times=Times(placed=at_ns, started=at_ns, first_token=at_ns, finished=at_ns),
             prefills=(self._prompt,),
@@ -249,7 +249,7 @@ class _Script:
         self._machine = OrchestratorMachine(
             state=State(),
             topics=topics,
-            role_epoch=0,
+            incarnation=0,
             metrics={},
             timing=config.timing,
             cost=lambda: Cost(total_s=0, bus_s=0, control_s=0, codec_s=0, rss_bytes=0),
@@ -268,14 +268,15 @@ class _Script:
         self._say(started)
         self._say(records.role_started("orchestrator"))
         trainer = records.role_started("trainer")
-        self._say(msgspec.structs.replace(trainer, role_epoch=1))
+        self._say(msgspec.structs.replace(trainer, incarnation=1))
         names = [f"w{number}" for number in range(plan.workers)]
         for name in names:
             self._say(records.worker_joined(name, plan.slots, declares=DECLARED))
         offsets = self._flush()
-        epochs = offsets[-len(names) :]
+        incarnations = offsets[-len(names) :]
         self._players = {
-            name: Player(name=name, epoch=epoch) for name, epoch in zip(names, epochs, strict=True)
+            name: Player(name=name, incarnation=incarnation)
+            for name, incarnation in zip(names, incarnations, strict=True)
         }
 
     def play(self) -> Written:
@@ -311,7 +312,7 @@ class _Script:
                 decisions.extend(made)
 
     def _obey(self, decision: AnyDecision) -> None:
-        if isinstance(decision, Place):
+        if isinstance(decision, Schedule):
             self._players[decision.worker].requests.extend(decision.requests())
         elif isinstance(decision, Assign):
             player = self._players[decision.worker]
@@ -328,7 +329,7 @@ class _Script:
         if self._training is not None and self._training[1] <= self._turns:
             self._commit(self._training[0])
 
-    def _log(self, player: Player, ended: Sequence[PlacedRequest]) -> None:
+    def _log(self, player: Player, ended: Sequence[ScheduledRequest]) -> None:
         if not ended:
             return
         made = [self._encode(request, player) for request in ended]
@@ -357,7 +358,7 @@ class _Script:
                 TrajectoriesLogged(
                     at_ns=self._now_ns,
                     worker=player.name,
-                    epoch=player.epoch,
+                    incarnation=player.incarnation,
                     version=version,
                     digest=digest,
                     trajectories=tuple(found),
@@ -371,7 +372,7 @@ class _Script:
             at_ns=self._now_ns,
             step=take.step,
             attempt=take.attempt,
-            role_epoch=1,
+            incarnation=1,
             groups=take.groups,
             batch_digest=batch_digest(take.groups),
             digest_before=self._digest,

@@ -40,7 +40,7 @@ NO_GPU: Final = "no GPU on this machine"
 State = Literal["done", "failed", "ended", "skipped"]
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class PieceOutcome(msgspec.Struct, frozen=True, kw_only=True):
     piece: str
     what: str
     state: State
@@ -166,7 +166,7 @@ def _commit() -> str:
 
 def run_report(
     out: Path, pieces: Sequence[Piece], machine: Machine, *, seconds: float
-) -> Iterator[Outcome]:
+) -> Iterator[PieceOutcome]:
     """Run unfinished pieces; yield results."""
     out.mkdir(parents=True, exist_ok=True)
     for piece in pieces:
@@ -179,19 +179,19 @@ def run_report(
         yield found
 
 
-def _stands(found: Outcome, machine: Machine) -> bool:
+def _stands(found: PieceOutcome, machine: Machine) -> bool:
     same = (found.commit, found.card) == (machine.commit, machine.card)
     return found.state == "done" and same
 
 
-def read_outcome(path: Path) -> Outcome | None:
+def read_outcome(path: Path) -> PieceOutcome | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Outcome)
+        return msgspec.json.decode(path.read_bytes(), type=PieceOutcome)
     except FileNotFoundError:
         return None
 
 
-def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> Outcome:
+def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> PieceOutcome:
     state: State = "skipped"
     said, took_s, log = _lacks(piece), 0.0, out / f"{piece.name}.log"
     if not said:
@@ -201,7 +201,7 @@ def _run(piece: Piece, out: Path, machine: Machine, seconds: float) -> Outcome:
     figures, counts, skipped = _read_log(log) if state != "skipped" else ([], "", "")
     if skipped and not counts:
         state, said = "skipped", skipped
-    return Outcome(
+    return PieceOutcome(
         piece=piece.name,
         what=piece.what,
         state=state,
@@ -265,7 +265,7 @@ _OUTCOME: Final = r"\b(PASSED|FAILED|ERROR|SKIPPED)\b"
 """In pytest's line of a test."""
 
 
-def _line(one: Outcome) -> str:
+def _line(one: PieceOutcome) -> str:
     said = f"  {one.said}" if one.said else ""
     return f"gpu {one.piece:18} {one.state:8}{one.seconds:6.0f} s{said}\n"
 

@@ -243,11 +243,11 @@ def batch_of(case: StepCase) -> TrainBatch:
     groups: list[TrainGroup] = []
     for ordinal in range(case.rows // GROUP):
         group, at = group_id("train", ordinal), ordinal * GROUP
-        siblings = [
-            _sibling(case, group, one, rows[at + one][: case.tokens_of(at + one)])
+        samples = [
+            _sample(case, group, one, rows[at + one][: case.tokens_of(at + one)])
             for one in range(GROUP)
         ]
-        groups.append(TrainGroup(group=group, version=0, trajectories=siblings))
+        groups.append(TrainGroup(group=group, version=0, trajectories=samples))
     return TrainBatch(step=0, groups=groups)
 
 
@@ -256,20 +256,20 @@ def _guess(case: StepCase) -> float:
     return -math.log(vocabulary_of(case.model))
 
 
-def _sibling(case: StepCase, group: str, sibling: int, ids: Any) -> Trajectory:
+def _sample(case: StepCase, group: str, sample: int, ids: Any) -> Trajectory:
     size = len(ids)
     like = sample_trajectory(size)
     prompt = like.meta.prompt_tokens
     column = [*[None] * prompt, *[_guess(case)] * (size - prompt)]
-    meta = msgspec.structs.replace(like.meta, group=group, group_size=GROUP, sibling=sibling)
+    meta = msgspec.structs.replace(like.meta, group=group, group_size=GROUP, sample=sample)
     return replace(
         like,
-        trajectory=trajectory_id(group, sibling),
+        trajectory=trajectory_id(group, sample),
         version=0,
         token_ids=ids.tolist(),
         logprobs=column,
         sampler_logprobs=column,
-        reward=float(sibling % 2),
+        reward=float(sample % 2),
         meta=meta,
     )
 

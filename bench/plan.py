@@ -51,7 +51,7 @@ from dora_pipe.schemas.metrics import Cost, WorkerStatus
 from dora_pipe.schemas.rounds import (
     STATE_DIGEST_EVERY,
     Assign,
-    Move,
+    Migrate,
     TakeBatch,
     decode_round,
 )
@@ -199,7 +199,7 @@ class _Run:
         self.machine = OrchestratorMachine(
             state=State(),
             topics=TOPICS,
-            role_epoch=0,
+            incarnation=0,
             metrics={TopicPartition(TOPICS.metrics, 0): 0},
             timing=config.timing,
             cost=_no_cost,
@@ -237,7 +237,9 @@ class _Run:
         if self._turns % LOSS_TURNS == 0:
             worker = state.workers[self._chance.choice(sorted(state.workers))]
             self._append(
-                WorkerLeft(at_ns=0, worker=worker.name, epoch=worker.epoch, reason="bench")
+                WorkerLeft(
+                    at_ns=0, worker=worker.name, incarnation=worker.incarnation, reason="bench"
+                )
             )
             self._append(self._joined(worker.name))
         self._react()
@@ -258,7 +260,7 @@ class _Run:
         workers = self.machine.state.workers
         for number, name in enumerate(sorted(workers)):
             if (number + self._turns) % STATUS_TURNS == 0:
-                self._say(workers[name].epoch, name)
+                self._say(workers[name].incarnation, name)
         while self._due and self._due[0][0] <= self._turns:
             answer = self._due.popleft()[1]()
             if answer is not None:
@@ -295,9 +297,9 @@ class _Run:
         state = self.machine.state
         if isinstance(decision, Assign):
             worker = state.workers.get(decision.worker)
-            if worker is not None and worker.epoch == decision.epoch and worker.loading:
+            if worker is not None and worker.incarnation == decision.incarnation and worker.loading:
                 self._later(0, lambda: _ready(worker))
-        elif isinstance(decision, Move):
+        elif isinstance(decision, Migrate):
             self._later(0, lambda: _released(state, decision))
         elif isinstance(decision, TakeBatch):
             taken = sum(len(one.trajectories) for one in decision.groups)
@@ -316,12 +318,12 @@ class _Run:
         self._inputs.append(_record(TOPICS.control, self._offset, encode(record)))
         self._offset += 1
 
-    def _say(self, epoch: int, name: str) -> None:
+    def _say(self, incarnation: int, name: str) -> None:
         status = WorkerStatus(
             at_ns=0,
             cost=_no_cost(),
             worker=name,
-            epoch=epoch,
+            incarnation=incarnation,
             version=0,
             active=self._slots,
             waiting=0,
@@ -336,14 +338,14 @@ def _record(topic: str, offset: int, value: bytes) -> Record:
     return Record(topic=topic, partition=0, offset=offset, key=b"", value=value)
 
 
-def _released(state: State, move: Move) -> RequestReleased | None:
+def _released(state: State, move: Migrate) -> RequestReleased | None:
     request = state.requests.get(move.trajectory)
     if request is None or request.attempt != move.attempt or request.moving is None:
         return None
     return RequestReleased(
         at_ns=0,
         worker=move.worker,
-        epoch=move.epoch,
+        incarnation=move.incarnation,
         trajectory=move.trajectory,
         attempt=move.attempt,
     )
@@ -374,7 +376,7 @@ def _logged(
     return TrajectoriesLogged(
         at_ns=0,
         worker=worker.name,
-        epoch=worker.epoch,
+        incarnation=worker.incarnation,
         version=version,
         digest=state.policies[version],
         trajectories=tuple(_entry(state, name, offset) for name in names),
@@ -391,10 +393,12 @@ def _entry(state: State, trajectory: str, offset: int) -> LoggedEntry:
         sha256=NO_DIGEST,
         bytes=1000,
         tokens=100,
-        reward=float((request.sibling + offset) % 2),
+        reward=float((request.sample + offset) % 2),
         finish="stop",
     )
 
 
 def _ready(worker: Worker) -> WorkerReady:
-    return worker_ready(worker.name, worker.epoch, worker.target, worker.digest, load_ms=1000.0)
+    return worker_ready(
+        worker.name, worker.incarnation, worker.target, worker.digest, load_ms=1000.0
+    )

@@ -55,7 +55,7 @@ def run_started(config: Config, *, rows: int = 1) -> RunStarted:
 
 def role_started(role: ExclusiveRole) -> RoleStarted:
     return RoleStarted(
-        at_ns=0, role=role, role_epoch=0, instance="m", host="m", pid=0, package="modelled"
+        at_ns=0, role=role, incarnation=0, instance="m", host="m", pid=0, package="modelled"
     )
 
 
@@ -66,7 +66,7 @@ def worker_joined(
     *,
     kv_tokens: int = 0,
     declares: tuple[str, ...] = ("moves",),
-    elastic: bool = False,
+    colocated: bool = False,
 ) -> WorkerJoined:
     return WorkerJoined(
         at_ns=0,
@@ -85,15 +85,20 @@ def worker_joined(
         assets_digest=NO_DIGEST,
         reward_digest="",
         package="modelled",
-        elastic=elastic,
+        colocated=colocated,
     )
 
 
 def worker_ready(
-    name: str, epoch: int, version: int, digest: str, *, load_ms: float
+    name: str, incarnation: int, version: int, digest: str, *, load_ms: float
 ) -> WorkerReady:
     return WorkerReady(
-        at_ns=0, worker=name, epoch=epoch, version=version, digest=digest, load_ms=load_ms
+        at_ns=0,
+        worker=name,
+        incarnation=incarnation,
+        version=version,
+        digest=digest,
+        load_ms=load_ms,
     )
 
 
@@ -103,7 +108,7 @@ def step_committed(state: State, batch: TakeBatch) -> StepCommitted:
         at_ns=0,
         step=batch.step,
         attempt=batch.attempt,
-        role_epoch=state.trainer_epoch,
+        incarnation=state.trainer_incarnation,
         groups=batch.groups,
         batch_digest=batch_digest(batch.groups),
         digest_before=state.policies[state.version],

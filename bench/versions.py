@@ -81,7 +81,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     root: str
     store: str
     peer: str
-    patched: bool
+    with_deltas: bool
 
 
 class Took(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,16 +95,16 @@ class Way:
     """Way to transfer versions."""
 
     name: str
-    patched: bool
+    with_deltas: bool
 
     @property
     def stored_as(self) -> str:
         """Return the usual stored form."""
-        return "patch" if self.patched else "whole"
+        return "delta" if self.with_deltas else "whole"
 
 
 WAYS: Final = tuple(
-    Way(name, patched) for name in ("shared", "store", "peer") for patched in (False, True)
+    Way(name, with_deltas) for name in ("shared", "store", "peer") for with_deltas in (False, True)
 )
 
 
@@ -136,7 +136,7 @@ def _figure(folder: Path, way: Way, versions: int) -> VersionFigure:
             root=str(trainer.store.root if shared else folder / "worker"),
             store="" if shared else str(folder / "store"),
             peer=peer,
-            patched=way.patched,
+            with_deltas=way.with_deltas,
         )
         child = stack.enter_context(Child(MODULE, place))
         child.tell(trainer.publish().digest)
@@ -171,8 +171,8 @@ class _Trainer:
         remote = (
             None if way.name == "shared" else open_files((folder / "store").as_uri(), folder=RUN)
         )
-        self.store = PolicyStore(folder / "trainer", remote, patched=way.patched)
-        self._patched = way.patched
+        self.store = PolicyStore(folder / "trainer", remote, with_deltas=way.with_deltas)
+        self._with_deltas = way.with_deltas
         self._before = ""
         self._chance = np.random.default_rng(1)
         self._bits = {
@@ -190,7 +190,7 @@ class _Trainer:
             TensorSource(name=name, dtype="BF16", shape=bits.shape, data=bits.tobytes)
             for name, bits in self._bits.items()
         ]
-        before = self._before if self._patched else ""
+        before = self._before if self._with_deltas else ""
         published = self.store.publish_version(
             lambda path: write_tensors(path, sources), before=before, whole=not before
         )
@@ -244,7 +244,7 @@ def _store(place: Place, stack: ExitStack) -> PolicyStore:
     if place.peer:
         peers = PeerWeights(_serve(root, stack), lambda _: [place.peer])
     remote = open_files(Path(place.store).as_uri(), folder=RUN)
-    return PolicyStore(root, remote, patched=place.patched, peers=peers)
+    return PolicyStore(root, remote, with_deltas=place.with_deltas, peers=peers)
 
 
 def _engine() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora_pipe.bus.claim_check import ClaimBus, ClaimStore
+from dora_pipe.bus.blobs import BlobBus, BlobStore
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import Bus
 from dora_pipe.core.errors import UsageError
@@ -16,17 +16,17 @@ def open_bus(
     url: str,
     security: KafkaSecurity | None = None,
     *,
-    claims: ClaimStore | None = None,
-    claim_above_bytes: int | None = None,
+    blobs: BlobStore | None = None,
+    blob_above_bytes: int | None = None,
 ) -> Bus:
     """Open ``sqlite:PATH`` or ``kafka://host:port[,host:port]`` without creating anything.
 
-    `claims` stores values too large for the log (else rejected) or above `claim_above_bytes`.
+    `blobs` stores values too large for the log (else rejected) or above `blob_above_bytes`.
     Raises UsageError for any other address, ConfigError for a missing secret, BusError if
     unreachable.
     """
     bus = _open(url, security)
-    return bus if claims is None else ClaimBus(bus, claims, above_bytes=claim_above_bytes)
+    return bus if blobs is None else BlobBus(bus, blobs, above_bytes=blob_above_bytes)
 
 
 def _open(url: str, security: KafkaSecurity | None) -> Bus:

@@ -14,8 +14,8 @@ from itertools import chain, islice, repeat
 from typing import Any, Final, Protocol
 
 from dora_pipe.bus.base import Told, polls_until
+from dora_pipe.bus.blobs import BLOB_LOST, lost_blob
 from dora_pipe.bus.checks import FILLER, is_trimmed
-from dora_pipe.bus.claim_check import CLAIM_LOST, lost_claim
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated
@@ -156,7 +156,7 @@ class _PartitionCopy:
 
     def _add(self, records: Sequence[Record]) -> None:
         for record in records:
-            if lost := lost_claim(record):
+            if lost := lost_blob(record):
                 self.lost += 1
                 if not self._allow_lost:
                     raise BusError(
@@ -233,9 +233,9 @@ def _without_gaps(
 
 
 def _headers(record: Record) -> tuple[tuple[str, bytes], ...]:
-    """Return the headers as appended, without the reader's ``claim-lost``."""
-    return tuple(header for header in record.headers if header[0] != CLAIM_LOST)
+    """Return the headers as appended, without the reader's ``blob-lost``."""
+    return tuple(header for header in record.headers if header[0] != BLOB_LOST)
 
 
 def _without_lost(record: Record) -> Record:
-    return replace(record, headers=_headers(record)) if lost_claim(record) else record
+    return replace(record, headers=_headers(record)) if lost_blob(record) else record

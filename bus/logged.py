@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from dora_pipe.bus.claim_check import lost_claim
+from dora_pipe.bus.blobs import lost_blob
 from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.schemas.trajectory import Trajectory
@@ -51,7 +51,7 @@ def record_digest(record: Record) -> str:
 
 def fingerprint_of(record: Record, *, value_of: str = "") -> RecordFingerprint:
     headers_of = dict(record.headers).get("trajectory", b"").decode(errors="replace")
-    if lost := lost_claim(record):
+    if lost := lost_blob(record):
         return RecordFingerprint(sha256="", headers_of=headers_of, lost=lost)
     return RecordFingerprint(sha256=record_digest(record), headers_of=headers_of, value_of=value_of)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dora_pipe.audit.report import SIBLING_FATES, AuditReport, LengthLine
+from dora_pipe.audit.report import SAMPLE_OUTCOMES, AuditReport, LengthLine
 from dora_pipe.cli.output import emit_line, emit_pairs, emit_table
 from dora_pipe.observe.text import counted
 
@@ -15,7 +15,7 @@ def print_report(report: AuditReport) -> None:
     """Print every table, the verdict last."""
     _head(report)
     _mixed(report)
-    _fates(report)
+    _outcomes(report)
     _staleness(report)
     _lengths(report)
     _engines(report)
@@ -30,11 +30,11 @@ def print_report(report: AuditReport) -> None:
 def _head(report: AuditReport) -> None:
     standings = ", ".join(f"{count} {name}" for name, count in report.standings.items())
     share = report.one_version_share
-    hosted = f"{report.several_versions_seconds:.1f} s of {report.seconds:.1f} s"
+    served = f"{report.several_versions_seconds:.1f} s of {report.seconds:.1f} s"
     pairs = {
         "run": f"{report.run} ({'finished' if report.finished else 'open'})",
         "steps": report.steps,
-        "policy versions": f"{report.versions}, several hosted at once for {hosted}",
+        "policy versions": f"{report.versions}, several served at once for {served}",
         "trajectory records": f"{report.records} ({standings}), {report.record_bytes / 1e6:.1f} MB",
         "rounds": f"{report.rounds}, {report.state_digests} recorded states reproduced",
         "plans": f"{report.plans} made again from the log, each as recorded",
@@ -59,17 +59,17 @@ def _mixed(report: AuditReport) -> None:
     emit_line()
 
 
-def _fates(report: AuditReport) -> None:
-    rows = [(line.fate, line.groups, line.trajectories, line.tokens) for line in report.fates]
+def _outcomes(report: AuditReport) -> None:
+    rows = [(line.outcome, line.groups, line.trajectories, line.tokens) for line in report.outcomes]
     rows.append(
         (
             "dispatched",
             report.dispatched,
-            sum(line.trajectories for line in report.fates),
-            sum(line.tokens for line in report.fates),
+            sum(line.trajectories for line in report.outcomes),
+            sum(line.tokens for line in report.outcomes),
         )
     )
-    columns = ("fate", "groups", "trajectories", "sampled tokens")
+    columns = ("outcome", "groups", "trajectories", "sampled tokens")
     emit_table(columns, rows, title="C2: what became of every dispatched group")
     emit_line()
 
@@ -87,18 +87,20 @@ def _staleness(report: AuditReport) -> None:
 
 
 def _lengths(report: AuditReport) -> None:
-    fates = [name for name in SIBLING_FATES if any(name in line.fates for line in report.lengths)]
+    outcomes = [
+        name for name in SAMPLE_OUTCOMES if any(name in line.outcomes for line in report.lengths)
+    ]
     rows = [
         (
             _bucket(line),
             line.trajectories,
             line.tokens,
-            *(line.fates.get(fate, 0) for fate in fates),
+            *(line.outcomes.get(outcome, 0) for outcome in outcomes),
             "-" if line.trained_share is None else f"{line.trained_share:.1%}",
         )
         for line in report.lengths
     ]
-    columns = ("sampled tokens", "trajectories", "tokens", *fates, "share trained")
+    columns = ("sampled tokens", "trajectories", "tokens", *outcomes, "share trained")
     emit_table(columns, rows, title="training trajectories by length: is there a bias?")
     emit_line()
 

@@ -32,7 +32,7 @@ from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.registry import reward_digest_of
-from dora_pipe.schemas.identity import SIBLINGS_MAX
+from dora_pipe.schemas.identity import SAMPLES_MAX
 from dora_pipe.schemas.trajectory import Trajectory
 
 TEXT_CHARACTERS: Final = 60
@@ -55,8 +55,8 @@ def fork_trajectory(
     Raises UsageError, ConfigError, TaskError, PolicyError, InvariantBroken for a damaged record,
     ReplayDiverged if the environment answers differently.
     """
-    if not 1 <= samples <= SIBLINGS_MAX:
-        raise UsageError(f"--samples must be 1 to {SIBLINGS_MAX}, got {samples}")
+    if not 1 <= samples <= SAMPLES_MAX:
+        raise UsageError(f"--samples must be 1 to {SAMPLES_MAX}, got {samples}")
     started, _ = policy_after(run.bus, run.topics, 0)
     with closing(run.tables()) as tables:
         recorded = recorded_trajectory(run.bus, run.topics, tables, trajectory)

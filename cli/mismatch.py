@@ -74,7 +74,7 @@ def print_mismatch(found: Mismatch) -> None:
                 "-" if one.share is None else f"{one.share:.1%}",
                 MEANINGS[one.cause],
             )
-            for one in found.figures
+            for one in found.metrics
         ],
         title=f"Step {found.step}: log ratios of {found.tokens} tokens of"
         f" {found.trajectories} trajectories, nats",

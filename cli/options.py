@@ -28,7 +28,7 @@ EXAMPLES: Final = tuple(SFT_STEPS_OF)
 
 REWARD_MIN: Final = 0.85
 
-CLAIM_HOURS: Final = 1.0
+BLOB_HOURS: Final = 1.0
 """Same as in `audit.prune`."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]

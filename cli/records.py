@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from rich.cells import cell_len
 
-from dora_pipe.bus.claim_check import claimed_bytes, lost_claim
+from dora_pipe.bus.blobs import blob_bytes, lost_blob
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.cli.output import emit_json, emit_line, raise_if_damaged, terminal_columns
@@ -198,8 +198,8 @@ def _brief(value: Any) -> str:
 
 def readable(topic: str, record: Record) -> dict[str, Any]:
     """Return a record's content as plain values, or why it is unreadable."""
-    if lost := lost_claim(record):
-        return {"kind": "unreadable", "why": lost, "bytes": claimed_bytes(record)}
+    if lost := lost_blob(record):
+        return {"kind": "unreadable", "why": lost, "bytes": blob_bytes(record)}
     try:
         plain = msgspec.to_builtins(_decoded(topic, record))
     except SchemaError as error:

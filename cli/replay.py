@@ -115,15 +115,15 @@ def _print_step(line: StepResult, *, as_json: bool) -> None:
         emit_json(_step_json(line))
         return
     verdict = "equal" if step.equal else f"DIFFERS, first in {step.tensor}"
-    if step.equal and line.figures:
+    if step.equal and line.metrics:
         verdict = "equal weights, OTHER FIGURES"
     lead_in = "" if line.wanted else "  (leads there)"
     ratio = "" if line.time_ratio is None else f" ({line.time_ratio:.2f}x)"
     times = f"{step.compute_s_committed:.3f} s then, {step.compute_s_replayed:.3f} s now{ratio}"
     emit_line(f"step {step.step:>5}  {step.digest_replayed[:16]}  {verdict}  {times}{lead_in}")
-    for one in line.figures[:FIGURES_SHOWN_MAX]:
+    for one in line.metrics[:FIGURES_SHOWN_MAX]:
         emit_line(f"    {one.line}")
-    if more := line.figures[FIGURES_SHOWN_MAX:]:
+    if more := line.metrics[FIGURES_SHOWN_MAX:]:
         emit_line(f"    and {len(more)} figures more")
     if line.distances:
         rows = [
@@ -140,9 +140,9 @@ def _step_json(line: StepResult) -> Mapping[str, Any]:
         "wanted": line.wanted,
         "equal": line.equal,
         "weights_equal": step.equal,
-        "figures": [
+        "metrics": [
             {"name": one.name, "committed": one.committed, "replayed": one.replayed}
-            for one in line.figures
+            for one in line.metrics
         ],
         "digest_committed": step.digest_committed,
         "digest_replayed": step.digest_replayed,

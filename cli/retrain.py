@@ -80,7 +80,7 @@ def _print(done: Sequence[RetrainedStep], out: Path, *, as_json: bool) -> None:
         [
             (
                 step.step,
-                *(step.figures.get(name) for name in FIGURES),
+                *(step.metrics.get(name) for name in FIGURES),
                 "equal" if step.equal else step.digest[:12],
             )
             for step in done

@@ -23,7 +23,7 @@ from dora_pipe.config.model import (
 from dora_pipe.config.objectives import rewarded
 from dora_pipe.config.workers import colocated_problems
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
-from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Place, PlacedSibling
+from dora_pipe.schemas.rounds import Dispatch, GroupSpec, Schedule, ScheduledSample
 from dora_pipe.schemas.topics import PATTERN, RULE
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX, encode
 
@@ -45,7 +45,7 @@ def _item_bytes(record: msgspec.Struct) -> int:
 
 
 _NUMBER: Final = 10**10 - 1
-"""Bound of offsets, role epochs and group numbers."""
+"""Bound of offsets, incarnations and group numbers."""
 _DIGEST: Final = "f" * 64
 _WHY: Final = "x" * 60
 
@@ -56,7 +56,7 @@ _TAKEN_BYTES: Final = _item_bytes(
     TakenTrajectory(
         trajectory=f"g{_NUMBER}-999",
         attempt=99,
-        epoch=_NUMBER,
+        incarnation=_NUMBER,
         partition=999,
         offset=_NUMBER,
         sha256=_DIGEST,
@@ -77,11 +77,11 @@ _SPEC: Final = GroupSpec(
     seed=2**64 - 1,
     size=999,
 )
-_DISPATCH_BYTES: Final = _item_bytes(Dispatch(spec=_SPEC, reason=_WHY))
+_DISDELTA_BYTES: Final = _item_bytes(Dispatch(spec=_SPEC, reason=_WHY))
 _PLACE_BYTES: Final = _item_bytes(
-    Place(spec=_SPEC, worker="worker-999", epoch=_NUMBER, siblings=(), reason=_WHY)
+    Schedule(spec=_SPEC, worker="worker-999", incarnation=_NUMBER, siblings=(), reason=_WHY)
 )
-_PLACED_BYTES: Final = _item_bytes(PlacedSibling(sibling=999, attempt=99))
+_PLACED_BYTES: Final = _item_bytes(ScheduledSample(sibling=999, attempt=99))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +103,20 @@ def round_bytes(config: Config) -> int:
     """Return the approximate bytes of the largest round, as a lower bound. A round may take a
     batch, dispatch a whole evaluation and admit as many groups as the decision limit allows."""
     rollout, named = config.rollout, _names_bytes(config)
-    dispatched, to_place = _DISPATCH_BYTES + named, _PLACE_BYTES + named
+    dispatched, to_schedule = _DISDELTA_BYTES + named, _PLACE_BYTES + named
     budget = math.ceil(async_batches(config.staleness) * rollout.prompts_per_step)
     siblings = rollout.group_size + rollout.group_redundancy
     admitted = min(budget, ROUND_DECISIONS_MAX // (siblings + 1) + 1)
     evaluated = sum(
         one.prompts * dispatched
         + min(one.prompts, ROUND_DECISIONS_MAX // (one.group_size + 1) + 1)
-        * (to_place + one.group_size * _PLACED_BYTES)
+        * (to_schedule + one.group_size * _PLACED_BYTES)
         for one in config.evaluations
     )
     return (
         _ROUND_BYTES
         + rollout.prompts_per_step * _taken_bytes(config)
-        + admitted * (dispatched + to_place + siblings * _PLACED_BYTES)
+        + admitted * (dispatched + to_schedule + siblings * _PLACED_BYTES)
         + evaluated
     )
 

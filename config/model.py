@@ -247,7 +247,7 @@ class Rollout(Section, frozen=True, kw_only=True):
     """Trajectories per group."""
     group_redundancy: Spare = 0
     """Redundant trajectories per group: a group is complete with `group_size` valid ones, and the
-    others end as surplus. This drops slow trajectories; `audit` reports by how much."""
+    others end as redundant. This drops slow trajectories; `audit` reports by how much."""
     prompts_per_step: Positive = 32
     """Groups per training step."""
     min_valid_trajectories: Positive = 2
@@ -313,11 +313,11 @@ class Bus(Section, frozen=True, kw_only=True):
     partitions: Positive = 4
     """Partitions of the topics trajectories and progress."""
     max_record_bytes: RecordBytes = 10 * 1024 * 1024
-    """Largest record of a topic. Larger trajectories and progress records are stored in `claims` of
+    """Largest record of a topic. Larger trajectories and progress records are stored in `blobs` of
     the store and referenced by the log. See docs/storage.md."""
     blob_fsync: bool = False
-    """Write a claimed value to disk (fsync) before its record is appended. SQLite always does.
-    Without it on Kafka, a claimed value survives the kill of any process but perhaps not a power
+    """Write a blob to disk (fsync) before its record is appended. SQLite always does.
+    Without it on Kafka, a blob survives the kill of any process but perhaps not a power
     failure."""
     protocol: Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"] = "PLAINTEXT"
     """Kafka security protocol."""

@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from typing import Final, Literal
 
-Schedule = Literal["constant", "linear", "cosine"]
+RateSchedule = Literal["constant", "linear", "cosine"]
 
 _TERMS: Final = 12
 """Terms of the cosine's series; within a right angle the next one is below 1e-19."""
 
 
 def rate_of(
-    step: int, *, peak: float, schedule: Schedule, warmup: int, end: int, least: float
+    step: int, *, peak: float, schedule: RateSchedule, warmup: int, end: int, least: float
 ) -> float:
     """Return the learning rate of `step` (from 0). It grows linearly to `peak` over `warmup` steps,
     then falls linearly or on half a cosine to `least` (a share of the peak) at step `end`. Example:

@@ -21,7 +21,7 @@ SIBLINGS_MAX = 1000
 Siblings = Annotated[int, Meta(ge=1, le=SIBLINGS_MAX)]
 Spare = Annotated[int, Meta(ge=0, le=SIBLINGS_MAX - 1)]
 WHOLE_EVERY_MAX = 64
-"""A version is made of fewer patches than this."""
+"""A version is made of fewer deltas than this."""
 
 WholeEvery = Annotated[int, Meta(ge=1, le=WHOLE_EVERY_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]

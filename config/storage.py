@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from dora_pipe.config.model import Config
     from dora_pipe.schemas.control import RunStarted
 
-PATCHES: Final = 8
-"""`policies.full_every = "auto"` if a patch is a few hundredths of the whole."""
+DELTAS: Final = 8
+"""`policies.full_every = "auto"` if a delta is a few hundredths of the whole."""
 
-PATCHED_SHARE: Final = 0.03
+DELTA_CHANGED_SHARE: Final = 0.03
 """Share of bfloat16 weights that a step changes at a learning rate of 1e-6 (docs/storage.md)."""
 
-PATCH_BYTES: Final = 2.4
-"""Bytes of a patch per changed weight."""
+DELTA_BYTES: Final = 2.4
+"""Bytes of a delta per changed weight."""
 
 KEPT_ALL_BYTES: Final = 2**30
 """`store.keep_every = "auto"` keeps everything below this many bytes per step."""
@@ -39,7 +39,7 @@ class Policies(Section, frozen=True, kw_only=True):
     weights."""
     full_every: WholeEvery | Literal["auto"] = "auto"
     """Every N-th version, and every version with a checkpoint, is stored in full; the others as
-    patches (docs/storage.md). 1: no patches; auto: 8 for published bfloat16 weights, otherwise
+    deltas (docs/storage.md). 1: no deltas; auto: 8 for published bfloat16 weights, otherwise
     1."""
 
 
@@ -52,7 +52,7 @@ class Store(Section, frozen=True, kw_only=True):
     """Remote store: `s3://bucket/prefix?endpoint_override=...`, `file:///shared/run` or another
     file system of pyarrow. `path` then holds copies. See docs/storage.md."""
     cache_gb: PositiveFloat = 100.0
-    """Size limit of the copies in `path`, with a `url` or patches."""
+    """Size limit of the copies in `path`, with a `url` or deltas."""
     keep_every: NonNegative | Literal["auto"] = "auto"
     """Keep every N-th checkpoint and pinned versions, and delete others; replay rebuilds them. 0
     keeps everything; auto: 10 if versions and checkpoints add a GiB or more per step, otherwise 0.
@@ -65,7 +65,7 @@ def full_every(config: Config, dtype: PolicyDtype) -> int:
     if asked != "auto":
         return asked
     small = dtype == "bfloat16" and not config.lora.rank
-    return PATCHES if small else 1
+    return DELTAS if small else 1
 
 
 def keep_every(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
@@ -81,8 +81,8 @@ def bytes_per_step(config: Config, dtype: PolicyDtype, whole_bytes: int) -> int:
     every, checkpoint_every = full_every(config, dtype), config.trainer.checkpoint_every
     narrow = dtype == "bfloat16"
     parameters = whole_bytes // (2 if narrow else 4)
-    patch = PATCHED_SHARE * PATCH_BYTES * parameters if narrow else whole_bytes
-    version = whole_bytes if every == 1 else whole_bytes / every + patch
+    delta = DELTA_CHANGED_SHARE * DELTA_BYTES * parameters if narrow else whole_bytes
+    version = whole_bytes if every == 1 else whole_bytes / every + delta
     return int(version + checkpoint_bytes(parameters, remainders=narrow) / checkpoint_every)
 
 

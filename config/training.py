@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from dora_pipe.config.schedule import Schedule
+from dora_pipe.config.schedule import RateSchedule
 from dora_pipe.config.section import (
     ComputeDtype,
     NonNegative,
@@ -30,7 +30,7 @@ class Trainer(Section, frozen=True, kw_only=True):
     moments (extra `adamw8bit`)."""
     learning_rate: PositiveFloat = 1e-5
     """Learning rate, the peak of a schedule. May be changed between steps."""
-    schedule: Schedule = "constant"
+    schedule: RateSchedule = "constant"
     """Decay after the peak: constant, linear or cosine."""
     warmup_steps: NonNegative = 0
     """Warm-up steps."""

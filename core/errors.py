@@ -104,7 +104,7 @@ class Fenced(BusError):
 
 
 class OutcomeUnknown(BusError):
-    """Append that may or may not have happened; the role restarts under a new role epoch."""
+    """Append that may or may not have happened; the role restarts under a new incarnation."""
 
 
 class AccessRefused(BusError):

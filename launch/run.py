@@ -135,7 +135,7 @@ def workers_of(progress: RunProgress, names: tuple[str, ...]) -> Workers:
     return Workers(
         names=names,
         elsewhere=lambda: progress.elsewhere(names),
-        hosted=lambda name: progress.hosted[name],
+        served=lambda name: progress.served[name],
     )
 
 

@@ -3,7 +3,7 @@
 runs/NAME/
   config.toml     resolved configuration
   log.sqlite      log, unless the bus is elsewhere
-  policies/       policies and checkpoints by digest; claims/: values too large for the log
+  policies/       policies and checkpoints by digest; blobs/: values too large for the log
   snapshots/      cache of the orchestrator's state, for restarts
   handover/       KV caches in transfer between workers
   logs/           log file of each role
@@ -30,7 +30,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.claim_check import ClaimStore
+from dora_pipe.bus.blobs import BlobStore
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.logged import logged_config
@@ -44,7 +44,7 @@ from dora_pipe.ledger.reading import FILE as CATALOGUE
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.topics import Topics
-from dora_pipe.store.files import CLAIMS
+from dora_pipe.store.files import BLOBS
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore
 
@@ -104,12 +104,12 @@ class RunDir:
         """
         return self.log_location(config).open()
 
-    def claims(self, config: Config) -> ClaimStore:
+    def blobs(self, config: Config) -> BlobStore:
         """Return the store of values too large for the log, shared by all machines.
 
         Raises ConfigError for an unusable `store.url`.
         """
-        found = self.log_location(config).claim_store()
+        found = self.log_location(config).blob_store()
         assert found is not None
         return found
 
@@ -118,7 +118,7 @@ class RunDir:
             run=config.run.name,
             url=self.bus_url(config),
             bus=config.bus,
-            claims=str(self.store(config) / CLAIMS),
+            blobs=str(self.store(config) / BLOBS),
             store_url=config.store.url,
         )
 
@@ -137,7 +137,7 @@ class RunDir:
             self.store(config),
             config.store,
             run=config.run.name,
-            patched=None if every == "auto" else every > 1,
+            with_deltas=None if every == "auto" else every > 1,
             peers=peers,
         )
 
@@ -395,12 +395,12 @@ def open_store(
     section: Store,
     *,
     run: str,
-    patched: bool | None = False,
+    with_deltas: bool | None = False,
     peers: Callable[[str, Path], bool] | None = None,
 ) -> PolicyStore:
     """Open the policy store of a run without connecting yet.
 
-    `root` is the run's directory, or that of local copies. For `patched` and `peers` see
+    `root` is the run's directory, or that of local copies. For `with_deltas` and `peers` see
     `PolicyStore`. Runs under one address have separate folders. Raises ConfigError.
     """
     bytes_max = int(section.cache_gb * 1e9)
@@ -409,4 +409,6 @@ def open_store(
     from dora_pipe.store.arrow_files import open_files  # slow to import
 
     remote = open_files(section.url, folder=run)
-    return PolicyStore(root, remote, cache_bytes_max=bytes_max, peers=peers, patched=patched)
+    return PolicyStore(
+        root, remote, cache_bytes_max=bytes_max, peers=peers, with_deltas=with_deltas
+    )

@@ -64,7 +64,7 @@ class Workers:
 
     names: Collection[str] = ()
     elsewhere: Callable[[], int] = _none
-    hosted: Callable[[str], int] = _never
+    served: Callable[[str], int] = _never
 
 
 Start = Callable[[str], subprocess.Popen[bytes]]
@@ -85,7 +85,7 @@ class _Role:
     done: bool = False
     starts_s: deque[float] = field(default_factory=deque)
     due_s: float = 0.0
-    hosted: int = 0
+    served: int = 0
     fruitless: int = 0
     """Consecutive starts of a worker without a loaded version, and its earlier loads."""
 
@@ -209,9 +209,9 @@ class Supervisor:
         """Return consecutive starts without a loaded version; loading may outlast the window."""
         role = self._roles[name]
         if name in self._workers.names:
-            hosted = self._workers.hosted(name)
-            role.fruitless = 1 if hosted > role.hosted else role.fruitless + 1
-            role.hosted = hosted
+            served = self._workers.served(name)
+            role.fruitless = 1 if served > role.served else role.fruitless + 1
+            role.served = served
         return role.fruitless
 
     def _give_up(self, report: Ended) -> None:

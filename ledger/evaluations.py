@@ -90,7 +90,7 @@ class Evaluated:
     task: str
     prompts: int
     trajectories: int
-    figures: Mapping[str, Interval]
+    metrics: Mapping[str, Interval]
     """By name, such as `mean@4`, `pass@2`, `maj@4`, `part/math`."""
 
 
@@ -103,7 +103,7 @@ class EvaluationEnded:
     ended_ns: int
     reward: float | None
     """Mean of its valid rewards; None if there are none."""
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 OPEN_MAX: Final = 32
@@ -136,9 +136,9 @@ class Evaluating:
             evaluation=name,
             ended_ns=ended_ns,
             reward=sum(known) / len(known) if known else None,
-            figures=figures_of(
+            metrics=metrics_of(
                 [own for _, own in sorted(found, key=lambda one: one[0])],
-                siblings=spec.size,
+                samples=spec.size,
             ),
         )
 
@@ -162,23 +162,23 @@ def majority(samples: Sequence[tuple[str, bool]]) -> float:
     return math.fsum(shares) / len(shares) if shares else 0.0
 
 
-def tries_of(siblings: int) -> list[int]:
+def tries_of(samples: int) -> list[int]:
     """Return powers of two, and all. ``tries_of(6) == [1, 2, 4, 6]``"""
-    return sorted({1 << bit for bit in range(siblings.bit_length())} | {siblings})
+    return sorted({1 << bit for bit in range(samples.bit_length())} | {samples})
 
 
-def by_prompt(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, list[float]]:
+def by_prompt(prompts: Sequence[Sequence[Sample]], *, samples: int) -> dict[str, list[float]]:
     """Return each prompt's values by metric."""
     known = [own for own in prompts if own]
-    found = {f"mean@{siblings}": [math.fsum(one.reward for one in own) / len(own) for own in known]}
+    found = {f"mean@{samples}": [math.fsum(one.reward for one in own) / len(own) for own in known]}
     votes = [[(one.answer, one.reward >= SUCCESS) for one in own] for own in known]
     said = any(answer for own in votes for answer, _ in own)
-    for tries in tries_of(siblings):
+    for tries in tries_of(samples):
         enough = [own for own in votes if len(own) >= tries]
         found[f"pass@{tries}"] = [
             pass_at(len(own), sum(won for _, won in own), tries) for own in enough
         ]
-        if said and tries == siblings >= VOTES_MIN:
+        if said and tries == samples >= VOTES_MIN:
             found[f"maj@{tries}"] = [majority(own) for own in enough]
     parts = [part_means(own) for own in known]
     for name in dict.fromkeys(name for own in parts for name in own):
@@ -186,9 +186,9 @@ def by_prompt(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str
     return {name: values for name, values in found.items() if values}
 
 
-def figures_of(prompts: Sequence[Sequence[Sample]], *, siblings: int) -> dict[str, float]:
+def metrics_of(prompts: Sequence[Sequence[Sample]], *, samples: int) -> dict[str, float]:
     """Return the metrics of these prompts."""
-    found = by_prompt(prompts, siblings=siblings)
+    found = by_prompt(prompts, samples=samples)
     return {name: math.fsum(values) / len(values) for name, values in found.items()}
 
 
@@ -217,11 +217,11 @@ def evaluations_of(
             task=task,
             prompts=len(prompts),
             trajectories=sum(map(len, prompts)),
-            figures={
+            metrics={
                 figure: interval_of(values)
                 for figure, values in by_prompt(
                     prompts,
-                    siblings=size,
+                    samples=size,
                 ).items()
             },
         )

@@ -104,22 +104,26 @@ class MarkAccount:
                 return []  # also written in a stopped run
             case StepCommitted() | BatchRefused():
                 return self._lived(fact.at_ns, "orchestrator")
-            case _ if self._back is not None and getattr(fact, "epoch", offset) < self._back[0]:
+            case _ if (
+                self._back is not None and getattr(fact, "incarnation", offset) < self._back[0]
+            ):
                 return self._lived(fact.at_ns, self._back[1].subject)
         self._alive_ns = max(self._alive_ns, fact.at_ns)
         return []
 
     def round(self, round_: Round) -> list[Mark]:
         """Return the marks of a round."""
-        if round_.role_epoch <= self._orchestrator:
+        if round_.incarnation <= self._orchestrator:
             return self._lived(round_.now_ns, "trainer")
         self._alive_ns = max(self._alive_ns, round_.now_ns)
         return []
 
-    def gone(self, worker: str, epoch: int, why: str, at_ns: int, *, open_: int) -> list[Mark]:
+    def gone(
+        self, worker: str, incarnation: int, why: str, at_ns: int, *, open_: int
+    ) -> list[Mark]:
         """Return a fenced worker's mark, unless it ended with the run."""
         since = self._resumed_at if self._back is None else self._back[0]
-        if epoch < since:
+        if incarnation < since:
             return []
         return [Mark(at_ns=at_ns, step=open_, kind="lost", subject=worker, why=why)]
 
@@ -133,9 +137,9 @@ class MarkAccount:
 
     def _began(self, offset: int, fact: RoleStarted, step: int) -> list[Mark]:
         if fact.role == "orchestrator":
-            self._orchestrator = fact.role_epoch
+            self._orchestrator = fact.incarnation
         before = self._back
-        if before is None and fact.role_epoch == 0:
+        if before is None and fact.incarnation == 0:
             self._alive_ns = max(self._alive_ns, fact.at_ns)
             return []
         since_ns = (before and before[1].since_ns) or min(self._alive_ns or fact.at_ns, fact.at_ns)

@@ -42,8 +42,8 @@ def role_of(status: AnyMetrics) -> str:
             return ORCHESTRATOR
 
 
-def epoch_of(status: AnyMetrics) -> int:
-    return status.epoch if isinstance(status, WorkerStatus) else status.role_epoch
+def incarnation_of(status: AnyMetrics) -> int:
+    return status.incarnation if isinstance(status, WorkerStatus) else status.incarnation
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class LastStatus:
     _points: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=POINTS_MAX))
 
     @property
-    def epoch(self) -> int:
-        return epoch_of(self.status)
+    def incarnation(self) -> int:
+        return incarnation_of(self.status)
 
     @property
     def sampled(self) -> int:
@@ -124,12 +124,12 @@ class Statuses:
 
     def receive(self, status: AnyMetrics) -> LastStatus | None:
         """Apply a status; None for an older incarnation."""
-        role, epoch = role_of(status), epoch_of(status)
+        role, incarnation = role_of(status), incarnation_of(status)
         known = self.heard.get(role)
-        if known is None or known.epoch < epoch:
+        if known is None or known.incarnation < incarnation:
             earlier = NOTHING_COUNTED if known is None else known.counts
             known = self.heard[role] = LastStatus(status=_whole(None, status), before_it=earlier)
-        elif known.epoch == epoch:
+        elif known.incarnation == incarnation:
             known.before, known.status = known.status, _whole(known.status, status)
         else:
             return None
@@ -181,6 +181,6 @@ def _counts(status: AnyMetrics) -> WorkerCounts:
         status.tokens_total,
         status.prompt_tokens_computed,
         status.prompt_tokens_reused,
-        status.episodes_started_again,
-        status.episodes_told_again,
+        status.episodes_restarted,
+        status.episodes_replayed,
     )

@@ -17,7 +17,7 @@ from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.core.wait_tracker import alarm_line
-from dora_pipe.ledger.statuses import Statuses, epoch_of, role_of
+from dora_pipe.ledger.statuses import Statuses, incarnation_of, role_of
 from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import AnyControl, Command
 from dora_pipe.schemas.metrics import AnyMetrics, Wait, decode_metrics
@@ -115,11 +115,11 @@ class Alarms:
                 out += self._heard(self.pauses.excused(status))
         return out + (self._silences() if silence else [])
 
-    def forget(self, worker: str, epoch: int) -> None:
+    def forget(self, worker: str, incarnation: int) -> None:
         """Stop expecting statuses of an incarnation that left in order."""
-        self._left[worker] = epoch
+        self._left[worker] = incarnation
         known = self._statuses.heard.get(worker)
-        if known is not None and known.epoch <= epoch:
+        if known is not None and known.incarnation <= incarnation:
             self._roles.pop(worker, None)
 
     def heard(self) -> set[str]:
@@ -129,13 +129,13 @@ class Alarms:
         self._reader.close()
 
     def _heard(self, status: AnyMetrics) -> list[str]:
-        name, epoch = role_of(status), epoch_of(status)
-        if epoch <= self._left.get(name, -1) or self._statuses.receive(status) is None:
+        name, incarnation = role_of(status), incarnation_of(status)
+        if incarnation <= self._left.get(name, -1) or self._statuses.receive(status) is None:
             return []  # of an ended incarnation
         self._roles[name] = _Watched(heard_ns=self._clock.now_ns())
         out = []
         for wait in status.waits:
-            key = (name, epoch, wait.name, wait.since_ns)
+            key = (name, incarnation, wait.name, wait.since_ns)
             if wait.overdue and key not in self._said:
                 self._said[key] = None
                 if len(self._said) > SAID_MAX:

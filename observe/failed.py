@@ -64,7 +64,7 @@ class FailedTrajectories:
 
     def happened(self, event: Event) -> None:
         match event:
-            case GroupEnded(fate="trained" | "filtered" | "failed") if (
+            case GroupEnded(outcome="trained" | "filtered" | "failed") if (
                 event.group.spec.purpose == "train"
             ):
                 failed = list(_errors(event.group))
@@ -117,7 +117,7 @@ class GroupsSinceStep:
     """
 
     def __init__(self) -> None:
-        self._fates: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter()
         self._why: dict[str, str] = {}
         """Newest reason by outcome."""
         self._rewards: Counter[float] = Counter()
@@ -125,17 +125,17 @@ class GroupsSinceStep:
     @property
     def count(self) -> int:
         """Return the groups since the last step, or since the start."""
-        return self._fates.total()
+        return self._outcomes.total()
 
     def happened(self, event: Event) -> None:
         match event:
             case StepEnded():
-                self._fates.clear()
+                self._outcomes.clear()
                 self._rewards.clear()
-            case GroupEnded(fate="filtered" | "failed") if event.group.spec.purpose == "train":
-                self._fates[event.fate] += 1
-                self._why[event.fate] = event.why
-                if event.fate == "filtered":
+            case GroupEnded(outcome="filtered" | "failed") if event.group.spec.purpose == "train":
+                self._outcomes[event.outcome] += 1
+                self._why[event.outcome] = event.why
+                if event.outcome == "filtered":
                     self._rewards.update(event.group.rewards[:1])
             case _:
                 pass
@@ -144,9 +144,9 @@ class GroupsSinceStep:
         """Describe the most common outcome; empty while there are few groups."""
         if per_step is None or self.count < BATCHES * per_step:
             return ""
-        ((fate, times),) = self._fates.most_common(1)
-        words = f"no step after {self.count} groups: {times} {fate} ({self._why[fate]})"
-        return words + (self._advice() if fate == "filtered" else "")
+        ((outcome, times),) = self._outcomes.most_common(1)
+        words = f"no step after {self.count} groups: {times} {outcome} ({self._why[outcome]})"
+        return words + (self._advice() if outcome == "filtered" else "")
 
     def _advice(self) -> str:
         ((value, times),) = self._rewards.most_common(1) or [(0.0, 0)]

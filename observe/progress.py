@@ -61,7 +61,7 @@ class RunProgress(RunStats):
         self._errors_shown: set[str] = set()
         self.evaluations: dict[int, float] = {}
         """Mean reward by version, of the unnamed evaluation."""
-        self.hosted: Counter[str] = Counter()
+        self.served: Counter[str] = Counter()
         self.stopping = False
         """Roles were asked to stop, so their silence is no alarm."""
         self._alarms = alarms
@@ -107,12 +107,12 @@ class RunProgress(RunStats):
         super().fact(offset, fact)
         match fact:
             case WorkerReady() if fact.version != NO_VERSION:
-                self.hosted[fact.worker] += 1
+                self.served[fact.worker] += 1
             case WorkerJoined():
                 self._say(f"{fact.worker} joined ({fact.engine}, {fact.slots} slots)")
             case WorkerLeft():
                 if self._alarms:
-                    self._alarms.forget(fact.worker, fact.epoch)
+                    self._alarms.forget(fact.worker, fact.incarnation)
                 self._say(f"{fact.worker} left: {fact.reason}")
             case BatchRefused():
                 why = "; ".join(f"{one.trajectory}: {one.why}" for one in fact.offenders)
@@ -177,8 +177,8 @@ class RunProgress(RunStats):
         self._say_at = 0
         self._say(self.steps[-1].line)
         if self._verbose:
-            figures = learning_of(ended.fact.figures, ended.fact.settings)
-            named = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+            metrics = learning_of(ended.fact.metrics, ended.fact.settings)
+            named = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
             self._say(f"           {named}")
         count = self.without_gradient
         if not self.steps[-1].gradient and count & (count - 1) == 0:

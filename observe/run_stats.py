@@ -34,7 +34,7 @@ from dora_pipe.ledger.statuses import (
     LastStatus,
     Statuses,
     WorkerCounts,
-    epoch_of,
+    incarnation_of,
     role_of,
 )
 from dora_pipe.observe.alarms import Pauses
@@ -62,11 +62,11 @@ from dora_pipe.schemas.metrics import AnyMetrics, WorkerStatus
 from dora_pipe.schemas.rounds import (
     NO_VERSION,
     Dispatch,
-    EndSiblings,
+    EndSamples,
     Halt,
-    Move,
+    Migrate,
     Round,
-    SiblingFate,
+    SampleOutcome,
 )
 from dora_pipe.schemas.topics import Topics
 
@@ -120,10 +120,10 @@ STATES: Final[tuple[WorkerState, ...]] = (
 that hosts none."""
 
 
-def learning_of(figures: Mapping[str, float], settings: Mapping[str, Any]) -> dict[str, float]:
+def learning_of(metrics: Mapping[str, float], settings: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics in a commit; `settings` are those of its batch."""
     rate = settings.get(RATE)
-    known = {**figures, **({"learning_rate": rate} if isinstance(rate, float) else {})}
+    known = {**metrics, **({"learning_rate": rate} if isinstance(rate, float) else {})}
     return {name: known[name] for name in LEARNING if name in known}
 
 
@@ -170,7 +170,7 @@ class WorkerView:
     @property
     def status(self) -> WorkerStatus | None:
         """Newest status of this incarnation, while present."""
-        if self.heard is None or self.heard.epoch != self.history.epoch:
+        if self.heard is None or self.heard.incarnation != self.history.incarnation:
             return None
         status = self.heard.status
         return status if isinstance(status, WorkerStatus) else None
@@ -200,11 +200,11 @@ class WorkerView:
             return "draining"
         if self.status is not None and self.status.active:
             return "generating"
-        if self.history.target < 0 and self.history.joined.elastic:
+        if self.history.target < 0 and self.history.joined.colocated:
             return "asleep"
-        if self.history.target < 0 and self.history.hosted < 0:
+        if self.history.target < 0 and self.history.served < 0:
             return "joined"
-        return "idle" if self.history.target == self.history.hosted else "loading"
+        return "idle" if self.history.target == self.history.served else "loading"
 
     @property
     def tokens_per_s(self) -> float:
@@ -298,8 +298,8 @@ class RunStats:
         self.meter = LogMeter()
         self.control_folded = 0
         self.dispatched: Counter[str] = Counter()
-        self.fates: Counter[str] = Counter()
-        self.left_over: Counter[SiblingFate] = Counter({"surplus": 0, "expired": 0})
+        self.outcomes: Counter[str] = Counter()
+        self.left_over: Counter[SampleOutcome] = Counter({"redundant": 0, "expired": 0})
         self.decisions: Counter[str] = Counter()
         self.trajectories: Counter[tuple[str, str]] = Counter()
         """(finish, valid) of every logged trajectory."""
@@ -308,7 +308,7 @@ class RunStats:
         self.since_step = GroupsSinceStep()
         self._failed_now = FailedTrajectories(groups=SINCE_STEP_GROUPS)
         self.lost: Counter[str] = Counter({"left": 0, "fenced": 0})
-        self.faults, self.outcomes = Counter[str](), Counter[str]()
+        self.faults, self.attempt_outcomes = Counter[str](), Counter[str]()
         self.moves = Counter({"decided": 0, "released": 0})
         self.refused = self.without_gradient = self.over_bound = 0
         """Rejected batches; steps without an update; groups trained after their deadline (violates
@@ -340,8 +340,8 @@ class RunStats:
         return [one for one in self.workers.values() if not one.gone]
 
     def worker_states(self) -> Counter[tuple[int, WorkerState]]:
-        """Count workers by (hosted version, state)."""
-        return Counter((one.history.hosted, one.state) for one in self.workers.values())
+        """Count workers by (served version, state)."""
+        return Counter((one.history.served, one.state) for one in self.workers.values())
 
     @property
     def heard(self) -> dict[str, AnyMetrics]:
@@ -382,8 +382,12 @@ class RunStats:
     def status(self, status: AnyMetrics) -> None:
         """Add a status, unless its incarnation has ended."""
         self.last_ns = max(self.last_ns, status.at_ns)
-        worker, epoch = self.account.named.get(role_of(status)), epoch_of(status)
-        if worker is None or epoch > worker.epoch or (epoch == worker.epoch and not worker.gone):
+        worker, incarnation = self.account.named.get(role_of(status)), incarnation_of(status)
+        if (
+            worker is None
+            or incarnation > worker.incarnation
+            or (incarnation == worker.incarnation and not worker.gone)
+        ):
             self.statuses.receive(self.pauses.excused(status))
 
     def fact(self, offset: int, fact: AnyControl) -> None:
@@ -424,10 +428,10 @@ class RunStats:
                 self.dispatched[spec.purpose] += 1
                 if spec.purpose == "train":
                     self.bound = spec.deadline - spec.version
-            elif isinstance(decision, Move):
+            elif isinstance(decision, Migrate):
                 self.moves["decided"] += 1
-            elif isinstance(decision, EndSiblings):
-                self.left_over[decision.fate] += len(decision.siblings)
+            elif isinstance(decision, EndSamples):
+                self.left_over[decision.outcome] += len(decision.samples)
             elif isinstance(decision, Halt):
                 self.halted = decision.reason
         if round_.decisions:
@@ -475,12 +479,14 @@ class RunStats:
         self.meter.count("trajectories", fact.bytes)
 
     def _group(self, ended: GroupEnded) -> None:
-        self.fates[ended.fate] += 1
+        self.outcomes[ended.outcome] += 1
         self.since_step.happened(ended)
         self.failed.happened(ended)
         self._failed_now.happened(ended)
         for request in ended.group.requests.values():
-            self.outcomes.update(attempt.outcome for attempt in request.attempts if attempt.outcome)
+            self.attempt_outcomes.update(
+                attempt.outcome for attempt in request.attempts if attempt.outcome
+            )
 
     def _evaluated(self, ended: EvaluationEnded) -> None:
         if ended.reward is not None:
@@ -502,7 +508,7 @@ class RunStats:
             parts=parts_by_task(ended.groups),
             errors=Counter(error_class(one.error) for one in results if one.reward is None),
             failed=self._failed_now.share(),
-            gradient=fact.figures.get("updates") != 0,
+            gradient=fact.metrics.get("updates") != 0,
             tokens=sum(one.tokens for one in results),
             staleness=tuple(sorted(Counter(ended.staleness).items())),
         )
@@ -529,7 +535,7 @@ class RunStats:
 def evaluation_words(ended: EvaluationEnded) -> str:
     """Return one line. Example: ``evaluation hard of version 4: reward 0.512, pass@4 0.750``"""
     name = f" {ended.evaluation}" if ended.evaluation else ""
-    passed = [(figure, value) for figure, value in ended.figures.items() if figure != "pass@1"]
+    passed = [(figure, value) for figure, value in ended.metrics.items() if figure != "pass@1"]
     more = [
         f", {figure} {value:.3f}"
         for figure, value in passed

@@ -137,8 +137,8 @@ def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
     workers = sorted(stats.workers.values(), key=_rank)
     states = stats.worker_states()
     for (version, state), count in sorted(states.items(), key=lambda item: (-item[0][0], item[0])):
-        hosted = f"version {version}" if version >= 0 else "no version"
-        yield Line(f"{count} {state}, {hosted}", _style_of(state))
+        served = f"version {version}" if version >= 0 else "no version"
+        yield Line(f"{count} {state}, {served}", _style_of(state))
     width = max((len(one.name) for one in workers), default=0)
     for worker in workers:
         yield _worker(stats, worker, f"{worker.name:<{width}}", at_ns)
@@ -147,7 +147,7 @@ def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
 
 
 def _rank(worker: WorkerView) -> tuple[bool, int, str]:
-    return bool(worker.gone), -worker.history.hosted, worker.name
+    return bool(worker.gone), -worker.history.served, worker.name
 
 
 def _style_of(state: WorkerState) -> Style:
@@ -158,7 +158,7 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
     history, status = worker.history, worker.status
     if history.gone is not None:
         return Line(f"{name} {worker.gone}: {history.gone.why}", _style_of(worker.state))
-    version = f"v{history.hosted}" if history.hosted >= 0 else "-"
+    version = f"v{history.served}" if history.served >= 0 else "-"
     if worker.state == "loading":
         version += f">v{history.target}"
     text = f"{name} {version:<3} {worker.state}"
@@ -211,7 +211,7 @@ def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
     yield from map(Line, _queue(stats))
     yield Line(_tokens(stats))
     yield from map(Line, _reward(stats, plain))
-    yield Line(_fates(stats), "dim")
+    yield Line(_outcomes(stats), "dim")
 
 
 def _or(value: object) -> str:
@@ -258,9 +258,9 @@ def _reward(stats: RunStats, plain: bool) -> Iterator[str]:
     yield from map(evaluation_words, stats.evaluated.values())
 
 
-def _fates(stats: RunStats) -> str:
-    fates = ", ".join(f"{count} {fate}" for fate, count in sorted(stats.fates.items()))
-    return f"groups: {fates or 'none has ended'}; {stats.moves['decided']} moves"
+def _outcomes(stats: RunStats) -> str:
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(stats.outcomes.items()))
+    return f"groups: {outcomes or 'none has ended'}; {stats.moves['decided']} moves"
 
 
 def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
@@ -290,16 +290,16 @@ def summaries_of(round_: Round) -> Iterator[DecisionSummary]:
     count: Counter[tuple[str, str]] = Counter()
     reasons: dict[tuple[str, str], str] = {}
     for decision in round_.decisions:
-        about = {name: getattr(decision, name, None) for name in ("worker", "step", "fate")}
+        about = {name: getattr(decision, name, None) for name in ("worker", "step", "outcome")}
         version = getattr(getattr(decision, "spec", decision), "version", None)
         parts = (
             f" version {version}" if version not in (None, NO_VERSION) else "",
             f" on {about['worker']}" if about["worker"] else "",
             f" of step {about['step']}" if about["step"] is not None else "",
-            f" as {about['fate']}" if about["fate"] else "",
+            f" as {about['outcome']}" if about["outcome"] else "",
         )
         key = str(type(decision).__struct_config__.tag), "".join(parts)
-        count[key] += len(getattr(decision, "siblings", ())) or 1
+        count[key] += len(getattr(decision, "samples", ())) or 1
         reasons[key] = decision.reason
     for (kind, what), times in count.items():
         words = f"{kind} {times}{what}" if times > 1 else f"{kind}{what}"

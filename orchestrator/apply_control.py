@@ -20,15 +20,15 @@ from dora_pipe.config.several import pool_specs
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.orchestrator.apply_command import apply_command
 from dora_pipe.orchestrator.apply_decision import pinned
-from dora_pipe.orchestrator.hosting import VERSIONS_MAX
 from dora_pipe.orchestrator.scoring import answer_error
-from dora_pipe.orchestrator.state import Facts, Outcome, Request, Result, State, Worker
+from dora_pipe.orchestrator.serving import VERSIONS_MAX
+from dora_pipe.orchestrator.state import Facts, Request, Result, State, Verdict, Worker
 from dora_pipe.orchestrator.state_ops import (
     close_worker,
+    end_sample,
     end_scoring,
-    end_sibling,
     end_training,
-    fail_sibling,
+    fail_sample,
     fault,
     fault_scoring,
     forget,
@@ -137,14 +137,14 @@ def _data_error(record: RunStarted, config: Config) -> str:
 
 def _role_started(state: State, offset: int, record: RoleStarted) -> str:
     if record.role == "orchestrator":
-        if record.role_epoch <= state.orchestrator_epoch:
-            return f"role epoch {record.role_epoch} is not newer than {state.orchestrator_epoch}"
-        state.orchestrator_epoch = record.role_epoch
+        if record.incarnation <= state.orchestrator_incarnation:
+            return f"incarnation {record.incarnation} is not newer than {state.orchestrator_incarnation}"
+        state.orchestrator_incarnation = record.incarnation
         state.samplers = record.samplers
         return ""
-    if record.role_epoch <= state.trainer_epoch:
-        return f"role epoch {record.role_epoch} is not newer than {state.trainer_epoch}"
-    state.trainer_epoch = record.role_epoch
+    if record.incarnation <= state.trainer_incarnation:
+        return f"incarnation {record.incarnation} is not newer than {state.trainer_incarnation}"
+    state.trainer_incarnation = record.incarnation
     return ""
 
 
@@ -157,8 +157,8 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         return f"{record.slots} slots and {record.prefetch} ahead are not a worker's"
     if not 1 <= record.max_resident_versions <= VERSIONS_MAX:
         return f"{record.max_resident_versions} versions at once are not a worker's"
-    if record.elastic and (state.partial_rollout or record.max_resident_versions > 1):
-        return f"{record.worker} is elastic, which only a worker of one version at a time can be"
+    if record.colocated and (state.partial_rollout or record.max_resident_versions > 1):
+        return f"{record.worker} is colocated, which only a worker of one version at a time can be"
     if record.assets_digest != state.facts.assets_digest:
         return f"{record.worker} has another model configuration or tokenizer than the run"
     older = state.workers.get(record.worker)
@@ -166,12 +166,12 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
         close_worker(state, older, orderly=False)
     worker = Worker(
         name=record.worker,
-        epoch=offset,
+        incarnation=offset,
         slots=record.slots,
         prefetch=record.prefetch,
         moves=MOVES in record.declares,
         kv_tokens=max(0, record.kv_tokens),
-        elastic=record.elastic,
+        colocated=record.colocated,
     )
     # Partial rollout never uses older versions again.
     join_worker(
@@ -181,7 +181,7 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
 
 
 def _worker_ready(state: State, offset: int, record: WorkerReady) -> str:
-    worker = _living(state, record.worker, record.epoch)
+    worker = _living(state, record.worker, record.incarnation)
     if worker is None:
         return ""
     if (record.version, record.digest) != (worker.target, worker.digest):
@@ -191,7 +191,7 @@ def _worker_ready(state: State, offset: int, record: WorkerReady) -> str:
 
 
 def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
-    worker = _living(state, record.worker, record.epoch)
+    worker = _living(state, record.worker, record.incarnation)
     if worker is None:
         return ""
     for trajectory in sorted(worker.requests & record.progress.keys()):
@@ -201,7 +201,7 @@ def _worker_left(state: State, offset: int, record: WorkerLeft) -> str:
 
 
 def _trajectories_logged(state: State, offset: int, record: TrajectoriesLogged) -> str:
-    if _living(state, record.worker, record.epoch) is None:
+    if _living(state, record.worker, record.incarnation) is None:
         return ""
     why = ""
     for entry in record.trajectories:
@@ -222,7 +222,7 @@ def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str
     taken = TakenTrajectory(
         trajectory=name,
         attempt=entry.attempt,
-        epoch=record.epoch,
+        incarnation=record.incarnation,
         partition=entry.partition,
         offset=entry.offset,
         sha256=entry.sha256,
@@ -230,12 +230,12 @@ def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str
     state.counters.logged += 1
     state.counters.tokens += entry.tokens
     result = Result(taken=taken, reward=entry.reward, tokens=entry.tokens)
-    end_sibling(state, name, result, error=entry.error)
+    end_sample(state, name, result, error=entry.error)
     return ""
 
 
 def _request_released(state: State, offset: int, record: RequestReleased) -> str:
-    if _living(state, record.worker, record.epoch) is None:
+    if _living(state, record.worker, record.incarnation) is None:
         return ""
     name = record.trajectory
     request = _present(state, record, name, record.attempt)
@@ -250,7 +250,7 @@ def _request_released(state: State, offset: int, record: RequestReleased) -> str
 
 
 def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
-    if _living(state, record.worker, record.epoch) is None:
+    if _living(state, record.worker, record.incarnation) is None:
         return ""
     if _present(state, record, record.trajectory, record.attempt) is None:
         return ""
@@ -260,16 +260,16 @@ def _request_failed(state: State, offset: int, record: RequestFailed) -> str:
             state.requests[record.trajectory].resume = None
         fault(state, record.trajectory, error)
     else:
-        fail_sibling(state, record.trajectory, error)
+        fail_sample(state, record.trajectory, error)
     return ""
 
 
 def _group_scored(state: State, offset: int, record: GroupScored) -> str:
-    if _living(state, record.worker, record.epoch) is None:
+    if _living(state, record.worker, record.incarnation) is None:
         return ""
     scoring = state.scoring.get(record.group)
-    asked = (record.attempt, record.worker, record.epoch)
-    if scoring is None or (scoring.attempt, scoring.worker, scoring.epoch) != asked:
+    asked = (record.attempt, record.worker, record.incarnation)
+    if scoring is None or (scoring.attempt, scoring.worker, scoring.incarnation) != asked:
         state.counters.superseded += 1
         return ""
     group = state.groups[record.group]
@@ -278,7 +278,7 @@ def _group_scored(state: State, offset: int, record: GroupScored) -> str:
         return ""
     why = answer_error(group, record)
     if not why:
-        end_scoring(state, group, {one.trajectory: one.reward for one in record.siblings})
+        end_scoring(state, group, {one.trajectory: one.reward for one in record.samples})
     return why
 
 
@@ -290,19 +290,19 @@ def _present(
 ) -> Request | None:
     """Return the writer's open request; None, counted as superseded, if it has none."""
     request = state.requests.get(trajectory)
-    placed = (attempt, record.worker, record.epoch)
-    if request is not None and request.group in state.surplus:
+    placed = (attempt, record.worker, record.incarnation)
+    if request is not None and request.group in state.redundant:
         request = None  # The next decision ends it.
-    if request is None or (request.attempt, request.worker, request.epoch) != placed:
+    if request is None or (request.attempt, request.worker, request.incarnation) != placed:
         state.counters.superseded += 1
         return None
     return request
 
 
-def _living(state: State, name: str, epoch: int) -> Worker | None:
+def _living(state: State, name: str, incarnation: int) -> Worker | None:
     """Return the worker; None, counted as fenced, for an old incarnation."""
     worker = state.workers.get(name)
-    if worker is None or worker.epoch != epoch:
+    if worker is None or worker.incarnation != incarnation:
         state.counters.fenced += 1
         return None
     return worker
@@ -311,7 +311,7 @@ def _living(state: State, name: str, epoch: int) -> Worker | None:
 def step_committed(state: State, offset: int, record: StepCommitted) -> str:
     """Commit step t; the batch must be the one taken."""
     training = state.training
-    why = _not_of(state, record.step, record.attempt, record.role_epoch)
+    why = _not_of(state, record.step, record.attempt, record.incarnation)
     if why or training is None:
         return why
     if not training.digest == record.batch_digest == _digest(record):
@@ -329,15 +329,15 @@ def step_committed(state: State, offset: int, record: StepCommitted) -> str:
         staleness = staleness_of(record.step, group.spec.version)
         state.counters.staleness[staleness] = state.counters.staleness.get(staleness, 0) + 1
         forget(state, group)
-    fates = state.counters.fates
-    fates["trained"] = fates.get("trained", 0) + len(trained)
+    outcomes = state.counters.outcomes
+    outcomes["trained"] = outcomes.get("trained", 0) + len(trained)
     return ""
 
 
 def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
     """Fail the offending groups; return the others to U."""
     training = state.training
-    why = _not_of(state, record.step, record.attempt, record.role_epoch)
+    why = _not_of(state, record.step, record.attempt, record.incarnation)
     if why or training is None:
         return why
     offenders = {one.group: one for one in record.offenders}
@@ -351,17 +351,17 @@ def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
         if name in offenders:
             one = offenders[name]
             why = f"unreadable: {one.why}"
-            outcome = Outcome(fate="failed", why=why, error=why, trajectory=one.trajectory)
-            set_ending(state, group, outcome)
+            verdict = Verdict(outcome="failed", why=why, error=why, trajectory=one.trajectory)
+            set_ending(state, group, verdict)
         else:
             return_to_u(state, group)
     return ""
 
 
 def adopted(state: State, offset: int, record: WeightsAdopted) -> str:
-    """Check the role epoch only."""
-    if record.role_epoch != state.trainer_epoch:
-        return f"role epoch {record.role_epoch} is not the trainer's"
+    """Check the incarnation only."""
+    if record.incarnation != state.trainer_incarnation:
+        return f"incarnation {record.incarnation} is not the trainer's"
     return ""
 
 
@@ -371,9 +371,9 @@ def versions_dropped(state: State, offset: int, record: VersionsDropped) -> str:
     return f"version {used[0]} is in use" if used else ""
 
 
-def _not_of(state: State, step: int, attempt: int, role_epoch: int) -> str:
-    if role_epoch != state.trainer_epoch:
-        return f"role epoch {role_epoch} is not the trainer's, {state.trainer_epoch} is"
+def _not_of(state: State, step: int, attempt: int, incarnation: int) -> str:
+    if incarnation != state.trainer_incarnation:
+        return f"incarnation {incarnation} is not the trainer's, {state.trainer_incarnation} is"
     training = state.training
     if training is None:
         return f"no batch is in training, step {step} least of all"

@@ -15,13 +15,13 @@ import msgspec
 from dora_pipe.config.batches import why_no_parts
 from dora_pipe.config.model import Evaluation, Task
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.orchestrator import elastic, hosting, scoring, watched
+from dora_pipe.orchestrator import colocated, scoring, serving, watched
+from dora_pipe.orchestrator.colocated import batch_due
 from dora_pipe.orchestrator.curriculum import NextRow, Samplers, next_row, skip
-from dora_pipe.orchestrator.elastic import batch_due
 from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
-from dora_pipe.orchestrator.hosting import may_be_interrupted
-from dora_pipe.orchestrator.staleness import may_admit, next_part, surplus
-from dora_pipe.orchestrator.state import UNTAKEN, Group, Outcome, Request, State, Training, Worker
+from dora_pipe.orchestrator.serving import may_be_interrupted
+from dora_pipe.orchestrator.staleness import may_admit, next_part, redundant
+from dora_pipe.orchestrator.state import UNTAKEN, Group, Request, State, Training, Verdict, Worker
 from dora_pipe.orchestrator.state_ops import (
     admit,
     aim,
@@ -30,7 +30,7 @@ from dora_pipe.orchestrator.state_ops import (
     close_worker,
     drop,
     end_parts,
-    end_surplus,
+    end_redundant,
     forget,
     give_up_parts,
     halt_now,
@@ -38,7 +38,7 @@ from dora_pipe.orchestrator.state_ops import (
     in_flight_due,
     left_of,
     note_failure,
-    open_siblings,
+    open_samples,
     place,
     set_ending,
     take_group,
@@ -64,13 +64,13 @@ from dora_pipe.schemas.rounds import (
     Drain,
     EarlyStop,
     End,
-    EndSiblings,
+    EndSamples,
     Fence,
     GroupSpec,
     Halt,
-    Move,
-    Place,
-    PlacedSibling,
+    Migrate,
+    Schedule,
+    ScheduledSample,
     ScoreGroup,
     StopRun,
     TakeBatch,
@@ -135,35 +135,35 @@ def _is_watched(state: State, spec: GroupSpec) -> bool:
     return spec.purpose == "eval" and found is not None and found.name == spec.evaluation
 
 
-def _place(state: State, decision: Place) -> None:
+def _place(state: State, decision: Schedule) -> None:
     spec = decision.spec
     group = _group(state, spec.group)
-    worker = _worker(state, decision.worker, decision.epoch)
-    if group.phase == "ending" or spec.group in state.surplus:
-        raise InvariantBroken(f"{spec.group} is a group that ends, or waits for no sibling")
+    worker = _worker(state, decision.worker, decision.incarnation)
+    if group.phase == "ending" or spec.group in state.redundant:
+        raise InvariantBroken(f"{spec.group} is a group that ends, or waits for no trajectory")
     if spec != group.spec:
         raise InvariantBroken(f"{spec.group} is dispatched otherwise")
     resident = worker.name in state.residents
     if not worker.usable or (worker.loading and not resident):
         raise InvariantBroken(f"{worker.name} takes no requests")
-    has = hosting.has_version(state, worker, spec.version)
+    has = serving.has_version(state, worker, spec.version)
     if not (has if resident else state.may_run(spec, worker.target)):
         raise InvariantBroken(f"{worker.name} hosts another version (C1)")
-    if not decision.siblings:
+    if not decision.samples:
         raise InvariantBroken("a placement of nothing")
-    names = [trajectory_id(spec.group, one.sibling) for one in decision.siblings]
+    names = [trajectory_id(spec.group, one.sample) for one in decision.samples]
     if len(set(names)) != len(names):
-        raise InvariantBroken(f"a sibling of {spec.group} is placed twice")
-    both = zip(names, decision.siblings, strict=True)
+        raise InvariantBroken(f"a trajectory of {spec.group} is placed twice")
+    both = zip(names, decision.samples, strict=True)
     expected = sum(_check_placed(state, name, one, worker) for name, one in both)
     more = len(names) - expected  # Reserved slots remain reserved.
     if more and worker.room < more:
         raise InvariantBroken(f"{worker.name} is full")
-    for name, one in zip(names, decision.siblings, strict=True):
+    for name, one in zip(names, decision.samples, strict=True):
         place(state, name, one.attempt, worker)
 
 
-def _check_placed(state: State, name: str, one: PlacedSibling, worker: Worker) -> bool:
+def _check_placed(state: State, name: str, one: ScheduledSample, worker: Worker) -> bool:
     request = _request(state, name)
     if request.worker:
         raise InvariantBroken(f"{name} is placed already")
@@ -173,29 +173,29 @@ def _check_placed(state: State, name: str, one: PlacedSibling, worker: Worker) -
         raise InvariantBroken(f"{name} has come to another place")
     if one.kv != request.kv:
         raise InvariantBroken(f"{name} has left another KV cache")
-    return request.moving == (worker.name, worker.epoch)
+    return request.moving == (worker.name, worker.incarnation)
 
 
-def _move(state: State, decision: Move) -> None:
+def _move(state: State, decision: Migrate) -> None:
     name = decision.trajectory
     request = _request(state, name)
     group = state.groups[request.group]
-    placed = (decision.attempt, decision.worker, decision.epoch)
-    at = (request.attempt, request.worker, request.epoch)
+    placed = (decision.attempt, decision.worker, decision.incarnation)
+    at = (request.attempt, request.worker, request.incarnation)
     _require(at == placed, f"{name} is not placed there")
     _require(request.moving is None, f"{name} moves already")
     _require(group.phase != "ending", f"{name} is of a group that ends")
-    _require(request.group not in state.surplus, f"{name} is surplus")
+    _require(request.group not in state.redundant, f"{name} is redundant")
     source = state.workers[request.worker]
     if not decision.to:
         sleeps = source.target == NO_VERSION and source.moves
         _require(sleeps, f"{source.name} is not to sleep, or nothing moves there")
         aim(state, name, None)
         return
-    to = _worker(state, decision.to, decision.to_epoch)
+    to = _worker(state, decision.to, decision.to_incarnation)
     _require(to is not source, f"{name} is on {to.name} already")
     _require(to.usable and not to.loading, f"{to.name} takes no requests")
-    has = hosting.has_version(state, to, group.spec.version)
+    has = serving.has_version(state, to, group.spec.version)
     _require(has, f"{to.name} hosts another version (C1)")
     _require(to.room > 0, f"{to.name} is full")
     _require(to.moves and source.moves, f"{name} is where nothing moves")
@@ -204,17 +204,17 @@ def _move(state: State, decision: Move) -> None:
 
 def _cancel(state: State, decision: Cancel) -> None:
     request = _request(state, decision.trajectory)
-    placed = (decision.attempt, decision.worker, decision.epoch)
-    at = (request.attempt, request.worker, request.epoch)
+    placed = (decision.attempt, decision.worker, decision.incarnation)
+    at = (request.attempt, request.worker, request.incarnation)
     _require(at == placed, f"{decision.trajectory} is not placed there")
     drop(state, decision.trajectory)
 
 
 def _assign(state: State, decision: Assign) -> None:
-    worker = _worker(state, decision.worker, decision.epoch)
+    worker = _worker(state, decision.worker, decision.incarnation)
     _require(worker.usable, f"{worker.name} takes no version")
     _require(not worker.loading, f"{worker.name} is loading")
-    why = elastic.assign_error(state, worker, decision)
+    why = colocated.assign_error(state, worker, decision)
     _require(not why, why)
     if decision.version == NO_VERSION:
         assign(state, worker, NO_VERSION, "")
@@ -227,33 +227,33 @@ def _assign(state: State, decision: Assign) -> None:
     _require(worker.target != decision.version, f"{worker.name} has that version")
     digest = state.policies.get(decision.version)
     _require(digest == decision.digest, f"version {decision.version} is not that policy")
-    why = hosting.assign_error(state, worker, decision.version, decision.drop)
+    why = serving.assign_error(state, worker, decision.version, decision.drop)
     _require(not why, why)
     assign(state, worker, decision.version, decision.digest, decision.drop)
 
 
 def _drain(state: State, decision: Drain) -> None:
-    worker = _worker(state, decision.worker, decision.epoch)
+    worker = _worker(state, decision.worker, decision.incarnation)
     _require(worker.drain == "asked", f"nobody asked to drain {worker.name}")
     worker.drain = "told"
     state.mark(worker)
 
 
 def _fence(state: State, decision: Fence) -> None:
-    worker = _worker(state, decision.worker, decision.epoch)
+    worker = _worker(state, decision.worker, decision.incarnation)
     _require(worker.silent, f"the lease of {worker.name} has not expired")
     close_worker(state, worker, orderly=False)
 
 
 def _score_group(state: State, decision: ScoreGroup) -> None:
     name = decision.spec.group
-    group, worker = _group(state, name), _worker(state, decision.worker, decision.epoch)
+    group, worker = _group(state, name), _worker(state, decision.worker, decision.incarnation)
     waits = name in state.scoring and not state.scoring[name].worker
     _require(waits, f"{name} does not wait to be scored")
     _require(worker.usable, f"{worker.name} takes nothing")
     due = scoring.question(state, group, worker)
     same = msgspec.structs.replace(due, reason=decision.reason) == decision
-    _require(same, f"{name} has other siblings, or this is not the next attempt")
+    _require(same, f"{name} has other trajectories, or this is not the next attempt")
     asked = sum(one.by(worker) for one in state.scoring.values())
     _require(asked < scoring.GROUPS_MAX, f"{worker.name} scores {asked} groups already")
     begin_scoring(state, group, worker)
@@ -303,7 +303,7 @@ def part_size(state: State) -> int:
     """Return the next part's size; 0 if the batch itself is next."""
     config = state.config
     assert config is not None
-    if state.index.elastic:
+    if state.index.colocated:
         return 0  # Colocated workers would sleep from the first part on.
     most = config.trainer.batch_parts - 1
     most = most if state.training is None else min(1, most)
@@ -316,7 +316,7 @@ def part_size(state: State) -> int:
 def _take_batch(state: State, decision: TakeBatch) -> None:
     _of_next_step(state, decision)
     _require(bool(decision.groups), "a batch without groups")
-    _require(not elastic.awaited(state), "elastic workers do not sleep yet")
+    _require(not colocated.awaited(state), "colocated workers do not sleep yet")
     same = [one.group for one in decision.groups] == batch_due(state)
     _require(same, "not the batch that may be taken (C3)")
     _require(decision.parts == tuple(map(len, state.parts)), "the batch has other parts")
@@ -337,7 +337,7 @@ def _of_next_step(state: State, decision: TakeBatch) -> None:
 def _as_finished(state: State, taken: TakenGroup) -> None:
     group = _group(state, taken.group)
     _require(group.taken() == taken, f"{taken.group} has other trajectories")
-    _require(taken.group not in state.surplus, f"{taken.group} has siblings left")
+    _require(taken.group not in state.redundant, f"{taken.group} has trajectories left")
 
 
 def take_batch(state: State, decision: TakeBatch) -> None:
@@ -359,37 +359,39 @@ def take_batch(state: State, decision: TakeBatch) -> None:
 def _end(state: State, decision: End) -> None:
     group = _group(state, decision.group)
     left = _not_running(state, group)
-    if decision.fate == "cancelled" and group.outcome is None:
-        _require(may_cancel(state, group), f"{decision.group} is not surplus")
-        set_ending(state, group, Outcome(fate="cancelled", why=decision.reason))
-    fate = group.outcome.fate if group.outcome is not None else None
-    _require(decision.fate == fate, f"{decision.group} is not {decision.fate}")
+    if decision.outcome == "cancelled" and group.verdict is None:
+        _require(may_cancel(state, group), f"{decision.group} is not redundant")
+        set_ending(state, group, Verdict(outcome="cancelled", why=decision.reason))
+    outcome = group.verdict.outcome if group.verdict is not None else None
+    _require(decision.outcome == outcome, f"{decision.group} is not {decision.outcome}")
     for name in left:
         drop(state, name)
     state.ending.remove(decision.group)
     forget(state, group)
-    state.counters.fates[decision.fate] = state.counters.fates.get(decision.fate, 0) + 1
-    if decision.fate == "failed":
+    state.counters.outcomes[decision.outcome] = state.counters.outcomes.get(decision.outcome, 0) + 1
+    if decision.outcome == "failed":
         note_failure(state, group)
-    elif decision.fate == "evaluated" and state.watched and _is_watched(state, group.spec):
+    elif decision.outcome == "evaluated" and state.watched and _is_watched(state, group.spec):
         _note_evaluated(state, state.watched, group)
 
 
 def _not_running(state: State, group: Group) -> list[str]:
-    left = open_siblings(state, group)
+    left = open_samples(state, group)
     running = [name for name in left if state.requests[name].worker]
     _require(not running, f"{running[:1]} runs and was not cancelled")
     return left
 
 
-def _end_siblings(state: State, decision: EndSiblings) -> None:
+def _end_samples(state: State, decision: EndSamples) -> None:
     group = _group(state, decision.group)
-    fate = state.surplus.get(decision.group)
-    _require(decision.fate == fate, f"siblings of {decision.group} are not {decision.fate}")
-    same = decision.siblings == left_of(group)
-    _require(same, f"{decision.group} has other siblings left")
+    outcome = state.redundant.get(decision.group)
+    _require(
+        decision.outcome == outcome, f"trajectories of {decision.group} are not {decision.outcome}"
+    )
+    same = decision.samples == left_of(group)
+    _require(same, f"{decision.group} has other trajectories left")
     _not_running(state, group)
-    end_surplus(state, group)
+    end_redundant(state, group)
 
 
 def _note_evaluated(state: State, before: watched.Watched, group: Group) -> None:
@@ -407,7 +409,7 @@ def may_cancel(state: State, group: Group) -> bool:
         return False
     if group.spec.purpose == "eval":
         return state.stop_now
-    return surplus(state.deadlines, state.standing()) > 0
+    return redundant(state.deadlines, state.standing()) > 0
 
 
 def _stop_run(state: State, decision: StopRun) -> None:
@@ -454,10 +456,10 @@ def _group(state: State, name: str) -> Group:
     return group
 
 
-def _worker(state: State, name: str, epoch: int) -> Worker:
+def _worker(state: State, name: str, incarnation: int) -> Worker:
     worker = state.workers.get(name)
-    if worker is None or worker.epoch != epoch:
-        raise InvariantBroken(f"{name} of incarnation {epoch} is not there")
+    if worker is None or worker.incarnation != incarnation:
+        raise InvariantBroken(f"{name} of incarnation {incarnation} is not there")
     return worker
 
 
@@ -468,8 +470,8 @@ def _require(holds: bool, otherwise: str) -> None:
 
 _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     Dispatch: _dispatch,
-    Place: _place,
-    Move: _move,
+    Schedule: _place,
+    Migrate: _move,
     Cancel: _cancel,
     Assign: _assign,
     Drain: _drain,
@@ -478,7 +480,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
     TakePart: _take_part,
     TakeBatch: _take_batch,
     End: _end,
-    EndSiblings: _end_siblings,
+    EndSamples: _end_samples,
     StopRun: _stop_run,
     Halt: _halt,
     EarlyStop: _early_stop,
@@ -488,7 +490,7 @@ _APPLY: Final[dict[type[Any], Callable[[State, Any], None]]] = {
 def pinned(state: State) -> tuple[int, ...]:
     """Return versions the store must keep."""
     workers = state.workers.values()
-    held = {one.target for one in workers} | {one.hosted for one in workers}
+    held = {one.target for one in workers} | {one.served for one in workers}
     held.update(version for one in state.residents.values() for version in one.held)
     if state.config is not None:
         held |= watched.kept(state.watched, state.config)

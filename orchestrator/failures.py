@@ -48,9 +48,9 @@ class Failures(msgspec.Struct, frozen=True, kw_only=True):
     """Reason; empty if not halted."""
 
 
-def ended(fates: dict[str, int]) -> int:
+def ended(outcomes: dict[str, int]) -> int:
     """Return the number of trained, failed and filtered training groups."""
-    return sum(fates.get(fate, 0) for fate in ("trained", "failed", "filtered"))
+    return sum(outcomes.get(outcome, 0) for outcome in ("trained", "failed", "filtered"))
 
 
 def window(rules: Rollout) -> int:

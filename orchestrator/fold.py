@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from dora_pipe.core.errors import InvariantBroken, SchemaError
-from dora_pipe.orchestrator import elastic
+from dora_pipe.orchestrator import colocated
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.planner import is_cut
@@ -49,7 +49,7 @@ def apply_observation(state: State, observation: AnyObservation) -> None:
             expire(state, group)
     else:
         worker = state.workers.get(observation.worker)
-        if worker is None or worker.epoch != observation.epoch:
+        if worker is None or worker.incarnation != observation.incarnation:
             return
         if isinstance(observation, KvPressure):
             press(state, worker, observation.used_tokens)
@@ -127,7 +127,7 @@ def capped(state: State) -> tuple[int, int]:
     """Return (slots empty because of the in-flight limit alone, all usable slots)."""
     index, newest = state.index, state.version
     slots = sum(hosts.slots for hosts in index.hosts.values())
-    held = elastic.held(state)
+    held = colocated.held(state)
     idle = sum(
         one.slots for one in index.idle.values() if one.target != newest and one.name not in held
     )
@@ -159,7 +159,7 @@ def close_round(state: State, round_: Round) -> None:
     if round_.planned and not is_cut(round_.decisions):
         state.trigger = ""
     state.rounds = round_.ordinal + 1
-    state.round_epoch = round_.role_epoch
+    state.round_incarnation = round_.incarnation
     state.control_next = round_.control_next
 
 
@@ -179,8 +179,8 @@ def _check_follows(state: State, round_: Round) -> None:
         raise InvariantBroken(f"{name} comes where round {state.rounds} was expected")
     if state.done:
         raise InvariantBroken(f"{name} comes after the run was stopped")
-    if round_.role_epoch < state.round_epoch:
-        raise InvariantBroken(f"{name}: role epoch {round_.role_epoch} was over")
+    if round_.incarnation < state.round_incarnation:
+        raise InvariantBroken(f"{name}: incarnation {round_.incarnation} was over")
     if round_.now_ns < state.now_ns:
         raise InvariantBroken(f"{name}: time goes back")
     if round_.control_next < state.control_next:

@@ -80,7 +80,7 @@ class Index:
     """Workers to fence."""
     draining: dict[str, Worker] = field(default_factory=dict)
     pressed: dict[str, Worker] = field(default_factory=dict)
-    elastic: dict[str, Worker] = field(default_factory=dict)
+    colocated: dict[str, Worker] = field(default_factory=dict)
     """Colocated workers."""
     generating: dict[int, dict[str, None]] = field(default_factory=dict)
     """Generating groups by deadline, in dispatch order. No empty entries."""
@@ -117,12 +117,12 @@ class Index:
         _keep(self.silent, worker, worker.silent)
         _keep(self.draining, worker, worker.drain != "no")
         _keep(self.pressed, worker, worker.pressed > 0)
-        _keep(self.elastic, worker, worker.elastic)
+        _keep(self.colocated, worker, worker.colocated)
 
     def remove(self, worker: Worker) -> None:
         seen = self._seen.pop(worker.name)
         self._leave(worker, seen)
-        lists = (self.idle, self.emptying, self.silent, self.draining, self.pressed, self.elastic)
+        lists = (self.idle, self.emptying, self.silent, self.draining, self.pressed, self.colocated)
         for kept in lists:
             kept.pop(worker.name, None)
 
@@ -190,18 +190,18 @@ class QueueKey(NamedTuple):
     rank: int
     deadline: int
     ordinal: int
-    sibling: int
+    sample: int
 
     @property
     def trajectory(self) -> str:
         """Id of the request."""
         purpose: Purpose = "train" if self.rank == RANK["train"] else "eval"
-        return trajectory_id(group_id(purpose, self.ordinal), self.sibling)
+        return trajectory_id(group_id(purpose, self.ordinal), self.sample)
 
 
-def queue_key(group: GroupSpec, sibling: int) -> QueueKey:
+def queue_key(group: GroupSpec, sample: int) -> QueueKey:
     """Return the key: deadline, ordinal, sample index."""
-    return QueueKey(RANK[group.purpose], group.deadline, group.ordinal, sibling)
+    return QueueKey(RANK[group.purpose], group.deadline, group.ordinal, sample)
 
 
 def push(queues: dict[int, list[QueueKey]], version: int, key: QueueKey) -> None:

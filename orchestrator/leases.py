@@ -88,7 +88,7 @@ class Living:
     def __contains__(self, one: object) -> bool:
         assert isinstance(one, tuple)
         worker = self._workers.get(one[0])
-        return worker is not None and worker.epoch == one[1]
+        return worker is not None and worker.incarnation == one[1]
 
 
 class Generating:

@@ -98,7 +98,7 @@ class OrchestratorMachine:
         *,
         state: State,
         topics: Topics,
-        role_epoch: int,
+        incarnation: int,
         metrics: Mapping[TopicPartition, int],
         timing: Timing,
         cost: Callable[[], Cost],
@@ -109,7 +109,7 @@ class OrchestratorMachine:
         self.state = state
         self._samplers = samplers
         self._topics = topics
-        self._role_epoch = role_epoch
+        self._incarnation = incarnation
         self._metrics = dict(metrics)
         self._cost = cost
         self._heartbeat_ns = int(timing.heartbeat_s * 1e9)
@@ -183,7 +183,7 @@ class OrchestratorMachine:
             elif isinstance(one, CaughtUp):
                 self._caught_up = True
                 self._period_due_ns = now.mono_ns + self._period_ns
-                living = [(one.name, one.epoch) for one in self.state.workers.values()]
+                living = [(one.name, one.incarnation) for one in self.state.workers.values()]
                 self._leases.start(living, now.mono_ns)
                 self._time_groups(self.state.groups, now)
                 self._misnamed = {one for one in self.state.workers if worker_name_error(one)}
@@ -232,7 +232,7 @@ class OrchestratorMachine:
             self._note_lost(self.state.workers.get(found.worker))
             self._misnamed |= {found.worker} if worker_name_error(found.worker) else set()
         elif isinstance(found, FROM_WORKERS):
-            self._leases.renew((found.worker, found.epoch), now.mono_ns)
+            self._leases.renew((found.worker, found.incarnation), now.mono_ns)
         elif isinstance(found, StepCommitted):
             self._pace.committing(self.state, found)
         rejected = self.state.counters.rejected
@@ -250,17 +250,17 @@ class OrchestratorMachine:
             self._bury(record, error, now)
             return
         if isinstance(found, WorkerStatus):
-            at = (found.worker, found.epoch)
+            at = (found.worker, found.incarnation)
             self._statuses[at] = merged(self._statuses.get(at), found)
             if self._caught_up:
                 self._note_pressure(self._statuses[at], now)
                 self._note_off_engine(found)
-            self._leases.renew((found.worker, found.epoch), now.mono_ns)
+            self._leases.renew((found.worker, found.incarnation), now.mono_ns)
 
     def _note_pressure(self, status: WorkerStatus, now: Now) -> None:
-        at, config = (status.worker, status.epoch), self.state.config
+        at, config = (status.worker, status.incarnation), self.state.config
         worker = self.state.workers.get(status.worker)
-        if config is None or worker is None or worker.epoch != status.epoch:
+        if config is None or worker is None or worker.incarnation != status.incarnation:
             return
         most = KV_PRESSURE * worker.kv_tokens
         full = 0 < most < status.kv_used_tokens and bool(worker.requests)
@@ -272,8 +272,8 @@ class OrchestratorMachine:
             self._pressures[at] = status.kv_used_tokens
 
     def _note_off_engine(self, status: WorkerStatus) -> None:
-        at, worker = (status.worker, status.epoch), self.state.workers.get(status.worker)
-        if worker is None or worker.epoch != status.epoch:
+        at, worker = (status.worker, status.incarnation), self.state.workers.get(status.worker)
+        if worker is None or worker.incarnation != status.incarnation:
             return
         found = min(status.off_engine, len(worker.requests))
         least = max(1, worker.slots // OFF_ENGINE_SHARE) if found else 1
@@ -284,7 +284,7 @@ class OrchestratorMachine:
     def _note_lost(self, worker: Worker | None) -> None:
         if worker is None:
             return
-        status = self._statuses.get((worker.name, worker.epoch))
+        status = self._statuses.get((worker.name, worker.incarnation))
         progress: Mapping[str, Resume] = {} if status is None else status.progress
         for trajectory in sorted(worker.requests & progress.keys()):
             resume = progress[trajectory]
@@ -294,19 +294,21 @@ class OrchestratorMachine:
         ended = self._leases.expired(Living(self.state), now.mono_ns)
         # Their records cannot be read. The fold ignores this rule, since old logs must replay.
         misnamed = sorted(self._misnamed & self.state.workers.keys())
-        ended += [(name, self.state.workers[name].epoch) for name in misnamed]
+        ended += [(name, self.state.workers[name].incarnation) for name in misnamed]
         self._misnamed.clear()
-        for name, epoch in dict.fromkeys(ended):
-            self._observed.append(LeaseExpired(worker=name, epoch=epoch))
+        for name, incarnation in dict.fromkeys(ended):
+            self._observed.append(LeaseExpired(worker=name, incarnation=incarnation))
             self._note_lost(self.state.workers[name])
         living = Living(self.state)
-        for (name, epoch), used_tokens in self._pressures.items():
-            if (name, epoch) in living:
-                found = KvPressure(worker=name, epoch=epoch, used_tokens=used_tokens)
+        for (name, incarnation), used_tokens in self._pressures.items():
+            if (name, incarnation) in living:
+                found = KvPressure(worker=name, incarnation=incarnation, used_tokens=used_tokens)
                 self._observed.append(found)
-        for (name, epoch), requests in self._off_engine.items():
-            if (name, epoch) in living:
-                self._observed.append(OffEngine(worker=name, epoch=epoch, requests=requests))
+        for (name, incarnation), requests in self._off_engine.items():
+            if (name, incarnation) in living:
+                self._observed.append(
+                    OffEngine(worker=name, incarnation=incarnation, requests=requests)
+                )
         self._pressures, self._off_engine = {}, {}
         if self._times is not None:
             over = self._times.expired(Generating(self.state), now.mono_ns)
@@ -347,7 +349,7 @@ class OrchestratorMachine:
             return
         round_ = Round(
             ordinal=state.rounds,
-            role_epoch=self._role_epoch,
+            incarnation=self._incarnation,
             now_ns=state.now_ns,
             control_next=self._control_next,
             observations=tuple(self._observed),
@@ -408,7 +410,7 @@ class OrchestratorMachine:
                 wall_ns=now.wall_ns,
             ),
             cost=self._cost(),
-            role_epoch=self._role_epoch,
+            incarnation=self._incarnation,
             version=self.state.version,
             open_groups=len(self.state.groups),
             queued_requests=sum(map(len, self.state.queues.values())),

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from dora_pipe.orchestrator import elastic, hosting
+from dora_pipe.orchestrator import colocated, serving
 from dora_pipe.orchestrator.estimates import Outlook
 from dora_pipe.orchestrator.state import KV_PRESSURE, Request, State, Worker
 
@@ -41,7 +41,7 @@ Moved = tuple[str, Worker | None, str]
 def moves(state: State, admissible: int) -> Iterator[Moved]:
     """Yield the moves due now."""
     assert state.config is not None
-    orphans = hosting.orphans(state)
+    orphans = serving.orphans(state)
     if state.partial_rollout:
         return
     yield from _to_sleep(state)
@@ -83,7 +83,7 @@ def _free_slots_on(worker: Worker) -> int:
 
 def _to_sleep(state: State) -> Iterator[Moved]:
     """Queue requests: a step does not wait for free slots."""
-    for worker in elastic.letting_go(state):
+    for worker in colocated.letting_go(state):
         for name in staying(state, worker):
             yield name, None, f"{worker.name} is to sleep; {len(worker.requests)} requests queue"
 
@@ -131,7 +131,7 @@ def _off(
 
 def _for_newest(state: State, admissible: int) -> Iterator[Moved]:
     """Empty older workers, emptiest first."""
-    wanted = hosting.wanted_of_newest(state, admissible)
+    wanted = serving.wanted_of_newest(state, admissible)
     emptying = state.index.emptying.values()
     coming = sum(one.slots for one in emptying if one.target != state.version)
     have = state.index.free(state.version) + coming
@@ -157,7 +157,7 @@ def _for_orphans(state: State, orphans: list[int]) -> Iterator[Moved]:
     spare.sort(key=lambda one: (one.load, one.name))
     spared = {one.name for one in spare}
     for version in orphans[len(state.index.emptying) :]:
-        newer = [one for one in hosting.newest_and_emptiest(state) if one.target > version]
+        newer = [one for one in serving.newest_and_emptiest(state) if one.target > version]
         for worker in [*spare, *newer]:
             names = staying(state, worker)
             at = free_slots[worker.target] if worker.name in spared else _fellows(state, worker)
@@ -183,7 +183,7 @@ def _spare(state: State) -> tuple[list[Worker], dict[int, _FreeSlots]]:
         hosts = state.index.hosts[version]
         if not 0 <= version < state.version or not hosts.free:
             continue
-        kept = hosting.kept(state, version)
+        kept = serving.kept(state, version)
         names = {one.name for one in kept}
         names.update(state.residents)
         rest = [one for one in hosts.workers.values() if one.name not in names and one.load]
@@ -197,7 +197,7 @@ def _hosts(state: State, version: int) -> list[Worker]:
     hosts = state.index.hosts.get(version)
     alone = hosts.workers.values() if hosts is not None else ()
     single = [one for one in alone if one.name not in state.residents]
-    return single + hosting.holders(state, version)
+    return single + serving.holders(state, version)
 
 
 def _fellows(state: State, worker: Worker) -> _FreeSlots:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Final
 
 from dora_pipe.config.logged import settings_in_force
-from dora_pipe.orchestrator import elastic, hosting, state_ops
+from dora_pipe.orchestrator import colocated, serving, state_ops
 from dora_pipe.orchestrator.apply_decision import (
     apply_decision,
     dispatch,
@@ -29,11 +29,11 @@ from dora_pipe.orchestrator.apply_decision import (
     take_batch,
     train_spec,
 )
+from dora_pipe.orchestrator.colocated import batch_due
 from dora_pipe.orchestrator.curriculum import Samplers
-from dora_pipe.orchestrator.elastic import batch_due
 from dora_pipe.orchestrator.moving import moves
 from dora_pipe.orchestrator.scoring import next_question
-from dora_pipe.orchestrator.staleness import admissible, surplus
+from dora_pipe.orchestrator.staleness import admissible, redundant
 from dora_pipe.orchestrator.state import Group, State, Worker
 from dora_pipe.orchestrator.watched import stop_due
 from dora_pipe.schemas.rounds import (
@@ -44,14 +44,14 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     Drain,
     End,
-    EndSiblings,
+    EndSamples,
     Fence,
     GroupSpec,
-    Move,
-    Place,
-    PlacedSibling,
+    Migrate,
+    SampleOutcome,
+    Schedule,
+    ScheduledSample,
     ScoreGroup,
-    SiblingFate,
     StopRun,
     TakeBatch,
     TakePart,
@@ -75,14 +75,14 @@ class _Placing:
     spec: GroupSpec
     worker: Worker
     reason: str
-    siblings: list[PlacedSibling] = field(default_factory=list)
+    samples: list[ScheduledSample] = field(default_factory=list)
 
-    def decision(self) -> Place:
-        return Place(
+    def decision(self) -> Schedule:
+        return Schedule(
             spec=self.spec,
             worker=self.worker.name,
-            epoch=self.worker.epoch,
-            siblings=tuple(self.siblings),
+            incarnation=self.worker.incarnation,
+            samples=tuple(self.samples),
             reason=self.reason,
         )
 
@@ -130,10 +130,10 @@ class Draft:
             self._places[at] = placing
             self._decisions.append(placing)
         attempt = request.attempt + 1
-        one = PlacedSibling(
-            sibling=request.sibling, attempt=attempt, resume=request.resume, kv=request.kv
+        one = ScheduledSample(
+            sample=request.sample, attempt=attempt, resume=request.resume, kv=request.kv
         )
-        placing.siblings.append(one)
+        placing.samples.append(one)
         state_ops.place(state, trajectory, attempt, worker)
         self._size += 1
 
@@ -176,23 +176,23 @@ def may_still_admit(state: State) -> int:
 def _fence(draft: Draft) -> None:
     for name, worker in sorted(draft.state.index.silent.items()):
         why = worker_name_error(name) or "nothing heard for a lease"
-        draft.add(Fence(worker=name, epoch=worker.epoch, reason=why))
+        draft.add(Fence(worker=name, incarnation=worker.incarnation, reason=why))
 
 
-def _end_siblings(draft: Draft) -> None:
+def _end_samples(draft: Draft) -> None:
     state = draft.state
-    for name, fate in list(state.surplus.items()):
+    for name, outcome in list(state.redundant.items()):
         if draft.full:
             return
         group = state.groups[name]
         left = state_ops.left_of(group)
-        reason = _WHY_LEFT[fate].format(valid=group.valid, size=group.spec.size)
-        _cancel_siblings(draft, group, reason)
-        draft.add(EndSiblings(group=name, siblings=left, fate=fate, reason=reason))
+        reason = _WHY_LEFT[outcome].format(valid=group.valid, size=group.spec.size)
+        _cancel_samples(draft, group, reason)
+        draft.add(EndSamples(group=name, samples=left, outcome=outcome, reason=reason))
 
 
-_WHY_LEFT: Final[dict[SiblingFate, str]] = {
-    "surplus": "its group has {size} valid siblings without it",
+_WHY_LEFT: Final[dict[SampleOutcome, str]] = {
+    "redundant": "its group has {size} valid trajectories without it",
     "expired": "its group was open for too long; {valid} of {size} are valid",
 }
 
@@ -203,9 +203,9 @@ def _end_groups(draft: Draft) -> None:
         if draft.full:
             return
         group = state.groups[name]
-        assert group.outcome is not None
-        _cancel_siblings(draft, group, f"its group is {group.outcome.fate}")
-        draft.add(End(group=name, fate=group.outcome.fate, reason=group.outcome.why))
+        assert group.verdict is not None
+        _cancel_samples(draft, group, f"its group is {group.verdict.outcome}")
+        draft.add(End(group=name, outcome=group.verdict.outcome, reason=group.verdict.why))
 
 
 def _halt(draft: Draft) -> None:
@@ -220,17 +220,17 @@ def _stop_early(draft: Draft) -> None:
         draft.add(due)
 
 
-def _end_surplus(draft: Draft) -> None:
+def _end_redundant(draft: Draft) -> None:
     state = draft.state
-    count = surplus(state.deadlines, state.standing())
+    count = redundant(state.deadlines, state.standing())
     if not count and not state.stop_now:
         return
     train = latest(state, min(count, draft.limit))
     for group in [*train, *(_evaluations(state) if state.stop_now else ())]:
         if draft.full:
             return
-        _cancel_siblings(draft, group, "the run stops")
-        draft.add(End(group=group.spec.group, fate="cancelled", reason="stop: no step is left"))
+        _cancel_samples(draft, group, "the run stops")
+        draft.add(End(group=group.spec.group, outcome="cancelled", reason="stop: no step is left"))
 
 
 def latest(state: State, count: int) -> list[Group]:
@@ -250,8 +250,8 @@ def _evaluations(state: State) -> list[Group]:
     return sorted((one for one in found if may_cancel(state, one)), key=lambda one: one.key)
 
 
-def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
-    for name in state_ops.open_siblings(draft.state, group):
+def _cancel_samples(draft: Draft, group: Group, reason: str) -> None:
+    for name in state_ops.open_samples(draft.state, group):
         request = draft.state.requests[name]
         if request.worker:
             draft.add(
@@ -259,7 +259,7 @@ def _cancel_siblings(draft: Draft, group: Group, reason: str) -> None:
                     trajectory=name,
                     attempt=request.attempt,
                     worker=request.worker,
-                    epoch=request.epoch,
+                    incarnation=request.incarnation,
                     reason=reason,
                 )
             )
@@ -270,7 +270,7 @@ def _take_batch(draft: Draft) -> None:
     assert state.config is not None
     if not state.finished:
         return
-    if state.surplus:
+    if state.redundant:
         return  # The plan is full.
     at = state.standing()
     if at.step >= at.steps:
@@ -279,7 +279,7 @@ def _take_batch(draft: Draft) -> None:
     if not batch:
         _take_parts(draft)
         return
-    if elastic.awaited(state):
+    if colocated.awaited(state):
         return
     groups = tuple(state.groups[name].taken() for name in batch)
     in_flight = state_ops.in_flight_due(state)
@@ -320,16 +320,22 @@ def _drain(draft: Draft) -> None:
     draining = draft.state.index.draining
     for name in sorted(draining):
         if draining[name].drain == "asked":
-            draft.add(Drain(worker=name, epoch=draining[name].epoch, reason="a user asked"))
+            draft.add(
+                Drain(worker=name, incarnation=draining[name].incarnation, reason="a user asked")
+            )
 
 
 def _send_to_sleep(draft: Draft) -> None:
     state = draft.state
-    for worker in [] if draft.full else elastic.to_sleep(state):
+    for worker in [] if draft.full else colocated.to_sleep(state):
         why = f"step {state.version} begins, and {worker.name} shares its GPUs with the trainer"
         draft.add(
             Assign(
-                worker=worker.name, epoch=worker.epoch, version=NO_VERSION, digest="", reason=why
+                worker=worker.name,
+                incarnation=worker.incarnation,
+                version=NO_VERSION,
+                digest="",
+                reason=why,
             )
         )
 
@@ -352,10 +358,10 @@ def _assign(draft: Draft) -> None:
     state = draft.state
     if draft.full or not (state.index.idle or state.partial_rollout or state.residents):
         return
-    held = elastic.held(state)
-    while not draft.full and (found := hosting.orphan_assignment(state, held)) is not None:
+    held = colocated.held(state)
+    while not draft.full and (found := serving.orphan_assignment(state, held)) is not None:
         _assign_one(draft, *found)
-    for assignment in hosting.newest_assignments(state, may_still_admit(state), held):
+    for assignment in serving.newest_assignments(state, may_still_admit(state), held):
         if draft.full:
             return
         _assign_one(draft, *assignment)
@@ -367,10 +373,10 @@ def _assign_one(draft: Draft, worker: Worker, version: int, reason: str) -> None
     draft.add(
         Assign(
             worker=worker.name,
-            epoch=worker.epoch,
+            incarnation=worker.incarnation,
             version=version,
             digest=state.policies[version],
-            drop=(hosting.versions_to_drop(state, worker, version) or ()) if resident else (),
+            drop=(serving.versions_to_drop(state, worker, version) or ()) if resident else (),
             reason=reason,
         )
     )
@@ -387,9 +393,9 @@ def _place(draft: Draft) -> None:
     state = draft.state
     if not state.queues:
         return
-    spared = hosting.victims(state)
+    spared = serving.victims(state)
     for version in sorted(state.queues):
-        for worker in hosting.places(state, version, spared):
+        for worker in serving.places(state, version, spared):
             if version not in state.queues or draft.full:
                 break
             first = state.queues[version][0].trajectory
@@ -400,17 +406,17 @@ def _kept_place(state: State, trajectory: str) -> Worker | None:
     """Return a released request's destination if it still hosts the version."""
     request = state.requests[trajectory]
     assert request.moving is not None
-    name, epoch = request.moving
+    name, incarnation = request.moving
     worker = state.workers.get(name)
-    if worker is None or worker.epoch != epoch or not worker.usable or worker.pressed:
+    if worker is None or worker.incarnation != incarnation or not worker.usable or worker.pressed:
         return None
     version = state.groups[request.group].spec.version
-    return worker if hosting.has_version(state, worker, version) else None
+    return worker if serving.has_version(state, worker, version) else None
 
 
 def _move(draft: Draft) -> None:
     state = draft.state
-    asked = state.trigger or hosting.orphans(state) or elastic.letting_go(state)
+    asked = state.trigger or serving.orphans(state) or colocated.letting_go(state)
     if not asked:
         return
     for name, to, reason in moves(state, may_still_admit(state)):
@@ -418,13 +424,13 @@ def _move(draft: Draft) -> None:
             return
         request = state.requests[name]
         draft.add(
-            Move(
+            Migrate(
                 trajectory=name,
                 attempt=request.attempt,
                 worker=request.worker,
-                epoch=request.epoch,
+                incarnation=request.incarnation,
                 to=to.name if to else "",
-                to_epoch=to.epoch if to else -1,
+                to_incarnation=to.incarnation if to else -1,
                 reason=reason,
             )
         )
@@ -437,7 +443,7 @@ def _admit(draft: Draft) -> None:
     if hosts is None or state.version in state.queues or draft.full:
         return
     room = may_still_admit(state)
-    if not room or hosting.orphans(state):
+    if not room or serving.orphans(state):
         return
     while (worker := hosts.roomiest()) is not None:
         if state.version not in state.queues:
@@ -461,11 +467,11 @@ def _stop(draft: Draft) -> None:
 
 _STAGES: Final = (
     _fence,
-    _end_siblings,
+    _end_samples,
     _end_groups,
     _halt,
     _stop_early,
-    _end_surplus,
+    _end_redundant,
     _take_batch,
     _drain,
     _send_to_sleep,
@@ -486,8 +492,8 @@ def size_of(decisions: Sequence[AnyDecision]) -> int:
     others 1."""
     size = 0
     for one in decisions:
-        if isinstance(one, Place):
-            size += len(one.siblings)
+        if isinstance(one, Schedule):
+            size += len(one.samples)
         elif isinstance(one, TakePart | TakeBatch):
             size += len(one.groups)
         elif isinstance(one, ScoreGroup):

@@ -54,8 +54,8 @@ class Recovered:
     control_next: int
     decisions_next: int
     run_started: bool
-    role_epoch: int
-    """Newest orchestrator epoch in control; -1 if none."""
+    incarnation: int
+    """Newest orchestrator incarnation in control; -1 if none."""
 
 
 def read_rounds(
@@ -107,19 +107,19 @@ def recover(bus: Bus, topics: Topics, snapshots: Path | None = None) -> Recovere
         state, decisions_next = start.state, start.decisions_next
     for folded in fold_log(bus, topics, start):
         state, decisions_next = folded.state, folded.at.offset + 1
-    run_started, role_epoch = state.facts is not None, state.orchestrator_epoch
+    run_started, incarnation = state.facts is not None, state.orchestrator_incarnation
     control = TopicPartition(topics.control, 0)
     for record in _all(bus, control, state.control_next, bus.end(control)):
         found = read_control(record.value)
         run_started = run_started or isinstance(found, RunStarted)
         if isinstance(found, RoleStarted) and found.role == "orchestrator":
-            role_epoch = max(role_epoch, found.role_epoch)
+            incarnation = max(incarnation, found.incarnation)
     return Recovered(
         state=state,
         control_next=state.control_next,
         decisions_next=decisions_next,
         run_started=run_started,
-        role_epoch=role_epoch,
+        incarnation=incarnation,
     )
 
 

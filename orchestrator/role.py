@@ -1,4 +1,4 @@
-"""Start of the orchestrator: fence the predecessor, fold the log, take a role epoch, run.
+"""Start of the orchestrator: fence the predecessor, fold the log, take an incarnation, run.
 
 Garbage is collected only while the loop waits, since it can take as long as a turn.
 """
@@ -157,15 +157,15 @@ def start_machine(
     metrics_keep_ns: int = 0,
     samplers: Samplers | None = None,
 ) -> OrchestratorMachine:
-    """Return a machine at the end of the log; announce its role epoch."""
+    """Return a machine at the end of the log; announce its incarnation."""
     folded = (topics.control, topics.decisions)
     await_stable_offset(bus, [TopicPartition(topic, 0) for topic in folded], clock)
     found = recover(bus, topics, snapshots)
     if not found.run_started and run_started is None:
         raise UsageError(f"{topics.run} has not been started", hint="start it with `dora-pipe run`")
-    role_epoch = found.role_epoch + 1
+    incarnation = found.incarnation + 1
     sources = {} if samplers is None else dict(samplers.sources)
-    records = [_role_started(clock, instance, role_epoch, sources)]
+    records = [_role_started(clock, instance, incarnation, sources)]
     if not found.run_started and run_started is not None:
         records.insert(0, run_started)
     if resumed_by and found.state.failures.halted:
@@ -177,7 +177,7 @@ def start_machine(
     return OrchestratorMachine(
         state=found.state,
         topics=topics,
-        role_epoch=role_epoch,
+        incarnation=incarnation,
         metrics={at: max(bus.begin(at), bus.end(at) - STATUS_TAIL) for at in metrics},
         timing=timing,
         cost=meter.cost,
@@ -188,12 +188,12 @@ def start_machine(
 
 
 def _role_started(
-    clock: Clock, instance: Instance, role_epoch: int, samplers: dict[str, str]
+    clock: Clock, instance: Instance, incarnation: int, samplers: dict[str, str]
 ) -> Control:
     return RoleStarted(
         at_ns=clock.wall_ns(),
         role="orchestrator",
-        role_epoch=role_epoch,
+        incarnation=incarnation,
         instance=instance.name,
         host=instance.host,
         pid=instance.pid,

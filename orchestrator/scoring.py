@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from dora_pipe.schemas.control import GroupScored, ScoredSibling, TakenTrajectory
+from dora_pipe.schemas.control import GroupScored, ScoredSample, TakenTrajectory
 from dora_pipe.schemas.rounds import ScoreGroup
 from dora_pipe.schemas.wire import REWARD_MAX
 
@@ -30,14 +30,14 @@ class Scoring(msgspec.Struct, kw_only=True):
     """Failed attempts; bounded."""
     worker: str = ""
     """Empty while it waits."""
-    epoch: int = -1
+    incarnation: int = -1
 
     def by(self, worker: Worker) -> bool:
         """Report whether this incarnation scores it now."""
-        return (self.worker, self.epoch) == (worker.name, worker.epoch)
+        return (self.worker, self.incarnation) == (worker.name, worker.incarnation)
 
 
-def siblings_of(group: Group) -> tuple[TakenTrajectory, ...]:
+def samples_of(group: Group) -> tuple[TakenTrajectory, ...]:
     """Return trajectories with a valid reward."""
     ended = (one for one in group.results if one is not None and one.reward is not None)
     return tuple(one.taken for one in ended if one.taken is not None)
@@ -68,27 +68,31 @@ def next_question(state: State) -> ScoreGroup | None:
 
 def question(state: State, group: Group, worker: Worker) -> ScoreGroup:
     """Return the scoring request."""
-    every = group.ended == group.spec.siblings
-    done = f"all {group.ended} siblings have ended" if every else f"{group.valid} siblings count"
+    every = group.ended == group.spec.samples
+    done = (
+        f"all {group.ended} trajectories have ended"
+        if every
+        else f"{group.valid} trajectories count"
+    )
     return ScoreGroup(
         spec=group.spec,
         worker=worker.name,
-        epoch=worker.epoch,
+        incarnation=worker.incarnation,
         attempt=state.scoring[group.spec.group].attempt + 1,
-        trajectories=siblings_of(group),
+        trajectories=samples_of(group),
         reason=f"{done}; {worker.name} scores them together",
     )
 
 
 def answer_error(group: Group, answer: GroupScored) -> str:
     """Return why an answer is wrong; empty if it is not."""
-    asked = [one.trajectory for one in siblings_of(group)]
-    if [one.trajectory for one in answer.siblings] != asked:
-        return f"{group.spec.group} was scored with other siblings than were asked about"
-    if not all(map(_is_reward, answer.siblings)):
+    asked = [one.trajectory for one in samples_of(group)]
+    if [one.trajectory for one in answer.samples] != asked:
+        return f"{group.spec.group} was scored with other trajectories than were asked about"
+    if not all(map(_is_reward, answer.samples)):
         return f"a reward of {group.spec.group} is beyond {REWARD_MAX:g}"
     return ""
 
 
-def _is_reward(one: ScoredSibling) -> bool:
+def _is_reward(one: ScoredSample) -> bool:
     return math.isfinite(one.reward) and abs(one.reward) <= REWARD_MAX

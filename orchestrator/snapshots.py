@@ -161,7 +161,7 @@ def _follow(state: State) -> None:
             state.workers[request.worker].requests.add(name)
         else:
             spec = state.groups[request.group].spec
-            push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+            push(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
     for worker in state.workers.values():
         state.index.mark(worker)
     for group in state.groups.values():

@@ -213,7 +213,7 @@ def _excess(deadlines: Mapping[int, int], step: int, per_step: int) -> tuple[int
     return None
 
 
-def surplus(deadlines: Mapping[int, int], at: Standing) -> int:
+def redundant(deadlines: Mapping[int, int], at: Standing) -> int:
     """Return how many groups of U have no step left; they are cancelled, latest deadline first."""
     return max(0, sum(deadlines.values()) - max(0, at.steps - at.step) * at.per_step)
 

@@ -30,7 +30,7 @@ from dora_pipe.orchestrator.staleness import Finished, Standing
 from dora_pipe.orchestrator.watched import Watched
 from dora_pipe.schemas.control import DataSet, Resume, TakenGroup, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import GENESIS_CHAIN, NO_VERSION, Fate, GroupSpec, SiblingFate
+from dora_pipe.schemas.rounds import GENESIS_CHAIN, NO_VERSION, GroupSpec, Outcome, SampleOutcome
 
 Phase = Literal["generating", "scoring", "finished", "taken", "ending"]
 """Phase of an open group: trajectories run; all ended, scored together; complete and in U; in a
@@ -62,13 +62,13 @@ class Request(msgspec.Struct, kw_only=True, gc=False):
     """Open trajectory: queued (`worker` is empty) or placed."""
 
     group: str
-    sibling: int
+    sample: int
     attempt: int = 0
     """0 before the first placement."""
     faults: int = 0
     """Failed placements; bounded."""
     worker: str = ""
-    epoch: int = -1
+    incarnation: int = -1
     resume: Resume | None = None
     moving: tuple[str, int] | None = None
     """Destination of a move; an empty name is any free worker."""
@@ -92,10 +92,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     """Whether the reward comes from scoring the group together."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Group outcome before its `end`. Example: ``Outcome(fate="filtered", why=...)``"""
+class Verdict(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Group outcome before its `end`. Example: ``Verdict(outcome="filtered", why=...)``"""
 
-    fate: Fate
+    outcome: Outcome
     why: str
     error: str = ""
     """Class and first line."""
@@ -111,7 +111,7 @@ class Group(msgspec.Struct, kw_only=True, gc=False):
     ended: int = 0
     valid: int = 0
     phase: Phase = "generating"
-    outcome: Outcome | None = msgspec.field(default=None, name="verdict")
+    verdict: Verdict | None = None
 
     @property
     def key(self) -> Finished:
@@ -146,10 +146,10 @@ OPEN_MAX: Final = 4096
 
 
 class Worker(msgspec.Struct, kw_only=True, gc=False):
-    """Worker incarnation: its assignment (`target`) and last report (`hosted`)."""
+    """Worker incarnation: its assignment (`target`) and last report (`served`)."""
 
     name: str
-    epoch: int
+    incarnation: int
     slots: int
     prefetch: int
     target: int = -1
@@ -157,7 +157,7 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     digest: str = ""
     target_ns: int = 0
     """Round time of the last target change."""
-    hosted: int = -1
+    served: int = -1
     """Version last reported ready."""
     silent: bool = False
     """Whether the lease has expired."""
@@ -178,13 +178,13 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     """Reported time to load its version."""
     off_engine: int = 0
     """Open requests that need no slot."""
-    elastic: bool = False
-    """Whether it is colocated with the trainer; see `orchestrator.elastic`."""
+    colocated: bool = False
+    """Whether it is colocated with the trainer; see `orchestrator.colocated`."""
 
     @property
     def loading(self) -> bool:
         """Whether the target is not reported yet; such a worker is never retargeted."""
-        return self.target != self.hosted
+        return self.target != self.served
 
     @property
     def usable(self) -> bool:
@@ -223,7 +223,7 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     def open(self) -> bool:
         """Whether a request may be placed here."""
         return (  # Inlines `usable`: a plan asks thousands of times.
-            self.target == self.hosted
+            self.target == self.served
             and not self.pressed
             and not self.silent
             and self.drain == "no"
@@ -233,12 +233,12 @@ class Worker(msgspec.Struct, kw_only=True, gc=False):
     @property
     def awake(self) -> bool:
         """Whether it has or expects weights."""
-        return max(self.target, self.hosted) > NO_VERSION
+        return max(self.target, self.served) > NO_VERSION
 
     @property
     def settled(self) -> bool:
         """Whether it is neither loading nor expecting requests."""
-        return self.target == self.hosted and not self.arriving
+        return self.target == self.served and not self.arriving
 
 
 @dataclass(slots=True, kw_only=True)
@@ -267,14 +267,14 @@ class Counters:
 
     dispatched: int = 0
     evaluations: int = 0
-    fates: dict[str, int] = field(default_factory=dict)
+    outcomes: dict[str, int] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     """Trained groups by staleness."""
     logged: int = 0
     """Logged trajectories."""
     tokens: int = 0
     """Their sampled tokens."""
-    siblings_failed: int = 0
+    samples_failed: int = 0
     requeued: int = 0
     moved: int = 0
     """Requests released for a move."""
@@ -327,13 +327,13 @@ class State:
     released: dict[str, None] = field(default_factory=dict)
     """Queued requests with a reserved slot, in order."""
     scoring: dict[str, Scoring] = field(default_factory=dict)
-    surplus: dict[str, SiblingFate] = field(default_factory=dict)
+    redundant: dict[str, SampleOutcome] = field(default_factory=dict)
     """Groups whose open trajectories are not needed, with their outcome, in order."""
     workers: dict[str, Worker] = field(default_factory=dict)
     residents: dict[str, Residence] = field(default_factory=dict)
     """By worker."""
     trigger: str = ""
-    """Reason to reconsider the hosting of versions; empty when done."""
+    """Reason to reconsider the serving of versions; empty when done."""
     seen: Estimates = field(default_factory=Estimates)
 
     ordinal: int = 0
@@ -367,11 +367,11 @@ class State:
     """Whether `stop run` was decided."""
     failures: Failures = field(default_factory=Failures)
 
-    orchestrator_epoch: int = -1
-    trainer_epoch: int = -1
+    orchestrator_incarnation: int = -1
+    trainer_incarnation: int = -1
     rounds: int = 0
     """Ordinal of the next round."""
-    round_epoch: int = -1
+    round_incarnation: int = -1
     now_ns: int = 0
     control_next: int = 0
     """Next control offset to fold."""

@@ -17,43 +17,43 @@ from dora_pipe.orchestrator.state import (
     KV_PRESSURE,
     UNTAKEN,
     Group,
-    Outcome,
     Request,
     Residence,
     Result,
     State,
     Training,
+    Verdict,
     Worker,
 )
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.identity import group_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec, Halt, SiblingFate
+from dora_pipe.schemas.rounds import NO_VERSION, GroupSpec, Halt, SampleOutcome
 
 
 def admit(state: State, spec: GroupSpec) -> None:
     """Open a dispatched group and queue its trajectories; a training group enters U."""
-    state.groups[spec.group] = Group(spec=spec, results=[None] * spec.siblings)
+    state.groups[spec.group] = Group(spec=spec, results=[None] * spec.samples)
     state.leaves.touch("group", spec.group)
     state.pins[spec.version] = state.pins.get(spec.version, 0) + 1
     if spec.purpose == "train":
         _count(state, spec.deadline, 1)
         state.index.begin(spec)
-    for sibling in range(spec.siblings):
-        trajectory = trajectory_id(spec.group, sibling)
-        state.requests[trajectory] = Request(group=spec.group, sibling=sibling)
+    for sample in range(spec.samples):
+        trajectory = trajectory_id(spec.group, sample)
+        state.requests[trajectory] = Request(group=spec.group, sample=sample)
         state.leaves.touch("request", trajectory)
-        push(state.queues, state.queue_of(spec), queue_key(spec, sibling))
+        push(state.queues, state.queue_of(spec), queue_key(spec, sample))
 
 
 def place(state: State, trajectory: str, attempt: int, worker: Worker) -> None:
     """Place a queued request."""
     request = state.requests[trajectory]
     spec = state.groups[request.group].spec
-    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
     _unaim(state, trajectory, request)
     request.attempt = attempt
-    request.worker, request.epoch = worker.name, worker.epoch
+    request.worker, request.incarnation = worker.name, worker.incarnation
     request.kv = None
     if request.began_ns < 0:
         request.began_ns = state.now_ns
@@ -66,7 +66,7 @@ def aim(state: State, trajectory: str, to: Worker | None) -> None:
     """Start a move; `to` reserves a slot. Without `to` the move is not counted."""
     request = state.requests[trajectory]
     worker = state.workers[request.worker]
-    request.moving = ANYWHERE if to is None else (to.name, to.epoch)
+    request.moving = ANYWHERE if to is None else (to.name, to.incarnation)
     request.moved_ns = state.now_ns
     worker.leaving += 1
     state.leaves.touch("request", trajectory)
@@ -86,7 +86,7 @@ def requeue(state: State, trajectory: str) -> None:
     request = state.requests[trajectory]
     _unplace(state, trajectory, request)
     spec = state.groups[request.group].spec
-    push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    push(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
     state.counters.requeued += 1
 
 
@@ -98,7 +98,7 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
         state.seen.released(state.now_ns - request.moved_ns)
     _take_off(state, trajectory, request)
     spec = state.groups[request.group].spec
-    push(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    push(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
     request.kv = kv
     state.counters.moved += 1
     if moving is None:
@@ -109,9 +109,9 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
 
 
 def _sleeps(state: State, incarnation: tuple[str, int]) -> bool:
-    name, epoch = incarnation
+    name, incarnation = incarnation
     worker = state.workers.get(name)
-    return worker is not None and worker.epoch == epoch and worker.target == NO_VERSION
+    return worker is not None and worker.incarnation == incarnation and worker.target == NO_VERSION
 
 
 def note_progress(state: State, trajectory: str, resume: Resume) -> None:
@@ -128,19 +128,19 @@ def fault(state: State, trajectory: str, error: str) -> None:
     request = state.requests[trajectory]
     request.faults += 1
     state.leaves.touch("request", trajectory)
-    if request.faults < state.config.rollout.max_attempts or request.group in state.surplus:
+    if request.faults < state.config.rollout.max_attempts or request.group in state.redundant:
         requeue(state, trajectory)
     else:
-        fail_sibling(state, trajectory, error)
+        fail_sample(state, trajectory, error)
 
 
-def fail_sibling(state: State, trajectory: str, error: str) -> None:
+def fail_sample(state: State, trajectory: str, error: str) -> None:
     """End a trajectory as failed."""
-    state.counters.siblings_failed += 1
-    end_sibling(state, trajectory, Result(taken=None, reward=None, tokens=0), error=error)
+    state.counters.samples_failed += 1
+    end_sample(state, trajectory, Result(taken=None, reward=None, tokens=0), error=error)
 
 
-def end_sibling(state: State, trajectory: str, result: Result, *, error: str) -> None:
+def end_sample(state: State, trajectory: str, result: Result, *, error: str) -> None:
     """End a placed request with its result; `error` explains an invalid one."""
     assert state.config is not None
     request = state.requests.pop(trajectory)
@@ -149,14 +149,14 @@ def end_sibling(state: State, trajectory: str, result: Result, *, error: str) ->
     _unplace(state, trajectory, request)
     group = state.groups[request.group]
     state.leaves.touch("group", request.group)
-    assert group.results[request.sibling] is None
-    group.results[request.sibling] = result
+    assert group.results[request.sample] is None
+    group.results[request.sample] = result
     group.ended += 1
     group.valid += result.reward is not None
     if group.phase == "generating":
         _settle(state, group, error=error, trajectory=trajectory)
         if group.phase != "generating":
-            _leave_over(state, group, "surplus")
+            _leave_over(state, group, "redundant")
 
 
 TIME_OVER: Final = "GroupExpired: it was open for longer than rollout.group_timeout_s"
@@ -170,16 +170,16 @@ def expire(state: State, group: Group) -> None:
     _leave_over(state, group, "expired")
 
 
-def _leave_over(state: State, group: Group, fate: SiblingFate) -> None:
-    failed = group.outcome is not None and group.outcome.fate == "failed"
-    if group.ended < group.spec.siblings and not (failed and fate == "surplus"):
-        state.surplus[group.spec.group] = fate
+def _leave_over(state: State, group: Group, outcome: SampleOutcome) -> None:
+    failed = group.verdict is not None and group.verdict.outcome == "failed"
+    if group.ended < group.spec.samples and not (failed and outcome == "redundant"):
+        state.redundant[group.spec.group] = outcome
 
 
-def end_surplus(state: State, group: Group) -> None:
+def end_redundant(state: State, group: Group) -> None:
     """Drop unneeded trajectories; none is running."""
-    del state.surplus[group.spec.group]
-    for name in open_siblings(state, group):
+    del state.redundant[group.spec.group]
+    for name in open_samples(state, group):
         drop(state, name)
 
 
@@ -188,9 +188,9 @@ def left_of(group: Group) -> tuple[int, ...]:
     return tuple(place for place, one in enumerate(group.results) if one is None)
 
 
-def open_siblings(state: State, group: Group) -> list[str]:
+def open_samples(state: State, group: Group) -> list[str]:
     """Return ids of a group's open requests."""
-    names = (trajectory_id(group.spec.group, one) for one in range(group.spec.siblings))
+    names = (trajectory_id(group.spec.group, one) for one in range(group.spec.samples))
     return [name for name in names if name in state.requests]
 
 
@@ -200,11 +200,11 @@ def _settle(
     """Update a group after a trajectory ended, scoring finished, or (`over`) waiting ended."""
     assert state.config is not None
     found = outcome_of(group, state.config.rollout, over=over)
-    if found is not None and found.fate != "failed" and is_due(state, group):
+    if found is not None and found.outcome != "failed" and is_due(state, group):
         group.phase = "scoring"
         state.scoring[group.spec.group] = Scoring()
         return
-    if found is not None and found.fate in ("trained", "filtered"):
+    if found is not None and found.outcome in ("trained", "filtered"):
         curriculum.note_ended(state, group)
     if found is COMPLETE:
         group.phase = "finished"
@@ -212,8 +212,8 @@ def _settle(
         state.index.end(group.spec)
         insort(state.finished, group.key)
     elif found is not None:
-        if found.fate == "failed":
-            found = Outcome(fate="failed", why=found.why, error=error, trajectory=trajectory)
+        if found.outcome == "failed":
+            found = Verdict(outcome="failed", why=found.why, error=error, trajectory=trajectory)
         set_ending(state, group, found)
 
 
@@ -221,7 +221,7 @@ def begin_scoring(state: State, group: Group, worker: Worker) -> None:
     """Record the scoring worker."""
     scoring = state.scoring[group.spec.group]
     scoring.attempt += 1
-    scoring.worker, scoring.epoch = worker.name, worker.epoch
+    scoring.worker, scoring.incarnation = worker.name, worker.incarnation
 
 
 def end_scoring(state: State, group: Group, rewards: Mapping[str, float]) -> None:
@@ -242,7 +242,7 @@ def fault_scoring(state: State, group: Group, error: str, *, retryable: bool) ->
     assert state.config is not None
     scoring = state.scoring[group.spec.group]
     scoring.faults += 1
-    scoring.worker, scoring.epoch = "", -1
+    scoring.worker, scoring.incarnation = "", -1
     if not retryable or scoring.faults >= state.config.rollout.max_attempts:
         _fail_scoring(state, group, error)
 
@@ -265,7 +265,7 @@ def drop(state: State, trajectory: str) -> None:
         return
     _unaim(state, trajectory, request)
     spec = state.groups[request.group].spec
-    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sibling))
+    pull(state.queues, state.queue_of(spec), queue_key(spec, request.sample))
 
 
 def join_worker(state: State, worker: Worker, *, versions: int = 1) -> None:
@@ -285,7 +285,7 @@ def assign(
     for one in drop:
         state.residents[worker.name].held.remove(one)
     if version == NO_VERSION:
-        here = (worker.name, worker.epoch)
+        here = (worker.name, worker.incarnation)
         for name in [one for one in state.released if state.requests[one].moving == here]:
             _unaim(state, name, state.requests[name])
     state.touch(worker)
@@ -293,10 +293,10 @@ def assign(
 
 def ready(state: State, worker: Worker, load_ns: int) -> None:
     """Record that a worker has its target."""
-    worker.hosted, worker.load_ns = worker.target, load_ns
+    worker.served, worker.load_ns = worker.target, load_ns
     residence = state.residents.get(worker.name)
-    if residence is not None and worker.hosted not in residence.held:
-        insort(residence.held, worker.hosted)
+    if residence is not None and worker.served not in residence.held:
+        insort(residence.held, worker.served)
     state.touch(worker)
     state.trigger = f"{worker.name} is ready"
 
@@ -321,7 +321,7 @@ def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
     state.trigger = f"{worker.name} has left" if orderly else f"{worker.name} is lost"
     for name in sorted(name for name, one in state.scoring.items() if one.by(worker)):
         if orderly:
-            state.scoring[name].worker, state.scoring[name].epoch = "", -1
+            state.scoring[name].worker, state.scoring[name].incarnation = "", -1
         else:
             error = f"WorkerLost: {worker.name} was lost"
             fault_scoring(state, state.groups[name], error, retryable=True)
@@ -332,13 +332,13 @@ def close_worker(state: State, worker: Worker, *, orderly: bool) -> None:
             fault(state, trajectory, f"WorkerLost: {worker.name} was lost")
 
 
-def set_ending(state: State, group: Group, outcome: Outcome) -> None:
+def set_ending(state: State, group: Group, verdict: Verdict) -> None:
     """Record an outcome: the group leaves U and waits for its `end`."""
     leave_u(state, group)
     state.leaves.touch("group", group.spec.group)
     state.scoring.pop(group.spec.group, None)
     group.phase = "ending"
-    group.outcome = outcome
+    group.verdict = verdict
     state.ending.append(group.spec.group)
 
 
@@ -395,7 +395,7 @@ def fail_batch(state: State, training: Training) -> None:
     """Fail a batch that cannot be trained, for example after a non-finite loss."""
     end_training(state, training)
     for name in training.groups:
-        set_ending(state, state.groups[name], Outcome(fate="failed", why="non-finite"))
+        set_ending(state, state.groups[name], Verdict(outcome="failed", why="non-finite"))
 
 
 def in_flight_due(state: State) -> float | None:
@@ -424,7 +424,7 @@ def forget(state: State, group: Group) -> None:
     """Remove an ended group, and its digest if unused."""
     spec = group.spec
     del state.groups[spec.group]
-    state.surplus.pop(spec.group, None)
+    state.redundant.pop(spec.group, None)
     state.leaves.touch("group", spec.group)
     state.pins[spec.version] -= 1
     if not state.pins[spec.version]:
@@ -435,14 +435,14 @@ def forget(state: State, group: Group) -> None:
 
 def note_failure(state: State, group: Group) -> None:
     """Count a failed training group."""
-    assert state.config is not None and group.outcome is not None
-    outcome = group.outcome
+    assert state.config is not None and group.verdict is not None
+    verdict = group.verdict
     state.failures = note(
         state.failures,
         state.config.rollout,
-        at=ended(state.counters.fates),
-        error=outcome.error or outcome.why,
-        trajectory=outcome.trajectory or trajectory_id(group.spec.group, 0),
+        at=ended(state.counters.outcomes),
+        error=verdict.error or verdict.why,
+        trajectory=verdict.trajectory or trajectory_id(group.spec.group, 0),
     )
 
 
@@ -450,12 +450,12 @@ def halt_now(state: State) -> Halt | None:
     """Return the halt if due."""
     if state.config is None:
         return None
-    return halt_due(state.failures, state.config.rollout, at=ended(state.counters.fates))
+    return halt_due(state.failures, state.config.rollout, at=ended(state.counters.outcomes))
 
 
 def go_on_after_failures(state: State) -> None:
     """Resume a halted run."""
-    state.failures = resumed(ended(state.counters.fates))
+    state.failures = resumed(ended(state.counters.outcomes))
     state.trigger = "the run was resumed"
 
 
@@ -489,7 +489,7 @@ def _unplace(state: State, trajectory: str, request: Request) -> None:
 def _take_off(state: State, trajectory: str, request: Request) -> None:
     state.leaves.touch("request", trajectory)
     worker = state.workers.get(request.worker)
-    if worker is not None and worker.epoch == request.epoch:
+    if worker is not None and worker.incarnation == request.incarnation:
         worker.requests.discard(trajectory)
         # An ending request probably needed no slot; the next observation corrects this.
         worker.off_engine = max(0, worker.off_engine - 1)
@@ -501,20 +501,20 @@ def _take_off(state: State, trajectory: str, request: Request) -> None:
             if worker.pressed:
                 worker.pressed = 0
                 state.mark(worker)
-    request.worker, request.epoch = "", -1
+    request.worker, request.incarnation = "", -1
 
 
 def _unaim(state: State, trajectory: str, request: Request) -> None:
     state.leaves.touch("request", trajectory)
     if request.moving is None:
         return
-    name, epoch = request.moving
+    name, incarnation = request.moving
     to = state.workers.get(name)
-    if to is not None and to.epoch == epoch:
+    if to is not None and to.incarnation == incarnation:
         to.arriving -= 1
         state.touch(to)
     source = state.workers.get(request.worker)
-    if source is not None and source.epoch == request.epoch:
+    if source is not None and source.incarnation == request.incarnation:
         source.leaving -= 1
         state.touch(source)
     request.moving = None
@@ -530,36 +530,36 @@ def _count(state: State, deadline: int, by: int) -> None:
         del state.deadlines[deadline]
 
 
-COMPLETE: Final = Outcome(fate="trained", why="complete")
+COMPLETE: Final = Verdict(outcome="trained", why="complete")
 """Group that waits for its batch; not an outcome yet."""
 
 
-def outcome_of(group: Group, rules: Rollout, *, over: bool = False) -> Outcome | None:
+def outcome_of(group: Group, rules: Rollout, *, over: bool = False) -> Verdict | None:
     """Return `COMPLETE`, the certain outcome, or None while open trajectories matter.
 
     A group is complete with its first `size` valid trajectories, when all have ended, or when
     `over`. It fails as soon as it cannot reach `min_valid_trajectories`.
     """
-    size, siblings = group.spec.size, group.spec.siblings
-    ended = over or group.phase == "scoring" or group.ended == siblings
+    size, samples = group.spec.size, group.spec.samples
+    ended = over or group.phase == "scoring" or group.ended == samples
     if group.spec.purpose == "eval":
         return _evaluated(group) if ended else None
     invalid = group.ended - group.valid
-    if (group.valid if ended else siblings - invalid) < min(rules.min_valid_trajectories, size):
-        late = f"{group.valid} of {size} siblings were valid when its time was over"
-        why = late if over else f"{invalid} of {siblings} siblings are not valid"
-        return Outcome(fate="failed", why=why)
+    if (group.valid if ended else samples - invalid) < min(rules.min_valid_trajectories, size):
+        late = f"{group.valid} of {size} trajectories were valid when its time was over"
+        why = late if over else f"{invalid} of {samples} trajectories are not valid"
+        return Verdict(outcome="failed", why=why)
     if not ended and group.valid < size:
         return None
     if rules.filter_zero_advantage and _all_equal(group):
-        return Outcome(fate="filtered", why="all valid rewards are equal: no advantage")
+        return Verdict(outcome="filtered", why="all valid rewards are equal: no advantage")
     return COMPLETE
 
 
-def _evaluated(group: Group) -> Outcome:
+def _evaluated(group: Group) -> Verdict:
     rewards = [one.reward for one in group.results if one is not None and one.reward is not None]
     mean = f"mean reward {sum(rewards) / len(rewards):.4f}" if rewards else "no valid reward"
-    return Outcome(fate="evaluated", why=f"{mean} over {len(rewards)} of {group.spec.size}")
+    return Verdict(outcome="evaluated", why=f"{mean} over {len(rewards)} of {group.spec.size}")
 
 
 def _all_equal(group: Group) -> bool:

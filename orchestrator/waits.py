@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import Final
 
 from dora_pipe.core.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
-from dora_pipe.orchestrator import elastic
+from dora_pipe.orchestrator import colocated
 from dora_pipe.orchestrator.apply_decision import part_size
 from dora_pipe.orchestrator.staleness import closed_by, lacking
 from dora_pipe.orchestrator.state import Group, State
@@ -80,12 +80,12 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
     if not any(worker.usable for worker in state.workers.values()):
         known = [Blocker("worker", name) for name in sorted(state.workers)]
         return _still("worker", f"a worker{_rejection(state)}", "", "short", known)
-    if asleep_next := elastic.awaited(state) if elastic.step_stands(state) else []:
+    if asleep_next := colocated.awaited(state) if colocated.step_stands(state) else []:
         step = state.version
-        words = f"elastic workers to sleep, so that step {step} begins: {', '.join(asleep_next)}"
+        words = f"colocated workers to sleep, so that step {step} begins: {', '.join(asleep_next)}"
         blockers_ = [Blocker("worker", name) for name in asleep_next[:BLOCKERS_MAX]]
         more = len(asleep_next) - len(blockers_)
-        return _still("elastic", words, str(step), "work", blockers_, more=more)
+        return _still("colocated", words, str(step), "work", blockers_, more=more)
     found = blockers(state, BLOCKERS_MAX)
     if found.count:
         named = [Blocker("group", group.spec.group) for group in found.first]
@@ -98,8 +98,8 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
 
 
 def _hostless(state: State) -> list[PendingWait]:
-    hosted = {worker.target for worker in state.workers.values() if worker.usable}
-    hosted.update(
+    served = {worker.target for worker in state.workers.values() if worker.usable}
+    served.update(
         version
         for name, one in state.residents.items()
         if state.workers[name].usable
@@ -114,7 +114,7 @@ def _hostless(state: State) -> list[PendingWait]:
             blockers=[Blocker("version", str(version))],
         )
         for version, queue in sorted(state.queues.items())
-        if version not in hosted
+        if version not in served
     ]
 
 
@@ -182,7 +182,7 @@ def _names(found: Blocking) -> str:
 
 
 def _words(group: Group) -> str:
-    left = min(group.spec.siblings - group.ended, group.spec.size - group.valid)
+    left = min(group.spec.samples - group.ended, group.spec.size - group.valid)
     what = "scored together" if group.phase == "scoring" else f"{left} of {group.spec.size} open"
     return f"{group.spec.group} (version {group.spec.version}, {what})"
 

@@ -35,7 +35,7 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
     trajectory.
 
     The text is ``dora-pipe batch 1``, then per group, sorted by id, a line of group, version,
-    deadline, and per trajectory, sorted by id, a line of trajectory, attempt, epoch, partition,
+    deadline, and per trajectory, sorted by id, a line of trajectory, attempt, incarnation, partition,
     offset, sha256; fields separated by tabs, lines ended by newlines. Groups scored together add a
     line of trajectory and reward (Python's `repr`) per reward.
     """
@@ -57,7 +57,7 @@ def batch_lines(group: TakenGroup) -> bytes:
     """Return a group's lines of the text of `batch_digest`."""
     head = f"{group.group}\t{group.version}\t{group.deadline}\n"
     lines = [
-        f"{one.trajectory}\t{one.attempt}\t{one.epoch}\t"
+        f"{one.trajectory}\t{one.attempt}\t{one.incarnation}\t"
         f"{one.partition}\t{one.offset}\t{one.sha256}\n"
         for one in sorted(group.trajectories, key=attrgetter("trajectory"))
     ]

@@ -1,6 +1,6 @@
 """Control records: events of a run, one JSON object each, tagged by `kind`.
 
-A worker's role epoch is the offset of its `worker joined`. `at_ns` is the writer's Unix time in ns;
+A worker's incarnation is the offset of its `worker joined`. `at_ns` is the writer's Unix time in ns;
 no decision uses it.
 """
 
@@ -155,7 +155,7 @@ class RoleStarted(Control, frozen=True, kw_only=True):
     """Start of an exclusive role's next incarnation, which has fenced its predecessor."""
 
     role: ExclusiveRole
-    role_epoch: int
+    incarnation: int
     instance: str
     host: str
     pid: int
@@ -189,7 +189,7 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     """Digest of chat template and turn parsing; empty: prompts are text."""
     packages: dict[str, str] = {}
     """Packages and external servers of its tasks: name, version and source digest."""
-    elastic: bool = False
+    colocated: bool = False
     """Whether it shares GPUs with the trainer and sleeps during training steps (colocated)."""
     reward_digests: dict[str, str] = {}
     """Reward digest per source (`GroupSpec.source`) if there are several tasks."""
@@ -200,7 +200,7 @@ class WorkerReady(Control, frozen=True, kw_only=True):
     without weights and without requests that need them."""
 
     worker: str
-    epoch: int
+    incarnation: int
     version: int
     digest: str
     load_ms: float
@@ -224,7 +224,7 @@ class WorkerLeft(Control, frozen=True, kw_only=True):
     """Orderly stop of a worker; its open requests resume elsewhere from their progress records."""
 
     worker: str
-    epoch: int
+    incarnation: int
     reason: str
     progress: dict[str, Resume] = {}
     """Newest progress record by trajectory id."""
@@ -263,7 +263,7 @@ class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
 
     at_ns: int
     worker: str
-    epoch: int
+    incarnation: int
     version: int
     digest: str
     trajectory: str
@@ -299,7 +299,7 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
     """
 
     worker: str
-    epoch: int
+    incarnation: int
     version: int
     digest: str
     """Weights digest (hex)."""
@@ -312,7 +312,7 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
             TrajectoryLogged(
                 at_ns=self.at_ns,
                 worker=self.worker,
-                epoch=self.epoch,
+                incarnation=self.incarnation,
                 version=self.version,
                 digest=self.digest,
                 trajectory=one.trajectory,
@@ -336,13 +336,13 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
 
 
 class RequestReleased(Control, frozen=True, kw_only=True):
-    """Answer to a `move`: the worker released a request, which continues elsewhere.
+    """Answer to a `migrate`: the worker released a request, which continues elsewhere.
 
     `resume` covers every token sampled here; None for a request that never ran.
     """
 
     worker: str
-    epoch: int
+    incarnation: int
     trajectory: str
     attempt: int
     resume: Resume | None = None
@@ -357,7 +357,7 @@ class RequestFailed(Control, frozen=True, kw_only=True):
     of times."""
 
     worker: str
-    epoch: int
+    incarnation: int
     trajectory: str
     attempt: int
     error: str
@@ -370,13 +370,13 @@ class TakenTrajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True
 
     trajectory: str
     attempt: int
-    epoch: int
+    incarnation: int
     partition: int
     offset: int
     sha256: str
 
 
-class ScoredSibling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Trajectory in a `group scored`."""
 
     trajectory: str
@@ -390,11 +390,11 @@ class GroupScored(Control, frozen=True, kw_only=True):
     """Answer to a `score group`: scores of a group's trajectories, or an error."""
 
     worker: str
-    epoch: int
+    incarnation: int
     group: str
     attempt: int
     """Attempt of the decision."""
-    siblings: tuple[ScoredSibling, ...] = ()
+    samples: tuple[ScoredSample, ...] = ()
     """Trajectories of the decision, in order; empty on an error."""
     error: str = ""
     """Reason for missing scores: class and first line."""
@@ -419,7 +419,7 @@ class StepCommitted(Control, frozen=True, kw_only=True):
 
     step: int
     attempt: int
-    role_epoch: int
+    incarnation: int
     groups: tuple[TakenGroup, ...]
     batch_digest: str
     digest_before: str
@@ -427,7 +427,7 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     policy: Manifest
     contributions: Blob
     """Arrow file: staleness, advantage, ratio metrics and clipped share per trajectory."""
-    figures: dict[str, float]
+    metrics: dict[str, float]
     """Metrics such as loss, grad_norm, tokens, kl; all finite."""
     settings: dict[str, float | int | str | bool]
     """Logged configuration keys in force (see `TakeBatch.settings`)."""
@@ -449,7 +449,7 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     later parts were computed with the batch."""
     whole: bool = True
     """Whether the store has a full checkpoint of the new version."""
-    patch: Blob | None = None
+    delta: Blob | None = None
     """Delta from the previous version, if any."""
     overlap_s: float = 0.0
     """Seconds spent on the first part while the previous version was published; included neither in
@@ -472,7 +472,7 @@ class BatchRefused(Control, frozen=True, kw_only=True):
 
     step: int
     attempt: int
-    role_epoch: int
+    incarnation: int
     offenders: tuple[Offender, ...]
 
 
@@ -489,7 +489,7 @@ class WeightsAdopted(Control, frozen=True, kw_only=True):
     bit for bit."""
 
     step: int
-    role_epoch: int
+    incarnation: int
     digest_committed: str
     digest_replayed: str
     why: str

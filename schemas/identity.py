@@ -21,14 +21,14 @@ Purpose = Literal["train", "eval"]
 """Purpose of a group; evaluation groups never enter a batch."""
 
 ORDINAL_DIGITS = 10
-SIBLING_DIGITS = 3
-SIBLINGS_MAX = 10**SIBLING_DIGITS
+SAMPLE_DIGITS = 3
+SAMPLES_MAX = 10**SAMPLE_DIGITS
 """Maximum trajectories per group."""
 
 _LETTERS: dict[Purpose, str] = {"train": "g", "eval": "e"}
 _PURPOSES: dict[str, Purpose] = {"g": "train", "e": "eval"}
-_TRAJECTORY = re.compile(r"(?P<letter>[ge])(?P<ordinal>[0-9]{10})-(?P<sibling>[0-9]{3})")
-_SIBLINGS = [f"-{sibling:0{SIBLING_DIGITS}d}" for sibling in range(SIBLINGS_MAX)]
+_TRAJECTORY = re.compile(r"(?P<letter>[ge])(?P<ordinal>[0-9]{10})-(?P<sample>[0-9]{3})")
+_SAMPLES = [f"-{sample:0{SAMPLE_DIGITS}d}" for sample in range(SAMPLES_MAX)]
 _FEISTEL_ROUNDS = 6
 _PROMPTS_KEPT = 4096
 """Cache size; prompts of an ordinal are requested repeatedly."""
@@ -42,10 +42,10 @@ def group_id(purpose: Purpose, ordinal: int) -> str:
     return f"{_LETTERS[purpose]}{ordinal:0{ORDINAL_DIGITS}d}"
 
 
-def trajectory_id(group: str, sibling: int) -> str:
+def trajectory_id(group: str, sample: int) -> str:
     """Return the trajectory id: ``trajectory_id("g0000000042", 3) == "g0000000042-003"``."""
-    assert 0 <= sibling < SIBLINGS_MAX, sibling
-    return group + _SIBLINGS[sibling]
+    assert 0 <= sample < SAMPLES_MAX, sample
+    return group + _SAMPLES[sample]
 
 
 def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
@@ -53,7 +53,7 @@ def parse_trajectory_id(trajectory: str) -> tuple[Purpose, int, int]:
     found = _TRAJECTORY.fullmatch(trajectory)
     if found is None:
         raise SchemaError(f"not a trajectory id: {trajectory[:60]!r}", path="$.trajectory")
-    return _PURPOSES[found["letter"]], int(found["ordinal"]), int(found["sibling"])
+    return _PURPOSES[found["letter"]], int(found["ordinal"]), int(found["sample"])
 
 
 def group_of(trajectory: str) -> str:
@@ -81,9 +81,9 @@ def group_seed(run_seed: int, purpose: Purpose, ordinal: int) -> int:
     return derive_seed("group", run_seed, purpose, ordinal)
 
 
-def trajectory_seed(seed: int, sibling: int) -> int:
+def trajectory_seed(seed: int, sample: int) -> int:
     """Return the seed of one trajectory of a group."""
-    text = f"trajectory\x1f{seed}\x1f{sibling}"  # inlined `derive_seed`, once per trajectory
+    text = f"trajectory\x1f{seed}\x1f{sample}"  # inlined `derive_seed`, once per trajectory
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 

@@ -63,10 +63,10 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=k
         return self.waits[0].words if self.waits and self.waits[0].still else ""
 
 
-class AskedCall(msgspec.Struct, frozen=True, array_like=True):
+class UnansweredCall(msgspec.Struct, frozen=True, array_like=True):
     """Unanswered call of an agent.
 
-    Example: ``AskedCall("g0000000017-003", 4, 1750000000000000000, "slots")``
+    Example: ``UnansweredCall("g0000000017-003", 4, 1750000000000000000, "slots")``
     """
 
     trajectory: str
@@ -78,11 +78,11 @@ class AskedCall(msgspec.Struct, frozen=True, array_like=True):
     """One of `slots`, `tokens`, or another phase of a request."""
 
 
-class FailingPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class FailingServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Server of a task, or its local processes, that failed and has not answered since.
 
-    Example: ``FailingPlace(task="games", url="tcp://games-1:7000", failures=3, since_ns=...,
-    left_alone=True, why="the connection ended")``
+    Example: ``FailingServer(task="games", url="tcp://games-1:7000", failures=3, since_ns=...,
+    suspended=True, why="the connection ended")``
     """
 
     task: str
@@ -95,7 +95,7 @@ class FailingPlace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Processes or connections started there since the first failure."""
     since_ns: int
     """Time of the first failure, Unix ns."""
-    left_alone: bool = False
+    suspended: bool = False
     """Whether it gets no requests for now; otherwise one process tries it."""
     why: str
     """Last error."""
@@ -105,7 +105,7 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Status of a worker."""
 
     worker: str
-    epoch: int
+    incarnation: int
     version: int
     """Version that it serves; -1 before the first."""
     active: int
@@ -135,7 +135,7 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Unanswered calls of agents."""
     call_since_ns: int = 0
     """Arrival of the oldest unanswered call, Unix ns; 0 without one."""
-    calls_oldest: tuple[AskedCall, ...] = ()
+    calls_oldest: tuple[UnansweredCall, ...] = ()
     """The oldest few unanswered calls, oldest first."""
     calls_before: tuple[int, ...] = ()
     """Requests that get a slot before each of these calls; -1: has a slot, or needs none yet.
@@ -150,11 +150,11 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens prefilled by this incarnation's engine; 0 if not counted."""
     prompt_tokens_reused: int = 0
     """Prompt tokens served from the prefix cache."""
-    failing: tuple[FailingPlace, ...] = ()
+    failing: tuple[FailingServer, ...] = ()
     """Failing servers and processes of its tasks, at most 8."""
-    episodes_started_again: int = 0
+    episodes_restarted: int = 0
     """Episodes that lost their environment and all sampled tokens here."""
-    episodes_told_again: int = 0
+    episodes_replayed: int = 0
     """Episodes that continue in another environment, which replays their turns."""
 
 
@@ -166,7 +166,7 @@ def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:
     """
     if not status.since:
         return status
-    known = {} if before is None or before.epoch != status.epoch else before.progress
+    known = {} if before is None or before.incarnation != status.incarnation else before.progress
     progress = known | status.progress
     for name in status.ended:
         progress.pop(name, None)
@@ -176,7 +176,7 @@ def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:
 class TrainerStatus(Metrics, frozen=True, kw_only=True):
     """Status of the trainer."""
 
-    role_epoch: int
+    incarnation: int
     step: int
     phase: str
     """Current phase; parts of a batch have a number from 0: `part 2`."""
@@ -189,7 +189,7 @@ class TrainerStatus(Metrics, frozen=True, kw_only=True):
 class OrchestratorStatus(Metrics, frozen=True, kw_only=True):
     """Status of the orchestrator."""
 
-    role_epoch: int
+    incarnation: int
     version: int
     open_groups: int
     queued_requests: int

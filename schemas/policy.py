@@ -47,7 +47,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Missing or damaged file of a version, and its substitute.
 
-    Example: ``Fallback(digest="ab12...", why="patches/ab12....patch in s3://policies/demo is not
+    Example: ``Fallback(digest="ab12...", why="deltas/ab12....delta in s3://policies/demo is not
     what its name says", taken="weights/ab12....safetensors", bytes=61_000)``
     """
 
@@ -56,7 +56,7 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     why: str
     """Error, with the file's name (which has a digest) and location."""
     taken: str
-    """Name of the file used; for a patch also its bases."""
+    """Name of the file used; for a delta also its bases."""
     bytes: int = 0
     """Bytes fetched instead from the store or peers; 0 if all were local."""
     absent: bool = False

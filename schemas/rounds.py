@@ -16,13 +16,13 @@ from dora_pipe.schemas.identity import Purpose, source_of, trajectory_id
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode, kebab, sha256_hex
 
-Fate = Literal["trained", "filtered", "failed", "cancelled", "evaluated"]
+Outcome = Literal["trained", "filtered", "failed", "cancelled", "evaluated"]
 """Outcome of a group; open until then. `trained` comes from the commit."""
 
 GENESIS_CHAIN = "0" * 64
 """Chain before the first round."""
 
-SiblingFate = Literal["surplus", "expired"]
+SampleOutcome = Literal["redundant", "expired"]
 """Outcome of a trajectory that its group does not wait for: enough others were valid, or the group
 timed out. Neither is a failure."""
 
@@ -41,7 +41,7 @@ class LeaseExpired(Observation, frozen=True, kw_only=True):
     """No message from this incarnation during its lease."""
 
     worker: str
-    epoch: int
+    incarnation: int
 
 
 class Progressed(Observation, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class KvPressure(Observation, frozen=True, kw_only=True):
     """KV cache usage of a worker above the threshold."""
 
     worker: str
-    epoch: int
+    incarnation: int
     used_tokens: int
 
 
@@ -64,7 +64,7 @@ class OffEngine(Observation, frozen=True, kw_only=True):
     or the log."""
 
     worker: str
-    epoch: int
+    incarnation: int
     requests: int
     """Number of such requests; the others may need a slot."""
 
@@ -110,7 +110,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Redundant trajectories beyond `size`: the first `size` valid ones count."""
 
     @property
-    def siblings(self) -> int:
+    def samples(self) -> int:
         return self.size + self.spare
 
     @property
@@ -136,58 +136,60 @@ class Dispatch(Decision, frozen=True, kw_only=True):
     """Rows skipped in its favor, in order: `task.max_solve_rate`."""
 
 
-class PlacedSibling(msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True):
-    """Trajectory of a `place`: attempt and progress to resume from."""
+class ScheduledSample(
+    msgspec.Struct, frozen=True, kw_only=True, array_like=True, omit_defaults=True
+):
+    """Trajectory of a `schedule`: attempt and progress to resume from."""
 
-    sibling: int
+    sample: int
     attempt: int
     resume: Resume | None = None
     kv: Blob | None = None
     """KV cache left by a migration; without it the request is prefilled."""
 
 
-class PlacedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Scheduled request: one trajectory of a `place` with the shared fields."""
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Scheduled request: one trajectory of a `schedule` with the shared fields."""
 
     spec: GroupSpec
     trajectory: str
-    sibling: int
+    sample: int
     attempt: int
     worker: str
-    epoch: int
+    incarnation: int
     resume: Resume | None = None
     kv: Blob | None = None
     reason: str = ""
 
 
-class Place(Decision, frozen=True, kw_only=True):
+class Schedule(Decision, frozen=True, kw_only=True):
     """Assignment of a group's requests to a worker, each with an attempt number."""
 
     spec: GroupSpec
     worker: str
-    epoch: int
-    siblings: tuple[PlacedSibling, ...]
+    incarnation: int
+    samples: tuple[ScheduledSample, ...]
     """Sample indices and attempts."""
 
-    def requests(self) -> list[PlacedRequest]:
+    def requests(self) -> list[ScheduledRequest]:
         """Return every request, in order."""
         return [
-            PlacedRequest(
+            ScheduledRequest(
                 spec=self.spec,
-                trajectory=trajectory_id(self.spec.group, one.sibling),
-                sibling=one.sibling,
+                trajectory=trajectory_id(self.spec.group, one.sample),
+                sample=one.sample,
                 attempt=one.attempt,
                 worker=self.worker,
-                epoch=self.epoch,
+                incarnation=self.incarnation,
                 resume=one.resume,
                 kv=one.kv,
                 reason=self.reason,
             )
-            for one in self.siblings
+            for one in self.samples
         ]
 
 
-class Move(Decision, frozen=True, kw_only=True):
+class Migrate(Decision, frozen=True, kw_only=True):
     """Migration of a running request to another worker with its version.
 
     The worker answers with `request released`; only then is the request scheduled on `to`, or
@@ -197,10 +199,10 @@ class Move(Decision, frozen=True, kw_only=True):
     trajectory: str
     attempt: int
     worker: str
-    epoch: int
+    incarnation: int
     to: str
     """Target worker; empty: any free one, because this worker will sleep."""
-    to_epoch: int
+    to_incarnation: int
     """Incarnation of `to`; -1 without one."""
 
 
@@ -210,7 +212,7 @@ class Cancel(Decision, frozen=True, kw_only=True):
     trajectory: str
     attempt: int
     worker: str
-    epoch: int
+    incarnation: int
 
 
 class Assign(Decision, frozen=True, kw_only=True):
@@ -221,7 +223,7 @@ class Assign(Decision, frozen=True, kw_only=True):
     """
 
     worker: str
-    epoch: int
+    incarnation: int
     version: int
     digest: str
     drop: tuple[int, ...] = ()
@@ -232,14 +234,14 @@ class Drain(Decision, frozen=True, kw_only=True):
     """Order to a worker to finish its requests, accept no others, and leave."""
 
     worker: str
-    epoch: int
+    incarnation: int
 
 
 class Fence(Decision, frozen=True, kw_only=True):
     """Exclusion of a worker's incarnation: its later records do not count."""
 
     worker: str
-    epoch: int
+    incarnation: int
 
 
 class ScoreGroup(Decision, frozen=True, kw_only=True):
@@ -247,7 +249,7 @@ class ScoreGroup(Decision, frozen=True, kw_only=True):
 
     spec: GroupSpec
     worker: str
-    epoch: int
+    incarnation: int
     attempt: int
     trajectories: tuple[TakenTrajectory, ...]
     """Trajectories with a valid reward, in order."""
@@ -289,17 +291,17 @@ class End(Decision, frozen=True, kw_only=True):
     """Outcome of a group, except `trained`."""
 
     group: str
-    fate: Fate
+    outcome: Outcome
 
 
-class EndSiblings(Decision, frozen=True, kw_only=True):
+class EndSamples(Decision, frozen=True, kw_only=True):
     """End of a group's remaining trajectories, after cancelling the running ones; records logged
     later are superseded."""
 
     group: str
-    siblings: tuple[int, ...]
+    samples: tuple[int, ...]
     """All without a result, in order."""
-    fate: SiblingFate
+    outcome: SampleOutcome
 
 
 class StopRun(Decision, frozen=True, kw_only=True):
@@ -330,8 +332,8 @@ class EarlyStop(Decision, frozen=True, kw_only=True):
 
 AnyDecision = (
     Dispatch
-    | Place
-    | Move
+    | Schedule
+    | Migrate
     | Cancel
     | Assign
     | Drain
@@ -340,7 +342,7 @@ AnyDecision = (
     | TakePart
     | TakeBatch
     | End
-    | EndSiblings
+    | EndSamples
     | StopRun
     | Halt
     | EarlyStop
@@ -351,7 +353,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Atomic turn of the orchestrator."""
 
     ordinal: int
-    role_epoch: int
+    incarnation: int
     now_ns: int
     """Time of the orchestrator, which never decreases over the rounds of a run."""
     control_next: int
@@ -378,16 +380,16 @@ def decode_round(data: bytes) -> Round:
     return decode(data, _DECODER)
 
 
-class EpochGuard:
+class IncarnationGuard:
     """Reader of rounds that checks their order, starting at any round.
 
     Detects a truncated and regrown log, and foreign writers.
     """
 
-    __slots__ = ("_epoch", "_ordinal")
+    __slots__ = ("_incarnation", "_ordinal")
 
     def __init__(self) -> None:
-        self._epoch = -1
+        self._incarnation = -1
         self._ordinal: int | None = None
 
     def read(self, offset: int, value: bytes) -> Round | None:
@@ -401,7 +403,7 @@ class EpochGuard:
         except SchemaError as error:
             why = f"decisions offset {offset}: {error.message}"
             raise SchemaError(why, path=error.path, hint=FOREIGN_HINT) from None
-        if round_.role_epoch < self._epoch:
+        if round_.incarnation < self._incarnation:
             return None
         if self._ordinal not in (None, round_.ordinal - 1):
             raise InvariantBroken(
@@ -409,7 +411,7 @@ class EpochGuard:
                 f"{self._ordinal}",
                 hint="the log lost records, or somebody else writes to it; `dora-pipe audit` looks",
             )
-        self._epoch, self._ordinal = round_.role_epoch, round_.ordinal
+        self._incarnation, self._ordinal = round_.incarnation, round_.ordinal
         return round_
 
 

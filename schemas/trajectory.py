@@ -28,7 +28,7 @@ SegmentKind = Literal["prompt", "model", "tool", "environment"]
 class Segment(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, end) of a trajectory from one source.
 
-    Example: ``Segment(kind="model", start=5, end=31, turn=0, worker="w0", epoch=7, version=3,
+    Example: ``Segment(kind="model", start=5, end=31, turn=0, worker="w0", incarnation=7, version=3,
     start_ns=..., end_ns=...)``. Segments tile the sequence.
     """
 
@@ -40,7 +40,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
     worker: str = ""
     """Empty unless a worker's engine made it."""
-    epoch: int = -1
+    incarnation: int = -1
     version: int = -1
     tool: str = ""
     ok: bool = True
@@ -71,7 +71,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     schema_version: int
     group: str
     group_size: int
-    sibling: int
+    sample: int
     attempt: int
     purpose: Purpose
     deadline: int
@@ -82,7 +82,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seed of the trajectory."""
     prompt_tokens: int
     worker: str
-    epoch: int
+    incarnation: int
     finish: FinishReason
     times: Times
     reward_raw: float | None = None
@@ -227,7 +227,7 @@ class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: str
     """Weights digest (hex)."""
     worker: str
-    epoch: int
+    incarnation: int
     """Incarnation of the worker."""
     tokens: int
     """Length of the sequence."""
@@ -284,13 +284,13 @@ def check_fields(trajectory: Described) -> None:
     check_contexts(meta.contexts, meta.calls, trajectory.segments, trajectory.length)
     if not 0 <= meta.prompt_tokens <= trajectory.length:
         raise SchemaError("prompt is longer than the sequence", path="$.meta.prompt_tokens")
-    purpose, _, sibling = parse_trajectory_id(trajectory.trajectory)
-    if (group_of(trajectory.trajectory), purpose, sibling) != (
+    purpose, _, sample = parse_trajectory_id(trajectory.trajectory)
+    if (group_of(trajectory.trajectory), purpose, sample) != (
         meta.group,
         meta.purpose,
-        meta.sibling,
+        meta.sample,
     ):
-        raise SchemaError("trajectory id is not of this group and sibling", path="$.trajectory")
+        raise SchemaError("trajectory id is not of this group and trajectory", path="$.trajectory")
 
 
 def mixing_error(trajectory: Versioned, newest: int) -> str:
@@ -381,7 +381,7 @@ class Progress:
     version: int
     digest: str
     worker: str
-    epoch: int
+    incarnation: int
     start: int
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -406,7 +406,7 @@ class TurnProgress:
     version: int
     digest: str
     worker: str
-    epoch: int
+    incarnation: int
     turn: int
     """Number of earlier records in its chain."""
     context: int
@@ -445,7 +445,7 @@ class EpisodeProgress:
     version: int
     digest: str
     worker: str
-    epoch: int
+    incarnation: int
     start: int
     token_ids: Sequence[int]
     logprobs: Sequence[float | None]

@@ -201,7 +201,7 @@ SEGMENT: Final = pa.struct(
         ("start_ns", pa.int64()),
         ("end_ns", pa.int64()),
         ("worker", pa.utf8()),
-        ("epoch", pa.int64()),
+        ("incarnation", pa.int64()),
         ("version", pa.int64()),
         ("tool", pa.utf8()),
         ("ok", pa.bool_()),

@@ -40,16 +40,16 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Dispatch,
     End,
-    EndSiblings,
+    EndSamples,
     Fence,
     Halt,
     LeaseExpired,
-    Move,
+    Migrate,
     OffEngine,
-    Place,
-    PlacedRequest,
     Progressed,
     Round,
+    Schedule,
+    ScheduledRequest,
     TakeBatch,
 )
 
@@ -58,7 +58,7 @@ Wrong = Callable[[str, str], None]
 
 CHECKS: Final[dict[str, str]] = {
     **{str(check): holds for check, holds in findings.CHECKS.items()},
-    "fate": "S1: a group gets the fate that its siblings came to, and none of them is placed then",
+    "outcome": "S1: a group gets the outcome that its trajectories came to, and none of them is placed then",
     "feasible": "S3: what is dispatched and not taken can be trained in time at every moment",
     "placement": "S5, S24: a request is placed where its version is loaded, in a free slot",
     "binding": "S6, S7: a batch has the records that count when it is taken, of the living only",
@@ -67,7 +67,7 @@ CHECKS: Final[dict[str, str]] = {
     "progress": "S14: a request that is placed again goes on from the newest progress known",
     "admission": "S16: nothing is admitted while paused, or while an older version has no host",
     "move": "S18: a request moves only to a living host of its version, and at most once at a time",
-    "epochs": "R4: role epochs count up; nothing is decided or committed under an older one",
+    "incarnations": "R4: incarnations count up; nothing is decided or committed under an older one",
     "retired": "S19: an incarnation that has left says nothing more",
     "kept": "S20: a version that an open group carries, or a worker has, can be had of the store",
     "calls": "S26: an agent is told what the log has, the same again, and its record has just that",
@@ -141,12 +141,14 @@ class LiveLedger(Ledger):
         """t: version of the trainer."""
         return self.legality.bound.version
 
-    def placed_on(self, epoch: int) -> list[str]:
+    def placed_on(self, incarnation: int) -> list[str]:
         """Return open requests of an incarnation."""
         return [
             name
             for name, entry in self._open_requests()
-            if entry.placements[-1:] and entry.placements[-1].epoch == epoch and self._runs(entry)
+            if entry.placements[-1:]
+            and entry.placements[-1].incarnation == incarnation
+            and self._runs(entry)
         ]
 
     def known(self, trajectory: str, tokens: int) -> None:
@@ -158,8 +160,8 @@ class LiveLedger(Ledger):
         """Return needed versions, and by whom."""
         found = {0: "version 0", self.version: "the newest version"}
         found |= {one.spec.version: name for name, one in self.accounts.open.items()}
-        for epoch, worker in self._there():
-            here = {worker.target, self._workers[epoch].loaded, *worker.held}
+        for incarnation, worker in self._there():
+            here = {worker.target, self._workers[incarnation].loaded, *worker.held}
             found |= dict.fromkeys(here, worker.joined.worker)
         found.pop(-1, None)
         return found
@@ -181,18 +183,20 @@ class LiveLedger(Ledger):
 
     def _present(self, fact: Any) -> RequestEntry | None:
         entry = self.accounts.request(fact.trajectory)
-        worker = self.accounts.workers.get(fact.epoch)
+        worker = self.accounts.workers.get(fact.incarnation)
         if entry is None or worker is None or worker.departure or not self._runs(entry):
             return None
         last = entry.placements[-1]
-        return entry if (last.attempt, last.epoch) == (fact.attempt, fact.epoch) else None
+        return (
+            entry if (last.attempt, last.incarnation) == (fact.attempt, fact.incarnation) else None
+        )
 
-    def _has(self, epoch: int, worker: WorkerEntry, version: int) -> bool:
+    def _has(self, incarnation: int, worker: WorkerEntry, version: int) -> bool:
         if worker.several:
             return version in worker.held
-        return worker.target == self._workers[epoch].loaded == version
+        return worker.target == self._workers[incarnation].loaded == version
 
-    def _due_fate(self, group: GroupEntry) -> str:
+    def _due_outcome(self, group: GroupEntry) -> str:
         if group.spec.group in self._failed:
             return "failed"
         outlook = outlook_of(group, self._in_force.config.rollout)
@@ -209,8 +213,8 @@ class LiveLedger(Ledger):
             found[f"fact {name}"] += count
         for logged in accounts.logged.values():
             found[f"fact {logged.standing}"] += 1
-        for fate, count in sums.groups.items():
-            found[f"group {fate}"] += count
+        for outcome, count in sums.groups.items():
+            found[f"group {outcome}"] += count
         for worker in accounts.workers.values():
             found[f"worker {worker.departure or 'there'}"] += 1
         for staleness, count in sums.staleness.items():
@@ -231,11 +235,11 @@ class LiveLedger(Ledger):
         """Note observations, then apply the decisions."""
         for one in round_.observations:
             if isinstance(one, LeaseExpired):
-                self._workers[one.epoch].silent = True
+                self._workers[one.incarnation].silent = True
             elif isinstance(one, Progressed):
                 self._note_progress(one.trajectory, one.resume)
             elif isinstance(one, OffEngine):
-                notes, here = self._workers[one.epoch], len(self.placed_on(one.epoch))
+                notes, here = self._workers[one.incarnation], len(self.placed_on(one.incarnation))
                 notes.off_engine, notes.came = min(one.requests, here), here
         super().round(round_, at)
 
@@ -248,7 +252,7 @@ class LiveLedger(Ledger):
         """Apply a record and note additional facts."""
         match record := fact.record:
             case WorkerLeft():
-                there = set(self.placed_on(record.epoch))
+                there = set(self.placed_on(record.incarnation))
                 for name, resume in record.progress.items():
                     if name in there:
                         self._note_progress(name, resume)
@@ -268,9 +272,9 @@ class LiveLedger(Ledger):
                 self._command(record)
         super().fact(fact, at)
         if isinstance(record, WorkerReady):
-            worker = self.accounts.workers.get(record.epoch)
+            worker = self.accounts.workers.get(record.incarnation)
             if worker is not None and not worker.departure and record.version == worker.target:
-                self._workers[record.epoch].loaded = record.version
+                self._workers[record.incarnation].loaded = record.version
 
     def _released(self, fact: RequestReleased) -> None:
         entry = self._present(fact)
@@ -286,9 +290,9 @@ class LiveLedger(Ledger):
             self._paused = command.verb == "pause"
         elif command.verb == "drain":
             name = command.args.get("worker")
-            for epoch, worker in self._there():
+            for incarnation, worker in self._there():
                 if name in (None, worker.joined.worker):
-                    self._workers[epoch].draining = True
+                    self._workers[incarnation].draining = True
         elif command.verb == "stop":
             self._stopped_now |= bool(command.args.get("now", False))
         elif ended := self.legality.ended_by(command):
@@ -303,20 +307,20 @@ class LiveLedger(Ledger):
                 self._take(decision)
             case End():
                 self._end(decision)
-            case EndSiblings():
-                self._end_siblings(decision)
+            case EndSamples():
+                self._end_samples(decision)
             case Halt():
                 self._halt()
-            case Place():
+            case Schedule():
                 self._place(decision)
-            case Move():
+            case Migrate():
                 self._move(decision)
             case Cancel():
                 self._cancel(decision)
             case Assign():
                 self._assign(decision)
             case Fence():
-                silent = self._workers[decision.epoch].silent
+                silent = self._workers[decision.incarnation].silent
                 what = f"{decision.worker} is fenced, but nobody observed that it is silent"
                 self._require("lease", silent, what)
         super().decision(decision, at)
@@ -326,10 +330,10 @@ class LiveLedger(Ledger):
         self._require("admission", not self._paused, f"{who} is dispatched while the run is paused")
         if decision.spec.purpose == "eval":
             return
-        hosted = {
+        served = {
             version
-            for epoch, worker in self._there()
-            if not self._workers[epoch].draining
+            for incarnation, worker in self._there()
+            if not self._workers[incarnation].draining
             for version in (worker.target, *worker.held)
         }
         queued = {
@@ -338,7 +342,7 @@ class LiveLedger(Ledger):
             for entry in group.requests.values()
             if self._queued(entry)
         }
-        orphans = sorted(queued - hosted)
+        orphans = sorted(queued - served)
         what = f"{who} is admitted while version {orphans[:1]} has no host"
         self._require("admission", not orphans, what)
 
@@ -359,58 +363,62 @@ class LiveLedger(Ledger):
         if group is None:
             return
         running = [who for who, entry in group.requests.items() if self._runs(entry)]
-        self._require("fate", not running, f"{name} ends while {running[:1]} is placed")
-        due = self._due_fate(group)
-        if decision.fate == "cancelled" and not due:
+        self._require("outcome", not running, f"{name} ends while {running[:1]} is placed")
+        due = self._due_outcome(group)
+        if decision.outcome == "cancelled" and not due:
             left = (in_force.steps - bound.step) * in_force.config.rollout.prompts_per_step
-            surplus = bound.size > left if group.spec.purpose == "train" else self._stopped_now
-            self._require("fate", surplus, f"{name} is cancelled, although a step is left for it")
+            redundant = bound.size > left if group.spec.purpose == "train" else self._stopped_now
+            self._require(
+                "outcome", redundant, f"{name} is cancelled, although a step is left for it"
+            )
         else:
-            what = f"{name} ends as {decision.fate}, but it is {due or 'not over'}"
-            self._require("fate", decision.fate == due, what)
+            what = f"{name} ends as {decision.outcome}, but it is {due or 'not over'}"
+            self._require("outcome", decision.outcome == due, what)
 
-    def _end_siblings(self, decision: EndSiblings) -> None:
+    def _end_samples(self, decision: EndSamples) -> None:
         group = self.accounts.open.get(decision.group)
         entries = {} if group is None else group.requests
         running = [who for who, entry in entries.items() if self._runs(entry)]
-        what = f"{decision.group} ends siblings while {running[:1]} is placed"
-        self._require("fate", not running, what)
+        what = f"{decision.group} ends trajectories while {running[:1]} is placed"
+        self._require("outcome", not running, what)
 
     def _halt(self) -> None:
         rollout = self._in_force.config.rollout
         share, per_step = rollout.max_failed_share, rollout.prompts_per_step
         failed = self.accounts.summed().groups["failed"]
         enough = share is not None and failed >= min(2 * per_step, share * 4 * per_step)
-        self._require("fate", enough, f"the run is halted although only {failed} groups failed")
+        self._require("outcome", enough, f"the run is halted although only {failed} groups failed")
 
-    def _place(self, decision: Place) -> None:
-        spec, epoch = decision.spec, decision.epoch
-        group, worker = self.accounts.open.get(spec.group), self.accounts.workers.get(epoch)
+    def _place(self, decision: Schedule) -> None:
+        spec, incarnation = decision.spec, decision.incarnation
+        group, worker = self.accounts.open.get(spec.group), self.accounts.workers.get(incarnation)
         if group is None or worker is None:
             return
-        due, who = self._due_fate(group), f"{spec.group} is placed on {decision.worker}"
+        due, who = self._due_outcome(group), f"{spec.group} is placed on {decision.worker}"
         self._require("placement", not due, f"{who}, but it is {due}")
-        self._require("placement", not self._workers[epoch].draining, f"{who}, which drains")
-        what = f"{who}, which has loaded {self._workers[epoch].loaded}, target {worker.target}"
-        self._require("placement", self._has(epoch, worker, spec.version), what)
+        self._require("placement", not self._workers[incarnation].draining, f"{who}, which drains")
+        what = (
+            f"{who}, which has loaded {self._workers[incarnation].loaded}, target {worker.target}"
+        )
+        self._require("placement", self._has(incarnation, worker, spec.version), what)
         self._fits(decision, worker, who)
         for one in decision.requests():
             self._place_one(one)
 
-    def _fits(self, decision: Place, worker: WorkerEntry, who: str) -> None:
+    def _fits(self, decision: Schedule, worker: WorkerEntry, who: str) -> None:
         """Check that requests have a slot or prefetch room, and that off-engine requests are
         bounded."""
-        notes, here = self._workers[decision.epoch], len(self.placed_on(decision.epoch))
-        many, size = here + len(decision.siblings), worker.joined.slots + worker.joined.prefetch
+        notes, here = self._workers[decision.incarnation], len(self.placed_on(decision.incarnation))
+        many, size = here + len(decision.samples), worker.joined.slots + worker.joined.prefetch
         off_engine = max(0, notes.off_engine - (notes.came - here))
         entries = (self.accounts.request(one.trajectory) for one in decision.requests())
         # Reserved slots remain reserved even if other requests need a slot again.
         kept = notes.came > 0 and all(one is not None and one.moving for one in entries)
         fits = many <= min(size + off_engine, OPEN_TIMES * size)
         self._require("placement", fits or kept, f"{who}, which has {many} then: too many")
-        notes.came += len(decision.siblings)
+        notes.came += len(decision.samples)
 
-    def _place_one(self, one: PlacedRequest) -> None:
+    def _place_one(self, one: ScheduledRequest) -> None:
         who, notes = one.trajectory, self._requests[one.trajectory]
         tokens = 0 if one.resume is None else one.resume.tokens
         known = max(0 if notes.resume is None else notes.resume.tokens, notes.known_tokens)
@@ -419,17 +427,19 @@ class LiveLedger(Ledger):
         self._require("move", one.kv == notes.kv, f"{who} gets another KV cache than it left")
         notes.kv = None
 
-    def _move(self, decision: Move) -> None:
+    def _move(self, decision: Migrate) -> None:
         who, entry = decision.trajectory, self.accounts.request(decision.trajectory)
         group = self.accounts.open.get(group_of(who))
-        to = self.accounts.workers.get(decision.to_epoch)
+        to = self.accounts.workers.get(decision.to_incarnation)
         if entry is None or group is None or to is None:
             return
         self._require("move", not entry.moving, f"{who} is moved while it moves")
-        there = self._has(decision.to_epoch, to, group.spec.version)
-        there &= not self._workers[decision.to_epoch].draining
+        there = self._has(decision.to_incarnation, to, group.spec.version)
+        there &= not self._workers[decision.to_incarnation].draining
         self._require("move", there, f"{who} moves to {decision.to}, which does not host it")
-        self._require("move", decision.to_epoch != decision.epoch, f"{who} moves to where it is")
+        self._require(
+            "move", decision.to_incarnation != decision.incarnation, f"{who} moves to where it is"
+        )
 
     def _cancel(self, decision: Cancel) -> None:
         what = f"{decision.trajectory} is cancelled where it is not placed"
@@ -437,10 +447,10 @@ class LiveLedger(Ledger):
         self._requests[decision.trajectory].cancelled = True
 
     def _assign(self, decision: Assign) -> None:
-        worker = self.accounts.workers.get(decision.epoch)
+        worker = self.accounts.workers.get(decision.incarnation)
         if worker is None:
             return
-        notes, placed = self._workers[decision.epoch], self.placed_on(decision.epoch)
+        notes, placed = self._workers[decision.incarnation], self.placed_on(decision.incarnation)
         who = f"{decision.worker} gets version {decision.version}"
         self._require("assign", not notes.draining, f"{who}, but it drains")
         what = f"{who}, but it has {len(placed)} requests, target {worker.target}"

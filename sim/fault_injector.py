@@ -353,7 +353,7 @@ def _copies_lost(injector: FaultInjector) -> bool:
     return injector.world.machines.lose(injector.chance.choice(names), injector.chance)
 
 
-def _patch_damaged(injector: FaultInjector) -> bool:
+def _delta_damaged(injector: FaultInjector) -> bool:
     name = injector.chance.choice(sorted(injector.world.plans))
     return injector.world.machines.damage(name, injector.chance)
 
@@ -424,7 +424,7 @@ _STRIKES: Final[dict[str, Strike]] = {
     "task-process-dies": _at("worker", _task_process_dies),
     "endpoint-dies": _at("worker", _endpoint_dies),
     "copies-lost": _copies_lost,
-    "patch-damaged": _patch_damaged,
+    "delta-damaged": _delta_damaged,
     "command-pause": _command_pause,
     "command-bound": _command_bound,
     "command-settings": _command_settings,

@@ -56,7 +56,7 @@ FAULTS: Final[dict[str, str]] = {
     "agent-raises": "an agent raises",
     "agent-wanders": "an agent asks for something else than when it ran before",
     "copies-lost": "a machine has lost versions that it had copied or made",
-    "patch-damaged": "a patch on a machine was damaged, and what it had made is gone",
+    "delta-damaged": "a delta on a machine was damaged, and what it had made is gone",
 }
 """Faults with descriptions."""
 
@@ -69,10 +69,10 @@ OF_EPISODES: Final = ("task-process-dies", "retry")
 OF_AGENTS: Final = ("endpoint-dies", AGENT_LOST, AGENT_RAISES, AGENT_WANDERS)
 """Needs agents."""
 
-OF_PATCHES: Final = ("copies-lost", "patch-damaged")
+OF_DELTAS: Final = ("copies-lost", "delta-damaged")
 """Needs delta versions."""
 
-APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_PATCHES)
+APART: Final = (HANGING, *OF_EPISODES, *OF_AGENTS, *OF_DELTAS)
 
 STRIKING: Final = (
     "kill-worker",

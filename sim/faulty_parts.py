@@ -188,9 +188,9 @@ class _FaultyHandover(MemoryHandover):
         return super().put(label, kv)
 
     def fetch(self, label: KvLabel, blob: Blob) -> Kv | Lost:
-        fates = [("handover-lost", GONE), ("handover-damaged", OTHER_DIGEST)]
-        self._injector.chance.shuffle(fates)  # Otherwise lost caches are rarely damaged.
-        for kind, why in fates:
+        outcomes = [("handover-lost", GONE), ("handover-damaged", OTHER_DIGEST)]
+        self._injector.chance.shuffle(outcomes)  # Otherwise lost caches are rarely damaged.
+        for kind, why in outcomes:
             if self._injector.befalls(kind):
                 return Lost(why)
         return super().fetch(label, blob)

@@ -41,7 +41,7 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     Fence,
     LeaseExpired,
-    Move,
+    Migrate,
     Round,
     StopRun,
     chain_of,
@@ -136,7 +136,7 @@ class InvariantMonitor:
         """Check that every group has an outcome."""
         ledger = self.ledger
         for name in ledger.accounts.open:
-            self.wrong("fate", f"{name} has none")
+            self.wrong("outcome", f"{name} has none")
         in_force = ledger.legality.in_force
         if in_force is not None and ledger.committed < in_force.steps:
             self.wrong("live", f"{ledger.committed} steps were committed")
@@ -160,22 +160,25 @@ class InvariantMonitor:
         if not self._is_known("control", found):
             return
         if isinstance(found, RoleStarted):
-            if self._newest[found.role] != found.role_epoch:
-                what = f"{found.role} takes role epoch {found.role_epoch}"
-                self.wrong("epochs", f"{what}, {self._newest[found.role]} comes next")
+            if self._newest[found.role] != found.incarnation:
+                what = f"{found.role} takes incarnation {found.incarnation}"
+                self.wrong("incarnations", f"{what}, {self._newest[found.role]} comes next")
             self._newest[found.role] += 1
         if isinstance(found, RequestFailed) and found.error == REPLAY_DIFFERS:
             self.wrong("replay", f"{found.trajectory}: {found.message}")
         worker = getattr(found, "worker", None)
         if worker is None:
             return
-        epoch = record.offset if isinstance(found, WorkerJoined) else found.epoch
-        said = self._said_by.setdefault((worker, epoch), set())
-        if (worker, epoch) in self._left and record.value not in said:
-            self.wrong("retired", f"{worker} of epoch {epoch} speaks after it left: {found!r:.80}")
+        incarnation = record.offset if isinstance(found, WorkerJoined) else found.incarnation
+        said = self._said_by.setdefault((worker, incarnation), set())
+        if (worker, incarnation) in self._left and record.value not in said:
+            self.wrong(
+                "retired",
+                f"{worker} of incarnation {incarnation} speaks after it left: {found!r:.80}",
+            )
         said.add(record.value)
         if isinstance(found, WorkerLeft):
-            self._left.add((worker, epoch))
+            self._left.add((worker, incarnation))
 
     def _status(self, record: Record) -> None:
         found = self._decoded(record)
@@ -186,7 +189,7 @@ class InvariantMonitor:
                 self.kinds[f"trainer {found.phase.partition(' ')[0]}"] += 1
 
     def _on_round(self, record: Record) -> None:
-        round_, moves = decode_round(record.value), list[Move]()
+        round_, moves = decode_round(record.value), list[Migrate]()
         facts = self._facts(round_)
         self._links(round_, facts)
         for one in round_.observations:
@@ -199,7 +202,7 @@ class InvariantMonitor:
                 self.calls.dispatched(decision.spec)
             elif isinstance(decision, Fence):
                 self._expect_progress(decision)
-            elif isinstance(decision, Move):
+            elif isinstance(decision, Migrate):
                 moves.append(decision)
             elif isinstance(decision, StopRun):
                 self.stopped = True
@@ -235,9 +238,11 @@ class InvariantMonitor:
             self.wrong("rounds", f"{who} comes after the end of the run")
         if round_.ordinal != ordinal:
             self.wrong("rounds", f"{who} comes where round {ordinal} was expected")
-        if round_.role_epoch != self._newest[ORCHESTRATOR] - 1:
+        if round_.incarnation != self._newest[ORCHESTRATOR] - 1:
             newest = self._newest[ORCHESTRATOR] - 1
-            self.wrong("epochs", f"{who} is of role epoch {round_.role_epoch}, {newest} is newest")
+            self.wrong(
+                "incarnations", f"{who} is of incarnation {round_.incarnation}, {newest} is newest"
+            )
         if last is not None and (
             round_.now_ns < last.now_ns or round_.control_next < last.control_next
         ):
@@ -262,7 +267,7 @@ class InvariantMonitor:
         worker = getattr(found, "worker", None)
         if worker is None:
             return
-        one = (worker, record.offset if isinstance(found, WorkerJoined) else found.epoch)
+        one = (worker, record.offset if isinstance(found, WorkerJoined) else found.incarnation)
         heard.of[one] = heard.listened_ns
         if isinstance(found, WorkerStatus):
             heard.said[one] = merged(heard.said.get(one), found)
@@ -273,7 +278,7 @@ class InvariantMonitor:
             if one.record.topic == self._topics.decisions and _LEASE in one.record.value:
                 for observed in decode_round(one.record.value).observations:
                     if isinstance(observed, LeaseExpired):
-                        at = (observed.worker, observed.epoch)
+                        at = (observed.worker, observed.incarnation)
                         since_ns = max(heard.of.get(at, 0), heard.since_ns)
                         heard.silent_ns[at] = heard.listened_ns - since_ns
                         if (said := heard.said.get(at)) is not None:
@@ -304,15 +309,15 @@ class InvariantMonitor:
         return any(one.tokens_total for one in found)
 
     def _lease(self, one: LeaseExpired) -> None:
-        silent_ns = self._heard.silent_ns.get((one.worker, one.epoch), 0)
+        silent_ns = self._heard.silent_ns.get((one.worker, one.incarnation), 0)
         if silent_ns < self._lease_ns - LEASE_SLACK_NS:
             what = f"the lease of {one.worker} ends after {silent_ns / 1e9:.3f} s of silence"
             self.wrong("lease", f"{what}, it is {self._lease_ns / 1e9:.3f} s")
 
     def _expect_progress(self, fence: Fence) -> None:
         """Check that reported progress is kept."""
-        known = self._heard.progress.get((fence.worker, fence.epoch), {})
-        for name in known.keys() & set(self.ledger.placed_on(fence.epoch)):
+        known = self._heard.progress.get((fence.worker, fence.incarnation), {})
+        for name in known.keys() & set(self.ledger.placed_on(fence.incarnation)):
             self.ledger.known(name, known[name])
 
 

@@ -15,15 +15,15 @@ from typing import Final
 from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, PolicyError
 from dora_pipe.store.copies import MADE
+from dora_pipe.store.delta import opened_delta
 from dora_pipe.store.files import LocalFiles
-from dora_pipe.store.patch import opened_patch
 from dora_pipe.store.store import CHAIN_MAX, PolicyStore
 from dora_pipe.store.verified import SUFFIX
 
 LOST_SHARE: Final = 0.7
 """Share of lost copies."""
 
-HAD: Final = ("weights whole", "weights patch", "weights patches")
+HAD: Final = ("weights whole", "weights delta", "weights deltas")
 """Ways to obtain a version."""
 
 
@@ -52,14 +52,14 @@ class Machines:
         for _ in range(CHAIN_MAX):
             if self._store.has_whole(digest):
                 return True
-            if not self._store.has_patch(digest):
+            if not self._store.has_delta(digest):
                 return False
             digest = self._made_of(digest)
         return False
 
     def lose(self, worker: str, chance: Random) -> bool:
         """Delete copies; report whether there were any."""
-        folders = ("patches", "weights") if worker in self._of else (MADE,)
+        folders = ("deltas", "weights") if worker in self._of else (MADE,)
         gone = [path for path in self._files(worker, folders) if chance.random() < LOST_SHARE]
         for path in gone:
             path.unlink()
@@ -68,14 +68,14 @@ class Machines:
     def damage(self, worker: str, chance: Random) -> bool:
         """Flip a bit of a copy on a worker's machine, and delete versions rebuilt from deltas if
         it was one; report whether there was a copy."""
-        copies = self._files(worker, ("patches", "weights")) if worker in self._of else []
+        copies = self._files(worker, ("deltas", "weights")) if worker in self._of else []
         if not copies:
             return False
         path = chance.choice(copies)
         data = bytearray(path.read_bytes())
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
         path.write_bytes(data)
-        if path.parent.name == "patches":
+        if path.parent.name == "deltas":
             for made in self._files(worker, ("weights",)):
                 made.unlink()
         return True
@@ -88,8 +88,8 @@ class Machines:
     def _made_of(self, digest: str) -> str:
         """Return the previous version; unique, since weights are a hash of their past."""
         if digest not in self._before:
-            with opened_patch(self._store.patch(digest)) as patch:
-                self._before[digest] = patch.before
+            with opened_delta(self._store.delta(digest)) as delta:
+                self._before[digest] = delta.before
         return self._before[digest]
 
 
@@ -97,7 +97,7 @@ class _Copies(PolicyStore):
     """Store copy that counts how versions are obtained."""
 
     def __init__(self, machines: Machines, store: PolicyStore, root: Path, clock: Clock) -> None:
-        super().__init__(root, LocalFiles(store.root), clock=clock, patched=True)
+        super().__init__(root, LocalFiles(store.root), clock=clock, with_deltas=True)
         self._machines = machines
 
     def weights(self, digest: str) -> Path:

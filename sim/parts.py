@@ -61,7 +61,7 @@ from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import DataSet, RunStarted
-from dora_pipe.schemas.metrics import Cost, FailingPlace
+from dora_pipe.schemas.metrics import Cost, FailingServer
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
@@ -255,8 +255,8 @@ class WorkerPlan:
     rate: float = 1.0
     """Clock rate."""
     versions: int = 1
-    """Hosted versions."""
-    elastic: bool = False
+    """Served versions."""
+    colocated: bool = False
     """Whether it is colocated with the trainer."""
 
 
@@ -291,7 +291,7 @@ class WorkerParts:
     replayable=True)`. Such an episode resumes with `FetchProgress`, `PromptCall`, then one
     `EnvStep` per recorded turn, answered as before (`worker.episodes`)."""
     stop_ids: tuple[int, ...] = (END_TOKEN,)
-    failing: Callable[[], tuple[FailingPlace, ...]] = tuple
+    failing: Callable[[], tuple[FailingServer, ...]] = tuple
     """Failing places of tasks."""
 
 

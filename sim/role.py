@@ -108,7 +108,7 @@ class Role:
     runtime: Runtime | None = None
     ports: Sequence[SimPort] = ()
     reads: frozenset[str] = frozenset()
-    epoch: int = -1
+    incarnation: int = -1
     """Offset of a worker's `worker joined`."""
     paused_until_ns: int = 0
     due_ns: int = NEVER_NS

@@ -53,7 +53,7 @@ class Started:
     writer: Writer
     exclusive: bool = True
     ports: Sequence[Any] = ()
-    epoch: int = -1
+    incarnation: int = -1
     """Offset of `worker joined`."""
 
     def loop(self, site: Site, machine: Machine | None = None, **more: Any) -> Runtime:
@@ -172,7 +172,7 @@ def _trainer(site: Site, parts: Parts) -> Started:
     started = RoleStarted(
         at_ns=site.clock.wall_ns(),
         role="trainer",
-        role_epoch=history.role_epoch + 1,
+        incarnation=history.incarnation + 1,
         instance=f"t{site.number}",
         host=HOST,
         pid=1,
@@ -181,7 +181,7 @@ def _trainer(site: Site, parts: Parts) -> Started:
     writer.append([Append(topic=control, key=KEY, value=encode(started))])
     made = parts.trainer(site, history)
     setup = trainer_setup(
-        site.config, site.run_started, topics=site.topics, role_epoch=started.role_epoch
+        site.config, site.run_started, topics=site.topics, incarnation=started.incarnation
     )
     machine = TrainerMachine(setup, history, cost=site.meter.cost, cached=made.cached)
     return Started(machine=machine, writer=writer, ports=made.ports)
@@ -194,14 +194,14 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
     decisions_from = retry_bus("joining", lambda: site.bus.end(decisions), site.clock)
     joined = encode(_joined(site, plan, made))
     append = Append(topic=site.topics.control, key=plan.name.encode(), value=joined)
-    epoch = writer.append([append])[0]
+    incarnation = writer.append([append])[0]
     data = parts.data(site.config) or data_of(site.config)
     machine = WorkerMachine(
         worker_setup(
             site.config,
             topics=site.topics,
             worker=plan.name,
-            epoch=epoch,
+            incarnation=incarnation,
             slots=plan.slots,
             prefetch=plan.prefetch,
             context_tokens=plan.context_tokens,
@@ -215,7 +215,9 @@ def _worker(site: Site, parts: Parts, plan: WorkerPlan) -> Started:
         prompt_tokens=lambda: made.engine.prompt_tokens,
         failing=made.failing,
     )
-    return Started(machine=machine, writer=writer, exclusive=False, ports=made.ports, epoch=epoch)
+    return Started(
+        machine=machine, writer=writer, exclusive=False, ports=made.ports, incarnation=incarnation
+    )
 
 
 def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
@@ -238,5 +240,5 @@ def _joined(site: Site, plan: WorkerPlan, made: WorkerParts) -> WorkerJoined:
         reward_digest="",
         package="0",
         max_resident_versions=engine.max_resident_versions,
-        elastic=plan.elastic,
+        colocated=plan.colocated,
     )

@@ -21,8 +21,8 @@ from dora_pipe.sim.faults import (
     HANGING,
     MOVING,
     OF_AGENTS,
+    OF_DELTAS,
     OF_EPISODES,
-    OF_PATCHES,
     STRIKING,
 )
 from dora_pipe.sim.parts import MS, Delays, WorkerPlan
@@ -31,7 +31,7 @@ ALWAYS: Final = 3
 
 STEPS_LONG: Final = 11
 
-SIBLINGS_MEAN: Final = 42
+SAMPLES_MEAN: Final = 42
 
 SHORT_STEPS: Final = (5, 8)
 
@@ -65,9 +65,9 @@ SHARES: Final[Mapping[str, float]] = {
     "agents": 0.25,
     "replayable": 0.5,  # of seeds with episodes
     "talkative": 0.5,  # long episodes
-    "patches": 0.25,  # deltas
+    "deltas": 0.25,  # deltas
     "resident sharing": 0.25,
-    "elastic": 0.2,  # colocated workers
+    "colocated": 0.2,  # colocated workers
 }
 
 
@@ -105,8 +105,8 @@ def draw(seed: int, *, steps: int = 1) -> Scenario:
     scenario = _agents(_drawn(seed))
     if _chance(seed, "long") is None:
         scenario = _short(scenario)
-    scenario = _talkative(_patches(_updates(_refused(scenario))))
-    scenario = replace(scenario, workers=_elastic(seed, _resident(seed, scenario.workers)))
+    scenario = _talkative(_deltas(_updates(_refused(scenario))))
+    scenario = replace(scenario, workers=_colocated(seed, _resident(seed, scenario.workers)))
     steps = max(steps, scenario.config.run.steps)
     return replace(scenario, config=_changed(scenario.config, run={"steps": steps}))
 
@@ -204,12 +204,12 @@ def _refused(scenario: Scenario) -> Scenario:
     return replace(scenario, faults={"command-fail-batch": 1.0, **scenario.faults})
 
 
-def _patches(scenario: Scenario) -> Scenario:
-    chance = _chance(scenario.seed, "patches")
+def _deltas(scenario: Scenario) -> Scenario:
+    chance = _chance(scenario.seed, "deltas")
     if chance is None:
         return scenario
     every, checkpoints = chance.choice((2, 4, 8)), chance.choice((2, 3, 5))
-    faults = {name: chance.choice((1.0, 3.0)) for name in OF_PATCHES if chance.random() < 0.5}
+    faults = {name: chance.choice((1.0, 3.0)) for name in OF_DELTAS if chance.random() < 0.5}
     config = _changed(
         scenario.config, policies={"full_every": every}, trainer={"checkpoint_every": checkpoints}
     )
@@ -230,7 +230,7 @@ def _config(chance: Random, seed: int, *, crowded: bool) -> Config:
     size, per_step = chance.choice((1, 2, 2, 3, 4)), chance.choice((1, 1, 2, 2, 3, 4))
     if crowded:
         eta, size, per_step = max(1, eta), max(3, size), max(3, per_step)
-    steps = STEPS_LONG + chance.randrange(3) + SIBLINGS_MEAN // (size * per_step)
+    steps = STEPS_LONG + chance.randrange(3) + SAMPLES_MEAN // (size * per_step)
     plain: dict[str, Any] = {
         "run": {"name": "sim", "steps": steps, "seed": seed},
         "model": {"path": "none"},
@@ -290,7 +290,7 @@ def _several(seed: int, config: Config) -> Config:
             name=f"e{place}",
             task=chance.choice(tasks).name,
             every=chance.choice((0, 2, 3)),
-            siblings=chance.randint(1, 3),
+            samples=chance.randint(1, 3),
         )
         for place in range(chance.randint(2, 3))
     ]
@@ -387,13 +387,13 @@ def _resident(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...
     return tuple(replace(plan, versions=chance.choice(rooms)) for plan in plans)
 
 
-def _elastic(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
-    chance = _chance(seed, "elastic")
+def _colocated(seed: int, plans: tuple[WorkerPlan, ...]) -> tuple[WorkerPlan, ...]:
+    chance = _chance(seed, "colocated")
     if chance is None:
         return plans
     every = chance.choice((1, 2))
     return tuple(
-        replace(plan, elastic=plan.versions == 1 and not place % every)
+        replace(plan, colocated=plan.versions == 1 and not place % every)
         for place, plan in enumerate(plans)
     )
 

@@ -18,7 +18,7 @@ from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.config.storage import full_every
 from dora_pipe.core.errors import DoraError, InvariantBroken
 from dora_pipe.schemas.control import AnyControl
-from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Fate
+from dora_pipe.schemas.rounds import AnyDecision, AnyObservation, Outcome
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.checks import CHECKS
 from dora_pipe.sim.fault_injector import STOP_SHARE, FaultInjector
@@ -267,7 +267,7 @@ def _tags(union: Any, prefix: str) -> list[str]:
 
 _STATES: Final = (
     *(f"fact {name}" for name in ("bound", "superseded", "fenced", "failed", "released")),
-    *(f"group {fate}" for fate in get_args(Fate)),
+    *(f"group {outcome}" for outcome in get_args(Outcome)),
     *(f"call {how}" for how in ("answered", "answered again", "refused")),
     *HAD,
     *(f"worker {how}" for how in ("left", "fenced", "replaced", "there")),

@@ -266,7 +266,11 @@ class World:
             return
         site = self._site(role)
         started = start_role(site, self.parts, self.plans.get(role.name))
-        role.machine, role.ports, role.epoch = started.machine, started.ports, started.epoch
+        role.machine, role.ports, role.incarnation = (
+            started.machine,
+            started.ports,
+            started.incarnation,
+        )
         driven = role.machine
         if self.observer is not None:
             driven = self.observer.wrap(role, role.machine)

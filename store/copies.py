@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 KEEP_S: Final = 600.0
 """Time that a used copy remains, because another process may open it."""
 
-CACHED: Final = ("contributions", "optimizer", "patches", "weights")
+CACHED: Final = ("contributions", "optimizer", "deltas", "weights")
 """Folders bounded in the cache of a remote store. Config and tokenizer files are small and never
 removed."""
 

@@ -17,8 +17,8 @@ from dora_pipe.core.durable import NO_ROOM, sync
 from dora_pipe.core.errors import NoRoom, ResourceError
 
 TEMPORARY: Final = ".tmp-"
-CLAIMS: Final = "claims"
-"""Values too large for the log (`bus.claim_check`)."""
+BLOBS: Final = "blobs"
+"""Values too large for the log (`bus.blobs`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,14 +11,14 @@ from typing import Final
 import msgspec
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.claim_check import ClaimFiles, ClaimStore
+from dora_pipe.bus.blobs import BlobFiles, BlobStore
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
-from dora_pipe.store.files import CLAIMS, TEMPORARY, Files
+from dora_pipe.store.files import BLOBS, TEMPORARY, Files
 
-CLAIM_ABOVE_BYTES: Final = 256 * 1024
+BLOB_ABOVE_BYTES: Final = 256 * 1024
 """Minimum size of values that go to the store."""
 
 
@@ -33,7 +33,7 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
     """URL for `open_bus`."""
     bus: BusSection | None = None
     """Kafka access without secrets."""
-    claims: str = ""
+    blobs: str = ""
     """Directory of large values or their cached copies; empty without blobs."""
     store_url: str = ""
     """URL of a remote store."""
@@ -41,8 +41,8 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
     def open(self) -> Bus:
         """Open the log. Raises BusError, ConfigError for a missing secret or bad `store_url`."""
         security = None if self.bus is None else KafkaSecurity.of(self.bus)
-        above = None if self.bus is None or self.store_url else CLAIM_ABOVE_BYTES
-        return open_bus(self.url, security, claims=self.claim_store(), claim_above_bytes=above)
+        above = None if self.bus is None or self.store_url else BLOB_ABOVE_BYTES
+        return open_bus(self.url, security, blobs=self.blob_store(), blob_above_bytes=above)
 
     @property
     def _synced(self) -> bool:
@@ -51,19 +51,19 @@ class LogLocation(msgspec.Struct, frozen=True, kw_only=True):
         as_kafka = self.bus is not None and not self.bus.blob_fsync
         return not (as_kafka and self.url.startswith("kafka:"))
 
-    def claim_store(self) -> ClaimStore | None:
+    def blob_store(self) -> BlobStore | None:
         """Return the blob store. Raises ConfigError."""
-        if not self.claims:
+        if not self.blobs:
             return None
         if not self.store_url:
-            return ClaimFiles(Path(self.claims), synced=self._synced)
+            return BlobFiles(Path(self.blobs), synced=self._synced)
         from dora_pipe.store.arrow_files import open_files
 
-        return SharedClaims(open_files(self.store_url, folder=self.run), Path(self.claims))
+        return SharedBlobs(open_files(self.store_url, folder=self.run), Path(self.blobs))
 
 
-class SharedClaims:
-    """`ClaimStore` on a store's file system; `folder` is for unfinished copies."""
+class SharedBlobs:
+    """`BlobStore` on a store's file system; `folder` is for unfinished copies."""
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files = files
@@ -89,9 +89,7 @@ class SharedClaims:
                     return None
                 return target.read_bytes() if target.stat().st_size == size_bytes else None
         except (ResourceError, OSError) as error:
-            raise BusError(
-                f"a claimed value in {self._files.where} cannot be read: {error}"
-            ) from error
+            raise BusError(f"a blob in {self._files.where} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -102,4 +100,4 @@ def _unfinished(folder: Path) -> Iterator[Path]:
 
 
 def _name(digest: str) -> str:
-    return f"{CLAIMS}/{digest}"
+    return f"{BLOBS}/{digest}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store.patch import opened_patch
+from dora_pipe.store.delta import opened_delta
 from dora_pipe.store.safetensors_file import read_manifest
 
 BlobKind = Literal["optimizer", "contributions", "change"]
@@ -26,9 +26,9 @@ def weights_name(digest: str) -> str:
     return f"weights/{digest}.safetensors"
 
 
-def patch_name(digest: str) -> str:
-    """Return the name of the patch that makes a version."""
-    return f"patches/{digest}.patch"
+def delta_name(digest: str) -> str:
+    """Return the name of the delta that makes a version."""
+    return f"deltas/{digest}.delta"
 
 
 def blob_name(kind: BlobKind, sha256: str) -> str:
@@ -71,9 +71,9 @@ def is_named(path: Path) -> bool:
 
 
 def makes_version(path: Path, digest: str) -> bool:
-    """Return whether a patch is undamaged and makes this version."""
+    """Return whether a delta is undamaged and makes this version."""
     try:
-        with opened_patch(path) as patch:
-            return patch.after == digest
+        with opened_delta(path) as delta:
+            return delta.after == digest
     except PolicyError:
         return False

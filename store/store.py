@@ -4,16 +4,16 @@ Files are written under a temporary name, synced, then renamed. Files without a 
 are orphans for `dora-pipe prune`.
 
     <root>/weights/<weights digest>.safetensors, and a note (`verified`)
-    <root>/patches/<weights digest>.patch   makes that version from the one before it (`patch`)
-    <root>/made/<weights digest>.safetensors    versions made from patches, with notes
+    <root>/deltas/<weights digest>.delta   makes that version from the one before it (`delta`)
+    <root>/made/<weights digest>.safetensors    versions made from deltas, with notes
     <root>/optimizer/<sha256>.safetensors
     <root>/contributions/<sha256>.arrow
     <root>/assets/<assets digest>/config.json, tokenizer files
-    <root>/claims/<sha256>                  written by the log (`bus.claim_check`)
+    <root>/blobs/<sha256>                  written by the log (`bus.blobs`)
 
 With `store.url`, `root` is a bounded local cache (`copies`). A version is a full checkpoint, a
-patch, or both; patches are applied once per machine, and a full checkpoint replaces a damaged
-patch. Damaged copies are fetched again; files of the store itself are never deleted for damage.
+delta, or both; deltas are applied once per machine, and a full checkpoint replaces a damaged
+delta. Damaged copies are fetched again; files of the store itself are never deleted for damage.
 """
 
 from __future__ import annotations
@@ -35,20 +35,26 @@ from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store.copies import CACHED, MADE, Fallbacks, place, shrink, touch
-from dora_pipe.store.files import CLAIMS, TEMPORARY, Files, Listed, LocalFiles, resource_error
+from dora_pipe.store.delta import (
+    Change,
+    opened_delta,
+    opened_deltas,
+    write_delta,
+    write_from_deltas,
+)
+from dora_pipe.store.files import BLOBS, TEMPORARY, Files, Listed, LocalFiles, resource_error
 from dora_pipe.store.names import (
     BlobKind,
     assets_digest,
     blob_name,
+    delta_name,
     digest_in,
     file_sha256,
     is_named,
     is_weights,
     makes_version,
-    patch_name,
     weights_name,
 )
-from dora_pipe.store.patch import Change, opened_patch, opened_patches, write_patch, write_patched
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.verified import (
     AGAIN,
@@ -65,7 +71,7 @@ LOG = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX: Final = 100 * 1024**3
 CHAIN_MAX: Final = 2 * WHOLE_EVERY_MAX
-"""Maximum patches after a full checkpoint: twice the configurable maximum, which may change. Each
+"""Maximum deltas after a full checkpoint: twice the configurable maximum, which may change. Each
 is an open file."""
 
 FETCHES_MAX: Final = 2
@@ -79,7 +85,7 @@ class PublishedVersion:
 
     manifest: Manifest
     whole: bool = True
-    patch: Blob | None = None
+    delta: Blob | None = None
     change: Change | None = None
 
 
@@ -98,18 +104,18 @@ class PolicyStore:
         cache_bytes_max: int = CACHE_BYTES_MAX,
         clock: Clock | None = None,
         peers: Callable[[str, Path], bool] | None = None,
-        patched: bool | None = False,
+        with_deltas: bool | None = False,
     ) -> None:
         """Create a store.
 
-        `peers` may write a file of `remote` and returns whether it did. `patched`: whether to look
-        for patches first; None: if one exists.
+        `peers` may write a file of `remote` and returns whether it did. `with_deltas`: whether to look
+        for deltas first; None: if one exists.
         """
         self.root = root
         self.fallbacks = Fallbacks()
         self._files: Files = remote or LocalFiles(root)
         self._remote = remote is not None
-        self._patched = patched
+        self._with_deltas = with_deltas
         self._peers = peers or (lambda name, path: False)
         self._cache_bytes_max = cache_bytes_max
         self._clock = clock or SystemClock()
@@ -131,14 +137,14 @@ class PolicyStore:
     # Reading
 
     def has_weights(self, digest: str) -> bool:
-        """Return whether weights exist, full or as a patch. Raises ResourceError."""
-        return self.has_whole(digest) or self.has_patch(digest)
+        """Return whether weights exist, full or as a delta. Raises ResourceError."""
+        return self.has_whole(digest) or self.has_delta(digest)
 
     def has_whole(self, digest: str) -> bool:
         return self._files.exists(weights_name(digest))
 
-    def has_patch(self, digest: str) -> bool:
-        return self._files.exists(patch_name(digest))
+    def has_delta(self, digest: str) -> bool:
+        return self._files.exists(delta_name(digest))
 
     def has_blob(self, kind: BlobKind, sha256: str) -> bool:
         return self._files.exists(blob_name(kind, sha256))
@@ -152,11 +158,11 @@ class PolicyStore:
             return here
         if self._remote:
             return self._from_elsewhere(digest)
-        if not self.has_patch(digest):
+        if not self.has_delta(digest):
             return self._sound(digest)
         if (whole := self.weights_path(digest)).is_file():
             damaged = PolicyError(f"{whole} is not what its name says")
-            self.fallbacks.note(digest, damaged, patch_name(digest))
+            self.fallbacks.note(digest, damaged, delta_name(digest))
         return self._made(digest)
 
     def held_weights(self, digest: str) -> Path:
@@ -183,9 +189,9 @@ class PolicyStore:
             self._forget(path)
         raise PolicyError(f"{path} holds other weights ({manifest.digest[:12]}...)", hint=AGAIN)
 
-    def patch(self, digest: str) -> Path:
-        """Return a patch's verified local path. Raises PolicyError, ResourceError."""
-        name = patch_name(digest)
+    def delta(self, digest: str) -> Path:
+        """Return a delta's verified local path. Raises PolicyError, ResourceError."""
+        name = delta_name(digest)
         path = self.root / name
         if self._remote:
             is_whole = partial(makes_version, digest=digest)
@@ -204,15 +210,15 @@ class PolicyStore:
         return path
 
     def make(self, digest: str, path: Path, here: Callable[[str], Path | None]) -> Manifest:
-        """Write and verify a version from the store's patches.
+        """Write and verify a version from the store's deltas.
 
         Starts at the nearest version that `here` returns or that has a full checkpoint. Raises
         PolicyError.
         """
         base, paths = self._chain(digest, here)
-        with opened_patches(paths) as patches:
-            manifest = write_patched(path, base, patches)
-        LOG.info("version %s... was made of %s and %d patches", digest[:12], base, len(paths))
+        with opened_deltas(paths) as deltas:
+            manifest = write_from_deltas(path, base, deltas)
+        LOG.info("version %s... was made of %s and %d deltas", digest[:12], base, len(paths))
         return manifest
 
     def _here(self, digest: str) -> Path | None:
@@ -243,9 +249,9 @@ class PolicyStore:
 
     def _from_elsewhere(self, digest: str) -> Path:
         """Try the run's usual format first, then the other."""
-        patched = self.has_patch(digest) if self._patched is None else self._patched
-        ways = (self._made, self.has_patch, patch_name), (self.whole, self.has_whole, weights_name)
-        (first, has_first, _), (other, has_other, named) = ways if patched else ways[::-1]
+        with_deltas = self.has_delta(digest) if self._with_deltas is None else self._with_deltas
+        ways = (self._made, self.has_delta, delta_name), (self.whole, self.has_whole, weights_name)
+        (first, has_first, _), (other, has_other, named) = ways if with_deltas else ways[::-1]
         try:
             return first(digest)
         except PolicyError as error:
@@ -256,13 +262,13 @@ class PolicyStore:
         return other(digest)
 
     def _made(self, digest: str) -> Path:
-        """Apply patches to the nearest local version or full checkpoint.
+        """Apply deltas to the nearest local version or full checkpoint.
 
         If a remote full checkpoint exists, use only the version directly before.
         """
-        there = self.patch(digest)
-        with opened_patch(there) as patch:
-            alone = self._remote and self._here(patch.before) is None
+        there = self.delta(digest)
+        with opened_delta(there) as delta:
+            alone = self._remote and self._here(delta.before) is None
             if alone and (whole := self._whole_or_none(digest)) is not None:
                 return whole
         final = self._made_path(digest)
@@ -294,31 +300,31 @@ class PolicyStore:
             self.make(digest, path, self._here)
 
     def _whole_or_none(self, digest: str) -> Path | None:
-        """Return the full checkpoint, or None if missing or replaceable by a patch."""
+        """Return the full checkpoint, or None if missing or replaceable by a delta."""
         if not self.has_whole(digest):
             return None
         try:
             return self._sound(digest)
         except PolicyError as error:
-            if not self.has_patch(digest):
+            if not self.has_delta(digest):
                 raise
-            self.fallbacks.note(digest, error, patch_name(digest))
+            self.fallbacks.note(digest, error, delta_name(digest))
         return None
 
     def _chain(self, digest: str, here: Callable[[str], Path | None]) -> tuple[Path, list[Path]]:
         paths: list[Path] = []
         at = digest
         for _ in range(CHAIN_MAX):
-            path = self.patch(at)
-            with opened_patch(path) as patch:
-                if patch.after != at:
+            path = self.delta(at)
+            with opened_delta(path) as delta:
+                if delta.after != at:
                     raise PolicyError(f"{path} makes another version", hint=AGAIN)
-                at = patch.before
+                at = delta.before
             paths.insert(0, path)
             base = here(at) or self._whole_or_none(at)
             if base is not None:
                 return base, paths
-        raise PolicyError(f"{patch_name(digest)}: more than {CHAIN_MAX} patches", hint=AGAIN)
+        raise PolicyError(f"{delta_name(digest)}: more than {CHAIN_MAX} deltas", hint=AGAIN)
 
     def _keep_copy(self, path: Path, final: Path) -> None:
         sync(path)
@@ -373,45 +379,45 @@ class PolicyStore:
     def publish_version(
         self, write: Callable[[Path], Manifest], *, before: str, whole: bool
     ) -> PublishedVersion:
-        """Publish weights, and a patch from `before`; without `whole` only the patch, if possible.
+        """Publish weights, and a delta from `before`; without `whole` only the delta, if possible.
 
-        No patch is possible without changes, without `before`, or if the store makes this version
+        No delta is possible without changes, without `before`, or if the store makes this version
         from another one (a cycle). Raises ResourceError; files published until then are harmless.
         """
         with self._temporary(self.root / "weights") as path:
             manifest = write(path)
-            found = self._publish_patch(path, manifest.digest, before)
+            found = self._publish_delta(path, manifest.digest, before)
             if whole or found is None:
                 self._publish(path, weights_name(manifest.digest))
             else:
                 final = self._made_path(manifest.digest)
                 final.parent.mkdir(parents=True, exist_ok=True)
                 self._keep_copy(path, final)
-        patch, change = found or (None, None)
+        delta, change = found or (None, None)
         return PublishedVersion(
-            manifest=manifest, whole=whole or patch is None, patch=patch, change=change
+            manifest=manifest, whole=whole or delta is None, delta=delta, change=change
         )
 
-    def _publish_patch(self, after: Path, digest: str, before: str) -> tuple[Blob, Change] | None:
+    def _publish_delta(self, after: Path, digest: str, before: str) -> tuple[Blob, Change] | None:
         try:
-            if before in ("", digest) or self._patched_before(digest) not in (None, before):
+            if before in ("", digest) or self._delta_base(digest) not in (None, before):
                 return None
             self.verify(before)  # Damage in it would enter all later versions.
             base = self.weights(before)
-            with self._temporary(self.root / "patches") as path:
-                change = write_patch(path, base, after, digest_before=before, digest_after=digest)
+            with self._temporary(self.root / "deltas") as path:
+                change = write_delta(path, base, after, digest_before=before, digest_after=digest)
                 blob = Blob(sha256=file_sha256(path), bytes=path.stat().st_size)
-                self._publish(path, patch_name(digest))
+                self._publish(path, delta_name(digest))
         except PolicyError as error:
             LOG.warning("version %s... is stored whole: %s", digest[:12], error.message)
             return None
         return blob, change
 
-    def _patched_before(self, digest: str) -> str | None:
-        if not self.has_patch(digest):
+    def _delta_base(self, digest: str) -> str | None:
+        if not self.has_delta(digest):
             return None
-        with opened_patch(self.patch(digest)) as patch:
-            return patch.before
+        with opened_delta(self.delta(digest)) as delta:
+            return delta.before
 
     def mend(self, digest: str) -> bool:
         """Replace a damaged remote full checkpoint; return whether there was one. Raises
@@ -420,7 +426,7 @@ class PolicyStore:
             return False
         name, is_it = weights_name(digest), partial(is_weights, digest=digest)
         if not self.has_whole(digest):
-            name, is_it = patch_name(digest), partial(makes_version, digest=digest)
+            name, is_it = delta_name(digest), partial(makes_version, digest=digest)
         with self._temporary(self.root / "weights") as path:
             if self._files.get(name, path) and is_it(path):
                 return False
@@ -468,9 +474,9 @@ class PolicyStore:
     def drop_copy(self, digest: str) -> None:
         unlink_noted(self._made_path(digest))
 
-    def drop_patch(self, digest: str) -> bool:
-        """Delete a patch; return whether it existed. Raises ResourceError."""
-        return self._drop(patch_name(digest))
+    def drop_delta(self, digest: str) -> bool:
+        """Delete a delta; return whether it existed. Raises ResourceError."""
+        return self._drop(delta_name(digest))
 
     def drop_blob(self, kind: BlobKind, sha256: str) -> bool:
         """Delete a blob; return whether it existed. Raises ResourceError."""
@@ -478,13 +484,13 @@ class PolicyStore:
 
     def everything(self) -> list[Listed]:
         """Return all files but notes, sorted, including unfinished ones. Raises ResourceError."""
-        folders = ("assets", "change", "contributions", MADE, "optimizer", "patches", "weights")
+        folders = ("assets", "change", "contributions", MADE, "optimizer", "deltas", "weights")
         found = (one for folder in folders for one in self._files.listed(folder))
         return [one for one in found if not one.name.endswith(SUFFIX)]
 
-    def claims(self) -> list[Listed]:
+    def blobs(self) -> list[Listed]:
         """Return the log's large values. Raises ResourceError."""
-        return self._files.listed(CLAIMS)
+        return self._files.listed(BLOBS)
 
     def orphans(self, named: Collection[str]) -> list[Listed]:
         """Return sorted files whose digest is not in `named`, including unfinished ones."""

@@ -130,7 +130,7 @@ class Assembler:
 def assemble(task: Assemble, inside: Inside) -> Done:
     """Assemble until the total is reached, without warm-up."""
     section = Section(url=task.address)
-    log = LogLocation(run="", url=task.address, bus=section, claims=task.claims)
+    log = LogLocation(run="", url=task.address, bus=section, blobs=task.blobs)
     with tempfile.TemporaryDirectory() as folder, closing(log.open()) as bus:
         assembler = Assembler(task, bus, Path(folder))
         while assembler.records < WARM:
@@ -164,7 +164,7 @@ def _decided(records: Sequence[Record], step: int, run: str) -> FetchBatch:
             TakenTrajectory(
                 trajectory=headers["trajectory"].decode(),
                 attempt=int(headers["attempt"]),
-                epoch=int(headers["epoch"]),
+                incarnation=int(headers["incarnation"]),
                 partition=record.partition,
                 offset=record.offset,
                 sha256=headers["sha256"].decode(),

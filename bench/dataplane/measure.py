@@ -138,9 +138,9 @@ def _phase(
     setup: Setup, address: str, tokens: int, batch: int, seconds: float, *, per_s: float
 ) -> Phase:
     run = f"bench-{uuid4().hex[:12]}"
-    claims = setup.folder / f"{run}.claims"
+    blobs = setup.folder / f"{run}.blobs"
     with ExitStack() as stack:
-        stack.callback(shutil.rmtree, claims, ignore_errors=True)
+        stack.callback(shutil.rmtree, blobs, ignore_errors=True)
         if address == "sqlite:":
             path = setup.folder / f"{run}.sqlite"
             stack.callback(_remove, path)
@@ -152,9 +152,9 @@ def _phase(
             tokens=tokens,
             seconds=seconds,
             per_s=per_s,
-            claims=str(claims),
+            blobs=str(blobs),
         )
-        read = Assemble(address=address, run=run, batch=batch, claims=str(claims))
+        read = Assemble(address=address, run=run, batch=batch, blobs=str(blobs))
         writer, reader = (stack.enter_context(Child(MODULE, task)) for task in (write, read))
         for child in (writer, reader):
             if child.answer(str) != READY:

@@ -32,7 +32,7 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag="publish"):
     seconds: float
     per_s: float = 0.0
     """Trajectories per second at random times; 0 is full speed."""
-    claims: str = ""
+    blobs: str = ""
 
 
 class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
@@ -42,7 +42,7 @@ class Assemble(msgspec.Struct, frozen=True, kw_only=True, tag="assemble"):
     run: str
     batch: int
     """Trajectories of a batch; 0 takes all available."""
-    claims: str = ""
+    blobs: str = ""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

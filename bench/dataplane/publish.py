@@ -63,7 +63,7 @@ class Publisher:
 def publish(task: Publish, inside: Inside) -> Done:
     """Publish for `task.seconds`."""
     section = Section(url=task.address)
-    bus = LogLocation(run="", url=task.address, bus=section, claims=task.claims).open()
+    bus = LogLocation(run="", url=task.address, bus=section, blobs=task.blobs).open()
     publisher = Publisher(task, bus)
     for _ in range(WARM):
         publisher.encode(time.monotonic_ns())

@@ -69,11 +69,11 @@ class Source:
 
     def __call__(self, number: int) -> Trajectory:
         """Return a trajectory; a group has one version."""
-        ordinal, sibling = divmod(number, GROUP_SIZE)
+        ordinal, sample = divmod(number, GROUP_SIZE)
         like = self._of_version[ordinal % len(self._of_version)]
         group = group_id("train", ordinal)
-        meta = msgspec.structs.replace(like.meta, group=group, sibling=sibling)
-        return replace(like, trajectory=trajectory_id(group, sibling), meta=meta)
+        meta = msgspec.structs.replace(like.meta, group=group, sample=sample)
+        return replace(like, trajectory=trajectory_id(group, sample), meta=meta)
 
 
 def encoded(trajectory: Trajectory, topic: str) -> Append:
@@ -91,5 +91,5 @@ def encoded(trajectory: Trajectory, topic: str) -> Append:
 
 
 def number_of(trajectory: str) -> int:
-    _, ordinal, sibling = parse_trajectory_id(trajectory)
-    return ordinal * GROUP_SIZE + sibling
+    _, ordinal, sample = parse_trajectory_id(trajectory)
+    return ordinal * GROUP_SIZE + sample

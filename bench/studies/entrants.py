@@ -30,12 +30,12 @@ class Entrant:
     baseline."""
 
     partial_rollout: bool = False
-    elastic: int = 0
+    colocated: int = 0
     """Additional workers colocated with the trainer."""
 
     @property
     def keys(self) -> dict[str, Any]:
-        own = {"workers.colocated": self.elastic} if self.elastic else {}
+        own = {"workers.colocated": self.colocated} if self.colocated else {}
         bound = {
             "staleness.max_staleness": self.max_staleness,
             "staleness.partial_rollout": self.partial_rollout,
@@ -50,7 +50,7 @@ ENTRANTS: Final[Mapping[str, Entrant]] = {
         Entrant(name="one-step", max_staleness=1, batches=2.0),
         Entrant(name="dora", max_staleness=2, batches=3.0),
         Entrant(name="dora-parts", max_staleness=2, batches=3.0, parts=PARTS),
-        Entrant(name="elastic", max_staleness=2, batches=3.0, elastic=1),
+        Entrant(name="colocated", max_staleness=2, batches=3.0, colocated=1),
         Entrant(name="partial_rollout", max_staleness=2, batches=3.0, partial_rollout=True),
     )
 }

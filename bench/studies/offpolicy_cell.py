@@ -239,7 +239,7 @@ class Bench:
     def _trajectory(
         self, one: _Asked, sequence: TokenSequence, end: RequestFinished, version: int, digest: str
     ) -> Trajectory:
-        sequence.end_stay(0, worker=WORKER, epoch=0, version=version)
+        sequence.end_stay(0, worker=WORKER, incarnation=0, version=version)
         reward = None if end.error else self._reward(one.row, sequence)
         return Trajectory(
             trajectory=one.name,
@@ -266,7 +266,7 @@ class Bench:
                 seed=one.seed,
                 prompt_tokens=sequence.prompt_tokens,
                 worker=WORKER,
-                epoch=0,
+                incarnation=0,
                 finish=end.reason,
                 times=Times(placed=0),
                 reward_error=end.error,

@@ -119,7 +119,7 @@ def measure_run(
     end = steps[-1]["committed_ns"]
     seconds = (end - begin) / 1e9
     spans = spans_of(bus, topics, begin, end)
-    slots = sum(slots_of[epoch] for epoch in spans)
+    slots = sum(slots_of[incarnation] for incarnation in spans)
     course = tuple(  # version v exists from the commit of step v - 1
         ((steps[version - 1]["committed_ns"] - begin) / 1e9 if version else 0.0, reward)
         for version, reward in rewards
@@ -230,13 +230,13 @@ def interval_95(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def spans_of(bus: Bus, topics: Topics, begin: int, end: int) -> Mapping[int, list[Span]]:
-    """Return stays in slots by role epoch."""
+    """Return stays in slots by incarnation."""
     found: dict[int, list[Span]] = defaultdict(list)
     for record in records_of(bus, horizon_of(bus, topics).trajectories):
         for segment in decode_trajectory(record.value).segments:
             start, stop = max(begin, segment.start_ns), min(end, segment.end_ns)
             if segment.kind == "model" and stop > start:
-                found[segment.epoch].append((start, stop))
+                found[segment.incarnation].append((start, stop))
     return found
 
 

@@ -162,7 +162,7 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     def load(self, cell: Cell) -> Config:
         """Return a configuration. Raises ConfigError."""
         entrant = ENTRANTS[cell.entrant]
-        workers = self.workers + entrant.together + entrant.elastic
+        workers = self.workers + entrant.together + entrant.colocated
         overrides = [
             f'run.name="{entrant.name}-{cell.seed}"',
             f"run.steps={self.scale.steps}",

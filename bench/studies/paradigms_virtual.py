@@ -123,7 +123,7 @@ def _plan(name: str, config: Config, pace: Pace) -> WorkerPlan:
         prefetch=config.workers.prefetch,
         context_tokens=config.workers.max_model_len,
         load_ns=int(pace.rates.load_s * SECOND_NS),
-        elastic=config.workers.is_colocated(name),
+        colocated=config.workers.is_colocated(name),
     )
 
 

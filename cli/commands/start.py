@@ -36,7 +36,7 @@ from dora_pipe.core.errors import ResourceError, UsageError
 
 if TYPE_CHECKING:
     from dora_pipe.config.model import Config
-    from dora_pipe.config.schedule import Schedule
+    from dora_pipe.config.schedule import RateSchedule
 
 AdoptOption = Annotated[
     bool,
@@ -150,7 +150,7 @@ def sft(
         steps=steps,
         batch=batch,
         learning_rate=learning_rate,
-        schedule=cast("Schedule", schedule),
+        schedule=cast("RateSchedule", schedule),
         warmup_steps=warmup_steps,
         min_lr_ratio=min_lr_ratio,
         weight_decay=weight_decay,

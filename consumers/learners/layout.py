@@ -18,7 +18,7 @@ class RowSize:
     """Sizes of a unit that cannot be split, prompts included."""
 
     ordinal: int
-    sibling: int
+    sample: int
     tokens: int
     """Tokens of its longest row."""
     others: Sequence[int] = ()
@@ -48,7 +48,7 @@ def pack(
     """
     order = sorted(
         range(len(rows)),
-        key=lambda index: (-rows[index].tokens, rows[index].ordinal, rows[index].sibling),
+        key=lambda index: (-rows[index].tokens, rows[index].ordinal, rows[index].sample),
     )
     cut = _cut_sharing if packing else _cut
     return list(cut(rows, order, padded_tokens_max))

@@ -20,7 +20,7 @@ from dora_pipe.consumers.learners.step import (
     part_passes,
     passes_of,
 )
-from dora_pipe.consumers.learners.step_figures import Sums, contribution, figures_of
+from dora_pipe.consumers.learners.step_metrics import Sums, contribution, metrics_of
 from dora_pipe.consumers.objectives.registry import needs_proximal
 
 
@@ -161,7 +161,7 @@ class StepInParts:
             self._kept = False
             learner.let_go()
         return StepResult(
-            figures=figures_of(items, sums, step),
+            metrics=metrics_of(items, sums, step),
             contributions=[contribution(item) for item in items],
             compute_s=sum(one.compute_s for one in done) + clock() - start_s,
         )
@@ -223,4 +223,4 @@ def _finish(
 
 def in_dispatch_order(items: Iterable[Item]) -> list[Item]:
     """Return items in unsplit batch order, so that metrics do not depend on parts."""
-    return sorted(items, key=lambda item: (item.ordinal, item.sibling))
+    return sorted(items, key=lambda item: (item.ordinal, item.sample))

@@ -70,7 +70,7 @@ class TrainBatch:
 class StepResult:
     """Result of a step; all metrics are finite."""
 
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     contributions: Sequence[Mapping[str, Any]]
     """Rows of `contributions.SCHEMA`, in batch order."""
     compute_s: float

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from dora_pipe.config.schedule import Schedule, rate_of
+from dora_pipe.config.schedule import RateSchedule, rate_of
 from dora_pipe.config.section import OptimizerName
 from dora_pipe.consumers.learners.layout import MicroBatch, RowSize, lines_of, pack
 from dora_pipe.consumers.learners.torch.device import deterministic
@@ -57,7 +57,7 @@ class SftOptions:
     steps: int = 240
     batch: int = 64
     learning_rate: float = 2e-3
-    schedule: Schedule = "constant"
+    schedule: RateSchedule = "constant"
     warmup_steps: int = 20
     min_lr_ratio: float = 0.0
     weight_decay: float = 0.0
@@ -216,7 +216,7 @@ def _step(
 ) -> float:
     rows = rows_of(chosen, packing=options.memory.packing, context_tokens=options.context_tokens)
     sizes = [
-        RowSize(ordinal=place, sibling=0, tokens=sum(len(one.token_ids) for one in row))
+        RowSize(ordinal=place, sample=0, tokens=sum(len(one.token_ids) for one in row))
         for place, row in enumerate(rows)
     ]
     tokens = sum(one.counted for one in chosen)

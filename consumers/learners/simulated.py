@@ -87,9 +87,9 @@ class SimulatedLearner:
         self._sparse = _changed(self._sparse, self._weights)
         self._steps += 1
         tokens = float(sum(one.sampled for one in trajectories))
-        figures = {"loss": 0.0, "tokens": tokens, "trajectories": float(len(trajectories))}
+        metrics = {"loss": 0.0, "tokens": tokens, "trajectories": float(len(trajectories))}
         return StepResult(
-            figures=figures, contributions=_contributions(batch, settings), compute_s=0.0
+            metrics=metrics, contributions=_contributions(batch, settings), compute_s=0.0
         )
 
     def train_part(self, batch: TrainBatch, settings: Settings) -> None:

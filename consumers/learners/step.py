@@ -39,7 +39,7 @@ class Item:
     trajectory: Trajectory
     group: str
     ordinal: int
-    sibling: int
+    sample: int
     staleness: int
     advantage: float | None
     counted: int
@@ -52,16 +52,16 @@ class Item:
     minibatch: int = 0
     micro_batch: int | None = None
     """First one with some of its tokens."""
-    figures: RowFigures | None = None
+    metrics: RowFigures | None = None
     figured: int = 0
 
-    def note(self, figures: RowFigures, tokens: int, micro_batch: int) -> None:
+    def note(self, metrics: RowFigures, tokens: int, micro_batch: int) -> None:
         """Merge the metrics of a pass over some of its tokens."""
-        if self.figures is None or self.micro_batch is None:
-            self.figures, self.micro_batch = figures, micro_batch
+        if self.metrics is None or self.micro_batch is None:
+            self.metrics, self.micro_batch = metrics, micro_batch
         else:
-            pair = (self.figures, self.figured), (figures, tokens)
-            self.figures = joined_figures(pair)
+            pair = (self.metrics, self.figured), (metrics, tokens)
+            self.metrics = joined_figures(pair)
             self.micro_batch = min(self.micro_batch, micro_batch)
         self.figured += tokens
 
@@ -72,8 +72,8 @@ class Item:
 
     def divide_loss(self, divisor: int) -> None:
         """Divide the loss share by the mean's divisor, unknown before."""
-        if self.figures is not None:
-            self.figures = replace(self.figures, loss_share=self.figures.loss_share / divisor)
+        if self.metrics is not None:
+            self.metrics = replace(self.metrics, loss_share=self.metrics.loss_share / divisor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +159,9 @@ class Pass:
         """Return the computed tokens."""
         return sum(part.padded_tokens for part in self.parts)
 
-    def note(self, figures: Sequence[RowFigures]) -> None:
+    def note(self, metrics: Sequence[RowFigures]) -> None:
         """Store its units' metrics."""
-        for unit, one in zip(self.units, figures, strict=True):
+        for unit, one in zip(self.units, metrics, strict=True):
             unit.item.note(one, unit.counted, self.number)
 
 
@@ -185,13 +185,13 @@ def items_of(batch: TrainBatch, settings: StepSettings) -> list[list[Item]]:
 def _item(
     batch: TrainBatch, group: TrainGroup, trajectory: Trajectory, advantage: float | None
 ) -> Item:
-    _, ordinal, sibling = parse_trajectory_id(trajectory.trajectory)
+    _, ordinal, sample = parse_trajectory_id(trajectory.trajectory)
     contexts = counted_tokens(trajectory)
     return Item(
         trajectory=trajectory,
         group=group.group,
         ordinal=ordinal,
-        sibling=sibling,
+        sample=sample,
         staleness=batch.step - group.version,
         advantage=advantage,
         counted=sum(contexts),
@@ -275,7 +275,7 @@ def _packed(units: Sequence[Unit], settings: StepSettings) -> list[tuple[int, ..
     sizes = [
         RowSize(
             ordinal=unit.item.ordinal,
-            sibling=unit.item.sibling,
+            sample=unit.item.sample,
             tokens=unit.width,
             others=[row.tokens for row in unit.rows[1:]],
         )
@@ -299,7 +299,7 @@ def _part(lengths: Sequence[int], *, packing: Packing) -> Part:
 
 def _in_parts(unit: Unit, settings: StepSettings) -> Pass:
     limit, packing = settings.micro_batch_tokens, settings.packing
-    sizes = [RowSize(ordinal=0, sibling=0, tokens=row.tokens) for row in unit.rows]
+    sizes = [RowSize(ordinal=0, sample=0, tokens=row.tokens) for row in unit.rows]
     cut = [
         [unit.rows[at] for at in micro.rows]
         for micro in pack(sizes, padded_tokens_max=limit, packing=bool(packing))

@@ -91,7 +91,7 @@ class LearnerWithTeacher:
             return result
         return replace(
             result,
-            figures={**result.figures, **_teacher_kl(batch, column)},
+            metrics={**result.metrics, **_teacher_kl(batch, column)},
             contributions=[
                 {**row, TEACHER: column[row["trajectory"]]} for row in result.contributions
             ],

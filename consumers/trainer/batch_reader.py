@@ -11,8 +11,8 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from dora_pipe.bus.blobs import lost_blob
 from dora_pipe.bus.checks import check_reaches, record_bytes
-from dora_pipe.bus.claim_check import lost_claim
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch, TrainGroup
@@ -233,7 +233,7 @@ class BatchReader:
         try:
             headers = parse_headers(record.headers)
             parse_trajectory_id(headers.trajectory)
-            if lost := lost_claim(record):
+            if lost := lost_blob(record):
                 raise SchemaError(lost)
             sha256 = record_digest(record)
             if headers.run != self._run:
@@ -303,7 +303,7 @@ def committed_batch(
             with reader.meter.spend("codec"):
                 trajectories[taken.trajectory] = reader.view(at.record.value)
         except SchemaError as error:
-            why = lost_claim(at.record) or error.message
+            why = lost_blob(at.record) or error.message
             raise InvariantBroken(f"{who} cannot be read: {why}") from error
         sha256s[taken.trajectory] = record_digest(at.record)
     return batch_of(commit.step, commit.groups, trajectories, sha256s, parts=commit.parts)
@@ -369,12 +369,12 @@ def batch_of(
 def _group(
     group: TakenGroup, trajectories: Mapping[str, Trajectory], sha256s: Mapping[str, str] | None
 ) -> TrainGroup:
-    siblings = sorted(group.trajectories, key=lambda taken: taken.trajectory)
+    samples = sorted(group.trajectories, key=lambda taken: taken.trajectory)
     return TrainGroup(
         group=group.group,
         version=group.version,
         trajectories=[
-            with_reward(trajectories[taken.trajectory], group.rewards) for taken in siblings
+            with_reward(trajectories[taken.trajectory], group.rewards) for taken in samples
         ],
         places=[
             LoggedAt(
@@ -382,7 +382,7 @@ def _group(
                 offset=taken.offset,
                 sha256=taken.sha256 if sha256s is None else sha256s[taken.trajectory],
             )
-            for taken in siblings
+            for taken in samples
         ],
     )
 

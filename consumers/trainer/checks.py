@@ -120,8 +120,8 @@ def _wrong_identity(
         return f"it belongs to group {headers.group}"
     if headers.attempt != taken.attempt:
         return f"the record there is of attempt {headers.attempt}, not {taken.attempt}"
-    if headers.epoch != taken.epoch:
-        return f"the record there is of role epoch {headers.epoch}, not {taken.epoch}"
+    if headers.incarnation != taken.incarnation:
+        return f"the record there is of incarnation {headers.incarnation}, not {taken.incarnation}"
     return ""
 
 

@@ -18,8 +18,8 @@ from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import TakeBatch, TakePart
 
 CHANGED_SHARE: Final = "changed_share"
-PATCH_SHARE: Final = "patch_share"
-OF_PATCHES: Final = frozenset({CHANGED_SHARE, PATCH_SHARE})
+DELTA_SHARE: Final = "delta_share"
+OF_DELTAS: Final = frozenset({CHANGED_SHARE, DELTA_SHARE})
 """Storage metrics: changed share of the weights, delta bytes relative to a full checkpoint."""
 
 
@@ -42,7 +42,7 @@ class CommitHistory:
     """Committed steps, contiguous from 0."""
 
     run_started: RunStarted | None = None
-    role_epoch: int = -1
+    incarnation: int = -1
     """Newest trainer incarnation, or -1."""
     notes: list[CommitNote] = field(default_factory=list)
     decisions_next: int = 0

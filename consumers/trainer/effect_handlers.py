@@ -287,7 +287,7 @@ class EffectHandlers:
         yield StepTrained(
             step=effect.step,
             attempt=effect.attempt,
-            figures=result.figures,
+            metrics=result.metrics,
             compute_s=result.compute_s,
         )
 
@@ -319,7 +319,7 @@ class EffectHandlers:
             contributions=contributions,
             checkpoint=checkpoint,
             whole=version.whole,
-            patch=version.patch,
+            delta=version.delta,
             changed_share=version.change.share if version.change else 0.0,
             fallbacks=self._store.fallbacks.take(),
         )
@@ -350,7 +350,7 @@ class EffectHandlers:
         try:
             for digest in effect.weights:
                 self._store.drop_weights(digest)
-                self._store.drop_patch(digest)
+                self._store.drop_delta(digest)
             for sha256 in effect.optimizers:
                 self._store.drop_blob("optimizer", sha256)
         except ResourceError as error:

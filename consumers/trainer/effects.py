@@ -126,7 +126,7 @@ class StepTrained:
 
     step: int
     attempt: int
-    figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     compute_s: float
 
 
@@ -140,7 +140,7 @@ class PolicyPublished:
     contributions: Blob
     checkpoint: Blob | None
     whole: bool = True
-    patch: Blob | None = None
+    delta: Blob | None = None
     changed_share: float = 0.0
     """Share of the weights in the delta."""
     fallbacks: tuple[Fallback, ...] = ()

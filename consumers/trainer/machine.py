@@ -34,7 +34,7 @@ from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.config.logged import MINIBATCHES, REFERENCE
 from dora_pipe.consumers.trainer.commits import (
     CHANGED_SHARE,
-    PATCH_SHARE,
+    DELTA_SHARE,
     CommitHistory,
     droppable,
     files_of,
@@ -65,7 +65,7 @@ from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
 from dora_pipe.schemas.dead_letter import encode_dead_letter
 from dora_pipe.schemas.metrics import Cost, TrainerStatus
-from dora_pipe.schemas.rounds import EpochGuard, StopRun, TakeBatch, TakePart
+from dora_pipe.schemas.rounds import IncarnationGuard, StopRun, TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.transfers.port import weights_url
@@ -83,7 +83,7 @@ class TrainerSetup:
     """Settings of an incarnation."""
 
     topics: Topics
-    role_epoch: int
+    incarnation: int
     checkpoint_every: int
     heartbeat_ns: int
     keep_every: int = 0  # in checkpoints; 0 keeps all
@@ -139,7 +139,7 @@ class TrainerMachine:
         self._setup = setup
         self._cost = cost
         self._cached = cached
-        self._guard = EpochGuard()
+        self._guard = IncarnationGuard()
         self._taken: dict[int, _Taken] = {}  # newest attempt by step
         self._parts: dict[int, _StepParts] = {}
         self._part_in_work = False
@@ -228,7 +228,7 @@ class TrainerMachine:
         adopted = WeightsAdopted(
             at_ns=now.wall_ns,
             step=event.step,
-            role_epoch=self._setup.role_epoch,
+            incarnation=self._setup.incarnation,
             digest_committed=event.digest_committed,
             digest_replayed=event.digest_replayed,
             why=event.why,
@@ -251,7 +251,7 @@ class TrainerMachine:
                 at_ns=now.wall_ns,
                 step=event.step,
                 attempt=event.attempt,
-                role_epoch=self._setup.role_epoch,
+                incarnation=self._setup.incarnation,
                 offenders=event.offenders,
             )
             self._refused = (event.step, event.attempt)
@@ -403,14 +403,14 @@ class TrainerMachine:
             at_ns=now.wall_ns,
             step=decision.step,
             attempt=decision.attempt,
-            role_epoch=self._setup.role_epoch,
+            incarnation=self._setup.incarnation,
             groups=decision.groups,
             batch_digest=batch_digest(decision.groups),
             digest_before=self.history.digest_of(decision.step),
             digest_after=event.manifest.digest,
             policy=event.manifest,
             contributions=event.contributions,
-            figures={**self._trained.figures, **_of_patch(event)},
+            metrics={**self._trained.metrics, **_of_delta(event)},
             settings=decision.settings,
             numerics=dict(self._numerics),
             parts=decision.parts,
@@ -424,7 +424,7 @@ class TrainerMachine:
                 self.history, event.checkpoint, decision.pins, self._setup.keep_every
             ),
             whole=event.whole,
-            patch=event.patch,
+            delta=event.delta,
             fallbacks=event.fallbacks,
         )
 
@@ -479,7 +479,7 @@ class TrainerMachine:
             at_ns=now.wall_ns,
             waits=present,
             cost=self._cost(),
-            role_epoch=self._setup.role_epoch,
+            incarnation=self._setup.incarnation,
             step=step,
             phase=f"part {self._parts[step].begun - 1}" if self.phase == "part" else self.phase,
             cached_records=gauges.records,
@@ -490,11 +490,11 @@ class TrainerMachine:
         self._out.publish += self._schedule.publish(status, to, now.mono_ns)
 
 
-def _of_patch(event: PolicyPublished) -> dict[str, float]:
-    if event.patch is None:
+def _of_delta(event: PolicyPublished) -> dict[str, float]:
+    if event.delta is None:
         return {}
-    share = event.patch.bytes / max(1, event.manifest.bytes)
-    return {CHANGED_SHARE: event.changed_share, PATCH_SHARE: share}
+    share = event.delta.bytes / max(1, event.manifest.bytes)
+    return {CHANGED_SHARE: event.changed_share, DELTA_SHARE: share}
 
 
 _HANDLERS: Final[Mapping[type, Callable[[TrainerMachine, Any, Now], None]]] = {

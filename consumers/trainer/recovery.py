@@ -35,7 +35,7 @@ def read_history(bus: Bus, topics: Topics, clock: Clock) -> CommitHistory:
             if history.run_started is None:
                 history.run_started = decoded
         elif isinstance(decoded, RoleStarted) and decoded.role == "trainer":
-            history.role_epoch = max(history.role_epoch, decoded.role_epoch)
+            history.incarnation = max(history.incarnation, decoded.incarnation)
         elif isinstance(decoded, VersionsDropped):
             history.kept.difference_update(decoded.versions)
         elif isinstance(decoded, StepCommitted) and not history.add(record.offset, decoded):

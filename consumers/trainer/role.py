@@ -124,8 +124,8 @@ def run_trainer(
                 adopt=adopt,
                 transfers=transfers,
             )
-            role_epoch = _announce(writer, topics, history, clock)
-            _serve(here, bus, writer, history, role_epoch, meter, stop)
+            incarnation = _announce(writer, topics, history, clock)
+            _serve(here, bus, writer, history, incarnation, meter, stop)
 
 
 def handlers_setup(
@@ -154,13 +154,13 @@ def _serve(
     bus: Bus,
     writer: Writer,
     history: CommitHistory,
-    role_epoch: int,
+    incarnation: int,
     meter: Meter,
     stop: Callable[[], bool],
 ) -> None:
     port = ThreadPort(_opener(here, history), meter)
     setup = trainer_setup(
-        here.config, here.run, topics=here.topics, role_epoch=role_epoch, transfers=here.transfers
+        here.config, here.run, topics=here.topics, incarnation=incarnation, transfers=here.transfers
     )
     with closing(port), closing(BackgroundWriter(bus.writer())) as status:
         machine = TrainerMachine(setup, history, cost=meter.cost, cached=port.cached)
@@ -227,19 +227,19 @@ def _make(here: _Trainer) -> Learner:
 
 
 def _announce(writer: Writer, topics: Topics, history: CommitHistory, clock: Clock) -> int:
-    role_epoch = history.role_epoch + 1
+    incarnation = history.incarnation + 1
     started = RoleStarted(
         at_ns=clock.wall_ns(),
         role="trainer",
-        role_epoch=role_epoch,
+        incarnation=incarnation,
         instance=uuid.uuid4().hex,
         host=platform.node(),
         pid=os.getpid(),
         package=__version__,
     )
     writer.append([Append(topic=topics.control, key=KEY, value=encode(started))])
-    LOG.info("trainer started, role epoch %d, step %d is next", role_epoch, history.next_step)
-    return role_epoch
+    LOG.info("trainer started, incarnation %d, step %d is next", incarnation, history.next_step)
+    return incarnation
 
 
 def _config_of(run: RunStarted, local: Config | None) -> Config:

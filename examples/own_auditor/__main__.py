@@ -57,12 +57,12 @@ def audit(directory: Path) -> tuple[Ledger, Counter[str]]:
 
 
 def report(ledger: Ledger, standings: Counter[str]) -> str:
-    fates = Counter(group.fate or "open" for group in ledger.groups.values())
+    outcomes = Counter(group.outcome or "open" for group in ledger.groups.values())
     told = {
         "run": f"{ledger.started['run']} ({'finished' if ledger.stopped else 'not finished'})",
         "steps": len(ledger.commits),
         "rounds": ledger.rounds,
-        "groups": ", ".join(f"{count} {fate}" for fate, count in sorted(fates.items())),
+        "groups": ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items())),
         "records": ", ".join(f"{count} {what}" for what, count in sorted(standings.items())),
         "compared": ledger.findings.looked,
         "findings": len(ledger.findings.lines),

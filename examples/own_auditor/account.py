@@ -16,11 +16,11 @@ from digests import chain_of, config_digest, derive, prompt_of
 from findings import Findings
 from log import Json, Record, key_of
 
-Placement = tuple[int, str, int]  # attempt, worker, epoch
+Placement = tuple[int, str, int]  # attempt, worker, incarnation
 Place = tuple[int, int]  # partition, offset
 
 
-TAKEN = ("attempt", "epoch", "partition", "offset", "sha256")
+TAKEN = ("attempt", "incarnation", "partition", "offset", "sha256")
 
 RUN_STOPPED = "the run stopped"
 """Prefix of a worker's reason after `stop-run`."""
@@ -47,7 +47,7 @@ class Group:
     spec: Json
     requests: dict[str, Request]
     at_ns: int = 0
-    fate: str = ""
+    outcome: str = ""
     together: bool = False
     asked: list[Placement] = field(default_factory=list)
     asking: Placement | None = None
@@ -61,7 +61,7 @@ class Group:
         """Return the outcome of open trajectories that it does not wait for."""
         valid = sum(one["reward"] is not None for one in self.results)
         full = self.spec.get("spare", 0) and valid >= self.spec["size"]
-        return "expired" if self.expired else "surplus" if full else ""
+        return "expired" if self.expired else "redundant" if full else ""
 
     @property
     def results(self) -> list[Json]:
@@ -99,12 +99,12 @@ class Ledger:
         self.at = -1  # offset of the current round
         self.chain = "0" * 64
         self.now_ns = 0
-        self.role_epochs = {"orchestrator": -1, "trainer": -1}
-        self.announced: set[int] = set()  # role epochs of orchestrators
-        self.wrote: set[int] = set()  # role epochs of rounds
+        self.incarnations = {"orchestrator": -1, "trainer": -1}
+        self.announced: set[int] = set()  # incarnations of orchestrators
+        self.wrote: set[int] = set()  # incarnations of rounds
         self.workers: dict[int, str] = {}  # incarnations that are in
         self.joined: dict[int, str] = {}  # all incarnations
-        self.elastic: set[int] = set()  # sleep during a step
+        self.colocated: set[int] = set()  # sleep during a step
         self.assigned: set[tuple[int, int]] = set()  # incarnation, version
         self.fenced: set[int] = set()
         self.groups: dict[str, Group] = {}
@@ -133,12 +133,12 @@ class Ledger:
             self.fact(one)
         who, findings = f"round {round_['ordinal']}", self.findings
         findings.same("rounds", who, "ordinal", self.rounds, round_["ordinal"])
-        newest = self.role_epochs["orchestrator"]
+        newest = self.incarnations["orchestrator"]
         if round_.get("decisions"):
-            findings.same("rounds", who, "role epoch", newest, round_["role_epoch"])
-        findings.holds("rounds", who, "role epoch is over", round_["role_epoch"] >= newest)
+            findings.same("rounds", who, "incarnation", newest, round_["incarnation"])
+        findings.holds("rounds", who, "incarnation is over", round_["incarnation"] >= newest)
         findings.same("rounds", who, "key", b"", record.key)
-        self.wrote.add(round_["role_epoch"])
+        self.wrote.add(round_["incarnation"])
         findings.holds("rounds", who, "time goes back", round_["now_ns"] >= self.now_ns)
         chain = chain_of(self.chain, control, record.value)
         findings.same("rounds", who, "chain", chain, round_.get("chain"))
@@ -188,59 +188,63 @@ class Ledger:
         self.bound.start(fact["config"])
 
     def _role_started(self, fact: Json) -> None:
-        self.role_epochs[fact["role"]] = fact["role_epoch"]
+        self.incarnations[fact["role"]] = fact["incarnation"]
         if fact["role"] == "orchestrator":
-            self.announced.add(fact["role_epoch"])
+            self.announced.add(fact["incarnation"])
 
     def _worker_joined(self, fact: Json) -> None:
         if fact["assets_digest"] != self.started["assets_digest"]:
             return
-        for epoch in [epoch for epoch, name in self.workers.items() if name == fact["worker"]]:
-            self._out(epoch, fault=True)
+        for incarnation in [
+            incarnation for incarnation, name in self.workers.items() if name == fact["worker"]
+        ]:
+            self._out(incarnation, fault=True)
         self.workers[fact["at"]] = self.joined[fact["at"]] = fact["worker"]
-        if fact.get("elastic"):
-            self.elastic.add(fact["at"])
+        if fact.get("colocated"):
+            self.colocated.add(fact["at"])
 
     def _worker_left(self, fact: Json) -> None:
         stopped = self.stopped or not fact["reason"].startswith(RUN_STOPPED)
-        joined = self.joined.get(fact["epoch"])
+        joined = self.joined.get(fact["incarnation"])
         self.findings.same("control", f"control:{fact['at']}", "who joined", joined, fact["worker"])
         why = "left because the run stopped, but no decision stopped it"
         self.findings.holds("control", fact["worker"], why, stopped)
-        self._out(fact["epoch"], fault=False)
+        self._out(fact["incarnation"], fault=False)
 
     def _fence(self, decision: Json) -> None:
-        self._out(decision["epoch"], fault=True)
+        self._out(decision["incarnation"], fault=True)
 
-    def _out(self, epoch: int, *, fault: bool) -> None:
-        if self.workers.pop(epoch, None) is None:
+    def _out(self, incarnation: int, *, fault: bool) -> None:
+        if self.workers.pop(incarnation, None) is None:
             return
         if fault:
-            self.fenced.add(epoch)
+            self.fenced.add(incarnation)
         for name, request in list(self.running.items()):
-            if request.placement is not None and request.placement[2] == epoch:
+            if request.placement is not None and request.placement[2] == incarnation:
                 self._lose(name, fault=fault)
         for group in list(self.asking.values()):
-            if group.asking is not None and group.asking[2] == epoch:
+            if group.asking is not None and group.asking[2] == incarnation:
                 self._not_scored(group, fault=fault)
 
     # Versions of workers
 
     def _assign(self, decision: Json) -> None:
-        self.assigned.add((decision["epoch"], decision["version"]))
+        self.assigned.add((decision["incarnation"], decision["version"]))
         self._published(decision, f"assign to {decision['worker']}")
 
     def _worker_ready(self, fact: Json) -> None:
         who = f"{fact['worker']} at control:{fact['at']}"
-        self.findings.same("control", who, "joined", self.joined.get(fact["epoch"]), fact["worker"])
-        assigned = (fact["epoch"], fact["version"]) in self.assigned
+        self.findings.same(
+            "control", who, "joined", self.joined.get(fact["incarnation"]), fact["worker"]
+        )
+        assigned = (fact["incarnation"], fact["version"]) in self.assigned
         self.findings.holds("control", who, "has what no decision assigned", assigned)
         self._published(fact, who)
 
     def _published(self, record: Json, who: str) -> None:
         if record["version"] == ASLEEP:
             self.findings.holds(
-                "C1", who, "sleeps, not being elastic", record["epoch"] in self.elastic
+                "C1", who, "sleeps, not being colocated", record["incarnation"] in self.colocated
             )
             self.findings.same("C1", who, "weights of one asleep", "", record["digest"])
             return
@@ -333,25 +337,29 @@ class Ledger:
 
     def _end(self, decision: Json) -> None:
         name = decision["group"]
-        self.fate(name, decision["fate"])
+        self.outcome(name, decision["outcome"])
         for trajectory in self.groups[name].requests if name in self.groups else ():
             self._ended(trajectory)
         self.bound.leave(name)
 
-    def fate(self, name: str, fate: str) -> None:
+    def outcome(self, name: str, outcome: str) -> None:
         group = self.groups.get(name)
         if group is None:
-            self.findings.add("C2", name, f"is {fate} but was never dispatched")
+            self.findings.add("C2", name, f"is {outcome} but was never dispatched")
             return
-        once = f"has two fates: {group.fate} and {fate}"
-        self.findings.holds("C2", name, once, not group.fate)
-        group.fate = fate
+        once = f"has two outcomes: {group.outcome} and {outcome}"
+        self.findings.holds("C2", name, once, not group.outcome)
+        group.outcome = outcome
 
     # Requests
 
     def _place(self, decision: Json) -> None:
-        name, epoch, worker = decision["spec"]["group"], decision["epoch"], decision["worker"]
-        in_ = self.workers.get(epoch) == worker
+        name, incarnation, worker = (
+            decision["spec"]["group"],
+            decision["incarnation"],
+            decision["worker"],
+        )
+        in_ = self.workers.get(incarnation) == worker
         for sibling, attempt, *_ in decision["siblings"]:
             who = f"{name}-{sibling:03d}"
             request = self.groups[name].requests[who]
@@ -359,7 +367,7 @@ class Ledger:
             self.findings.same("decisions", who, "attempt", len(request.placements) + 1, attempt)
             self.findings.holds("decisions", who, "is placed while it runs or has ended", free)
             self.findings.holds("decisions", who, f"is placed on {worker}, which is out", in_)
-            request.placement = attempt, worker, epoch
+            request.placement = attempt, worker, incarnation
             request.placements.append(request.placement)
             self.running[who] = request
 
@@ -390,7 +398,7 @@ class Ledger:
             self.groups[seen["group"]],
             self.started["config"]["rollout"]["group_timeout_s"],
         )
-        generates = not (group.fate or group.closed) and not all(
+        generates = not (group.outcome or group.closed) and not all(
             one.over for one in group.requests.values()
         )
         early = self.now_ns - group.at_ns < int(most * 1e9)
@@ -404,7 +412,7 @@ class Ledger:
         requests = list(enumerate(group.requests.items()))
         left = [place for place, (_, one) in requests if one.cancelled or not one.over]
         self.findings.same("decisions", name, "siblings left", left, decision["siblings"])
-        self.findings.same("decisions", name, "their fate", group.closed, decision["fate"])
+        self.findings.same("decisions", name, "their outcome", group.closed, decision["outcome"])
         for place, (trajectory, one) in requests:
             if place in left:
                 cancelled = f"{trajectory} runs and was not cancelled"
@@ -412,7 +420,7 @@ class Ledger:
                 self._ended(trajectory)
 
     def _trajectories_logged(self, fact: Json) -> None:
-        common = {name: fact[name] for name in ("worker", "epoch", "version", "digest")}
+        common = {name: fact[name] for name in ("worker", "incarnation", "version", "digest")}
         for one in fact["trajectories"]:
             self._entry(one | common)
 
@@ -426,10 +434,10 @@ class Ledger:
         if group is None or name not in group.requests:
             self.findings.add("control", name, "is logged but was never dispatched")
             return
-        named = (entry["attempt"], entry["worker"], entry["epoch"])
+        named = (entry["attempt"], entry["worker"], entry["incarnation"])
         placed = named in group.requests[name].placements
         self.findings.holds("control", name, f"is logged by {named}, placed by nobody", placed)
-        standing = "fenced" if entry["epoch"] in self.fenced else "superseded"
+        standing = "fenced" if entry["incarnation"] in self.fenced else "superseded"
         request = self._placed(entry, entry)
         if request is not None:
             standing, request.counts = "counts", entry
@@ -441,7 +449,7 @@ class Ledger:
     def _placed(self, writer: Json, what: Json) -> Request | None:
         """Return the open request of an event."""
         request = self.running.get(what["trajectory"])
-        named = (what["attempt"], writer["worker"], writer["epoch"])
+        named = (what["attempt"], writer["worker"], writer["incarnation"])
         if request is None or request.placement != named:
             return None
         return None if self.groups[what["trajectory"].rpartition("-")[0]].closed else request
@@ -471,12 +479,12 @@ class Ledger:
     def _score_group(self, decision: Json) -> None:
         name, findings = decision["spec"]["group"], self.findings
         group, names = self.groups[name], ("trajectory", *TAKEN)
-        asked = decision["attempt"], decision["worker"], decision["epoch"]
-        free = group.waits and group.asking is None and not group.fate
+        asked = decision["attempt"], decision["worker"], decision["incarnation"]
+        free = group.waits and group.asking is None and not group.outcome
         findings.holds("decisions", name, "is scored without need", free)
         over = bool(group.closed) or all(one.over for one in group.requests.values())
         findings.holds("decisions", name, "is scored before its siblings have ended", over)
-        in_ = self.workers.get(decision["epoch"]) == decision["worker"]
+        in_ = self.workers.get(decision["incarnation"]) == decision["worker"]
         findings.holds("decisions", name, "is scored by who is out", in_)
         findings.same("decisions", name, "attempt", len(group.asked) + 1, decision["attempt"])
         valid = [one for one in group.results if one["reward"] is not None]
@@ -489,10 +497,10 @@ class Ledger:
 
     def _group_scored(self, fact: Json) -> None:
         group = self.groups[fact["group"]]
-        named = fact["attempt"], fact["worker"], fact["epoch"]
+        named = fact["attempt"], fact["worker"], fact["incarnation"]
         asked = f"is scored by {named}, asked by nobody"
         self.findings.holds("control", fact["group"], asked, named in group.asked)
-        if group.asking != named or group.fate:
+        if group.asking != named or group.outcome:
             return
         if fact.get("error"):
             self._not_scored(group, fault=True, final=not fact.get("retryable", False))
@@ -548,8 +556,8 @@ class Ledger:
         taken, trained = self.takes[key].get("parts", []), fact.get("parts", [])
         self.findings.same("batches", f"step {step}", "was trained in parts", taken, trained)
         for one in fact["groups"]:
-            self.fate(one["group"], "trained")
-        self.commits[step] = fact | {"trainer": self.role_epochs["trainer"]}
+            self.outcome(one["group"], "trained")
+        self.commits[step] = fact | {"trainer": self.incarnations["trainer"]}
         self.versions[step + 1] = fact["policy"]
         self.dropped.update(fact.get("dropped", []))
 
@@ -562,4 +570,4 @@ class Ledger:
     def _stop_run(self, decision: Json) -> None:
         self.stopped = True
         for name, group in self.groups.items():
-            self.findings.holds("C2", name, "is open although the run stopped", bool(group.fate))
+            self.findings.holds("C2", name, "is open although the run stopped", bool(group.outcome))

@@ -34,7 +34,7 @@ def check_commits(ledger: Ledger) -> None:
     for step, fact in ledger.commits.items():
         same, who = ledger.findings.same, f"step {step}"
         take, policy = ledger.takes[step, fact["attempt"]], fact["policy"]
-        same("steps", who, "trainer's role epoch", fact["trainer"], fact["role_epoch"])
+        same("steps", who, "trainer's incarnation", fact["trainer"], fact["incarnation"])
         before = ledger.versions.get(step, {}).get("digest")
         same("steps", who, "weights that it begins with", before, fact["digest_before"])
         same("steps", who, "weights that it leaves", fact["digest_after"], policy["digest"])
@@ -102,17 +102,20 @@ def check_trajectories(ledger: Ledger, records: Iterable[Record], store: Path) -
 def _trained(ledger: Ledger, known: Logged | None) -> bool:
     if known is None:
         return False
-    return ledger.groups[known.entry["trajectory"].rpartition("-")[0]].fate == "trained"
+    return ledger.groups[known.entry["trajectory"].rpartition("-")[0]].outcome == "trained"
 
 
 def _standing(ledger: Ledger, headers: dict[str, str]) -> str:
     """Return the standing of an unlogged record."""
-    group, epoch = ledger.groups.get(headers.get("group", "")), int(headers.get("epoch", -1))
-    if epoch in ledger.fenced:
+    group, incarnation = (
+        ledger.groups.get(headers.get("group", "")),
+        int(headers.get("incarnation", -1)),
+    )
+    if incarnation in ledger.fenced:
         return "fenced"
     request = group.requests.get(headers.get("trajectory", "")) if group else None
     known = request is not None and request.counts is not None
-    return "superseded" if known or epoch not in ledger.workers else "pending"
+    return "superseded" if known or incarnation not in ledger.workers else "pending"
 
 
 def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
@@ -126,7 +129,7 @@ def _check_record(ledger: Ledger, record: Record, logged: Logged) -> None:
     findings.same("records", who, "bytes", entry["bytes"], len(record.value))
     findings.same("records", who, "key", spec["group"], record.key.decode(errors="replace"))
     findings.same("records", who, "partition", spec["partition"], record.partition)
-    for what in ("trajectory", "attempt", "worker", "epoch", "version", "digest", "reward"):
+    for what in ("trajectory", "attempt", "worker", "incarnation", "version", "digest", "reward"):
         check = "C1" if what in ("version", "digest") else "records"
         findings.same(check, who, f"{what} logged", entry[what], headers.get(what))
     findings.same("records", who, "tokens logged", entry["tokens"], headers.get("sampled"))
@@ -163,14 +166,22 @@ def _repeated(parts: Json) -> Json:
 
 
 def _numbers(headers: dict[str, str]) -> Json:
-    integers = {"attempt", "version", "deadline", "epoch", "tokens", "sampled", "schema_version"}
+    integers = {
+        "attempt",
+        "version",
+        "deadline",
+        "incarnation",
+        "tokens",
+        "sampled",
+        "schema_version",
+    }
     found: Json = {name: int(text) if name in integers else text for name, text in headers.items()}
     return found | {"reward": float(headers["reward"]) if headers.get("reward") else None}
 
 
 def _said_by(row: Json) -> Json:
     meta = row["meta"]
-    names = ("run", "group", "attempt", "deadline", "worker", "epoch", "schema_version")
+    names = ("run", "group", "attempt", "deadline", "worker", "incarnation", "schema_version")
     return {name: meta[name] for name in names} | {
         "trajectory": row["trajectory"],
         "version": row["version"],
@@ -186,7 +197,7 @@ def _check_value(ledger: Ledger, who: str, spec: Json, row: Json) -> None:
     for what in ("purpose", "dataset_digest", "index", "data_epoch", "task", "evaluation"):
         findings.same("records", who, what, spec.get(what, ""), meta.get(what, ""))
     findings.same("records", who, "group_size", spec["size"], meta["group_size"])
-    seed = derive("trajectory", spec["seed"], meta["sibling"])
+    seed = derive("trajectory", spec["seed"], meta["sample"])
     findings.same("records", who, "seed", seed, meta["seed"])
     present = [one is not None for one in row["logprobs"]]
     findings.same("records", who, "log-probs where sampled", [one == 1 for one in mask], present)
@@ -280,7 +291,7 @@ def check_cut(ledger: Ledger, control: list[Record], folded: int) -> None:
     """Check that no round folds missing control records."""
     end = control[-1].offset + 2 if control else 0
     strange = sorted(ledger.wrote - ledger.announced)
-    ledger.findings.same("rounds", "the run", "role epochs that nobody announced", [], strange)
+    ledger.findings.same("rounds", "the run", "incarnations that nobody announced", [], strange)
     ledger.findings.holds(
         "rounds", "the last round", f"folds control to {folded}, which ends at {end}", folded <= end
     )

@@ -104,10 +104,10 @@ def buried(log: sqlite3.Connection, topic: str) -> set[tuple[str, int, int]]:
 
 def whole(record: Record, store: Path) -> Record:
     """Load the value from its blob, if there is one."""
-    claim = record.headers.get("claim")
-    if claim is None or record.value:
+    blob = record.headers.get("blob")
+    if blob is None or record.value:
         return record
-    path = store / "claims" / claim
+    path = store / "blobs" / blob
     return record._replace(value=path.read_bytes() if path.exists() else b"")
 
 

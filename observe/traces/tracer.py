@@ -68,7 +68,7 @@ def sampled_because(run: RunFacts, ended: GroupEnded, ratio: float, *, slow: boo
         return "all"
     requests = ended.group.requests.values()
     outcomes = {attempt.outcome for request in requests for attempt in request.attempts}
-    if ended.fate == "failed" or outcomes & {"failed", "fenced"}:
+    if ended.outcome == "failed" or outcomes & {"failed", "fenced"}:
         return "failed"
     if any(request.moved for request in requests):
         return "migrated"

@@ -82,9 +82,9 @@ class Tracker(ABC):
             self.before = self.rows = self._open(run)
         return self.rows
 
-    def step(self, step: int, figures: Mapping[str, float], *, at_ns: int) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], *, at_ns: int) -> None:
         """Add a row; `at_ns` is wall clock. Raises ResourceError."""
-        self._write(step, figures, at_ns)
+        self._write(step, metrics, at_ns)
         self.rows += 1
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Tracker(ABC):
     def _open(self, run: TrackedRun) -> int: ...
 
     @abstractmethod
-    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None: ...
+    def _write(self, step: int, metrics: Mapping[str, float], at_ns: int) -> None: ...
 
 
 class TensorBoardTracker(Tracker):
@@ -135,9 +135,9 @@ class TensorBoardTracker(Tracker):
         self._add(wall_time=run.started_ns / 1e9, summary=self._summary.text(CONFIG, block))
         return 0
 
-    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None:
+    def _write(self, step: int, metrics: Mapping[str, float], at_ns: int) -> None:
         value = self._summary.Summary.Value
-        values = [value(tag=name, simple_value=one) for name, one in sorted(figures.items())]
+        values = [value(tag=name, simple_value=one) for name, one in sorted(metrics.items())]
         summary = self._summary.Summary(value=values)
         self._add(wall_time=at_ns / 1e9, step=step, summary=summary)
 
@@ -201,9 +201,9 @@ class WandbTracker(Tracker):
             return self._checkpoint.read() or 0
         return int(self._run.starting_step)
 
-    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None:
+    def _write(self, step: int, metrics: Mapping[str, float], at_ns: int) -> None:
         try:
-            self._run.log({STEP: step, **figures}, step=self.rows, commit=True)
+            self._run.log({STEP: step, **metrics}, step=self.rows, commit=True)
         except self._wandb.Error as error:
             raise ResourceError(f"W&B: {error}") from None
         self._checkpoint.write(self.rows + 1)

@@ -30,7 +30,7 @@ SHARES: Final = {"step": 0.22, "group": 0.22, "version": 0.06, "trajectory": 0.3
 STEPS_MAX: Final = 120
 GROUPS_MAX: Final = 8
 OTHERS_MAX: Final = 200
-SIBLINGS_MAX: Final = 2
+SAMPLES_MAX: Final = 2
 ROWS_MAX: Final = 6000
 DECISIONS_MAX: Final = 4000
 VERSIONS_MAX: Final = 400
@@ -76,7 +76,7 @@ def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
     room = _Room({kind: int(share * FILE_BYTES_MAX) for kind, share in SHARES.items()})
     for name in ("run", "overview", "mismatch", "health"):
         room.put(name, worker.ask(Query(path=(name,), fields={})))
-    chosen, siblings = worker.work(_chosen)
+    chosen, samples = worker.work(_chosen)
     for name, listed in worker.work(lambda view: _lists(view, chosen)).items():
         room.put(name, listed)
     steps, newest = worker.work(lambda view: (view.steps(), view.version))
@@ -84,7 +84,7 @@ def export_file(worker: QueryWorker, path: Path) -> ExportedFile:
     _offer(worker, "version", [str(one) for one in spaced(range(newest + 1), VERSIONS_MAX)], room)
     with _narrowed(worker, chosen):
         _offer(worker, "group", chosen, room)
-        _offer(worker, "trajectory", siblings, room)
+        _offer(worker, "trajectory", samples, room)
     page = file_of(msgspec.json.encode({"pages": room.pages}))
     unfinished = path.with_name(f".{path.name}.tmp")
     try:
@@ -136,16 +136,16 @@ def _chosen(view: RunView) -> tuple[list[str], list[str]]:
         [step for step, _ in spaced(view.steps(), STEPS_MAX)],
         GROUPS_MAX,
     )
-    siblings = view.rows(
+    samples = view.rows(
         """select trajectory_id from trajectories t join groups g using (group_id)
            where group_id in (select unnest(?::varchar[]))
            qualify row_number() over (
                partition by group_id order by t.tokens desc nulls last, sample) <= ?
            order by dispatched_ns desc, group_id, t.tokens desc nulls last, sample""",
         groups,
-        SIBLINGS_MAX,
+        SAMPLES_MAX,
     )
-    return groups, [name for (name,) in siblings]
+    return groups, [name for (name,) in samples]
 
 
 def _names(view: RunView, source: str, *values: Any) -> list[str]:
@@ -154,11 +154,11 @@ def _names(view: RunView, source: str, *values: Any) -> list[str]:
 
 def _lists(view: RunView, chosen: list[str]) -> dict[str, Any]:
     """Return the included rows; `of` is their number in the run."""
-    siblings = view.rows(
+    samples = view.rows(
         "select trajectory_id from trajectories where group_id in (select unnest(?::varchar[]))",
         chosen,
     )
-    inside = [name for (name,) in siblings]
+    inside = [name for (name,) in samples]
     newest = tables.DECISIONS.rows(view, limit=DECISIONS_MAX)
     return {
         "steps": _listed(view, tables.STEPS, tables.STEPS.rows(view)),

@@ -28,9 +28,9 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
     """
     last_s = (view.last_ns - view.first_ns) / 1e9
     low, high = from_s or 0.0, last_s if until_s is None else until_s
-    hosted: dict[str, list[list[float]]] = {}
+    served: dict[str, list[list[float]]] = {}
     for worker, piece in _pieces(view, low, high):
-        hosted.setdefault(worker, []).append(piece)
+        served.setdefault(worker, []).append(piece)
     workers: dict[str, dict[str, list[Any]]] = {}
     for name, gone_ns, why in view.rows(
         """select worker, gone_ns,
@@ -43,7 +43,7 @@ def timeline(view: RunView, from_s: float | None = None, until_s: float | None =
     per_row = PIECES_MAX // max(1, len(workers))
     narrow_s = (high - low) / max(1, per_row)
     rows = [
-        {"worker": name, "pieces": merged(hosted.get(name, []), per_row, narrow_s), **row}
+        {"worker": name, "pieces": merged(served.get(name, []), per_row, narrow_s), **row}
         for name, row in workers.items()
     ]
     out = {"from": low, "until": high, "rows": rows}
@@ -97,7 +97,7 @@ def _window(view: RunView, low: float, high: float) -> tuple[float, float]:
 
 
 def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[float]]]:
-    """Return [from, ready, until, version] of every hosting that overlaps the window, by worker."""
+    """Return [from, ready, until, version] of every serving that overlaps the window, by worker."""
     found = view.rows(
         f"""with loads as (
                select incarnation, h.worker, version, ready_ns,

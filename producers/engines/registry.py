@@ -131,9 +131,9 @@ def capabilities(engine: Engine, *, moves: bool) -> tuple[str, ...]:
 
 
 def check_capabilities(
-    engine: Engine, config: Config, assets: Path | None = None, *, elastic: bool = False
+    engine: Engine, config: Config, assets: Path | None = None, *, colocated: bool = False
 ) -> None:
-    """Raise ConfigError for a capability that the run, a colocated worker (`elastic`) or the model
+    """Raise ConfigError for a capability that the run, a colocated worker (`colocated`) or the model
     needs and the engine lacks."""
     if assets is not None and unassigned_ids(assets) and UNASSIGNED_LEFT_OUT not in engine.declares:
         raise ConfigError(
@@ -141,10 +141,10 @@ def check_capabilities(
             " them",
             hint=f"an engine that never does declares {UNASSIGNED_LEFT_OUT} (docs/engines.md)",
         )
-    if elastic and SLEEP not in engine.declares:
+    if colocated and SLEEP not in engine.declares:
         raise ConfigError(
             f"workers.colocated: engine {engine.name} cannot let go of its weights between steps",
-            hint="workers.engine = torch or vllm, or a run without elastic workers",
+            hint="workers.engine = torch or vllm, or a run without colocated workers",
         )
     if config.staleness.partial_rollout and PARTIAL_ROLLOUT not in engine.declares:
         raise ConfigError(

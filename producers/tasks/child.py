@@ -98,7 +98,7 @@ class Child:
     """Includes forgotten calls until they are cancelled."""
     exhausted: str = ""
     """Reason to finish only its open episodes."""
-    left_alone: bool = False
+    suspended: bool = False
     """Exhausted by failed calls; further ones do not count."""
     episodes: dict[int, str] = field(default_factory=dict)
     closing_until_ns: int = 0

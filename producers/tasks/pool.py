@@ -58,7 +58,7 @@ from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import KILLED, open_link, server_token
 from dora_pipe.producers.tasks.port import RETRIES_MAX
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
-from dora_pipe.schemas.metrics import FailingPlace
+from dora_pipe.schemas.metrics import FailingServer
 
 QUEUE_MAX: Final = 8192
 
@@ -131,7 +131,7 @@ class TaskPool:
         return bool(self._events or pinned or (self._queue and self._takers()))
 
     @property
-    def failing(self) -> list[FailingPlace]:
+    def failing(self) -> list[FailingServer]:
         return self._places.failing(self._clock.now_ns())
 
     @property
@@ -376,14 +376,14 @@ class TaskPool:
         task's code."""
         place, child.bad = child.link.url, child.bad + 1
         everywhere = self._places.bad(place) >= BAD_MAX
-        if child.left_alone or not (everywhere or child.bad >= BAD_MAX):
+        if child.suspended or not (everywhere or child.bad >= BAD_MAX):
             return
-        child.left_alone = True
+        child.suspended = True
         why = one_line(f"{BAD_MAX} calls in a row failed there, the last with {what}")
         self._places.failed(place, now_ns, why)
         for one in [one for one in self._children if not one.exhausted]:
             if one is child or (everywhere and one.link.url == place):
-                one.left_alone = True
+                one.suspended = True
                 self._retire(one, Exhausted(f"{place} {why}".strip()), now_ns)
 
     def _opened(self, child: Child, facts: TaskFacts) -> None:

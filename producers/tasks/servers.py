@@ -11,7 +11,7 @@ from typing import Final
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.tasks.calls import Answered, EpisodeLost, PromptReady, TaskFailed
 from dora_pipe.schemas.control import INFRASTRUCTURE
-from dora_pipe.schemas.metrics import FailingPlace
+from dora_pipe.schemas.metrics import FailingServer
 
 LOG = logging.getLogger(__name__)
 
@@ -83,15 +83,15 @@ class Places:
     def count(self) -> int:
         return len(self._breakers)
 
-    def failing(self, now_ns: int) -> list[FailingPlace]:
+    def failing(self, now_ns: int) -> list[FailingServer]:
         return [
-            FailingPlace(
+            FailingServer(
                 task=self._task,
                 url=url,
                 failures=one.failures,
                 tries=one.tries,
                 since_ns=one.since_ns,
-                left_alone=not one.allows(now_ns),
+                suspended=not one.allows(now_ns),
                 why=one.why[:WHY_CHARACTERS_MAX],
             )
             for url, one in self._breakers.items()

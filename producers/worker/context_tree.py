@@ -40,7 +40,7 @@ class Record(NamedTuple):
 
 
 class ContextTree:
-    """Answered calls of a session: ``add`` each `TurnProgress`, ``place`` the next call, finally
+    """Answered calls of a session: ``add`` each `TurnProgress`, ``schedule`` the next call, finally
     ``record``."""
 
     def __init__(self) -> None:
@@ -134,5 +134,7 @@ def _say(sequence: TokenSequence, turn: TurnProgress) -> Call:
     start = len(sequence)
     sequence.start_stay(turn.started_ns, imported=not turn.prefills)
     sequence.sampled(turn.token_ids, turn.logprobs, turn.sampler_logprobs, turn.routed_experts)
-    sequence.end_stay(turn.ended_ns, worker=turn.worker, epoch=turn.epoch, version=turn.version)
+    sequence.end_stay(
+        turn.ended_ns, worker=turn.worker, incarnation=turn.incarnation, version=turn.version
+    )
     return msgspec.structs.replace(turn.call, start=start, end=len(sequence))

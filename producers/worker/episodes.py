@@ -99,8 +99,10 @@ class Episodes:
     def _lost(self, request: RequestState, event: EpisodeLost, now: Now) -> bool:
         requests, sequence = self._requests, request.sequence
         if sequence.in_stay:
-            setup, version = requests.setup, request.hosted.version
-            sequence.end_stay(now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=version)
+            setup, version = requests.setup, request.served.version
+            sequence.end_stay(
+                now.wall_ns, worker=setup.worker, incarnation=setup.incarnation, version=version
+            )
         if not sequence.sampled_tokens and request.phase is not Phase.RESUMING:
             return False
         request.retellings += 1

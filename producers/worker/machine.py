@@ -1,11 +1,11 @@
 """State machine of a rollout worker, without IO.
 
 It reads the decisions topic from a position before it joined. Before loading its target version, it
-finishes requests of the hosted one.
+finishes requests of the served one.
 
 A drained worker finishes its requests, then publishes `worker left`. A stopped worker writes last
 progress records and reports the progress in `worker left`. A fenced worker drops everything and
-publishes nothing more under its epoch.
+publishes nothing more under its incarnation.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from dora_pipe.producers.worker.request import (
     NOTHING,
     STARTED_AGAIN,
     WAITING_PHASES,
-    Hosted,
     Phase,
+    Served,
     WorkerSetup,
     pin_of,
 )
@@ -54,25 +54,25 @@ from dora_pipe.producers.worker.scoring import Scorings
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.producers.worker.status import ProgressDelta, Situation, waits
 from dora_pipe.schemas.control import RUN_STOPPED, WorkerLeft, WorkerReady
-from dora_pipe.schemas.metrics import Cost, FailingPlace, WorkerStatus
+from dora_pipe.schemas.metrics import Cost, FailingServer, WorkerStatus
 from dora_pipe.schemas.policy import Fallback
 from dora_pipe.schemas.rounds import (
     Assign,
     Cancel,
     Decision,
     Drain,
-    EpochGuard,
     Fence,
-    Move,
-    Place,
-    PlacedRequest,
+    IncarnationGuard,
+    Migrate,
+    Schedule,
+    ScheduledRequest,
     ScoreGroup,
     StopRun,
 )
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.transfers.port import weights_url
 
-Outcome = Literal["running", "left", "fenced", "replaced", "failed"]
+WorkerOutcome = Literal["running", "left", "fenced", "replaced", "failed"]
 """`replaced`: a decision names a later incarnation of this worker."""
 
 CALLS_SAID_MAX: Final = 8
@@ -100,8 +100,8 @@ class LoadedVersions:
     def has(self, version: int, digest: str) -> bool:
         return self._digests.get(version) == digest
 
-    def add(self, hosted: Hosted) -> None:
-        self._digests[hosted.version] = hosted.digest
+    def add(self, served: Served) -> None:
+        self._digests[served.version] = served.digest
 
     def drop(self, versions: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(one for one in versions if self._digests.pop(one, None) is not None)
@@ -117,18 +117,18 @@ class WorkerMachine:
         cost: Callable[[], Cost],
         kv_used: Callable[[], int],
         prompt_tokens: Callable[[], PromptTokens] = PromptTokens,
-        failing: Callable[[], tuple[FailingPlace, ...]] = tuple,
+        failing: Callable[[], tuple[FailingServer, ...]] = tuple,
     ) -> None:
         self.setup = setup
         self.requests = Requests(setup)
         self.scorings = Scorings(self.requests)
         self.sessions = Sessions(self.requests)
         self.episodes = Episodes(self.requests)
-        self.hosted = NOTHING
+        self.served = NOTHING
         self.target = NOTHING
-        self.loading: Hosted | None = None
+        self.loading: Served | None = None
         self.loaded = LoadedVersions(setup.max_resident_versions)
-        self.outcome: Outcome = "running"
+        self.outcome: WorkerOutcome = "running"
         self.error = ""
         self.error_here = False
         self.error_hint: str | None = None
@@ -148,7 +148,7 @@ class WorkerMachine:
         self._tokens = (0, 0)  # count, and time of the last change or of no running request
         self._off_engine = (0, 0)  # off-engine and ended requests in the last status
         self._off_engine_due_ns = NEVER_NS
-        self._guard = EpochGuard()
+        self._guard = IncarnationGuard()
 
     @property
     def finished(self) -> bool:
@@ -176,7 +176,7 @@ class WorkerMachine:
 
     def waits(self, now_ns: int) -> list[PendingWait]:
         at = Situation(
-            hosted=self.hosted.version,
+            served=self.served.version,
             loading=self.loading.version if self.loading else None,
             loading_ns=self._loading_ns,
             tokens_ns=self._tokens[1],
@@ -234,11 +234,11 @@ class WorkerMachine:
         if self.loading is None or event.version != self.loading.version:
             self.requests.counts["refused"] += 1
             return
-        self.hosted, self.loading = self.loading, None
+        self.served, self.loading = self.loading, None
         if self.loaded.several:
-            self.loaded.add(self.hosted)
+            self.loaded.add(self.served)
         else:
-            self.requests.weights_replaced(self.hosted, now)
+            self.requests.weights_replaced(self.served, now)
         self._ready(event.load_ms, now, event.fallbacks)
 
     def _fail(self, error: str, here: bool, now: Now) -> None:
@@ -249,11 +249,11 @@ class WorkerMachine:
 
     def _obey(self, decision: Decision, now: Now) -> None:
         match decision:
-            case Place():
+            case Schedule():
                 self._on_place(decision, now)
             case Cancel() if self._mine(decision):
                 self.requests.cancel(decision.trajectory, decision.attempt)
-            case Move() if self._mine(decision):
+            case Migrate() if self._mine(decision):
                 self.requests.move(decision.trajectory, decision.attempt, now)
             case ScoreGroup() if self._mine(decision):
                 if not (self._leaving or self._draining):
@@ -269,17 +269,19 @@ class WorkerMachine:
                 self._leaving = self._leaving or f"{RUN_STOPPED}: {decision.reason}"
                 self._left(now)
 
-    def _mine(self, decision: Assign | Cancel | Drain | Fence | Move | Place | ScoreGroup) -> bool:
-        """Whether a decision names this incarnation; a later epoch replaces it."""
+    def _mine(
+        self, decision: Assign | Cancel | Drain | Fence | Migrate | Schedule | ScoreGroup
+    ) -> bool:
+        """Whether a decision names this incarnation; a later incarnation replaces it."""
         if decision.worker != self.setup.worker:
             return False
-        if decision.epoch > self.setup.epoch:
+        if decision.incarnation > self.setup.incarnation:
             self.outcome = "replaced"
-        elif decision.epoch < self.setup.epoch:
-            self.requests.counts["decisions for an earlier epoch"] += 1
-        return decision.epoch == self.setup.epoch
+        elif decision.incarnation < self.setup.incarnation:
+            self.requests.counts["decisions for an earlier incarnation"] += 1
+        return decision.incarnation == self.setup.incarnation
 
-    def _on_place(self, place: Place, now: Now) -> None:
+    def _on_place(self, place: Schedule, now: Now) -> None:
         if place.worker != self.setup.worker:
             return
         mine = self._mine(place)
@@ -294,20 +296,20 @@ class WorkerMachine:
                 error, message, retryable = refusal
                 self.requests.fail(request, now, error, message, retryable=retryable)
 
-    def _refusal(self, place: PlacedRequest) -> tuple[str, str, bool] | None:
+    def _refusal(self, place: ScheduledRequest) -> tuple[str, str, bool] | None:
         """Return (error, message, retryable) if the request cannot be taken."""
         setup, spec = self.setup, place.spec
         where = f"{place.trajectory} was placed on worker {setup.worker}"
-        if place.epoch != setup.epoch:
-            why = f"{where} under role epoch {place.epoch}, which ended: this is {setup.epoch}"
-            return "EarlierEpoch", why, True
+        if place.incarnation != setup.incarnation:
+            why = f"{where} under incarnation {place.incarnation}, which ended: this is {setup.incarnation}"
+            return "EarlierIncarnation", why, True
         mine = setup.digests.get(spec.source, "none")
         if spec.dataset_digest != mine:
             why = f"{where} with data set {spec.dataset_digest[:12]}, which has {mine[:12]}"
             return "OtherDataset", why, False
         mixes = pin_of(place, setup) == ANY_VERSION and spec.version < self.target.version
         has = self.loaded.has(spec.version, spec.digest)
-        if not (mixes or has) and Hosted(spec.version, spec.digest) != self.target:
+        if not (mixes or has) and Served(spec.version, spec.digest) != self.target:
             why = f"{where} under version {spec.version} ({spec.digest[:12]}), "
             why += f"whose target is {self.target.version} ({self.target.digest[:12]})"
             return "OtherVersion", why, True
@@ -318,14 +320,14 @@ class WorkerMachine:
     def _on_assign(self, assign: Assign, now: Now) -> None:
         if self._leaving or self._draining:
             return
-        self.target = Hosted(assign.version, assign.digest)
+        self.target = Served(assign.version, assign.digest)
         dropped = self.loaded.drop(assign.drop)
         self.requests.hold_versions(now, *self._versions())
         if dropped:
             self.requests.ask(DropWeights(versions=dropped))
         if self.loaded.has(assign.version, assign.digest):
-            self.hosted = self.target
-        if self.target == self.hosted and self.loading is None:
+            self.served = self.target
+        if self.target == self.served and self.loading is None:
             self._ready(0.0, now)
 
     # Next actions
@@ -342,11 +344,11 @@ class WorkerMachine:
         if self.loading is None and not self._leaving:
             if self.loaded.several:
                 requests.fill(*self.loaded.versions)
-                busy = self.hosted == self.target
+                busy = self.served == self.target
             else:
-                busy = self.hosted == self.target or requests.generating(self.hosted.version) > 0
+                busy = self.served == self.target or requests.generating(self.served.version) > 0
                 if busy:
-                    requests.fill(self.hosted.version)
+                    requests.fill(self.served.version)
             if not busy:
                 self._load(now)
         self._hurry_status(now)
@@ -380,7 +382,7 @@ class WorkerMachine:
         return self.requests.off_engine.mean(now.mono_ns, self.requests.placed)
 
     def _versions(self) -> list[int]:
-        others = self.loaded.versions if self.loaded.several else [self.hosted.version]
+        others = self.loaded.versions if self.loaded.several else [self.served.version]
         return [*others, self.target.version]
 
     def _load(self, now: Now) -> None:
@@ -396,16 +398,16 @@ class WorkerMachine:
         self.requests.ask(effect)
 
     def _ready(self, load_ms: float, now: Now, fallbacks: tuple[Fallback, ...] = ()) -> None:
-        """Publish `worker ready`; the hosted version may differ from a target replaced during
+        """Publish `worker ready`; the served version may differ from a target replaced during
         loading."""
-        hosted = self.hosted
+        served = self.served
         self.requests.hold_versions(now, *self._versions())
         record = WorkerReady(
             at_ns=now.wall_ns,
             worker=self.setup.worker,
-            epoch=self.setup.epoch,
-            version=hosted.version,
-            digest=hosted.digest,
+            incarnation=self.setup.incarnation,
+            version=served.version,
+            digest=served.digest,
             load_ms=load_ms,
             fallbacks=fallbacks,
         )
@@ -423,7 +425,7 @@ class WorkerMachine:
         record = WorkerLeft(
             at_ns=now.wall_ns,
             worker=self.setup.worker,
-            epoch=self.setup.epoch,
+            incarnation=self.setup.incarnation,
             reason=self._leaving or self._draining,
             progress={**requests.left, **requests.progress()},
         )
@@ -443,14 +445,14 @@ class WorkerMachine:
             waits=self._waits.update(found, mono_ns=now.mono_ns, wall_ns=now.wall_ns),
             cost=self._cost(),
             worker=setup.worker,
-            epoch=setup.epoch,
-            version=self.hosted.version,
+            incarnation=setup.incarnation,
+            version=self.served.version,
             active=requests.in_phase(Phase.RUNNING),
             waiting=requests.in_phase(*WAITING_PHASES),
             kv_used_tokens=self._kv_used(),
             tokens_total=requests.tokens_total,
             progress=requests.progress(),
-            weights_at=weights_url(setup.transfers, self.hosted.digest),
+            weights_at=weights_url(setup.transfers, self.served.digest),
             off_engine=self._off_engine_now(now),
             in_environment=requests.in_phase(Phase.ENVIRONMENT),
             being_scored=requests.in_phase(Phase.REWARDING),
@@ -462,8 +464,8 @@ class WorkerMachine:
             prompt_tokens_computed=prompts.computed,
             prompt_tokens_reused=prompts.reused,
             failing=self._failing(),
-            episodes_started_again=requests.counts[STARTED_AGAIN],
-            episodes_told_again=requests.counts[TOLD_AGAIN],
+            episodes_restarted=requests.counts[STARTED_AGAIN],
+            episodes_replayed=requests.counts[TOLD_AGAIN],
         )
         to = Address(setup.topics.metrics, setup.worker.encode())
         goes_out = self._schedule.publish(status, to, now.mono_ns, self._delta.shorten)

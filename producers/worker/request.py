@@ -16,7 +16,7 @@ from dora_pipe.producers.worker.session import OpenCall, Session
 from dora_pipe.schemas.control import FinishReason, Resume
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory_codec import AnyProgress
 
@@ -25,14 +25,14 @@ ANY_VERSION: Final = -2
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
+class Served:
     """A version with its weights digest (hex)."""
 
     version: int
     digest: str
 
 
-NOTHING: Final = Hosted(-1, "")
+NOTHING: Final = Served(-1, "")
 
 
 EPISODE_RESTARTS_MAX: Final = 3
@@ -87,7 +87,7 @@ class WorkerSetup:
 
     topics: Topics
     worker: str
-    epoch: int
+    incarnation: int
     """Offset of this incarnation's `worker joined`."""
     slots: int
     prefetch: int
@@ -124,7 +124,7 @@ class RequestState:
     """State of a request; changed only by `requests.Requests`."""
 
     key: str
-    place: PlacedRequest
+    place: ScheduledRequest
     params: SamplingParams
     max_turns: int
     seed: int
@@ -134,7 +134,7 @@ class RequestState:
     """Start of its phase or end of its last call (monotonic)."""
     pin: int
     """Required version, or ANY_VERSION."""
-    hosted: Hosted
+    served: Served
     """Version that samples its current or next tokens."""
     weights: dict[int, str] = field(default_factory=dict)
     sequence: TokenSequence = _NO_TOKENS
@@ -178,14 +178,14 @@ class RequestState:
     sha256: str = ""
     value_bytes: int = 0
 
-    def under(self, hosted: Hosted) -> None:
+    def under(self, served: Served) -> None:
         if self.pin == ANY_VERSION:
-            self.hosted = hosted
-            self.weights[hosted.version] = hosted.digest
+            self.served = served
+            self.weights[served.version] = served.digest
 
     @property
-    def own(self) -> Hosted:
-        return Hosted(self.place.spec.version, self.place.spec.digest)
+    def own(self) -> Served:
+        return Served(self.place.spec.version, self.place.spec.digest)
 
     def finish_of(self, context_tokens: int) -> FinishReason | None:
         """Return how a resumed request has already ended."""
@@ -215,7 +215,7 @@ class RequestState:
         self.started_ns = self.first_token_ns = self.finished_ns = None
 
 
-def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:
+def pin_of(place: ScheduledRequest, setup: WorkerSetup) -> int:
     """Return the required version; evaluations and sessions never mix versions."""
     mixes = setup.partial_rollout and place.spec.source not in setup.agents
     if mixes and place.spec.purpose == "train":
@@ -223,14 +223,14 @@ def pin_of(place: PlacedRequest, setup: WorkerSetup) -> int:
     return place.spec.version
 
 
-def state_of(place: PlacedRequest, setup: WorkerSetup, now: Now) -> RequestState:
+def state_of(place: ScheduledRequest, setup: WorkerSetup, now: Now) -> RequestState:
     """Return the initial state of a placed request."""
     spec = place.spec
     return RequestState(
         key=key_of(place.trajectory, place.attempt),
         place=place,
         pin=pin_of(place, setup),
-        hosted=Hosted(spec.version, spec.digest),
+        served=Served(spec.version, spec.digest),
         weights={spec.version: spec.digest},
         params=setup.params[spec.source],
         max_turns=setup.max_turns[spec.source],
@@ -247,9 +247,9 @@ def key_of(trajectory: str, attempt: int) -> str:
     return f"{trajectory}/{attempt}"
 
 
-def seed_of(place: PlacedRequest) -> int:
+def seed_of(place: ScheduledRequest) -> int:
     """Return the seed, independent of attempt and worker."""
-    return trajectory_seed(place.spec.seed, place.sibling)
+    return trajectory_seed(place.spec.seed, place.sample)
 
 
 def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
@@ -267,7 +267,7 @@ def engine_request_of(request: RequestState, emit_every: int) -> EngineRequest:
         params=params,
         emit_every=emit_every,
         kv=request.kv,
-        version=request.hosted.version,
+        version=request.served.version,
         keep=request.episode or request.call is not None,
         routed=sequence.routes.known,
     )

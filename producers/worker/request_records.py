@@ -50,7 +50,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
         schema_version=SCHEMA_VERSION,
         group=spec.group,
         group_size=spec.size,
-        sibling=place.sibling,
+        sample=place.sample,
         attempt=place.attempt,
         purpose=spec.purpose,
         deadline=spec.deadline,
@@ -62,7 +62,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
         evaluation=spec.evaluation,
         prompt_tokens=sequence.prompt_tokens,
         worker=setup.worker,
-        epoch=setup.epoch,
+        incarnation=setup.incarnation,
         finish=request.finish,
         times=Times(
             placed=request.placed_ns,
@@ -93,7 +93,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
 def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
     """Return the next record of a single-turn request."""
     place, sequence, start = request.place, request.sequence, request.chunk_end
-    version, end = sequence.stretch(start, now=request.hosted.version)
+    version, end = sequence.stretch(start, now=request.served.version)
     token_ids, logprobs, sampler_logprobs = sequence.sampled_from(start, end)
     prompt = sequence.prompt_tokens
     prefills = (one for one in sequence.prefills if one < prompt + end)
@@ -104,7 +104,7 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
         version=version,
         digest=request.weights[version],
         worker=setup.worker,
-        epoch=setup.epoch,
+        incarnation=setup.incarnation,
         start=start,
         token_ids=token_ids,
         logprobs=logprobs,
@@ -118,9 +118,9 @@ def progress_of(request: RequestState, setup: WorkerSetup) -> Progress:
 
 def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodeProgress:
     """Return the next record of an episode."""
-    place, sequence, version = request.place, request.sequence, request.hosted.version
+    place, sequence, version = request.place, request.sequence, request.served.version
     start, segments = sequence.part(
-        request.chunk_end, worker=setup.worker, epoch=setup.epoch, version=version
+        request.chunk_end, worker=setup.worker, incarnation=setup.incarnation, version=version
     )
     end, version = start + segments[-1].end, segments[-1].version
     finish = request.turn_finish if end == len(sequence) else None
@@ -131,7 +131,7 @@ def episode_progress_of(request: RequestState, setup: WorkerSetup) -> EpisodePro
         version=version,
         digest=request.weights[version],
         worker=setup.worker,
-        epoch=setup.epoch,
+        incarnation=setup.incarnation,
         start=start,
         token_ids=sequence.token_ids[start:end],
         logprobs=sequence.logprobs[start:end],
@@ -159,7 +159,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
         version=request.place.spec.version,
         digest=request.place.spec.digest,
         worker=setup.worker,
-        epoch=setup.epoch,
+        incarnation=setup.incarnation,
         turn=len(session.tree.turns),
         **place._asdict(),
         token_ids=token_ids,
@@ -215,7 +215,7 @@ def released_of(request: RequestState, setup: WorkerSetup, now: Now) -> RequestR
     return RequestReleased(
         at_ns=now.wall_ns,
         worker=setup.worker,
-        epoch=setup.epoch,
+        incarnation=setup.incarnation,
         trajectory=request.place.trajectory,
         attempt=request.place.attempt,
         resume=request.resume,

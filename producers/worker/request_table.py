@@ -35,8 +35,8 @@ from dora_pipe.schemas.control import (
     Resume,
     TrajectoriesLogged,
 )
-from dora_pipe.schemas.metrics import AskedCall
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.metrics import UnansweredCall
+from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.wire import encode
 
 OFF_ENGINE: Final = frozenset(
@@ -48,11 +48,11 @@ REPORTED_MAX: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedCalls:
+class UnansweredCalls:
     """Unanswered calls of a status."""
 
     count: int
-    oldest: tuple[AskedCall, ...]
+    oldest: tuple[UnansweredCall, ...]
     """Oldest first."""
     before: tuple[int, ...]
     """See `WorkerStatus.calls_before`."""
@@ -102,17 +102,17 @@ class RequestTable:
         found = self.by_key.values()
         return sum(one.phase is Phase.AGENT and not self._on_engine(one) for one in found)
 
-    def asked_calls(self, most: int) -> AskedCalls:
+    def asked_calls(self, most: int) -> UnansweredCalls:
         found = [
             (one.call.asked_ns, key, one.place.trajectory, one.call.number)
             for key, one in self.by_key.items()
             if one.call is not None and one.call.number is not None
         ]
         oldest = nsmallest(most, found)
-        return AskedCalls(
+        return UnansweredCalls(
             count=len(found),
             oldest=tuple(
-                AskedCall(trajectory, number, asked_ns, str(self.by_key[key].phase))
+                UnansweredCall(trajectory, number, asked_ns, str(self.by_key[key].phase))
                 for asked_ns, key, trajectory, number in oldest
             ),
             before=self._before([key for _, key, _, _ in oldest]),
@@ -159,7 +159,7 @@ class RequestTable:
                 record = TrajectoriesLogged(
                     at_ns=now.wall_ns,
                     worker=self.setup.worker,
-                    epoch=self.setup.epoch,
+                    incarnation=self.setup.incarnation,
                     version=version,
                     digest=digest,
                     trajectories=tuple(part),
@@ -178,7 +178,7 @@ class RequestTable:
         self._generating[request.pin] += 1
         self._note_phase(request)
 
-    def new_state(self, place: PlacedRequest, now: Now) -> RequestState | None:
+    def new_state(self, place: ScheduledRequest, now: Now) -> RequestState | None:
         """Return the initial state; None if the request was placed before."""
         if key_of(place.trajectory, place.attempt) in self.by_key:
             self.counts["placed twice"] += 1
@@ -262,13 +262,13 @@ class RequestTable:
         self.abandon(request)
 
     def fail(
-        self, place: PlacedRequest, now: Now, error: str, message: str, *, retryable: bool
+        self, place: ScheduledRequest, now: Now, error: str, message: str, *, retryable: bool
     ) -> None:
         self.counts["failed"] += 1
         record = RequestFailed(
             at_ns=now.wall_ns,
             worker=self.setup.worker,
-            epoch=self.setup.epoch,
+            incarnation=self.setup.incarnation,
             trajectory=place.trajectory,
             attempt=place.attempt,
             error=error,

@@ -63,9 +63,9 @@ from dora_pipe.producers.worker.request import (
     NOTHING,
     STARTED_AGAIN,
     WAITING_PHASES,
-    Hosted,
     Phase,
     RequestState,
+    Served,
     WorkerSetup,
     engine_request_of,
     key_of,
@@ -74,7 +74,7 @@ from dora_pipe.producers.worker.request_records import logged_of, released_of, t
 from dora_pipe.producers.worker.resume import chain_error, prompt_error
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.control import FinishReason, Resume
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.trajectory import Progress
 
 EMIT_EVERY_TOKENS: Final = 32
@@ -91,7 +91,7 @@ class Requests(ProgressRecords):
 
     def __init__(self, setup: WorkerSetup) -> None:
         super().__init__(setup)
-        self.hosted = NOTHING
+        self.served = NOTHING
         self.tokens_total = 0
         self.left: dict[str, Resume] = {}
 
@@ -119,7 +119,7 @@ class Requests(ProgressRecords):
 
     # Placed: PROMPTING, RESUMING, FETCHING
 
-    def place(self, place: PlacedRequest, now: Now) -> None:
+    def place(self, place: ScheduledRequest, now: Now) -> None:
         """Take a request; free slots do not wait for its prompt."""
         request = self.new_state(place, now)
         if request is not None:
@@ -181,7 +181,7 @@ class Requests(ProgressRecords):
             version=spec.version,
             digest=spec.digest,
             tokens=request.resume.tokens,
-            newest=self.hosted.version if request.pin == ANY_VERSION else None,
+            newest=self.served.version if request.pin == ANY_VERSION else None,
         )
         return why or prompt_error(event.chunks, len(request.sequence))
 
@@ -224,7 +224,7 @@ class Requests(ProgressRecords):
     def _started(self, request: RequestState, event: EngineStarted, now: Now) -> None:
         self.slot_taken(request)
         self.enter(request, Phase.RUNNING)
-        request.under(self.hosted)
+        request.under(self.served)
         request.turn_finish = None
         request.sequence.start_stay(event.at_ns, imported=event.imported)
         request.started_ns = request.started_ns or event.at_ns
@@ -244,22 +244,22 @@ class Requests(ProgressRecords):
         if request.recorded:
             self.grown[request.key] = None
 
-    def weights_replaced(self, hosted: Hosted, now: Now) -> None:
+    def weights_replaced(self, served: Served, now: Now) -> None:
         """Continue running requests, prefilled again under another version."""
-        self.hosted = hosted
+        self.served = served
         setup = self.setup
         for request in self.by_key.values():
             if request.phase is Phase.RUNNING:
-                version = request.hosted.version
+                version = request.served.version
                 request.sequence.reload(
-                    now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=version
+                    now.wall_ns, worker=setup.worker, incarnation=setup.incarnation, version=version
                 )
-                request.under(hosted)
+                request.under(served)
 
     def _finished(self, request: RequestState, event: RequestFinished, now: Now) -> None:
-        setup, version = self.setup, request.hosted.version
+        setup, version = self.setup, request.served.version
         request.sequence.end_stay(
-            now.wall_ns, worker=setup.worker, epoch=setup.epoch, version=version
+            now.wall_ns, worker=setup.worker, incarnation=setup.incarnation, version=version
         )
         if event.reason == "error":
             self.broken(request, event.error or "the engine gave no reason", now)

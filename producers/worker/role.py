@@ -1,7 +1,7 @@
 """Worker role: joins the run, serves, and joins again after a fence.
 
 Data and model files with other digests are rejected. The offset of `worker joined` is the role
-epoch. A fenced worker ends if another process took its name, since the two would fence each other
+incarnation. A fenced worker ends if another process took its name, since the two would fence each other
 repeatedly.
 """
 
@@ -58,14 +58,14 @@ from dora_pipe.producers.tasks.registry import (
 from dora_pipe.producers.worker.chats import Pools, chats_of, digest_of
 from dora_pipe.producers.worker.engine_port import EnginePort, Policies
 from dora_pipe.producers.worker.kv_handover import Handover, NoHandover
-from dora_pipe.producers.worker.machine import Outcome, WorkerMachine
+from dora_pipe.producers.worker.machine import WorkerMachine, WorkerOutcome
 from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, TaskPorts
 from dora_pipe.producers.worker.request import WorkerSetup
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import RunStarted, WorkerJoined, decode_control
 from dora_pipe.schemas.identity import source_of
-from dora_pipe.schemas.metrics import FailingPlace
+from dora_pipe.schemas.metrics import FailingServer
 from dora_pipe.schemas.topics import NO_WORKER_NAME, RULE, Topics, check_worker_name
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.model_dir import asset_files
@@ -126,7 +126,7 @@ class _Worker:
         return [one for one in every if not self.source or self.source in one.sources]
 
     @property
-    def elastic(self) -> bool:
+    def colocated(self) -> bool:
         return self.config.workers.is_colocated(self.name)
 
 
@@ -180,11 +180,11 @@ def run_worker(
     )
     instances: set[str] = set()
     for _ in range(REJOINS_MAX + 1):
-        epoch, outcome = _incarnation(here, instances)
+        incarnation, outcome = _incarnation(here, instances)
         if outcome not in ("fenced", "replaced"):
             return
-        _check_name_is_free(here, epoch, instances)
-        LOG.warning("worker %s was fenced (role epoch %d); joining again", worker, epoch)
+        _check_name_is_free(here, incarnation, instances)
+        LOG.warning("worker %s was fenced (incarnation %d); joining again", worker, incarnation)
     raise Fenced(
         f"worker {worker} was fenced {REJOINS_MAX + 1} times",
         hint="is this machine overloaded, or timing.lease_s too short?",
@@ -254,8 +254,8 @@ def worker_config(run: RunStarted, local: model.Config | None) -> model.Config:
     )
 
 
-def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
-    """Run one role epoch; epoch -1 if it never joined."""
+def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, WorkerOutcome]:
+    """Run one incarnation; incarnation -1 if it never joined."""
     with ExitStack() as stack:
         reach_directly(here.config.workers.endpoint)
         # Task processes import and read data while the engine starts.
@@ -267,7 +267,7 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
         tokenizer = Tokenizer(assets)
         engine = here.engine_factory(assets=assets, config=here.config, decode=tokenizer.full_text)
         stack.callback(engine.close)
-        check_capabilities(engine, here.config, assets, elastic=here.elastic)
+        check_capabilities(engine, here.config, assets, colocated=here.colocated)
         if here.config.lora.rank:  # Versions are adapters of version 0.
             policy = here.run.policy
             engine.load(here.store.weights(policy.digest), version=0, digest=policy.digest)
@@ -284,15 +284,17 @@ def _incarnation(here: _Worker, instances: set[str]) -> tuple[int, Outcome]:
             return -1, "left"
         joined = _joined(here, engine, facts, digest_of(chats))
         instances.add(joined.instance)
-        epoch = _join(here, writer, joined)
-        LOG.info("worker %s joined, role epoch %d", here.name, epoch)
+        incarnation = _join(here, writer, joined)
+        LOG.info("worker %s joined, incarnation %d", here.name, incarnation)
         params = params_by_source(here.config, tokenizer.stop_ids, chats)
-        setup = _setup(here, engine, params, facts, epoch, decisions_from)
+        setup = _setup(here, engine, params, facts, incarnation, decisions_from)
         addresses = None if endpoint is None else endpoint.addresses
         tasks = task_ports(pools, tokenizer, chats, addresses)
         ports: list[Port] = [tasks] if endpoint is None else [tasks, endpoint]
         here.joined(setup, facts)
-        return epoch, _serve(here, setup, writer, engine, ports, failing=partial(_failing, pools))
+        return incarnation, _serve(
+            here, setup, writer, engine, ports, failing=partial(_failing, pools)
+        )
 
 
 def task_ports(
@@ -340,7 +342,7 @@ def _endpoint(
     return stack.enter_context(closing(SessionPort(setup)))
 
 
-def _failing(pools: Pools) -> tuple[FailingPlace, ...]:
+def _failing(pools: Pools) -> tuple[FailingServer, ...]:
     found = {(one.task, one.url): one for _, pool in pools for one in pool.failing}
     return tuple(found.values())[:FAILING_SAID_MAX]
 
@@ -352,8 +354,8 @@ def _serve(
     engine: Engine,
     asked: Sequence[Port],
     *,
-    failing: Callable[[], tuple[FailingPlace, ...]],
-) -> Outcome:
+    failing: Callable[[], tuple[FailingServer, ...]],
+) -> WorkerOutcome:
     machine = WorkerMachine(
         setup,
         cost=here.meter.cost,
@@ -407,7 +409,7 @@ def _setup(
     engine: Engine,
     params: Mapping[str, SamplingParams],
     facts: Mapping[str, TaskFacts],
-    epoch: int,
+    incarnation: int,
     decisions_from: int,
 ) -> WorkerSetup:
     # Calls that reach their own limit raise no alarm.
@@ -417,7 +419,7 @@ def _setup(
         calls_s=calls_s,
         topics=here.topics,
         worker=here.name,
-        epoch=epoch,
+        incarnation=incarnation,
         slots=engine.slots,
         prefetch=here.config.workers.prefetch,
         context_tokens=engine.context_tokens,
@@ -519,7 +521,7 @@ def _joined(
         max_resident_versions=engine.max_resident_versions,
         template_digest=template_digest,
         packages=packages_of(facts.values()),
-        elastic=here.elastic,
+        colocated=here.colocated,
         reward_digests={at: one.reward_digest for at, one in facts.items() if "/" in at},
     )
 
@@ -549,12 +551,12 @@ def _joins(here: _Worker, start: int) -> Iterator[tuple[Record, WorkerJoined]]:
                 yield record, decoded
 
 
-def _check_name_is_free(here: _Worker, epoch: int, instances: set[str]) -> None:
-    """Raises Fenced if another process joined under this name after `epoch`."""
-    for record, joined in _joins(here, epoch):
+def _check_name_is_free(here: _Worker, incarnation: int, instances: set[str]) -> None:
+    """Raises Fenced if another process joined under this name after `incarnation`."""
+    for record, joined in _joins(here, incarnation):
         if joined.worker == here.name and joined.instance not in instances:
             raise Fenced(
                 f"another process ({joined.host}, pid {joined.pid}) joined as worker {here.name}, "
-                f"role epoch {record.offset}",
+                f"incarnation {record.offset}",
                 hint="give every worker a name of its own",
             )

@@ -26,7 +26,7 @@ from dora_pipe.schemas.control import (
     ERROR_CHARACTERS_MAX,
     INFRASTRUCTURE,
     GroupScored,
-    ScoredSibling,
+    ScoredSample,
     TakenTrajectory,
 )
 from dora_pipe.schemas.metrics import Blocker
@@ -102,7 +102,7 @@ class Scorings:
         groups = [one.decision.spec.group for one in self._open.values()]
         return PendingWait(
             name="group-score",
-            words=f"the task to score the siblings of a group together ({len(groups)})",
+            words=f"the task to score the trajectories of a group together ({len(groups)})",
             key=oldest.decision.spec.group,
             since_ns=oldest.since_ns,
             blockers=[Blocker("group", group) for group in groups],
@@ -110,27 +110,27 @@ class Scorings:
 
     def _rewarded(self, key: str, one: _Open, event: GroupRewarded, now: Now) -> None:
         both = zip(one.trajectories, event.rewards, event.parts, strict=True)
-        siblings = tuple(
-            ScoredSibling(
+        samples = tuple(
+            ScoredSample(
                 trajectory=trajectory.trajectory,
                 reward=(trajectory.reward or 0.0) + added,
                 parts=dict(parts),
             )
             for trajectory, added, parts in both
         )
-        beyond = [one for one in siblings if abs(one.reward) > REWARD_MAX]
+        beyond = [one for one in samples if abs(one.reward) > REWARD_MAX]
         if beyond:
             error = f"NoAnswer: the reward of {beyond[0].trajectory} is beyond {REWARD_MAX:g}"
             self._answer(key, now, error=error)
         else:
-            self._answer(key, now, siblings=siblings)
+            self._answer(key, now, samples=samples)
 
     def _answer(
         self,
         key: str,
         now: Now,
         *,
-        siblings: tuple[ScoredSibling, ...] = (),
+        samples: tuple[ScoredSample, ...] = (),
         error: str = "",
         retryable: bool = False,
     ) -> None:
@@ -138,10 +138,10 @@ class Scorings:
         answer = GroupScored(
             at_ns=now.wall_ns,
             worker=self._setup.worker,
-            epoch=self._setup.epoch,
+            incarnation=self._setup.incarnation,
             group=decision.spec.group,
             attempt=decision.attempt,
-            siblings=siblings,
+            samples=samples,
             error=one_line(error)[:ERROR_CHARACTERS_MAX],
             retryable=retryable,
         )
@@ -246,8 +246,8 @@ class GroupPort:
         except SchemaError as error:
             return error.message
         meta = one.meta
-        said = (one.trajectory, meta.attempt, meta.epoch, meta.run)
-        if said != (taken.trajectory, taken.attempt, taken.epoch, self._run):
+        said = (one.trajectory, meta.attempt, meta.incarnation, meta.run)
+        if said != (taken.trajectory, taken.attempt, taken.incarnation, self._run):
             return f"the record there is {one.trajectory}, attempt {meta.attempt}, of {meta.run}"
         if one.reward is None:
             return "it has no valid reward"

@@ -39,7 +39,7 @@ class TokenSequence:
     """Growing sequence of a request, or the contexts of a finished session.
 
     Example: ``s = TokenSequence([5, 6], at_ns=1)``, then per stay ``s.start_stay(2)``,
-    ``s.sampled([7], [-0.5], [-0.5])``, ``s.end_stay(3, worker="w0", epoch=4, version=1)``.
+    ``s.sampled([7], [-0.5], [-0.5])``, ``s.end_stay(3, worker="w0", incarnation=4, version=1)``.
     """
 
     __slots__ = (
@@ -86,8 +86,8 @@ class TokenSequence:
                 chunk.token_ids, chunk.logprobs, chunk.sampler_logprobs, chunk.routed_experts
             )
             last = self.segments[-1]
-            made_by = (chunk.worker, chunk.epoch, chunk.version)
-            if last.kind == "model" and (last.worker, last.epoch, last.version) == made_by:
+            made_by = (chunk.worker, chunk.incarnation, chunk.version)
+            if last.kind == "model" and (last.worker, last.incarnation, last.version) == made_by:
                 start = self.segments.pop().start
             self._segment(
                 "model",
@@ -95,7 +95,7 @@ class TokenSequence:
                 chunk.started_ns,
                 chunk.started_ns,
                 worker=chunk.worker,
-                epoch=chunk.epoch,
+                incarnation=chunk.incarnation,
                 version=chunk.version,
             )
         self.prefills = list(chunks[-1].prefills)
@@ -130,7 +130,7 @@ class TokenSequence:
         """Return (start, segments) of the next tokens of one version.
 
         They follow the first `sampled` sampled tokens, with given tokens in between. `made_by`
-        (worker, epoch, version) is the current stay.
+        (worker, incarnation, version) is the current stay.
         """
         start = self._after(sampled)
         found: list[Segment] = []
@@ -228,21 +228,21 @@ class TokenSequence:
         self.routes.add(routes, len(self.token_ids))
         self.sampled_tokens += len(token_ids)
 
-    def end_stay(self, at_ns: int, *, worker: str, epoch: int, version: int) -> None:
+    def end_stay(self, at_ns: int, *, worker: str, incarnation: int, version: int) -> None:
         self._segment(
             "model",
             self._stay_start,
             self._stay_start_ns,
             at_ns,
             worker=worker,
-            epoch=epoch,
+            incarnation=incarnation,
             version=version,
         )
 
-    def reload(self, at_ns: int, *, worker: str, epoch: int, version: int) -> None:
+    def reload(self, at_ns: int, *, worker: str, incarnation: int, version: int) -> None:
         """Change the weights; `version` sampled the stay so far."""
         if len(self.token_ids) > self._stay_start:  # else: prefilled again at the same position
-            self.end_stay(at_ns, worker=worker, epoch=epoch, version=version)
+            self.end_stay(at_ns, worker=worker, incarnation=incarnation, version=version)
             self.start_stay(at_ns)
 
     def observed(
@@ -326,7 +326,7 @@ class TokenSequence:
         end_ns: int,
         *,
         worker: str = "",
-        epoch: int = -1,
+        incarnation: int = -1,
         version: int = -1,
         tool: str = "",
         ok: bool = True,
@@ -340,7 +340,7 @@ class TokenSequence:
                 start_ns=start_ns,
                 end_ns=end_ns,
                 worker=worker,
-                epoch=epoch,
+                incarnation=incarnation,
                 version=version,
                 tool=tool,
                 ok=ok,
@@ -354,6 +354,6 @@ def _is_answer(segment: Segment) -> bool:
 
 def _same_stay(before: Segment, one: Segment) -> bool:
     return before.kind == one.kind == "model" and (
-        (before.turn, before.start_ns, before.worker, before.epoch, before.version)
-        == (one.turn, one.start_ns, one.worker, one.epoch, one.version)
+        (before.turn, before.start_ns, before.worker, before.incarnation, before.version)
+        == (one.turn, one.start_ns, one.worker, one.incarnation, one.version)
     )

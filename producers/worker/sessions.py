@@ -49,7 +49,7 @@ from dora_pipe.producers.worker.session import CallKey, OpenCall, Session
 from dora_pipe.schemas.contexts import prompt_digest
 from dora_pipe.schemas.control import FinishReason, Resume, fault_of
 from dora_pipe.schemas.identity import call_seed
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import ScheduledRequest
 
 TOO_LONG: Final = "context_length_exceeded"
 CALLS_OPEN_MAX: Final = 8
@@ -75,10 +75,10 @@ class Sessions:
         self._requests = requests
         self._setup = requests.setup
 
-    def takes(self, place: PlacedRequest) -> bool:
+    def takes(self, place: ScheduledRequest) -> bool:
         return place.spec.source in self._setup.agents
 
-    def place(self, place: PlacedRequest, now: Now) -> None:
+    def place(self, place: ScheduledRequest, now: Now) -> None:
         """Take a session and start its agent, which needs no slot."""
         requests = self._requests
         request = requests.new_state(place, now)

@@ -41,7 +41,7 @@ TOKENS_QUIET_NS: Final = 5_000_000_000
 class Situation:
     """State that determines a worker's waits. Times are monotonic ns."""
 
-    hosted: int
+    served: int
     """-1 for none."""
     loading: int | None
     loading_ns: int
@@ -87,10 +87,10 @@ def _standing(phases: Mapping[Phase, list[RequestState]], at: Situation) -> list
         if phase in phases:
             return [_of_phase(phase, phases[phase], still=True)]
     orchestrator = Blocker("role", "orchestrator")
-    if at.hosted < 0:
+    if at.served < 0:
         return [_still("version", "a version to host", "", None, orchestrator)]
-    words = f"requests of version {at.hosted}"
-    return [_still("requests", words, str(at.hosted), None, orchestrator)]
+    words = f"requests of version {at.served}"
+    return [_still("requests", words, str(at.served), None, orchestrator)]
 
 
 def _of_phase(

@@ -71,7 +71,7 @@ SIZE: Final = "size"
 
 """Actions: delete a blob; return a file's size."""
 
-NAME: Final = re.compile(r"(kv|weights|patches)/([0-9a-f]{64}(?:\.safetensors|\.patch)?)")
+NAME: Final = re.compile(r"(kv|weights|deltas)/([0-9a-f]{64}(?:\.safetensors|\.delta)?)")
 
 SCHEMA: Final = pa.schema([("bytes", pa.uint8())])
 
@@ -420,7 +420,7 @@ class FlightTransfers:
             run=identity.run,
             paths={
                 "kv": lambda leaf: place.path(Blob(sha256=leaf, bytes=0)),
-                "patches": lambda leaf: stored(f"patches/{leaf}"),
+                "deltas": lambda leaf: stored(f"deltas/{leaf}"),
                 "weights": lambda leaf: stored(f"weights/{leaf}"),
             },
             drop=lambda leaf: place.drop(Blob(sha256=leaf, bytes=1)),
@@ -473,7 +473,7 @@ class FlightTransfers:
         self._server.wait()
 
     def copy(self, peer: str, name: str, target: Sink) -> Lost | None:
-        """Write a peer's weights or patch to `target`, unverified; return None on success."""
+        """Write a peer's weights or delta to `target`, unverified; return None on success."""
         size = self._client.size(peer, name)
         if isinstance(size, Lost):
             return size

@@ -47,7 +47,7 @@ def open_transfers(
     stored: Callable[[str], Path],
     clock: Clock,
 ) -> Opened:
-    """Open the configured transfers; `place` is the local directory. Raises ConfigError."""
+    """Open the configured transfers; `schedule` is the local directory. Raises ConfigError."""
     if section.kind == "none":
         return Opened(transfers=NoTransfers())
     files = MappedFiles(place, clock=clock)

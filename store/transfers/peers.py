@@ -97,10 +97,10 @@ class PeerWeights:
     def __call__(self, name: str, target: Path) -> bool:
         """Write the file; return False if no peer has it.
 
-        Peers with weights may have their patch.
+        Peers with weights may have their delta.
         """
         folder, _, leaf = name.partition("/")
-        if folder not in ("patches", "weights"):
+        if folder not in ("deltas", "weights"):
             return False
         weights = f"weights/{leaf.partition('.')[0]}.safetensors"
         for peer in self._having(weights)[:PEERS_MAX]:

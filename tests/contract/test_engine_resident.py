@@ -63,7 +63,7 @@ class Several:
             "llama_gqa": models.LLAMA_VOCABULARY,
         }.get(self.kind, 90)
 
-    def hosting(self, *versions: int, slots: int = 16, most: int = 3, **more: Any) -> Engine:
+    def serving(self, *versions: int, slots: int = 16, most: int = 3, **more: Any) -> Engine:
         engine = self.open(slots=slots, most=most, **more)
         if self.kind != "simulated":
             engine.load(self.policies[0][0], version=0, digest=self.policies[0][1])
@@ -144,7 +144,7 @@ def assert_same(
 
 
 def test_engine_declares_what_this_suite_asks_for(several: Several) -> None:
-    engine = several.hosting(0)
+    engine = several.serving(0)
     assert engine.max_resident_versions == 3
     if several.rounds:
         assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT}
@@ -157,18 +157,18 @@ def test_rows_of_three_versions_have_the_bits_that_each_version_alone_gives(
     several: Several,
 ) -> None:
     wanted = several.wanted()
-    together = run(several.hosting(0, 1, 2), wanted)
+    together = run(several.serving(0, 1, 2), wanted)
     for version in range(3):
         mine = [one for one in wanted if one.version == version]
-        alone = run(several.hosting(version, most=1), mine)
+        alone = run(several.serving(version, most=1), mine)
         assert_same(several, {one.request: together[one.request] for one in mine}, alone)
     one = wanted[4]
-    by_itself = run(several.hosting(one.version, slots=1), [one])
+    by_itself = run(several.serving(one.version, slots=1), [one])
     assert_same(several, by_itself, {one.request: together[one.request]})
 
 
 def test_versions_sample_differently(several: Several) -> None:
-    engine = several.hosting(0, 1, 2)
+    engine = several.serving(0, 1, 2)
     same = [
         replace(request(f"r{version}", [5, 6, 7], max_tokens=30), version=version)
         for version in range(3)
@@ -184,8 +184,8 @@ def test_another_version_is_loaded_while_rows_run_and_changes_none_of_their_bits
     several: Several,
 ) -> None:
     first = [replace(one, version=one.version % 2) for one in several.wanted(8)]
-    wholes = run(several.hosting(0, 1), first)
-    engine = several.hosting(0, 1)
+    wholes = run(several.serving(0, 1), first)
+    engine = several.serving(0, 1)
     results: dict[str, Result] = {one.request: Result() for one in first}
     for one in first:
         engine.add(one)
@@ -201,7 +201,7 @@ def test_another_version_is_loaded_while_rows_run_and_changes_none_of_their_bits
             break
     late = results.pop("late")
     assert_same(several, results, wholes)
-    alone = run(several.hosting(2), [replace(request("late", [3, 4], max_tokens=9), version=2)])
+    alone = run(several.serving(2), [replace(request("late", [3, 4], max_tokens=9), version=2)])
     assert_same(several, {"late": late}, alone)
 
 
@@ -212,11 +212,11 @@ def collect(results: dict[str, Result], event: object) -> None:
 
 
 def test_kv_cache_goes_on_under_its_own_version_and_no_other(several: Several) -> None:
-    if KV_EXPORT not in several.hosting(0).declares:
+    if KV_EXPORT not in several.serving(0).declares:
         pytest.skip("it has no door for KV caches")
     one = replace(request("r", [5, 6, 7, 8], max_tokens=40), version=1)
-    whole = run(several.hosting(1), [one])["r"]
-    engine = several.hosting(0, 1, 2)
+    whole = run(several.serving(1), [one])["r"]
+    engine = several.serving(0, 1, 2)
     engine.add(one)
     tokens: list[int] = []
     for _ in range(9):
@@ -228,7 +228,7 @@ def test_kv_cache_goes_on_under_its_own_version_and_no_other(several: Several) -
     assert found.kv.weights == several.policies[1][1]
     tokens = [*one.token_ids, *found.sampled.token_ids]
     rest = replace(one, token_ids=tokens, sampled=len(found.sampled.token_ids), kv=found.kv)
-    there = several.hosting(0, 1)
+    there = several.serving(0, 1)
     other = replace(rest, version=0)
     assert there.kv_error(other) == "other weights"
     assert there.kv_error(rest) is None
@@ -236,7 +236,7 @@ def test_kv_cache_goes_on_under_its_own_version_and_no_other(several: Several) -
 
 
 def test_version_that_is_not_resident_is_refused_and_so_is_one_too_many(several: Several) -> None:
-    engine = several.hosting(0, 1, most=2)
+    engine = several.serving(0, 1, most=2)
     with pytest.raises(ValueError, match="version 2 is not resident"):
         engine.add(replace(request("r", [5]), version=2))
     path, digest = several.policies[2]
@@ -254,13 +254,13 @@ def test_version_that_is_not_resident_is_refused_and_so_is_one_too_many(several:
 
 
 def test_two_versions_may_have_the_same_weights(several: Several) -> None:
-    engine = several.hosting(1)
+    engine = several.serving(1)
     path, digest = several.policies[1]
     engine.load(path, version=2, digest=digest)
     engine.drop(1)
     one = request("r", [5, 6], max_tokens=12)
     found = run(engine, [replace(one, version=2)])
-    assert_same(several, found, run(several.hosting(1), [replace(one, version=1)]))
+    assert_same(several, found, run(several.serving(1), [replace(one, version=1)]))
 
 
 class TestAdapters:
@@ -280,7 +280,7 @@ class TestAdapters:
         made = publish(store, adapter)
         merged = tmp_path / "merged"
         write_model_dir(merged, several.directory, lambda at: write_merged(base, adapter, at))
-        engine = several.hosting(0, 1)
+        engine = several.serving(0, 1)
         engine.load(store.weights_path(made.digest), version=2, digest=made.digest)
         one = replace(request("r", [5, 6, 7], max_tokens=60), version=2)
         result = run(engine, [one])["r"]
@@ -292,7 +292,7 @@ class TestAdapters:
     ) -> None:
         wanted = several.wanted(12)
         base = [one for one in wanted if one.version == 0]
-        found = run(several.hosting(0, 1, 2), wanted)
+        found = run(several.serving(0, 1, 2), wanted)
         if several.rounds:
             for one in base:
                 result = found[one.request]
@@ -310,8 +310,8 @@ class TestAdapters:
             for number in range(2)
             for version in range(3)
         ]
-        wanted = run(several.hosting(0, 1, 2), asked)
-        engine = several.hosting(0, 1, 2, slots=1, prefix_cache_ratio=9.0)
+        wanted = run(several.serving(0, 1, 2), asked)
+        engine = several.serving(0, 1, 2, slots=1, prefix_cache_ratio=9.0)
         assert run(engine, asked) == wanted
         assert engine.prompt_tokens == PromptTokens(computed=3 * 59, reused=3 * 59)
         engine.drop(1)
@@ -324,7 +324,7 @@ class TestAdapters:
         self, several: Several, tmp_path: Path
     ) -> None:
         base, digest = several.policies[0]
-        engine = several.hosting(0)
+        engine = several.serving(0)
         before = run(engine, [replace(request("r", [5], max_tokens=9), version=0)])
         store = make_lora(several.directory, tmp_path / "p", adapters=0).store
         for adapter, match in (
@@ -346,7 +346,7 @@ class TestAdapters:
         for layers in (("q_proj",), ("v_proj", "down_proj"), ("up_proj",)):
             adapter = random_adapter(base, digest, seed=3, layers=layers)
             made = publish(store, adapter)
-            engine = several.hosting(0)
+            engine = several.serving(0)
             engine.load(store.weights_path(made.digest), version=1, digest=made.digest)
             one = request("r", [5, 6, 7], max_tokens=30)
             found = run(engine, [replace(one, version=1), replace(one, request="b", version=0)])
@@ -359,11 +359,11 @@ class TestAdapters:
         store = make_lora(several.directory, tmp_path / "p", adapters=0).store
         broken = random_adapter(base, digest, seed=3, size=1e30)
         made = publish(store, broken)
-        engine = several.hosting(0, 1)
+        engine = several.serving(0, 1)
         engine.load(store.weights_path(made.digest), version=2, digest=made.digest)
         wanted = several.wanted(12)
         found = run(engine, wanted)
-        good = run(several.hosting(0, 1, 2), wanted)
+        good = run(several.serving(0, 1, 2), wanted)
         for one in wanted:
             if one.version == 2:
                 assert found[one.request].reason == "error"

@@ -39,7 +39,7 @@ class Lora:
     merged: list[Path]
     open: Callable[..., Any]
 
-    def hosting(self, *versions: int, most: int = 3) -> Any:
+    def serving(self, *versions: int, most: int = 3) -> Any:
         engine = self.open(slots=8, most=most)
         self.load(engine, 0)
         engine.drop(0)
@@ -92,7 +92,7 @@ def under(version: int, *, tokens: tuple[int, ...] = (5, 6, 7), length: int = 24
 
 
 def test_rows_of_the_base_meet_no_adapter_that_is_or_was_beside_them(lora: Lora) -> None:
-    engine = lora.hosting(1, 2, 3)  # every place of vLLM's has an adapter
+    engine = lora.serving(1, 2, 3)  # every place of vLLM's has an adapter
     run(engine, [under(version) for version in (1, 2, 3)])
     for gone in (3, 2, 1):
         engine.drop(gone)
@@ -107,7 +107,7 @@ def test_rows_of_the_base_meet_no_adapter_that_is_or_was_beside_them(lora: Lora)
 
 def test_prompts_that_are_cached_under_one_version_are_not_used_by_another(lora: Lora) -> None:
     prompt = tuple(5 + token % 90 for token in range(150))
-    engine = lora.hosting(0, 1, 2)
+    engine = lora.serving(0, 1, 2)
 
     def reused(policy: int, version: int) -> int:
         """Tokens of the prompt that were cached; what is sampled is of the policy."""
@@ -130,7 +130,7 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
     lora: Lora, tmp_path: Path
 ) -> None:
     other = make_lora(make("qwen2", tmp_path / "m", seed=1), tmp_path / "p", adapters=1)
-    engine = lora.hosting(0, 1)
+    engine = lora.serving(0, 1)
     engine.add(under(1))
     path, digest = other.policies[0]
     with pytest.raises(ValueError, match="rows are active"):
@@ -147,7 +147,7 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
 
 
 def test_adapter_that_vllm_computes_otherwise_breaks_the_promise(lora: Lora) -> None:
-    engine = lora.hosting(0, 1)
+    engine = lora.serving(0, 1)
     engine.add(under(1))
     (row,) = engine._rows.values()
     row.adapter = engine._versions.of(under(0)).number
@@ -166,7 +166,7 @@ def test_adapter_that_a_server_has_loaded_lies_nowhere_and_a_dropped_one_is_forg
     lora: Lora,
 ) -> None:
     lying = set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
-    engine = lora.hosting(0, 1, 2)
+    engine = lora.serving(0, 1, 2)
     assert set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")) <= lying
     names = [f"{version}:{digest[:16]}" for version, (_, digest) in enumerate(lora.policies)]
     assert adapters() == names[:3]
@@ -179,7 +179,7 @@ def test_adapter_that_a_server_has_loaded_lies_nowhere_and_a_dropped_one_is_forg
 def test_adapter_that_a_servers_vllm_refuses_is_one_line_and_changes_nothing(
     lora: Lora, tmp_path: Path
 ) -> None:
-    engine = lora.hosting(1)
+    engine = lora.serving(1)
     path, digest = lora.policies[2]
     wide = read_adapter(path, digest=digest)
     pairs = {name: (a.repeat(4, 0), b.repeat(4, 1)) for name, (a, b) in wide.pairs.items()}
@@ -199,7 +199,7 @@ def test_adapter_that_a_servers_vllm_refuses_is_one_line_and_changes_nothing(
 
 
 def test_server_outlives_requests_that_are_let_go_as_their_version_is_dropped(lora: Lora) -> None:
-    engine, chance = lora.hosting(0, 1, 2), random.Random(5)
+    engine, chance = lora.serving(0, 1, 2), random.Random(5)
     for turn in range(40):
         gone = 1 + turn % 2
         for number in range(6):

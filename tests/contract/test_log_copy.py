@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles
+from dora_pipe.bus.blobs import BlobBus, BlobFiles
 from dora_pipe.bus.copy import CopyTarget, FileTarget, FillingTarget, LogCopy, copy_topics
 from dora_pipe.bus.memory import MemoryBus
 from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
@@ -127,7 +127,7 @@ class Killed(Exception):
 
 
 class DyingTarget:
-    """Dies at a call of `place`: before it, or with a part of its records written."""
+    """Dies at a call of `schedule`: before it, or with a part of its records written."""
 
     def __init__(self, target: CopyTarget, calls: int) -> None:
         self.bus, self.position = target.bus, target.position
@@ -199,29 +199,29 @@ def test_copy_that_went_on_by_itself_is_refused(pair: Pair) -> None:
 @every_pair
 def test_large_values_are_in_the_copy(pair: Pair, tmp_path: Path) -> None:
     def whole(bus: Bus, folder: str) -> Bus:
-        return ClaimBus(bus, ClaimFiles(tmp_path / folder), above_bytes=100)
+        return BlobBus(bus, BlobFiles(tmp_path / folder), above_bytes=100)
 
-    pair.source = whole(pair.source, "claims")
+    pair.source = whole(pair.source, "blobs")
     pair.write(3)
     large = Append(topic=pair.topics[1], value=bytes(range(256)) * 400)
     with closing(pair.source.writer()) as writer:
         writer.append([large])
-    assert len(list((tmp_path / "claims").iterdir())) == 1
+    assert len(list((tmp_path / "blobs").iterdir())) == 1
     target = pair.target
     if isinstance(target, FillingTarget):  # Kafka's copy has a store of its own
         target = FillingTarget(whole(target.bus, "copied"))
     pair.copy(target)
-    (tmp_path / "claims").rename(tmp_path / "gone")
+    (tmp_path / "blobs").rename(tmp_path / "gone")
     _, records = content(target.bus, pair.topics)[TopicPartition(pair.topics[1], 0)]
     assert records[-1].value == large.value
 
 
 def test_lost_large_value_is_refused_unless_allowed(pair: Pair, tmp_path: Path) -> None:
-    files = ClaimFiles(tmp_path / "claims")
-    pair.source = ClaimBus(pair.source, files, above_bytes=0)
+    files = BlobFiles(tmp_path / "blobs")
+    pair.source = BlobBus(pair.source, files, above_bytes=0)
     with closing(pair.source.writer()) as writer:
         writer.append([Append(topic=pair.topics[1], value=b"large")])
-    (tmp_path / "claims").rename(tmp_path / "gone")
+    (tmp_path / "blobs").rename(tmp_path / "gone")
     with pytest.raises(BusError, match="there is no such value in the store"):
         pair.copy()
     done = copy_topics(pair.source, pair.target, pair.topics, lambda *args: None, allow_lost=True)

@@ -75,7 +75,7 @@ LIMIT_S = 30.0
 BLOB = Blob(sha256="a" * 64, bytes=5)
 LABEL = KvLabel(trajectory="g0000000001-000", prefix="p")
 TAKEN = TakenTrajectory(
-    trajectory="g0000000001-000", attempt=1, epoch=1, partition=0, offset=0, sha256="a" * 64
+    trajectory="g0000000001-000", attempt=1, incarnation=1, partition=0, offset=0, sha256="a" * 64
 )
 KV = Kv(tokens=1, layout="x", weights="b" * 64, arrays={})
 SAID = SampledTurns(answer=[1], turns=[[1]], before=[])

@@ -138,7 +138,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def batches(count: int) -> list[TrainBatch]:
-    return [make_batch(seed=step, step=step, groups=3, siblings=3) for step in range(count)]
+    return [make_batch(seed=step, step=step, groups=3, samples=3) for step in range(count)]
 
 
 def train(trainer: Learner, *steps: TrainBatch, settings: Settings = SETTINGS) -> list[str]:
@@ -265,7 +265,7 @@ def test_every_digit_of_the_learning_rate_counts(subject: Subject) -> None:
 def test_contributions_have_a_row_per_trajectory_in_the_order_of_the_batch(
     subject: Subject, tmp_path: Path
 ) -> None:
-    batch = make_batch(seed=1, step=2, groups=3, siblings=4, valid=0.7)
+    batch = make_batch(seed=1, step=2, groups=3, samples=4, valid=0.7)
     result = subject.fresh().train(batch, SETTINGS)
     write_contributions(tmp_path / "rows", result.contributions)
     rows = read_contributions(tmp_path / "rows")
@@ -274,7 +274,7 @@ def test_contributions_have_a_row_per_trajectory_in_the_order_of_the_batch(
     assert [row["reward"] for row in rows] == [one.reward for one in trajectories]
     assert [row["advantage"] is None for row in rows] == [not one.valid for one in trajectories]
     assert {row["staleness"] for row in rows} == {2}
-    assert result.figures["tokens"] > 0
+    assert result.metrics["tokens"] > 0
 
 
 def test_fingerprint_is_made_of_words_and_stays(subject: Subject) -> None:

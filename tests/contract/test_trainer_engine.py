@@ -54,7 +54,7 @@ def _vllm_mixture(model_dir: Path) -> Engine:
 _padded, _mixture = BUILDERS["padded"], BUILDERS["qwen3_moe"]
 
 
-def _hosting(model_dir: Path) -> Engine:
+def _serving(model_dir: Path) -> Engine:
     """The torch engine with room for version 0 and an adapter."""
     return TorchEngine.open(
         model_dir, slots=16, context_tokens=128, threads=1, lora_rank=RANK, max_resident_versions=2
@@ -80,11 +80,11 @@ def _trainer(
         (make_qwen2, _torch),
         (_padded, _torch),
         (_padded, _vllm_padded),
-        (_padded, _hosting),
+        (_padded, _serving),
         (make_llama_gqa, _torch),
-        (make_llama_gqa, _hosting),
+        (make_llama_gqa, _serving),
         (make_glm4_moe, _torch),
-        (make_glm4_moe, _hosting),
+        (make_glm4_moe, _serving),
         (make_deepseek_v3, _torch),
         (make_qwen2, _vllm),
         (_mixture, _vllm_mixture),
@@ -113,7 +113,7 @@ def test_ratio_is_one_on_the_policy_that_sampled(
     store = PolicyStore(tmp_path / "policies")
     policy, assets = import_model(store, make_model(tmp_path / "model"))
     weights = store.weights_path(policy.digest)
-    lora = LORA if open_engine is _hosting else None
+    lora = LORA if open_engine is _serving else None
     trainer = _trainer(kind, store.assets_path(assets), weights, tmp_path, lora)
     trainer.load(weights, digest=policy.digest, optimizer=None)
     # A step first: the engine must take what the trainer published, not what it was opened with.
@@ -121,11 +121,11 @@ def test_ratio_is_one_on_the_policy_that_sampled(
     digest = store.publish_weights(trainer.save_weights).digest
     assert digest != policy.digest
     batch = _batch(open_engine, store, assets, digest, step=1, first=policy.digest)
-    figures = trainer.train(batch, {**SETTINGS, "trainer.minibatches": 1}).figures
-    assert figures["tokens"] > 300
-    assert abs(figures["ratio_min"] - 1) < ratio_max
-    assert abs(figures["ratio_max"] - 1) < ratio_max
-    assert figures["clipped_share"] == 0.0
+    metrics = trainer.train(batch, {**SETTINGS, "trainer.minibatches": 1}).metrics
+    assert metrics["tokens"] > 300
+    assert abs(metrics["ratio_min"] - 1) < ratio_max
+    assert abs(metrics["ratio_max"] - 1) < ratio_max
+    assert metrics["clipped_share"] == 0.0
 
 
 def _batch(
@@ -137,18 +137,18 @@ def _batch(
     step: int,
     first: str = "",
 ) -> TrainBatch:
-    """Four groups of four siblings, sampled by the engine under one policy.
+    """Four groups of four trajectories, sampled by the engine under one policy.
 
     `first` is version 0, on which an adapter stands.
     """
     engine = open_engine(store.assets_path(assets))
-    if step and open_engine is _hosting:
+    if step and open_engine is _serving:
         engine.load(store.weights_path(first), version=0, digest=first)
     engine.load(store.weights_path(digest), version=step, digest=digest)
     names = [
-        trajectory_id(group_id("train", step * 4 + number), sibling)
+        trajectory_id(group_id("train", step * 4 + number), sample)
         for number in range(4)
-        for sibling in range(4)
+        for sample in range(4)
     ]
     params = SamplingParams(max_tokens=60, stop_ids=(EOS_ID,))
     for place, name in enumerate(names):

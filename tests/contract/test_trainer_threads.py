@@ -114,7 +114,7 @@ def test_steps_are_committed_and_a_restart_goes_on(
     stage.stop_run()
     assert again.join() is None
     commits = stage.commits()
-    assert [one.role_epoch for one in commits] == [0, 0, 0, 1]
+    assert [one.incarnation for one in commits] == [0, 0, 0, 1]
     assert [one.digest_before for one in commits[1:]] == [one.digest_after for one in commits[:-1]]
 
 
@@ -164,18 +164,18 @@ def test_error_in_the_thread_ends_the_role_with_that_error(
 def test_second_trainer_fences_the_first(stage: TrainerStage, open_bus: Callable[[], Bus]) -> None:
     stage.start_run()
     first = Running(stage, open_bus)
-    wait_for(lambda: len(epochs(stage)) == 1)
+    wait_for(lambda: len(incarnations(stage)) == 1)
     second = Running(stage, open_bus)
-    wait_for(lambda: len(epochs(stage)) == 2)
+    wait_for(lambda: len(incarnations(stage)) == 2)
     stage.take_new(0)
     assert isinstance(first.join(), Fenced), "its commit is not in the log"
     wait_for(lambda: len(stage.commits()) == 1)
     second.end()
-    assert epochs(stage) == [0, 1]
+    assert incarnations(stage) == [0, 1]
 
 
-def epochs(stage: TrainerStage) -> list[int]:
-    return [one.role_epoch for one in stage.control() if isinstance(one, RoleStarted)]
+def incarnations(stage: TrainerStage) -> list[int]:
+    return [one.incarnation for one in stage.control() if isinstance(one, RoleStarted)]
 
 
 def test_trainer_waits_for_its_run_to_start(
@@ -186,7 +186,7 @@ def test_trainer_waits_for_its_run_to_start(
     stage.take_new(0)
     wait_for(lambda: len(stage.commits()) == 1)
     running.end()
-    assert epochs(stage) == [0]
+    assert incarnations(stage) == [0]
 
 
 def test_trainer_that_is_stopped_while_it_waits_leaves_no_trace(

@@ -188,12 +188,12 @@ class Log:
         status: msgspec.Struct
         if trainer:
             status = TrainerStatus(
-                role_epoch=1, step=1, phase="idle", cached_records=0, cached_bytes=0, **common
+                incarnation=1, step=1, phase="idle", cached_records=0, cached_bytes=0, **common
             )
         else:
             status = WorkerStatus(
                 worker="w",
-                epoch=1,
+                incarnation=1,
                 version=1,
                 active=0,
                 waiting=0,
@@ -313,7 +313,7 @@ def test_weights_come_from_a_peer_and_the_store_is_not_read(tmp_path: Path) -> N
     assert remote.reads == 0
 
 
-def test_a_patch_comes_from_a_peer_too_and_is_as_good_as_the_whole(tmp_path: Path) -> None:
+def test_a_delta_comes_from_a_peer_too_and_is_as_good_as_the_whole(tmp_path: Path) -> None:
     remote = CountedFiles(tmp_path / "remote")
     trainer = PolicyStore(tmp_path / "t" / "policies", remote)
     first, second = publish_walk(trainer, 2, full_every=8)
@@ -321,7 +321,7 @@ def test_a_patch_comes_from_a_peer_too_and_is_as_good_as_the_whole(tmp_path: Pat
     worker.weights(first.manifest.digest)
     with served(tmp_path / "t") as source, served(tmp_path / "w") as target:
         peers = PeerWeights(target, peers_of(source.address))
-        store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers, patched=True)
+        store = PolicyStore(tmp_path / "w" / "policies", remote, peers=peers, with_deltas=True)
         assert store.verify(second.manifest.digest) == second.manifest
     assert remote.reads == 1
 

@@ -39,8 +39,8 @@ def assert_same_steps(
 ) -> None:
     for one, two in zip(ours, theirs, strict=True):
         for name in ("loss", "grad_norm", "ratio_mean", "clipped_share", "kl", "tokens"):
-            expected = pytest.approx(two.figures[name], rel=relative, abs=relative)
-            assert one.figures[name] == expected, name
+            expected = pytest.approx(two.metrics[name], rel=relative, abs=relative)
+            assert one.metrics[name] == expected, name
         for row, other in zip(one.contributions, two.contributions, strict=True):
             assert row["trajectory"] == other["trajectory"]
             assert row["advantage"] == other["advantage"]
@@ -105,8 +105,8 @@ def test_kl_is_to_the_version_that_the_batch_names(
 ) -> None:
     ours, theirs = bench.deepspeed(zero_stage=stage), bench.torch()
     found = steps_to_reference(ours, theirs, tmp_path / "first")
-    assert [one.figures["reference_version"] for one in found] == [1.0, 1.0]
-    assert found[1].figures["kl"] > 0
+    assert [one.metrics["reference_version"] for one in found] == [1.0, 1.0]
+    assert found[1].metrics["kl"] > 0
 
 
 def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_path: Path) -> None:
@@ -140,6 +140,6 @@ def test_step_that_is_not_finite_ends_alike_on_all_ranks_and_they_can_load_again
 
 def test_batch_without_a_gradient_changes_nothing(bench: Bench) -> None:
     trainer = bench.deepspeed()
-    figures = trainer.train(make_batch(seed=1, groups=2, valid=0.0), SETTINGS).figures
-    assert figures["updates"] == 0
+    metrics = trainer.train(make_batch(seed=1, groups=2, valid=0.0), SETTINGS).metrics
+    assert metrics["updates"] == 0
     assert trainer.manifest() == bench.policy

@@ -58,8 +58,8 @@ def test_reference_is_version_0_and_no_second_copy_of_it(bench: Bench, stage: in
     settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
     trainer = bench.deepspeed(zero_stage=stage, lora=_options())
     first, second = (trainer.train(batch, settings) for batch in three_batches()[:2])
-    assert first.figures["kl"] == 0.0
-    assert second.figures["kl"] > 0.0
+    assert first.metrics["kl"] == 0.0
+    assert second.metrics["kl"] > 0.0
     assert trainer.trainer._rank._reference is None
 
 
@@ -70,7 +70,7 @@ def test_reference_may_be_another_adapter_on_the_base(
     ours = bench.deepspeed(zero_stage=stage, lora=_options())
     theirs = bench.torch(lora=_options())
     found = steps_to_reference(ours, theirs, tmp_path / "first")
-    assert found[1].figures["kl"] > 0
+    assert found[1].metrics["kl"] > 0
 
 
 def test_checkpoint_of_the_torch_trainer_can_be_gone_on_with(bench: Bench, tmp_path: Path) -> None:

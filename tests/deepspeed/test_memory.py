@@ -13,7 +13,7 @@ from tests.support.models import make_qwen3_moe
 from tests.support.own_memory import peak_of_own_memory
 
 STEP = {**SETTINGS, "objective.kl_coef": 0.2, "trainer.minibatches": 1}
-BATCH = make_batch(seed=3, groups=3, siblings=3)
+BATCH = make_batch(seed=3, groups=3, samples=3)
 LORA = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "lm_head"))
 
 
@@ -23,14 +23,14 @@ def test_step_with_a_head_in_chunks_is_one_without(
     bench: Bench, zero_stage: int, lora: LoraOptions | None, tmp_path: Path
 ) -> None:
     plain = bench.deepspeed(zero_stage=zero_stage, lora=lora)
-    wanted = plain.train(BATCH, STEP).figures
+    wanted = plain.train(BATCH, STEP).metrics
     digests = set()
     for _ in range(2):
         options: dict[str, Any] = {"head_chunk_tokens": 7}
         cut = bench.deepspeed(zero_stage=zero_stage, lora=lora, memory=options)
-        figures = cut.train(BATCH, STEP).figures
+        metrics = cut.train(BATCH, STEP).metrics
         digests.add(cut.save_weights(tmp_path / "weights").digest)
-        assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert metrics == pytest.approx(wanted, rel=1e-6, abs=1e-9)
         assert cut.numerics()["head_chunk_tokens"] == "7"
     assert len(digests) == 1
 
@@ -53,11 +53,11 @@ def test_step_with_gradient_checkpointing_has_equal_bits(
 def test_step_whose_sequences_share_lines_is_one_without(
     bench: Bench, zero_stage: int, tmp_path: Path
 ) -> None:
-    wanted = dict(bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).figures)
+    wanted = dict(bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).metrics)
     packed = bench.deepspeed(zero_stage=zero_stage, memory={"packing": True})
-    figures = dict(packed.train(BATCH, STEP).figures)
-    assert figures.pop("padded_tokens") < wanted.pop("padded_tokens")
-    assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    metrics = dict(packed.train(BATCH, STEP).metrics)
+    assert metrics.pop("padded_tokens") < wanted.pop("padded_tokens")
+    assert metrics == pytest.approx(wanted, rel=1e-6, abs=1e-9)
     assert packed.numerics()["packing"] == "on"
 
 
@@ -65,14 +65,14 @@ def test_step_whose_sequences_share_lines_is_one_without(
 def test_step_with_blocks_in_chunks_is_one_without(
     bench: Bench, zero_stage: int, tmp_path: Path
 ) -> None:
-    wanted = bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).figures
+    wanted = bench.deepspeed(zero_stage=zero_stage).train(BATCH, STEP).metrics
     digests = set()
     for again in (False, True):
         options: dict[str, Any] = {"mlp_chunk_tokens": 7, "gradient_checkpointing": again}
         cut = bench.deepspeed(zero_stage=zero_stage, memory=options)
-        figures = cut.train(BATCH, STEP).figures
+        metrics = cut.train(BATCH, STEP).metrics
         digests.add(cut.save_weights(tmp_path / "weights").digest)
-        assert figures == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+        assert metrics == pytest.approx(wanted, rel=1e-6, abs=1e-9)
         assert cut.numerics()["mlp_chunk_tokens"] == "7"
     assert len(digests) == 1
 

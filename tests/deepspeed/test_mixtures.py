@@ -109,8 +109,8 @@ def test_loss_of_routers_is_that_of_the_torch_trainer_in_parts_and_rows_too(
     found = ours.train(whole if last else replace(whole, parts=[1, 1]), step)
     wanted, _ = theirs.train(whole, step), plain.train(whole, step)
     assert_same_steps([found], [wanted])
-    figure = pytest.approx(wanted.figures["router_aux_loss"], rel=1e-5)
-    assert found.figures["router_aux_loss"] == figure
+    figure = pytest.approx(wanted.metrics["router_aux_loss"], rel=1e-5)
+    assert found.metrics["router_aux_loss"] == figure
     tensors = [mixture.tensors(one, tmp_path / "weights") for one in (ours, theirs, plain)]
     for name, tensor in tensors[0].items():
         assert float((tensor - tensors[1][name]).abs().max()) < DISTANCE_MAX, name
@@ -122,7 +122,7 @@ def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(mixt
     """One trajectory: a rank without one computes two tokens, which few experts see."""
     for options in STAGES:
         trainer = mixture.deepspeed(**options)
-        batch = make_batch(seed=8, groups=1, siblings=3)
+        batch = make_batch(seed=8, groups=1, samples=3)
         digests = set()
         for _ in range(2):
             trainer.load(mixture.weights, digest=mixture.policy.digest, optimizer=None)

@@ -22,7 +22,7 @@ WITH_BFLOAT16 = [*ENGINES, {"zero_stage": 2, "dtype": "bfloat16"}]
 
 def parted(seed: int, parts: Sequence[int], **more: Any) -> TrainBatch:
     """Of four groups; a part of one has three trajectories or fewer."""
-    made = make_batch(seed=seed, step=0, groups=4, siblings=3, **{"valid": 0.8, **more})
+    made = make_batch(seed=seed, step=0, groups=4, samples=3, **{"valid": 0.8, **more})
     return replace(with_teacher(made), parts=parts)
 
 
@@ -63,7 +63,7 @@ def test_part_without_a_gradient_adds_nothing_and_a_batch_of_such_changes_nothin
     trainer = bench.deepspeed()
     for part in empty.in_parts():
         trainer.train_part(part, PLAIN)
-    assert trainer.train(empty, PLAIN).figures["updates"] == 0
+    assert trainer.train(empty, PLAIN).metrics["updates"] == 0
     assert trainer.manifest() == bench.policy
 
 

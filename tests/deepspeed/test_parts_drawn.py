@@ -85,7 +85,7 @@ def steps(draw: st.DrawFn) -> tuple[TrainBatch, dict[str, Any], int]:
     made = make_batch(
         seed=draw(st.integers(0, 999)),
         groups=groups,
-        siblings=draw(st.integers(1, 4)),
+        samples=draw(st.integers(1, 4)),
         tokens=(shortest, shortest + draw(st.integers(0, 40))),
         valid=draw(st.sampled_from([0.7, 1.0])),
     )

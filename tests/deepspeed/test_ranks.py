@@ -82,10 +82,10 @@ def test_rank_reads_its_own_share_of_the_batch_from_the_log_and_no_more(
 
     monkeypatch.setattr(group, "replies", replies)
     settings = {**SETTINGS, "trainer.minibatches": 1}
-    result = trainer.train(make_batch(seed=3, groups=5, siblings=5), settings)
+    result = trainer.train(make_batch(seed=3, groups=5, samples=5), settings)
     ((ready,), (reply,)) = said
     rows = sum(map(len, msgspec.msgpack.decode(reply, type=StepReply).updates[0].rows))
-    assert 0 < rows < result.figures["trajectories"]
+    assert 0 < rows < result.metrics["trajectories"]
     between = msgspec.msgpack.decode(ready, type=Ready).records - rows
     # A record whose neighbours are both its own is read with them.
     assert 0 <= between <= rows / 2

@@ -33,7 +33,7 @@ VARIED = """
 def score(row, text):
     return len(set(text)) / 12
 """
-"""A reward that tells siblings apart from the first step on."""
+"""A reward that tells trajectories apart from the first step on."""
 DEALT = ["-o", "trainer.expert_parallel_size=2"]
 RUNS = [
     pytest.param(make_glm4_moe, 2, "bfloat16", [], id="glm4_moe"),
@@ -155,7 +155,7 @@ def test_lora_run_is_audited_and_every_step_and_trajectory_is_bit_equal(
 def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     make: Callable[..., Path], stage: int, dtype: str, keys: list[str], tmp_path: Path
 ) -> None:
-    """From a warm start; all versions between checkpoints are patches."""
+    """From a warm start; all versions between checkpoints are deltas."""
     place = furnish(tmp_path)
     (place / "judge.py").write_text(VARIED)
     examples = [Example(token_ids=[1, *range(20, 30)], mask=[0, *([1] * 10)])]
@@ -167,7 +167,7 @@ def test_run_is_audited_replayed_bit_for_bit_and_exported_with_equal_logits(
     words += ["-o", "model.path=warm", *keys]
     assert start(place, "run", "config.toml", *words).wait(LIMIT_S) == 0, _said(place)
     assert_clean(place, "tiny")
-    assert list((place / "runs" / "tiny" / "policies" / "patches").glob("*.patch"))
+    assert list((place / "runs" / "tiny" / "policies" / "deltas").glob("*.delta"))
     commits = [one for one in facts(place, "tiny") if isinstance(one, StepCommitted)]
     assert {one.policy.dtype for one in commits} == {dtype}
     assert len({one.policy.digest for one in commits}) == len(commits) == 3

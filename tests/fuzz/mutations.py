@@ -184,8 +184,8 @@ def _safetensors(data: bytes, chance: Random, plain: Plain) -> bytes:
     return struct.pack("<Q", len(changed)) + changed + rest
 
 
-def _patch(data: bytes, chance: Random, plain: Plain) -> bytes:
-    """The head or the frames of a patch, with a sha256 that fits again."""
+def _delta(data: bytes, chance: Random, plain: Plain) -> bytes:
+    """The head or the frames of a delta, with a sha256 that fits again."""
     end = len(data) - 40
     (length,) = struct.unpack_from("<Q", data, end) if end > 0 else (0,)
     if not 0 < length < end:
@@ -203,6 +203,6 @@ _SHAPES: Final[dict[Shape, Callable[[bytes, Random, Plain], bytes]]] = {
     "frame": _frame,
     "json": _json,
     "lines": _lines,
-    "patch": _patch,
+    "delta": _delta,
     "safetensors": _safetensors,
 }

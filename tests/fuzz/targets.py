@@ -43,7 +43,7 @@ from dora_pipe.schemas.trajectory_codec import (
     view_trajectory,
 )
 from dora_pipe.schemas.wire import Unknown, decode, encode
-from dora_pipe.store.patch import opened_patches, write_patch, write_patched
+from dora_pipe.store.delta import opened_deltas, write_delta, write_from_deltas
 from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
 from tests.golden import make
 
@@ -54,7 +54,7 @@ MEMORY_BYTES_MAX: Final = 512 * 1024 * 1024
 
 LETTER_BYTES_MAX: Final = 64 * 1024 * 1024
 
-Shape = Literal["json", "frame", "lines", "patch", "safetensors"]
+Shape = Literal["json", "frame", "lines", "delta", "safetensors"]
 """How mutations keep an input close to what is sound (see `mutations`)."""
 
 
@@ -166,24 +166,24 @@ def _weights(name: str, *values: int) -> Path:
     return path
 
 
-def _read_patch(data: bytes) -> Any:
+def _read_delta(data: bytes) -> Any:
     """Applied to a file; that it makes another version than it says is said last of all."""
-    path = _scratch() / "fuzzed.patch"
+    path = _scratch() / "fuzzed.delta"
     path.write_bytes(data)
-    with opened_patches([path]) as patches:
+    with opened_deltas([path]) as deltas:
         try:
-            write_patched(_scratch() / "patched", _weights("base", *bytes(8)), patches)
+            write_from_deltas(_scratch() / "patched", _weights("base", *bytes(8)), deltas)
         except PolicyError as error:
             if "does not make version" not in error.message:
                 raise
-        return patches[0].after
+        return deltas[0].after
 
 
-def _patches() -> list[bytes]:
+def _deltas() -> list[bytes]:
     found = []
     for values in ((0, 0, 0, 9, 0, 0, 0, 0), (1, 2, 3, 4, 5, 6, 7, 8), (0,) * 8):
-        after, path = _weights("after", *values), _scratch() / "seed.patch"
-        write_patch(
+        after, path = _weights("after", *values), _scratch() / "seed.delta"
+        write_delta(
             path,
             _weights("base", *bytes(8)),
             after,
@@ -312,7 +312,7 @@ _ALL: Final = (
         seeds=_dead_letters,
     ),
     Target(name="config", read=_read_config, shape="lines", seeds=_configs),
-    Target(name="patch", read=_read_patch, shape="patch", seeds=_patches),
+    Target(name="delta", read=_read_delta, shape="delta", seeds=_deltas),
     Target(name="policy", read=_read_policy_whole, shape="safetensors", seeds=_policies),
 )
 

@@ -13,7 +13,7 @@ from tests.golden.values import AT_NS, CONTROL, COST, DIGEST, GROUP, ROUND, SHA2
 
 ROUND_HALT = rounds.Round(
     ordinal=3,
-    role_epoch=0,
+    incarnation=0,
     now_ns=3,
     control_next=2,
     decisions=(
@@ -28,7 +28,7 @@ ROUND_HALT = rounds.Round(
 
 ROUND_EARLY_STOP = rounds.Round(
     ordinal=3,
-    role_epoch=0,
+    incarnation=0,
     now_ns=3,
     control_next=2,
     decisions=(
@@ -45,7 +45,7 @@ ROUND_EARLY_STOP = rounds.Round(
 LOGGED_INVALID = control.TrajectoriesLogged(
     at_ns=AT_NS,
     worker="w0",
-    epoch=7,
+    incarnation=7,
     version=3,
     digest=DIGEST,
     trajectories=(
@@ -93,7 +93,7 @@ STATUS_SINCE = metrics.WorkerStatus(
     at_ns=AT_NS,
     cost=COST,
     worker="w0",
-    epoch=7,
+    incarnation=7,
     version=3,
     active=1,
     waiting=0,
@@ -109,7 +109,7 @@ STATUS_OFF_ENGINE = metrics.WorkerStatus(
     at_ns=AT_NS,
     cost=COST,
     worker="w0",
-    epoch=7,
+    incarnation=7,
     version=3,
     active=64,
     waiting=3,
@@ -136,15 +136,15 @@ STATUS_SESSIONS = msgspec.structs.replace(
 STATUS_FAILING = msgspec.structs.replace(
     STATUS_OFF_ENGINE,
     failing=(
-        metrics.FailingPlace(
+        metrics.FailingServer(
             task="games",
             url="tcp://games-1:7000",
             failures=3,
             since_ns=AT_NS - 12_000_000_000,
-            left_alone=True,
+            suspended=True,
             why="the connection to tcp://games-1:7000 ended",
         ),
-        metrics.FailingPlace(
+        metrics.FailingServer(
             task="shell", failures=1, since_ns=AT_NS, why="8 calls in a row failed there"
         ),
     ),
@@ -159,16 +159,14 @@ STATUS_TRIED = msgspec.structs.replace(
 
 STATUS_CALLS = msgspec.structs.replace(
     STATUS_SESSIONS,
-    calls_oldest=(metrics.AskedCall(f"{GROUP}-001", 4, AT_NS - 1_500_000_000, "slots"),),
+    calls_oldest=(metrics.UnansweredCall(f"{GROUP}-001", 4, AT_NS - 1_500_000_000, "slots"),),
 )
 """It names the oldest calls that have no answer."""
 
 STATUS_QUEUE = msgspec.structs.replace(STATUS_CALLS, calls_before=(12,))
 """And says which place they have in its queue."""
 
-STATUS_TOLD_AGAIN = msgspec.structs.replace(
-    STATUS_SINCE, episodes_started_again=2, episodes_told_again=5
-)
+STATUS_TOLD_AGAIN = msgspec.structs.replace(STATUS_SINCE, episodes_restarted=2, episodes_replayed=5)
 """A worker that has lost environments."""
 
 STATUS_KEEPING = msgspec.structs.replace(
@@ -178,10 +176,10 @@ STATUS_KEEPING = msgspec.structs.replace(
 
 ROUND_OFF_ENGINE = rounds.Round(
     ordinal=3,
-    role_epoch=0,
+    incarnation=0,
     now_ns=3,
     control_next=2,
-    observations=(rounds.OffEngine(worker="w0", epoch=7, requests=61),),
+    observations=(rounds.OffEngine(worker="w0", incarnation=7, requests=61),),
 )
 """That it is so is observed."""
 
@@ -197,7 +195,7 @@ STARTED_SEVERAL = msgspec.structs.replace(
 
 ROUND_NAMED = rounds.Round(
     ordinal=4,
-    role_epoch=0,
+    incarnation=0,
     now_ns=4,
     control_next=2,
     decisions=tuple(
@@ -206,7 +204,7 @@ ROUND_NAMED = rounds.Round(
             spec=msgspec.structs.replace(one.spec, purpose="eval", task="add", evaluation="hard"),
         )
         for one in ROUND.decisions
-        if isinstance(one, rounds.Dispatch | rounds.Place)
+        if isinstance(one, rounds.Dispatch | rounds.Schedule)
     ),
 )
 """A row of an evaluation with a name, of a task that has one too."""
@@ -220,7 +218,7 @@ NAMED_TRAJECTORY = replace(
 _STARTED = next(one for one in CONTROL if isinstance(one, control.RunStarted))
 
 STARTED_TOGETHER = msgspec.structs.replace(_STARTED, scored_together=("train", "eval"))
-"""The siblings of every group are scored together."""
+"""The trajectories of every group are scored together."""
 
 STARTED_WITH_OPTIMIZER = msgspec.structs.replace(
     _STARTED,
@@ -233,20 +231,20 @@ STARTED_WITH_OPTIMIZER = msgspec.structs.replace(
 SCORED = control.GroupScored(
     at_ns=AT_NS,
     worker="w0",
-    epoch=7,
+    incarnation=7,
     group=GROUP,
     attempt=2,
-    siblings=(
-        control.ScoredSibling(trajectory=f"{GROUP}-000", reward=1.25, parts={"rank": 0.5}),
-        control.ScoredSibling(trajectory=f"{GROUP}-001", reward=-0.1),
+    samples=(
+        control.ScoredSample(trajectory=f"{GROUP}-000", reward=1.25, parts={"rank": 0.5}),
+        control.ScoredSample(trajectory=f"{GROUP}-001", reward=-0.1),
     ),
 )
-"""What the siblings of a group are worth beside each other."""
+"""What the trajectories of a group are worth beside each other."""
 
 NOT_SCORED = control.GroupScored(
     at_ns=AT_NS,
     worker="w0",
-    epoch=7,
+    incarnation=7,
     group=GROUP,
     attempt=1,
     error="Retry: the judge is busy",
@@ -258,15 +256,15 @@ _TAKEN = next(one for one in ROUND.decisions if isinstance(one, rounds.TakeBatch
 
 ROUND_SCORED = rounds.Round(
     ordinal=5,
-    role_epoch=0,
+    incarnation=0,
     now_ns=5,
     control_next=2,
     decisions=(
         rounds.ScoreGroup(
-            reason="all 2 siblings have ended; w0 scores them together",
+            reason="all 2 trajectories have ended; w0 scores them together",
             spec=next(one.spec for one in ROUND.decisions if isinstance(one, rounds.Dispatch)),
             worker="w0",
-            epoch=7,
+            incarnation=7,
             attempt=2,
             trajectories=_TAKEN.groups[0].trajectories,
         ),
@@ -302,7 +300,7 @@ JOINED_PLAYS = msgspec.structs.replace(
 )
 """A worker whose task is an environment of another package."""
 
-JOINED_ELASTIC = msgspec.structs.replace(JOINED_CHAT, elastic=True)
+JOINED_COLOCATED = msgspec.structs.replace(JOINED_CHAT, colocated=True)
 """A worker that sleeps while a step is computed."""
 
 JOINED_TASKS = msgspec.structs.replace(
@@ -328,16 +326,16 @@ ORCHESTRATOR_DRAWS = msgspec.structs.replace(
 
 ROUND_IMPATIENT = rounds.Round(
     ordinal=6,
-    role_epoch=0,
+    incarnation=0,
     now_ns=6,
     control_next=2,
     observations=(rounds.GroupExpired(group=GROUP),),
     decisions=(
-        rounds.EndSiblings(
+        rounds.EndSamples(
             reason="its group was open for too long; 2 of 4 are valid",
             group=GROUP,
-            siblings=(1, 3),
-            fate="expired",
+            samples=(1, 3),
+            outcome="expired",
         ),
         *(
             msgspec.structs.replace(one, spec=msgspec.structs.replace(one.spec, spare=2))
@@ -346,12 +344,12 @@ ROUND_IMPATIENT = rounds.Round(
         ),
     ),
 )
-"""A group waits no longer for two of its siblings; another one has two to spare."""
+"""A group waits no longer for two of its trajectories; another one has two to spare."""
 
 
 ROUND_PARTS = rounds.Round(
     ordinal=3,
-    role_epoch=0,
+    incarnation=0,
     now_ns=3,
     control_next=2,
     decisions=(
@@ -370,7 +368,7 @@ ROUND_PARTS = rounds.Round(
 
 ROUND_IN_FLIGHT = rounds.Round(
     ordinal=3,
-    role_epoch=0,
+    incarnation=0,
     now_ns=3,
     control_next=2,
     decisions=(msgspec.structs.replace(_TAKEN, in_flight=2.25),),
@@ -387,27 +385,27 @@ COMMITTED_PARTS = msgspec.structs.replace(
 COMMITTED_BESIDE = msgspec.structs.replace(COMMITTED_PARTS, early_s=(0.0,), overlap_s=1.25)
 """One whose part was computed while the version before was published."""
 
-COMMITTED_PATCH = msgspec.structs.replace(
+COMMITTED_DELTA = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
-    figures={"loss": -0.25, "changed_share": 0.0109375, "patch_share": 0.0140625},
+    metrics={"loss": -0.25, "changed_share": 0.0109375, "delta_share": 0.0140625},
     whole=False,
-    patch=Blob(sha256="9" * 64, bytes=4096),
+    delta=Blob(sha256="9" * 64, bytes=4096),
 )
-"""A commit whose version is stored as a patch alone."""
+"""A commit whose version is stored as a delta alone."""
 
 READY_FALLBACK = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.WorkerReady)),
     fallbacks=(
         Fallback(
             digest=DIGEST,
-            why=f"no patches/{DIGEST}.patch in s3://policies/demo",
+            why=f"no deltas/{DIGEST}.delta in s3://policies/demo",
             taken=f"weights/{DIGEST}.safetensors",
             bytes=61_000,
             absent=True,
         ),
     ),
 )
-"""A worker that had no patch of a version, and took all of it."""
+"""A worker that had no delta of a version, and took all of it."""
 
-COMMITTED_FALLBACK = msgspec.structs.replace(COMMITTED_PATCH, fallbacks=READY_FALLBACK.fallbacks)
+COMMITTED_FALLBACK = msgspec.structs.replace(COMMITTED_DELTA, fallbacks=READY_FALLBACK.fallbacks)
 """A commit of a trainer that had to do so."""

@@ -50,7 +50,7 @@ def pairs_from_bytes(data: bytes) -> tuple[tuple[str, bytes], ...]:
 COMMITTED = {
     "parts": later_values.COMMITTED_PARTS,
     "beside": later_values.COMMITTED_BESIDE,
-    "patch": later_values.COMMITTED_PATCH,
+    "delta": later_values.COMMITTED_DELTA,
     "fallback": later_values.COMMITTED_FALLBACK,
 }
 
@@ -92,7 +92,7 @@ def files() -> dict[str, bytes]:
         "control/worker-joined-several.json": encode(values.JOINED_SEVERAL),
         "control/worker-joined-chat.json": encode(later_values.JOINED_CHAT),
         "control/worker-joined-plays.json": encode(later_values.JOINED_PLAYS),
-        "control/worker-joined-elastic.json": encode(later_values.JOINED_ELASTIC),
+        "control/worker-joined-colocated.json": encode(later_values.JOINED_COLOCATED),
         "control/worker-joined-tasks.json": encode(later_values.JOINED_TASKS),
         "control/worker-ready-fallback.json": encode(later_values.READY_FALLBACK),
         "control/trajectories-logged-invalid.json": encode(later_values.LOGGED_INVALID),

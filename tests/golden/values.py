@@ -30,10 +30,20 @@ GROUPS = (
         deadline=5,
         trajectories=(
             TakenTrajectory(
-                trajectory=f"{GROUP}-000", attempt=1, epoch=7, partition=2, offset=90, sha256=SHA256
+                trajectory=f"{GROUP}-000",
+                attempt=1,
+                incarnation=7,
+                partition=2,
+                offset=90,
+                sha256=SHA256,
             ),
             TakenTrajectory(
-                trajectory=f"{GROUP}-001", attempt=2, epoch=9, partition=2, offset=95, sha256=DIGEST
+                trajectory=f"{GROUP}-001",
+                attempt=2,
+                incarnation=9,
+                partition=2,
+                offset=95,
+                sha256=DIGEST,
             ),
         ),
     ),
@@ -43,7 +53,12 @@ GROUPS = (
         deadline=6,
         trajectories=(
             TakenTrajectory(
-                trajectory=f"{SECOND}-000", attempt=1, epoch=7, partition=3, offset=0, sha256=SHA256
+                trajectory=f"{SECOND}-000",
+                attempt=1,
+                incarnation=7,
+                partition=3,
+                offset=0,
+                sha256=SHA256,
             ),
         ),
     ),
@@ -70,7 +85,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
     control.RoleStarted(
         at_ns=AT_NS,
         role="trainer",
-        role_epoch=2,
+        incarnation=2,
         instance="trainer-5f",
         host="machine-1",
         pid=4242,
@@ -94,18 +109,20 @@ CONTROL: tuple[control.AnyControl, ...] = (
         reward_digest=OTHER_DIGEST,
         package="0.1.0",
     ),
-    control.WorkerReady(at_ns=AT_NS, worker="w0", epoch=7, version=3, digest=DIGEST, load_ms=12.25),
+    control.WorkerReady(
+        at_ns=AT_NS, worker="w0", incarnation=7, version=3, digest=DIGEST, load_ms=12.25
+    ),
     control.WorkerLeft(
         at_ns=AT_NS,
         worker="w0",
-        epoch=7,
+        incarnation=7,
         reason="drained",
         progress={f"{GROUP}-002": Resume(tokens=128, partition=2, offset=17)},
     ),
     control.TrajectoriesLogged(
         at_ns=AT_NS,
         worker="w0",
-        epoch=7,
+        incarnation=7,
         version=3,
         digest=DIGEST,
         trajectories=(
@@ -137,7 +154,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
     control.RequestReleased(
         at_ns=AT_NS,
         worker="w0",
-        epoch=7,
+        incarnation=7,
         trajectory=f"{GROUP}-002",
         attempt=1,
         resume=Resume(tokens=130, partition=2, offset=18),
@@ -146,7 +163,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
     control.RequestFailed(
         at_ns=AT_NS,
         worker="w0",
-        epoch=7,
+        incarnation=7,
         trajectory=f"{GROUP}-003",
         attempt=1,
         error="ResourceError",
@@ -157,14 +174,14 @@ CONTROL: tuple[control.AnyControl, ...] = (
         at_ns=AT_NS,
         step=4,
         attempt=2,
-        role_epoch=2,
+        incarnation=2,
         groups=GROUPS,
         batch_digest=batch_digest(GROUPS),
         digest_before=DIGEST,
         digest_after=MANIFEST.digest,
         policy=MANIFEST,
         contributions=policy.Blob(sha256="17" * 32, bytes=4096),
-        figures={"loss": -0.0125, "grad_norm": 0.5, "tokens": 63.0},
+        metrics={"loss": -0.0125, "grad_norm": 0.5, "tokens": 63.0},
         settings={
             "trainer.learning_rate": 3e-4,
             "run.steps": 20,
@@ -181,7 +198,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
         at_ns=AT_NS,
         step=4,
         attempt=1,
-        role_epoch=2,
+        incarnation=2,
         offenders=(control.Offender(group=GROUP, trajectory=f"{GROUP}-001", why="sha256 differs"),),
     ),
     control.Command(
@@ -190,7 +207,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
     control.WeightsAdopted(
         at_ns=AT_NS,
         step=4,
-        role_epoch=3,
+        incarnation=3,
         digest_committed=DIGEST,
         digest_replayed=OTHER_DIGEST,
         why="numerics differ: device",
@@ -217,7 +234,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
         waits=(WAIT,),
         cost=COST,
         worker="w0",
-        epoch=7,
+        incarnation=7,
         version=3,
         active=12,
         waiting=4,
@@ -230,7 +247,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
         at_ns=AT_NS,
         waits=(),
         cost=COST,
-        role_epoch=2,
+        incarnation=2,
         step=5,
         phase="idle",
         cached_records=31,
@@ -241,7 +258,7 @@ METRICS: tuple[metrics.AnyMetrics, ...] = (
         at_ns=AT_NS,
         waits=(WAIT,),
         cost=COST,
-        role_epoch=1,
+        incarnation=1,
         version=5,
         open_groups=8,
         queued_requests=3,
@@ -265,47 +282,47 @@ SPEC = GroupSpec(
 )
 
 OBSERVATIONS: tuple[rounds.AnyObservation, ...] = (
-    rounds.LeaseExpired(worker="w1", epoch=9),
+    rounds.LeaseExpired(worker="w1", incarnation=9),
     rounds.Progressed(trajectory=f"{GROUP}-002", resume=Resume(tokens=128, partition=2, offset=17)),
-    rounds.KvPressure(worker="w0", epoch=7, used_tokens=60_000),
+    rounds.KvPressure(worker="w0", incarnation=7, used_tokens=60_000),
     rounds.PlanPeriod(),
 )
 
 DECISIONS: tuple[rounds.AnyDecision, ...] = (
     rounds.Dispatch(reason="a slot is free", spec=SPEC),
-    rounds.Place(
+    rounds.Schedule(
         reason="its worker was lost",
         spec=SPEC,
         worker="w0",
-        epoch=7,
-        siblings=(
-            rounds.PlacedSibling(
-                sibling=2, attempt=2, resume=Resume(tokens=128, partition=2, offset=17)
+        incarnation=7,
+        samples=(
+            rounds.ScheduledSample(
+                sample=2, attempt=2, resume=Resume(tokens=128, partition=2, offset=17)
             ),
-            rounds.PlacedSibling(
-                sibling=3,
+            rounds.ScheduledSample(
+                sample=3,
                 attempt=3,
                 resume=Resume(tokens=130, partition=2, offset=18),
                 kv=policy.Blob(sha256=SHA256, bytes=65_536),
             ),
-            rounds.PlacedSibling(sibling=5, attempt=1),
+            rounds.ScheduledSample(sample=5, attempt=1),
         ),
     ),
-    rounds.Move(
+    rounds.Migrate(
         reason="version 3 fits on w1",
         trajectory=f"{GROUP}-002",
         attempt=1,
         worker="w0",
-        epoch=7,
+        incarnation=7,
         to="w1",
-        to_epoch=9,
+        to_incarnation=9,
     ),
     rounds.Cancel(
-        reason="its group failed", trajectory=f"{GROUP}-004", attempt=1, worker="w0", epoch=7
+        reason="its group failed", trajectory=f"{GROUP}-004", attempt=1, worker="w0", incarnation=7
     ),
-    rounds.Assign(reason="freed", worker="w0", epoch=7, version=4, digest=OTHER_DIGEST),
-    rounds.Drain(reason="asked by ada", worker="w2", epoch=11),
-    rounds.Fence(reason="lease expired", worker="w1", epoch=9),
+    rounds.Assign(reason="freed", worker="w0", incarnation=7, version=4, digest=OTHER_DIGEST),
+    rounds.Drain(reason="asked by ada", worker="w2", incarnation=11),
+    rounds.Fence(reason="lease expired", worker="w1", incarnation=9),
     rounds.TakeBatch(
         reason="B finished",
         step=4,
@@ -313,7 +330,7 @@ DECISIONS: tuple[rounds.AnyDecision, ...] = (
         groups=GROUPS,
         settings={"trainer.learning_rate": 3e-4},
     ),
-    rounds.End(reason="all rewards equal", group=SECOND, fate="filtered"),
+    rounds.End(reason="all rewards equal", group=SECOND, outcome="filtered"),
     rounds.StopRun(reason="20 steps are committed"),
 )
 
@@ -322,7 +339,7 @@ FOLDED = rounds.fold_bytes(5, b'{"kind":"drain"}') + rounds.fold_bytes(7, b"{}")
 
 _BARE = rounds.Round(
     ordinal=64,
-    role_epoch=1,
+    incarnation=1,
     now_ns=5_000_000_000,
     control_next=8,
     observations=OBSERVATIONS,
@@ -341,7 +358,7 @@ COMMITTED_DROPPED = msgspec.structs.replace(
 RELEASED_PEER = control.RequestReleased(
     at_ns=AT_NS,
     worker="w0",
-    epoch=7,
+    incarnation=7,
     trajectory=f"{GROUP}-002",
     attempt=1,
     resume=Resume(tokens=130, partition=2, offset=18),
@@ -352,7 +369,7 @@ RELEASED_PEER = control.RequestReleased(
 
 ROUND_PINS = rounds.Round(
     ordinal=1,
-    role_epoch=0,
+    incarnation=0,
     now_ns=1,
     control_next=1,
     decisions=(
@@ -374,12 +391,17 @@ JOINED_SEVERAL = msgspec.structs.replace(
 
 ROUND_DROPS = rounds.Round(
     ordinal=2,
-    role_epoch=0,
+    incarnation=0,
     now_ns=2,
     control_next=2,
     decisions=(
         rounds.Assign(
-            reason="version 5 is there", worker="w1", epoch=9, version=5, digest=DIGEST, drop=(2, 3)
+            reason="version 5 is there",
+            worker="w1",
+            incarnation=9,
+            version=5,
+            digest=DIGEST,
+            drop=(2, 3),
         ),
     ),
 )

@@ -79,7 +79,7 @@ def test_json_report_is_one_object(call: Call, recorded: RecordedRun) -> None:
     report = json.loads(out)
     assert report["holds"] is True
     assert report["violations"] == []
-    assert report["dispatched"] == sum(line["groups"] for line in report["fates"])
+    assert report["dispatched"] == sum(line["groups"] for line in report["outcomes"])
     assert sum(report["staleness"].values()) == STEPS * 4
     assert report["staleness_max"] <= report["staleness_bound"] == 2
     assert report["not_declared"] == {}
@@ -196,7 +196,7 @@ def test_best_policy_is_that_of_the_best_logged_evaluation_without_a_key(
     call: Call, recorded: RecordedRun, tmp_path: Path
 ) -> None:
     shown = json.loads(call("show", str(recorded.directory), "--json")[1])
-    means = {one["version"]: one["figures"]["mean@1"]["value"] for one in shown["evaluations"]}
+    means = {one["version"]: one["metrics"]["mean@1"]["value"] for one in shown["evaluations"]}
     code, _, err = call("export", "policy", str(recorded.directory), "best", str(tmp_path / "m"))
     assert code == 0
     best = max(means, key=lambda version: (means[version], -version))

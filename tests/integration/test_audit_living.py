@@ -77,5 +77,5 @@ def test_committed_step_that_nobody_has_folded_counts_as_trained(tmp_path: Path)
         report = audit(cluster.bus, cluster.topics, cluster.store.root)
     assert _lines(report) == []
     assert report.steps == step + 1
-    (trained,) = (line.groups for line in report.fates if line.fate == "trained")
+    (trained,) = (line.groups for line in report.outcomes if line.outcome == "trained")
     assert trained == 4 * (step + 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dora_pipe.schemas.rounds import AnyDecision, Place, Round, TakeBatch
+from dora_pipe.schemas.rounds import AnyDecision, Round, Schedule, TakeBatch
 from tests.support.recorded_run import RecordedRun, audited
 from tests.support.tamper import Tamper
 
@@ -51,7 +51,7 @@ def test_a_request_that_waits_though_a_slot_was_free_is_named(copy: RecordedRun)
             (row, one)
             for row, one in found[20:]
             if one.decisions
-            and isinstance(one.decisions[-1], Place)
+            and isinstance(one.decisions[-1], Schedule)
             and found[one.ordinal + 1][1].decisions == ()
         )
         later_row, later = found[forged.ordinal + 1]

@@ -123,7 +123,7 @@ def test_adopted_weights_are_reported_as_a_break_and_break_nothing(copy: Recorde
     adopted = WeightsAdopted(
         at_ns=0,
         step=3,
-        role_epoch=1,
+        incarnation=1,
         digest_committed="a" * 64,
         digest_replayed="b" * 64,
         why="tensor weights differs (other torch)",

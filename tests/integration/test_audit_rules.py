@@ -27,7 +27,7 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     End,
     Fence,
-    Place,
+    Schedule,
     StopRun,
     TakeBatch,
 )
@@ -64,7 +64,7 @@ def _spec(decision: Dispatch, **changes: Any) -> Dispatch:
     return msgspec.structs.replace(decision, spec=msgspec.structs.replace(decision.spec, **changes))
 
 
-def _of_training(decision: Dispatch | Place) -> bool:
+def _of_training(decision: Dispatch | Schedule) -> bool:
     return decision.spec.purpose == "train"
 
 
@@ -79,16 +79,16 @@ def _dispatched(**changes: Callable[[Any], Any]) -> Callable[[Tamper], str]:
 
 
 def _placed(attempt: int | None = None, **changes: Any) -> Callable[[Tamper], str]:
-    """A placement says something else; with `attempt`, of its first sibling."""
+    """A placement says something else; with `attempt`, of its first trajectory."""
 
-    def change(one: Place) -> Place:
-        siblings = list(one.siblings)
+    def change(one: Schedule) -> Schedule:
+        samples = list(one.samples)
         if attempt is not None:
-            siblings[0] = msgspec.structs.replace(siblings[0], attempt=attempt)
-        return msgspec.structs.replace(one, siblings=tuple(siblings), **changes)
+            samples[0] = msgspec.structs.replace(samples[0], attempt=attempt)
+        return msgspec.structs.replace(one, samples=tuple(samples), **changes)
 
     def damage(log: Tamper) -> str:
-        place = _decide(log, Place, change, such=lambda one: one.siblings[0].attempt == 1)
+        place = _decide(log, Schedule, change, such=lambda one: one.samples[0].attempt == 1)
         return place.requests()[0].trajectory
 
     return damage
@@ -143,8 +143,10 @@ def _placed_on_a_fenced_worker(log: Tamper) -> str:
     )
     _decide(
         log,
-        Place,
-        lambda one: msgspec.structs.replace(one, worker=fenced.worker, epoch=fenced.epoch),
+        Schedule,
+        lambda one: msgspec.structs.replace(
+            one, worker=fenced.worker, incarnation=fenced.incarnation
+        ),
         place=60,
     )
     return fenced.worker
@@ -193,10 +195,10 @@ def _decided_after_the_stop(log: Tamper) -> str:
 def _joined_under_another_name(log: Tamper) -> str:
     row, fact = log.facts(WorkerJoined)[0]
     log.rewrite(row, msgspec.structs.replace(fact, worker="x"))
-    return f"{fact.worker} is ready under epoch {row.offset}"
+    return f"{fact.worker} is ready under incarnation {row.offset}"
 
 
-def _ended(fate: str, which: str) -> Callable[[Tamper], str]:
+def _ended(outcome: str, which: str) -> Callable[[Tamper], str]:
     """One more `end`, of a training group that is open, trained, or was never there."""
 
     def damage(log: Tamper) -> str:
@@ -212,7 +214,7 @@ def _ended(fate: str, which: str) -> Callable[[Tamper], str]:
             )
         )
         name = {"open": newest, "trained": before.groups[0].group, "strange": "g0000009999"}[which]
-        end = msgspec.convert({"kind": "end", "reason": "", "group": name, "fate": fate}, End)
+        end = msgspec.convert({"kind": "end", "reason": "", "group": name, "outcome": outcome}, End)
         log.rewrite(row, msgspec.structs.replace(round_, decisions=(*round_.decisions, end)))
         return name
 
@@ -245,16 +247,18 @@ def _commit(**changes: Any) -> Callable[[Tamper], str]:
 
 def _committed_by_a_trainer_that_was_out(log: Tamper) -> str:
     row, fact = log.facts(StepCommitted)[-1]
-    assert fact.role_epoch > 0, "the recorded run's trainer was started again"
-    log.rewrite(row, msgspec.structs.replace(fact, role_epoch=0))
+    assert fact.incarnation > 0, "the recorded run's trainer was started again"
+    log.rewrite(row, msgspec.structs.replace(fact, incarnation=0))
     return f"step {fact.step}"
 
 
 def _round_of_an_orchestrator_that_was_out(log: Tamper) -> str:
-    epochs = [fact.role_epoch for _, fact in log.facts(RoleStarted) if fact.role == "orchestrator"]
-    assert len(epochs) > 1, "the recorded run's orchestrator was started again"
+    incarnations = [
+        fact.incarnation for _, fact in log.facts(RoleStarted) if fact.role == "orchestrator"
+    ]
+    assert len(incarnations) > 1, "the recorded run's orchestrator was started again"
     row, round_ = log.rounds()[-1]
-    log.rewrite(row, msgspec.structs.replace(round_, role_epoch=epochs[0]))
+    log.rewrite(row, msgspec.structs.replace(round_, incarnation=incarnations[0]))
     return f"round {round_.ordinal}"
 
 
@@ -296,7 +300,7 @@ def _next_attempt(fact: TrajectoriesLogged) -> dict[str, Any]:
 
 
 def _joined_later(fact: WorkerReady) -> bool:
-    return fact.epoch > 100  # Version 0 was long past then.
+    return fact.incarnation > 100  # Version 0 was long past then.
 
 
 RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
@@ -313,7 +317,7 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     ),
     "bound": (_admitted_against_the_bound, "decisions", "against the bound"),
     "attempt": (_placed(attempt=3), "decisions", "under a wrong attempt"),
-    "strange worker": (_placed(epoch=99_999), "decisions", "which never joined"),
+    "strange worker": (_placed(incarnation=99_999), "decisions", "which never joined"),
     "fenced worker": (_placed_on_a_fenced_worker, "decisions", "which was fenced"),
     "assigned weights": (_assigned_other_weights, "decisions", "weights that are not version"),
     "assigned nothing": (_assigned_unpublished, "decisions", "which nobody published"),
@@ -325,17 +329,17 @@ RULES: dict[str, tuple[Callable[[Tamper], str], str, str]] = {
     "filtered": (_ended("filtered", "open"), "decisions", "filtering is off"),
     "evaluated": (_ended("evaluated", "open"), "decisions", "although it is for training"),
     "trained": (_ended("trained", "open"), "decisions", "without a commit"),
-    "two fates": (_ended("cancelled", "trained"), "C2", "has two fates"),
+    "two outcomes": (_ended("cancelled", "trained"), "C2", "has two outcomes"),
     "no group": (_ended("failed", "strange"), "C2", "was never dispatched"),
     "logged stranger": (
         _logged({"trajectory": "g0000009999-000"}),
         "control",
         "was never dispatched",
     ),
-    "logged by nobody": (_logged({}, epoch=99_999), "control", "never joined"),
+    "logged by nobody": (_logged({}, incarnation=99_999), "control", "never joined"),
     "ready for nothing": (_fact(WorkerReady, 3, version=99), "control", "which nobody published"),
-    "ready stranger": (_fact(WorkerReady, 3, epoch=99_999), "control", "never joined with"),
-    "hosted weights": (_hosts_other_weights, "C1", "hosts other weights than the published"),
+    "ready stranger": (_fact(WorkerReady, 3, incarnation=99_999), "control", "never joined with"),
+    "served weights": (_hosts_other_weights, "C1", "hosts other weights than the published"),
     "another run": (_fact(RunStarted, 0, run="other"), "control", "starts another run"),
     "joined late": (_joined_under_another_name, "control", "never joined with"),
     "before": (_commit(digest_before=NOBODY), "steps", "does not start from the weights"),

@@ -66,7 +66,7 @@ def test_every_version_is_bfloat16_and_the_audit_is_clean(cluster: Cluster) -> N
     assert len({fact.policy.digest for fact in facts}) == STEPS
     assert {fact.numerics["policies"] for fact in facts} == {"bfloat16"}
     assert [fact.whole for fact in facts] == [False, True, False, True], "with a checkpoint"
-    assert all(fact.patch is not None for fact in facts)
+    assert all(fact.delta is not None for fact in facts)
 
 
 @pytest.mark.parametrize("first", [0, 2], ids=["version 0", "a checkpoint"])

@@ -88,7 +88,7 @@ def test_export_leaves_it_out_by_name_and_ends_with_exit_code_5(
     assert name not in written and len(written) > 200
 
 
-def test_group_with_a_damaged_sibling_says_so(
+def test_group_with_a_damaged_sample_says_so(
     call: Call, damaged: tuple[RecordedRun, str, str]
 ) -> None:
     run, name, text = damaged

@@ -60,7 +60,7 @@ def finished(running: Cluster, kill_at: int) -> list[StepCommitted]:
 
 
 def mean(commits: list[StepCommitted]) -> float:
-    return sum(one.figures["teacher_kl"] for one in commits) / len(commits)
+    return sum(one.metrics["teacher_kl"] for one in commits) / len(commits)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_student_comes_near_its_teacher(by_directory: Cluster) -> None:
     assert mean(commits[-4:]) < mean(commits[:2]) / 2
     for one in commits:
         assert one.settings["objective.teacher_weight"] == 1.0
-        assert one.figures["without_gradient"] == one.figures["masked"]
+        assert one.metrics["without_gradient"] == one.metrics["masked"]
 
 
 def test_steps_of_a_directory_come_out_bit_for_bit_and_the_teacher_is_computed_again(
@@ -128,7 +128,7 @@ def test_steps_of_an_endpoint_come_out_bit_for_bit_when_it_is_gone(
     with running:
         assert {one.numerics["teacher"] for one in commits} == {"endpoint big"}
         lines = again(running, 0, 5)
-        assert [line.equal for line in lines] == [True] * 5, [line.figures for line in lines]
+        assert [line.equal for line in lines] == [True] * 5, [line.metrics for line in lines]
         assert asked == len(there.asked) > 0
         (other,) = again(running, 0, 1, teacher_weight=0.1)  # with what was said then
         assert not other.replayed.equal

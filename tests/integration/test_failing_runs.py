@@ -31,7 +31,7 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
     with Cluster(tmp_path, config, tasks=lambda: InlineTasks(reward=reward)) as cluster:
         cluster.until(lambda: ORCHESTRATOR not in cluster.roles)
         state = recover(cluster.bus, cluster.topics).state
-        assert state.counters.fates["failed"] < 40
+        assert state.counters.outcomes["failed"] < 40
         assert TYPO in state.failures.halted
         assert not state.done
         assert stats_of(cluster.bus, cluster.topics).state.startswith("halted")
@@ -83,7 +83,7 @@ def test_a_run_whose_groups_are_all_filtered_says_so_again_after_each_doubling(
         "or the data"
         for count in (batches, 2 * batches)
     ]
-    assert answer.no_step.startswith(f"no step after {progress.fates['filtered']} groups: ")
+    assert answer.no_step.startswith(f"no step after {progress.outcomes['filtered']} groups: ")
     assert answer.halted == ""
     in_flight = config.rollout.prompts_per_step * (config.staleness.max_staleness + 1)
     assert open_groups <= in_flight, "what was filtered is not kept"

@@ -127,7 +127,7 @@ def test_what_a_dead_role_costs_others_is_named_and_what_it_costs_itself_is_not(
         RequestFailed(
             at_ns=0,
             worker="w0",
-            epoch=2,
+            incarnation=2,
             trajectory="g0-000",
             attempt=1,
             error="E",
@@ -135,8 +135,8 @@ def test_what_a_dead_role_costs_others_is_named_and_what_it_costs_itself_is_not(
             retryable=True,
         ),
     ]
-    fences = tuple(Fence(reason="lease", worker=name, epoch=0) for name in ("w0", "w1"))
-    round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=0, decisions=fences)
+    fences = tuple(Fence(reason="lease", worker=name, incarnation=0) for name in ("w0", "w1"))
+    round_ = Round(ordinal=0, incarnation=0, now_ns=0, control_next=0, decisions=fences)
     writer = bus.writer()
     writer.append([Append(topic=topics.control, value=encode(one)) for one in facts])
     writer.append([Append(topic=topics.decisions, value=encode(round_))])

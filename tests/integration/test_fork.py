@@ -57,7 +57,7 @@ def forked(call: Call, run: RecordedRun, name: str, *words: object) -> dict[str,
 
 
 def with_its_own_seed(monkeypatch: pytest.MonkeyPatch, one: Trajectory) -> None:
-    """The sample with the number of its sibling draws as it did, from every cut."""
+    """The sample with the number of its trajectory draws as it did, from every cut."""
     _, ordinal, _ = parse_trajectory_id(one.trajectory)
 
     def seed(of_trajectory: int, token: int) -> int:
@@ -72,10 +72,10 @@ def test_with_its_own_random_stream_every_turn_continues_as_recorded(
     one = recorded(episodes, 4)
     install(monkeypatch, Puzzles)
     with_its_own_seed(monkeypatch, one)
-    found = forked(call, episodes, one.trajectory, "--samples", one.meta.sibling + 1)
+    found = forked(call, episodes, one.trajectory, "--samples", one.meta.sample + 1)
     assert [place["turn"] for place in found["turns"]] == [0, 1, 2, 3]
     for place, token in zip(found["turns"], turn_starts(one).values(), strict=True):
-        again = place["samples"][one.meta.sibling]
+        again = place["samples"][one.meta.sample]
         assert place["token"] == token
         assert again["token_ids"] == list(one.token_ids[token:])
         assert again["reward"] == one.reward
@@ -87,7 +87,7 @@ def test_a_text_of_one_turn_is_sampled_again_from_its_prompt(
     one = recorded(texts)
     install(monkeypatch, single_turns)
     with_its_own_seed(monkeypatch, one)
-    found = forked(call, texts, one.trajectory, "--samples", one.meta.sibling + 1)
+    found = forked(call, texts, one.trajectory, "--samples", one.meta.sample + 1)
     (turn,) = found["turns"]
     assert turn["token"] == one.meta.prompt_tokens
     assert turn["samples"][-1]["token_ids"] == list(one.token_ids[turn["token"] :])

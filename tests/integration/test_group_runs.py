@@ -95,7 +95,7 @@ def rescored(place: Path, *words: str, code: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_siblings_of_two_workers_are_scored_by_one_and_by_another_when_that_is_killed(
+def test_samples_of_two_workers_are_scored_by_one_and_by_another_when_that_is_killed(
     place: Path,
 ) -> None:
     running = start(place, "run", "config.toml")
@@ -123,7 +123,7 @@ def test_siblings_of_two_workers_are_scored_by_one_and_by_another_when_that_is_k
     steps = [one for one in control if isinstance(one, StepCommitted)]
     assert len(steps) == 3
     for group in (group for step in steps for group in step.groups):
-        answer = {one.trajectory: one for one in scored[group.group].siblings}
+        answer = {one.trajectory: one for one in scored[group.group].samples}
         assert group.rewards == {name: one.reward for name, one in answer.items()}
         assert len(answer) == 4
         for name, one in answer.items():

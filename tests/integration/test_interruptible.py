@@ -142,8 +142,8 @@ def test_every_trajectory_comes_out_bit_for_bit_under_its_versions(eventful: Clu
 
 def test_request_goes_on_elsewhere_from_a_chain_over_several_versions(eventful: Cluster) -> None:
     def is_one(one: Trajectory) -> bool:
-        makers = {(part.epoch, part.version) for part in one.segments if part.kind == "model"}
-        return len({epoch for epoch, _ in makers}) > 1 and is_mixed(one)
+        makers = {(part.incarnation, part.version) for part in one.segments if part.kind == "model"}
+        return len({incarnation for incarnation, _ in makers}) > 1 and is_mixed(one)
 
     assert any(is_one(one) for one in trajectories(eventful))
 
@@ -241,10 +241,12 @@ def back_to_an_older_one(one: Trajectory) -> Trajectory:
     return replace(one, segments=[*rest, *changed], meta=meta)
 
 
-def never_hosted(one: Trajectory) -> Trajectory:
-    """The last segment names another worker's role epoch."""
+def never_served(one: Trajectory) -> Trajectory:
+    """The last segment names another worker's incarnation."""
     *rest, last = one.segments
-    return replace(one, segments=[*rest, msgspec.structs.replace(last, epoch=last.epoch + 100_000)])
+    return replace(
+        one, segments=[*rest, msgspec.structs.replace(last, incarnation=last.incarnation + 100_000)]
+    )
 
 
 def other_weights(one: Trajectory) -> Trajectory:
@@ -264,7 +266,7 @@ def beyond_the_trainer(one: Trajectory) -> Trajectory:
 
 DAMAGES = {
     "back": (back_to_an_older_one, "samples after version"),
-    "never hosted": (never_hosted, "which never joined"),
+    "never served": (never_served, "which never joined"),
     "other weights": (other_weights, "names other weights than version"),
     "beyond": (beyond_the_trainer, "is later than"),
 }

@@ -104,7 +104,7 @@ def test_a_trainer_finds_the_commit_that_a_dead_orchestrator_hides(
     # A commit is acknowledged before every partition has its marker.
     await_stable_offset(bus, [TopicPartition(topics.control, 0)], SystemClock())
     found = [decode_control(value) for value in all_of(bus, topics.control)]
-    assert [one.role_epoch for one in found if isinstance(one, RoleStarted)] == [0, 1]
+    assert [one.incarnation for one in found if isinstance(one, RoleStarted)] == [0, 1]
     assert [one.step for one in found if isinstance(one, StepCommitted)] == [0]
 
 
@@ -131,4 +131,4 @@ def test_an_orchestrator_finds_the_run_that_a_dead_trainer_hides(
     await_stable_offset(bus, [TopicPartition(topics.control, 0)], SystemClock())
     found = [decode_control(value) for value in all_of(bus, topics.control)]
     assert len([one for one in found if isinstance(one, RunStarted)]) == 1
-    assert [one.role_epoch for one in found if isinstance(one, RoleStarted)] == [0, 1]
+    assert [one.incarnation for one in found if isinstance(one, RoleStarted)] == [0, 1]

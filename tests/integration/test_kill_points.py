@@ -170,8 +170,8 @@ def test_policy_file_is_met_before_and_after_it_has_its_name(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(("moment", "what"), [("named", "patch"), ("named", "weights")])
-def test_a_version_whose_patch_has_its_name_and_whose_commit_never_came_is_published_again(
+@pytest.mark.parametrize(("moment", "what"), [("named", "delta"), ("named", "weights")])
+def test_a_version_whose_delta_has_its_name_and_whose_commit_never_came_is_published_again(
     tmp_path: Path, moment: FileMoment, what: str, whole: bool
 ) -> None:
     files, store = Files(tmp_path), PolicyStore(tmp_path / "policies")
@@ -184,9 +184,9 @@ def test_a_version_whose_patch_has_its_name_and_whose_commit_never_came_is_publi
         struck.publish_version(Walk(1), before=first, whole=whole)
 
     assert _in_child(publish) == -signal.SIGKILL
-    assert len(list((tmp_path / "policies" / "patches").iterdir())) == 1
+    assert len(list((tmp_path / "policies" / "deltas").iterdir())) == 1
     again = store.publish_version(Walk(1), before=first, whole=whole)
-    assert again.whole == whole and again.patch is not None
+    assert again.whole == whole and again.delta is not None
     assert store.verify(again.manifest.digest) == again.manifest
     other = store.publish_version(Walk(2), before=first, whole=False)  # another attempt
     assert store.verify(other.manifest.digest) == other.manifest

@@ -17,7 +17,7 @@ from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.producers.engines.port import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
-from dora_pipe.schemas.rounds import Assign, Move
+from dora_pipe.schemas.rounds import Assign, Migrate
 from dora_pipe.store.adapters import base_of, stands_on
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.ledgers import build_ledger
@@ -75,7 +75,7 @@ def test_workers_had_several_versions_at_once_and_nothing_moved(cluster: Cluster
     for at in read_rounds(cluster.bus, cluster.topics):
         fold_round(state, at.round, at.folded())
         assigned += sum(isinstance(one, Assign) for one in at.round.decisions)
-        moved += sum(isinstance(one, Move) for one in at.round.decisions)
+        moved += sum(isinstance(one, Migrate) for one in at.round.decisions)
         for name, residence in state.residents.items():
             most = max(most, len(residence.held))
             here = state.workers[name].requests
@@ -113,7 +113,7 @@ def regenerated(cluster: Cluster) -> list[Regenerated]:
         return list(regenerate(bus, topics, store, tables, engine, pick(tables, 25, 5), params))
 
 
-def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_patches(
+def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_deltas(
     tmp_path: Path,
 ) -> None:
     parts = TorchParts(make_qwen2(tmp_path / "model", scale=WIDE_LOGITS), dtype="bfloat16")
@@ -139,7 +139,7 @@ def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_pat
         assert {one.numerics["policies"] for one in commits} == {"bfloat16"}
         assert {one.policy.dtype for one in commits} == {"bfloat16"}
         assert all(stands_on(one.policy, running.run_started.policy.digest) for one in commits)
-        assert all(one.patch is not None for one in commits)
+        assert all(one.delta is not None for one in commits)
         assert all(line.replayed.equal for line in running.replayed(0, 4))
         assert all(one.equal for one in regenerated(running))
 

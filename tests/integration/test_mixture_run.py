@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.export import export_policy
-from dora_pipe.audit.prune import plan_claims
+from dora_pipe.audit.prune import plan_blobs
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_trajectory import pick, regenerate
-from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, claim_of
+from dora_pipe.bus.blobs import BlobBus, BlobFiles, blob_of
 from dora_pipe.bus.port import Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
@@ -52,17 +52,17 @@ KINDS: dict[str, tuple[Callable[..., Path], PolicyDtype, bool]] = {
     "further": (make_further, "float32", True),
 }
 """The last says whether experts are recorded and trained by."""
-CLAIMED_ABOVE = 1000
+BLOB_ABOVE = 1000
 """Bytes of a record that lies beside the log, where experts are recorded."""
 MEMORY = {"gradient_checkpointing": True, "packing": True}
 
 
-class ClaimingCluster(Cluster):
+class BlobbingCluster(Cluster):
     """One whose larger records lie beside its log, as those of long responses of wide models do."""
 
     def open_log(self) -> Bus:
-        claims = ClaimFiles(self.store.root / "claims")
-        return ClaimBus(SqliteBus(self.path), claims, above_bytes=CLAIMED_ABOVE)
+        blobs = BlobFiles(self.store.root / "blobs")
+        return BlobBus(SqliteBus(self.path), blobs, above_bytes=BLOB_ABOVE)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,7 +70,7 @@ def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """A finished run on a model that was warmed up, its trainer killed between checkpoints and its
-    worker between progress records; all its versions but the first are patches."""
+    worker between progress records; all its versions but the first are deltas."""
     make, dtype, routes = KINDS[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     warm = folder / "warm"
@@ -93,7 +93,7 @@ def cluster(
         **{f"trainer__{key}": value for key, value in MEMORY.items()},
     )
     parts = TorchParts(warm, dtype=dtype)
-    make_cluster = ClaimingCluster if routes else Cluster
+    make_cluster = BlobbingCluster if routes else Cluster
     with make_cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
         running.until(lambda: running.version >= 1)
         running.restart(TRAINER)
@@ -113,7 +113,7 @@ def progress_of(cluster: Cluster) -> list[Progress]:
 def test_the_audit_is_clean_and_steps_come_out_bit_for_bit(cluster: Cluster) -> None:
     report = audit(cluster.bus, cluster.topics, cluster.store.root)
     assert report.holds, [violation.line for violation in report.violations]
-    assert list((cluster.store.root / "patches").glob("*.patch"))
+    assert list((cluster.store.root / "deltas").glob("*.delta"))
     lines = cluster.replayed(0, STEPS)
     assert [line.equal for line in lines] == [True] * STEPS
     experts = MANY if "deepseek_v3" in str(cluster.directory) else 8
@@ -136,14 +136,14 @@ def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_
 ) -> None:
     store, topics = cluster.store, cluster.topics
     if not cluster.config.sampling.return_routed_experts:
-        assert not store.claims()
+        assert not store.blobs()
         return
     record, path = claimed(cluster)
     clock = VirtualClock()
-    clock.ns += max(one.modified_ns for one in store.claims()) + 10**13 - clock.wall_ns()
+    clock.ns += max(one.modified_ns for one in store.blobs()) + 10**13 - clock.wall_ns()
     with closing(cluster.open_log()) as bus:
-        plan = plan_claims(bus, topics, store, clock=clock)
-    assert (plan.files, plan.candidates, plan.note) == (len(store.claims()), (), "")
+        plan = plan_blobs(bus, topics, store, clock=clock)
+    assert (plan.files, plan.candidates, plan.note) == (len(store.blobs()), (), "")
     whole = path.read_bytes()
     for changed, why in (
         (whole[:-1] + b"?", "has another digest"),
@@ -152,9 +152,9 @@ def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_
         path.unlink() if changed is None else path.write_bytes(changed)
         (violation,) = audit(cluster.bus, topics, store.root).violations
         assert dict(record.headers)["trajectory"].decode() in violation.line
-        assert f"cannot be read: claim {path.name}: " in violation.line
+        assert f"cannot be read: blob {path.name}: " in violation.line
         assert why in violation.line
-        with pytest.raises(InvariantBroken, match=f"cannot be read: claim {path.name}"):
+        with pytest.raises(InvariantBroken, match=f"cannot be read: blob {path.name}"):
             cluster.replayed(0, STEPS)
     path.write_bytes(whole)
     assert audit(cluster.bus, topics, store.root).holds
@@ -164,9 +164,9 @@ def claimed(cluster: Cluster) -> tuple[Record, Path]:
     """A trained trajectory's record as it lies in the log, and the value that it names."""
     with closing(SqliteBus(cluster.path)) as bus:
         records = records_of(bus, ends_of(bus, cluster.topics.trajectories))
-        found = [one for one in records if claim_of(one) and one.key.startswith(b"g")]
+        found = [one for one in records if blob_of(one) and one.key.startswith(b"g")]
     assert len(found) > 4
-    return found[0], cluster.store.root / "claims" / claim_of(found[0])
+    return found[0], cluster.store.root / "blobs" / blob_of(found[0])
 
 
 def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(

@@ -122,9 +122,9 @@ def test_records_count_the_moves_and_name_the_last_worker(moved: Moved) -> None:
     assert found
     for one in found:
         model = [segment for segment in one.segments if segment.kind == "model"]
-        assert len({(segment.worker, segment.epoch) for segment in model}) > 1
+        assert len({(segment.worker, segment.incarnation) for segment in model}) > 1
         assert {segment.version for segment in model} == {one.version}
-        assert (one.meta.worker, one.meta.epoch) == (model[-1].worker, model[-1].epoch)
+        assert (one.meta.worker, one.meta.incarnation) == (model[-1].worker, model[-1].incarnation)
         assert one.meta.prefills[0] == one.meta.prompt_tokens
         assert one.meta.attempt > 1
     assert {one.meta.worker for one in found}.isdisjoint({DRAINED})

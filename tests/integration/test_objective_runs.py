@@ -83,7 +83,7 @@ def test_commit_says_which_objective_it_was_and_what_it_weighed(cluster: Cluster
     for commit in commits_of(cluster):
         assert commit.settings["objective.kind"] == "tis"
         assert commit.settings["objective.proximal"] == "recomputed"
-        assert commit.figures["weight_mean"] > 0
+        assert commit.metrics["weight_mean"] > 0
         path = cluster.store.verify_blob("contributions", commit.contributions.sha256)
         trained = [row for row in read_contributions(path) if row["ratio_mean"] is not None]
         assert trained
@@ -125,13 +125,13 @@ def test_run_with_a_falling_rate_and_a_moving_reference_comes_out_bit_for_bit(
         assert [one.settings["trainer.reference"] for one in commits] == [0, 0, 2, 2, 4, 4]
         rates = [float(one.settings["trainer.learning_rate"]) for one in commits]
         assert rates == sorted(rates[:2]) + sorted(rates[2:], reverse=True)
-        kls = [one.figures["kl"] for one in commits]
+        kls = [one.metrics["kl"] for one in commits]
         assert kls[2] == kls[4] == 0.0 < min(kls[1], kls[3], kls[5])
         gone = {version for one in commits for version in one.dropped}
         assert gone and not gone & {0, 2, 4, 6}
         for first in (0, 4):
             lines = again(running, first, last=6)
-            assert all(line.equal for line in lines), [line.figures for line in lines]
+            assert all(line.equal for line in lines), [line.metrics for line in lines]
 
 
 def test_mismatch_of_a_step_is_split_by_its_causes(
@@ -213,7 +213,7 @@ def test_run_with_an_objective_of_ones_own_holds_and_is_repeated_from_its_source
     for commit in commits_of(own):
         assert commit.settings["objective.options.tau_good"] == 2.0
         assert commit.numerics["objective source"] == f"sapo:SAPO {source}"
-        assert commit.figures["grad_norm"] > 0
+        assert commit.metrics["grad_norm"] > 0
     assert [line.replayed.equal for line in again(own)] == [True] * STEPS
     write_own(tmp_path, "3")
     first = again(own)[0]

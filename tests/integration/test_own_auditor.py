@@ -86,8 +86,8 @@ def test_a_run_that_holds_has_no_finding_and_the_figures_of_audit(
     assert ledger.findings.looked > 10_000
     assert (len(ledger.commits), ledger.rounds) == (ours.steps, ours.rounds)
     assert dict(standings) == {"counts": ours.standings.pop("bound")} | ours.standings
-    fates = Counter(group.fate for group in ledger.groups.values())
-    assert fates == Counter({one.fate: one.groups for one in ours.fates if one.groups})
+    outcomes = Counter(group.outcome for group in ledger.groups.values())
+    assert outcomes == Counter({one.outcome: one.groups for one in ours.outcomes if one.groups})
 
 
 @pytest.mark.parametrize("damaging", DAMAGING, ids=[one.__name__ for one in DAMAGING])

@@ -68,8 +68,8 @@ def _findings(seed: int, place: Path) -> list[str]:
         copy_log(self.bus, self.topics, place / "log.sqlite")
         close(self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "close", close_copied)
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr(World, "close", close_copied)
         played = seed_run.run()
     assert played.holds, played.line
     own: Callable[[Path], Any] = runpy.run_path(str(FOLDER), run_name="own_auditor")["audit"]

@@ -80,7 +80,7 @@ def test_contributions_tell_the_update_of_each_part(cluster: Cluster) -> None:
     found = commits(cluster)
     assert found[0].parts == (2, 2)
     for commit in found:
-        assert commit.figures["updates"] == (PARTS if several else 1)
+        assert commit.metrics["updates"] == (PARTS if several else 1)
     rows = stored_contributions(cluster.store, found[0].contributions.sha256)
     updates = {row["group"]: row["minibatch"] for row in rows}
     expected = [0, 0, 1, 1, 2, 2] if several else [0] * 6

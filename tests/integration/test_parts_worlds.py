@@ -26,8 +26,8 @@ def test_part_of_the_next_step_begins_while_a_policy_is_published() -> None:
             begun.append(effect.decision.step)
         start(self, effect)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkingPort, "start", starts)
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr(WorkingPort, "start", starts)
         result = SeedRun(draw(39)).run()
     assert result.holds, result.line
     assert begun and min(begun) > 0

@@ -24,14 +24,14 @@ from tests.support.fork_stage import Puzzles, digest, install
 from tests.support.inline_tasks import InlineTasks, failed
 from tests.support.recorded_run import RecordedRun
 
-PROMPTS, SIBLINGS = 3, 4
-DRAWS = PROMPTS * SIBLINGS
+PROMPTS, SAMPLES = 3, 4
+DRAWS = PROMPTS * SAMPLES
 
-EVALUATION = {"evaluation__prompts": PROMPTS, "evaluation__group_size": SIBLINGS}
+EVALUATION = {"evaluation__prompts": PROMPTS, "evaluation__group_size": SAMPLES}
 
 
 class Ranked(Puzzles):
-    """Its siblings are also scored together: by what all of them have said."""
+    """Its trajectories are also scored together: by what all of them have said."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +78,7 @@ class Asked:
         with closing(self.run.tables()) as tables:
             rows = tables.query(
                 "select t.reward from groups g join trajectories t using (group_id)"
-                " where g.fate = 'evaluated' and g.version = ? order by g.row, t.sibling",
+                " where g.outcome = 'evaluated' and g.version = ? order by g.row, t.sample",
                 [version],
             )
         return [one for (one,) in rows]

@@ -37,7 +37,7 @@ from tests.support.process_traps import (
     UNHARMED,
     directory_of,
     run_traps,
-    stopped_epoch,
+    stopped_incarnation,
 )
 
 LIMIT_S = 900.0
@@ -69,11 +69,11 @@ def _trained(control: list[tuple[int, AnyControl | Unknown]]) -> list[TakenTraje
     return [one for fact in commits for group in fact.groups for one in group.trajectories]
 
 
-def _fence_of(bus: Bus, topics: Topics, worker: str, epoch: int) -> Round:
+def _fence_of(bus: Bus, topics: Topics, worker: str, incarnation: int) -> Round:
     for record in records_of(bus, ends_of(bus, topics.decisions)):
         round_ = decode_round(record.value)
         for one in round_.decisions:
-            if isinstance(one, Fence) and (one.worker, one.epoch) == (worker, epoch):
+            if isinstance(one, Fence) and (one.worker, one.incarnation) == (worker, incarnation):
                 return round_
     raise AssertionError("the worker was never fenced")
 
@@ -88,23 +88,23 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
             for offset, fact in control
             if isinstance(fact, WorkerJoined) and fact.worker == STOPPED.role
         ]
-        epoch = stopped_epoch(folder)
-        fence = _fence_of(bus, topics, STOPPED.role, epoch)
+        incarnation = stopped_incarnation(folder)
+        fence = _fence_of(bus, topics, STOPPED.role, incarnation)
         late = [
             fact
             for offset, record in control
             if isinstance(record, TrajectoriesLogged)
-            and record.epoch == epoch
+            and record.incarnation == incarnation
             and offset >= fence.control_next
             for fact in record.facts()
         ]
         report = audit(bus, topics, directory_of(STOPPED, folder).path / "policies")
     assert late, "it was stopped before it logged anything: the trap was not set"
-    trained = {(one.epoch, one.partition, one.offset) for one in _trained(control)}
-    assert not {(one.epoch, one.partition, one.offset) for one in late} & trained
+    trained = {(one.incarnation, one.partition, one.offset) for one in _trained(control)}
+    assert not {(one.incarnation, one.partition, one.offset) for one in late} & trained
     assert report.holds, report.violations
     assert report.standings["fenced"] >= len(late)
-    again = [fact for offset, fact in joined if offset > epoch]
+    again = [fact for offset, fact in joined if offset > incarnation]
     assert again, "it did not join again"
     assert {fact.pid for _, fact in joined} == {again[0].pid}, "in the same process"
 

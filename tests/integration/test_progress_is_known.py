@@ -11,7 +11,7 @@ from dora_pipe.core.status_schedule import WHOLE_EVERY
 from dora_pipe.producers.worker.machine import PROGRESS_STATUS_NS
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics
-from dora_pipe.schemas.rounds import Place, decode_round
+from dora_pipe.schemas.rounds import Schedule, decode_round
 from tests.support.cluster import Cluster, SimulatedParts, make_config
 from tests.support.worker import TICK_NS, TOPICS, World
 
@@ -35,7 +35,7 @@ def test_acknowledged_progress_record_brings_the_next_status_forward() -> None:
 def test_many_progress_records_bring_at_most_one_status_per_bus_turn() -> None:
     world = World(lengths=lambda seed, turn: 200)
     worker = world.start(checkpoint_tokens=2, heartbeat_ns=10**12, max_tokens=1000)
-    world.decide(*(world.place(worker, 1, sibling) for sibling in range(4)))
+    world.decide(*(world.place(worker, 1, sample) for sample in range(4)))
     world.until_idle(worker)
     world.ticks(worker, TURN_TICKS)
     assert len(world.records(TOPICS.progress)) > 100
@@ -50,7 +50,7 @@ def test_statuses_of_many_running_requests_say_what_has_changed_alone() -> None:
     worker = world.start(
         slots=80, checkpoint_tokens=100, heartbeat_ns=20 * TICK_NS, max_tokens=1000
     )
-    world.decide(*(world.place(worker, 1, sibling) for sibling in range(80)))
+    world.decide(*(world.place(worker, 1, sample) for sample in range(80)))
     world.until(worker, lambda: len(worker.machine.requests.progress()) == 80)
     world.ticks(worker, 3 * WHOLE_EVERY * 20)
     statuses = [decode_metrics(one.value) for one in world.records(TOPICS.metrics)]
@@ -118,7 +118,7 @@ def _placed_again(cluster: Cluster) -> dict[str, Resume | None]:
     while reader.position(at) < cluster.bus.end(at):
         for record in reader.poll(timeout_s=0.0):
             for decision in decode_round(record.value).decisions:
-                if isinstance(decision, Place):
+                if isinstance(decision, Schedule):
                     for one in decision.requests():
                         if one.attempt == 2:
                             found[one.trajectory] = one.resume

@@ -73,12 +73,17 @@ def in_control(cluster: Cluster) -> list[bytes]:
         value_of(cluster, TrajectoriesLogged),
         encode(
             TrajectoriesLogged(
-                at_ns=1, worker="w9", epoch=3, version=0, digest="0" * 64, trajectories=(entry,)
+                at_ns=1,
+                worker="w9",
+                incarnation=3,
+                version=0,
+                digest="0" * 64,
+                trajectories=(entry,),
             )
         ),
         encode(
             RoleStarted(
-                at_ns=1, role="trainer", role_epoch=0, instance="x", host="x", pid=1, package="0"
+                at_ns=1, role="trainer", incarnation=0, instance="x", host="x", pid=1, package="0"
             )
         ),
         encode(Command(at_ns=1, user="nobody", verb="drain", args={"worker": "w9"})),
@@ -164,13 +169,13 @@ def newest_round(cluster: Cluster) -> Round:
     return decode_round(everything(cluster, cluster.topics.decisions)[-1].value)
 
 
-def stop(cluster: Cluster, *, ordinal: int, role_epoch: int) -> bytes:
+def stop(cluster: Cluster, *, ordinal: int, incarnation: int) -> bytes:
     """A round that tells every role to go."""
     last = newest_round(cluster)
     return encode(
         Round(
             ordinal=last.ordinal + ordinal,
-            role_epoch=last.role_epoch + role_epoch,
+            incarnation=last.incarnation + incarnation,
             now_ns=last.now_ns,
             control_next=last.control_next,
             decisions=(StopRun(reason="forged"),),
@@ -181,7 +186,7 @@ def stop(cluster: Cluster, *, ordinal: int, role_epoch: int) -> bytes:
 FORGED: dict[str, tuple[Callable[[Cluster], bytes], type[DoraError], str]] = {
     "garbage": (lambda cluster: GARBAGE[1], SchemaError, "decisions offset"),
     "a later round": (
-        lambda cluster: stop(cluster, ordinal=9, role_epoch=0),
+        lambda cluster: stop(cluster, ordinal=9, incarnation=0),
         InvariantBroken,
         "comes after round",
     ),
@@ -191,7 +196,7 @@ FORGED: dict[str, tuple[Callable[[Cluster], bytes], type[DoraError], str]] = {
         "comes after round",
     ),
     "the next round, forged": (
-        lambda cluster: stop(cluster, ordinal=1, role_epoch=0),
+        lambda cluster: stop(cluster, ordinal=1, incarnation=0),
         InvariantBroken,
         "comes after round",
     ),
@@ -220,7 +225,7 @@ def test_a_round_of_an_older_orchestrator_is_obeyed_by_nobody(cluster: Cluster) 
     with cluster:
         cluster.restart(ORCHESTRATOR)
         cluster.ticks(WARM_TICKS)
-        value = stop(cluster, ordinal=1, role_epoch=-1)
+        value = stop(cluster, ordinal=1, incarnation=-1)
         cluster.bus.writer().append([Append(topic=cluster.topics.decisions, value=value)])
         cluster.run()
         report = audit(cluster.bus, cluster.topics, cluster.store.root)

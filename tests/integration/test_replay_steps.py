@@ -131,12 +131,12 @@ def test_forged_figure_is_named_although_the_weights_are_equal(
 ) -> None:
     with Tamper(copy) as log:
         row, fact = log.facts(StepCommitted)[5]
-        figures = {**fact.figures, figure: fact.figures[figure] + 0.5}
-        log.rewrite(row, msgspec.structs.replace(fact, figures=figures))
+        metrics = {**fact.metrics, figure: fact.metrics[figure] + 0.5}
+        log.rewrite(row, msgspec.structs.replace(fact, metrics=metrics))
     lines = _replay(copy, 0, STEPS)
     assert [line.replayed.step for line in lines if not line.equal] == [fact.step]
-    (other,) = lines[fact.step].figures
-    assert (other.name, other.committed) == (figure, figures[figure])
+    (other,) = lines[fact.step].metrics
+    assert (other.name, other.committed) == (figure, metrics[figure])
     with pytest.raises(ReplayDiverged, match=f"step 5 gave other figures .*: {figure} is") as found:
         raise_if_diverged(lines[fact.step])
     assert found.value.exit_code == 6
@@ -154,7 +154,7 @@ def test_forged_contribution_is_named_although_the_weights_are_equal(copy: Recor
         log.rewrite(row, msgspec.structs.replace(fact, contributions=blob))
     line = _replay(copy, 5, 6)[-1]
     assert line.replayed.equal and not line.equal
-    (other,) = line.figures
+    (other,) = line.metrics
     assert other.name == f"{rows[0]['trajectory']} ratio_mean"
 
 

@@ -12,7 +12,7 @@ from dora_pipe.audit.entries import Moment
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.orchestrator.recovery import fold_log, read_rounds
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged
-from dora_pipe.schemas.rounds import AnyDecision, Assign, Move, Place
+from dora_pipe.schemas.rounds import AnyDecision, Assign, Migrate, Schedule
 from tests.support.cluster import Cluster, SimulatedParts, make_config
 from tests.support.ledgers import build_ledger
 
@@ -61,7 +61,7 @@ def test_requests_of_several_versions_ran_on_one_worker_and_none_moved(cluster: 
             )
     assert 2 <= most <= 3
     assert beside >= 2
-    assert not [one for one in decisions(cluster) if isinstance(one, Move)]
+    assert not [one for one in decisions(cluster) if isinstance(one, Migrate)]
 
 
 def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
@@ -69,7 +69,7 @@ def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
     ledger.stopped = None
     before = len(ledger.findings.violations)
     ledger.legality.decision(decision, AT)
-    if isinstance(decision, Place):
+    if isinstance(decision, Schedule):
         ledger.legality.placed(decision.requests(), AT)
     return [one.line for one in ledger.findings.violations[before:]]
 
@@ -89,11 +89,11 @@ def last(cluster: Cluster, kind: type[msgspec.Struct]) -> AnyDecision:
 def test_placement_on_a_worker_that_does_not_have_the_version_is_named(
     cluster: Cluster, ledger: Ledger
 ) -> None:
-    place = last(cluster, Place)
-    assert isinstance(place, Place)
-    ledger.accounts.workers[place.epoch].held = {place.spec.version}
+    place = last(cluster, Schedule)
+    assert isinstance(place, Schedule)
+    ledger.accounts.workers[place.incarnation].held = {place.spec.version}
     assert not [one for one in wrong(ledger, place) if "another version" in one]
-    ledger.accounts.workers[place.epoch].held = {place.spec.version - 1}
+    ledger.accounts.workers[place.incarnation].held = {place.spec.version - 1}
     assert [one for one in wrong(ledger, place) if "another version" in one]
 
 
@@ -102,7 +102,7 @@ def test_assignment_of_more_than_fits_and_drop_of_what_is_not_there_are_named(
 ) -> None:
     assign = last(cluster, Assign)
     assert isinstance(assign, Assign)
-    worker = ledger.accounts.workers[assign.epoch]
+    worker = ledger.accounts.workers[assign.incarnation]
     worker.held = {1, 2}
     fits = msgspec.structs.replace(assign, drop=())
     assert wrong(ledger, fits) == []
@@ -126,7 +126,7 @@ def test_trajectory_of_a_version_that_its_worker_never_had_is_named(
     fact = TrajectoriesLogged(
         at_ns=0,
         worker=bound.fact.worker,
-        epoch=bound.fact.epoch,
+        incarnation=bound.fact.incarnation,
         version=bound.fact.version,
         digest=bound.fact.digest,
         trajectories=(
@@ -140,8 +140,8 @@ def test_trajectory_of_a_version_that_its_worker_never_had_is_named(
         ),
     )
     ledger.accounts.open[bound.fact.group] = ledger.accounts.groups[bound.fact.group]
-    ledger._check_hosted(fact)
+    ledger._check_served(fact)
     assert not ledger.findings.violations
-    ledger.accounts.workers[bound.fact.epoch].hosted.clear()
-    ledger._check_hosted(fact)
-    assert "never hosted version" in ledger.findings.violations[-1].line
+    ledger.accounts.workers[bound.fact.incarnation].served.clear()
+    ledger._check_served(fact)
+    assert "never served version" in ledger.findings.violations[-1].line

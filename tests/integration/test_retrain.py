@@ -104,7 +104,7 @@ def test_an_unfinished_directory_is_started_over(
         retrain(source, range(5, 8), change, out)
 
 
-def test_a_folder_of_something_else_is_left_alone(source: SourceRun, tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_suspended(source: SourceRun, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("words")
     with pytest.raises(UsageError, match="is not an empty directory"):
         retrain(source, range(5, 8), EMPTY, tmp_path)

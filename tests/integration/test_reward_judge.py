@@ -34,7 +34,7 @@ ROW = {"question": "6 * 7", "prompt": "6 * 7"}
 Ask = Callable[[str], Reward]
 
 
-async def siblings(client: JudgeClient) -> list[Reward]:
+async def samples(client: JudgeClient) -> list[Reward]:
     return await asyncio.gather(*(client.score(ROW, "42", (), ()) for _ in range(8)))
 
 
@@ -189,12 +189,12 @@ def test_a_key_comes_from_the_environment_and_is_never_said(
     assert endpoint.keys == ["Bearer sk-secret"]
 
 
-def test_siblings_that_say_the_same_at_the_same_time_are_asked_about_once(
+def test_samples_that_say_the_same_at_the_same_time_are_asked_about_once(
     client_of: Callable[..., JudgeClient],
 ) -> None:
     numbered = judge_endpoint(lambda number, prompt: said(f"Score: {number}"), delay_s=0.2)
     with numbered as endpoint:
-        found = asyncio.run(siblings(client_of(endpoint)))
+        found = asyncio.run(samples(client_of(endpoint)))
     assert [one.value for one in found] == [0.0] * 8
     assert len(endpoint.asked) == 1
 

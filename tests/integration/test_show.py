@@ -207,7 +207,7 @@ def test_the_first_the_best_and_the_newest_of_every_evaluation_are_shown(
             task="",
             prompts=2,
             trajectories=1,
-            figures={"mean@1": value},
+            metrics={"mean@1": value},
         )
 
     found = [evaluated(version, name) for version in range(9) for name in ("hard", "easy")]

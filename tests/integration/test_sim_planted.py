@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from dora_pipe.orchestrator import elastic, staleness
+from dora_pipe.orchestrator import colocated, staleness
 from dora_pipe.sim.seed_runner import run_seed
 from tests.support.mutants.rules import BUGS, mutated
 from tests.support.mutants.seeds import seeds_of
@@ -42,7 +42,7 @@ def test_every_bug_can_be_met_by_one_of_the_first_seeds() -> None:
 
 def test_nothing_stays_planted() -> None:
     take = staleness.next_batch
-    assert vars(elastic)["next_batch"] is take
+    assert vars(colocated)["next_batch"] is take
     with mutated("short-batch"):
-        assert vars(elastic)["next_batch"] is not take
-    assert vars(elastic)["next_batch"] is take is staleness.next_batch
+        assert vars(colocated)["next_batch"] is not take
+    assert vars(colocated)["next_batch"] is take is staleness.next_batch

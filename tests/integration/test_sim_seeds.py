@@ -11,7 +11,7 @@ import pytest
 
 from dora_pipe.config.storage import full_every
 from dora_pipe.sim.__main__ import main
-from dora_pipe.sim.faults import FAULTS, OF_PATCHES
+from dora_pipe.sim.faults import FAULTS, OF_DELTAS
 from dora_pipe.sim.scenario import SHORT_STEPS, draw
 from dora_pipe.sim.seed_runner import Coverage, SeedRun, run_seed
 
@@ -49,19 +49,19 @@ def test_more_seeds_hold(chunk: int) -> None:
 def test_most_seeds_are_short_and_features_come_to_their_shares() -> None:
     drawn = [draw(seed) for seed in range(200)]
     assert 160 <= sum(one.config.run.steps <= SHORT_STEPS[1] for one in drawn) <= 195
-    assert 20 <= sum(any(own.elastic for own in one.workers) for one in drawn) <= 60
+    assert 20 <= sum(any(own.colocated for own in one.workers) for one in drawn) <= 60
     assert 30 <= sum(any(own.versions > 1 for own in one.workers) for one in drawn) <= 70
     assert 30 <= sum(any(task.has_agent for task in one.config.tasks) for one in drawn) <= 70
 
 
-def test_versions_are_patches_in_one_of_four_seeds_and_half_of_these_lose_or_damage_some() -> None:
+def test_versions_are_deltas_in_one_of_four_seeds_and_half_of_these_lose_or_damage_some() -> None:
     drawn = [draw(seed) for seed in range(400)]
     patched = [one for one in drawn if full_every(one.config, "float32") > 1]
     assert 0.2 < len(patched) / len(drawn) < 0.3
     assert all(one.config.trainer.checkpoint_every > 1 for one in patched)
-    for fault in OF_PATCHES:
+    for fault in OF_DELTAS:
         assert 0.3 < sum(fault in one.faults for one in patched) / len(patched) < 0.7
-    assert not any({*OF_PATCHES} & one.faults.keys() for one in drawn if one not in patched)
+    assert not any({*OF_DELTAS} & one.faults.keys() for one in drawn if one not in patched)
 
 
 def test_steps_that_are_asked_for_are_the_least_of_every_seed() -> None:

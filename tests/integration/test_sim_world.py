@@ -59,8 +59,8 @@ def seed_digest(seed: int) -> str:
         digests.append(log_digest(self))
         close(self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "close", closing)
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr(World, "close", closing)
         assert seed_run.run().holds
     return digests[0]
 

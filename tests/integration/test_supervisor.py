@@ -294,7 +294,7 @@ def test_worker_that_never_hosts_is_given_up_however_slowly_it_fails(
     monkeypatch.setattr("dora_pipe.launch.supervisor.BACKOFF_MAX_S", 0.0)
     monkeypatch.setattr("dora_pipe.launch.supervisor.RESTART_WINDOW_S", 0.001)
     slow = Timing(max_restarts=3, stop_timeout_s=5.0)
-    workers = Workers(names=("w0",), hosted=lambda name: int(starts(tmp_path, name) >= 4))
+    workers = Workers(names=("w0",), served=lambda name: int(starts(tmp_path, name) >= 4))
     role = ends_with(tmp_path, {"w0": [7]})
     supervisor = supervise(role, "w0", logs=tmp_path, workers=workers, timing=slow)
     with pytest.raises(RunFailed, match="no worker is left"):

@@ -88,7 +88,7 @@ INFO = {
     "builder_name": "json",
     "dataset_name": "sums",
     "config_name": "default",
-    "version": {"version_str": "0.0.0", "major": 0, "minor": 0, "patch": 0},
+    "version": {"version_str": "0.0.0", "major": 0, "minor": 0, "delta": 0},
     "splits": {"train": {"name": "train", "num_examples": 2, "dataset_name": "sums"}},
 }
 

@@ -213,7 +213,7 @@ def test_episode_lives_through_its_turns_and_is_scored_by_its_environment(
     assert "closed after 2" in capfd.readouterr().err
 
 
-def test_siblings_have_episodes_of_their_own_on_any_process(folder: Path) -> None:
+def test_samples_have_episodes_of_their_own_on_any_process(folder: Path) -> None:
     with TaskPool(task(folder, processes=2, episodes=True)) as pool:
         for number in range(6):
             pool.submit(prompt(f"r{number}"))

@@ -15,7 +15,7 @@ from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX
 from dora_pipe.producers.tasks.links import KILLED, ProcessLink
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.tasks.port import Turn
-from dora_pipe.schemas.metrics import FailingPlace
+from dora_pipe.schemas.metrics import FailingServer
 from tests.support.task_pool import (
     DEADLINE_S,
     LIMIT_S,
@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_module(tmp_path)
 
 
-def the_place(pool: TaskPool) -> FailingPlace:
+def the_place(pool: TaskPool) -> FailingServer:
     (place,) = pool.failing
     assert (place.task, place.url) == ("odd_task:Odd", "")
     assert place.why.startswith(f"{BAD} calls in a row failed there, the last with TimedOut")

@@ -167,7 +167,7 @@ def test_a_reader_in_the_middle_has_every_workers_whole_progress_soon(
         whole: dict[tuple[str, int], WorkerStatus] = {}
         seen: dict[tuple[str, int], int] = {}
         for i, status in enumerate(said):
-            who = status.worker, status.epoch
+            who = status.worker, status.incarnation
             whole[who] = merged(whole.get(who), status)
             if i < start:
                 continue

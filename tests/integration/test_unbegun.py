@@ -172,7 +172,7 @@ def test_a_run_that_is_over_is_told_nothing(
 ) -> None:
     begun()
     stop = Round(
-        ordinal=0, role_epoch=0, now_ns=0, control_next=1, decisions=(StopRun(reason="done"),)
+        ordinal=0, incarnation=0, now_ns=0, control_next=1, decisions=(StopRun(reason="done"),)
     )
     say("tiny", "decisions", encode(stop))
     call = caller(monkeypatch, capsys)

@@ -43,9 +43,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A run in which w1 was frozen beyond its lease while the trainer waited for it."""
     directory = tmp_path_factory.mktemp("summary")
     config = make_config(timing__lease_s=2.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dora_pipe.config.model.ALARM_S", 1.0)
-        patch.setattr("dora_pipe.config.model.ALARM_WORK_S", 1.0)
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr("dora_pipe.config.model.ALARM_S", 1.0)
+        delta.setattr("dora_pipe.config.model.ALARM_WORK_S", 1.0)
         made = Cluster(directory, config, on_disk=False)
     with made:
         requests = made.roles["w1"].machine.requests
@@ -139,7 +139,7 @@ def test_batch_that_was_taken_before_there_was_a_trainer_kept_nobody_waiting() -
     bus, topics = MemoryBus(MemoryLog()), Topics("r")
     bus.create([TopicSpec(name=name) for name in topics.all()])
     take = TakeBatch(step=0, attempt=1, groups=(), settings={}, reason="")
-    round_ = Round(ordinal=0, role_epoch=0, now_ns=10**18, control_next=0, decisions=(take,))
+    round_ = Round(ordinal=0, incarnation=0, now_ns=10**18, control_next=0, decisions=(take,))
     bus.writer().append([Append(topic=topics.decisions, value=encode(round_))])
     (wait,) = waits_in(bus, topics)
     assert (wait.waited_s, wait.free_ns, wait.pieces) == (0.0, 10**18, ())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, RewardCall
 from dora_pipe.schemas.control import RequestFailed, TrajectoryLogged, WorkerReady
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import ScheduledRequest
 from tests.support.inline_tasks import InlineTasks, episode_tasks
 from tests.support.worker import World, digest_of
 
@@ -34,7 +34,7 @@ class Course:
         self.tasks = episode_tasks(last=2) if episodes else InlineTasks()
         self.worker = self.world.start(slots=2, prefetch=4, checkpoint_tokens=8, tasks=self.tasks)
         self.target = 0
-        self.placed: dict[tuple[str, int], PlacedRequest] = {}
+        self.placed: dict[tuple[str, int], ScheduledRequest] = {}
         self.cancelled: set[tuple[str, int]] = set()
 
     def act(self, name: str, value: Any) -> None:
@@ -104,7 +104,7 @@ def test_every_placement_ends_once_in_any_course_of_events(
         versions = {segment.version for segment in trajectory.segments if segment.kind == "model"}
         assert versions == {one.version}
     worker = course.worker
-    assert worker.machine.hosted.version == course.target
+    assert worker.machine.served.version == course.target
     assert world.facts(WorkerReady)[-1].version == course.target
     assert worker.counts["refused"] == 0 or episodes
     assert (worker.engine.active, worker.tasks.calls) == (0, [])

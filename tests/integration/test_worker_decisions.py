@@ -12,7 +12,7 @@ from tests.support.inline_tasks import InlineTasks
 from tests.support.worker import TOPICS, World, digest_of
 
 
-def test_target_is_loaded_only_when_requests_of_the_hosted_version_are_done() -> None:
+def test_target_is_loaded_only_when_requests_of_the_served_version_are_done() -> None:
     world = World(lengths=lambda seed, turn: 30)
     worker = world.start(slots=1)
     world.decide(world.place(worker, 0), world.place(worker, 1))
@@ -88,7 +88,9 @@ def test_placement_with_another_data_set_is_refused_for_good() -> None:
     assert "dddddddddddd" in failure.message and "ffffffffffff" in failure.message
 
 
-def test_placement_under_an_earlier_epoch_is_refused_and_one_of_another_worker_ignored() -> None:
+def test_placement_under_an_earlier_incarnation_is_refused_and_one_of_another_worker_ignored() -> (
+    None
+):
     world = World()
     first = world.start()
     other = world.start(worker="w1")
@@ -96,17 +98,17 @@ def test_placement_under_an_earlier_epoch_is_refused_and_one_of_another_worker_i
     world.decide(world.place(first, 0), world.place(other, 1))
     world.ticks(second, 3)
     (failure,) = world.facts(RequestFailed)
-    assert (failure.trajectory, failure.error) == ("g0000000000-000", "EarlierEpoch")
-    assert failure.epoch == second.setup.epoch
+    assert (failure.trajectory, failure.error) == ("g0000000000-000", "EarlierIncarnation")
+    assert failure.incarnation == second.setup.incarnation
 
 
 def test_rounds_of_an_older_orchestrator_are_not_obeyed() -> None:
     world = World()
     worker = world.join()
-    world.decide(world.assign(worker, 3), role_epoch=2)
-    world.decide(world.assign(worker, 1), role_epoch=1)
+    world.decide(world.assign(worker, 3), incarnation=2)
+    world.decide(world.assign(worker, 1), incarnation=1)
     world.ticks(worker, 5)
-    assert worker.machine.hosted.version == 3
+    assert worker.machine.served.version == 3
     assert worker.counts["rounds of an older orchestrator"] == 1
 
 
@@ -120,13 +122,13 @@ def test_more_requests_than_a_worker_can_hold_are_refused() -> None:
     assert len(worker.machine.requests.by_key) == most == 16
 
 
-def test_fence_of_its_own_epoch_ends_the_worker_and_nothing_more_is_published() -> None:
+def test_fence_of_its_own_incarnation_ends_the_worker_and_nothing_more_is_published() -> None:
     world = World(lengths=lambda seed, turn: 8)
     worker = world.start()
     world.decide(world.place(worker, 0), world.place(worker, 1))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.LOGGING) > 0)
     before = len(world.control())
-    world.decide(Fence(reason="lease", worker="w0", epoch=worker.setup.epoch))
+    world.decide(Fence(reason="lease", worker="w0", incarnation=worker.setup.incarnation))
     world.ticks(worker, 1)
     written = len(world.records(TOPICS.trajectories)), len(world.records(TOPICS.metrics))
     assert worker.machine.outcome == "fenced"
@@ -136,16 +138,16 @@ def test_fence_of_its_own_epoch_ends_the_worker_and_nothing_more_is_published() 
     assert written == (len(world.records(TOPICS.trajectories)), len(world.records(TOPICS.metrics)))
 
 
-def test_fence_of_an_earlier_epoch_concerns_nobody() -> None:
+def test_fence_of_an_earlier_incarnation_concerns_nobody() -> None:
     world = World()
     first = world.start()
     second = world.start()
-    world.decide(Fence(reason="lease", worker="w0", epoch=first.setup.epoch))
+    world.decide(Fence(reason="lease", worker="w0", incarnation=first.setup.incarnation))
     world.ticks(second, 5)
     assert not second.machine.finished
 
 
-def test_decision_for_a_later_epoch_of_its_name_means_that_it_was_replaced() -> None:
+def test_decision_for_a_later_incarnation_of_its_name_means_that_it_was_replaced() -> None:
     world = World()
     first = world.start()
     second = world.join()

@@ -187,7 +187,7 @@ def test_episode_whose_process_dies_is_told_again_and_nothing_is_sampled_twice(
     check(stage, stage.finish(worker))
     stage.world.ticks(worker, 150)
     status = stage.world.statuses()[-1]
-    assert (status.episodes_told_again, status.episodes_started_again) == (1, 0)
+    assert (status.episodes_replayed, status.episodes_restarted) == (1, 0)
 
 
 def test_environment_that_is_not_what_it_says_is_named_and_its_episode_not_gone_on_with() -> None:

@@ -30,7 +30,7 @@ def test_request_lives_from_placement_to_a_fact_that_points_at_its_record() -> N
     assert trajectory.meta.seed == trajectory_seed(place.spec.seed, 5)
     assert trajectory.meta.prefills == (3,)
     assert [segment.kind for segment in trajectory.segments] == ["prompt", "model"]
-    assert trajectory.segments[1].epoch == worker.setup.epoch
+    assert trajectory.segments[1].incarnation == worker.setup.incarnation
     assert (trajectory.meta.reward_raw, trajectory.meta.reward_parts) == (0.5, {"exact": 1.0})
     times = trajectory.meta.times
     assert times.started and times.first_token and times.finished and times.rewarded
@@ -48,7 +48,11 @@ def test_headers_say_what_the_record_says_and_the_digest_covers_its_bytes() -> N
     headers = parse_headers(record.headers)
     assert logged.sha256 == headers.sha256 == sha256_hex(record.value)
     assert logged.bytes == len(record.value)
-    assert (headers.run, headers.deadline, headers.epoch) == ("r", 2, worker.setup.epoch)
+    assert (headers.run, headers.deadline, headers.incarnation) == (
+        "r",
+        2,
+        worker.setup.incarnation,
+    )
     assert record.key == b"g0000000003"
 
 

@@ -18,7 +18,7 @@ from dora_pipe.producers.worker.kv_handover import (
 )
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerLeft
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import Drain, PlacedRequest
+from dora_pipe.schemas.rounds import Drain, ScheduledRequest
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.port import Lost
 from tests.support.worker import TICK_NS, VirtualClock, Worker, World
@@ -38,7 +38,7 @@ def alone(length: int = LENGTH) -> list[int]:
 
 def running(
     world: World, tokens: int, *, worker: str = "a", **changes: int
-) -> tuple[Worker, PlacedRequest]:
+) -> tuple[Worker, ScheduledRequest]:
     source = world.start(worker=worker, max_tokens=1000, **changes)
     place = world.place(source, 0)
     world.decide(place)
@@ -46,14 +46,14 @@ def running(
     return source, place
 
 
-def let_go(world: World, source: Worker, place: PlacedRequest, to: Worker) -> RequestReleased:
+def let_go(world: World, source: Worker, place: ScheduledRequest, to: Worker) -> RequestReleased:
     world.decide(world.move(place, to))
     before = len(world.facts(RequestReleased))
     world.until(source, lambda: len(world.facts(RequestReleased)) > before)
     return world.facts(RequestReleased)[-1]
 
 
-def taken_up(world: World, to: Worker, released: RequestReleased) -> PlacedRequest:
+def taken_up(world: World, to: Worker, released: RequestReleased) -> ScheduledRequest:
     """What the planner decides next."""
     place = world.place(to, 0, attempt=released.attempt + 1, resume=released.resume, kv=released.kv)
     world.decide(place)
@@ -94,7 +94,7 @@ def test_moved_request_has_the_tokens_it_would_have_had(
     moved = where != "nowhere"
     assert trajectory.meta.moves == moved
     assert trajectory.meta.prefills == ((3,) if moved else (3, 3 + released.resume.tokens))
-    assert (trajectory.meta.worker, trajectory.meta.epoch) == ("b", target.setup.epoch)
+    assert (trajectory.meta.worker, trajectory.meta.incarnation) == ("b", target.setup.incarnation)
     assert target.counts["KV caches imported"] == moved
     assert _left(world.handover, tmp_path) == []
     world.handover.clear()
@@ -211,7 +211,10 @@ def test_drained_worker_lets_its_requests_go_and_leaves() -> None:
     world = World(lengths=lambda seed, turn: LENGTH)
     source, place = running(world, 30)
     target = world.start(worker="b", max_tokens=1000)
-    world.decide(Drain(reason="t", worker="a", epoch=source.setup.epoch), world.move(place, target))
+    world.decide(
+        Drain(reason="t", worker="a", incarnation=source.setup.incarnation),
+        world.move(place, target),
+    )
     world.until(source, lambda: source.machine.finished)
     (released,), (left,) = world.facts(RequestReleased), world.facts(WorkerLeft)
     assert (source.machine.outcome, left.progress) == ("left", {})

@@ -136,7 +136,7 @@ def test_drained_worker_finishes_what_it_has_and_takes_nothing_more() -> None:
     worker = world.start(slots=1)
     world.decide(world.place(worker, 0), world.place(worker, 1))
     world.ticks(worker, 5)
-    drain = Drain(reason="smaller", worker="w0", epoch=worker.setup.epoch)
+    drain = Drain(reason="smaller", worker="w0", incarnation=worker.setup.incarnation)
     world.decide(drain, world.place(worker, 2), world.assign(worker, 1))
     world.until(worker, lambda: worker.machine.finished)
     assert len(world.facts(TrajectoryLogged)) == 2

@@ -55,7 +55,10 @@ def _until(done: Callable[[], bool]) -> Iterator[bool]:
 
 
 def _joined(
-    run: Run, then: Callable[[int, WorkerJoined], None] = lambda epoch, joined: None, *, stop: bool
+    run: Run,
+    then: Callable[[int, WorkerJoined], None] = lambda incarnation, joined: None,
+    *,
+    stop: bool,
 ) -> Iterator[bool]:
     """Does something as soon as the worker has joined; then it is asked to stop, or left alone."""
     yield from _until(lambda: len(run.joins()) >= 1)
@@ -73,27 +76,27 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
         yield False
         run.begin()
         yield from _until(lambda: len(run.joins()) == 1)
-        epoch, _ = run.joins()[0]
-        run.decide(run.assign(epoch), run.place(epoch))
+        incarnation, _ = run.joins()[0]
+        run.decide(run.assign(incarnation), run.place(incarnation))
         yield from _until(lambda: run.count(TrajectoryLogged) == 1)
         run.decide(StopRun(reason="done"))
         while True:
             yield False
 
-    lost = PolicyError("no patches/ab.patch in s3://policies/r")
+    lost = PolicyError("no deltas/ab.delta in s3://policies/r")
     run.store.fallbacks.note(run.policy.digest, lost, "weights/ab.safetensors")
     run.work(script())
     kinds = [type(one) for _, one in run.control()]
     assert kinds == [RunStarted, WorkerJoined, WorkerReady, TrajectoriesLogged, WorkerLeft]
     (ready,) = [one for _, one in run.control() if isinstance(one, WorkerReady)]
     assert [one.why for one in ready.fallbacks] == [lost.message]
-    epoch, joined = run.joins()[0]
+    incarnation, joined = run.joins()[0]
     assert (joined.worker, joined.slots, joined.prefetch, joined.kv_tokens) == ("w0", 4, 2, 1024)
     assert joined.engine == "simulated" and "batch_invariant" in joined.declares
     assert joined.assets_digest == run.assets_digest
     assert joined.reward_digest == reward_digest(task_of_the_run())
     logged = run.logged()[0]
-    assert logged.epoch == epoch and logged.valid
+    assert logged.incarnation == incarnation and logged.valid
     tp = TopicPartition(TOPICS.trajectories, logged.partition)
     (record,) = run.bus.reader({tp: 0}).poll(timeout_s=0.0)
     trajectory = decode_trajectory(record.value)
@@ -113,8 +116,8 @@ def test_reward_that_never_ends_makes_an_invalid_trajectory_and_the_worker_goes_
 
     def script() -> Iterator[bool]:
         yield from _until(lambda: len(run.joins()) == 1)
-        epoch, _ = run.joins()[0]
-        run.decide(run.assign(epoch), run.place(epoch, 0), run.place(epoch, 1))
+        incarnation, _ = run.joins()[0]
+        run.decide(run.assign(incarnation), run.place(incarnation, 0), run.place(incarnation, 1))
         yield from _until(lambda: run.count(TrajectoryLogged) == 2)
         while True:
             yield True
@@ -125,15 +128,15 @@ def test_reward_that_never_ends_makes_an_invalid_trajectory_and_the_worker_goes_
     assert run.count(WorkerLeft) == 1
 
 
-def test_fenced_worker_joins_again_under_a_new_epoch_and_serves(run: Run) -> None:
+def test_fenced_worker_joins_again_under_a_new_incarnation_and_serves(run: Run) -> None:
     run.begin()
 
     def script() -> Iterator[bool]:
         yield from _until(lambda: len(run.joins()) == 1)
-        run.decide(Fence(reason="lease", worker="w0", epoch=run.joins()[0][0]))
+        run.decide(Fence(reason="lease", worker="w0", incarnation=run.joins()[0][0]))
         yield from _until(lambda: len(run.joins()) == 2)
-        epoch, _ = run.joins()[1]
-        run.decide(run.assign(epoch), run.place(epoch))
+        incarnation, _ = run.joins()[1]
+        run.decide(run.assign(incarnation), run.place(incarnation))
         yield from _until(lambda: run.count(TrajectoryLogged) == 1)
         while True:
             yield True
@@ -142,18 +145,18 @@ def test_fenced_worker_joins_again_under_a_new_epoch_and_serves(run: Run) -> Non
     (first, one), (second, two) = run.joins()
     assert one.instance != two.instance
     logged = run.logged()[0]
-    assert logged.epoch == second != first
+    assert logged.incarnation == second != first
     assert len(run.engines) == 2
-    assert [one.epoch for one in _left(run)] == [second]
+    assert [one.incarnation for one in _left(run)] == [second]
 
 
 def test_fenced_worker_whose_name_was_taken_ends_instead(run: Run) -> None:
     run.begin()
 
-    def take_the_name(epoch: int, joined: WorkerJoined) -> None:
+    def take_the_name(incarnation: int, joined: WorkerJoined) -> None:
         other = msgspec.structs.replace(joined, instance="other", host="elsewhere", pid=7)
         run.append(TOPICS.control, other)
-        run.decide(Fence(reason="lease", worker="w0", epoch=epoch))
+        run.decide(Fence(reason="lease", worker="w0", incarnation=incarnation))
 
     with pytest.raises(Fenced, match=r"another process \(elsewhere, pid 7\) joined as worker w0"):
         run.work(_joined(run, take_the_name, stop=False))
@@ -166,7 +169,7 @@ def test_worker_that_is_fenced_again_and_again_gives_up(run: Run) -> None:
     def script() -> Iterator[bool]:
         for number in range(REJOINS_MAX + 1):
             yield from _until(lambda: len(run.joins()) == number + 1)  # noqa: B023
-            run.decide(Fence(reason="lease", worker="w0", epoch=run.joins()[-1][0]))
+            run.decide(Fence(reason="lease", worker="w0", incarnation=run.joins()[-1][0]))
         while True:
             yield False
 
@@ -203,12 +206,14 @@ def test_worker_that_is_fenced_for_its_name_ends_with_that_line_and_joins_no_mor
     """By an orchestrator whose rule this worker does not know."""
     run.begin()
 
-    fence = Fence(reason="not a worker's name: 'w0'", worker="w0", epoch=0)
+    fence = Fence(reason="not a worker's name: 'w0'", worker="w0", incarnation=0)
     with pytest.raises(ConfigError, match="not a worker's name: 'w0'"):
         run.work(
             _joined(
                 run,
-                lambda epoch, _: run.decide(msgspec.structs.replace(fence, epoch=epoch)),
+                lambda incarnation, _: run.decide(
+                    msgspec.structs.replace(fence, incarnation=incarnation)
+                ),
                 stop=False,
             )
         )
@@ -218,8 +223,8 @@ def test_worker_that_is_fenced_for_its_name_ends_with_that_line_and_joins_no_mor
 def test_worker_that_cannot_load_its_version_leaves_with_the_reason(run: Run) -> None:
     run.begin()
 
-    def assign(epoch: int, _: WorkerJoined) -> None:
-        run.decide(msgspec.structs.replace(run.assign(epoch), digest=""))
+    def assign(incarnation: int, _: WorkerJoined) -> None:
+        run.decide(msgspec.structs.replace(run.assign(incarnation), digest=""))
 
     with pytest.raises(PolicyError, match="cannot host version 0"):
         run.work(_joined(run, assign, stop=False))
@@ -248,7 +253,9 @@ def test_what_fails_here_while_weights_are_loaded_ends_this_worker_as_its_own_fa
     monkeypatch.setattr(SimulatedEngine, "load", ended)
 
     with pytest.raises(ResourceError, match=f"cannot host version 0: .*{said}"):
-        run.work(_joined(run, lambda epoch, _: run.decide(run.assign(epoch)), stop=False))
+        run.work(
+            _joined(run, lambda incarnation, _: run.decide(run.assign(incarnation)), stop=False)
+        )
     left = _left(run)
     assert len(left) == 1 and said in left[0].reason
 
@@ -264,4 +271,4 @@ def test_unknown_outcome_of_joining_is_looked_up_in_the_log(tmp_path: Path, land
     run.work(_joined(run, stop=True))
     run.bus = witness
     assert len(run.joins()) == 1
-    assert [one.epoch for one in _left(run)] == [run.joins()[0][0]]
+    assert [one.incarnation for one in _left(run)] == [run.joins()[0][0]]

@@ -12,9 +12,9 @@ from tests.support.inline_tasks import InlineTasks, failed
 from tests.support.worker import Worker, World, spec_of
 
 
-def logged(world: World, worker: Worker, siblings: int = 3) -> ScoreGroup:
-    """A group whose siblings lie in the log, and the question about it."""
-    places = [world.place(worker, 0, sibling=sibling) for sibling in range(siblings)]
+def logged(world: World, worker: Worker, samples: int = 3) -> ScoreGroup:
+    """A group whose trajectories lie in the log, and the question about it."""
+    places = [world.place(worker, 0, sample=sample) for sample in range(samples)]
     world.decide(*places)
     world.until_idle(worker)
     facts = sorted(world.facts(TrajectoryLogged), key=lambda one: one.trajectory)
@@ -22,7 +22,7 @@ def logged(world: World, worker: Worker, siblings: int = 3) -> ScoreGroup:
         TakenTrajectory(
             trajectory=one.trajectory,
             attempt=one.attempt,
-            epoch=one.epoch,
+            incarnation=one.incarnation,
             partition=one.partition,
             offset=one.offset,
             sha256=one.sha256,
@@ -32,7 +32,7 @@ def logged(world: World, worker: Worker, siblings: int = 3) -> ScoreGroup:
     return ScoreGroup(
         spec=spec_of(0),
         worker=worker.setup.worker,
-        epoch=worker.setup.epoch,
+        incarnation=worker.setup.incarnation,
         attempt=1,
         trajectories=taken,
         reason="all have ended",
@@ -50,9 +50,13 @@ def test_rewards_are_those_of_the_records_and_what_the_group_adds() -> None:
     worker = world.start(tasks=tasks)
     question = logged(world, worker)
     (answer,) = answers(world, worker, question)
-    assert [one.reward for one in answer.siblings] == [1.0, 2.0, 3.0]
-    assert answer.siblings[2].parts == {"place": 2.0}
-    assert (answer.group, answer.attempt, answer.epoch) == ("g0000000000", 1, worker.setup.epoch)
+    assert [one.reward for one in answer.samples] == [1.0, 2.0, 3.0]
+    assert answer.samples[2].parts == {"place": 2.0}
+    assert (answer.group, answer.attempt, answer.incarnation) == (
+        "g0000000000",
+        1,
+        worker.setup.incarnation,
+    )
     (call,) = [one for one in tasks.seen if isinstance(one, GroupCall)]
     texts = {name: one.meta.index for name, one in world.trajectories().items()}
     assert len(call.completions) == len(texts) == 3
@@ -64,7 +68,7 @@ def test_rewards_are_those_of_the_records_and_what_the_group_adds() -> None:
     [
         ("sha256", "0" * 64, "its bytes are not those"),
         ("attempt", 2, "the record there is"),
-        ("epoch", 5, "the record there is"),
+        ("incarnation", 5, "the record there is"),
         ("offset", 0, "g0000000000-001"),
     ],
 )
@@ -79,7 +83,7 @@ def test_a_record_that_is_not_the_one_meant_is_named_and_may_be_asked_again(
     question = msgspec.structs.replace(question, trajectories=(first, wrong, third))
     (answer,) = answers(world, worker, question)
     assert answer.error.startswith("NotRead: ") and said in answer.error
-    assert answer.retryable and not answer.siblings
+    assert answer.retryable and not answer.samples
 
 
 @pytest.mark.parametrize(("error", "retryable"), [("Retry", True), ("ValueError", False)])

@@ -31,7 +31,7 @@ from dora_pipe.schemas.control import (
     WorkerLeft,
 )
 from dora_pipe.schemas.identity import call_seed
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_turn_progress
 from dora_pipe.sim.agents import Ask
@@ -80,7 +80,7 @@ class Stage:
 
     def place(
         self, worker: Worker, ordinal: int = 0, *, attempt: int = 1, resume: Resume | None = None
-    ) -> PlacedRequest:
+    ) -> ScheduledRequest:
         place = self.world.place(worker, ordinal, attempt=attempt, resume=resume)
         self.world.decide(place)
         return place

@@ -145,7 +145,7 @@ def test_episodes_behind_kept_prefixes_are_recorded_as_if_all_had_been_prefilled
         tasks = InlineTasks(episodes=True, prompt=_prompt, step=_answer)
         params = SamplingParams(max_tokens=200, stop_ids=tuple(range(0, 100, 9)))
         worker = world.start(tasks=tasks, params={"train": params}, context_tokens=640)
-        world.decide(*(world.place(worker, 0, sibling) for sibling in range(4)))
+        world.decide(*(world.place(worker, 0, sample) for sample in range(4)))
         world.until_idle(worker)
         world.ticks(worker, HEARTBEAT_NS // TICK_NS + 1)
         logged = sorted(world.facts(TrajectoryLogged), key=lambda one: one.trajectory)

@@ -98,7 +98,7 @@ def test_lost_episode_starts_again_with_the_same_seed_and_the_same_tokens() -> N
     world.until_idle(worker)
     assert worker.counts["episodes started again"] == 1
     world.ticks(worker, 150)
-    assert world.statuses()[-1].episodes_started_again == 1
+    assert world.statuses()[-1].episodes_restarted == 1
     again = world.trajectory(world.facts(TrajectoryLogged)[-1])
     assert again.token_ids == wanted
     assert again.meta.prefills[0] == 3

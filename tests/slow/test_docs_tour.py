@@ -74,7 +74,7 @@ def test_every_command_of_the_tour_does_what_it_says(place: Path, replaced: dict
         "dora-pipe show": "finished",
         "dora-pipe top demo --once": "last decisions",
         "dora-pipe show demo 35 --all": "waited",
-        "dora-pipe show demo g0000001976": "fate",
+        "dora-pipe show demo g0000001976": "outcome",
         "dora-pipe show demo g0000001977-007": "contribution",
         "dora-pipe audit demo": "C3: staleness of trained groups",
         "dora-pipe replay demo --from 32": "equal",

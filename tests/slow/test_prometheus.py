@@ -13,7 +13,7 @@ from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.clock import SystemClock
 from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
-from dora_pipe.schemas.metrics import FailingPlace
+from dora_pipe.schemas.metrics import FailingServer
 from tests.support.cluster import Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2
 from tests.support.prometheus import DASHBOARDS, Prometheus, missing
@@ -47,7 +47,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         evaluation__every=1,
     )
     parts = TorchParts(make_qwen2(folder / "model"))
-    failing = FailingPlace(task="sums", failures=3, since_ns=1, why="a place that does not answer")
+    failing = FailingServer(task="sums", failures=3, since_ns=1, why="a place that does not answer")
     with Cluster(
         folder / "run", config, parts=parts, workers=("w0", "w1"), failing=(failing,)
     ) as cluster:

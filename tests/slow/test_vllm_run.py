@@ -191,12 +191,15 @@ def test_requests_of_a_drained_vllm_worker_are_prefilled_by_another_engine(place
         assert one.meta.moves == 0 and second.start in one.meta.prefills
 
 
-def test_elastic_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place: Path) -> None:
+def test_colocated_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place: Path) -> None:
     words = ("-o", "workers.count=2", "-o", "workers.colocated=1", "-o", "workers.engine=vllm")
     assert call(place, "run", "config.toml", *words) == 0, (place / "said").read_text()
     assert steps(place, "tiny") == [0, 1, 2]
     assert_clean(place, "tiny")
-    assert {one.worker: one.elastic for one in of(place, WorkerJoined)} == {"w0": False, "w1": True}
+    assert {one.worker: one.colocated for one in of(place, WorkerJoined)} == {
+        "w0": False,
+        "w1": True,
+    }
     slept = [one for one in of(place, WorkerReady) if one.worker == "w1" and one.version < 0]
     assert slept and call(place, "replay", "tiny") == 0, (place / "said").read_text()
 

@@ -25,10 +25,10 @@ from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
     GroupSpec,
-    Move,
-    Place,
-    PlacedSibling,
+    Migrate,
     Round,
+    Schedule,
+    ScheduledSample,
     TakeBatch,
 )
 from dora_pipe.schemas.trajectory import Segment, Times
@@ -81,19 +81,19 @@ def spec(group: str = GROUP, *, version: int = 3, size: int = 2) -> GroupSpec:
 
 
 def place(
-    worker: str, epoch: int, *siblings: int, attempt: int = 1, of: GroupSpec | None = None
-) -> Place:
-    return Place(
+    worker: str, incarnation: int, *samples: int, attempt: int = 1, of: GroupSpec | None = None
+) -> Schedule:
+    return Schedule(
         reason=f"{worker} has room",
         spec=of or spec(),
         worker=worker,
-        epoch=epoch,
-        siblings=tuple(PlacedSibling(sibling=one, attempt=attempt) for one in siblings),
+        incarnation=incarnation,
+        samples=tuple(ScheduledSample(sample=one, attempt=attempt) for one in samples),
     )
 
 
 def logged(
-    ms: float, worker: str, epoch: int, trajectory: str, *, attempt: int = 1, offset: int = 9
+    ms: float, worker: str, incarnation: int, trajectory: str, *, attempt: int = 1, offset: int = 9
 ) -> TrajectoriesLogged:
     entry = LoggedEntry(
         trajectory=trajectory,
@@ -109,24 +109,24 @@ def logged(
     return TrajectoriesLogged(
         at_ns=at(ms),
         worker=worker,
-        epoch=epoch,
+        incarnation=incarnation,
         version=3,
         digest=weights(3),
         trajectories=(entry,),
     )
 
 
-def taken(group: str = GROUP, *siblings: int) -> TakenGroup:
+def taken(group: str = GROUP, *samples: int) -> TakenGroup:
     trajectories = tuple(
         TakenTrajectory(
             trajectory=trajectory_id(group, one),
             attempt=1,
-            epoch=W0,
+            incarnation=W0,
             partition=1,
             offset=9 + one,
             sha256="ab" * 32,
         )
-        for one in siblings or (0, 1)
+        for one in samples or (0, 1)
     )
     return TakenGroup(group=group, version=3, deadline=5, trajectories=trajectories)
 
@@ -168,7 +168,7 @@ class AccountStage:
     def decide(self, ms: float, *decisions: AnyDecision) -> AccountStage:
         round_ = Round(
             ordinal=self._round,
-            role_epoch=0,
+            incarnation=0,
             now_ns=at(ms),
             control_next=self._offset,
             decisions=decisions,
@@ -189,21 +189,23 @@ def began() -> AccountStage:
 
 
 def whole() -> AccountStage:
-    """Sibling 1 moves from w1 to w0 and ends last; step 4 trains both."""
+    """Trajectory 1 moves from w1 to w0 and ends last; step 4 trains both."""
     told = began()
     told.decide(100, Dispatch(reason="2 slots are free", spec=spec()), place("w0", W0, 0))
     told.decide(150, place("w1", W1, 1))
-    move = Move(
+    move = Migrate(
         reason="w1 is freed for version 4",
         trajectory=SECOND,
         attempt=1,
         worker="w1",
-        epoch=W1,
+        incarnation=W1,
         to="w0",
-        to_epoch=W0,
+        to_incarnation=W0,
     )
     told.decide(300, move)
-    told.fact(RequestReleased(at_ns=at(320), worker="w1", epoch=W1, trajectory=SECOND, attempt=1))
+    told.fact(
+        RequestReleased(at_ns=at(320), worker="w1", incarnation=W1, trajectory=SECOND, attempt=1)
+    )
     told.fact(logged(390, "w0", W0, FIRST))
     told.decide(400, place("w0", W0, 1, attempt=2))
     told.fact(logged(700, "w0", W0, SECOND, attempt=2, offset=10))
@@ -216,9 +218,9 @@ def contents() -> dict[str, Content]:
         FIRST: Content(
             segments=(
                 _segment("prompt", 0, 5, 110, 111),
-                _segment("model", 5, 15, 120, 180, worker="w0", epoch=W0),
+                _segment("model", 5, 15, 120, 180, worker="w0", incarnation=W0),
                 _segment("tool", 15, 17, 180, 230, tool="calculator"),
-                _segment("model", 17, 27, 240, 330, turn=1, worker="w0", epoch=W0),
+                _segment("model", 17, 27, 240, 330, turn=1, worker="w0", incarnation=W0),
             ),
             times=Times(
                 placed=at(105),
@@ -235,8 +237,8 @@ def contents() -> dict[str, Content]:
         SECOND: Content(
             segments=(
                 _segment("prompt", 0, 5, 151, 152),
-                _segment("model", 5, 12, 160, 320, worker="w1", epoch=W1),
-                _segment("model", 12, 25, 420, 640, worker="w0", epoch=W0),
+                _segment("model", 5, 12, 160, 320, worker="w1", incarnation=W1),
+                _segment("model", 12, 25, 420, 640, worker="w0", incarnation=W0),
             ),
             times=Times(
                 placed=at(410),
@@ -262,7 +264,7 @@ def _segment(
     *,
     turn: int = 0,
     worker: str = "",
-    epoch: int = -1,
+    incarnation: int = -1,
     tool: str = "",
 ) -> Segment:
     return Segment(
@@ -273,7 +275,7 @@ def _segment(
         start_ns=at(from_ms),
         end_ns=at(to_ms),
         worker=worker,
-        epoch=epoch,
+        incarnation=incarnation,
         version=3 if worker else -1,
         tool=tool,
     )

@@ -191,7 +191,7 @@ def segments(count: int, step: int) -> pa.Array:
             "start_ns": 10**18 + place,
             "end_ns": 10**18 + place,
             "worker": f"w{place}",
-            "epoch": 1000 + place,
+            "incarnation": 1000 + place,
             "version": 3,
             "tool": "",
             "ok": True,

@@ -42,7 +42,7 @@ def make_trajectory(
     deadline: int = 2,
     attempt: int = 0,
     worker: str = "w0",
-    epoch: int = 7,
+    incarnation: int = 7,
     group_size: int = 8,
     prompt: Sequence[int] = (4, 5, 6),
     sampled: Sequence[int] = (7, 8, 2),
@@ -50,7 +50,7 @@ def make_trajectory(
     reward: float | None = 1.0,
 ) -> Trajectory:
     """Return a single-turn trajectory; default log-probs are rough guesses."""
-    purpose, ordinal, sibling = parse_trajectory_id(trajectory)
+    purpose, ordinal, sample = parse_trajectory_id(trajectory)
     start, end = len(prompt), len(prompt) + len(sampled)
     known = [-4.5] * len(sampled) if logprobs is None else logprobs
     column: list[float | None] = [*[None] * start, *known]
@@ -63,13 +63,13 @@ def make_trajectory(
         sampler_logprobs=column,
         loss_mask=[0] * start + [1] * len(sampled),
         reward=reward,
-        segments=_segments(start, end, worker=worker, epoch=epoch, version=version),
+        segments=_segments(start, end, worker=worker, incarnation=incarnation, version=version),
         meta=Meta(
             run=run,
             schema_version=1,
             group=group_id(purpose, ordinal),
             group_size=group_size,
-            sibling=sibling,
+            sample=sample,
             attempt=attempt,
             purpose=purpose,
             deadline=deadline,
@@ -79,7 +79,7 @@ def make_trajectory(
             seed=1,
             prompt_tokens=start,
             worker=worker,
-            epoch=epoch,
+            incarnation=incarnation,
             finish="stop",
             times=Times(placed=1),
             reward_error=None if reward is not None else "the checker crashed",
@@ -99,7 +99,7 @@ def make_batch(
     seed: int,
     step: int = 0,
     groups: int = 4,
-    siblings: int = 4,
+    samples: int = 4,
     tokens: tuple[int, int] = (3, 40),
     vocabulary: int = 90,
     valid: float = 1.0,
@@ -110,12 +110,12 @@ def make_batch(
     for ordinal in range(groups):
         group = group_id("train", ordinal)
         rows = []
-        for sibling in range(siblings):
+        for sample in range(samples):
             size = chance.randint(*tokens)
             rows.append(
                 make_trajectory(
-                    trajectory_id(group, sibling),
-                    group_size=siblings,
+                    trajectory_id(group, sample),
+                    group_size=samples,
                     prompt=[chance.randrange(4, vocabulary) for _ in range(5)],
                     sampled=[chance.randrange(4, vocabulary) for _ in range(size)],
                     logprobs=[-4.3 - chance.random() * 0.5 for _ in range(size)],
@@ -154,11 +154,11 @@ def states_with_a_part_ahead(
 ) -> list[tuple[Manifest, bytes]]:
     """Return weights and optimizer state after two steps, without and with part of step 2 ahead;
     one trainer each."""
-    batch = make_batch(seed=3, step=1, groups=4, siblings=3)
+    batch = make_batch(seed=3, step=1, groups=4, samples=3)
     states = []
     for ahead in (False, True):
         trainer = trainer_of()
-        trainer.train(make_batch(seed=2, step=0, groups=2, siblings=3), SETTINGS)
+        trainer.train(make_batch(seed=2, step=0, groups=2, samples=3), SETTINGS)
         if ahead:
             trainer.train_part(replace(batch, groups=batch.groups[:2]), SETTINGS)
         trainer.train(batch, SETTINGS)

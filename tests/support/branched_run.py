@@ -80,7 +80,11 @@ def branched(found: Trajectory) -> Trajectory:
         asked, answered = calls.get(start, (0, 0)) if kind == "model" else (0, 0)
         own: dict[str, Any] = {"start_ns": at_ns + asked * MS, "end_ns": at_ns + answered * MS}
         if kind == "model":
-            own |= {"worker": worker, "epoch": found.meta.epoch, "version": found.version}
+            own |= {
+                "worker": worker,
+                "incarnation": found.meta.incarnation,
+                "version": found.version,
+            }
         segments.append(Segment(kind=kind, start=start, end=start + size, turn=turn, **own))
     mask = [int(one.kind == "model") for one in segments for _ in range(one.start, one.end)]
     logprobs = [-0.02 * (place % 40) if one else None for place, one in enumerate(mask)]

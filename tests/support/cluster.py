@@ -52,7 +52,7 @@ from dora_pipe.producers.worker.ports import CodecPort, HandoverPort, TaskPort, 
 from dora_pipe.producers.worker.resume import ProgressPort
 from dora_pipe.producers.worker.scoring import GroupPort
 from dora_pipe.schemas.control import DataSet
-from dora_pipe.schemas.metrics import FailingPlace
+from dora_pipe.schemas.metrics import FailingServer
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.parts import (
@@ -172,7 +172,7 @@ class SimulatedParts:
 
     lengths: Lengths = long_tailed_length
     versions: int = 1
-    """Versions hosted at a time."""
+    """Versions served at a time."""
 
     def policy(self, store: PolicyStore, directory: Path) -> tuple[Manifest, str]:
         (assets := directory / "assets").mkdir(exist_ok=True)
@@ -260,7 +260,7 @@ class Cluster:
     tasks: Callable[[], InlineTasks] = lambda: InlineTasks(reward=reward_by_text)
     train_ticks: int = 12
     """Turns of a training step."""
-    failing: tuple[FailingPlace, ...] = ()
+    failing: tuple[FailingServer, ...] = ()
     """Task locations that every worker reports as failing."""
 
     def __post_init__(self) -> None:
@@ -341,7 +341,7 @@ class Cluster:
             slots=sizes.max_num_seqs,
             prefetch=sizes.prefetch,
             context_tokens=sizes.max_model_len,
-            elastic=sizes.is_colocated(name),
+            colocated=sizes.is_colocated(name),
         )
         started = start_role(site, self, plan)
         runtime = started.loop(site, turn_ns=0)

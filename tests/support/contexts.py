@@ -37,7 +37,7 @@ def in_pieces(
         at = tiles[-1].end if tiles else 0
         turn = sum(tile.kind == "model" for tile in tiles)
         made: dict[str, Any] = (
-            {"worker": "w0", "epoch": 7, "version": one.version} if kind == "model" else {}
+            {"worker": "w0", "incarnation": 7, "version": one.version} if kind == "model" else {}
         )
         tile = Segment(kind=kind, start=at, end=at + size, turn=turn, start_ns=1, end_ns=2, **made)
         tiles.append(tile)
@@ -84,12 +84,12 @@ def tree(chance: random.Random, name: str, *, vocabulary: int = 90) -> Trajector
     return in_pieces(one, pieces, contexts)
 
 
-def branched_batch(*, seed: int, groups: int = 3, siblings: int = 4) -> TrainBatch:
+def branched_batch(*, seed: int, groups: int = 3, samples: int = 4) -> TrainBatch:
     chance = random.Random(seed)
     made = []
     for ordinal in range(groups):
         group = group_id("train", ordinal)
-        names = [trajectory_id(group, sibling) for sibling in range(siblings)]
+        names = [trajectory_id(group, sample) for sample in range(samples)]
         trees = [tree(chance, name) for name in names]
         made.append(TrainGroup(group=group, version=0, trajectories=trees))
     return TrainBatch(step=0, groups=made)
@@ -236,7 +236,7 @@ class Served:
         calls: list[Call] = []
         prefills: list[int] = []
         contexts: list[Context] = []
-        sampler = {"worker": found.meta.worker, "epoch": found.meta.epoch}
+        sampler = {"worker": found.meta.worker, "incarnation": found.meta.incarnation}
         for number, own in enumerate(self._own):
             if number:
                 contexts.append(msgspec.structs.replace(own.context, start=at))

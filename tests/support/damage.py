@@ -83,7 +83,7 @@ def train_fenced(log: Tamper) -> str:
     fenced = next(
         fact
         for *_, fact in log.logged()
-        if fact.trajectory in used and used[fact.trajectory].epoch != fact.epoch
+        if fact.trajectory in used and used[fact.trajectory].incarnation != fact.incarnation
     )
 
     def change(step: int, group: TakenGroup) -> TakenGroup:
@@ -91,7 +91,7 @@ def train_fenced(log: Tamper) -> str:
             msgspec.structs.replace(
                 one,
                 attempt=fenced.attempt,
-                epoch=fenced.epoch,
+                incarnation=fenced.incarnation,
                 partition=fenced.partition,
                 offset=fenced.offset,
                 sha256=fenced.sha256,

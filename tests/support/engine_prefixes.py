@@ -52,11 +52,11 @@ def episodes(subject: Subject, seed: int, *, groups: int = 2, size: int = 3) -> 
     system, found = said(60), []
     for group in range(groups):
         prompt = [5, *system[: chance.integers(len(system) + 1)], *said(90)]
-        for sibling in range(size):
+        for sample in range(size):
             cuts = [0.5 if chance.random() < 0.2 else 1.0 for _ in range(chance.integers(4))]
             found.append(
                 Episode(
-                    name=f"{group}-{sibling}",
+                    name=f"{group}-{sample}",
                     ids=list(prompt),
                     answers=deque((int(100 * cut), said(30)) for cut in cuts),
                     seed=int(chance.integers(1 << 40)),
@@ -112,7 +112,7 @@ def check_kept_prefixes_change_no_bit(
     assert spent.computed + spent.reused == since(plain, before_plain).computed
 
 
-def check_siblings_compute_their_prompt_once(subject: Subject, *, size: int = 8) -> None:
+def check_samples_compute_their_prompt_once(subject: Subject, *, size: int = 8) -> None:
     """The group exceeds one prefill step."""
     open_keeping = opens_keeping(subject)
     prompt = list(range(3, 83)) * 2
@@ -228,7 +228,7 @@ def _take_all(events: Sequence[EngineEvent], results: dict[str, Result]) -> None
 CHECKS = {
     one.__name__.removeprefix("check_"): one
     for one in (
-        check_siblings_compute_their_prompt_once,
+        check_samples_compute_their_prompt_once,
         check_a_turn_computes_what_was_said_since,
         check_request_that_nobody_goes_on_from_leaves_only_its_prompt,
         check_versions_that_are_replaced_take_theirs_along,

@@ -69,7 +69,7 @@ class FakeVllm(ThreadingHTTPServer):
         """Caches with which requests started."""
         self.named: dict[str, int] = {}
         """Ids of adapters known to the front end."""
-        self.hosted: set[int] = set()
+        self.served: set[int] = set()
         """Ids of adapters in the worker."""
         self.before: set[int] = set()
         self.opened: list[str] = []
@@ -171,19 +171,19 @@ class FakeVllm(ThreadingHTTPServer):
             self.gone += json.loads(words[1])
             return {"parts": [experts(one["start"], one["end"]) for one in json.loads(words[0])]}
         if method == "dora_forget":
-            return {"numbers": sorted(self.hosted - self.before)}
+            return {"numbers": sorted(self.served - self.before)}
         if method == "dora_drop_all":
-            self.hosted.clear()
+            self.served.clear()
             return {}
         if method == "dora_drop":
-            self.hosted.remove(int(words[0]))
+            self.served.remove(int(words[0]))
             return {"dropped": True}
         path, digest, version = words[:3]
         found = _digest_of(Path(path))
         if found != digest:
             return {"error": f"{path} has the digest {found[:4]}, not {digest[:4]} of {version}"}
         if method == "dora_write":
-            self.before = set(self.hosted)
+            self.before = set(self.served)
             return {"folder": path}
         self.held = digest
         return {"tensors": 1}
@@ -193,7 +193,7 @@ class FakeVllm(ThreadingHTTPServer):
         if path.startswith("/v1/load") and not known and not self.refusal:
             self.loads += 1
             self.named[name] = self.loads
-            self.hosted.add(self.loads)
+            self.served.add(self.loads)
         elif path.startswith("/v1/unload") and known:
             del self.named[name]  # the worker keeps the adapter, as in vLLM
         else:
@@ -293,7 +293,7 @@ class _Handler(BaseHTTPRequestHandler):
         server.begin.wait(GUARD_S)
         assert not server.asleep
         server.check_kv(body)
-        if number and number not in server.hosted:
+        if number and number not in server.served:
             raise AssertionError("vLLM's engine core would have ended")
         abort = server.running[name] = threading.Event()
         self.send_response(200)

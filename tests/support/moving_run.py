@@ -16,7 +16,7 @@ from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import Command, WorkerJoined
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics, merged
-from dora_pipe.schemas.rounds import AnyDecision, Move, decode_round
+from dora_pipe.schemas.rounds import AnyDecision, Migrate, decode_round
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import encode
@@ -43,12 +43,12 @@ def of(place: Path, kind: type[T]) -> list[T]:
     return [one for one in facts(place, "tiny") if isinstance(one, kind)]
 
 
-def moves(place: Path) -> list[Move]:
+def moves(place: Path) -> list[Migrate]:
     with opened(str(place / "runs" / "tiny")) as run:
         tp = TopicPartition(run.topics.decisions, 0)
         rounds = [decode_round(one.value) for one in records_of(run.bus, {tp: run.bus.end(tp)})]
     decisions: list[AnyDecision] = [one for round_ in rounds for one in round_.decisions]
-    return [one for one in decisions if isinstance(one, Move)]
+    return [one for one in decisions if isinstance(one, Migrate)]
 
 
 def samples(place: Path) -> bool:

@@ -17,9 +17,9 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Drain,
     Fence,
-    Move,
-    Place,
-    PlacedRequest,
+    Migrate,
+    Schedule,
+    ScheduledRequest,
     StopRun,
     TakeBatch,
 )
@@ -39,19 +39,19 @@ class PlayWorker:
         self.world, self.name = world, name
         self.slots, self.prefetch = slots, prefetch
         self.versions = versions
-        """Versions hosted at a time."""
+        """Versions served at a time."""
         self.held: set[int] = set()
         self.life = 0
-        self.epoch = -1
+        self.incarnation = -1
         self.alive = False
         self.frozen = False
         self.version = -1
         self.draining = False
-        self.waiting: deque[PlacedRequest] = deque()
-        self.running: dict[str, PlacedRequest] = {}
-        self.scored: dict[str, PlacedRequest] = {}
+        self.waiting: deque[ScheduledRequest] = deque()
+        self.running: dict[str, ScheduledRequest] = {}
+        self.scored: dict[str, ScheduledRequest] = {}
         """Requests being scored, without a slot."""
-        self.late: list[tuple[int, PlacedRequest]] = []
+        self.late: list[tuple[int, ScheduledRequest]] = []
         """(life, place) of requests that ended while it was frozen."""
 
     def join(self) -> None:
@@ -63,14 +63,14 @@ class PlayWorker:
         self.running.clear()
         self.scored.clear()
         self.late.clear()
-        self.epoch = self.world.tell(
+        self.incarnation = self.world.tell(
             records.joined(
                 self.name,
                 slots=self.slots,
                 prefetch=self.prefetch,
                 moves=self.world.chances.moves,
                 versions=self.versions,
-                elastic=self.name in self.world.elastic,
+                colocated=self.name in self.world.colocated,
             )
         )
         self._heartbeat(self.life)
@@ -90,9 +90,9 @@ class PlayWorker:
         if not self.alive or isinstance(decision, StopRun):
             self.alive = self.alive and not isinstance(decision, StopRun)
             return
-        if not isinstance(decision, Assign | Place | Move | Cancel | Drain | Fence):
+        if not isinstance(decision, Assign | Schedule | Migrate | Cancel | Drain | Fence):
             return
-        if (decision.worker, decision.epoch) != (self.name, self.epoch):
+        if (decision.worker, decision.incarnation) != (self.name, self.incarnation):
             return
         if isinstance(decision, Assign):
             requests = [*self.running.values(), *self.waiting, *self.scored.values()]
@@ -106,10 +106,10 @@ class PlayWorker:
             self.held.difference_update(decision.drop)
             life, load_s = self.life, self.world.chances.load_s
             self.world.after(load_s, lambda: self._loaded(life, decision))
-        elif isinstance(decision, Place):
+        elif isinstance(decision, Schedule):
             for request in decision.requests():
                 self._place(request)
-        elif isinstance(decision, Move):
+        elif isinstance(decision, Migrate):
             life, release_s = self.life, self.world.chances.release_s * self.world.chance.random()
             self.world.after(release_s, lambda: self._let_go(life, decision))
         elif isinstance(decision, Cancel):
@@ -123,7 +123,7 @@ class PlayWorker:
         elif not self.frozen:
             self.die(self.world.chance.random())
 
-    def _let_go(self, life: int, move: Move) -> None:
+    def _let_go(self, life: int, move: Migrate) -> None:
         """Release late if it was frozen, and never if the request ended."""
         if life != self.life or not self.alive:
             return
@@ -145,7 +145,7 @@ class PlayWorker:
         self._fill()
         self._maybe_leave()
 
-    def _place(self, place: PlacedRequest) -> None:
+    def _place(self, place: ScheduledRequest) -> None:
         assert place.spec.version in self.held, "placed on a worker of another version"
         chance, chances = self.world.chance, self.world.chances
         here = len(self.running) + len(self.waiting) + len(self.scored)
@@ -170,10 +170,10 @@ class PlayWorker:
             life = self.life
             self.world.after(tokens * chances.token_s, self._ender(life, place))
 
-    def _ender(self, life: int, place: PlacedRequest) -> Callable[[], None]:
+    def _ender(self, life: int, place: ScheduledRequest) -> Callable[[], None]:
         return lambda: self._ended(life, place)
 
-    def _ended(self, life: int, place: PlacedRequest) -> None:
+    def _ended(self, life: int, place: ScheduledRequest) -> None:
         if life != self.life or self.running.get(place.trajectory) is not place:
             return
         if self.frozen:
@@ -188,12 +188,12 @@ class PlayWorker:
         self._fill()
         self._maybe_leave()
 
-    def _score(self, life: int, place: PlacedRequest) -> None:
+    def _score(self, life: int, place: ScheduledRequest) -> None:
         """Deliver the reward later, without a slot."""
         score_s = self.world.chances.score_s * self.world.chance.random()
         self.world.after(score_s, lambda: self._scored(life, place))
 
-    def _scored(self, life: int, place: PlacedRequest) -> None:
+    def _scored(self, life: int, place: ScheduledRequest) -> None:
         if life != self.life or self.scored.get(place.trajectory) is not place:
             return
         if self.frozen:
@@ -203,7 +203,7 @@ class PlayWorker:
         self._report(place)
         self._maybe_leave()
 
-    def _report(self, place: PlacedRequest) -> None:
+    def _report(self, place: ScheduledRequest) -> None:
         chance, chances = self.world.chance, self.world.chances
         if chance.random() < chances.failure:
             self.world.tell(records.failed(place, retryable=chance.random() < 0.5))
@@ -228,7 +228,7 @@ class PlayWorker:
         self.version = assign.version
         self.held = {*self.held, self.version} if self.versions > 1 else {self.version}
         assert len(self.held) <= self.versions, "more versions than it has room for"
-        self.world.tell(records.ready(self.name, self.epoch, assign.version, assign.digest))
+        self.world.tell(records.ready(self.name, self.incarnation, assign.version, assign.digest))
 
     def _crash(self, life: int) -> None:
         if life == self.life and self.alive:
@@ -241,12 +241,12 @@ class PlayWorker:
         late, self.late = self.late, []
         for was, place in late:
             self._ended(was, place)
-        if self.alive and self.epoch in self.world.ledger.fenced:
+        if self.alive and self.incarnation in self.world.ledger.fenced:
             self.die(self.world.chance.random())
 
     def _maybe_leave(self) -> None:
         if self.draining and not (self.running or self.waiting or self.scored):
-            self.world.tell(records.left(self.name, self.epoch))
+            self.world.tell(records.left(self.name, self.incarnation))
             self.die(1.0)
 
     def _heartbeat(self, life: int) -> None:
@@ -261,7 +261,7 @@ class PlayWorker:
             at_ns=self.world.clock.wall_ns(),
             cost=self.world.cost(),
             worker=self.name,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             version=self.version,
             active=len(self.running),
             waiting=len(self.waiting),
@@ -277,7 +277,7 @@ class PlayTrainer:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.role_epoch = 0
+        self.incarnation = 0
         world.tell(records.role_started("trainer", 0))
 
     def hear(self, decision: AnyDecision) -> None:
@@ -288,19 +288,19 @@ class PlayTrainer:
     def _train(self, batch: TakeBatch) -> None:
         chance, chances = self.world.chance, self.world.chances
         if chance.random() < chances.trainer_restart:
-            self.role_epoch += 1
-            self.world.tell(records.role_started("trainer", self.role_epoch))
+            self.incarnation += 1
+            self.world.tell(records.role_started("trainer", self.incarnation))
             self.world.after(chances.train_s, lambda: self._train(batch))
         elif chance.random() < chances.refusal:
             offender = chance.choice(batch.groups).group
             self.world.tell(
                 records.refused(
-                    batch.step, [offender], attempt=batch.attempt, role_epoch=self.role_epoch
+                    batch.step, [offender], attempt=batch.attempt, incarnation=self.incarnation
                 )
             )
         else:
             self.world.tell(
                 records.committed(
-                    batch.step, batch.groups, attempt=batch.attempt, role_epoch=self.role_epoch
+                    batch.step, batch.groups, attempt=batch.attempt, incarnation=self.incarnation
                 )
             )

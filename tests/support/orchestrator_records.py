@@ -23,7 +23,7 @@ from dora_pipe.schemas.control import (
     Resume,
     RoleStarted,
     RunStarted,
-    ScoredSibling,
+    ScoredSample,
     StepCommitted,
     TakenGroup,
     TrajectoryLogged,
@@ -33,7 +33,7 @@ from dora_pipe.schemas.control import (
     config_digest,
 )
 from dora_pipe.schemas.policy import Blob, Manifest
-from dora_pipe.schemas.rounds import PlacedRequest, ScoreGroup
+from dora_pipe.schemas.rounds import ScheduledRequest, ScoreGroup
 from dora_pipe.schemas.wire import sha256_hex
 
 RUN = "tiny"
@@ -115,9 +115,9 @@ def data_of(source: str) -> str:
     return sha256_hex(source.encode())
 
 
-def role_started(role: ExclusiveRole, role_epoch: int) -> RoleStarted:
+def role_started(role: ExclusiveRole, incarnation: int) -> RoleStarted:
     return RoleStarted(
-        at_ns=0, role=role, role_epoch=role_epoch, instance="i", host="h", pid=1, package="0"
+        at_ns=0, role=role, incarnation=incarnation, instance="i", host="h", pid=1, package="0"
     )
 
 
@@ -130,7 +130,7 @@ def joined(
     kv_tokens: int = 1024,
     moves: bool = False,
     versions: int = 1,
-    elastic: bool = False,
+    colocated: bool = False,
 ) -> WorkerJoined:
     return WorkerJoined(
         at_ns=0,
@@ -150,30 +150,37 @@ def joined(
         reward_digest="",
         package="0",
         max_resident_versions=versions,
-        elastic=elastic,
+        colocated=colocated,
     )
 
 
 def ready(
-    worker: str, epoch: int, version: int, digest: str | None = None, *, load_ms: float = 1.0
+    worker: str, incarnation: int, version: int, digest: str | None = None, *, load_ms: float = 1.0
 ) -> WorkerReady:
     found = weights(version) if digest is None else digest
     return WorkerReady(
-        at_ns=0, worker=worker, epoch=epoch, version=version, digest=found, load_ms=load_ms
+        at_ns=0,
+        worker=worker,
+        incarnation=incarnation,
+        version=version,
+        digest=found,
+        load_ms=load_ms,
     )
 
 
-def left(worker: str, epoch: int, progress: dict[str, Resume] | None = None) -> WorkerLeft:
-    return WorkerLeft(at_ns=0, worker=worker, epoch=epoch, reason="test", progress=progress or {})
+def left(worker: str, incarnation: int, progress: dict[str, Resume] | None = None) -> WorkerLeft:
+    return WorkerLeft(
+        at_ns=0, worker=worker, incarnation=incarnation, reason="test", progress=progress or {}
+    )
 
 
 def logged(
-    place: PlacedRequest, *, reward: float | None = 1.0, offset: int = 100
+    place: ScheduledRequest, *, reward: float | None = 1.0, offset: int = 100
 ) -> TrajectoryLogged:
     return TrajectoryLogged(
         at_ns=0,
         worker=place.worker,
-        epoch=place.epoch,
+        incarnation=place.incarnation,
         trajectory=place.trajectory,
         attempt=place.attempt,
         version=place.spec.version,
@@ -190,12 +197,12 @@ def logged(
 
 
 def released(
-    place: PlacedRequest, resume: Resume | None = None, kv: Blob | None = None
+    place: ScheduledRequest, resume: Resume | None = None, kv: Blob | None = None
 ) -> RequestReleased:
     return RequestReleased(
         at_ns=0,
         worker=place.worker,
-        epoch=place.epoch,
+        incarnation=place.incarnation,
         trajectory=place.trajectory,
         attempt=place.attempt,
         resume=resume,
@@ -204,12 +211,12 @@ def released(
 
 
 def failed(
-    place: PlacedRequest, *, retryable: bool = True, error: str = "EngineError"
+    place: ScheduledRequest, *, retryable: bool = True, error: str = "EngineError"
 ) -> RequestFailed:
     return RequestFailed(
         at_ns=0,
         worker=place.worker,
-        epoch=place.epoch,
+        incarnation=place.incarnation,
         trajectory=place.trajectory,
         attempt=place.attempt,
         error=error,
@@ -225,11 +232,11 @@ def scored(
     return GroupScored(
         at_ns=0,
         worker=decision.worker,
-        epoch=decision.epoch,
+        incarnation=decision.incarnation,
         group=decision.spec.group,
         attempt=decision.attempt,
-        siblings=tuple(
-            ScoredSibling(trajectory=name, reward=reward)
+        samples=tuple(
+            ScoredSample(trajectory=name, reward=reward)
             for name, reward in zip(names, rewards, strict=not error)
         ),
         error=error,
@@ -238,20 +245,20 @@ def scored(
 
 
 def committed(
-    step: int, groups: tuple[TakenGroup, ...], *, attempt: int = 1, role_epoch: int = 0
+    step: int, groups: tuple[TakenGroup, ...], *, attempt: int = 1, incarnation: int = 0
 ) -> StepCommitted:
     return StepCommitted(
         at_ns=0,
         step=step,
         attempt=attempt,
-        role_epoch=role_epoch,
+        incarnation=incarnation,
         groups=groups,
         batch_digest=batch_digest(groups),
         digest_before=weights(step),
         digest_after=weights(step + 1),
         policy=manifest(step + 1),
         contributions=Blob(sha256=sha256_hex(b""), bytes=0),
-        figures={"loss": 0.5},
+        metrics={"loss": 0.5},
         settings={},
         numerics={},
         decisions_next=0,
@@ -259,10 +266,12 @@ def committed(
     )
 
 
-def refused(step: int, groups: list[str], *, attempt: int = 1, role_epoch: int = 0) -> BatchRefused:
+def refused(
+    step: int, groups: list[str], *, attempt: int = 1, incarnation: int = 0
+) -> BatchRefused:
     offenders = tuple(Offender(group=one, trajectory=f"{one}-000", why="test") for one in groups)
     return BatchRefused(
-        at_ns=0, step=step, attempt=attempt, role_epoch=role_epoch, offenders=offenders
+        at_ns=0, step=step, attempt=attempt, incarnation=incarnation, offenders=offenders
     )
 
 

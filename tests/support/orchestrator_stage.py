@@ -19,7 +19,7 @@ from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.orchestrator.planner import decide
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import AnyControl, Resume, TrajectoryLogged
-from dora_pipe.schemas.rounds import AnyDecision, LeaseExpired, PlacedRequest, TakeBatch
+from dora_pipe.schemas.rounds import AnyDecision, LeaseExpired, ScheduledRequest, TakeBatch
 from dora_pipe.schemas.wire import Unknown
 from tests.support import orchestrator_records as records
 from tests.support.singly import as_record, placed
@@ -35,7 +35,7 @@ class Stage:
         self.state = State()
         self.offset = 0
         self.decided: list[AnyDecision] = []
-        self.placed: dict[str, PlacedRequest] = {}
+        self.placed: dict[str, ScheduledRequest] = {}
         """Newest placement of each request, ended or not."""
         self.batch: TakeBatch | None = None
         """Newest batch decision."""
@@ -70,17 +70,24 @@ class Stage:
         prefetch: int = 0,
         moves: bool = False,
         versions: int = 1,
-        elastic: bool = False,
+        colocated: bool = False,
     ) -> int:
         joined = records.joined(
-            name, slots=slots, prefetch=prefetch, moves=moves, versions=versions, elastic=elastic
+            name,
+            slots=slots,
+            prefetch=prefetch,
+            moves=moves,
+            versions=versions,
+            colocated=colocated,
         )
         return self.tell(joined)
 
     def load(self) -> None:
         for worker in list(self.state.workers.values()):
             if worker.loading:
-                self.tell(records.ready(worker.name, worker.epoch, worker.target, worker.digest))
+                self.tell(
+                    records.ready(worker.name, worker.incarnation, worker.target, worker.digest)
+                )
 
     def worker(
         self,
@@ -91,9 +98,11 @@ class Stage:
         moves: bool = False,
         versions: int = 1,
     ) -> int:
-        epoch = self.join(name, slots=slots, prefetch=prefetch, moves=moves, versions=versions)
+        incarnation = self.join(
+            name, slots=slots, prefetch=prefetch, moves=moves, versions=versions
+        )
         self.settle()
-        return epoch
+        return incarnation
 
     def settle(self) -> list[AnyDecision]:
         found = self.plan()
@@ -146,8 +155,8 @@ class Stage:
         self.state.now_ns += int(seconds * 1e9)
 
     def lose(self, name: str) -> None:
-        epoch = self.state.workers[name].epoch
-        apply_observation(self.state, LeaseExpired(worker=name, epoch=epoch))
+        incarnation = self.state.workers[name].incarnation
+        apply_observation(self.state, LeaseExpired(worker=name, incarnation=incarnation))
 
     def copy(self) -> State:
         return copy.deepcopy(self.state)

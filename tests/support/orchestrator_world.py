@@ -29,9 +29,9 @@ from dora_pipe.schemas.rounds import (
     End,
     Fence,
     GroupSpec,
-    Move,
-    Place,
+    Migrate,
     Round,
+    Schedule,
     TakeBatch,
     decode_round,
 )
@@ -48,16 +48,16 @@ class Ledger:
         self.config = config
         self.specs: dict[str, GroupSpec] = {}
         self.skipped: list[int] = []
-        self.fates: dict[str, str] = {}
+        self.outcomes: dict[str, str] = {}
         self.trained: dict[str, int] = {}
         """Step by trained trajectory."""
         self.placements: dict[str, dict[int, int]] = {}
-        """Role epochs by attempt, by trajectory."""
+        """Role incarnations by attempt, by trajectory."""
         self.taken: dict[tuple[int, int], TakeBatch] = {}
         self.moves: dict[str, int] = {}
         """Number of requested moves by trajectory."""
         self.fenced: set[int] = set()
-        self.epochs: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
         self.staleness: dict[int, int] = {}
         self.step = 0
         self.rounds = 0
@@ -69,9 +69,9 @@ class Ledger:
 
     def fact(self, offset: int, record: AnyControl) -> None:
         if isinstance(record, WorkerJoined):
-            if record.worker in self.epochs:
-                self.fenced.add(self.epochs[record.worker])
-            self.epochs[record.worker] = offset
+            if record.worker in self.incarnations:
+                self.fenced.add(self.incarnations[record.worker])
+            self.incarnations[record.worker] = offset
         elif isinstance(record, StepCommitted):
             self._commit(record)
 
@@ -84,35 +84,37 @@ class Ledger:
                 assert decision.spec.group not in self.specs, "dispatched twice"
                 self.specs[decision.spec.group] = decision.spec
                 self.skipped += decision.skipped
-            elif isinstance(decision, Place):
+            elif isinstance(decision, Schedule):
                 assert decision.spec == self.specs[decision.spec.group]
                 for one in decision.requests():
                     attempts = self.placements.setdefault(one.trajectory, {})
                     assert one.attempt == len(attempts) + 1, "attempts are not contiguous"
-                    attempts[one.attempt] = decision.epoch
-            elif isinstance(decision, Move):
+                    attempts[one.attempt] = decision.incarnation
+            elif isinstance(decision, Migrate):
                 placed = self.placements[decision.trajectory]
-                assert placed[decision.attempt] == decision.epoch, "moves from where it is not"
+                assert placed[decision.attempt] == decision.incarnation, (
+                    "moves from where it is not"
+                )
                 assert decision.attempt == len(placed), "moves under an old attempt"
-                assert decision.to_epoch not in self.fenced
+                assert decision.to_incarnation not in self.fenced
                 bounded = bool(decision.to)
                 self.moves[decision.trajectory] = self.moves.get(decision.trajectory, 0) + bounded
             elif isinstance(decision, TakeBatch):
                 self._take(decision)
             elif isinstance(decision, End):
-                self._end(decision.group, decision.fate)
+                self._end(decision.group, decision.outcome)
             elif isinstance(decision, Fence):
-                self.fenced.add(decision.epoch)
+                self.fenced.add(decision.incarnation)
 
     def check_end(self) -> None:
         """Every group has exactly one outcome, and all steps are trained."""
         assert self.step == self.config.run.steps
-        assert self.specs.keys() == self.fates.keys(), "a group without a fate"
-        trained = [group for group, fate in self.fates.items() if fate == "trained"]
+        assert self.specs.keys() == self.outcomes.keys(), "a group without a outcome"
+        trained = [group for group, outcome in self.outcomes.items() if outcome == "trained"]
         assert len(trained) == self.config.run.steps * self.config.rollout.prompts_per_step
         for group, spec in self.specs.items():
             ends = ("evaluated",) if spec.purpose == "eval" else ("trained", "filtered", "failed")
-            assert self.fates[group] in ends
+            assert self.outcomes[group] in ends
 
     def _take(self, batch: TakeBatch) -> None:
         assert batch.step == self.step, "not the next step"
@@ -123,10 +125,12 @@ class Ledger:
             assert spec.purpose == "train"
             assert (group.version, group.deadline) == (spec.version, spec.deadline)
             assert spec.version <= batch.step <= spec.deadline, "C3"
-            assert group.group not in self.fates, "taken after its end"
+            assert group.group not in self.outcomes, "taken after its end"
             for one in group.trajectories:
                 placed = self.placements[one.trajectory][one.attempt]
-                assert one.epoch == placed, "a trajectory of an incarnation it was not placed on"
+                assert one.incarnation == placed, (
+                    "a trajectory of an incarnation it was not placed on"
+                )
         self.taken[batch.step, batch.attempt] = batch
 
     def _commit(self, record: StepCommitted) -> None:
@@ -144,9 +148,9 @@ class Ledger:
                 assert one.trajectory not in self.trained, "trained twice"
                 self.trained[one.trajectory] = record.step
 
-    def _end(self, group: str, fate: str) -> None:
-        assert group not in self.fates, f"{group} ends twice"
-        self.fates[group] = fate
+    def _end(self, group: str, outcome: str) -> None:
+        assert group not in self.outcomes, f"{group} ends twice"
+        self.outcomes[group] = outcome
 
 
 SECOND_NS = 1_000_000_000
@@ -230,8 +234,8 @@ class World:
     config: Config
     workers: dict[str, tuple[int, int]]
     versions: dict[str, int] = field(default_factory=dict)
-    """Versions hosted by a worker at a time; default 1."""
-    elastic: frozenset[str] = frozenset()
+    """Versions served by a worker at a time; default 1."""
+    colocated: frozenset[str] = frozenset()
     """Colocated workers."""
     chances: Chances = field(default_factory=Chances)
     rows: int = 50

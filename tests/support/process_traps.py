@@ -89,9 +89,9 @@ def directory_of(order: Order, folder: Path) -> RunDir:
     return RunDir(folder / f"round-{order.number}-{order.seed}")
 
 
-def stopped_epoch(folder: Path) -> int:
-    """Return the role epoch in which the worker was stopped; load may fence others."""
-    return int((directory_of(STOPPED, folder).path / "stopped-epoch").read_text())
+def stopped_incarnation(folder: Path) -> int:
+    """Return the incarnation in which the worker was stopped; load may fence others."""
+    return int((directory_of(STOPPED, folder).path / "stopped-incarnation").read_text())
 
 
 class _GoOnWhenFenced:
@@ -110,14 +110,14 @@ class _GoOnWhenFenced:
             joined = [(one.offset, decode_control(one.value)) for one in control]
             decisions = records_of(bus, ends_of(bus, topics.decisions))
             rounds = [decode_round(one.value) for one in decisions]
-        epoch = max(
+        incarnation = max(
             offset
             for offset, fact in joined
             if isinstance(fact, WorkerJoined) and fact.pid == hit.pid
         )
         made = [one for round_ in rounds for one in round_.decisions]
-        if any(isinstance(one, Fence) and one.epoch == epoch for one in made):
-            (files.directory / "stopped-epoch").write_text(str(epoch))
+        if any(isinstance(one, Fence) and one.incarnation == incarnation for one in made):
+            (files.directory / "stopped-incarnation").write_text(str(incarnation))
             os.kill(hit.pid, signal.SIGCONT)
             self.done = True
 

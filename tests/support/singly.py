@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged, TrajectoryLogged
-from dora_pipe.schemas.rounds import AnyDecision, Place, PlacedRequest, PlacedSibling
+from dora_pipe.schemas.rounds import AnyDecision, Schedule, ScheduledRequest, ScheduledSample
 
 T = TypeVar("T")
 
@@ -28,30 +28,30 @@ def as_record(record: T | TrajectoryLogged) -> T | TrajectoriesLogged:
     return TrajectoriesLogged(
         at_ns=record.at_ns,
         worker=record.worker,
-        epoch=record.epoch,
+        incarnation=record.incarnation,
         version=record.version,
         digest=record.digest,
         trajectories=(entry,),
     )
 
 
-def as_decision(decision: AnyDecision | PlacedRequest) -> AnyDecision:
-    if not isinstance(decision, PlacedRequest):
+def as_decision(decision: AnyDecision | ScheduledRequest) -> AnyDecision:
+    if not isinstance(decision, ScheduledRequest):
         return decision
-    sibling = PlacedSibling(
-        sibling=decision.sibling, attempt=decision.attempt, resume=decision.resume, kv=decision.kv
+    sample = ScheduledSample(
+        sample=decision.sample, attempt=decision.attempt, resume=decision.resume, kv=decision.kv
     )
-    return Place(
+    return Schedule(
         spec=decision.spec,
         worker=decision.worker,
-        epoch=decision.epoch,
-        siblings=(sibling,),
+        incarnation=decision.incarnation,
+        samples=(sample,),
         reason=decision.reason or "test",
     )
 
 
-def placed(decisions: Iterable[AnyDecision]) -> list[PlacedRequest]:
-    return [request for one in decisions if isinstance(one, Place) for request in one.requests()]
+def placed(decisions: Iterable[AnyDecision]) -> list[ScheduledRequest]:
+    return [request for one in decisions if isinstance(one, Schedule) for request in one.requests()]
 
 
 def singly(records: Iterable[T]) -> list[T | TrajectoryLogged]:

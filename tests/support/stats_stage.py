@@ -39,29 +39,33 @@ class Stage(ToldRun):
         self.stats.round(round_, round_.ordinal)
 
     def worker(self, name: str = "w0", version: int = 0) -> int:
-        epoch = self.fact(records.joined(name))
-        self.fact(records.ready(name, epoch, version))
-        return epoch
+        incarnation = self.fact(records.joined(name))
+        self.fact(records.ready(name, incarnation, version))
+        return incarnation
 
-    def assign(self, name: str, epoch: int, version: int) -> None:
+    def assign(self, name: str, incarnation: int, version: int) -> None:
         digest = records.weights(version) if version >= 0 else ""
-        self.decide(Assign(reason="new", worker=name, epoch=epoch, version=version, digest=digest))
+        self.decide(
+            Assign(
+                reason="new", worker=name, incarnation=incarnation, version=version, digest=digest
+            )
+        )
 
     def group(
-        self, ordinal: int, epoch: int, *, purpose: Purpose = "train", **names: str
+        self, ordinal: int, incarnation: int, *, purpose: Purpose = "train", **names: str
     ) -> GroupSpec:
         """Dispatch a group of two under version 0 and place it on w0."""
         spec = msgspec.structs.replace(self.spec(ordinal, purpose=purpose), **names)
-        self.decide(self.dispatch(spec), self.placed(spec, "w0", epoch))
+        self.decide(self.dispatch(spec), self.placed(spec, "w0", incarnation))
         return spec
 
-    def log(self, spec: GroupSpec, epoch: int, *rewards: float | None) -> None:
-        self.logged(spec, epoch, rewards)
+    def log(self, spec: GroupSpec, incarnation: int, *rewards: float | None) -> None:
+        self.logged(spec, incarnation, rewards)
 
     def status(
         self,
         name: str,
-        epoch: int,
+        incarnation: int,
         *,
         active: int = 1,
         sampled: int = 0,
@@ -75,7 +79,7 @@ class Stage(ToldRun):
                 at_ns=self.now_ns,
                 cost=COST,
                 worker=name,
-                epoch=epoch,
+                incarnation=incarnation,
                 version=0,
                 active=active,
                 waiting=0,
@@ -87,13 +91,13 @@ class Stage(ToldRun):
             )
         )
 
-    def trainer(self, *waits: Wait, role_epoch: int = 0) -> None:
+    def trainer(self, *waits: Wait, incarnation: int = 0) -> None:
         self.stats.status(
             TrainerStatus(
                 at_ns=self.now_ns,
                 cost=COST,
                 waits=waits,
-                role_epoch=role_epoch,
+                incarnation=incarnation,
                 step=0,
                 phase="idle",
                 cached_records=3,

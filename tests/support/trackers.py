@@ -49,7 +49,7 @@ class TensorBoardHarness:
 
     def rows(self, run: TrackedRun = RUN) -> Rows:
         found = event_rows(self.folder / run.name)
-        return [(step, figures) for step, _, figures in found]
+        return [(step, metrics) for step, _, metrics in found]
 
 
 def event_rows(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
@@ -63,15 +63,15 @@ def event_rows(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
             values = event.summary.value
             if values and not values[0].tag.startswith(CONFIG):
                 arrays = {one.tag: tensor_util.make_ndarray(one.tensor) for one in values}
-                figures = {tag: float(array) for tag, array in arrays.items()}
-                found.append((event.step, event.wall_time, figures))
+                metrics = {tag: float(array) for tag, array in arrays.items()}
+                found.append((event.step, event.wall_time, metrics))
     return found
 
 
 class Row(NamedTuple):
     step: int
     at_ns: int
-    figures: dict[str, float]
+    metrics: dict[str, float]
 
 
 class Kept(Tracker):
@@ -86,8 +86,8 @@ class Kept(Tracker):
         self.runs.append(run)
         return self.there
 
-    def _write(self, step: int, figures: Mapping[str, float], at_ns: int) -> None:
-        self.given.append(Row(step, at_ns, dict(figures)))
+    def _write(self, step: int, metrics: Mapping[str, float], at_ns: int) -> None:
+        self.given.append(Row(step, at_ns, dict(metrics)))
 
     def close(self) -> None:
         """See Tracker."""

@@ -67,7 +67,12 @@ def run_started(version_0: str = digest(0)) -> RunStarted:
 
 def batch(step: int, attempt: int = 1, deadline: int = 9) -> TakeBatch:
     taken = TakenTrajectory(
-        trajectory=f"g{step:010d}-000", attempt=0, epoch=1, partition=1, offset=40, sha256="a" * 64
+        trajectory=f"g{step:010d}-000",
+        attempt=0,
+        incarnation=1,
+        partition=1,
+        offset=40,
+        sha256="a" * 64,
     )
     group = TakenGroup(
         group=f"g{step:010d}", version=step, deadline=deadline, trajectories=(taken,)
@@ -78,10 +83,10 @@ def batch(step: int, attempt: int = 1, deadline: int = 9) -> TakeBatch:
 
 class Driver:
     def __init__(self, *, checkpoint_every: int = 2, history: CommitHistory | None = None) -> None:
-        self.history = history or CommitHistory(run_started=run_started(), role_epoch=4)
+        self.history = history or CommitHistory(run_started=run_started(), incarnation=4)
         setup = TrainerSetup(
             topics=TOPICS,
-            role_epoch=5,
+            incarnation=5,
             checkpoint_every=checkpoint_every,
             heartbeat_ns=HEARTBEAT_NS,
         )
@@ -118,7 +123,7 @@ class Driver:
         self.offset += 10
         ordinal = self.offset // 10
         value = encode(
-            Round(ordinal=ordinal, role_epoch=0, now_ns=0, control_next=0, decisions=decisions)
+            Round(ordinal=ordinal, incarnation=0, now_ns=0, control_next=0, decisions=decisions)
         )
         return self.react(
             Record(topic=TOPICS.decisions, partition=0, offset=self.offset, key=b"", value=value)
@@ -162,7 +167,7 @@ class Driver:
 
     def trained(self, step: int = 0, attempt: int = 1) -> list[Any]:
         return self.react(
-            StepTrained(step=step, attempt=attempt, figures={"loss": 0.5}, compute_s=1.5)
+            StepTrained(step=step, attempt=attempt, metrics={"loss": 0.5}, compute_s=1.5)
         )
 
     def published(self, step: int = 0, attempt: int = 1) -> list[Any]:

@@ -46,7 +46,7 @@ from tests.support.batches import SETTINGS, make_trajectory
 
 RUN = "r"
 PARTITIONS = 2
-WORKER_EPOCH = 7
+WORKER_INCARNATION = 7
 NO_COST = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
 
 
@@ -151,7 +151,7 @@ class TrainerStage:
         return TakenTrajectory(
             trajectory=trajectory.trajectory,
             attempt=headers.attempt,
-            epoch=headers.epoch,
+            incarnation=headers.incarnation,
             partition=where,
             offset=offset,
             sha256=headers.sha256,
@@ -164,19 +164,19 @@ class TrainerStage:
         taken = [
             self.log_trajectory(
                 make_trajectory(
-                    trajectory_id(group, sibling),
+                    trajectory_id(group, sample),
                     run=RUN,
                     version=version,
                     digest=self.digests[version],
                     deadline=deadline,
-                    epoch=WORKER_EPOCH,
+                    incarnation=WORKER_INCARNATION,
                     group_size=size,
-                    reward=float(sibling),
-                    sampled=[10 + ordinal % 50, 11 + sibling, 2],
+                    reward=float(sample),
+                    sampled=[10 + ordinal % 50, 11 + sample, 2],
                     **changes,
                 )
             )
-            for sibling in range(size)
+            for sample in range(size)
         ]
         return TakenGroup(
             group=group, version=version, deadline=deadline, trajectories=tuple(taken)
@@ -184,7 +184,7 @@ class TrainerStage:
 
     def decide(self, *decisions: AnyDecision) -> int:
         record = Round(
-            ordinal=self.rounds, role_epoch=0, now_ns=1, control_next=0, decisions=decisions
+            ordinal=self.rounds, incarnation=0, now_ns=1, control_next=0, decisions=decisions
         )
         self.rounds += 1
         return self.append(self.topics.decisions, record)
@@ -278,8 +278,8 @@ class StagedTrainer:
         writer = bus.writer(exclusive=f"{RUN}.trainer")
         history = read_history(bus, stage.topics, stage.clock)
         assert history.run_started is not None
-        epoch = history.role_epoch + 1
-        started = role_started(epoch)
+        incarnation = history.incarnation + 1
+        started = role_started(incarnation)
         writer.append([Append(topic=stage.topics.control, value=encode(started))])
         meter = Meter()
         self.handlers = EffectHandlers(
@@ -300,7 +300,7 @@ class StagedTrainer:
         self.machine = TrainerMachine(
             TrainerSetup(
                 topics=stage.topics,
-                role_epoch=epoch,
+                incarnation=incarnation,
                 checkpoint_every=checkpoint_every,
                 keep_every=keep_every,
                 heartbeat_ns=500_000_000,
@@ -345,9 +345,9 @@ class StagedTrainer:
         self.bus.close()
 
 
-def role_started(epoch: int) -> RoleStarted:
+def role_started(incarnation: int) -> RoleStarted:
     return RoleStarted(
-        at_ns=1, role="trainer", role_epoch=epoch, instance="i", host="h", pid=1, package="0"
+        at_ns=1, role="trainer", incarnation=incarnation, instance="i", host="h", pid=1, package="0"
     )
 
 

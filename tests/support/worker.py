@@ -36,9 +36,9 @@ from dora_pipe.schemas.rounds import (
     Assign,
     Cancel,
     GroupSpec,
-    Move,
-    PlacedRequest,
+    Migrate,
     Round,
+    ScheduledRequest,
 )
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory
@@ -97,12 +97,12 @@ def spec_of(
     )
 
 
-def setup_of(epoch: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup:
+def setup_of(incarnation: int, decisions_from: int = 0, **changes: Any) -> WorkerSetup:
     params = SamplingParams(max_tokens=changes.pop("max_tokens", 64), stop_ids=(END_TOKEN,))
     settings: dict[str, Any] = {
         "topics": TOPICS,
         "worker": "w0",
-        "epoch": epoch,
+        "incarnation": incarnation,
         "slots": 4,
         "prefetch": 2,
         "context_tokens": 512,
@@ -231,16 +231,16 @@ class World:
             reward_digest="",
             package="0",
         )
-        epoch = self.writer.append([Append(topic=TOPICS.control, value=encode(joined))])[0]
+        incarnation = self.writer.append([Append(topic=TOPICS.control, value=encode(joined))])[0]
         if agents is not None:
             changes = {**OF_AGENTS, **changes}
-        setup = setup_of(epoch, decisions_from, **changes)
+        setup = setup_of(incarnation, decisions_from, **changes)
         return Worker(self, setup, tasks or InlineTasks(), agents)
 
-    def decide(self, *decisions: AnyDecision | PlacedRequest, role_epoch: int = 1) -> None:
+    def decide(self, *decisions: AnyDecision | ScheduledRequest, incarnation: int = 1) -> None:
         record = Round(
             ordinal=self.rounds,
-            role_epoch=role_epoch,
+            incarnation=incarnation,
             now_ns=0,
             control_next=0,
             decisions=tuple(map(as_decision, decisions)),
@@ -252,7 +252,7 @@ class World:
         return Assign(
             reason="t",
             worker=worker.setup.worker,
-            epoch=worker.setup.epoch,
+            incarnation=worker.setup.incarnation,
             version=version,
             digest=self.digest(version),
             drop=drop,
@@ -262,50 +262,50 @@ class World:
         self,
         worker: Worker,
         ordinal: int,
-        sibling: int = 0,
+        sample: int = 0,
         *,
         version: int = 0,
         attempt: int = 1,
         resume: Resume | None = None,
         kv: Blob | None = None,
         purpose: Purpose = "train",
-    ) -> PlacedRequest:
-        return PlacedRequest(
+    ) -> ScheduledRequest:
+        return ScheduledRequest(
             reason="t",
             spec=spec_of(ordinal, version, purpose, self.digest(version)),
-            trajectory=trajectory_id(group_id(purpose, ordinal), sibling),
-            sibling=sibling,
+            trajectory=trajectory_id(group_id(purpose, ordinal), sample),
+            sample=sample,
             attempt=attempt,
             worker=worker.setup.worker,
-            epoch=worker.setup.epoch,
+            incarnation=worker.setup.incarnation,
             resume=resume,
             kv=kv,
         )
 
-    def move(self, place: PlacedRequest, to: Worker) -> Move:
-        return Move(
+    def move(self, place: ScheduledRequest, to: Worker) -> Migrate:
+        return Migrate(
             reason="t",
             trajectory=place.trajectory,
             attempt=place.attempt,
             worker=place.worker,
-            epoch=place.epoch,
+            incarnation=place.incarnation,
             to=to.setup.worker,
-            to_epoch=to.setup.epoch,
+            to_incarnation=to.setup.incarnation,
         )
 
-    def cancel(self, place: PlacedRequest) -> Cancel:
+    def cancel(self, place: ScheduledRequest) -> Cancel:
         return Cancel(
             reason="t",
             trajectory=place.trajectory,
             attempt=place.attempt,
             worker=place.worker,
-            epoch=place.epoch,
+            incarnation=place.incarnation,
         )
 
     def start(self, version: int = 0, **changes: Any) -> Worker:
         worker = self.join(**changes)
         self.decide(self.assign(worker, version))
-        self.until(worker, lambda: worker.machine.hosted.version == version)
+        self.until(worker, lambda: worker.machine.served.version == version)
         return worker
 
     def ticks(self, worker: Worker, count: int) -> None:
@@ -356,7 +356,7 @@ class World:
         statuses = []
         for status in found:
             if isinstance(status, WorkerStatus):
-                at = (status.worker, status.epoch)
+                at = (status.worker, status.incarnation)
                 said[at] = merged(said.get(at), status)
                 statuses.append(said[at])
         return statuses

@@ -30,7 +30,7 @@ from dora_pipe.schemas.control import (
 )
 from dora_pipe.schemas.identity import trajectory_id
 from dora_pipe.schemas.policy import Manifest
-from dora_pipe.schemas.rounds import AnyDecision, Assign, GroupSpec, PlacedRequest, Round
+from dora_pipe.schemas.rounds import AnyDecision, Assign, GroupSpec, Round, ScheduledRequest
 from dora_pipe.schemas.wire import Unknown, encode
 from dora_pipe.store.model_dir import asset_files
 from dora_pipe.store.store import PolicyStore
@@ -86,10 +86,10 @@ class Run:
     def append(self, topic: str, record: msgspec.Struct) -> int:
         return self.bus.writer().append([Append(topic=topic, value=encode(record))])[0]
 
-    def decide(self, *decisions: AnyDecision | PlacedRequest) -> None:
+    def decide(self, *decisions: AnyDecision | ScheduledRequest) -> None:
         record = Round(
             ordinal=self.rounds,
-            role_epoch=1,
+            incarnation=1,
             now_ns=0,
             control_next=0,
             decisions=tuple(map(as_decision, decisions)),
@@ -116,23 +116,25 @@ class Run:
         facts = singly(one for _, one in self.control())
         return [one for one in facts if isinstance(one, TrajectoryLogged)]
 
-    def assign(self, epoch: int) -> Assign:
-        return Assign(reason="t", worker="w0", epoch=epoch, version=0, digest=self.policy.digest)
+    def assign(self, incarnation: int) -> Assign:
+        return Assign(
+            reason="t", worker="w0", incarnation=incarnation, version=0, digest=self.policy.digest
+        )
 
-    def place(self, epoch: int, ordinal: int = 0) -> PlacedRequest:
+    def place(self, incarnation: int, ordinal: int = 0) -> ScheduledRequest:
         spec: GroupSpec = msgspec.structs.replace(
             spec_of(ordinal),
             dataset_digest=dataset_digest(task_of_the_run(), "train")[0],
             digest=self.policy.digest,
         )
-        return PlacedRequest(
+        return ScheduledRequest(
             reason="t",
             spec=spec,
             trajectory=trajectory_id(spec.group, 0),
-            sibling=0,
+            sample=0,
             attempt=1,
             worker="w0",
-            epoch=epoch,
+            incarnation=incarnation,
         )
 
     def work(self, script: Iterator[bool], *, worker: str = "w0", **more: Any) -> None:

@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from dora_pipe.audit.prune import AGE_MIN_S
 from dora_pipe.cli.app import app
-from dora_pipe.cli.options import CLAIM_HOURS
+from dora_pipe.cli.options import BLOB_HOURS
 
 OWN = frozenset(
     f"dora_pipe{one}"
@@ -121,4 +121,4 @@ def test_errors_of_usage_import_nothing_heavy() -> None:
 
 
 def test_what_help_says_of_parts_that_it_does_not_import_is_what_they_are() -> None:
-    assert AGE_MIN_S / 3600 == CLAIM_HOURS
+    assert AGE_MIN_S / 3600 == BLOB_HOURS

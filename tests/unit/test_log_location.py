@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles
+from dora_pipe.bus.blobs import BlobBus, BlobFiles
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
@@ -34,7 +34,7 @@ def test_place_that_crossed_as_bytes_opens_the_same_log(tmp_path: Path) -> None:
     bus = there.open()
     reader = bus.reader({TopicPartition("t", 0): 0})
     assert [one.value for one in reader.poll(timeout_s=1.0)] == [b"one"]
-    assert isinstance(bus, ClaimBus)
+    assert isinstance(bus, BlobBus)
 
 
 def test_place_holds_no_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_place_without_the_secret_it_needs_is_one_line(tmp_path: Path) -> None:
 def test_large_values_lie_with_the_policies(tmp_path: Path) -> None:
     store = Store(path=str(tmp_path / "elsewhere"))
     place = RunDir(tmp_path).log_location(_config(store=store))
-    assert place.claims == str(tmp_path / "elsewhere" / "claims")
+    assert place.blobs == str(tmp_path / "elsewhere" / "blobs")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_values_above_the_configured_bound_lie_in_files_as_safe_as_the_log_keeps
 ) -> None:
     monkeypatch.setattr("dora_pipe.bus._open", lambda url, security: MemoryBus(MemoryLog()))
     found = RunDir(tmp_path).log_location(_config(**given)).open()
-    assert isinstance(found, ClaimBus) and isinstance(found.store, ClaimFiles)
+    assert isinstance(found, BlobBus) and isinstance(found.store, BlobFiles)
     assert (found.above_bytes, found.store.synced) == (above, synced)
 
 
@@ -81,5 +81,5 @@ def test_values_in_a_store_a_round_trip_away_are_those_that_no_topic_takes(
     monkeypatch.setattr("dora_pipe.bus._open", lambda url, security: MemoryBus(MemoryLog()))
     store = Store(url=f"file://{tmp_path}/shared")
     found = RunDir(tmp_path).log_location(_config(store=store)).open()
-    assert isinstance(found, ClaimBus)
+    assert isinstance(found, BlobBus)
     assert found.above_bytes is None

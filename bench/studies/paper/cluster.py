@@ -52,10 +52,10 @@ from dora_pipe.schemas.rounds import (
     AnyObservation,
     Assign,
     Cancel,
-    Move,
-    Place,
-    PlacedRequest,
+    Migrate,
     PlanPeriod,
+    Schedule,
+    ScheduledRequest,
     TakeBatch,
     TakePart,
 )
@@ -136,7 +136,7 @@ class Cluster:
         """End of part computation."""
         self._parts_s = 0.0
         """Total duration of that computation."""
-        self._ended: list[tuple[float, int, ModelledWorker, PlacedRequest]] = []
+        self._ended: list[tuple[float, int, ModelledWorker, ScheduledRequest]] = []
         """Unreported responses by time."""
         self._ends = 0
         config = _config(plan)
@@ -166,12 +166,12 @@ class Cluster:
         return offset
 
     def _join(self, size: WorkerSize) -> ModelledWorker:
-        epoch = self._apply(worker_joined(size.name, size.slots, size.prefetch))
+        incarnation = self._apply(worker_joined(size.name, size.slots, size.prefetch))
         return ModelledWorker(
             size,
             self.plan.rates,
             self._lefts,
-            epoch=epoch,
+            incarnation=incarnation,
             prompt_tokens=self.plan.prompt_tokens,
         )
 
@@ -186,7 +186,7 @@ class Cluster:
         for worker in self._workers.values():
             assigned = worker.ready(now_s)
             if assigned is not None:
-                one = (worker.size.name, worker.epoch, assigned.version, assigned.digest)
+                one = (worker.size.name, worker.incarnation, assigned.version, assigned.digest)
                 self._apply(worker_ready(*one, load_ms=worker.batch.rates.load_s * 1e3))
         if self._training is not None and self._training[1] <= now_s + 1e-9:
             self._commit(self._training[0])
@@ -196,7 +196,7 @@ class Cluster:
 
     def _report(self) -> None:
         """Report due responses by worker and version."""
-        found: dict[tuple[str, int], list[PlacedRequest]] = {}
+        found: dict[tuple[str, int], list[ScheduledRequest]] = {}
         while self._ended and self._ended[0][0] <= self.now_s + 1e-9:
             _, _, worker, request = heapq.heappop(self._ended)
             if request.trajectory not in self._lefts:  # Cancelled after its end.
@@ -208,7 +208,7 @@ class Cluster:
                 TrajectoriesLogged(
                     at_ns=0,
                     worker=name,
-                    epoch=self._workers[name].epoch,
+                    incarnation=self._workers[name].incarnation,
                     version=version,
                     digest=requests[0].spec.digest,
                     trajectories=entries,
@@ -218,7 +218,7 @@ class Cluster:
     def _note(self, observation: AnyObservation) -> None:
         apply_observation(self.state, observation)
 
-    def _entry(self, request: PlacedRequest) -> LoggedEntry:
+    def _entry(self, request: ScheduledRequest) -> LoggedEntry:
         left = self._lefts.pop(request.trajectory)
         self.run_.requests += 1
         return LoggedEntry(
@@ -230,7 +230,7 @@ class Cluster:
             bytes=0,
             tokens=round(left.done + left.left),
             finish="stop",
-            reward=float(request.sibling % 2),
+            reward=float(request.sample % 2),
         )
 
     def _commit(self, batch: TakeBatch) -> None:
@@ -253,7 +253,7 @@ class Cluster:
             took = self._obey(decision) or took
         if took:
             self._limit_batches(training=True)
-        moved = any(isinstance(one, Move) for one in decisions)
+        moved = any(isinstance(one, Migrate) for one in decisions)
         if took or moved or len(decisions) >= MANY:
             self._round()
 
@@ -264,25 +264,25 @@ class Cluster:
             return True
         if isinstance(decision, TakePart):
             self._train_part(decision)
-        if isinstance(decision, Place):
+        if isinstance(decision, Schedule):
             for request in decision.requests():
                 self._place(request)
         elif isinstance(decision, Assign):
             self._workers[decision.worker].assign(decision, self.now_s)
-        elif isinstance(decision, Move):
+        elif isinstance(decision, Migrate):
             self._move(decision)
         elif isinstance(decision, Cancel):
             self._workers[decision.worker].release(decision.trajectory)
             self._lefts.pop(decision.trajectory, None)
         return False
 
-    def _place(self, request: PlacedRequest) -> None:
+    def _place(self, request: ScheduledRequest) -> None:
         if request.trajectory not in self._lefts:
-            length = self.plan.lengths(request.spec.ordinal)[request.sibling]
+            length = self.plan.lengths(request.spec.ordinal)[request.sample]
             self._lefts[request.trajectory] = Left(left=float(length))
         self._workers[request.worker].place(request, self.now_s)
 
-    def _move(self, decision: Move) -> None:
+    def _move(self, decision: Migrate) -> None:
         worker = self._workers[decision.worker]
         if not worker.holds(decision.trajectory):  # Ended, to be reported.
             return
@@ -294,7 +294,7 @@ class Cluster:
             RequestReleased(
                 at_ns=0,
                 worker=decision.worker,
-                epoch=decision.epoch,
+                incarnation=decision.incarnation,
                 trajectory=decision.trajectory,
                 attempt=decision.attempt,
                 resume=resume,

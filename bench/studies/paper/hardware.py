@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora_pipe.schemas.control import Resume
-from dora_pipe.schemas.rounds import Assign, PlacedRequest
+from dora_pipe.schemas.rounds import Assign, ScheduledRequest
 
 MOVE_LATENCY_S: Final = 0.2
 """Minimum pause of a move."""
@@ -171,22 +171,22 @@ class ModelledWorker:
         rates: EngineRates,
         lefts: MutableMapping[str, Left],
         *,
-        epoch: int,
+        incarnation: int,
         prompt_tokens: int = 0,
     ) -> None:
         self.size = size
-        self.epoch = epoch
+        self.incarnation = incarnation
         self.batch = Sharing(rates)
         self.assigned: Assign | None = None
         """Version being loaded; None if ready."""
         self.ready_s = NEVER_S
         """End of the load."""
         self.loads = 0
-        self.running: dict[str, PlacedRequest] = {}
+        self.running: dict[str, ScheduledRequest] = {}
         self._lefts = lefts
         self._prompt_tokens = prompt_tokens
-        self._waiting: deque[PlacedRequest] = deque()
-        self._arriving: list[tuple[float, str, PlacedRequest]] = []
+        self._waiting: deque[ScheduledRequest] = deque()
+        self._arriving: list[tuple[float, str, ScheduledRequest]] = []
 
     def assign(self, decision: Assign, now_s: float) -> None:
         """Load another version."""
@@ -202,7 +202,7 @@ class ModelledWorker:
         found, self.assigned, self.ready_s = self.assigned, None, NEVER_S
         return found
 
-    def place(self, request: PlacedRequest, now_s: float) -> None:
+    def place(self, request: ScheduledRequest, now_s: float) -> None:
         """Queue a request, after its KV cache arrived."""
         if request.kv is None:
             self._waiting.append(request)
@@ -240,9 +240,9 @@ class ModelledWorker:
         arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
         return min(self.batch.next_s(), self.ready_s, arrives_s)
 
-    def advance(self, now_s: float) -> list[PlacedRequest]:
+    def advance(self, now_s: float) -> list[ScheduledRequest]:
         """Advance; return the ended requests."""
-        found: list[PlacedRequest] = []
+        found: list[ScheduledRequest] = []
         while True:
             arrives_s = self._arriving[0][0] if self._arriving else NEVER_S
             until_s = min(self.batch.next_s(), arrives_s)
@@ -264,9 +264,9 @@ class ModelledWorker:
             prefill = self._prefill(request, left)
             self.batch.add(request.trajectory, left.left, prefill=prefill)
 
-    def _prefill(self, request: PlacedRequest, left: Left) -> int:
+    def _prefill(self, request: ScheduledRequest, left: Left) -> int:
         """Return tokens to prefill."""
         return self._prompt_tokens + round(left.done) if request.kv is None else 0
 
-    def _left(self, request: PlacedRequest) -> Left:
+    def _left(self, request: ScheduledRequest) -> Left:
         return self._lefts[request.trajectory]

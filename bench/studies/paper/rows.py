@@ -18,7 +18,7 @@ from dora_pipe.bench.studies.paper.scaling_model import (
     FITTED,
     GROUPS,
     MINUTE_S,
-    SIBLINGS,
+    SAMPLES,
     ScalingModel,
 )
 
@@ -201,13 +201,13 @@ def simulate(
     per_step: int = GROUPS,
 ) -> Figures:
     """Simulate a scenario once."""
-    drawn = cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SIBLINGS))
+    drawn = cache(lambda one: EFFICIENCY.draw(seed=seed, ordinal=one, size=SAMPLES))
     plan = ClusterPlan(
         workers=scenario.workers(law),
         rates=law.rates(),
         trainer=law.trainer(scenario.training(law)),
         lengths=drawn,
-        group_size=SIBLINGS,
+        group_size=SAMPLES,
         per_step=per_step,
         steps=steps,
         parts=scenario.parts,

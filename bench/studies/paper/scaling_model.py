@@ -15,7 +15,7 @@ from dora_pipe.bench.studies.paper.hardware import EngineRates, TrainerRates, Wo
 from dora_pipe.bench.studies.paper.lengths import EFFICIENCY, Lengths, figures_of
 
 GROUPS: Final = 512
-SIBLINGS: Final = 16
+SAMPLES: Final = 16
 GPUS_PER_WORKER: Final = 4
 """GPUs per replica; not published."""
 TRAIN_SHARE: Final = 0.5
@@ -79,4 +79,4 @@ FITTED: Final = ScalingModel(
 
 def step_tokens(lengths: Lengths = EFFICIENCY) -> float:
     """Return a step's mean tokens."""
-    return GROUPS * SIBLINGS * figures_of(lengths, size=SIBLINGS).mean
+    return GROUPS * SAMPLES * figures_of(lengths, size=SAMPLES).mean

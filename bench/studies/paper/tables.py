@@ -22,7 +22,7 @@ from dora_pipe.bench.studies.paper.rows import (
 from dora_pipe.bench.studies.paper.scaling_model import (
     FITTED,
     MINUTE_S,
-    SIBLINGS,
+    SAMPLES,
     ScalingModel,
     step_tokens,
 )
@@ -76,7 +76,7 @@ def lengths_table() -> Table:
     }
     rows: list[Row] = []
     for name, (lengths, mean, p50, p90, p99, capped, idle) in wanted.items():
-        found = figures_of(lengths, size=SIBLINGS)
+        found = figures_of(lengths, size=SAMPLES)
         measured = bubble(found, longest=lengths.cap)
         for what, one, other in (
             ("mean", found.mean, mean),

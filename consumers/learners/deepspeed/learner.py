@@ -53,7 +53,7 @@ from dora_pipe.consumers.learners.settings import (
     step_settings,
 )
 from dora_pipe.consumers.learners.step import Pass, updates_of
-from dora_pipe.consumers.learners.step_figures import Sums, contribution, figures_of
+from dora_pipe.consumers.learners.step_metrics import Sums, contribution, metrics_of
 from dora_pipe.consumers.learners.torch.device import capability, compute_clock, device_class
 from dora_pipe.consumers.learners.torch.lora import AdapterBase
 from dora_pipe.consumers.learners.torch.model import (
@@ -187,7 +187,7 @@ class DeepspeedLearner:
         sums = _sums(shared, self._run_step(Train, batch, settings, shared))
         self._note_updates(sums)
         return StepResult(
-            figures=figures_of(items, sums, step),
+            metrics=metrics_of(items, sums, step),
             contributions=[contribution(item) for item in items],
             compute_s=clock() - start_s,
         )
@@ -535,5 +535,5 @@ def _added(losses: Sequence[float]) -> float:
 
 def _note_rows(by_rank: Sequence[Sequence[Pass]], of_ranks: Sequence[UpdateReply]) -> None:
     for passes, one in zip(by_rank, of_ranks, strict=True):
-        for done, figures in zip(passes, one.rows, strict=True):
-            done.note(figures)
+        for done, metrics in zip(passes, one.rows, strict=True):
+            done.note(metrics)

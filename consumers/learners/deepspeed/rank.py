@@ -421,10 +421,10 @@ class Rank:
             known = next(following)
             return self._reference_logprobs(passage) if known is None else known
 
-        loss, figures = pass_loss(one.given, logprobs, reference=reference, step=step)
+        loss, metrics = pass_loss(one.given, logprobs, reference=reference, step=step)
         update.loss += float(loss.detach())
         update.padded_tokens += one.padded_tokens
-        update.rows.append(figures)
+        update.rows.append(metrics)
         return loss
 
     def _base_logprobs(self, passage: Passage, step: StepSettings) -> Tensor | None:

@@ -26,7 +26,7 @@ from dora_pipe.consumers.learners.settings import (
     step_settings,
 )
 from dora_pipe.consumers.learners.step import Pass, updates_of
-from dora_pipe.consumers.learners.step_figures import Sums, contribution, figures_of
+from dora_pipe.consumers.learners.step_metrics import Sums, contribution, metrics_of
 from dora_pipe.consumers.learners.torch.device import (
     capability,
     compute_clock,
@@ -145,7 +145,7 @@ class TorchLearner:
             for passes in updates:
                 self._update(passes, step, sums)
         return StepResult(
-            figures=figures_of(items, sums, step),
+            metrics=metrics_of(items, sums, step),
             contributions=[contribution(item) for item in items],
             compute_s=clock() - start_s,
         )
@@ -348,7 +348,7 @@ class TorchLearner:
             logprobs, extra = self._with_balance(parts[0], weights[0], step, sums)
         else:
             logprobs, extra = leaf_of(self._scored(parts)), 0.0
-        loss, figures = pass_loss(given, logprobs, reference=self._reference_logprobs, step=step)
+        loss, metrics = pass_loss(given, logprobs, reference=self._reference_logprobs, step=step)
         if len(parts) == 1:
             torch.autograd.backward(loss + extra)
         else:
@@ -358,7 +358,7 @@ class TorchLearner:
                 torch.autograd.backward((again * gradient).sum() + extra)
         sums.loss += float(loss.detach())
         sums.padded_tokens += one.padded_tokens
-        one.note(figures)
+        one.note(metrics)
 
     def _with_balance(
         self, part: Passage, weights: Sequence[float], step: StepSettings, sums: Sums

@@ -516,7 +516,7 @@ def score_rows(
     """Return log-probs of rows (token ids, mask) where the mask is 1, never of the first token."""
     found: list[list[float]] = [[] for _ in rows]
     chosen = [place for place, (_, mask) in enumerate(rows) if any(mask[1:])]
-    sized = [RowSize(ordinal=at, sibling=0, tokens=len(rows[at][0])) for at in chosen]
+    sized = [RowSize(ordinal=at, sample=0, tokens=len(rows[at][0])) for at in chosen]
     with torch.no_grad():
         for micro in pack(sized, padded_tokens_max=padded_tokens_max):
             places = [chosen[row] for row in micro.rows]

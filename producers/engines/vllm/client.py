@@ -203,7 +203,7 @@ def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:
     """Raise ConfigError if sleep is needed but disabled."""
     if settings.sleep and facts.device != "cpu" and not facts.sleeps:
         raise ConfigError(
-            "vLLM's server cannot let go of its memory, and the worker is elastic",
+            "vLLM's server cannot let go of its memory, and the worker is colocated",
             hint="start it with --sleep, or a run with workers.colocated = 0",
         )
 

@@ -82,7 +82,7 @@ REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
 """Finish reasons of vLLM; others are errors."""
 
 NO_ALLOCATOR: Final = (
-    "vLLM has no allocator there that could let go of memory; an elastic worker sleeps, holds no"
+    "vLLM has no allocator there that could let go of memory; an colocated worker sleeps, holds no"
     " request and no version, and keeps its memory"
 )
 

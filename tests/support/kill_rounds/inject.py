@@ -109,12 +109,12 @@ class Injector:
         self.topics = topics
         self._files = files
         self._role = role
-        self._order = self._claim()
+        self._order = self._blob()
         self._passed = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._acks = os.open(files.acks_path(role), flags, 0o644)
 
-    def _claim(self) -> Order | None:
+    def _blob(self) -> Order | None:
         if not self._files.order.exists():
             return None
         order = msgspec.json.decode(self._files.order.read_bytes(), type=Order)
@@ -187,7 +187,7 @@ def _arm_sqlite(file: SqliteFile, point: Point, strike: Callable[[], None]) -> N
 
 
 def _arm_kafka(exclusive: bool, point: Point, strike: Callable[[], None]) -> None:
-    """Patch the exclusive, or the plain, producers of this process; a role has one of each."""
+    """Delta the exclusive, or the plain, producers of this process; a role has one of each."""
     from kafka import KafkaProducer
 
     name = "commit_transaction" if exclusive else "send"
@@ -297,5 +297,5 @@ class FaultStore(PolicyStore):
 
     def _publish(self, path: Path, name: str) -> None:
         super()._publish(path, name)
-        if name.startswith("patches/"):
-            self._injector.passed("named", "patch")
+        if name.startswith("deltas/"):
+            self._injector.passed("named", "delta")

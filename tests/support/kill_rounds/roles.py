@@ -16,7 +16,7 @@ import msgspec
 
 from dora_pipe import __version__
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.claim_check import ClaimBus
+from dora_pipe.bus.blobs import BlobBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Config
@@ -81,7 +81,7 @@ def _bus(directory: RunDir, config: Config, injector: Injector) -> Bus:
     """Open the bus as `RunDir.open_bus`, with a wrapped log, so that acknowledgements are those
     of the log."""
     log = open_bus(directory.bus_url(config), KafkaSecurity.of(config.bus))
-    return ClaimBus(FaultBus(log, injector), directory.claims(config))
+    return BlobBus(FaultBus(log, injector), directory.blobs(config))
 
 
 def _orchestrator(directory: RunDir) -> None:

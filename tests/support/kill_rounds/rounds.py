@@ -41,7 +41,7 @@ from tests.support.kill_rounds.order import BROKER, PARTITIONS, ROLES, WORKERS, 
 MAX_TOKENS: Final = 48
 STEPS: Final = 6
 GROUPS: Final = 4
-SIBLINGS: Final = 4
+SAMPLES: Final = 4
 
 WHOLE_EVERY: Final = (1, 3, 50)
 """Values of `policies.full_every`: full checkpoints, or mostly deltas."""
@@ -51,7 +51,7 @@ LEASE_S: Final = 5.0
 DEAD_S: Final = 2 * LEASE_S
 """Downtime beyond every lease."""
 
-CONTROL_FACTS: Final = STEPS * (GROUPS * SIBLINGS + 1)
+CONTROL_FACTS: Final = STEPS * (GROUPS * SAMPLES + 1)
 """Minimum facts in control: each trajectory counts as one."""
 
 ROUND_LIMIT_S: Final = 180.0
@@ -244,7 +244,7 @@ def round_config(model: Path, order: Order, changes: dict[str, Any]) -> Config:
         "model": {"path": str(model)},
         "task": {"kind": "tests.support.kill_rounds.task:DigitShare", "options": {"sigma": 0.5}},
         "sampling": {"max_tokens": MAX_TOKENS},
-        "rollout": {"group_size": SIBLINGS, "prompts_per_step": GROUPS},
+        "rollout": {"group_size": SAMPLES, "prompts_per_step": GROUPS},
         "staleness": {"max_staleness": 2},
         "evaluation": {"prompts": 4, "every": 3, "sampling": {"max_tokens": MAX_TOKENS}},
         "trainer": {"learning_rate": 1e-3, "minibatches": 2, "checkpoint_every": 4},

@@ -25,20 +25,20 @@ from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
 from dora_pipe.orchestrator import apply_control as rules_control
 from dora_pipe.orchestrator import apply_decision as rules_decision
-from dora_pipe.orchestrator import curriculum, elastic, fold, hosting, machine, staleness
+from dora_pipe.orchestrator import colocated, curriculum, fold, machine, serving, staleness
 from dora_pipe.orchestrator import state_ops as transitions
 from dora_pipe.orchestrator.apply_decision import train_spec
 from dora_pipe.orchestrator.curriculum import NextRow
 from dora_pipe.orchestrator.index import queue_key
 from dora_pipe.orchestrator.leases import Leases
 from dora_pipe.orchestrator.staleness import Finished, Standing
-from dora_pipe.orchestrator.state import Group, Outcome, Request, State, Training, Worker
+from dora_pipe.orchestrator.state import Group, Request, State, Training, Verdict, Worker
 from dora_pipe.orchestrator.state_ops import COMPLETE, outcome_of
 from dora_pipe.producers.worker.request import seed_of
 from dora_pipe.schemas.control import GroupScored, TakenGroup
 from dora_pipe.schemas.identity import trajectory_seed
 from dora_pipe.schemas.rounds import GroupSpec, Progressed
-from tests.support.mutants.elastic import OF_ELASTIC
+from tests.support.mutants.colocated import OF_COLOCATED
 from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS
 from tests.support.mutants.versions import OF_VERSIONS
 
@@ -173,9 +173,12 @@ def _overdue_then_oldest(patches: Patches) -> None:
 
 def _old_stamp(patches: Patches) -> None:
     def stamped(state: State, row: NextRow) -> GroupSpec:
-        spec, fates = train_spec(state, row), state.counters.fates
+        spec, outcomes = train_spec(state, row), state.counters.outcomes
         oldest = min(state.policies)
-        if not (fates.get("failed", 0) or fates.get("filtered", 0)) or oldest == state.version:
+        if (
+            not (outcomes.get("failed", 0) or outcomes.get("filtered", 0))
+            or oldest == state.version
+        ):
             return spec
         late = state.version - oldest
         return msgspec.structs.replace(
@@ -216,7 +219,7 @@ def _short_batch(patches: Patches) -> None:
 def _unfinished(patches: Patches) -> None:
     def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
         found = outcome_of(group, rules, over=over)
-        early = group.spec.purpose == "train" and group.spec.siblings - group.ended == 1
+        early = group.spec.purpose == "train" and group.spec.samples - group.ended == 1
         return COMPLETE if found is None and early and group.valid else found
 
     patches.everywhere(outcome_of, outcome)
@@ -225,7 +228,7 @@ def _unfinished(patches: Patches) -> None:
 def _spares_awaited(patches: Patches) -> None:
     def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
         found = outcome_of(group, rules, over=over)
-        waits = group.ended < group.spec.siblings and group.phase == "generating" and not over
+        waits = group.ended < group.spec.samples and group.phase == "generating" and not over
         return None if waits and found is COMPLETE else found
 
     patches.everywhere(outcome_of, outcome)
@@ -234,7 +237,7 @@ def _spares_awaited(patches: Patches) -> None:
 def _expired_fails(patches: Patches) -> None:
     def outcome(group: Group, rules: Any, *, over: bool = False) -> Any:
         if over and group.spec.purpose == "train":
-            return Outcome(fate="failed", why="its time was over")
+            return Verdict(outcome="failed", why="its time was over")
         return outcome_of(group, rules, over=over)
 
     patches.everywhere(outcome_of, outcome)
@@ -254,15 +257,15 @@ def _expires_early(patches: Patches) -> None:
 # Requests and workers
 
 
-def _surplus_trained(patches: Patches) -> None:
+def _redundant_trained(patches: Patches) -> None:
     right = rules_control._present
 
     def present(state: State, *args: Any) -> Any:
-        surplus, state.surplus = state.surplus, {}
+        redundant, state.redundant = state.redundant, {}
         try:
             return right(state, *args)
         finally:
-            state.surplus = surplus
+            state.redundant = redundant
 
     patches.put(rules_control, "_present", present)
 
@@ -271,7 +274,7 @@ def _fenced_counts(patches: Patches) -> None:
     def present(state: State, record: Any, trajectory: str, attempt: int) -> Any:
         return state.requests.get(trajectory)
 
-    patches.put(rules_control, "_living", lambda state, name, epoch: state.workers.get(name))
+    patches.put(rules_control, "_living", lambda state, name, incarnation: state.workers.get(name))
     patches.put(rules_control, "_present", present)
 
 
@@ -281,7 +284,7 @@ def _old_scores_count(patches: Patches) -> None:
     def scored(state: State, offset: int, record: GroupScored) -> str:
         group = state.groups.get(record.group)
         if record.group in state.scoring and group is not None and not record.error:
-            rewards = {one.trajectory: one.reward for one in record.siblings}
+            rewards = {one.trajectory: one.reward for one in record.samples}
             transitions.end_scoring(state, group, rewards)
         return ""
 
@@ -310,7 +313,7 @@ def _part_too_soon(patches: Patches) -> None:
 
 def _part_lost(patches: Patches) -> None:
     """A batch loses its last part."""
-    right = elastic.batch_due
+    right = colocated.batch_due
 
     def due(state: State) -> list[str]:
         names = right(state)
@@ -424,12 +427,12 @@ def _off_engine_stays(patches: Patches) -> None:
 
 
 def _orphan_forgotten(patches: Patches) -> None:
-    patches.everywhere(hosting.orphans, lambda *args: [])
+    patches.everywhere(serving.orphans, lambda *args: [])
 
 
 def _attempt_in_seed(patches: Patches) -> None:
     def seed(place: Any) -> int:
-        return trajectory_seed(place.spec.seed + place.attempt, place.sibling)
+        return trajectory_seed(place.spec.seed + place.attempt, place.sample)
 
     patches.everywhere(seed_of, seed)
 
@@ -508,7 +511,7 @@ _ALL: Final = (
     *OF_SESSIONS,
     *OF_EPISODES,
     *OF_VERSIONS,
-    *OF_ELASTIC,
+    *OF_COLOCATED,
     ("gate-from-0", "feasible asks for j >= 0 only: what is overdue is not seen", _gate_from_0),
     ("gate-at-t", "the bound is asked at t instead of s while a step trains", _gate_at_t),
     ("first-finished", "batches take what finished first", _first_finished),
@@ -521,9 +524,9 @@ _ALL: Final = (
     ("old-stamp", "a replacement gets the version of what it replaces", _old_stamp),
     ("training-is-free", "a batch in training does not count against C * B", _training_is_free),
     ("short-batch", "a batch is taken with a group less", _short_batch),
-    ("unfinished", "a group counts as finished before its last sibling", _unfinished),
-    ("spares-awaited", "a group waits for its spare siblings", _spares_awaited),
-    ("surplus-trained", "a surplus sibling is trained", _surplus_trained),
+    ("unfinished", "a group counts as finished before its last trajectory", _unfinished),
+    ("spares-awaited", "a group waits for its spare trajectories", _spares_awaited),
+    ("redundant-trained", "a redundant trajectory is trained", _redundant_trained),
     ("expired-fails", "a group whose time is over fails, whatever it has", _expired_fails),
     ("expires-early", "the time of a group is over at its half", _expires_early),
     ("fenced-counts", "the record of a fenced attempt counts", _fenced_counts),

@@ -8,7 +8,7 @@ from typing import Final
 from dora_pipe.config.model import Config
 from dora_pipe.config.storage import full_every
 from dora_pipe.sim.scenario import Scenario, draw
-from tests.support.mutants.elastic import OF_ELASTIC
+from tests.support.mutants.colocated import OF_COLOCATED
 from tests.support.mutants.sessions import OF_EPISODES, OF_SESSIONS
 
 Meets = Callable[[Scenario], bool]
@@ -32,7 +32,7 @@ _TIMED: Final = _of(lambda config: config.rollout.group_timeout_s is not None)
 _TOGETHER: Final = _of(lambda config: any(use.group for one in config.tasks for use in one.rewards))
 _DELETES: Final = _of(lambda config: config.store.keep_every not in (0, "auto"))
 
-_PATCHES: Final = _of(lambda config: full_every(config, "float32") > 1)
+_DELTAS: Final = _of(lambda config: full_every(config, "float32") > 1)
 
 _MEETS: Final[dict[str, Meets]] = {
     **{
@@ -41,8 +41,8 @@ _MEETS: Final[dict[str, Meets]] = {
     },
     **{name: lambda drawn: drawn.replayable for name, _, _ in OF_EPISODES},
     **{
-        name: lambda drawn: any(one.elastic for one in drawn.workers[: drawn.first])
-        for name, _, _ in OF_ELASTIC
+        name: lambda drawn: any(one.colocated for one in drawn.workers[: drawn.first])
+        for name, _, _ in OF_COLOCATED
     },
     "part-too-soon": _PARTS,
     "part-lost": _PARTS,
@@ -51,7 +51,7 @@ _MEETS: Final[dict[str, Meets]] = {
     "update-while-written": _of(lambda config: config.trainer.minibatches > 1),
     "beyond-c": _of(lambda config: config.staleness.async_batches == "auto"),
     "spares-awaited": _SPARES,
-    "surplus-trained": _SPARES,
+    "redundant-trained": _SPARES,
     "expired-fails": _TIMED,
     "expires-early": _TIMED,
     "old-scores-count": _TOGETHER,
@@ -60,11 +60,11 @@ _MEETS: Final[dict[str, Meets]] = {
         lambda config: any(one.sampler or one.max_solve_rate for one in config.tasks)
     ),
     "weights-stay": _of(lambda config: any(one.sampler for one in config.tasks)),
-    "base-dropped": _both(_PATCHES, _DELETES),
-    "any-base": _PATCHES,
-    "damaged-stays": _under("patch-damaged"),
+    "base-dropped": _both(_DELTAS, _DELETES),
+    "any-base": _DELTAS,
+    "damaged-stays": _under("delta-damaged"),
     "pins-forgotten": _DELETES,
-    "hosted-not-pinned": _DELETES,
+    "served-not-pinned": _DELETES,
     "leaving-counts": _under("terminate", "drain"),
     "unknown-is-done": _under("append-unknown", "append-torn", "kill-appending"),
     "restart-forgets": _under("kill-orchestrator", "kill-appending", "zombie-orchestrator"),

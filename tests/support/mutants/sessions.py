@@ -10,7 +10,7 @@ from dora_pipe.producers.worker import sessions
 from dora_pipe.producers.worker.context_tree import CallPlace, ContextTree
 from dora_pipe.producers.worker.effects import CallAsked, ProgressEncoded
 from dora_pipe.producers.worker.episodes import Episodes
-from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
+from dora_pipe.producers.worker.request import Phase, RequestState, Served
 from dora_pipe.producers.worker.request_table import RequestTable
 from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.session import CallKey, Session
@@ -58,7 +58,7 @@ def _calls_of_the_newest(patches: Patches) -> None:
     def fill(self: Requests, *versions: int) -> None:
         for one in self.by_key.values():
             if one.call is not None and one.phase is Phase.WAITING and versions:
-                one.hosted = Hosted(versions[-1], one.hosted.digest)
+                one.served = Served(versions[-1], one.served.digest)
         right(self, *versions)
 
     patches.put(Requests, "fill", fill)

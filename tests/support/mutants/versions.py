@@ -11,8 +11,8 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.orchestrator.apply_decision import pinned
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store import store as stores
-from dora_pipe.store.names import patch_name
-from dora_pipe.store.patch import Patch, write_patched
+from dora_pipe.store.delta import Delta, write_from_deltas
+from dora_pipe.store.names import delta_name
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 
@@ -27,7 +27,7 @@ def _pins_forgotten(patches: Patches) -> None:
     patches.everywhere(retained, without_pins)
 
 
-def _hosted_not_pinned(patches: Patches) -> None:
+def _served_not_pinned(patches: Patches) -> None:
     patches.everywhere(pinned, lambda state: tuple(sorted(state.pins)))
 
 
@@ -43,32 +43,32 @@ def _any_base(patches: Patches) -> None:
         self: PolicyStore, digest: str, here: Callable[[str], Path | None]
     ) -> tuple[Path, list[Path]]:
         copies = sorted((self.root / "weights").glob("*.safetensors")) if self._remote else []
-        return (copies[-1], [self.patch(digest)]) if copies else right(self, digest, here)
+        return (copies[-1], [self.delta(digest)]) if copies else right(self, digest, here)
 
-    def written(path: Path, base: Path, found: Sequence[Patch]) -> Manifest:
+    def written(path: Path, base: Path, found: Sequence[Delta]) -> Manifest:
         try:
-            return write_patched(path, base, found)
+            return write_from_deltas(path, base, found)
         except PolicyError:
             return read_manifest(path)
 
     patches.put(PolicyStore, "_chain", chain)
-    patches.put(stores, "write_patched", written)
+    patches.put(stores, "write_from_deltas", written)
 
 
 def _damaged_stays(patches: Patches) -> None:
-    def patch(self: PolicyStore, digest: str) -> Path:
-        path = self.root / patch_name(digest)
+    def delta(self: PolicyStore, digest: str) -> Path:
+        path = self.root / delta_name(digest)
         return path if path.is_file() else right(self, digest)
 
-    right = PolicyStore.patch
-    patches.put(PolicyStore, "patch", patch)
+    right = PolicyStore.delta
+    patches.put(PolicyStore, "delta", delta)
 
 
 OF_VERSIONS: Final = (
     ("pins-forgotten", "the trainer deletes what open groups carry", _pins_forgotten),
-    ("hosted-not-pinned", "a version that only a worker has is not pinned", _hosted_not_pinned),
+    ("served-not-pinned", "a version that only a worker has is not pinned", _served_not_pinned),
     ("base-dropped", "what a version that stays is made of is deleted", _base_dropped),
-    ("any-base", "a patch is applied to whatever version a machine has", _any_base),
-    ("damaged-stays", "a copy of a patch that was damaged is not fetched again", _damaged_stays),
+    ("any-base", "a delta is applied to whatever version a machine has", _any_base),
+    ("damaged-stays", "a copy of a delta that was damaged is not fetched again", _damaged_stays),
 )
-"""(name, description, patch)."""
+"""(name, description, delta)."""

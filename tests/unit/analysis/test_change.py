@@ -28,7 +28,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def batch_of(groups: int = 4, parts: tuple[int, ...] = ()) -> TrainBatch:
-    return replace(make_batch(seed=5, groups=groups, siblings=3), parts=parts)
+    return replace(make_batch(seed=5, groups=groups, samples=3), parts=parts)
 
 
 def names_of(batch: TrainBatch) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_trajectory_that_does_not_count_is_masked_as_an_invalid_one(policy: Po
     result = policy.trainer().train(found, ONE_UPDATE)
     row = {one["trajectory"]: one for one in result.contributions}[out.trajectory]
     assert (row["reward"], row["advantage"], row["ratio_mean"]) == (None, None, None)
-    assert result.figures["masked"] == 1.0
+    assert result.metrics["masked"] == 1.0
     first, second = found.groups[1].trajectories[:2]
     advantages = {one["trajectory"]: one["advantage"] for one in result.contributions}
     assert advantages[first.trajectory] == -advantages[second.trajectory] != 0.0

@@ -138,8 +138,8 @@ def _group(*endings: float | str | None, size: int = 4) -> GroupEntry:
     """Return a group by its endings: a reward, None (invalid), "failed" or "running"."""
     spec = msgspec.structs.replace(spec_of(0), size=size)
     entries = {}
-    for sibling, ending in enumerate([*endings, *["running"] * (size - len(endings))]):
-        name = trajectory_id(spec.group, sibling)
+    for sample, ending in enumerate([*endings, *["running"] * (size - len(endings))]):
+        name = trajectory_id(spec.group, sample)
         entry = entries[name] = RequestEntry(trajectory=name)
         entry.failed = ending == "failed"
         if not isinstance(ending, str):
@@ -151,7 +151,7 @@ def _fact(name: str, reward: float | None) -> TrajectoryLogged:
     return TrajectoryLogged(
         at_ns=0,
         worker="w0",
-        epoch=1,
+        incarnation=1,
         trajectory=name,
         attempt=1,
         version=0,

@@ -68,9 +68,9 @@ def test_books_of_a_run_with_faults_balance(seed: int) -> None:
     state = world.machine.state
     assert state.done
     assert _lines(ledger) == []
-    fates = Counter(group.fate for group in ledger.accounts.groups.values())
-    assert fates == state.counters.fates
-    assert fates.total() == state.counters.dispatched + state.counters.evaluations
+    outcomes = Counter(group.outcome for group in ledger.accounts.groups.values())
+    assert outcomes == state.counters.outcomes
+    assert outcomes.total() == state.counters.dispatched + state.counters.evaluations
     standings = Counter(one.standing for one in ledger.accounts.logged.values())
     assert standings["bound"] == state.counters.logged
     assert not ledger.accounts.open
@@ -97,9 +97,9 @@ def test_late_records_of_a_fenced_worker_are_fenced() -> None:
     fenced = [one for one in ledger.accounts.logged.values() if one.standing == "fenced"]
     assert len(fenced) == world.machine.state.counters.fenced > 0
     for one in fenced:
-        worker = ledger.accounts.workers[one.fact.epoch]
+        worker = ledger.accounts.workers[one.fact.incarnation]
         assert worker.departed is not None
-        assert one.at.offset > worker.epoch
+        assert one.at.offset > worker.incarnation
         entry = ledger.accounts.request(one.fact.trajectory)
         assert entry is not None
         assert entry.bound is not one
@@ -125,7 +125,7 @@ def test_refused_batches_are_told_with_their_reason() -> None:
     ledger, _ = _read(world)
     refused = [one for one in ledger.not_trained if "refused" not in one.why]
     assert refused
-    failed = [one for one in ledger.accounts.groups.values() if one.fate == "failed"]
+    failed = [one for one in ledger.accounts.groups.values() if one.outcome == "failed"]
     assert len(failed) >= len(refused)
     assert all("unreadable" in group.why for group in failed)
 
@@ -150,7 +150,7 @@ def test_commands_of_users_are_followed(
 ) -> None:
     world = _world(seed, Chances(train_s=2.0))
     # The world's own ledger knows no commits that do not count.
-    monkeypatch.setattr(world.ledger, "_end", lambda group, fate: None)
+    monkeypatch.setattr(world.ledger, "_end", lambda group, outcome: None)
     for seconds in (4.0, 9.0):
         world.after(seconds, lambda: None if world.machine.finished else _tell(world, command))
     world.run()
@@ -172,7 +172,7 @@ def test_commit_that_lost_the_race_with_fail_batch_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = _world(1, Chances(train_s=2.0))
-    monkeypatch.setattr(world.ledger, "_end", lambda group, fate: None)
+    monkeypatch.setattr(world.ledger, "_end", lambda group, outcome: None)
     raced: list[int] = []
 
     def fail_while_training() -> None:
@@ -206,7 +206,7 @@ def test_ledger_alone_is_built_in_one_call() -> None:
     ledger = build_ledger(world.bus, world.topics)
     assert len(ledger.steps) == 10
     assert ledger.version == 10
-    assert ledger.hosting.seconds > 0
+    assert ledger.serving.seconds > 0
     assert ledger.findings.total == 0
 
 
@@ -216,4 +216,4 @@ def test_incarnation_that_was_replaced_before_its_lease_ended_hosts_nothing_any_
     ledger, _ = _read(world)
     workers = ledger.accounts.workers
     assert len(workers) > len(WORKERS)
-    assert not any(workers[epoch].departure for epoch in ledger.hosting.hosts)
+    assert not any(workers[incarnation].departure for incarnation in ledger.serving.hosts)

@@ -14,8 +14,8 @@ from dora_pipe.audit.mismatch import (
     Mismatch,
     Row,
     encoded_again,
-    figures_of,
     measure,
+    metrics_of,
     stretches,
 )
 from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
@@ -80,12 +80,12 @@ def weights_of(version: int) -> tuple[Path, str]:
 
 
 def sampled_by(
-    version: int, text: str, *, sibling: int = 0, noise: float = 0.0, narrower: float = 0.0
+    version: int, text: str, *, sample: int = 0, noise: float = 0.0, narrower: float = 0.0
 ) -> Trajectory:
     """Return a trajectory with `noise` and narrower sampling, in nats."""
     ids = [ord(one) for one in text]
     made = make_trajectory(
-        trajectory_id(group_id("train", version), sibling),
+        trajectory_id(group_id("train", version), sample),
         version=version,
         prompt=(65, 66),
         sampled=ids,
@@ -111,7 +111,7 @@ def batch_of(*trajectories: Trajectory) -> TrainBatch:
 
 
 def cause(found: Mismatch, name: str) -> float:
-    return next(one.size for one in found.figures if one.cause == name)
+    return next(one.size for one in found.metrics if one.cause == name)
 
 
 def test_staleness_is_what_the_weights_moved_since() -> None:
@@ -147,7 +147,7 @@ def test_causes_add_up_to_the_whole_and_their_shares_to_1() -> None:
         sampled_by(3, "again", noise=-0.2, narrower=0.1),
     ]
     found = measure(batch_of(*parts), Table(), weights_of)
-    by_name = {one.cause: one for one in found.figures}
+    by_name = {one.cause: one for one in found.metrics}
     means = [by_name[name].mean for name in CAUSES]
     assert sum(means) == pytest.approx(by_name["all"].mean)
     shares = [by_name[name].share for name in CAUSES]
@@ -160,7 +160,7 @@ def test_causes_add_up_to_the_whole_and_their_shares_to_1() -> None:
 def test_versions_are_loaded_once_each_in_ascending_order() -> None:
     table = Table()
     measure(
-        batch_of(sampled_by(2, "ab"), sampled_by(1, "cd"), sampled_by(2, "e", sibling=1)),
+        batch_of(sampled_by(2, "ab"), sampled_by(1, "cd"), sampled_by(2, "e", sample=1)),
         table,
         weights_of,
     )
@@ -187,11 +187,11 @@ def test_mixed_trajectory_is_held_against_the_version_of_each_token() -> None:
 
 def test_trajectory_without_a_sampled_token_is_left_out() -> None:
     empty = sampled_by(3, "")
-    found = measure(batch_of(sampled_by(3, "a", sibling=1), empty), Table(), weights_of)
+    found = measure(batch_of(sampled_by(3, "a", sample=1), empty), Table(), weights_of)
     assert (found.trajectories, found.tokens) == (1, 1)
     nothing = measure(batch_of(empty), Table(), weights_of, Letters())
     assert (nothing.trajectories, nothing.tokens) == (0, 0)
-    assert nothing.figures[0].share is None
+    assert nothing.metrics[0].share is None
 
 
 # Tokenization.
@@ -199,7 +199,7 @@ def test_trajectory_without_a_sampled_token_is_left_out() -> None:
 
 def test_text_that_is_encoded_to_other_ids_is_counted_from_its_first_difference() -> None:
     table = Table()
-    same, other = sampled_by(3, "abc"), sampled_by(3, "abbc", sibling=1)
+    same, other = sampled_by(3, "abc"), sampled_by(3, "abbc", sample=1)
     found = measure(batch_of(same, other), table, weights_of, Letters()).tokenisation
     assert found is not None
     assert (found.trajectories, found.differing) == (2, 1)
@@ -255,8 +255,8 @@ def test_contexts_are_held_against_what_they_were_sampled_behind() -> None:
         for token, one in zip(made.token_ids, made.logprobs, strict=True)
     ]
     made = replace(made, logprobs=recorded, sampler_logprobs=recorded)
-    found = measure(batch_of(made, sampled_by(3, "a", sibling=1)), Positions(), weights_of)
-    (numerics,) = [one for one in found.figures if one.cause == "numerics"]
+    found = measure(batch_of(made, sampled_by(3, "a", sample=1)), Positions(), weights_of)
+    (numerics,) = [one for one in found.metrics if one.cause == "numerics"]
     assert found.tokens == 7
     assert numerics.largest == pytest.approx(abs(logprob(66 + ord("a"), 3) - logprob(ord("a"), 3)))
     alone = measure(batch_of(made), Positions(), weights_of)
@@ -281,11 +281,11 @@ def test_text_of_a_context_is_encoded_again_behind_what_it_shares() -> None:
 
 def test_share_of_a_cause_that_works_against_the_others_is_negative() -> None:
     total = np.array([0.0, 1.0, 2.0])
-    assert figures_of("staleness", -total, total).share == pytest.approx(-1.0)
-    assert figures_of("staleness", total, np.zeros(3)).share is None
+    assert metrics_of("staleness", -total, total).share == pytest.approx(-1.0)
+    assert metrics_of("staleness", total, np.zeros(3)).share is None
 
 
 def test_share_of_a_cause_that_shifts_every_token_alike_is_what_it_shifts() -> None:
     shift, noise = np.full(4, -0.9), np.array([0.1, -0.1, 0.1, -0.1])
-    assert figures_of("sampling", shift, shift + noise).share == pytest.approx(0.81 / 0.82)
-    assert figures_of("numerics", noise, shift + noise).share == pytest.approx(0.01 / 0.82)
+    assert metrics_of("sampling", shift, shift + noise).share == pytest.approx(0.81 / 0.82)
+    assert metrics_of("numerics", noise, shift + noise).share == pytest.approx(0.01 / 0.82)

@@ -24,9 +24,9 @@ from dora_pipe.schemas.rounds import (
     Drain,
     End,
     Fence,
-    Move,
-    Place,
+    Migrate,
     Round,
+    Schedule,
     StopRun,
     TakeBatch,
 )
@@ -34,7 +34,7 @@ from tests.support import orchestrator_records as records
 from tests.support.orchestrator_world import Chances, World
 
 SEED = 3
-KINDS = (Dispatch, Place, Move, Cancel, Assign, Drain, Fence, TakeBatch, End, StopRun)
+KINDS = (Dispatch, Schedule, Migrate, Cancel, Assign, Drain, Fence, TakeBatch, End, StopRun)
 
 
 @cache
@@ -121,7 +121,7 @@ def test_a_decision_that_was_taken_out_is_named(kind: type[Any]) -> None:
 
 
 def test_after_a_plan_that_differs_the_later_ones_are_still_made_again() -> None:
-    place, round_, number = rounds_with(Move)[0]
+    place, round_, number = rounds_with(Migrate)[0]
     decisions = list(round_.decisions)
     decisions[number] = msgspec.structs.replace(decisions[number], reason="a forger's")
     fold, findings = check(forged(place, with_decisions(round_, decisions)))

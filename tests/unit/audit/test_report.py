@@ -1,11 +1,11 @@
-"""Tests of report metrics: buckets, hosting times, findings."""
+"""Tests of report metrics: buckets, serving times, findings."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.audit.entries import Hosting
+from dora_pipe.audit.entries import Serving
 from dora_pipe.audit.findings import NAMED_MAX, Findings
 from dora_pipe.audit.group_ledger import bucket_of
 
@@ -26,29 +26,29 @@ def test_nothing_sampled_has_a_bucket_of_its_own() -> None:
     assert bucket_of(2) == (2, 2)
 
 
-def test_time_counts_in_which_two_versions_are_hosted() -> None:
-    hosting = Hosting()
-    hosting.advance(0)
-    hosting.ready(1, 3)
-    hosting.ready(2, 3)
-    hosting.advance(2 * S)
-    hosting.ready(2, 4)
-    hosting.advance(5 * S)
-    hosting.ready(7, 5)
-    hosting.advance(6 * S)
-    hosting.keep({2, 7})
-    hosting.advance(10 * S)
-    assert hosting.seconds == 10.0
-    assert hosting.several_seconds == 8.0
-    assert hosting.hosts.keys() == {2, 7}
+def test_time_counts_in_which_two_versions_are_served() -> None:
+    serving = Serving()
+    serving.advance(0)
+    serving.ready(1, 3)
+    serving.ready(2, 3)
+    serving.advance(2 * S)
+    serving.ready(2, 4)
+    serving.advance(5 * S)
+    serving.ready(7, 5)
+    serving.advance(6 * S)
+    serving.keep({2, 7})
+    serving.advance(10 * S)
+    assert serving.seconds == 10.0
+    assert serving.several_seconds == 8.0
+    assert serving.hosts.keys() == {2, 7}
 
 
 def test_time_that_goes_back_is_not_counted_twice() -> None:
-    hosting = Hosting()
-    hosting.ready(1, 0)
+    serving = Serving()
+    serving.ready(1, 0)
     for now_s in (5, 3, 5, 6):
-        hosting.advance(now_s * S)
-    assert hosting.seconds == 1.0
+        serving.advance(now_s * S)
+    assert serving.seconds == 1.0
 
 
 def test_violation_is_one_line_with_what_was_expected_and_found() -> None:

@@ -46,7 +46,9 @@ class Log:
 
     def round(self, **changes: object) -> Round:
         next_ = self.bus.end(TopicPartition(TOPICS.control, 0))
-        bare = Round(ordinal=self.rounds, role_epoch=1, now_ns=10 * self.rounds, control_next=next_)
+        bare = Round(
+            ordinal=self.rounds, incarnation=1, now_ns=10 * self.rounds, control_next=next_
+        )
         content = b"".join(fold_bytes(offset, value) for offset, value in self.folded)
         chain = chain_of(self.chain, content, bare)
         written = msgspec.structs.replace(bare, **({"chain": chain} | changes))
@@ -95,7 +97,7 @@ def test_changed_round_breaks_the_chain_in_one_place() -> None:
     [
         ({"ordinal": 7}, "wrong ordinal: expected 2, found 7"),
         ({"now_ns": 5}, "goes back in time: expected >= 10, found 5"),
-        ({"role_epoch": 0}, "is of a fenced orchestrator: expected >= 1, found 0"),
+        ({"incarnation": 0}, "is of a fenced orchestrator: expected >= 1, found 0"),
         ({"control_next": 0}, "goes back in control"),
         ({"control_next": 999}, "folds control records that are not there: the log was cut"),
     ],

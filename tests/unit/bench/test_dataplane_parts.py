@@ -22,7 +22,7 @@ def test_trajectories_are_records_of_their_run_in_groups_of_one_version() -> Non
     decoded = [decode_trajectory(one.value) for one in records]
     headers = [parse_headers(one.headers) for one in records]
     assert len({one.trajectory for one in decoded}) == 3 * GROUP_SIZE
-    assert [one.meta.sibling for one in decoded] == 3 * list(range(GROUP_SIZE))
+    assert [one.meta.sample for one in decoded] == 3 * list(range(GROUP_SIZE))
     assert all(len(one.token_ids) == 40 and one.meta.run == "r" for one in decoded)
     assert all(matches(said, one) == [] for said, one in zip(headers, decoded, strict=True))
     for first in range(0, len(decoded), GROUP_SIZE):

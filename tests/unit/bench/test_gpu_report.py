@@ -8,7 +8,15 @@ import pytest
 
 from dora_pipe.bench import gpu_report
 from dora_pipe.bench.gpu_cases import cases_of, tiny
-from dora_pipe.bench.gpu_report import NO_GPU, PIECES, Machine, Outcome, Piece, main, run_report
+from dora_pipe.bench.gpu_report import (
+    NO_GPU,
+    PIECES,
+    Machine,
+    Piece,
+    PieceOutcome,
+    main,
+    run_report,
+)
 from tests.support.device import has_gpu
 from tests.support.gpu import ROUNDS
 
@@ -24,7 +32,9 @@ def _piece(name: str, code: str, needs: str = "") -> Piece:
     return Piece(name=name, what=f"what {name} is", command=("-c", code), needs=needs)
 
 
-def _run(folder: Path, *pieces: Piece, commit: str = "abc", seconds: float = 30) -> list[Outcome]:
+def _run(
+    folder: Path, *pieces: Piece, commit: str = "abc", seconds: float = 30
+) -> list[PieceOutcome]:
     machine = Machine(card="a card", driver="1", versions={"torch": "2"}, commit=commit)
     return list(run_report(folder, pieces, machine, seconds=seconds))
 

@@ -8,7 +8,7 @@ from dora_pipe.bench.studies.paper.lengths import EFFICIENCY, STEP_100, bubble, 
 from dora_pipe.bench.studies.paper.scaling_model import FITTED, step_tokens
 
 
-def test_a_length_is_a_function_of_seed_ordinal_and_sibling() -> None:
+def test_a_length_is_a_function_of_seed_ordinal_and_sample() -> None:
     forwards = [EFFICIENCY.draw(seed=3, ordinal=one, size=16) for one in range(20)]
     backwards = [EFFICIENCY.draw(seed=3, ordinal=one, size=16) for one in reversed(range(20))]
     assert forwards == backwards[::-1]

@@ -67,7 +67,7 @@ def test_a_folder_that_does_not_exist_is_one_clear_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("create", [False, True])
-def test_a_file_of_something_else_is_refused_and_left_alone(path: Path, create: bool) -> None:
+def test_a_file_of_something_else_is_refused_and_suspended(path: Path, create: bool) -> None:
     path.write_bytes(b"a diary, not a log\n" * 200)
     before = path.read_bytes()
     with pytest.raises(LogDamaged, match="not a log of dora-pipe"):
@@ -75,7 +75,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(path: Path, create: 
     assert path.read_bytes() == before
 
 
-def test_another_program_s_database_is_refused_and_left_alone(path: Path) -> None:
+def test_another_program_s_database_is_refused_and_suspended(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE diary (entry)")
     connection.close()

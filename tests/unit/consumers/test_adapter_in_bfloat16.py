@@ -77,7 +77,7 @@ def policy(policies: Callable[[str], Policy]) -> Policy:
 
 def steps(trainer: TorchLearner, count: int = 1, settings: Mapping[str, Any] = SETTINGS) -> None:
     for seed in range(count):
-        trainer.train(make_batch(seed=seed, step=seed, groups=2, siblings=3), settings)
+        trainer.train(make_batch(seed=seed, step=seed, groups=2, samples=3), settings)
 
 
 def gradients(trainer: TorchLearner) -> dict[str, torch.Tensor]:
@@ -124,8 +124,8 @@ def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its
     assert trainer.manifest() == policy.manifest
     assert trainer.save_weights(tmp_path / "base") == policy.manifest
     settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
-    figures = [trainer.train(make_batch(seed=seed), settings).figures["kl"] for seed in (1, 2)]
-    assert figures[0] == 0.0 < figures[1]
+    metrics = [trainer.train(make_batch(seed=seed), settings).metrics["kl"] for seed in (1, 2)]
+    assert metrics[0] == 0.0 < metrics[1]
     published = trainer.save_weights(tmp_path / "weights")
     assert published.dtype == "bfloat16" and stands_on(published, policy.manifest.digest)
     assert base_of(tmp_path / "weights") == policy.manifest.digest
@@ -134,7 +134,7 @@ def test_before_its_first_update_a_policy_is_its_base_and_then_an_adapter_in_its
     assert trainer.numerics()["policies"] == "bfloat16"
 
 
-def test_what_a_small_step_does_not_show_is_in_the_masters_and_what_it_shows_is_a_patch(
+def test_what_a_small_step_does_not_show_is_in_the_masters_and_what_it_shows_is_a_delta(
     policy: Policy, tmp_path: Path
 ) -> None:
     trainer, store = policy.trainer(), policy.store
@@ -142,7 +142,7 @@ def test_what_a_small_step_does_not_show_is_in_the_masters_and_what_it_shows_is_
     first = store.publish_weights(trainer.save_weights)
     steps(trainer, settings=SMALL)
     made = store.publish_version(trainer.save_weights, before=first.digest, whole=False)
-    assert made.change is not None and made.patch is not None and not made.whole
+    assert made.change is not None and made.delta is not None and not made.whole
     assert 0 < made.change.changed < made.change.elements
     assert store.verify(made.manifest.digest) == made.manifest
     trainer.save_optimizer(tmp_path / "state")

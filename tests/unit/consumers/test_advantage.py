@@ -29,7 +29,7 @@ def test_advantage_is_distance_from_the_group_mean_in_standard_deviations() -> N
     assert found == pytest.approx([0.75 / scale, *[-0.25 / scale] * 3], rel=1e-12)
 
 
-def test_invalid_sibling_stays_none_and_does_not_move_the_others() -> None:
+def test_invalid_sample_stays_none_and_does_not_move_the_others() -> None:
     with_invalid = group_advantages([1.0, None, 0.0], divide_by_std=True)
     assert with_invalid[1] is None
     assert [with_invalid[0], with_invalid[2]] == group_advantages([1.0, 0.0], divide_by_std=True)
@@ -44,7 +44,7 @@ def test_group_without_a_difference_has_advantages_of_exactly_zero(
 
 
 @given(rewards, st.booleans())
-def test_advantages_of_valid_siblings_add_up_to_nothing_and_keep_their_order(
+def test_advantages_of_valid_samples_add_up_to_nothing_and_keep_their_order(
     values: list[float | None], divide_by_std: bool
 ) -> None:
     found = group_advantages(values, divide_by_std=divide_by_std)

@@ -46,7 +46,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def gradients(trainer: TorchLearner) -> Mapping[str, torch.Tensor]:
-    trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+    trainer.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
     return {
         name: one.grad.clone() for name, one in trainer._model.parameters() if one.grad is not None
     }
@@ -81,7 +81,7 @@ def test_a_step_gives_equal_bits_every_time_and_its_fingerprint_says_the_type(
     digests = set()
     for number in range(2):
         trainer = policy.trainer("bfloat16", replace(PLAIN, memory=CHUNKED))
-        trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+        trainer.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
         digests.add(trainer.save_weights(tmp_path / str(number)).digest)
     assert len(digests) == 1
     assert trainer.numerics()["dtype"] == "bfloat16"

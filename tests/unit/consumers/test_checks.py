@@ -28,7 +28,7 @@ class Case:
             name: {
                 "trajectory": name,
                 "attempt": 0,
-                "epoch": 7,
+                "incarnation": 7,
                 "partition": 0,
                 "offset": place,
                 "sha256": SHA,
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "another trajectory": (lambda c: c.headers.update(trajectory=ONE), f"record there is {ONE}"),
     "another group": (lambda c: c.headers.update(group="g0000000005"), "group g0000000005"),
     "another attempt": (lambda c: c.headers.update(attempt=3), "attempt 3, not 0"),
-    "fenced role epoch": (lambda c: c.headers.update(epoch=6), "role epoch 6, not 7"),
+    "fenced incarnation": (lambda c: c.headers.update(incarnation=6), "incarnation 6, not 7"),
     "another version": (lambda c: c.headers.update(version=0), "C1: it is of version 0"),
     "another digest": (lambda c: c.headers.update(digest=OTHER), "C1: version 1 has other weights"),
     "another deadline": (lambda c: c.headers.update(deadline=2), "C3: its headers say deadline 2"),
@@ -179,7 +179,7 @@ def test_group_that_the_batch_names_twice_is_refused() -> None:
     assert [one.why for one in case.offenders()] == ["the batch names it twice"]
 
 
-def test_sibling_that_the_batch_names_twice_is_refused() -> None:
+def test_sample_that_the_batch_names_twice_is_refused() -> None:
     case = Case()
     case.taken[TWO] = dict(case.taken[ONE])
     (offender,) = case.offenders()
@@ -189,7 +189,7 @@ def test_sibling_that_the_batch_names_twice_is_refused() -> None:
 def test_every_offender_is_named_at_once() -> None:
     case = Case()
     case.taken[ONE]["attempt"] = 5
-    case.taken[TWO]["epoch"] = 5
+    case.taken[TWO]["incarnation"] = 5
     assert [one.trajectory for one in case.offenders()] == [ONE, TWO]
 
 

@@ -89,7 +89,7 @@ def _reader(log: BatchLog) -> ShareReader:
 
 
 def test_share_comes_in_the_order_it_was_asked_for_and_nothing_else_is_read(log: BatchLog) -> None:
-    groups = log.logged(make_batch(seed=1, groups=6, siblings=4)).groups
+    groups = log.logged(make_batch(seed=1, groups=6, samples=4)).groups
     every = [pair for g in groups for pair in zip(g.places, g.trajectories, strict=True)]
     share = every[::9][::-1]
     reader = _reader(log)

@@ -106,7 +106,7 @@ def test_small_steps_move_few_weights_and_the_checkpoint_says_what_lies_between(
 ) -> None:
     trainer = policy.trainer()
     settings = {**SETTINGS, "trainer.learning_rate": 1e-6}
-    trainer.train(make_batch(seed=1, step=0, groups=2, siblings=3), settings)
+    trainer.train(make_batch(seed=1, step=0, groups=2, samples=3), settings)
     trainer.save_weights(tmp_path / "weights")
     trainer.save_optimizer(tmp_path / "state")
     changed = total = 0
@@ -142,7 +142,7 @@ def test_weights_and_checkpoints_of_a_run_in_the_other_type_are_refused(
         policy.trainer().load(wide, digest=digest, optimizer=None)
     plain = TorchLearner(policy.assets, reference=wide)
     plain.load(wide, digest=digest, optimizer=None)
-    plain.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+    plain.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
     plain.save_optimizer(tmp_path / "state")
     with pytest.raises(PolicyError, match="not the optimizer state of this model"):
         policy.trainer().load(

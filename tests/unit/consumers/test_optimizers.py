@@ -145,7 +145,7 @@ def test_embeddings_head_and_vectors_are_adamws(make: object, head: bool, tmp_pa
 
 
 def test_trainer_goes_on_from_its_files_bit_for_bit(policy: Policy, tmp_path: Path) -> None:
-    batches = [make_batch(seed=seed, step=seed, groups=2, siblings=3) for seed in range(3)]
+    batches = [make_batch(seed=seed, step=seed, groups=2, samples=3) for seed in range(3)]
     whole, broken = policy.trainer(), policy.trainer()
     for batch in batches:
         whole.train(batch, SETTINGS)
@@ -181,7 +181,7 @@ def test_fingerprint_names_it_and_states_of_the_other_optimizer_are_refused(
     assert told.partition(" ")[0] == policy.optimizer
     assert named.numerics() == plain.numerics() | {"optimizer": told}
     for one, other in ((plain, named), (named, plain)):
-        one.train(make_batch(seed=1, step=0, groups=2, siblings=3), SETTINGS)
+        one.train(make_batch(seed=1, step=0, groups=2, samples=3), SETTINGS)
         one.save_optimizer(tmp_path / "state")
         with pytest.raises(PolicyError, match="not the optimizer state of this model"):
             other.load(policy.weights, digest=policy.manifest.digest, optimizer=tmp_path / "state")

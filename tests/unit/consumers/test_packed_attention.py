@@ -39,7 +39,7 @@ NEAR = 1e-6
 """Relative error of another summation order in float32."""
 
 STEP = {**SETTINGS, "trainer.minibatches": 1}
-BATCH = make_batch(seed=3, groups=3, siblings=3, tokens=(1, 40))
+BATCH = make_batch(seed=3, groups=3, samples=3, tokens=(1, 40))
 
 
 def make_sliding(directory: Path) -> Path:
@@ -225,11 +225,11 @@ def test_step_names_its_way_and_goes_the_way_of_an_older_log(
     after, older = policy.trainer(), policy.trainer()
     assert before.numerics()["packing"] == "on"
     assert after.numerics() == before.numerics() | {"packing": "varlen"}
-    masked = before.train(BATCH, STEP).figures
+    masked = before.train(BATCH, STEP).metrics
     older.train(BATCH, {**STEP, PACKING: before.numerics()["packing"]})
     assert older.manifest().digest == before.manifest().digest
     assert not calls
-    assert after.train(BATCH, STEP).figures["loss"] == pytest.approx(masked["loss"], abs=1e-6)
+    assert after.train(BATCH, STEP).metrics["loss"] == pytest.approx(masked["loss"], abs=1e-6)
     assert calls
 
 

@@ -13,7 +13,7 @@ limits = st.integers(1, 4000)
 
 
 def rows(tokens: list[int]) -> list[RowSize]:
-    return [RowSize(ordinal=i // 4, sibling=i % 4, tokens=count) for i, count in enumerate(tokens)]
+    return [RowSize(ordinal=i // 4, sample=i % 4, tokens=count) for i, count in enumerate(tokens)]
 
 
 @given(lengths, limits)
@@ -82,7 +82,7 @@ def test_packing_leaves_little_padding() -> None:
 
 
 def test_rows_of_one_trajectory_stay_in_one_pass() -> None:
-    sized = [RowSize(ordinal=at, sibling=0, tokens=50, others=[30, 20]) for at in range(3)]
+    sized = [RowSize(ordinal=at, sample=0, tokens=50, others=[30, 20]) for at in range(3)]
     packed = pack(sized, padded_tokens_max=100, packing=True)
     assert [one.rows for one in packed] == [(0,), (1,), (2,)]
     assert [one.rows for one in pack(sized, padded_tokens_max=200, packing=True)] == [(0, 1), (2,)]

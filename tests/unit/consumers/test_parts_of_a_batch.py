@@ -28,7 +28,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def batch_of(seed: int, groups: int, parts: Sequence[int] = ()) -> TrainBatch:
-    made = with_teacher(make_batch(seed=seed, step=0, groups=groups, siblings=3, valid=0.8))
+    made = with_teacher(make_batch(seed=seed, step=0, groups=groups, samples=3, valid=0.8))
     return replace(made, parts=parts)
 
 
@@ -73,9 +73,9 @@ def test_gradient_of_parts_is_that_of_the_batch(
     scale = max(float(one.abs().max()) for one in expected.values())
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one, rtol=1e-4, atol=1e-5 * scale)
-    assert second.figures.keys() == first.figures.keys()
+    assert second.metrics.keys() == first.metrics.keys()
     for name in ("loss", "grad_norm", "tokens", "trajectories", "without_gradient"):
-        assert second.figures[name] == pytest.approx(first.figures[name], rel=1e-4, abs=1e-6)
+        assert second.metrics[name] == pytest.approx(first.metrics[name], rel=1e-4, abs=1e-6)
     for row, other in zip(first.contributions, second.contributions, strict=True):
         assert row["trajectory"] == other["trajectory"]
         share = pytest.approx(other["loss_share"] or 0.0, rel=1e-3, abs=1e-6)
@@ -94,7 +94,7 @@ def test_bits_do_not_depend_on_how_many_parts_were_computed_ahead(
     result, digest = told.train(batch, settings), told.manifest().digest
     again, same = policy.train(batch, settings)
     assert digest == same
-    assert result.figures == again.figures
+    assert result.metrics == again.metrics
     assert list(result.contributions) == list(again.contributions)
 
 
@@ -117,7 +117,7 @@ def test_parts_that_are_dealt_as_minibatches_are_the_same_updates(
     again = told.train(parted, settings)
     assert told.manifest().digest == digest
     assert list(again.contributions) == list(result.contributions)
-    assert again.figures == pytest.approx(result.figures)
+    assert again.metrics == pytest.approx(result.metrics)
     assert {row["minibatch"] for row in again.contributions} == {0, 1}
 
 
@@ -136,7 +136,7 @@ def test_bits_of_updates_do_not_depend_on_how_many_were_made_ahead(
             told.train_part(part, settings)
         result = told.train(batch, settings)
         assert told.manifest().digest == digest
-        assert result.figures == expected.figures
+        assert result.metrics == expected.metrics
         assert list(result.contributions) == list(expected.contributions)
     assert {row["minibatch"] for row in expected.contributions} == {0, 1, 2}
 

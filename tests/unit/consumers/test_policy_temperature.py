@@ -101,10 +101,10 @@ def test_on_policy_the_ratio_is_one_at_the_temperature_of_the_sampler(
     policy: Policy, changes: dict[str, Any]
 ) -> None:
     batch = policy.sampled(params(**changes))
-    figures = policy.trainer(HOT).train(batch, ONE_UPDATE).figures
-    assert figures["ratio_min"] == pytest.approx(1, abs=1e-4)
-    assert figures["ratio_max"] == pytest.approx(1, abs=1e-4)
-    other = policy.trainer(1.0).train(batch, ONE_UPDATE).figures
+    metrics = policy.trainer(HOT).train(batch, ONE_UPDATE).metrics
+    assert metrics["ratio_min"] == pytest.approx(1, abs=1e-4)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+    other = policy.trainer(1.0).train(batch, ONE_UPDATE).metrics
     assert other["ratio_max"] - other["ratio_min"] > 0.05
 
 
@@ -140,7 +140,7 @@ def test_gradient_is_that_of_the_tempered_policy(policy: Policy, kl: float) -> N
             total = total - (gain - kl * (torch.exp(r) - r - 1)).sum() / tokens
     torch.autograd.backward(total)
     norm = math.sqrt(sum(float(one.grad.double().square().sum()) for one in model.parameters()))
-    found = policy.trainer(HOT).train(batch, {**ONE_UPDATE, "objective.kl_coef": kl}).figures
+    found = policy.trainer(HOT).train(batch, {**ONE_UPDATE, "objective.kl_coef": kl}).metrics
     assert found["grad_norm"] == pytest.approx(norm, rel=1e-3)
     assert found["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
     assert found["kl"] == pytest.approx(0, abs=1e-6)  # trained and reference at one temperature

@@ -185,10 +185,10 @@ def test_reader_starts_where_retention_left_the_log(stage: TrainerStage) -> None
 def test_overdue_and_evaluation_records_are_not_kept(stage: TrainerStage) -> None:
     stage.log_group(0, deadline=3)
     late = stage.log_group(1, deadline=4)
-    for sibling in range(2):
+    for sample in range(2):
         stage.log_trajectory(
             make_trajectory(
-                trajectory_id(group_id("eval", 1), sibling), run=RUN, deadline=-1, digest="0" * 64
+                trajectory_id(group_id("eval", 1), sample), run=RUN, deadline=-1, digest="0" * 64
             )
         )
     reader = reader_of(stage)

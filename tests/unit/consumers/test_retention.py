@@ -41,14 +41,14 @@ def commit_of(
         at_ns=0,
         step=step,
         attempt=1,
-        role_epoch=0,
+        incarnation=0,
         groups=(),
         batch_digest="",
         digest_before="",
         digest_after=found,
         policy=Manifest(digest=found, bytes=0, tensors=()),
         contributions=Blob(sha256="", bytes=0),
-        figures={},
+        metrics={},
         settings={},
         numerics={},
         decisions_next=0,
@@ -119,8 +119,8 @@ class Life:
         self._acts[name](choose)
 
     def needed(self) -> set[int]:
-        hosted = {one for one in self.targets if one >= 0}
-        return {0, self.committed, self.known, *self.groups, *hosted}
+        served = {one for one in self.targets if one >= 0}
+        return {0, self.committed, self.known, *self.groups, *served}
 
     def there(self) -> set[int]:
         return {v for v in range(self.committed + 1) if f"v{v}" in self.files}
@@ -248,7 +248,7 @@ def test_optimizer_states_go_with_their_versions() -> None:
 
 
 @given(st.data())
-def test_no_version_that_is_carried_or_hosted_is_ever_deleted_however_slow_anybody_is(
+def test_no_version_that_is_carried_or_served_is_ever_deleted_however_slow_anybody_is(
     data: st.DataObject,
 ) -> None:
     """Dispatches, assignments, ends, batches, commits and restarts occur in any order, with late

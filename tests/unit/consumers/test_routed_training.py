@@ -150,7 +150,7 @@ def test_a_disturbance_of_the_router_is_called_routing(
     assert experts is not None and experts.choice_bias is not None
     if planted:  # Other experts are chosen, with unchanged weights.
         experts.choice_bias.add_(torch.linspace(0, 0.2, 8))
-    names = [trajectory_id(group_id("train", 0), sibling) for sibling in range(4)]
+    names = [trajectory_id(group_id("train", 0), sample) for sample in range(4)]
     for seed, name in enumerate(names):
         engine.add(engine_request(name, PROMPT, seed=seed, max_tokens=20, routes=True))
     events = [event for _ in range(20) for event in engine.step()]
@@ -168,7 +168,7 @@ def test_a_disturbance_of_the_router_is_called_routing(
         step=0, groups=[TrainGroup(group=names[0][:11], version=0, trajectories=made)]
     )
     found = measure(batch, policy.trainer(), lambda _: (policy.weights, policy.manifest.digest))
-    causes = {one.cause: one for one in found.figures}
+    causes = {one.cause: one for one in found.metrics}
     assert found.rerouted is not None and found.rerouted.choices == 4 * 36
     assert causes["numerics"].largest < NEAR and causes["trained"].largest < NEAR
     if not planted:
@@ -237,11 +237,11 @@ def test_the_loss_of_routers_is_added_by_its_weight_however_a_step_is_laid_out(
     assert trainer.numerics()["router_aux_loss"] == "0.5"
     assert "router_aux_loss" not in qwen3.trainer().numerics()
     step = {**SETTINGS, "trainer.minibatches": 1}
-    figures = trainer.train(batch, step).figures
+    metrics = trainer.train(batch, step).metrics
     split = replace(batch, parts=[len(batch.groups) // 2])
-    in_parts = qwen3.trainer(router_aux_loss=0.5, micro_batch_tokens=1).train(split, step).figures
-    assert figures["router_aux_loss"] > 1
-    assert in_parts["router_aux_loss"] == pytest.approx(figures["router_aux_loss"], rel=1e-6)
+    in_parts = qwen3.trainer(router_aux_loss=0.5, micro_batch_tokens=1).train(split, step).metrics
+    assert metrics["router_aux_loss"] > 1
+    assert in_parts["router_aux_loss"] == pytest.approx(metrics["router_aux_loss"], rel=1e-6)
 
 
 def test_a_model_without_a_loss_of_routers_is_refused_by_name(tmp_path: Path) -> None:

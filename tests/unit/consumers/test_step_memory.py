@@ -116,7 +116,7 @@ class Policy:
         }
 
 
-BATCH = make_batch(seed=3, groups=3, siblings=3)
+BATCH = make_batch(seed=3, groups=3, samples=3)
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def dropping(module: Any, given: Any, found: Tensor) -> Tensor:
 def test_step_whose_sequences_share_lines_has_the_gradients_of_one_without(
     policy: Policy, seed: int, longest: int, tokens: int
 ) -> None:
-    batch = make_batch(seed=seed, groups=3, siblings=3, tokens=(1, longest))
+    batch = make_batch(seed=seed, groups=3, samples=3, tokens=(1, longest))
     whole = policy.gradients(batch, micro_batch_tokens=tokens)
     packed = policy.gradients(batch, micro_batch_tokens=tokens, packing=True)
     assert whole.keys() == packed.keys()

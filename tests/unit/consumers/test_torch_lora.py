@@ -64,7 +64,7 @@ ROWS = [([3, 4, 5, 6, 7, 8], [0, 0, 1, 1, 1, 1]), ([9, 8, 7], [0, 1, 1])]
 def test_step_trains_the_adapter_alone_and_names_its_base(policy: Policy) -> None:
     trainer = policy.trainer()
     result = trainer.train(make_batch(seed=1), SETTINGS)
-    assert result.figures["grad_norm"] > 0
+    assert result.metrics["grad_norm"] > 0
     manifest = policy.saved(trainer)
     assert stands_on(manifest, policy.manifest.digest)
     assert manifest.bytes < policy.manifest.bytes
@@ -81,8 +81,8 @@ def test_step_trains_the_adapter_alone_and_names_its_base(policy: Policy) -> Non
 def test_reference_is_the_network_without_its_adapter(policy: Policy) -> None:
     trainer = policy.trainer()
     settings = {**SETTINGS, "objective.kl_coef": 0.5, "trainer.minibatches": 1}
-    assert trainer.train(make_batch(seed=1), settings).figures["kl"] == 0.0
-    assert trainer.train(make_batch(seed=2), settings).figures["kl"] > 0.0
+    assert trainer.train(make_batch(seed=1), settings).metrics["kl"] == 0.0
+    assert trainer.train(make_batch(seed=2), settings).metrics["kl"] > 0.0
     assert trainer._reference is None
     ids, mask = ROWS[0]
     passage = passage_of([(ids, mask, [0.0] * len(ids))], width=len(ids), device="cpu")
@@ -105,7 +105,7 @@ def test_reference_may_be_another_adapter_on_the_base(policy: Policy) -> None:
         reference = Reference(version=int(seed < 4), digest=digest, weights=weights)
         batch = dataclasses.replace(make_batch(seed=seed), reference=reference)
         named = {**settings, "trainer.reference": reference.version}
-        found.append(trainer.train(batch, named).figures["kl"])
+        found.append(trainer.train(batch, named).metrics["kl"])
     assert found[0] == 0.0 < found[1] < found[2]
 
 

@@ -55,7 +55,7 @@ def settings_for(kind: str, *, minibatches: int = 2, **keys: Any) -> dict[str, A
 
 
 def batch_of(seed: int = 1, versions: tuple[int, ...] = (0, 0, 0, 0)) -> TrainBatch:
-    made = make_batch(seed=seed, step=max(versions), groups=len(versions), siblings=3, valid=0.9)
+    made = make_batch(seed=seed, step=max(versions), groups=len(versions), samples=3, valid=0.9)
     groups = [replace(one, version=v) for one, v in zip(made.groups, versions, strict=True)]
     return with_teacher(replace(made, groups=groups))
 
@@ -69,9 +69,9 @@ def test_step_of_every_kind_moves_the_policy_and_comes_out_the_same_again(
     result, digest = policy.train(batch_of(), settings)
     again, same = policy.train(batch_of(), settings)
     assert digest == same != policy.manifest.digest
-    assert result.figures == again.figures
+    assert result.metrics == again.metrics
     assert list(result.contributions) == list(again.contributions)
-    assert 0 <= result.figures["masked_share"] < 1
+    assert 0 <= result.metrics["masked_share"] < 1
 
 
 def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy) -> None:
@@ -120,7 +120,7 @@ def test_version_baseline_is_over_the_whole_batch_and_not_over_its_minibatches(
 def test_constant_loss_counts_every_trajectory_as_so_many_tokens(policy: Policy) -> None:
     def norm(tokens: int) -> float:
         settings = settings_for("dr-grpo", minibatches=1, loss_tokens=tokens)
-        return policy.train(batch_of(), settings)[0].figures["grad_norm"]
+        return policy.train(batch_of(), settings)[0].metrics["grad_norm"]
 
     assert norm(10) == pytest.approx(2 * norm(20), rel=1e-5)
 
@@ -128,8 +128,8 @@ def test_constant_loss_counts_every_trajectory_as_so_many_tokens(policy: Policy)
 def test_mask_that_leaves_everything_out_leaves_the_policy_as_it_was(policy: Policy) -> None:
     settings = settings_for("grpo", mask="token", mask_low=1e6, mask_high=1e7, minibatches=1)
     result, digest = policy.train(batch_of(), settings)
-    assert result.figures["grad_norm"] == 0.0
-    assert result.figures["masked_share"] == 1.0
+    assert result.metrics["grad_norm"] == 0.0
+    assert result.metrics["masked_share"] == 1.0
     assert digest == policy.manifest.digest
 
 

@@ -106,10 +106,10 @@ def test_step_is_that_of_a_plain_implementation(
         "objective.loss": averaging,
         "objective.kl_coef": kl,
     }
-    batch = make_batch(seed=3, groups=3, siblings=3, valid=0.8)
+    batch = make_batch(seed=3, groups=3, samples=3, valid=0.8)
     trainer = policy.trainer(micro_batch_tokens=200)
     # Step away from version 0, so that the reference differs.
-    trainer.train(make_batch(seed=9, groups=2, siblings=2), settings)
+    trainer.train(make_batch(seed=9, groups=2, samples=2), settings)
     start = trainer.save_weights(tmp_path / "start")
     trainer.load(tmp_path / "start", digest=start.digest, optimizer=None)
     result = trainer.train(batch, settings)
@@ -123,8 +123,8 @@ def test_step_is_that_of_a_plain_implementation(
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
     adamw.step()
 
-    assert result.figures["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
-    assert result.figures["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert result.metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-5)
+    assert result.metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-3)
     for name, parameter in plain.named_parameters():
         ours = dict(trainer._model.parameters())[name]
         # AdamW's first update is the gradient's sign, which may differ for noise.
@@ -144,13 +144,13 @@ def test_kl_is_to_the_version_that_the_batch_names(policy: Policy) -> None:
         reference = Reference(version=version, digest=named[0], weights=named[1])
         batch = replace(make_batch(seed=seed), reference=reference)
         result = trainer.train(batch, {**settings, "trainer.reference": version})
-        assert result.figures["reference_version"] == version
-        return result.figures["kl"]
+        assert result.metrics["reference_version"] == version
+        return result.metrics["kl"]
 
     assert step(2, 1) == 0.0, "the weights themselves"
     to_first, to_zero = step(3, 1), step(4, 0)
     assert 0 < to_first < to_zero
-    plain = trainer.train(make_batch(seed=5), settings).figures
+    plain = trainer.train(make_batch(seed=5), settings).metrics
     assert plain["kl"] > 0 and "reference_version" not in plain
 
 
@@ -163,7 +163,7 @@ def test_reference_of_other_weights_than_named_is_refused(qwen2: Policy) -> None
 
 
 def test_weight_decay_is_that_of_a_plain_optimizer_and_leaves_vectors_alone(qwen2: Policy) -> None:
-    batch, rate, decay = make_batch(seed=3, groups=2, siblings=2), 1e-2, 0.5
+    batch, rate, decay = make_batch(seed=3, groups=2, samples=2), 1e-2, 0.5
     after: dict[float, dict[str, Tensor]] = {}
     for used in (0.0, decay):
         trainer = qwen2.trainer(weight_decay=used)
@@ -192,9 +192,9 @@ class TorchModelState:
 
 def test_cutting_a_minibatch_into_passes_does_not_change_its_gradient(policy: Policy) -> None:
     settings = {**SETTINGS, "trainer.minibatches": 1}
-    batch = make_batch(seed=4, groups=4, siblings=4)
-    whole = policy.trainer(micro_batch_tokens=100_000).train(batch, settings).figures
-    cut = policy.trainer(micro_batch_tokens=64).train(batch, settings).figures
+    batch = make_batch(seed=4, groups=4, samples=4)
+    whole = policy.trainer(micro_batch_tokens=100_000).train(batch, settings).metrics
+    cut = policy.trainer(micro_batch_tokens=64).train(batch, settings).metrics
     assert cut["padded_tokens"] < whole["padded_tokens"]
     assert cut["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert cut["loss"] == pytest.approx(whole["loss"], abs=1e-6)
@@ -219,9 +219,9 @@ def test_logprobs_are_those_of_transformers_and_padding_reaches_nothing(policy: 
     assert torch.allclose(model.logprobs(passage), found, atol=1e-6)
 
 
-def test_invalid_siblings_are_counted_and_move_nothing(qwen2: Policy) -> None:
+def test_invalid_samples_are_counted_and_move_nothing(qwen2: Policy) -> None:
     settings = {**SETTINGS, "trainer.minibatches": 1}
-    batch = make_batch(seed=5, groups=3, siblings=4, valid=0.6)
+    batch = make_batch(seed=5, groups=3, samples=4, valid=0.6)
     bare = TrainBatch(
         step=0,
         groups=[
@@ -236,15 +236,15 @@ def test_invalid_siblings_are_counted_and_move_nothing(qwen2: Policy) -> None:
     masked = sum(not one.valid for group in batch.groups for one in group.trajectories)
     assert masked > 0
     one, other = qwen2.trainer(), qwen2.trainer()
-    figures = one.train(batch, settings).figures
+    metrics = one.train(batch, settings).metrics
     other.train(bare, settings)
-    assert figures["masked"] == masked
+    assert metrics["masked"] == masked
     assert one.manifest() == other.manifest()
 
 
 def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(qwen2: Policy) -> None:
     settings = {**SETTINGS, "trainer.minibatches": 1}
-    batch = make_batch(seed=6, groups=2, siblings=3)
+    batch = make_batch(seed=6, groups=2, samples=3)
     trainer = qwen2.trainer()
     from dataclasses import replace
 
@@ -259,27 +259,27 @@ def test_trajectories_without_advantage_cost_nothing_but_count_in_the_mean(qwen2
         ],
     )
     result = trainer.train(level, settings)
-    assert result.figures["without_gradient"] == 3
+    assert result.metrics["without_gradient"] == 3
     assert [row["ratio_mean"] is None for row in result.contributions] == [False] * 3 + [True] * 3
     alone = qwen2.trainer().train(TrainBatch(step=0, groups=level.groups[:1]), settings)
-    share = alone.figures["tokens"] / result.figures["tokens"]
-    assert result.figures["grad_norm"] == pytest.approx(
-        alone.figures["grad_norm"] * share, rel=1e-5
+    share = alone.metrics["tokens"] / result.metrics["tokens"]
+    assert result.metrics["grad_norm"] == pytest.approx(
+        alone.metrics["grad_norm"] * share, rel=1e-5
     )
 
 
 def test_step_in_which_nothing_has_a_gradient_leaves_the_policy_as_it_was(qwen2: Policy) -> None:
-    batch = make_batch(seed=7, groups=2, siblings=1)
+    batch = make_batch(seed=7, groups=2, samples=1)
     trainer = qwen2.trainer()
-    figures = trainer.train(batch, SETTINGS).figures
-    assert figures["updates"] == 0
+    metrics = trainer.train(batch, SETTINGS).metrics
+    assert metrics["updates"] == 0
     assert trainer.manifest() == qwen2.manifest
 
 
 def test_a_minibatch_is_an_update_of_its_own(qwen2: Policy) -> None:
-    batch = make_batch(seed=8, groups=4, siblings=3)
+    batch = make_batch(seed=8, groups=4, samples=3)
     result = qwen2.trainer().train(batch, {**SETTINGS, "trainer.minibatches": 3})
-    assert result.figures["updates"] == 3
+    assert result.metrics["updates"] == 3
     by_group = {row["group"]: row["minibatch"] for row in result.contributions}
     assert list(by_group.values()) == [0, 1, 2, 0]
     # The second update sees a changed policy, with other ratios.
@@ -295,7 +295,7 @@ def test_a_minibatch_is_an_update_of_its_own(qwen2: Policy) -> None:
 def test_infinite_ratio_is_not_committed_and_names_the_way_out(
     qwen2: Policy, logprob: float
 ) -> None:
-    batch = poisoned(make_batch(seed=2, groups=1, siblings=2), logprob)
+    batch = poisoned(make_batch(seed=2, groups=1, samples=2), logprob)
     with pytest.raises(NonFinite, match="gradient norm") as caught:
         qwen2.trainer().train(batch, SETTINGS)
     assert "fail-batch" in str(caught.value.hint)
@@ -307,13 +307,13 @@ def test_infinite_ratio_is_not_committed_and_names_the_way_out(
 def test_rewards_that_overflow_are_not_committed_and_name_the_way_out(
     qwen2: Policy, reward: float, divided: bool
 ) -> None:
-    batch = make_batch(seed=2, groups=1, siblings=4)
+    batch = make_batch(seed=2, groups=1, samples=4)
     rewards = [reward, reward, reward, -reward]
-    siblings = [
+    samples = [
         replace(one, reward=value)
         for one, value in zip(batch.groups[0].trajectories, rewards, strict=True)
     ]
-    batch = replace(batch, groups=[replace(batch.groups[0], trajectories=siblings)])
+    batch = replace(batch, groups=[replace(batch.groups[0], trajectories=samples)])
     settings = {**SETTINGS, "objective.advantage_std": divided}
     with pytest.raises(NonFinite) as caught:
         qwen2.trainer().train(batch, settings)
@@ -369,14 +369,14 @@ def test_directory_that_is_no_model_is_a_policy_error(tmp_path: Path, qwen2: Pol
 
 
 def test_figures_are_finite_and_describe_the_batch(qwen2: Policy) -> None:
-    batch = make_batch(seed=1, step=3, groups=3, siblings=3)
-    figures = qwen2.trainer().train(batch, SETTINGS).figures
-    assert all(math.isfinite(value) for value in figures.values())
+    batch = make_batch(seed=1, step=3, groups=3, samples=3)
+    metrics = qwen2.trainer().train(batch, SETTINGS).metrics
+    assert all(math.isfinite(value) for value in metrics.values())
     rewards = [one.reward for group in batch.groups for one in group.trajectories if one.reward]
-    assert figures["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
-    assert figures["trajectories"] == 9
-    assert figures["staleness_mean"] == figures["staleness_max"] == 3
-    assert figures["token_staleness"] == 3
-    assert figures["tokens"] == sum(
+    assert metrics["reward_mean"] == pytest.approx(sum(rewards) / len(rewards))
+    assert metrics["trajectories"] == 9
+    assert metrics["staleness_mean"] == metrics["staleness_max"] == 3
+    assert metrics["token_staleness"] == 3
+    assert metrics["tokens"] == sum(
         one.sampled for group in batch.groups for one in group.trajectories
     )

@@ -54,7 +54,7 @@ def test_uncommitted_step_is_done_again_from_the_same_batch(
     again.train_to(2)
     commit = stage.commits()[1]
     assert commit.groups == decision.groups
-    assert commit.role_epoch == 1
+    assert commit.incarnation == 1
 
 
 def test_damaged_checkpoint_is_passed_over(stage: TrainerStage) -> None:
@@ -90,7 +90,7 @@ def test_older_trainer_is_fenced_and_commits_nothing(stage: TrainerStage) -> Non
     with pytest.raises(Fenced):
         older.tick(50)
     newer.train_to(1)
-    assert [one.role_epoch for one in stage.commits()] == [1]
+    assert [one.incarnation for one in stage.commits()] == [1]
 
 
 @pytest.mark.parametrize("lands", [0, 1])

@@ -30,7 +30,7 @@ def test_step_is_committed_with_files_that_are_what_it_says(stage: TrainerStage)
     decision = stage.take_new(0)
     trainer.train_to(1)
     (commit,) = stage.commits()
-    assert (commit.step, commit.attempt, commit.role_epoch) == (0, 1, 0)
+    assert (commit.step, commit.attempt, commit.incarnation) == (0, 1, 0)
     assert commit.groups == decision.groups
     assert commit.batch_digest == batch_digest(decision.groups)
     assert commit.digest_before == stage.policy.digest
@@ -38,7 +38,7 @@ def test_step_is_committed_with_files_that_are_what_it_says(stage: TrainerStage)
     rows = read_contributions(stage.store.verify_blob("contributions", commit.contributions.sha256))
     taken = [one.trajectory for group in decision.groups for one in group.trajectories]
     assert [row["trajectory"] for row in rows] == taken
-    assert commit.figures["trajectories"] == 4
+    assert commit.metrics["trajectories"] == 4
     assert commit.checkpoint is None
 
 

@@ -92,9 +92,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 def assert_same_step(one: tuple[StepResult, Any], other: tuple[StepResult, Any]) -> None:
     (first, gradients), (second, others) = one, other
-    for name in first.figures.keys() - {"padded_tokens"}:
-        close = pytest.approx(second.figures[name], rel=2e-4, abs=2e-6)
-        assert first.figures[name] == close, name
+    for name in first.metrics.keys() - {"padded_tokens"}:
+        close = pytest.approx(second.metrics[name], rel=2e-4, abs=2e-6)
+        assert first.metrics[name] == close, name
     for row, same in zip(first.contributions, second.contributions, strict=True):
         for name in row.keys() - {"micro_batch"}:
             expected = same[name]
@@ -146,7 +146,7 @@ def plain_logprobs(policy: Policy, batch: TrainBatch) -> dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("tokens", [4096, SMALL])
 def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, tokens: int) -> None:
-    batch = branched_batch(seed=7, groups=1, siblings=3)
+    batch = branched_batch(seed=7, groups=1, samples=3)
     keys = {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.05}
     result, _ = policy.step(batch, tokens, **keys)
     said = plain_logprobs(policy, batch)
@@ -162,7 +162,7 @@ def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, toke
         assert row["ratio_mean"] == pytest.approx(ratio, rel=1e-4)
         assert row["ratio_min"] == row["ratio_max"]
         assert row["tokens"] == len(behaviour) == one.sampled
-    assert result.figures["loss"] == pytest.approx(loss, rel=1e-4)
+    assert result.metrics["loss"] == pytest.approx(loss, rel=1e-4)
 
 
 def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:

@@ -48,7 +48,7 @@ def test_what_the_teacher_says_is_kept_with_the_step_and_summed_up(tmp_path: Pat
     for row in rows:
         assert len(row[TEACHER]) == row["tokens"]
         gaps += [-4.5 - one for one in row[TEACHER]]
-    assert commit.figures["teacher_kl"] == pytest.approx(sum(gaps) / len(gaps))
+    assert commit.metrics["teacher_kl"] == pytest.approx(sum(gaps) / len(gaps))
 
 
 def test_step_without_a_weight_asks_nobody_and_has_the_files_that_it_had(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_step_without_a_weight_asks_nobody_and_has_the_files_that_it_had(tmp_pat
         train(stage, stage.trainer(trainer=learner_with(teacher)), 0)
         assert not teacher.asked
         assert [set(row) for (row, *_) in columns(stage)] == [set(SCHEMA.names)]
-        assert "teacher_kl" not in stage.commits()[0].figures
+        assert "teacher_kl" not in stage.commits()[0].metrics
 
 
 @given(st.lists(st.integers(0, 25), max_size=12), st.booleans())

@@ -70,7 +70,7 @@ def test_control_with_other_records_only_is_no_start() -> None:
 
 def decide(bus: MemoryBus, ordinal: int, *decisions: AnyDecision) -> int:
     round_ = Round(
-        ordinal=ordinal, role_epoch=0, now_ns=ordinal, control_next=0, decisions=decisions
+        ordinal=ordinal, incarnation=0, now_ns=ordinal, control_next=0, decisions=decisions
     )
     bus.writer().append([Append(topic=TOPICS.decisions, value=encode(round_))])
     return bus.end(TopicPartition(TOPICS.decisions, 0))

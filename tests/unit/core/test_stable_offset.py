@@ -89,6 +89,6 @@ def test_an_orchestrator_that_starts_folds_what_was_hidden_then() -> None:
         meter=Meter(),
         run_started=records.run_started(config),
     )
-    assert machine._role_epoch == 4
+    assert machine._incarnation == 4
     history = read_history(bench.bus, TOPICS, bench.clock)
     assert history.run_started is not None

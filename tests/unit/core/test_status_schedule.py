@@ -19,7 +19,7 @@ def status(version: int = 0, at_s: float = 0.0) -> OrchestratorStatus:
     cost = msgspec.structs.replace(COST, total_s=at_s)
     at_ns = int(at_s * S)
     return OrchestratorStatus(
-        at_ns=at_ns, cost=cost, role_epoch=1, version=version, open_groups=0, queued_requests=0
+        at_ns=at_ns, cost=cost, incarnation=1, version=version, open_groups=0, queued_requests=0
     )
 
 

@@ -27,7 +27,7 @@ DROP = ["/v1/unload_lora_adapter", "/collective_rpc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hosted:
+class Served:
     server: FakeVllm
     policies: list[tuple[Path, str]]
 
@@ -45,7 +45,7 @@ class Hosted:
         path, digest = self.policies[version if policy is None else policy]
         engine.load(path, version=version, digest=digest)
 
-    def hosting(self, *versions: int, most: int = 3) -> VllmEngine:
+    def serving(self, *versions: int, most: int = 3) -> VllmEngine:
         engine = self.open(most=most)
         for version in versions:
             self.load(engine, version)
@@ -56,7 +56,7 @@ class Hosted:
 
 
 @pytest.fixture
-def hosted(tmp_path: Path) -> Iterator[Hosted]:
+def served(tmp_path: Path) -> Iterator[Served]:
     zeros = np.zeros((8, 6), np.float32)
     base = write_tensors(
         tmp_path / "base", [TensorSource(name=LAYER, dtype="F32", shape=(8, 6), data=zeros.tobytes)]
@@ -68,7 +68,7 @@ def hosted(tmp_path: Path) -> Iterator[Hosted]:
         policies.append((path, write_tensors(path, adapter_sources(made)).digest))
     server = FakeVllm()
     server.facts |= {"lora_rank": 8, "max_resident_versions": 3}
-    yield Hosted(server=server, policies=policies)
+    yield Served(server=server, policies=policies)
     server.close()
 
 
@@ -77,49 +77,49 @@ def under(version: int, **settings: object) -> EngineRequest:
     return replace(made, version=version)
 
 
-def test_every_version_is_an_adapter_and_a_stream_names_its_own(hosted: Hosted) -> None:
-    engine = hosted.hosting(0, 1, 2)
+def test_every_version_is_an_adapter_and_a_stream_names_its_own(served: Served) -> None:
+    engine = served.serving(0, 1, 2)
     assert engine.declares == {COUNTER_SAMPLING, LORA, KV_EXPORT}
     assert engine.max_resident_versions == 3
     results = run(engine, [under(version, max_tokens=20) for version in (0, 1, 2)])
     assert len({tuple(one.tokens) for one in results.values()}) == 3
-    bodies = hosted.server.last_bodies(3)
-    assert [one["model"] for one in bodies] == [hosted.name(version) for version in range(3)]
-    label = "0:" + hosted.policies[0][1][:16]
+    bodies = served.server.last_bodies(3)
+    assert [one["model"] for one in bodies] == [served.name(version) for version in range(3)]
+    label = "0:" + served.policies[0][1][:16]
     assert [one["cache_salt"] for one in bodies] == [f"{label}+{one['model']}" for one in bodies]
 
 
-def test_adapter_is_loaded_and_dropped_beside_running_requests(hosted: Hosted) -> None:
-    engine = hosted.hosting(0, 1)
-    server = hosted.server
+def test_adapter_is_loaded_and_dropped_beside_running_requests(served: Served) -> None:
+    engine = served.serving(0, 1)
+    server = served.server
     whole = run(engine, [under(1, seed=9, max_tokens=30)])["r1"]
     server.hold_after = {9: 9}
     engine.add(under(1, seed=9, max_tokens=30))
     events = engine.step()
     del server.doors[:]
-    hosted.load(engine, 2)
+    served.load(engine, 2)
     assert server.doors == LOAD
     engine.drop(0)
     assert server.doors == [*LOAD, *DROP]
-    assert server.hosted == set(server.named.values()) == {2, 3}
+    assert server.served == set(server.named.values()) == {2, 3}
     server.release.set()
     while engine.active:
         events += engine.step()
     assert run(engine, [under(1, seed=9, max_tokens=30)])["r1"] == whole
 
 
-def test_tokens_of_another_adapter_break_the_promise(hosted: Hosted) -> None:
-    engine = hosted.hosting(0, 1)
-    hosted.server.trouble = {7: "other adapter"}
+def test_tokens_of_another_adapter_break_the_promise(served: Served) -> None:
+    engine = served.serving(0, 1)
+    served.server.trouble = {7: "other adapter"}
     engine.add(under(1, seed=7))
     with pytest.raises(InvariantBroken, match="r1: vLLM sampled under adapter 1, asked for was 2"):
         while engine.active:
             engine.step()
 
 
-def test_adapter_that_the_server_has_lost_breaks_the_promise(hosted: Hosted) -> None:
-    engine = hosted.hosting(0, 1)
-    del hosted.server.named[hosted.name(1)]
+def test_adapter_that_the_server_has_lost_breaks_the_promise(served: Served) -> None:
+    engine = served.serving(0, 1)
+    del served.server.named[served.name(1)]
     engine.add(under(1))
     with pytest.raises(InvariantBroken, match=r"lost an adapter.*does not exist") as raised:
         while engine.active:
@@ -130,86 +130,86 @@ def test_adapter_that_the_server_has_lost_breaks_the_promise(hosted: Hosted) -> 
         engine.drop(1)
 
 
-def test_adapter_that_somebody_else_loads_meanwhile_is_noticed(hosted: Hosted) -> None:
-    engine = hosted.hosting(0)
-    write = hosted.server.rpc
+def test_adapter_that_somebody_else_loads_meanwhile_is_noticed(served: Served) -> None:
+    engine = served.serving(0)
+    write = served.server.rpc
 
     def crowded(body: dict[str, object]) -> dict[str, object]:
         found = write(body)
         if body["method"] == "dora_write":
-            hosted.server.hosted.add(77)
+            served.server.served.add(77)
         return found
 
-    hosted.server.rpc = crowded  # type: ignore[method-assign]
+    served.server.rpc = crowded  # type: ignore[method-assign]
     with pytest.raises(InvariantBroken, match=r"adapters \[2, 77\] in place of one"):
-        hosted.load(engine, 1)
+        served.load(engine, 1)
 
 
-def test_refused_adapter_leaves_what_was_there(hosted: Hosted) -> None:
-    engine = hosted.hosting(0, most=1)
-    del hosted.server.doors[:]
+def test_refused_adapter_leaves_what_was_there(served: Served) -> None:
+    engine = served.serving(0, most=1)
+    del served.server.doors[:]
     with pytest.raises(PolicyError, match="has the digest"):
-        engine.load(hosted.policies[1][0], version=1, digest="ab" * 32)
-    assert hosted.server.doors == LOAD[:1]
-    hosted.server.refusal = "no\nsuch adapter"
+        engine.load(served.policies[1][0], version=1, digest="ab" * 32)
+    assert served.server.doors == LOAD[:1]
+    served.server.refusal = "no\nsuch adapter"
     with pytest.raises(PolicyError, match="vLLM cannot load this adapter: no such adapter"):
-        hosted.load(engine, 1)
-    assert hosted.server.hosted == {1}
+        served.load(engine, 1)
+    assert served.server.served == {1}
     assert run(engine, [under(0, max_tokens=3)])["r0"].tokens
 
 
-def let_go_unheard(hosted: Hosted) -> VllmEngine:
+def let_go_unheard(served: Served) -> VllmEngine:
     """Return an engine whose request under version 1 was released and aborted before its stream
     began."""
-    engine = hosted.hosting(0, 1)
-    hosted.server.begin.clear()
-    hosted.server.hold_after = {7: 1}
+    engine = served.serving(0, 1)
+    served.server.begin.clear()
+    served.server.hold_after = {7: 1}
     engine.add(under(1, max_tokens=30))
     engine.cancel("r1")
-    assert hosted.server.asked.acquire(timeout=GUARD_S)
+    assert served.server.asked.acquire(timeout=GUARD_S)
     return engine
 
 
-def test_request_that_is_let_go_before_it_is_known_is_aborted_again(hosted: Hosted) -> None:
-    engine, server = let_go_unheard(hosted), hosted.server
+def test_request_that_is_let_go_before_it_is_known_is_aborted_again(served: Served) -> None:
+    engine, server = let_go_unheard(served), served.server
     started = threading.Timer(0.1, server.begin.set)
     started.start()
     engine.drop(1)
     started.join()
     stay = f"generate-tokens-{server.bodies[-1]['request_id']}"
     assert server.aborted == [stay, stay]
-    assert server.hosted == {1}
+    assert server.served == {1}
 
 
 def test_request_that_is_let_go_unheard_is_listened_to_by_steps_and_no_longer(
-    hosted: Hosted,
+    served: Served,
 ) -> None:
-    engine, server = let_go_unheard(hosted), hosted.server
+    engine, server = let_go_unheard(served), served.server
     server.begin.set()
     assert any(engine.step() or server.asked.acquire(timeout=0.01) for _ in range(1000))
     engine.close()
 
 
 def test_adapter_of_a_request_that_stays_unheard_is_not_dropped(
-    hosted: Hosted, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_versions, "FIRST_WORD_S", 0.1)
-    engine = hosted.hosting(0, 1)
-    hosted.server.begin.clear()
+    engine = served.serving(0, 1)
+    served.server.begin.clear()
     engine.add(under(1, max_tokens=30))
     engine.cancel("r1")
     with pytest.raises(ResourceError, match="is silent"):
         engine.drop(1)
-    assert hosted.server.hosted == {1, 2}
+    assert served.server.served == {1, 2}
     engine.close()
 
 
-def test_what_another_worker_left_there_is_gone(hosted: Hosted) -> None:
-    hosted.hosting(0, 1, 2)
-    engine = hosted.open()
-    assert (hosted.server.named, hosted.server.hosted) == ({}, set())
-    hosted.load(engine, 0)
-    hosted.load(engine, 1)
+def test_what_another_worker_left_there_is_gone(served: Served) -> None:
+    served.serving(0, 1, 2)
+    engine = served.open()
+    assert (served.server.named, served.server.served) == ({}, set())
+    served.load(engine, 0)
+    served.load(engine, 1)
     assert run(engine, [under(1, max_tokens=3)])["r1"].tokens
 
 
@@ -223,17 +223,17 @@ def test_what_another_worker_left_there_is_gone(hosted: Hosted) -> None:
     ],
 )
 def test_server_with_other_room_is_refused_with_what_it_lacks(
-    hosted: Hosted, facts: dict[str, int], rank: int, most: int, said: str, hint: str
+    served: Served, facts: dict[str, int], rank: int, most: int, said: str, hint: str
 ) -> None:
-    hosted.server.facts |= facts
+    served.server.facts |= facts
     with pytest.raises(ConfigError, match=said) as raised:
-        hosted.open(rank=rank, most=most)
+        served.open(rank=rank, most=most)
     assert raised.value.hint is not None and hint in raised.value.hint
 
 
-def test_weights_do_not_change_under_running_rows(hosted: Hosted) -> None:
-    engine = hosted.hosting(0, 1)
-    path, digest = hosted.policies[2]
+def test_weights_do_not_change_under_running_rows(served: Served) -> None:
+    engine = served.serving(0, 1)
+    path, digest = served.policies[2]
     with pytest.raises(ValueError, match="beside each other"):
         engine.reload_keeping(path, version=2, digest=digest)
     engine.add(under(1))
@@ -246,6 +246,6 @@ def test_weights_do_not_change_under_running_rows(hosted: Hosted) -> None:
         engine.load(other, version=4, digest=whole.digest)
     engine.cancel("r1")
     engine.load(other, version=4, digest=whole.digest)
-    assert len(hosted.server.hosted) == 1
+    assert len(served.server.served) == 1
     with pytest.raises(ValueError, match="version 1 is not resident"):
         engine.add(under(1))

@@ -69,7 +69,7 @@ def test_refused_weights_leave_it_asleep(server: FakeVllm, tmp_path: Path) -> No
     engine.close()
 
 
-def test_server_that_was_started_without_sleep_is_refused_where_its_worker_is_elastic(
+def test_server_that_was_started_without_sleep_is_refused_where_its_worker_is_colocated(
     server: FakeVllm, tmp_path: Path
 ) -> None:
     server.facts["sleeps"] = False

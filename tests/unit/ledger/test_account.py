@@ -39,7 +39,7 @@ def test_trained_group_and_its_step_end_together() -> None:
     group, step = whole().ended
     assert isinstance(group, GroupEnded)
     assert isinstance(step, StepEnded)
-    assert (group.fate, group.step, group.ended_ns) == ("trained", 4, at(1000))
+    assert (group.outcome, group.step, group.ended_ns) == ("trained", 4, at(1000))
     assert [one.trajectory for one in group.group.results] == [FIRST, SECOND]
     assert group.group.last is not None
     assert group.group.last.trajectory == SECOND
@@ -75,14 +75,14 @@ def _finished() -> AccountStage:
 def test_commit_of_a_batch_that_was_ended_does_not_count(revoked: AnyControl) -> None:
     told = _finished().fact(revoked).fact(commit(300))
     assert told.ended == []
-    told.decide(310, End(reason="non-finite", group=GROUP, fate="failed"))
+    told.decide(310, End(reason="non-finite", group=GROUP, outcome="failed"))
     (ended,) = told.ended
     assert isinstance(ended, GroupEnded)
-    assert (ended.fate, ended.step, ended.batch) == ("failed", None, None)
+    assert (ended.outcome, ended.step, ended.batch) == ("failed", None, None)
 
 
 def test_refusal_of_a_fenced_trainer_changes_nothing() -> None:
-    old: BatchRefused = refused(4, [GROUP], role_epoch=-2)
+    old: BatchRefused = refused(4, [GROUP], incarnation=-2)
     assert len(_finished().fact(old).fact(commit(300)).ended) == 2
 
 
@@ -100,21 +100,21 @@ def test_open_group_is_told_as_it_is() -> None:
     told = _finished()
     now = told.account.now(GROUP, at(260))
     assert now is not None
-    assert (now.fate, now.step) == ("open", 4)
+    assert (now.outcome, now.step) == ("open", 4)
     assert told.account.now("g0000000099", at(260)) is None
 
 
 def test_memory_holds_what_is_open_alone() -> None:
     told = _finished().fact(commit(300))
     assert told.account.open == {}
-    fenced = Fence(reason="silent", worker="w0", epoch=W0)
+    fenced = Fence(reason="silent", worker="w0", incarnation=W0)
     told.decide(310, fenced).fact(logged(320, "w0", W0, FIRST))
     event = told.events[-1]
     assert isinstance(event, RecordLogged)
     assert event.status == "fenced"
     for again in range(100):
-        epoch = 1000 + again
-        told.account.fact(epoch, joined("w9"))
-        told.fact(logged(400, "w9", epoch, FIRST))
-    assert set(told.account.workers) == {W1, epoch}
+        incarnation = 1000 + again
+        told.account.fact(incarnation, joined("w9"))
+        told.fact(logged(400, "w9", incarnation, FIRST))
+    assert set(told.account.workers) == {W1, incarnation}
     assert len(told.account._reports) <= REPORTS_KEPT + 2

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dora_pipe.ledger.evaluations import (
     Sample,
-    figures_of,
     interval_of,
     majority,
+    metrics_of,
     part_means,
     pass_at,
     tries_of,
@@ -49,15 +49,15 @@ def test_majority_is_what_the_most_frequent_answers_are_worth(
 
 def test_majority_is_said_from_three_votes_on_and_where_a_reward_reads_an_answer() -> None:
     said = [Sample(1.0, "4"), Sample(0.0, "5"), Sample(1.0, "4"), Sample(0.0, "6")]
-    found = figures_of([said, of(0.0, 0.0, 0.0, 0.0)], siblings=4)
+    found = metrics_of([said, of(0.0, 0.0, 0.0, 0.0)], samples=4)
     assert found["maj@4"] == 0.5, "who says no answer has no vote"
     assert {name for name in found if name.startswith("maj")} == {"maj@4"}
-    assert not any(name.startswith("maj") for name in figures_of([of(1, 1, 1)], siblings=3))
+    assert not any(name.startswith("maj") for name in metrics_of([of(1, 1, 1)], samples=3))
 
 
 def test_part_that_a_sample_does_not_have_counts_as_0() -> None:
     prompts = [[Sample(1.0, parts={"math": 1.0}), Sample(0.5, parts={"brevity": 0.5})], of(0.0)]
-    found = figures_of(prompts, siblings=2)
+    found = metrics_of(prompts, samples=2)
     assert (found["part/math"], found["part/brevity"]) == (0.25, 0.125)
 
 
@@ -72,25 +72,25 @@ def test_pass_at_is_the_share_of_all_choices_that_have_a_success(
 
 
 @pytest.mark.parametrize(
-    ("siblings", "tries"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
+    ("samples", "tries"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])]
 )
-def test_tries_are_powers_of_two_and_all(siblings: int, tries: list[int]) -> None:
-    assert tries_of(siblings) == tries
+def test_tries_are_powers_of_two_and_all(samples: int, tries: list[int]) -> None:
+    assert tries_of(samples) == tries
 
 
 @given(PROMPTS)
 def test_figures_are_between_0_and_1_and_grow_with_the_tries(prompts: list[list[Sample]]) -> None:
-    found = figures_of(prompts, siblings=6)
+    found = metrics_of(prompts, samples=6)
     assert all(0 <= value <= 1 for value in found.values())
     whole = [own for own in prompts if len(own) == 6]
-    grown = figures_of(whole, siblings=6)
+    grown = metrics_of(whole, samples=6)
     values = [grown[name] for name in ("pass@1", "pass@2", "pass@4", "pass@6") if name in grown]
     assert values == sorted(values)
 
 
 def test_what_is_not_valid_is_no_failure_and_what_nobody_can_say_is_left_out() -> None:
-    assert figures_of([of(1.0), []], siblings=2) == {"mean@2": 1.0, "pass@1": 1.0}
-    assert figures_of([[]], siblings=2) == {}
+    assert metrics_of([of(1.0), []], samples=2) == {"mean@2": 1.0, "pass@1": 1.0}
+    assert metrics_of([[]], samples=2) == {}
 
 
 def test_interval_is_the_same_again_and_as_wide_as_the_normal_one() -> None:

@@ -53,7 +53,7 @@ def round_(ordinal: int, control_next: int, *, stops: bool = False) -> Round:
     decisions = (StopRun(reason="all steps"),) if stops else ()
     return Round(
         ordinal=ordinal,
-        role_epoch=0,
+        incarnation=0,
         now_ns=1,
         control_next=control_next,
         decisions=decisions,
@@ -64,7 +64,13 @@ def round_(ordinal: int, control_next: int, *, stops: bool = False) -> Round:
 def status(at_ns: int) -> TrainerStatus:
     cost = Cost(total_s=0.0, bus_s=0.0, control_s=0.0, codec_s=0.0, rss_bytes=0)
     return TrainerStatus(
-        at_ns=at_ns, cost=cost, role_epoch=0, step=0, phase="idle", cached_records=0, cached_bytes=0
+        at_ns=at_ns,
+        cost=cost,
+        incarnation=0,
+        step=0,
+        phase="idle",
+        cached_records=0,
+        cached_bytes=0,
     )
 
 

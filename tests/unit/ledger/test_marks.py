@@ -32,10 +32,10 @@ def marks_of(stage: CatalogueStage) -> list[tuple[int, str, str]]:
     ]
 
 
-def trained(stage: CatalogueStage, step: int, epoch: int) -> None:
+def trained(stage: CatalogueStage, step: int, incarnation: int) -> None:
     spec = stage.group(step, step)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation)
     stage.train(step, spec)
 
 
@@ -73,10 +73,10 @@ def test_a_mark_says_both_values_and_who(stage: CatalogueStage) -> None:
 
 
 def left(stage: CatalogueStage) -> None:
-    stage.fact(WorkerLeft(at_ns=0, worker="w0", epoch=4, reason="asked"))
+    stage.fact(WorkerLeft(at_ns=0, worker="w0", incarnation=4, reason="asked"))
 
 
-FENCE = Fence(reason="silent", worker="w0", epoch=4)
+FENCE = Fence(reason="silent", worker="w0", incarnation=4)
 STORIES: dict[str, tuple[list[Story], list[tuple[int, str, str]]]] = {
     "all begin again": (
         [lambda stage: stopped(stage, "orchestrator", "trainer")],
@@ -130,11 +130,11 @@ def test_a_time_in_which_the_run_was_stopped_is_nobodys_wait(
     stage: CatalogueStage, before: str, between: str
 ) -> None:
     """The roles restart before the batch is taken, or before it is committed."""
-    epoch = stage.worker()
-    trained(stage, 0, epoch)
+    incarnation = stage.worker()
+    trained(stage, 0, incarnation)
     spec = stage.group(1, 1)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation)
     if before:
         stopped(stage, *before.split())
     groups = stage.take(1, spec)

@@ -28,23 +28,31 @@ def test_workers_of_others_are_those_that_joined_and_have_not_left() -> None:
 
     def say(record: Any) -> int:
         offset = writer.append([Append(topic=TOPICS.control, value=encode(record))])[0]
-        round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=offset + 1)
+        round_ = Round(ordinal=0, incarnation=0, now_ns=0, control_next=offset + 1)
         writer.append([Append(topic=TOPICS.decisions, value=encode(round_))])
         return offset
 
-    epochs = {name: say(records.joined(name)) for name in ("w0", "far", "near")}
-    ready = records.ready("w0", epochs["w0"], 0)
+    incarnations = {name: say(records.joined(name)) for name in ("w0", "far", "near")}
+    ready = records.ready("w0", incarnations["w0"], 0)
     say(ready)
     say(ready)
     progress = RunProgress(bus, TOPICS)
     progress.lines()
     assert progress.elsewhere(("w0",)) == 2
-    assert (progress.hosted["w0"], progress.hosted["far"]) == (2, 0)
+    assert (progress.served["w0"], progress.served["far"]) == (2, 0)
     again = say(records.joined("near"))
-    say(WorkerLeft(at_ns=0, worker="near", epoch=epochs["near"], reason="late", progress={}))
-    say(WorkerLeft(at_ns=0, worker="far", epoch=epochs["far"], reason="no memory", progress={}))
+    say(
+        WorkerLeft(
+            at_ns=0, worker="near", incarnation=incarnations["near"], reason="late", progress={}
+        )
+    )
+    say(
+        WorkerLeft(
+            at_ns=0, worker="far", incarnation=incarnations["far"], reason="no memory", progress={}
+        )
+    )
     assert "far left: no memory" in progress.lines()
-    assert again > epochs["near"] and progress.elsewhere(("w0",)) == 1
+    assert again > incarnations["near"] and progress.elsewhere(("w0",)) == 1
     progress.close()
 
 
@@ -52,7 +60,7 @@ def test_console_says_why_a_run_ends_early() -> None:
     bus = MemoryBus(MemoryLog(), now_ms=lambda: 0)
     bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
     stop = EarlyStop(evaluation="", best=3, reason="nothing was better than version 3")
-    round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=0, decisions=(stop,))
+    round_ = Round(ordinal=0, incarnation=0, now_ns=0, control_next=0, decisions=(stop,))
     bus.writer().append([Append(topic=TOPICS.decisions, value=encode(round_))])
     progress = RunProgress(bus, TOPICS)
     assert progress.lines() == ["the run ends early: nothing was better than version 3"]
@@ -68,18 +76,20 @@ def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None
     bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
     progress = RunProgress(bus, TOPICS, logs=Path("runs/r/logs"))
     stage = Stage(stats=progress)
-    epoch = stage.worker()
+    incarnation = stage.worker()
     for ordinal, said in enumerate(({0: INDEX}, {1: INDEX}, {0: LATE}, {})):
-        spec = stage.group(ordinal, epoch)
-        stage.logged(spec, epoch, tuple(None if one in said else 1.0 for one in (0, 1)), said=said)
-        stage.decide(End(group=spec.group, fate="filtered", reason="all are equal"))
+        spec = stage.group(ordinal, incarnation)
+        stage.logged(
+            spec, incarnation, tuple(None if one in said else 1.0 for one in (0, 1)), said=said
+        )
+        stage.decide(End(group=spec.group, outcome="filtered", reason="all are equal"))
     unfit = "row 4 of train.jsonl: a prompt of 90 tokens does not fit a context of 64"
-    spec = stage.group(4, epoch)
+    spec = stage.group(4, incarnation)
     stage.fact(
         RequestFailed(
             at_ns=0,
             worker="w0",
-            epoch=epoch,
+            incarnation=incarnation,
             trajectory=f"{spec.group}-000",
             attempt=1,
             error="PromptUnfit",
@@ -87,7 +97,9 @@ def test_first_error_of_each_class_is_a_line_and_the_others_are_shares() -> None
             retryable=False,
         )
     )
-    stage.decide(End(group=spec.group, fate="failed", reason="1 of 2 siblings are not valid"))
+    stage.decide(
+        End(group=spec.group, outcome="failed", reason="1 of 2 trajectories are not valid")
+    )
     stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=(), settings={}))
     stage.fact(records.committed(0, ()))
     lines = [line for line in progress.lines() if "joined" not in line]
@@ -107,9 +119,9 @@ def test_first_error_of_a_tool_is_a_line_though_its_trajectory_is_valid() -> Non
     bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
     progress = RunProgress(bus, TOPICS)
     stage = Stage(stats=progress)
-    epoch = stage.worker()
+    incarnation = stage.worker()
     raised = {"tool_error": "KeyError: tools.py:3: 'Oslo'"}
-    stage.logged(stage.group(0, epoch), epoch, (1.0, 0.0), said={0: raised, 1: raised})
+    stage.logged(stage.group(0, incarnation), incarnation, (1.0, 0.0), said={0: raised, 1: raised})
     assert [line for line in progress.lines() if "joined" not in line] == [
         "a tool of g0000000000-000 failed: KeyError: tools.py:3: 'Oslo'; traceback in the log of w0"
     ]
@@ -121,16 +133,16 @@ def test_step_without_a_gradient_says_why_and_again_after_each_doubling() -> Non
     bus.create([TopicSpec(name=name, partitions=1) for name in TOPICS.all()])
     progress = RunProgress(bus, TOPICS, verbose=True)
     stage = Stage(stats=progress)
-    epoch = stage.worker()
+    incarnation = stage.worker()
     for step, updates in enumerate((0.0, 1.0, 0.0, 0.0)):
-        spec = stage.group(step, epoch)
-        stage.log(spec, epoch, 0.5, 0.5)
+        spec = stage.group(step, incarnation)
+        stage.log(spec, incarnation, 0.5, 0.5)
         taken = (TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()),)
         stage.decide(TakeBatch(reason="all", step=step, attempt=1, groups=taken, settings={}))
         fact = records.committed(step, taken)
-        figures = {"updates": updates, "truncated": 0.25, "entropy": 1.0}
+        metrics = {"updates": updates, "truncated": 0.25, "entropy": 1.0}
         settings = {"trainer.learning_rate": 1e-5}
-        stage.fact(msgspec.structs.replace(fact, figures=figures, settings=settings))
+        stage.fact(msgspec.structs.replace(fact, metrics=metrics, settings=settings))
     told = progress.lines()
     assert told.count("           entropy 1  truncated 0.25  learning_rate 1e-05") == 4
     lines = [line for line in told if line.startswith("step")]
@@ -150,7 +162,7 @@ def test_a_resumed_run_says_where_it_goes_on_and_what_changed_and_no_earlier_lin
     def say(*facts: Any) -> None:
         appends = [Append(topic=TOPICS.control, value=encode(fact)) for fact in facts]
         end = writer.append(appends)[-1] + 1
-        round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=end)
+        round_ = Round(ordinal=0, incarnation=0, now_ns=0, control_next=end)
         writer.append([Append(topic=TOPICS.decisions, value=encode(round_))])
 
     rate = {"trainer.learning_rate": 0.5}

@@ -6,7 +6,7 @@ from dora_pipe.ledger.account import RunAccount
 from dora_pipe.observe.failed import BATCHES, GroupsSinceStep
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.identity import Purpose
-from dora_pipe.schemas.rounds import End, Fate, Round
+from dora_pipe.schemas.rounds import End, Outcome, Round
 from tests.support.catalogue_stage import ToldRun
 
 PER_STEP = 2
@@ -30,11 +30,13 @@ class Told(ToldRun):
         for event in self.account.round(round_, round_.ordinal):
             self.since.happened(event)
 
-    def end(self, fate: Fate, count: int, *, why: str = "", purpose: Purpose = "train") -> None:
+    def end(
+        self, outcome: Outcome, count: int, *, why: str = "", purpose: Purpose = "train"
+    ) -> None:
         for _ in range(count):
             spec = self.spec(self.rounds, purpose=purpose)
             self.decide(self.dispatch(spec))
-            self.decide(End(group=spec.group, fate=fate, reason=why))
+            self.decide(End(group=spec.group, outcome=outcome, reason=why))
 
 
 def test_few_groups_are_not_worth_a_word() -> None:
@@ -43,10 +45,10 @@ def test_few_groups_are_not_worth_a_word() -> None:
     assert told.since.words(PER_STEP) == told.since.words(None) == ""
 
 
-def test_most_frequent_fate_is_named_with_its_newest_reason() -> None:
+def test_most_frequent_outcome_is_named_with_its_newest_reason() -> None:
     told = Told()
     told.end("filtered", FEW - 2, why="equal")
-    told.end("failed", 3, why="1 of 2 siblings are not valid")
+    told.end("failed", 3, why="1 of 2 trajectories are not valid")
     assert told.since.words(PER_STEP) == "no step after 8 groups: 5 filtered (equal)" + ADVICE
     told.end("failed", 3, why="non-finite")
     assert told.since.words(PER_STEP) == "no step after 11 groups: 6 failed (non-finite)"

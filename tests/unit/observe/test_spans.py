@@ -111,7 +111,7 @@ def test_group_of_a_part_is_selected_when_the_part_is_taken() -> None:
     assert [one.attributes[names.REASON] for one in selected] == ["one", "the earliest deadlines"]
 
 
-def test_tree_of_one_trajectory_leaves_its_siblings_out() -> None:
+def test_tree_of_one_trajectory_leaves_its_samples_out() -> None:
     spans = [one for one in _spans(whole()) if one.trace_id != _step_id(whole())]
     found = _drawn(tree.branch(spans, SECOND))
     assert found == (GOLDEN / "trajectory.txt").read_text()
@@ -225,8 +225,8 @@ def _request_history(spans: list[Span], trajectory: str) -> tuple[Span, list[Spa
 
 def test_group_that_failed_says_so_and_so_does_its_attempt() -> None:
     told = began().decide(100, Dispatch(reason="room", spec=spec()), place("w0", W0, 0, 1))
-    told.decide(200, Fence(reason="nothing heard", worker="w0", epoch=W0))
-    told.decide(300, End(reason="no worker", group=GROUP, fate="failed"))
+    told.decide(200, Fence(reason="nothing heard", worker="w0", incarnation=W0))
+    told.decide(300, End(reason="no worker", group=GROUP, outcome="failed"))
     spans = _spans(told, {})
     root = _one(spans, "group")
     assert (root.error, root.attributes[names.ERROR]) == ("no worker", "failed")
@@ -239,7 +239,7 @@ def test_evaluation_uses_its_own_sampling_settings() -> None:
     group = "e0000000001"
     told, own = began(), spec(group)
     told.decide(100, Dispatch(reason="evaluation", spec=own), place("w0", W0, 0, of=own))
-    told.decide(200, End(reason="all logged", group=group, fate="evaluated"))
+    told.decide(200, End(reason="all logged", group=group, outcome="evaluated"))
     attempt = next(one for one in _spans(told, {}) if one.stage == "generated")
     assert attempt.attributes[names.TEMPERATURE] == 0.0
 

@@ -11,7 +11,7 @@ from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.text import short, sparkline
 from dora_pipe.observe.top import STOPPED_NS, Line, Panel, Screen, frame
 from dora_pipe.schemas.control import TakenGroup
-from dora_pipe.schemas.metrics import Blocker, FailingPlace, Wait
+from dora_pipe.schemas.metrics import Blocker, FailingServer, Wait
 from dora_pipe.schemas.rounds import StopRun, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS, START_NS
@@ -37,9 +37,9 @@ def test_run_that_has_not_started_has_a_frame() -> None:
 def test_workers_are_counted_by_version_and_state_then_named() -> None:
     stage = Stage()
     first, second = stage.worker("w0"), stage.worker("w1")
-    for name, epoch in (("w0", first), ("w1", second)):
-        stage.assign(name, epoch, 0)
-        stage.status(name, epoch, active=2 if name == "w0" else 0)
+    for name, incarnation in (("w0", first), ("w1", second)):
+        stage.assign(name, incarnation, 0)
+        stage.status(name, incarnation, active=2 if name == "w0" else 0)
     texts = _texts(_shown(stage).workers)
     assert sorted(texts[:2]) == ["1 generating, version 0", "1 idle, version 0"]
     assert texts[2:] == [
@@ -49,7 +49,7 @@ def test_workers_are_counted_by_version_and_state_then_named() -> None:
 
 
 SINCE_NS = START_NS - 10 * SECOND_NS
-PLACE = FailingPlace(task="games", url="tcp://g:7", failures=3, since_ns=SINCE_NS, why="gone")
+PLACE = FailingServer(task="games", url="tcp://g:7", failures=3, since_ns=SINCE_NS, why="gone")
 
 
 @pytest.mark.parametrize(
@@ -67,16 +67,16 @@ def test_line_of_a_worker_has_what_it_said_beside_its_requests(
     said: dict[str, Any], line: str
 ) -> None:
     stage = Stage()
-    epoch = stage.worker()
-    stage.assign("w0", epoch, 0)
-    stage.status("w0", epoch, active=2, **said)
+    incarnation = stage.worker()
+    stage.assign("w0", incarnation, 0)
+    stage.status("w0", incarnation, active=2, **said)
     assert _texts(_shown(stage).workers)[1:] == [f"w0 v0  generating 2/4+0 {line}"]
 
 
 def test_worker_that_is_silent_is_an_alarm_until_the_run_is_over() -> None:
     stage = Stage()
-    epoch = stage.worker()
-    stage.status("w0", epoch)
+    incarnation = stage.worker()
+    stage.status("w0", incarnation)
     stage.now_ns += 20 * SECOND_NS
     line = _shown(stage).workers.lines[-1]
     assert (line.text, line.style) == ("w0 v0  silent since 20.0 s", "alarm")
@@ -114,11 +114,11 @@ def test_overdue_wait_says_that_it_is_an_alarm_without_colour() -> None:
 
 def test_step_is_shown_from_its_first_group_to_its_commit_with_an_estimate() -> None:
     stage = Stage()
-    epoch = stage.worker()
-    specs = [stage.group(ordinal, epoch) for ordinal in range(2)]
-    stage.log(specs[0], epoch, 1.0, 0.0)
+    incarnation = stage.worker()
+    specs = [stage.group(ordinal, incarnation) for ordinal in range(2)]
+    stage.log(specs[0], incarnation, 1.0, 0.0)
     assert _texts(_shown(stage).numbers)[0] == "step 0: 1 of 2 groups finished"
-    stage.log(specs[1], epoch, 1.0, 1.0)
+    stage.log(specs[1], incarnation, 1.0, 1.0)
     taken = tuple(
         TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()) for spec in specs
     )

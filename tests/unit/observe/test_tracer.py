@@ -19,7 +19,7 @@ from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.span import Span
 from dora_pipe.observe.traces.tracer import RECENT_MIN, SlowGroups, Tracer, sampled_because
 from dora_pipe.schemas.identity import group_id
-from dora_pipe.schemas.rounds import Dispatch, End, Fate, decode_round
+from dora_pipe.schemas.rounds import Dispatch, End, Outcome, decode_round
 from tests.support.account_stage import W0, began, place, spec, whole
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.traces import check_whole, traces_of
@@ -142,17 +142,17 @@ def test_group_that_moved_is_traced_whatever_the_share_is() -> None:
     assert because == ["migrated", "all"]
 
 
-def _ended(ordinal: int, *, lasted_ms: float = 100.0, fate: Fate = "filtered") -> GroupEnded:
+def _ended(ordinal: int, *, lasted_ms: float = 100.0, outcome: Outcome = "filtered") -> GroupEnded:
     own = spec(group_id("train", ordinal))
     told = began().decide(100, Dispatch(reason="room", spec=own), place("w0", W0, 0, 1, of=own))
-    (ended,) = told.decide(100 + lasted_ms, End(reason="", group=own.group, fate=fate)).ended
+    (ended,) = told.decide(100 + lasted_ms, End(reason="", group=own.group, outcome=outcome)).ended
     assert isinstance(ended, GroupEnded)
     return ended
 
 
-@pytest.mark.parametrize(("fate", "why"), [("filtered", ""), ("failed", "failed")])
-def test_group_that_failed_is_traced_whatever_the_share_is(fate: Fate, why: str) -> None:
-    assert sampled_because(began().run, _ended(0, fate=fate), 0.0, slow=False) == why
+@pytest.mark.parametrize(("outcome", "why"), [("filtered", ""), ("failed", "failed")])
+def test_group_that_failed_is_traced_whatever_the_share_is(outcome: Outcome, why: str) -> None:
+    assert sampled_because(began().run, _ended(0, outcome=outcome), 0.0, slow=False) == why
 
 
 @pytest.mark.parametrize(

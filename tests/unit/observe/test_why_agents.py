@@ -6,7 +6,7 @@ from typing import Any
 
 from dora_pipe.observe.why import ADVICE, RoleAnswer, roles_of
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.metrics import AskedCall, Blocker, FailingPlace, Wait
+from dora_pipe.schemas.metrics import Blocker, FailingServer, UnansweredCall, Wait
 from tests.support.catalogue_stage import SECOND_NS
 from tests.support.stats_stage import Stage
 
@@ -18,30 +18,30 @@ def worker_in(stage: Stage) -> RoleAnswer:
 
 def test_a_worker_names_its_agents_and_the_age_of_the_oldest_call() -> None:
     stage = Stage()
-    epoch = stage.worker()
+    incarnation = stage.worker()
     since_ns = stage.now_ns - 12 * SECOND_NS
-    stage.status("w0", epoch, active=2, with_agent=9, calls_open=3, call_since_ns=since_ns)
+    stage.status("w0", incarnation, active=2, with_agent=9, calls_open=3, call_since_ns=since_ns)
     assert worker_in(stage).text == (
         "samples 2 requests of version 0, 9 with their agents, 3 open calls, the longest for 12.0 s"
     )
-    stage.status("w0", epoch, active=2)
+    stage.status("w0", incarnation, active=2)
     assert worker_in(stage).text == "samples 2 requests of version 0"
 
 
 def test_a_place_that_fails_is_named_and_blocks_what_waits_for_its_task() -> None:
     stage = Stage()
-    epoch = stage.worker()
+    incarnation = stage.worker()
     since_ns = stage.now_ns - 12 * SECOND_NS
-    place = FailingPlace(
+    place = FailingServer(
         task="games",
         url="tcp://games-1:7000",
         failures=3,
         since_ns=since_ns,
-        left_alone=True,
+        suspended=True,
         why="the connection ended",
     )
     wait = Wait(name="reward", words="rewards (2)", since_ns=since_ns, still=True)
-    stage.status("w0", epoch, failing=(place,), waits=(wait,))
+    stage.status("w0", incarnation, failing=(place,), waits=(wait,))
     found = worker_in(stage)
     line = "task games: tcp://games-1:7000 left alone, 3 failures in a row for 12.0 s: "
     assert found.failing == found.chain == (f"{line}the connection ended",)
@@ -50,12 +50,12 @@ def test_a_place_that_fails_is_named_and_blocks_what_waits_for_its_task() -> Non
 
 def test_a_session_names_the_calls_that_wait() -> None:
     stage = Stage()
-    epoch = stage.worker()
-    spec = stage.group(0, epoch)
+    incarnation = stage.worker()
+    spec = stage.group(0, incarnation)
     name = trajectory_id(spec.group, 0)
     calls = (
-        AskedCall(trajectory_id(stage.spec(1).group, 0), 1, stage.now_ns, "slots"),
-        AskedCall(name, 4, stage.now_ns - 2 * SECOND_NS, "slots"),
+        UnansweredCall(trajectory_id(stage.spec(1).group, 0), 1, stage.now_ns, "slots"),
+        UnansweredCall(name, 4, stage.now_ns - 2 * SECOND_NS, "slots"),
     )
     wait = Wait(
         name="agent",
@@ -65,7 +65,7 @@ def test_a_session_names_the_calls_that_wait() -> None:
         blockers=(Blocker("trajectory", name),),
     )
     said: dict[str, Any] = {"calls_open": 2, "calls_oldest": calls, "calls_before": (-1, 12)}
-    stage.status("w0", epoch, waits=(wait,), **said)
+    stage.status("w0", incarnation, waits=(wait,), **said)
     (line,) = worker_in(stage).chain
     assert line.startswith(f"{name}: on w0 for ")
     assert line.endswith("; its call 4 waits for slots, 2.0 s, 12 before it")

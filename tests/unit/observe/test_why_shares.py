@@ -20,13 +20,13 @@ from tests.support.stats_stage import COST
 SECONDS = st.floats(0, 60, allow_nan=False)
 
 
-def status(at_s: float, epoch: int, since_s: float, name: str) -> TrainerStatus:
+def status(at_s: float, incarnation: int, since_s: float, name: str) -> TrainerStatus:
     wait = Wait(name=name, words=name, since_ns=int(since_s * 1e9), still=True)
     return TrainerStatus(
         at_ns=int(at_s * 1e9),
         cost=COST,
         waits=(wait,),
-        role_epoch=epoch,
+        incarnation=incarnation,
         step=0,
         phase="idle",
         cached_records=0,
@@ -59,7 +59,7 @@ def test_shares_of_a_role_add_up_to_that_of_the_whole_and_to_no_more_than_all(
 @given(st.lists(st.sampled_from(("step", "stop", "stop in training")), max_size=8))
 def test_steps_and_stops_add_up_to_the_time_of_the_run(story: Sequence[str]) -> None:
     stage = CatalogueStage()
-    began_ns, epoch, incarnation, step = stage.now_ns, stage.worker(), 0, 0
+    began_ns, incarnation, incarnation, step = stage.now_ns, stage.worker(), 0, 0
     stage.begins("orchestrator", 0)
 
     def stop() -> None:
@@ -74,8 +74,8 @@ def test_steps_and_stops_add_up_to_the_time_of_the_run(story: Sequence[str]) -> 
             stop()
             continue
         spec = stage.group(step, step)
-        stage.place(spec, epoch)
-        stage.log(spec, epoch)
+        stage.place(spec, incarnation)
+        stage.log(spec, incarnation)
         groups = stage.take(step, spec)
         if event == "stop in training":
             stop()
@@ -105,21 +105,21 @@ def test_a_trajectory_failed_if_its_last_attempt_did(
     again: tuple[float | None, ...], failed: int
 ) -> None:
     stage = CatalogueStage()
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
     for attempt in (1, 2):
-        stage.place(spec, epoch, attempt=attempt)
+        stage.place(spec, incarnation, attempt=attempt)
         if attempt == 2 and again:
             said = {0: {"error": "KeyError: 'x'"}} if None in again else {}
-            stage.logged(spec, epoch, again, attempt=attempt, said=said)
+            stage.logged(spec, incarnation, again, attempt=attempt, said=said)
             continue
-        for sibling in range(2):
+        for sample in range(2):
             stage.fact(
                 RequestFailed(
                     at_ns=0,
                     worker="w0",
-                    epoch=epoch,
-                    trajectory=trajectory_id(spec.group, sibling),
+                    incarnation=incarnation,
+                    trajectory=trajectory_id(spec.group, sample),
                     attempt=attempt,
                     error="EngineError",
                     message="lost",

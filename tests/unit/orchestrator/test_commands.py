@@ -87,7 +87,7 @@ def test_steps_cannot_be_set_below_the_step_that_comes_next() -> None:
     assert "step 2 comes next" in stage.state.counters.rejection
     stage.tell(records.command("set", run__steps=2))
     ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert {one.fate for one in ends} == {"cancelled"}
+    assert {one.outcome for one in ends} == {"cancelled"}
     stage.commit()
     assert isinstance(stage.settle()[-1], StopRun)
 
@@ -119,7 +119,7 @@ def test_drain_lets_a_worker_finish_and_gives_it_nothing_more() -> None:
         stage.finish(name)
         stage.settle()
     assert stage.running("w0") == []
-    stage.tell(records.left("w0", drain.epoch))
+    stage.tell(records.left("w0", drain.incarnation))
     assert list(stage.state.workers) == ["w1"]
     stage.tell(records.command("drain"))
     assert [one.worker for one in stage.plan() if isinstance(one, Drain)] == ["w1"]
@@ -137,11 +137,11 @@ def test_stop_trains_what_fills_whole_batches_and_cancels_the_latest_rest() -> N
     assert len(stage.state.groups) == 5
     stage.tell(records.command("stop"))
     ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert [(one.group, one.fate) for one in ends] == [("g0000000004", "cancelled")]
+    assert [(one.group, one.outcome) for one in ends] == [("g0000000004", "cancelled")]
     assert "stop" in ends[0].reason
     stage.complete()
     assert stage.state.version == 2
-    assert stage.state.counters.fates == {"trained": 4, "cancelled": 1}
+    assert stage.state.counters.outcomes == {"trained": 4, "cancelled": 1}
 
 
 def test_stop_now_ends_the_run_after_the_step_that_trains() -> None:
@@ -165,7 +165,7 @@ def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
         stage.step()
     assert stage.state.done
     assert stage.state.version == 3, "steps 0, 1 and 2"
-    assert stage.state.counters.fates == {"trained": 3}, "no group was begun in vain"
+    assert stage.state.counters.outcomes == {"trained": 3}, "no group was begun in vain"
 
 
 @pytest.mark.parametrize(

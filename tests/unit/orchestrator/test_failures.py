@@ -44,7 +44,7 @@ def end_invalid(stage: Stage, name: str, error: str = TYPO) -> None:
     record = TrajectoriesLogged(
         at_ns=0,
         worker=request.worker,
-        epoch=request.epoch,
+        incarnation=request.incarnation,
         version=request.spec.version,
         digest=request.spec.digest,
         trajectories=(entry,),
@@ -68,7 +68,7 @@ def test_run_halts_when_the_first_two_batches_of_groups_have_failed() -> None:
     stage = running()
     halt = fail_until_halted(stage)
     assert halt is not None
-    assert (halt.error, stage.state.counters.fates) == (TYPO, {"failed": FIRST})
+    assert (halt.error, stage.state.counters.outcomes) == (TYPO, {"failed": FIRST})
     assert halt.trajectory in stage.placed
     assert f"all of the last {FIRST} groups" in halt.reason
     assert TYPO in halt.reason and halt.trajectory in halt.reason
@@ -113,7 +113,7 @@ def test_resume_lets_a_halted_run_go_on_and_counts_anew() -> None:
     fail_until_halted(again)
     again.tell(records.command("resume"))
     assert fail_until_halted(again, "TypeError: no") is not None
-    assert again.state.counters.fates["failed"] == 2 * FIRST
+    assert again.state.counters.outcomes["failed"] == 2 * FIRST
 
 
 def test_a_halt_that_is_not_due_or_says_another_error_is_refused() -> None:

@@ -14,9 +14,9 @@ from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
-    Place,
-    PlacedSibling,
     Round,
+    Schedule,
+    ScheduledSample,
     TakeBatch,
     chain_of,
     fold_bytes,
@@ -45,7 +45,7 @@ class Recorder(Stage):
         decisions = super().plan(limit=limit)
         round_ = Round(
             ordinal=self.state.rounds,
-            role_epoch=0,
+            incarnation=0,
             now_ns=self.state.now_ns,
             control_next=self.offset,
             decisions=tuple(decisions),
@@ -148,7 +148,7 @@ def _doubled(log: Logged) -> None:
     [
         (_damaged(3, {"now_ns": 1}), "round 3: time goes back"),
         (_damaged(3, {"now_ns": 10**9}), "round 3: its chain"),
-        (_damaged(3, {"role_epoch": -5}), "round 3: role epoch -5 was over"),
+        (_damaged(3, {"incarnation": -5}), "round 3: incarnation -5 was over"),
         (_damaged(3, {"control_next": 0}), "round 3: position 0 goes back"),
         (_damaged(3, {"chain": "0" * 64}), "round 3: its chain"),
         (_damaged(3, {"state_digest": f"{0:064}"}), "round 3: the state"),
@@ -182,8 +182,8 @@ def _first(log: Logged, kind: type[Any]) -> tuple[int, int, Any]:
     [
         (Dispatch, {"seed": 1}, "not the group that comes next"),
         (Dispatch, {"deadline": 99}, "not the group that comes next"),
-        (Place, {"siblings": (PlacedSibling(sibling=0, attempt=4),)}, "not the next attempt"),
-        (Place, {"worker": "w7"}, "is not there"),
+        (Schedule, {"samples": (ScheduledSample(sample=0, attempt=4),)}, "not the next attempt"),
+        (Schedule, {"worker": "w7"}, "is not there"),
         (TakeBatch, {"step": 1}, "is not the next one"),
         (TakeBatch, {"groups": ()}, "without groups"),
     ],
@@ -211,7 +211,7 @@ def test_forged_decision_is_named_although_the_chain_was_forged_with_it(
 def test_unreadable_control_records_are_in_the_chain_too() -> None:
     log: Logged = []
     for value in (b"not json", b"not json either"):
-        round_ = Round(ordinal=0, role_epoch=0, now_ns=0, control_next=1)
+        round_ = Round(ordinal=0, incarnation=0, now_ns=0, control_next=1)
         chain = chain_of("0" * 64, fold_bytes(0, value), round_)
         log.append((msgspec.structs.replace(round_, chain=chain), [(0, value)]))
     assert fold([log[0]]).counters.unreadable == 1

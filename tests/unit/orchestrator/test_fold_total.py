@@ -36,11 +36,11 @@ def busy() -> Stage:
 
 
 def every_kind(stage: Stage) -> list[AnyControl]:
-    """Return a plausible record of every kind; all are invalid under other epochs."""
+    """Return a plausible record of every kind; all are invalid under other incarnations."""
     place = next(iter(stage.placed.values()))
     assert stage.batch is not None
     adopted = WeightsAdopted(
-        at_ns=0, step=0, role_epoch=9, digest_committed="a", digest_replayed="b", why="test"
+        at_ns=0, step=0, incarnation=9, digest_committed="a", digest_replayed="b", why="test"
     )
     return [
         records.run_started(CONFIG),
@@ -48,10 +48,10 @@ def every_kind(stage: Stage) -> list[AnyControl]:
         records.joined("", slots=4),
         records.ready("w0", 9_999, 0),
         records.left("w0", 9_999),
-        as_record(msgspec.structs.replace(records.logged(place), epoch=9_999)),
-        records.released(msgspec.structs.replace(place, epoch=9_999)),
+        as_record(msgspec.structs.replace(records.logged(place), incarnation=9_999)),
+        records.released(msgspec.structs.replace(place, incarnation=9_999)),
         msgspec.structs.replace(records.failed(place), worker="nobody"),
-        GroupScored(at_ns=0, worker="w0", epoch=9_999, group=place.spec.group, attempt=1),
+        GroupScored(at_ns=0, worker="w0", incarnation=9_999, group=place.spec.group, attempt=1),
         records.committed(7, stage.batch.groups),
         records.refused(7, ["g0000000000"]),
         records.command("dance"),

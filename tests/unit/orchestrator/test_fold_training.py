@@ -34,7 +34,7 @@ def test_training_to_committed_makes_the_next_version() -> None:
     state = stage.state
     assert (state.version, state.training, state.attempt) == (1, None, 1)
     assert state.policies[1] == records.weights(1)
-    assert state.counters.fates == {"trained": 2}
+    assert state.counters.outcomes == {"trained": 2}
     assert state.counters.staleness == {0: 2}
     assert not {"g0000000000", "g0000000001"} & state.groups.keys()
 
@@ -44,7 +44,7 @@ def test_training_to_committed_makes_the_next_version() -> None:
     [
         ({"step": 1}, "not in training"),
         ({"attempt": 2}, "not in training"),
-        ({"role_epoch": 3}, "role epoch"),
+        ({"incarnation": 3}, "incarnation"),
         ({"groups": ()}, "not the one that was taken"),
         ({"batch_digest": "0" * 64}, "not the one that was taken"),
         ({"digest_before": "0" * 64}, "other weights"),
@@ -68,7 +68,7 @@ def test_commit_of_a_trainer_that_was_replaced_is_rejected() -> None:
     stage.tell(records.role_started("trainer", 1))
     stage.tell(commit_of(stage))
     assert stage.state.version == 0
-    stage.tell(msgspec.structs.replace(commit_of(stage), role_epoch=1))
+    stage.tell(msgspec.structs.replace(commit_of(stage), incarnation=1))
     assert stage.state.version == 1
 
 
@@ -81,7 +81,7 @@ def test_training_to_refused_returns_the_innocent_with_their_deadlines() -> None
     assert state.groups["g0000000000"].phase == "finished"
     assert sum(state.deadlines.values()) == 1 + len(others)
     ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert [(one.group, one.fate) for one in ends] == [("g0000000001", "failed")]
+    assert [(one.group, one.outcome) for one in ends] == [("g0000000001", "failed")]
     assert "unreadable: test" in ends[0].reason
     stage.finish_all()
     assert stage.batch is not None
@@ -98,7 +98,7 @@ def test_training_to_refused_returns_the_innocent_with_their_deadlines() -> None
         records.refused(0, ["g0000000009"]),
         records.refused(0, ["g0000000000"], attempt=2),
         records.refused(1, ["g0000000000"]),
-        records.refused(0, ["g0000000000"], role_epoch=9),
+        records.refused(0, ["g0000000000"], incarnation=9),
     ],
 )
 def test_refusal_that_names_nothing_of_the_batch_is_rejected(record: object) -> None:
@@ -116,7 +116,7 @@ def test_training_to_failed_when_a_user_gives_a_batch_up() -> None:
     assert stage.state.training is not None
     stage.tell(records.command("fail-batch", step=0))
     ends = [one for one in stage.settle() if isinstance(one, End)]
-    assert {(one.fate, one.reason) for one in ends} == {("failed", "non-finite")}
+    assert {(one.outcome, one.reason) for one in ends} == {("failed", "non-finite")}
     stage.finish_all()
     taken = [one for one in stage.decided if isinstance(one, TakeBatch)]
     assert [(one.step, one.attempt) for one in taken] == [(0, 1), (0, 2)]

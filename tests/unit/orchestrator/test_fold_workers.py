@@ -22,19 +22,24 @@ def one_group(**changes: object) -> Stage:
 FIRST, SECOND = "g0000000000-000", "g0000000000-001"
 
 
-def test_nowhere_to_joined_takes_the_offset_as_role_epoch() -> None:
+def test_nowhere_to_joined_takes_the_offset_as_incarnation() -> None:
     stage = Stage().begin()
-    epoch = stage.join("w0", slots=3, prefetch=2)
+    incarnation = stage.join("w0", slots=3, prefetch=2)
     worker = stage.state.workers["w0"]
-    assert (worker.epoch, worker.target, worker.hosted, worker.room) == (epoch, -1, -1, 5)
+    assert (worker.incarnation, worker.target, worker.served, worker.room) == (
+        incarnation,
+        -1,
+        -1,
+        5,
+    )
 
 
 def test_remains_loading_when_it_reports_another_version_or_other_weights() -> None:
     stage = Stage().begin()
-    epoch = stage.join("w0")
+    incarnation = stage.join("w0")
     stage.plan()
-    stage.tell(records.ready("w0", epoch, 1))
-    stage.tell(records.ready("w0", epoch, 0, digest=records.weights(1)))
+    stage.tell(records.ready("w0", incarnation, 1))
+    stage.tell(records.ready("w0", incarnation, 0, digest=records.weights(1)))
     assert stage.state.workers["w0"].loading
     assert stage.state.counters.rejected == 2
 
@@ -42,25 +47,25 @@ def test_remains_loading_when_it_reports_another_version_or_other_weights() -> N
 def test_requests_of_a_worker_that_joins_again_queue_again_and_keep_their_attempts() -> None:
     stage = one_group(rollout__max_attempts=2)
     old = stage.placed[FIRST]
-    epoch = stage.join("w0", slots=2)
+    incarnation = stage.join("w0", slots=2)
     assert stage.running() == []
     assert stage.state.requests[FIRST].faults == 1
     stage.settle()
     assert stage.placed[FIRST].attempt == 2
-    assert stage.placed[FIRST].epoch == epoch
+    assert stage.placed[FIRST].incarnation == incarnation
     stage.tell(records.logged(old))
     assert stage.state.counters.fenced == 1
     assert stage.state.groups["g0000000000"].ended == 0
     stage.join("w0", slots=2)
-    assert stage.state.counters.siblings_failed == 2, "two attempts, both lost"
+    assert stage.state.counters.samples_failed == 2, "two attempts, both lost"
 
 
 def test_leaving_worker_hands_its_requests_back_with_their_progress() -> None:
     stage = one_group()
-    epoch = stage.state.workers["w0"].epoch
+    incarnation = stage.state.workers["w0"].incarnation
     stage.worker("w1", slots=2)
     resume = Resume(tokens=40, partition=0, offset=12)
-    stage.tell(records.left("w0", epoch, {FIRST: resume, "g0000000077-000": resume}))
+    stage.tell(records.left("w0", incarnation, {FIRST: resume, "g0000000077-000": resume}))
     assert "w0" not in stage.state.workers
     assert stage.state.requests[FIRST].faults == 0, "leaving in order is nobody's fault"
     stage.settle()
@@ -89,7 +94,7 @@ def test_silent_to_fenced_and_its_requests_go_elsewhere() -> None:
     old = stage.placed[FIRST]
     stage.lose("w0")
     fences = [one for one in stage.settle() if isinstance(one, Fence)]
-    assert [(one.worker, one.epoch) for one in fences] == [("w0", old.epoch)]
+    assert [(one.worker, one.incarnation) for one in fences] == [("w0", old.incarnation)]
     assert stage.placed[FIRST].worker == "w1"
     stage.tell(records.logged(old))
     assert stage.state.counters.fenced == 1
@@ -125,8 +130,8 @@ def test_retryable_failure_queues_again_until_attempts_are_used_up() -> None:
         stage.tell(records.failed(stage.placed[FIRST]))
         stage.settle()
     assert FIRST not in stage.state.requests
-    assert stage.state.counters.siblings_failed == 1
-    assert stage.state.counters.fates == {"failed": 1}
+    assert stage.state.counters.samples_failed == 1
+    assert stage.state.counters.outcomes == {"failed": 1}
 
 
 @pytest.mark.parametrize("slots", [0, -1, 100_000])

@@ -21,14 +21,14 @@ def waits_of(bench: Bench) -> list[Wait]:
 
 def test_nobody_is_fenced_while_a_topic_is_held_back_and_everybody_is_judged_afterwards() -> None:
     bench = Bench(timing__lease_s=LEASE_S)
-    epoch = bench.serving()
+    incarnation = bench.serving()
     bench.wait(LEASE_S - 2)
     found = bench.turn(HeldBack((METRICS,)))
     found += bench.wait(10 * LEASE_S)
     found += bench.turn(HeldBack(()))
     found += bench.wait(1.5)
     assert not any(isinstance(one, LeaseExpired) for one in found)
-    assert LeaseExpired(worker="w0", epoch=epoch) in bench.wait(1)
+    assert LeaseExpired(worker="w0", incarnation=incarnation) in bench.wait(1)
 
 
 def test_a_held_back_topic_is_a_wait_with_a_beginning_a_limit_and_a_name() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.schemas.rounds import Assign, Place
+from dora_pipe.schemas.rounds import Assign, Schedule
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -60,7 +60,7 @@ def test_queued_requests_follow_to_the_newest_version_and_keep_stamp_and_deadlin
     stage.settle()
     for name, group in stage.state.groups.items():
         assert group.spec == before.get(name, group.spec)
-    placed = [one for one in stage.decided if isinstance(one, Place) and one.spec.version == 0]
+    placed = [one for one in stage.decided if isinstance(one, Schedule) and one.spec.version == 0]
     hosts = {stage.placed[name].worker for name in queued}
     assert hosts == {"w0"}
     assert targets(stage) == {"w0": 1}
@@ -103,7 +103,9 @@ def test_busy_worker_may_not_go_back_to_an_older_version() -> None:
     stage.load()
     worker = stage.state.workers["w0"]
     assert worker.requests
-    back = Assign(worker="w0", epoch=worker.epoch, version=0, digest=records.weights(0), reason="")
+    back = Assign(
+        worker="w0", incarnation=worker.incarnation, version=0, digest=records.weights(0), reason=""
+    )
     with pytest.raises(InvariantBroken, match="has open requests"):
         apply_decision(stage.state, back)
 
@@ -114,7 +116,7 @@ def test_run_that_does_not_mix_versions_leaves_busy_workers_alone() -> None:
     assert step(stage, "g0000000000") == []
     worker = stage.state.workers["w0"]
     forward = Assign(
-        worker="w0", epoch=worker.epoch, version=1, digest=records.weights(1), reason=""
+        worker="w0", incarnation=worker.incarnation, version=1, digest=records.weights(1), reason=""
     )
     with pytest.raises(InvariantBroken, match="has open requests"):
         apply_decision(stage.state, forward)

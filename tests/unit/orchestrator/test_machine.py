@@ -42,7 +42,7 @@ class Bench:
         self.machine = OrchestratorMachine(
             state=State() if state is None else state,
             topics=TOPICS,
-            role_epoch=0,
+            incarnation=0,
             metrics={TopicPartition(TOPICS.metrics, 0): 5},
             timing=self.config.timing,
             cost=lambda: COST,
@@ -65,12 +65,12 @@ class Bench:
         self.control.append((self.offset, value))
         return Record(topic=TOPICS.control, partition=0, offset=self.offset, key=b"k", value=value)
 
-    def status(self, worker: str, epoch: int, **progress: Resume) -> Record:
+    def status(self, worker: str, incarnation: int, **progress: Resume) -> Record:
         status = WorkerStatus(
             at_ns=0,
             cost=COST,
             worker=worker,
-            epoch=epoch,
+            incarnation=incarnation,
             version=0,
             active=0,
             waiting=0,
@@ -106,9 +106,9 @@ class Bench:
 
     def serving(self, name: str = "w0", slots: int = 4) -> int:
         self.turn(self.fact(records.joined(name, slots=slots)))
-        epoch = self.offset
-        self.turn(self.fact(records.ready(name, epoch, 0)))
-        return epoch
+        incarnation = self.offset
+        self.turn(self.fact(records.ready(name, incarnation, 0)))
+        return incarnation
 
     def topic(self, name: str) -> list[Append]:
         return [one for one in self.published if one.topic == name]
@@ -176,9 +176,9 @@ def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewher
     assert bench.wait(4.5, bench.status("w1", living)) == []
     found = bench.wait(1, bench.status("w1", living))
     assert found[:3] == [
-        LeaseExpired(worker="w0", epoch=silent),
+        LeaseExpired(worker="w0", incarnation=silent),
         Progressed(trajectory=lost[1], resume=resume),
-        Fence(worker="w0", epoch=silent, reason=found[2].reason),
+        Fence(worker="w0", incarnation=silent, reason=found[2].reason),
     ]
     placed = {one.trajectory: one for one in placed_by(found)}
     assert placed.keys() == set(lost)
@@ -190,10 +190,10 @@ def test_silent_worker_is_fenced_after_its_lease_and_its_requests_go_on_elsewher
 def test_worker_with_a_name_that_is_none_is_fenced_as_it_joins_and_hears_why(name: str) -> None:
     bench = Bench()
     found = bench.turn(bench.fact(records.joined(name)))
-    epoch = bench.offset
+    incarnation = bench.offset
     lease, fence = found[:2]
-    assert lease == LeaseExpired(worker=name, epoch=epoch)
-    assert isinstance(fence, Fence) and (fence.worker, fence.epoch) == (name, epoch)
+    assert lease == LeaseExpired(worker=name, incarnation=incarnation)
+    assert isinstance(fence, Fence) and (fence.worker, fence.incarnation) == (name, incarnation)
     assert fence.reason.startswith("not a worker's name: ") and len(fence.reason) < 200
     assert name not in bench.machine.state.workers
     assert not any(isinstance(one, Assign) for one in found)

@@ -12,7 +12,7 @@ from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import AnyDecision, Assign, KvPressure, Move, PlanPeriod
+from dora_pipe.schemas.rounds import AnyDecision, Assign, KvPressure, Migrate, PlanPeriod
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 from tests.support.singly import placed as placed_by
@@ -26,8 +26,8 @@ MANY: dict[str, Any] = {
 }
 
 
-def moves_of(decisions: list[AnyDecision]) -> list[Move]:
-    return [one for one in decisions if isinstance(one, Move)]
+def moves_of(decisions: list[AnyDecision]) -> list[Migrate]:
+    return [one for one in decisions if isinstance(one, Migrate)]
 
 
 def two_half_empty(*, moves: bool = True, slots: int = 4, age_s: float = 100.0) -> Stage:
@@ -141,14 +141,16 @@ def test_drained_worker_hands_its_requests_over_and_leaves() -> None:
         stage.release(name)
     stage.plan()
     assert set(had) <= set(stage.running("a"))
-    epoch = stage.state.workers["b"].epoch
-    stage.tell(records.left("b", epoch))
+    incarnation = stage.state.workers["b"].incarnation
+    stage.tell(records.left("b", incarnation))
     assert stage.state.counters.requeued == 0, "nothing was lost"
 
 
 def pressed(stage: Stage, name: str, used: int) -> list[AnyDecision]:
-    epoch = stage.state.workers[name].epoch
-    apply_observation(stage.state, KvPressure(worker=name, epoch=epoch, used_tokens=used))
+    incarnation = stage.state.workers[name].incarnation
+    apply_observation(
+        stage.state, KvPressure(worker=name, incarnation=incarnation, used_tokens=used)
+    )
     return stage.plan()
 
 
@@ -195,7 +197,7 @@ def test_version_without_a_host_gets_a_worker_that_is_emptied_for_it() -> None:
     [
         ({"attempt": 7}, "not placed there"),
         ({"to": "b"}, "is on b already"),
-        ({"to_epoch": 99}, "is not there"),
+        ({"to_incarnation": 99}, "is not there"),
         ({"trajectory": "g0000000099-000"}, "is not open"),
     ],
 )
@@ -207,7 +209,7 @@ def test_move_that_cannot_be_is_refused_and_changes_nothing(
     (first, _) = moves_of(stage.plan())
     changed = msgspec.structs.replace(first, **changes)
     if "to" in changes:
-        changed = msgspec.structs.replace(changed, to_epoch=first.epoch)
+        changed = msgspec.structs.replace(changed, to_incarnation=first.incarnation)
     digest = before.digest()
     with pytest.raises(InvariantBroken, match=why):
         apply_decision(before, changed)

@@ -28,8 +28,10 @@ MANY: dict[str, Any] = {
 
 
 def observed(stage: Stage, name: str, requests: int) -> list[AnyDecision]:
-    epoch = stage.state.workers[name].epoch
-    apply_observation(stage.state, OffEngine(worker=name, epoch=epoch, requests=requests))
+    incarnation = stage.state.workers[name].incarnation
+    apply_observation(
+        stage.state, OffEngine(worker=name, incarnation=incarnation, requests=requests)
+    )
     return stage.plan()
 
 
@@ -80,14 +82,14 @@ def test_room_is_what_slots_and_the_most_leave(
 ) -> None:
     worker = Worker(
         name="a",
-        epoch=1,
+        incarnation=1,
         slots=slots,
         prefetch=prefetch,
         requests={str(one) for one in range(many)},
         off_engine=min(off, many),
         leaving=min(leaving, many),
         arriving=arriving,
-        hosted=-1,
+        served=-1,
     )
     size, here = slots + prefetch, many + arriving
     most = max(2 * size, min(OPEN_TIMES * size, OPEN_MAX))
@@ -100,8 +102,8 @@ def test_room_is_what_slots_and_the_most_leave(
         assert worker.free == max(0, slots - worker.load)
 
 
-def status(bench: Bench, epoch: int, off_engine: int) -> Record:
-    plain = bench.status("w0", epoch)
+def status(bench: Bench, incarnation: int, off_engine: int) -> Record:
+    plain = bench.status("w0", incarnation)
     found = decode_metrics(plain.value)
     assert isinstance(found, WorkerStatus)
     found = msgspec.structs.replace(found, off_engine=off_engine)
@@ -114,11 +116,11 @@ def seen(found: list[Any]) -> list[int]:
 
 def test_a_status_is_observed_when_it_says_another_number_and_once() -> None:
     bench = Bench(**MANY)
-    epoch = bench.serving(slots=4)
-    assert seen(bench.turn(status(bench, epoch, 0))) == []
-    assert seen(bench.turn(status(bench, epoch, 3), status(bench, epoch, 2))) == [2]
+    incarnation = bench.serving(slots=4)
+    assert seen(bench.turn(status(bench, incarnation, 0))) == []
+    assert seen(bench.turn(status(bench, incarnation, 3), status(bench, incarnation, 2))) == [2]
     rounds = len(bench.rounds)
-    assert seen(bench.turn(status(bench, epoch, 2))) == []
+    assert seen(bench.turn(status(bench, incarnation, 2))) == []
     assert len(bench.rounds) == rounds, "what is known already makes no round"
-    assert seen(bench.turn(status(bench, epoch, 0))) == [0]
-    assert seen(bench.turn(status(bench, epoch - 1, 3))) == [], "of another incarnation"
+    assert seen(bench.turn(status(bench, incarnation, 0))) == [0]
+    assert seen(bench.turn(status(bench, incarnation - 1, 3))) == [], "of another incarnation"

@@ -51,7 +51,7 @@ def test_finished_groups_are_taken_in_parts_and_the_batch_names_them_first() -> 
     assert first.settings == batch.settings
     stage.commit()
     assert stage.state.version == 1
-    assert stage.state.counters.fates == {"trained": 4}
+    assert stage.state.counters.outcomes == {"trained": 4}
 
 
 def test_no_part_is_taken_that_leaves_no_room_for_what_is_due() -> None:

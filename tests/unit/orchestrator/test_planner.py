@@ -17,7 +17,7 @@ from dora_pipe.schemas.rounds import (
     Cancel,
     Dispatch,
     End,
-    Place,
+    Schedule,
     StopRun,
     TakeBatch,
 )
@@ -44,7 +44,7 @@ def test_a_worker_is_assigned_then_loaded_then_filled() -> None:
     assert stage.plan() == [], "a loading worker gets nothing"
     stage.load()
     decisions = stage.plan()
-    assert [type(one) for one in decisions] == [Dispatch, Place, Dispatch, Place]
+    assert [type(one) for one in decisions] == [Dispatch, Schedule, Dispatch, Schedule]
 
 
 def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
@@ -60,14 +60,14 @@ def test_a_dispatch_stamps_version_deadline_prompt_seed_and_partition() -> None:
         assert spec.size == 2
 
 
-def test_a_group_is_admitted_for_one_free_slot_and_its_siblings_queue() -> None:
+def test_a_group_is_admitted_for_one_free_slot_and_its_samples_queue() -> None:
     stage = Stage(rollout__group_size=4).begin()
     stage.worker("w0", slots=1)
     assert len(specs(stage)) == 1
     assert len(stage.state.queues[0]) == 3
     stage.finish("g0000000000-000")
     placed = [one.trajectory for one in placed_by(stage.plan())]
-    assert placed == ["g0000000000-001"], "queued siblings go before new groups"
+    assert placed == ["g0000000000-001"], "queued trajectories go before new groups"
     assert len(specs(stage)) == 1
 
 
@@ -95,7 +95,7 @@ def test_order_inside_a_plan() -> None:
     stage.finish("g0000000000-001", reward=0.0)
     for name in ("g0000000001-000", "g0000000001-001"):
         stage.finish(name)
-    assert kinds(stage.plan()) == ["End", "TakeBatch", "Dispatch", "Place"]
+    assert kinds(stage.plan()) == ["End", "TakeBatch", "Dispatch", "Schedule"]
     stage.commit()
     assert kinds(stage.plan()) == ["Assign"]
 
@@ -111,9 +111,9 @@ def test_a_batch_lists_every_trajectory_with_its_place_in_the_log() -> None:
     (batch,) = [one for one in stage.plan() if isinstance(one, TakeBatch)]
     (group,) = batch.groups
     assert (group.group, group.version, group.deadline) == ("g0000000000", 0, 1)
-    listed = [(one.trajectory, one.attempt, one.epoch) for one in group.trajectories]
-    epoch = stage.state.workers["w0"].epoch
-    assert listed == [("g0000000000-000", 1, epoch), ("g0000000000-002", 1, epoch)]
+    listed = [(one.trajectory, one.attempt, one.incarnation) for one in group.trajectories]
+    incarnation = stage.state.workers["w0"].incarnation
+    assert listed == [("g0000000000-000", 1, incarnation), ("g0000000000-002", 1, incarnation)]
     assert [one.partition for one in group.trajectories] == [0, 0]
     assert (batch.step, batch.attempt) == (0, 1)
 
@@ -141,19 +141,19 @@ def test_group_without_advantage_is_filtered_and_replaced_with_the_newest_stamp(
     stage.finish("g0000000000-000")
     stage.finish("g0000000000-001")
     decisions = stage.plan()
-    assert kinds(decisions) == ["End", "Dispatch", "Place"]
+    assert kinds(decisions) == ["End", "Dispatch", "Schedule"]
     assert isinstance(decisions[0], End)
-    assert (decisions[0].fate, "no advantage" in decisions[0].reason) == ("filtered", True)
+    assert (decisions[0].outcome, "no advantage" in decisions[0].reason) == ("filtered", True)
     assert [spec.ordinal for spec in specs(stage)] == [0, 1]
 
 
-def test_group_without_enough_valid_siblings_fails_and_the_running_ones_are_cancelled() -> None:
+def test_group_without_enough_valid_samples_fails_and_the_running_ones_are_cancelled() -> None:
     stage = Stage(
         rollout__prompts_per_step=1, rollout__group_size=4, rollout__min_valid_trajectories=3
     ).begin()
     stage.worker("w0", slots=3)
     stage.finish("g0000000000-000", reward=None)
-    assert kinds(stage.plan()) == ["Place"], "three of four may still be valid"
+    assert kinds(stage.plan()) == ["Schedule"], "three of four may still be valid"
     stage.finish("g0000000000-001", reward=None)
     decisions = stage.plan()
     assert kinds(decisions)[:2] == ["Cancel", "End"]
@@ -182,7 +182,7 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     stage.plan()
     assert stage.running() == ["e0000000000-000", "e0000000001-000"]
     stage.finish_all()
-    assert stage.state.counters.fates == {"evaluated": 2}
+    assert stage.state.counters.outcomes == {"evaluated": 2}
     stage.commit()
     stage.settle()
     assert len(specs(stage, "eval")) == 2, "version 1 is neither first nor last"
@@ -195,7 +195,7 @@ def test_evaluation_of_a_version_queues_behind_its_training_groups_and_ends_eval
     assert specs(stage, "eval")[2].seed == found[0].seed, "every evaluation draws the same"
     stage.finish_all()
     assert stage.state.done
-    assert stage.state.counters.fates == {"evaluated": 4, "trained": 2}
+    assert stage.state.counters.outcomes == {"evaluated": 4, "trained": 2}
 
 
 def test_plan_leaves_the_state_alone_and_decide_does_what_plan_says() -> None:
@@ -232,7 +232,7 @@ def test_long_plan_is_cut_and_goes_on_in_the_next_round() -> None:
     assert cut.state.digest() == whole.state.digest()
 
 
-@pytest.mark.parametrize("kind", [Dispatch, Place, Assign, TakeBatch, End])
+@pytest.mark.parametrize("kind", [Dispatch, Schedule, Assign, TakeBatch, End])
 def test_no_decision_is_legal_twice(kind: type[Any]) -> None:
     stage = Stage(rollout__prompts_per_step=1, rollout__filter_zero_advantage=True).begin()
     stage.worker("w0", slots=4)

@@ -40,7 +40,7 @@ def test_folding_the_log_gives_the_state_and_the_chain_of_the_living() -> None:
     assert found.state.digest() == world.machine.state.digest()
     assert found.state.chain == world.machine.state.chain
     assert found.control_next == world.machine.state.control_next
-    assert found.role_epoch == 0
+    assert found.incarnation == 0
     rounds = list(read_rounds(world.bus, world.topics))
     assert [one.round.ordinal for one in rounds] == list(range(found.state.rounds))
     assert isinstance(rounds[-1].round.decisions[-1], StopRun)
@@ -57,7 +57,7 @@ def test_folding_stops_where_a_round_was_changed() -> None:
         for number, record in enumerate(reader.poll(timeout_s=0, records_max=10**6)):
             value = record.value
             if name == topics.decisions and number == 4:
-                value = value.replace(b'"role_epoch":0', b'"role_epoch":1')
+                value = value.replace(b'"incarnation":0', b'"incarnation":1')
             writer.append([Append(topic=name, value=value)])
     with pytest.raises(InvariantBroken, match=r"round \d+"):
         list(fold_log(other, topics))
@@ -118,7 +118,7 @@ def control_of(bus: MemoryBus) -> list[object]:
     return [decode_control(record.value) for record in reader.poll(timeout_s=0)]
 
 
-def test_role_starts_the_run_once_and_takes_the_next_role_epoch_each_time() -> None:
+def test_role_starts_the_run_once_and_takes_the_next_incarnation_each_time() -> None:
     bus = fresh()
     state = be_orchestrator(bus)
     assert state.facts is not None
@@ -126,8 +126,8 @@ def test_role_starts_the_run_once_and_takes_the_next_role_epoch_each_time() -> N
     again = be_orchestrator(bus)
     found = control_of(bus)
     assert [type(one) for one in found] == [RunStarted, RoleStarted, RoleStarted]
-    assert [one.role_epoch for one in found if isinstance(one, RoleStarted)] == [0, 1]
-    assert (again.orchestrator_epoch, again.round_epoch) == (1, 1)
+    assert [one.incarnation for one in found if isinstance(one, RoleStarted)] == [0, 1]
+    assert (again.orchestrator_incarnation, again.round_incarnation) == (1, 1)
 
 
 def test_role_without_a_run_says_so() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.orchestrator.apply_decision import apply_decision
-from dora_pipe.schemas.rounds import Assign, Move
+from dora_pipe.schemas.rounds import Assign, Migrate
 from tests.support.orchestrator_stage import Stage
 
 
@@ -51,7 +51,7 @@ def test_every_worker_takes_the_newest_version_at_once_and_requests_keep_theirs(
     assert held(stage) == [0, 1]
     assert set(busy) <= set(stage.running()), "nothing was moved or handed back"
     assert {stage.placed[name].spec.version for name in stage.running()} == {0, 1}
-    assert not [one for one in stage.decided if isinstance(one, Move)]
+    assert not [one for one in stage.decided if isinstance(one, Migrate)]
 
 
 def test_version_without_open_groups_is_dropped_with_the_next_assignment() -> None:

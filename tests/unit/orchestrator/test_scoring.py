@@ -29,8 +29,8 @@ def asked(stage: Stage, group: str = G0) -> ScoreGroup:
 
 
 def complete(stage: Stage, group: str = G0, *rewards: float | None) -> ScoreGroup:
-    for sibling, reward in enumerate(rewards or (1.0, 1.0)):
-        stage.finish(f"{group}-{sibling:03}", reward=reward)
+    for sample, reward in enumerate(rewards or (1.0, 1.0)):
+        stage.finish(f"{group}-{sample:03}", reward=reward)
     stage.settle()
     return asked(stage, group)
 
@@ -40,7 +40,7 @@ def ended(stage: Stage, group: str = G0) -> End:
     return next(one for one in found if one.group == group)
 
 
-def test_a_group_is_asked_about_when_its_last_sibling_has_ended_and_holds_no_slot() -> None:
+def test_a_group_is_asked_about_when_its_last_sample_has_ended_and_holds_no_slot() -> None:
     stage = stage_of()
     stage.finish(f"{G0}-000")
     stage.settle()
@@ -67,16 +67,16 @@ def test_the_rewards_of_the_answer_are_what_a_batch_is_taken_with() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "fate"), [((0.5, 0.5), "filtered"), ((0.5, 1.0), None)], ids=["equal", "unequal"]
+    ("rewards", "outcome"), [((0.5, 0.5), "filtered"), ((0.5, 1.0), None)], ids=["equal", "unequal"]
 )
 def test_whether_it_is_filtered_is_asked_of_the_scores_not_of_the_records(
-    rewards: tuple[float, ...], fate: str | None
+    rewards: tuple[float, ...], outcome: str | None
 ) -> None:
     stage = stage_of(rollout__filter_zero_advantage=True)
     stage.tell(records.scored(complete(stage), rewards))
     stage.settle()
-    found = [one.fate for one in stage.decided if isinstance(one, End) and one.group == G0]
-    assert found == ([fate] if fate else [])
+    found = [one.outcome for one in stage.decided if isinstance(one, End) and one.group == G0]
+    assert found == ([outcome] if outcome else [])
 
 
 def test_an_attempt_that_may_be_asked_again_is_boundedly_often_and_then_the_group_fails() -> None:
@@ -88,7 +88,7 @@ def test_an_attempt_that_may_be_asked_again_is_boundedly_often_and_then_the_grou
         stage.settle()
         question = asked(stage)
     assert question.attempt == 3
-    assert ended(stage).fate == "failed"
+    assert ended(stage).outcome == "failed"
     assert G0 not in stage.state.scoring
 
 
@@ -97,7 +97,7 @@ def test_a_worker_that_goes_is_replaced_and_only_its_loss_counts(orderly: bool) 
     stage = stage_of("w0", "w1")
     first = complete(stage)
     if orderly:
-        stage.tell(records.left(first.worker, first.epoch))
+        stage.tell(records.left(first.worker, first.incarnation))
     else:
         stage.lose(first.worker)
     stage.settle()
@@ -113,15 +113,15 @@ def test_a_worker_that_goes_is_replaced_and_only_its_loss_counts(orderly: bool) 
     assert stage.state.counters.superseded == 1
 
 
-def test_an_answer_about_other_siblings_or_without_bounds_is_rejected() -> None:
+def test_an_answer_about_other_samples_or_without_bounds_is_rejected() -> None:
     stage = stage_of()
     question = complete(stage)
     answer = records.scored(question, (1.0, float("1e9")))
     stage.tell(answer)
     assert "beyond" in stage.state.counters.rejection
     answer = records.scored(question, (1.0, 1.0))
-    stage.tell(msgspec.structs.replace(answer, siblings=answer.siblings[:1]))
-    assert "other siblings" in stage.state.counters.rejection
+    stage.tell(msgspec.structs.replace(answer, samples=answer.samples[:1]))
+    assert "other trajectories" in stage.state.counters.rejection
     assert stage.state.groups[G0].phase == "scoring"
 
 

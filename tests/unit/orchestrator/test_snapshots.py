@@ -57,10 +57,10 @@ def test_orchestrator_that_begins_at_a_snapshot_equals_one_that_folds(
     found = recover(world.bus, world.topics, tmp_path)
     assert found.state.digest() == whole.state.digest()
     assert found.state.chain == whole.state.chain
-    assert (found.control_next, found.decisions_next, found.role_epoch, found.run_started) == (
+    assert (found.control_next, found.decisions_next, found.incarnation, found.run_started) == (
         whole.control_next,
         whole.decisions_next,
-        whole.role_epoch,
+        whole.incarnation,
         whole.run_started,
     )
 

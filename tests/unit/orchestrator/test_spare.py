@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.rounds import Cancel, End, EndSiblings, GroupExpired, ScoreGroup, TakeBatch
+from dora_pipe.schemas.rounds import Cancel, End, EndSamples, GroupExpired, ScoreGroup, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 
@@ -28,12 +28,12 @@ def stage_of(*, slots: int = 8, together: tuple[str, ...] = (), **changes: Any) 
     return stage
 
 
-def name(sibling: int) -> str:
-    return trajectory_id(G0, sibling)
+def name(sample: int) -> str:
+    return trajectory_id(G0, sample)
 
 
-def ends(stage: Stage) -> list[EndSiblings]:
-    return [one for one in stage.decided if isinstance(one, EndSiblings)]
+def ends(stage: Stage) -> list[EndSamples]:
+    return [one for one in stage.decided if isinstance(one, EndSamples)]
 
 
 def taken(stage: Stage) -> list[str]:
@@ -45,32 +45,32 @@ def expire(stage: Stage, group: str = G0) -> None:
     apply_observation(stage.state, GroupExpired(group=group))
 
 
-def test_a_group_is_dispatched_with_its_spare_siblings_and_an_evaluation_without() -> None:
+def test_a_group_is_dispatched_with_its_spare_samples_and_an_evaluation_without() -> None:
     stage = stage_of(evaluation__prompts=1)
     group, evaluation = stage.state.groups[G0], stage.state.groups["e0000000000"]
-    assert (group.spec.size, group.spec.spare, group.spec.siblings) == (2, 1, 3)
+    assert (group.spec.size, group.spec.spare, group.spec.samples) == (2, 1, 3)
     assert [one for one in stage.running() if one.startswith(G0)] == [name(0), name(1), name(2)]
     assert (evaluation.spec.size, evaluation.spec.spare) == (1, 0)
 
 
-def test_it_is_complete_with_its_first_valid_siblings_and_the_rest_is_cancelled() -> None:
+def test_it_is_complete_with_its_first_valid_samples_and_the_rest_is_cancelled() -> None:
     stage = stage_of()
     stage.finish(name(2))
     assert stage.plan() == []
     stage.finish(name(0))
     decided = stage.plan()
     kinds = [type(one) for one in decided]
-    assert kinds[:3] == [Cancel, EndSiblings, TakeBatch]
+    assert kinds[:3] == [Cancel, EndSamples, TakeBatch]
     cancelled, ended = decided[0], decided[1]
-    assert isinstance(cancelled, Cancel) and isinstance(ended, EndSiblings)
+    assert isinstance(cancelled, Cancel) and isinstance(ended, EndSamples)
     assert cancelled.trajectory == name(1)
-    assert (ended.group, ended.siblings, ended.fate) == (G0, (1,), "surplus")
+    assert (ended.group, ended.samples, ended.outcome) == (G0, (1,), "redundant")
     assert taken(stage) == [name(0), name(2)]
     assert not [one for one in stage.state.requests if one.startswith(G0)]
-    assert not stage.state.surplus
+    assert not stage.state.redundant
 
 
-def test_an_invalid_sibling_is_replaced_by_the_spare_one_and_is_kept() -> None:
+def test_an_invalid_sample_is_replaced_by_the_spare_one_and_is_kept() -> None:
     stage = stage_of(slots=3)
     stage.finish(name(0), reward=None)
     stage.finish(name(1))
@@ -86,9 +86,9 @@ def test_it_fails_only_when_the_spare_ones_cannot_make_up_for_it() -> None:
     stage.finish(name(0), reward=None)
     assert stage.state.groups[G0].phase == "generating"
     stage.finish(name(1), reward=None)
-    outcome = stage.state.groups[G0].outcome
-    assert outcome is not None
-    assert (outcome.fate, outcome.why) == ("failed", "2 of 3 siblings are not valid")
+    verdict = stage.state.groups[G0].verdict
+    assert verdict is not None
+    assert (verdict.outcome, verdict.why) == ("failed", "2 of 3 trajectories are not valid")
     stage.plan()
     assert ends(stage) == []
 
@@ -101,7 +101,7 @@ def test_those_that_count_are_scored_together() -> None:
     stage.settle()
     (question,) = [one for one in stage.decided if isinstance(one, ScoreGroup)]
     assert [one.trajectory for one in question.trajectories] == [name(0), name(2)]
-    assert question.reason == "2 siblings count; w0 scores them together"
+    assert question.reason == "2 trajectories count; w0 scores them together"
     stage.tell(records.scored(question, (1.5, 0.5)))
     stage.plan()
     assert taken(stage) == [name(0), name(2)]
@@ -117,7 +117,7 @@ def test_a_group_whose_time_is_over_goes_on_with_what_is_valid() -> None:
     stage.finish(name(2))
     expire(stage)
     stage.plan()
-    assert [(one.siblings, one.fate) for one in ends(stage)] == [((1,), "expired")]
+    assert [(one.samples, one.outcome) for one in ends(stage)] == [((1,), "expired")]
     assert taken(stage) == [name(0), name(2)]
 
 
@@ -127,11 +127,11 @@ def test_a_group_whose_time_is_over_fails_with_too_few() -> None:
     expire(stage)
     stage.plan()
     (ended,) = [one for one in stage.decided if isinstance(one, End)]
-    assert (ended.fate, ended.reason) == (
+    assert (ended.outcome, ended.reason) == (
         "failed",
-        "1 of 3 siblings were valid when its time was over",
+        "1 of 3 trajectories were valid when its time was over",
     )
-    assert [(one.siblings, one.fate) for one in ends(stage)] == [((1, 2, 3), "expired")]
+    assert [(one.samples, one.outcome) for one in ends(stage)] == [((1, 2, 3), "expired")]
     (failed,) = stage.state.failures.failed
     assert "rollout.group_timeout_s" in failed.error
 
@@ -142,7 +142,7 @@ def test_an_evaluation_whose_time_is_over_has_the_figure_of_what_is_there() -> N
     expire(stage, "e0000000000")
     stage.plan()
     (ended,) = [one for one in stage.decided if isinstance(one, End)]
-    assert (ended.fate, ended.reason) == ("evaluated", "mean reward 0.5000 over 1 of 2")
+    assert (ended.outcome, ended.reason) == ("evaluated", "mean reward 0.5000 over 1 of 2")
 
 
 Event = tuple[int, float | None]
@@ -155,7 +155,7 @@ Event = tuple[int, float | None]
     events=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.0, 1.0, None])), max_size=7),
     over_at=st.none() | st.integers(0, 7),
 )
-def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_a_fate(
+def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_a_outcome(
     size: int, spare: int, least: int, events: list[Event], over_at: int | None
 ) -> None:
     least = min(least, size)
@@ -166,18 +166,18 @@ def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_a_fat
         slots=8,
     )
     order: dict[int, float | None] = {}
-    for sibling, reward in events:
-        if sibling < size + spare:
-            order.setdefault(sibling, reward)
+    for sample, reward in events:
+        if sample < size + spare:
+            order.setdefault(sample, reward)
     accepted: dict[int, float | None] = {}
     closed = False
-    for place, (sibling, reward) in enumerate(order.items()):
+    for place, (sample, reward) in enumerate(order.items()):
         if over_at == place and not closed:
             expire(stage)
             closed = True
-        stage.finish(name(sibling), reward=reward)
+        stage.finish(name(sample), reward=reward)
         if not closed:
-            accepted[sibling] = reward
+            accepted[sample] = reward
             valid = sum(one is not None for one in accepted.values())
             invalid = len(accepted) - valid
             failed = size + spare - invalid < least
@@ -189,11 +189,11 @@ def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_a_fat
     if not closed:
         assert group is not None and group.phase == "generating"
     elif counted < least:
-        assert ended is not None and ended.fate == "failed"
+        assert ended is not None and ended.outcome == "failed"
     else:
-        assert taken(stage) == [name(sibling) for sibling in sorted(accepted)]
+        assert taken(stage) == [name(sample) for sample in sorted(accepted)]
         left = tuple(one for one in range(size + spare) if one not in accepted)
         found = [one for one in ends(stage) if one.group == G0]
-        assert [one.siblings for one in found] == ([left] if left else [])
+        assert [one.samples for one in found] == ([left] if left else [])
     if closed:
         assert not [one for one in stage.state.requests if one.startswith(G0)]

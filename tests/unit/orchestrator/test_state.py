@@ -23,7 +23,7 @@ def rich() -> State:
     for group in ("g0000000000", "g0000000001"):
         stage.finish_group(group)
     stage.plan()
-    stage.state.counters.fates["failed"] = 1
+    stage.state.counters.outcomes["failed"] = 1
     stage.state.counters.staleness[1] = 2
     stage.finish_group(stage.running()[0].rpartition("-")[0])
     return stage.state

@@ -58,7 +58,7 @@ def open_bus(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callabl
 
 def orchestrator_says(at_ns: int) -> Append:
     status = OrchestratorStatus(
-        at_ns=at_ns, cost=COST, role_epoch=1, version=0, open_groups=0, queued_requests=0
+        at_ns=at_ns, cost=COST, incarnation=1, version=0, open_groups=0, queued_requests=0
     )
     return Append(topic=AT.topic, key=b"orchestrator", value=encode(status))
 
@@ -68,7 +68,7 @@ def worker_says(at_ns: int) -> Append:
         at_ns=at_ns,
         cost=COST,
         worker="w0",
-        epoch=1,
+        incarnation=1,
         version=0,
         active=0,
         waiting=0,

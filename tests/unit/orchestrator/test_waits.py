@@ -92,7 +92,7 @@ def test_queued_version_that_nobody_hosts_is_a_wait_of_its_own() -> None:
     stage.lose("w0")
     assert stage.state.queues
     # A present worker that is assigned nothing of it.
-    stage.state.workers["w1"] = Worker(name="w1", epoch=99, slots=1, prefetch=0)
+    stage.state.workers["w1"] = Worker(name="w1", incarnation=99, slots=1, prefetch=0)
     found = {one.name: one for one in waits(stage.state)}
     assert list(found["host"].blockers) == [Blocker("version", "0")]
     assert not found["host"].still

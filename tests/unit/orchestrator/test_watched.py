@@ -126,13 +126,15 @@ def test_catalogue_finds_the_same_best_where_only_the_order_of_sums_differs(
     orders: tuple[tuple[int, ...], ...],
 ) -> None:
     stage, rewards = CatalogueStage(), (0.1, 0.2, 0.3)
-    epoch, found = stage.worker(), Watched()
+    incarnation, found = stage.worker(), Watched()
     for version, order in enumerate(orders):
         found = begun(found, version)
         specs = [stage.group(3 * version + at, version, "eval") for at in range(3)]
         for at in order:
-            stage.place(specs[at], epoch)
-            stage.log(specs[at], epoch, rewards=(rewards[at], None), offset=10 * (3 * version + at))
+            stage.place(specs[at], incarnation)
+            stage.log(
+                specs[at], incarnation, rewards=(rewards[at], None), offset=10 * (3 * version + at)
+            )
             stage.end(specs[at], "evaluated")
             found = ended(found, version, [rewards[at]], groups=3)
     config = make_config(evaluation__best=True, evaluation__prompts=3, evaluation__every=1)

@@ -34,7 +34,7 @@ FAULTY_S = 60.0
 CALM_S = 5000.0
 """Virtual seconds without faults after which a run counts as hung."""
 
-Workers = Literal["plain", "elastic", "resident"]
+Workers = Literal["plain", "colocated", "resident"]
 KINDS: tuple[Workers, ...] = get_args(Workers)
 
 
@@ -79,7 +79,7 @@ def swarm(seed: int, kind: Workers = "plain") -> World:
         kv_tokens=chance.choice([0, 0, 300]),
         score_s=chance.choice([0, 0, 4.0]),
     )
-    elastic = frozenset(sorted(workers)[:: 1 + seed % 3]) if kind == "elastic" else frozenset()
+    colocated = frozenset(sorted(workers)[:: 1 + seed % 3]) if kind == "colocated" else frozenset()
     versions = {name: chance.choice((1, 2, 3, 5)) for name in workers if kind == "resident"}
     return World(
         seed=seed,
@@ -87,7 +87,7 @@ def swarm(seed: int, kind: Workers = "plain") -> World:
         workers=workers,
         chances=chances,
         versions=versions,
-        elastic=elastic,
+        colocated=colocated,
     )
 
 
@@ -105,7 +105,7 @@ def check_state(state: State) -> None:
     assert state.finished == sorted(g.key for g in u if g.phase == "finished")
     queued = [name for name, one in state.requests.items() if not one.worker]
     keys = {
-        name: queue_key(state.groups[state.requests[name].group].spec, state.requests[name].sibling)
+        name: queue_key(state.groups[state.requests[name].group].spec, state.requests[name].sample)
         for name in queued
     }
     assert sorted(key for queue in state.queues.values() for key in queue) == sorted(keys.values())
@@ -113,9 +113,9 @@ def check_state(state: State) -> None:
         mine = {
             n
             for n, r in state.requests.items()
-            if (r.worker, r.epoch) == (worker.name, worker.epoch)
+            if (r.worker, r.incarnation) == (worker.name, worker.incarnation)
         }
-        here = (worker.name, worker.epoch)
+        here = (worker.name, worker.incarnation)
         assert worker.leaving == sum(state.requests[name].moving is not None for name in mine)
         assert worker.arriving == sum(r.moving == here for r in state.requests.values())
         assert worker.requests == mine
@@ -125,7 +125,7 @@ def check_state(state: State) -> None:
         versions = {state.groups[state.requests[name].group].spec.version for name in mine}
         residence = state.residents.get(worker.name)
         if residence is None:
-            assert versions <= {worker.hosted} or (worker.elastic and not worker.awake), "C1"
+            assert versions <= {worker.served} or (worker.colocated and not worker.awake), "C1"
         else:
             assert versions <= set(residence.held), "C1"
             assert residence.held == sorted(set(residence.held))
@@ -160,7 +160,7 @@ def check_index(state: State) -> None:
         (index.silent, [one for one in workers if one.silent]),
         (index.draining, [one for one in workers if one.drain != "no"]),
         (index.pressed, [one for one in workers if one.pressed]),
-        (index.elastic, [one for one in workers if one.elastic]),
+        (index.colocated, [one for one in workers if one.colocated]),
     ):
         assert found == {one.name: one for one in expected}
     running = sorted(one.key for one in state.groups.values() if one.phase == "generating")
@@ -201,7 +201,7 @@ def shake(state: State, chance: random.Random) -> None:
     """Cause a random loss, join, failure or command."""
     for name, worker in sorted(state.workers.items()):
         if chance.random() < 0.4:
-            apply_observation(state, LeaseExpired(worker=name, epoch=worker.epoch))
+            apply_observation(state, LeaseExpired(worker=name, incarnation=worker.incarnation))
     offset = state.control_next + 1000
     for number in range(chance.randrange(3)):
         joined = records.joined(f"x{number}", slots=chance.randrange(1, 6), prefetch=2)
@@ -245,7 +245,7 @@ def test_a_plan_leaves_nothing_to_plan(
         assert before.digest() == state.digest()
         for worker in list(state.workers.values()):
             if worker.loading:
-                ready = records.ready(worker.name, worker.epoch, worker.target, worker.digest)
+                ready = records.ready(worker.name, worker.incarnation, worker.target, worker.digest)
                 apply_control(state, 10**9, ready)
 
 
@@ -283,5 +283,5 @@ def test_memory_does_not_grow_with_the_run() -> None:
         world.run(seconds=2.0)
         state = world.machine.state
         most = max(most, len(state.groups) + len(state.requests) + len(state.policies))
-    assert world.machine.state.counters.fates["trained"] == 120
+    assert world.machine.state.counters.outcomes["trained"] == 120
     assert most < 30

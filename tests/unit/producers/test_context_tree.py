@@ -28,7 +28,7 @@ def turn_of(
         version=0,
         digest=digest_of(0),
         worker="w0",
-        epoch=3,
+        incarnation=3,
         turn=at,
         context=0,
         parent=-1,

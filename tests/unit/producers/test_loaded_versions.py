@@ -19,7 +19,7 @@ def logged(world: World) -> dict[str, TrajectoryLogged]:
     return {one.trajectory: one for one in world.facts(TrajectoryLogged)}
 
 
-def hosting(world: World, *versions: int, **changes: Any) -> Worker:
+def serving(world: World, *versions: int, **changes: Any) -> Worker:
     worker = world.start(versions[0], **(ALL | changes))
     for version in versions[1:]:
         loaded(world, worker, version)
@@ -28,17 +28,17 @@ def hosting(world: World, *versions: int, **changes: Any) -> Worker:
 
 def loaded(world: World, worker: Worker, version: int) -> None:
     world.decide(world.assign(worker, version))
-    world.until(worker, lambda: worker.machine.hosted.version == version)
+    world.until(worker, lambda: worker.machine.served.version == version)
 
 
 def test_version_is_loaded_beside_requests_that_run_on_under_theirs() -> None:
     world = World(lengths=long)
-    worker = hosting(world, 0)
+    worker = serving(world, 0)
     world.decide(world.place(worker, 0))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 1)
     world.ticks(worker, 5)
     world.decide(world.assign(worker, 1), world.place(worker, 1, version=0))
-    world.until(worker, lambda: worker.machine.hosted.version == 1)
+    world.until(worker, lambda: worker.machine.served.version == 1)
     assert worker.machine.requests.in_phase(Phase.RUNNING) >= 1, "nothing was waited for"
     world.decide(world.place(worker, 2, version=1), world.place(worker, 3, version=0))
     world.until_idle(worker)
@@ -55,7 +55,7 @@ def test_version_is_loaded_beside_requests_that_run_on_under_theirs() -> None:
 
 def test_tokens_are_those_that_each_version_gives_alone() -> None:
     world = World(lengths=long)
-    worker = hosting(world, 0, 1, 2)
+    worker = serving(world, 0, 1, 2)
     world.decide(*(world.place(worker, number, version=number % 3) for number in range(6)))
     world.until_idle(worker)
     together = {name: world.trajectory(one).token_ids for name, one in logged(world).items()}
@@ -72,9 +72,9 @@ def test_tokens_are_those_that_each_version_gives_alone() -> None:
 
 def test_dropped_version_makes_room_and_its_requests_are_refused() -> None:
     world = World()
-    worker = hosting(world, 0, 1, 2)
+    worker = serving(world, 0, 1, 2)
     world.decide(world.assign(worker, 3, 0, 1))
-    world.until(worker, lambda: worker.machine.hosted.version == 3)
+    world.until(worker, lambda: worker.machine.served.version == 3)
     assert worker.machine.loaded.versions == [2, 3]
     world.decide(world.place(worker, 0, version=1), world.place(worker, 1, version=2))
     world.until_idle(worker)
@@ -85,7 +85,7 @@ def test_dropped_version_makes_room_and_its_requests_are_refused() -> None:
 
 def test_request_of_a_version_that_is_dropped_all_the_same_is_handed_back() -> None:
     world = World(lengths=long)
-    worker = hosting(world, 0, 1)
+    worker = serving(world, 0, 1)
     world.decide(world.place(worker, 0, version=0), world.place(worker, 1, version=1))
     world.until(worker, lambda: worker.machine.requests.in_phase(Phase.RUNNING) == 2)
     world.decide(world.assign(worker, 2, 0))

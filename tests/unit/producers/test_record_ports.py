@@ -69,7 +69,7 @@ def _chunk(start: int, previous: int) -> Progress:
         version=0,
         digest="0" * 64,
         worker="w0",
-        epoch=1,
+        incarnation=1,
         start=start,
         token_ids=[start],
         logprobs=[-0.5],

@@ -20,14 +20,14 @@ Turn = tuple[int, int | None]
 worker)."""
 
 
-def _chunk(start: int, count: int, *, worker: str = "w0", epoch: int = 4) -> Progress:
+def _chunk(start: int, count: int, *, worker: str = "w0", incarnation: int = 4) -> Progress:
     return Progress(
         trajectory="g0000000000-000",
         attempt=1,
         version=2,
         digest="0" * 64,
         worker=worker,
-        epoch=epoch,
+        incarnation=incarnation,
         start=start,
         token_ids=list(range(start, start + count)),
         logprobs=[-0.5] * count,
@@ -49,7 +49,7 @@ def test_any_course_of_stays_and_observations_makes_a_record_that_passes_its_che
     for number, (sampled, observed) in enumerate(turns):
         sequence.start_stay(2)
         sequence.sampled([3] * sampled, [-1.0] * sampled, [-0.5] * sampled)
-        sequence.end_stay(3, worker="w0", epoch=number, version=2)
+        sequence.end_stay(3, worker="w0", incarnation=number, version=2)
         if observed is not None:
             sequence.observed([8] * observed, asked_ns=4, at_ns=5, tool="", ok=True)
     trajectory = make_trajectory("g0000000000-000")
@@ -74,7 +74,7 @@ def test_stays_of_one_turn_are_one_answer() -> None:
     sequence.resume([_chunk(0, 2), _chunk(2, 2, worker="w1")])
     sequence.start_stay(5)
     sequence.sampled([7], [-1.0], [-1.0])
-    sequence.end_stay(6, worker="w2", epoch=9, version=2)
+    sequence.end_stay(6, worker="w2", incarnation=9, version=2)
     assert sequence.answer() == [0, 1, 2, 3, 7]
     assert sequence.turns() == [[0, 1, 2, 3, 7]]
     assert [segment.worker for segment in sequence.segments] == ["", "w0", "w1", "w2"]
@@ -85,7 +85,7 @@ def test_last_answer_is_the_last_turn_of_the_model_behind_which_an_observation_m
     for token in (5, 6):
         sequence.start_stay(1)
         sequence.sampled([token], [-1.0], [-1.0])
-        sequence.end_stay(2, worker="w", epoch=1, version=0)
+        sequence.end_stay(2, worker="w", incarnation=1, version=0)
         sequence.observed([8], asked_ns=3, at_ns=4, tool="calc", ok=False)
     assert sequence.answer() == [6]
     assert sequence.turns() == [[5], [8], [6], [8]]
@@ -98,7 +98,7 @@ def test_stay_that_begins_with_a_cache_is_a_move_and_no_prefill() -> None:
     for worker, imported in (("a", False), ("b", True), ("c", False), ("a", True)):
         sequence.start_stay(1, imported=imported)
         sequence.sampled([7], [-1.0], [-1.0])
-        sequence.end_stay(2, worker=worker, epoch=1, version=0)
+        sequence.end_stay(2, worker=worker, incarnation=1, version=0)
     assert (sequence.prefills, sequence.moves) == ([2, 4], 2)
 
 

@@ -33,7 +33,7 @@ from dora_pipe.producers.worker.requests import Requests
 from dora_pipe.producers.worker.sessions import Sessions
 from dora_pipe.schemas.control import RequestFailed, decode_control
 from dora_pipe.schemas.identity import trajectory_id
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import ScheduledRequest
 from dora_pipe.schemas.trajectory import TurnProgress, answer_of
 from tests.support.worker import OF_AGENTS, setup_of, spec_of
 
@@ -44,21 +44,21 @@ KEY = f"{TRAJECTORY}/1"
 
 class Driver:
     def __init__(self, **changes: Any) -> None:
-        self.requests = Requests(setup_of(epoch=9, **{**OF_AGENTS, **changes}))
+        self.requests = Requests(setup_of(incarnation=9, **{**OF_AGENTS, **changes}))
         self.requests.versions = frozenset({0})
         self.sessions = Sessions(self.requests)
         self.now = NOW
         self.place()
 
     def place(self) -> None:
-        place = PlacedRequest(
+        place = ScheduledRequest(
             reason="t",
             spec=spec_of(0),
             trajectory=TRAJECTORY,
-            sibling=0,
+            sample=0,
             attempt=1,
             worker="w0",
-            epoch=9,
+            incarnation=9,
         )
         assert self.sessions.takes(place)
         self.sessions.place(place, NOW)
@@ -133,7 +133,7 @@ def test_call_is_recorded_then_answered() -> None:
     assert (turn.given_ids, turn.token_ids, turn.prefills) == ([1, 2], [7, 8], (2,))
     assert (turn.call.start, turn.call.end, turn.call.finish) == (2, 4, "stop")
     assert (turn.call.api, turn.call.caller, turn.call.asked) == ("chat", "me", {"top_p": 0.5})
-    assert (turn.previous, turn.started_ns, turn.worker, turn.epoch) == (-1, 7, "w0", 9)
+    assert (turn.previous, turn.started_ns, turn.worker, turn.incarnation) == (-1, 7, "w0", 9)
     assert driver.phase(f"{KEY}#0") is Phase.ANSWERING
     assert driver.log(f"{KEY}#0", 4) == [
         AnswerCall(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dora_pipe.producers.worker.request import NOTHING
 from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerReady
-from dora_pipe.schemas.rounds import NO_VERSION, Assign, Move
+from dora_pipe.schemas.rounds import NO_VERSION, Assign, Migrate
 from tests.support.worker import Worker, World
 
 
@@ -12,7 +12,7 @@ def asleep(worker: Worker) -> Assign:
     return Assign(
         reason="t",
         worker=worker.setup.worker,
-        epoch=worker.setup.epoch,
+        incarnation=worker.setup.incarnation,
         version=NO_VERSION,
         digest="",
     )
@@ -26,7 +26,7 @@ def test_idle_worker_sleeps_at_once_and_wakes_with_the_version_that_it_is_assign
     world = World(lengths=lambda seed, turn: 5)
     worker = world.start(0)
     world.decide(asleep(worker))
-    world.until(worker, lambda: worker.machine.hosted == NOTHING)
+    world.until(worker, lambda: worker.machine.served == NOTHING)
     world.decide(world.assign(worker, 1))
     world.decide(world.place(worker, 0, version=1))
     world.until(worker, lambda: bool(world.facts(TrajectoryLogged)))
@@ -39,17 +39,17 @@ def test_what_runs_is_let_go_of_first_and_what_does_not_move_is_finished() -> No
     moved, stays = world.place(worker, 0), world.place(worker, 1)
     world.decide(moved, stays)
     world.until(worker, lambda: worker.machine.requests.tokens_total > 10)
-    to_nobody = Move(
+    to_nobody = Migrate(
         reason="t",
         trajectory=moved.trajectory,
         attempt=moved.attempt,
         worker=moved.worker,
-        epoch=moved.epoch,
+        incarnation=moved.incarnation,
         to="",
-        to_epoch=-1,
+        to_incarnation=-1,
     )
     world.decide(asleep(worker), to_nobody)
-    world.until(worker, lambda: worker.machine.hosted == NOTHING)
+    world.until(worker, lambda: worker.machine.served == NOTHING)
     world.until(worker, lambda: bool(world.facts(TrajectoryLogged)))
     (released,) = world.facts(RequestReleased)
     assert released.trajectory == moved.trajectory
@@ -62,7 +62,7 @@ def test_a_sleeping_worker_refuses_what_it_is_given() -> None:
     world = World(lengths=lambda seed, turn: 5)
     worker = world.start(0)
     world.decide(asleep(worker))
-    world.until(worker, lambda: worker.machine.hosted == NOTHING)
+    world.until(worker, lambda: worker.machine.served == NOTHING)
     world.decide(world.place(worker, 0))
     world.ticks(worker, 5)
     assert not worker.machine.requests.by_key

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from dora_pipe.producers.worker.request import Hosted, Phase, RequestState
+from dora_pipe.producers.worker.request import Phase, RequestState, Served
 from dora_pipe.producers.worker.session import CallKey, Session
 from dora_pipe.producers.worker.status import TOKENS_QUIET_NS, Situation, waits
 from dora_pipe.schemas.metrics import Blocker
-from dora_pipe.schemas.rounds import PlacedRequest
+from dora_pipe.schemas.rounds import ScheduledRequest
 from tests.support.worker import setup_of, spec_of
 
 NOW_NS = 100_000_000_000
@@ -16,20 +16,20 @@ HEARTBEAT_NS = 500_000_000
 
 
 def request(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> RequestState:
-    place = PlacedRequest(
+    place = ScheduledRequest(
         spec=spec_of(ordinal),
         trajectory=f"g{ordinal:010d}-000",
-        sibling=0,
+        sample=0,
         attempt=1,
         worker="w0",
-        epoch=3,
+        incarnation=3,
     )
     params = setup_of(3).params["train"]
     return RequestState(
         key=f"g{ordinal:010d}-000/1",
         place=place,
         pin=place.spec.version,
-        hosted=Hosted(place.spec.version, place.spec.digest),
+        served=Served(place.spec.version, place.spec.digest),
         params=params,
         max_turns=1,
         seed=1,
@@ -41,7 +41,7 @@ def request(phase: Phase, ordinal: int = 0, *, ago_ns: int = 0) -> RequestState:
 
 def situation(**changes: Any) -> Situation:
     plain = {
-        "hosted": 4,
+        "served": 4,
         "loading": None,
         "loading_ns": 0,
         "tokens_ns": NOW_NS,

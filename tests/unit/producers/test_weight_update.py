@@ -23,7 +23,7 @@ def stays(*lengths: int) -> TokenSequence:
     sequence.start_stay(1)
     for number, length in enumerate(lengths):
         if number:
-            sequence.reload(10 + number, worker="w", epoch=7, version=2 + number)
+            sequence.reload(10 + number, worker="w", incarnation=7, version=2 + number)
         sequence.sampled([number] * length, [-1.0] * length, [-0.5] * length)
     return sequence
 
@@ -37,7 +37,7 @@ def test_reload_ends_a_stay_and_begins_the_next_behind_another_prefill() -> None
     sequence = stays(3, 2, 4)
     assert model(sequence) == [(2, 5, 3), (5, 7, 4)]
     assert sequence.prefills == [2, 5, 7]
-    sequence.end_stay(20, worker="w", epoch=7, version=5)
+    sequence.end_stay(20, worker="w", incarnation=7, version=5)
     assert model(sequence)[-1] == (7, 11, 5)
     assert (sequence.versions, sequence.moves) == ([3, 4, 5], 0)
 
@@ -61,7 +61,7 @@ def chunk(start: int, length: int, version: int, worker: str = "w") -> Progress:
         version=version,
         digest=digest_of(version),
         worker=worker,
-        epoch=7,
+        incarnation=7,
         start=start,
         token_ids=[9] * length,
         logprobs=[-1.0] * length,
@@ -110,7 +110,7 @@ def start(version: int = 0, **changes: Any) -> tuple[World, Worker]:
 
 def loaded(world: World, worker: Worker, version: int) -> None:
     world.decide(world.assign(worker, version))
-    world.until(worker, lambda: worker.machine.hosted.version == version)
+    world.until(worker, lambda: worker.machine.served.version == version)
 
 
 def test_running_request_goes_on_under_every_version_that_is_loaded() -> None:

@@ -18,7 +18,7 @@ from tests.golden.values import GROUPS
 CHANGES: list[tuple[str, Any]] = [
     ("trajectory", "g0000000042-005"),
     ("attempt", 3),
-    ("epoch", 8),
+    ("incarnation", 8),
     ("partition", 1),
     ("offset", 91),
     ("sha256", "00" * 32),

@@ -34,7 +34,7 @@ def with_extra(record: msgspec.Struct) -> bytes:
         return [grow(one) for one in value] if isinstance(value, list) else value
 
     plain = msgspec.json.decode(encode(record))
-    free = {key: plain[key] for key in ("config", "args", "figures", "settings", "numerics")
+    free = {key: plain[key] for key in ("config", "args", "metrics", "settings", "numerics")
             if key in plain}  # fmt: skip
     progress = {key: plain[key] for key in ("progress",) if key in plain}
     return msgspec.json.encode({**grow(plain), **free, **progress})
@@ -56,8 +56,8 @@ def test_round_with_later_fields_is_read() -> None:
     plain["decisions"][0] |= EXTRA
     plain["decisions"][0]["spec"] |= EXTRA
     place = plain["decisions"][1]
-    place["siblings"][0][2].append("later")
-    place["siblings"][1].append("later")
+    place["samples"][0][2].append("later")
+    place["samples"][1].append("later")
     plain["observations"][0] |= EXTRA
     assert rounds.decode_round(msgspec.json.encode(plain)) == values.ROUND
 

@@ -109,7 +109,7 @@ DISAGREEING: dict[str, Any] = {
     "deadline": 6,
     "digest": "00" * 32,
     "worker": "w9",
-    "epoch": 8,
+    "incarnation": 8,
     "tokens": 11,
     "sampled": 6,
     "reward": None,
@@ -148,4 +148,4 @@ def test_headers_in_another_order_say_the_same(data: st.DataObject) -> None:
 
 def test_text_with_a_newline_is_what_it_says() -> None:
     found = parse_headers(pairs_with(worker=b"a\nb"))
-    assert (found.worker, found.epoch) == ("a\nb", HEADERS.epoch)
+    assert (found.worker, found.incarnation) == ("a\nb", HEADERS.incarnation)

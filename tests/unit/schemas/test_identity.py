@@ -1,4 +1,4 @@
-"""Tests of identities from ordinals: pinned, reversible, each prompt once per epoch."""
+"""Tests of identities from ordinals: pinned, reversible, each prompt once per incarnation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.identity import (
-    SIBLINGS_MAX,
+    SAMPLES_MAX,
     Purpose,
     derive_seed,
     group_id,
@@ -26,18 +26,18 @@ ORDINALS = st.integers(0, 10**10 - 1)
 
 
 @given(PURPOSES, ORDINALS, st.integers(0, 999))
-def test_trajectory_id_parses_back(purpose: Purpose, ordinal: int, sibling: int) -> None:
+def test_trajectory_id_parses_back(purpose: Purpose, ordinal: int, sample: int) -> None:
     group = group_id(purpose, ordinal)
-    trajectory = trajectory_id(group, sibling)
-    assert parse_trajectory_id(trajectory) == (purpose, ordinal, sibling)
+    trajectory = trajectory_id(group, sample)
+    assert parse_trajectory_id(trajectory) == (purpose, ordinal, sample)
     assert group_of(trajectory) == group
 
 
 @given(st.lists(st.tuples(ORDINALS, st.integers(0, 999)), max_size=20))
-def test_ids_sort_as_their_ordinals_and_siblings_do(pairs: list[tuple[int, int]]) -> None:
-    ids = [trajectory_id(group_id("train", ordinal), sibling) for ordinal, sibling in pairs]
+def test_ids_sort_as_their_ordinals_and_samples_do(pairs: list[tuple[int, int]]) -> None:
+    ids = [trajectory_id(group_id("train", ordinal), sample) for ordinal, sample in pairs]
     assert sorted(ids) == [
-        trajectory_id(group_id("train", ordinal), sibling) for ordinal, sibling in sorted(pairs)
+        trajectory_id(group_id("train", ordinal), sample) for ordinal, sample in sorted(pairs)
     ]
 
 
@@ -66,25 +66,25 @@ def test_ordinal_without_an_id_is_our_own_mistake(ordinal: int) -> None:
         group_id("train", ordinal)
 
 
-@pytest.mark.parametrize("sibling", [-1, SIBLINGS_MAX])
-def test_sibling_without_an_id_is_our_own_mistake(sibling: int) -> None:
+@pytest.mark.parametrize("sample", [-1, SAMPLES_MAX])
+def test_sample_without_an_id_is_our_own_mistake(sample: int) -> None:
     with pytest.raises(AssertionError):
-        trajectory_id("g0000000042", sibling)
+        trajectory_id("g0000000042", sample)
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 9), st.integers(1, 300))
 def test_every_row_comes_once_per_data_epoch(run_seed: int, data_epoch: int, rows: int) -> None:
     ordinals = range(data_epoch * rows, (data_epoch + 1) * rows)
     drawn = [prompt_index(run_seed, ordinal, rows) for ordinal in ordinals]
-    assert {epoch for epoch, _ in drawn} == {data_epoch}
+    assert {incarnation for incarnation, _ in drawn} == {data_epoch}
     assert sorted(row for _, row in drawn) == list(range(rows))
 
 
 def test_data_epochs_and_runs_have_different_orders() -> None:
     orders = {
-        tuple(prompt_index(seed, epoch * 50 + place, 50)[1] for place in range(50))
+        tuple(prompt_index(seed, incarnation * 50 + place, 50)[1] for place in range(50))
         for seed in (1, 2)
-        for epoch in (0, 1)
+        for incarnation in (0, 1)
     }
     assert len(orders) == 4
 
@@ -116,14 +116,14 @@ def test_seed_fits_into_63_bits(parts: list[int | str]) -> None:
     assert 0 <= derive_seed(*parts) < 2**63
 
 
-def test_seeds_of_siblings_groups_and_purposes_differ() -> None:
+def test_seeds_of_samples_groups_and_purposes_differ() -> None:
     purposes: tuple[Purpose, ...] = ("train", "eval")
     seeds = {
-        trajectory_seed(group_seed(run, purpose, ordinal), sibling)
+        trajectory_seed(group_seed(run, purpose, ordinal), sample)
         for run in range(3)
         for purpose in purposes
         for ordinal in range(10)
-        for sibling in range(8)
+        for sample in range(8)
     }
     assert len(seeds) == 3 * 2 * 10 * 8
 

@@ -48,8 +48,8 @@ def test_who_begins_in_the_middle_says_nothing_wrong_and_is_whole_with_the_next_
 
 def test_another_incarnation_has_nothing_of_the_one_before() -> None:
     resume = Resume(tokens=1, partition=0, offset=1)
-    before = status({"a": resume}, epoch=1)
-    later = status({"b": resume}, since=True, epoch=2)
+    before = status({"a": resume}, incarnation=1)
+    later = status({"b": resume}, since=True, incarnation=2)
     assert merged(before, later).progress == {"b": resume}
     assert before.progress == {"a": resume}, "what was merged is left as it is"
 

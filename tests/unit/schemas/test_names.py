@@ -33,7 +33,7 @@ def headers_with(worker: str) -> Headers:
         deadline=1,
         digest="a" * 64,
         worker=worker,
-        epoch=0,
+        incarnation=0,
         tokens=1,
         sampled=1,
         reward=None,

@@ -161,7 +161,7 @@ def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
             version=0,
             digest="0" * 64,
             worker="w0",
-            epoch=3,
+            incarnation=3,
             start=start,
             token_ids=sampled[start:end],
             logprobs=[-1.0] * (end - start),

@@ -92,7 +92,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("weights that are no digest", {"weights": (NO_DIGEST,)}, "$.digest", "64 hex"),
     ("strange id", {"trajectory": "t1"}, "$.trajectory", "not a trajectory id"),
     ("foreign group", {"group": "g0000000041"}, "$.trajectory", "not of this group"),
-    ("foreign sibling", {"sibling": 4}, "$.trajectory", "not of this group"),
+    ("foreign trajectory", {"sample": 4}, "$.trajectory", "not of this group"),
     ("foreign purpose", {"purpose": "eval"}, "$.trajectory", "not of this group"),
     ("token beyond an int32", {"token_ids": changed(IDS, 0, 2**31)}, "$.token_ids", "."),
     ("token that is no integer", {"token_ids": changed(IDS, 0, 1.5)}, "$.token_ids", "."),
@@ -210,7 +210,7 @@ def test_progress_is_not_read_as_a_trajectory_nor_a_trajectory_as_progress() -> 
 
 def test_segment_of_no_engine_has_no_worker() -> None:
     segment = Segment(kind="prompt", start=0, end=1, turn=0, start_ns=0, end_ns=0)
-    assert (segment.worker, segment.epoch, segment.version) == ("", -1, -1)
+    assert (segment.worker, segment.incarnation, segment.version) == ("", -1, -1)
 
 
 def rewritten(**columns: Any) -> bytes:

@@ -31,9 +31,9 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     End,
     Fence,
-    Move,
-    Place,
+    Migrate,
     Round,
+    Schedule,
     StopRun,
     TakeBatch,
     chain_of,
@@ -144,8 +144,8 @@ def _spec(**changes: Any) -> Callable[[Any], Any]:
     return lambda one: put(one, spec=put(one.spec, **changes))
 
 
-def _first_sibling(**changes: Any) -> Callable[[Any], Any]:
-    return lambda one: put(one, siblings=(put(one.siblings[0], **changes), *one.siblings[1:]))
+def _first_sample(**changes: Any) -> Callable[[Any], Any]:
+    return lambda one: put(one, samples=(put(one.samples[0], **changes), *one.samples[1:]))
 
 
 def _other_record(batch: TakeBatch) -> TakeBatch:
@@ -155,53 +155,53 @@ def _other_record(batch: TakeBatch) -> TakeBatch:
     return put(batch, groups=(group, *batch.groups[1:]))
 
 
-def _moved_to_itself(place: Place) -> list[Any]:
+def _moved_to_itself(place: Schedule) -> list[Any]:
     one = place.requests()[0]
     return [
         place,
-        Move(
+        Migrate(
             reason="t",
             trajectory=one.trajectory,
             attempt=one.attempt,
             worker=place.worker,
-            epoch=place.epoch,
+            incarnation=place.incarnation,
             to=place.worker,
-            to_epoch=place.epoch,
+            to_incarnation=place.incarnation,
         ),
     ]
 
 
-def _crowded(place: Place) -> Place:
+def _crowded(place: Schedule) -> Schedule:
     """Place all trajectories of a group on one worker, beyond its slots."""
-    return put(place, siblings=place.siblings * 7)
+    return put(place, samples=place.samples * 7)
 
 
-def _cancelled_elsewhere(place: Place) -> list[Any]:
+def _cancelled_elsewhere(place: Schedule) -> list[Any]:
     one = place.requests()[0]
     cancel = Cancel(
         reason="t",
         trajectory=one.trajectory,
         attempt=one.attempt + 1,
         worker=place.worker,
-        epoch=place.epoch,
+        incarnation=place.incarnation,
     )
     return [place, cancel]
 
 
 def _fenced(assign: Assign) -> list[Any]:
-    return [assign, Fence(reason="t", worker=assign.worker, epoch=assign.epoch)]
+    return [assign, Fence(reason="t", worker=assign.worker, incarnation=assign.incarnation)]
 
 
 CHANGES: list[tuple[str, type, Callable[[Any], Any], int]] = [
-    ("fate", End, lambda one: put(one, fate="failed"), 0),
+    ("outcome", End, lambda one: put(one, outcome="failed"), 0),
     ("C2", End, lambda one: [one, one], 0),
     ("decisions", Dispatch, lambda one: [one, one], 0),
-    ("steps", Place, lambda one: [one, StopRun(reason="t")], 0),
+    ("steps", Schedule, lambda one: [one, StopRun(reason="t")], 0),
     ("decisions", Dispatch, lambda one: _spec(deadline=one.spec.deadline + 1)(one), 3),
-    ("decisions", Place, lambda one: put(one, epoch=one.epoch + 1), 0),
-    ("decisions", Place, lambda one: [one, one], 0),
-    ("placement", Place, _crowded, 0),
-    ("placement", Place, _cancelled_elsewhere, 0),
+    ("decisions", Schedule, lambda one: put(one, incarnation=one.incarnation + 1), 0),
+    ("decisions", Schedule, lambda one: [one, one], 0),
+    ("placement", Schedule, _crowded, 0),
+    ("placement", Schedule, _cancelled_elsewhere, 0),
     ("binding", TakeBatch, _other_record, 0),
     ("decisions", TakeBatch, lambda one: put(one, step=one.step + 1), 0),
     ("decisions", TakeBatch, lambda one: put(one, groups=one.groups[1:]), 0),
@@ -210,14 +210,14 @@ CHANGES: list[tuple[str, type, Callable[[Any], Any], int]] = [
     ("steps", StepCommitted, lambda one: put(one, digest_before="0" * 64), 1),
     ("assign", Assign, lambda one: [one, one], 0),
     ("lease", Assign, _fenced, 0),
-    ("decisions", Place, _first_sibling(attempt=2), 0),
-    ("progress", Place, _first_sibling(resume=Resume(tokens=4, partition=0, offset=1)), 0),
+    ("decisions", Schedule, _first_sample(attempt=2), 0),
+    ("progress", Schedule, _first_sample(resume=Resume(tokens=4, partition=0, offset=1)), 0),
     ("C1", WorkerReady, lambda one: put(one, digest="0" * 64), 0),
     ("decisions", Assign, lambda one: put(one, digest="0" * 64), 0),
     ("decisions", Dispatch, lambda one: _spec(version=one.spec.version + 1)(one), 0),
-    ("move", Place, _moved_to_itself, 0),
-    ("epochs", RoleStarted, lambda one: put(one, role_epoch=one.role_epoch + 1), 0),
-    ("steps", StepCommitted, lambda one: put(one, role_epoch=one.role_epoch + 1), 0),
+    ("move", Schedule, _moved_to_itself, 0),
+    ("incarnations", RoleStarted, lambda one: put(one, incarnation=one.incarnation + 1), 0),
+    ("steps", StepCommitted, lambda one: put(one, incarnation=one.incarnation + 1), 0),
 ]
 
 
@@ -249,16 +249,21 @@ def test_word_of_an_incarnation_that_has_left_is_found(stream: list[Record]) -> 
     left = [at for at, one in enumerate(stream) if isinstance(decoded(one), WorkerLeft)]
     gone = decoded(stream[left[0]])
     ready = WorkerReady(
-        at_ns=9, worker=gone.worker, epoch=gone.epoch, version=0, digest="0" * 64, load_ms=1.0
+        at_ns=9,
+        worker=gone.worker,
+        incarnation=gone.incarnation,
+        version=0,
+        digest="0" * 64,
+        load_ms=1.0,
     )
     late = [*stream, _with(stream[-1], ready)]
     assert finding(late).startswith("retired: ")
     assert finding([*stream, stream[left[0]]]) == "", "an append that is repeated is none"
 
 
-def test_group_without_a_fate_is_found(stream: list[Record]) -> None:
+def test_group_without_a_outcome_is_found(stream: list[Record]) -> None:
     before = next(at for at, one in enumerate(stream) if b'"end"' in one.value)
-    assert finding(stream[:before]).startswith("fate: ")
+    assert finding(stream[:before]).startswith("outcome: ")
 
 
 def _with(record: Record, value: Any, **changes: Any) -> Record:

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.store.delta import opened_deltas, write_from_deltas
 from dora_pipe.store.files import Files
-from dora_pipe.store.names import patch_name, weights_name
-from dora_pipe.store.patch import opened_patches, write_patched
+from dora_pipe.store.names import delta_name, weights_name
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import FETCHES_MAX, PolicyStore, PublishedVersion
 from dora_pipe.store.verified import note_path
 from tests.support.stores import Walk, publish_walk
-from tests.unit.store.test_store_patches import Counted, elsewhere, flip, machine
+from tests.unit.store.test_store_deltas import Counted, elsewhere, flip, machine
 
 __all__ = ["elsewhere"]
 
@@ -103,7 +103,7 @@ def test_a_damaged_file_of_the_store_is_named_with_its_place_and_what_makes_it_a
 
 
 @pytest.mark.parametrize("how", ["away", "here"])
-def test_a_damaged_whole_version_is_made_of_the_patches_before_it(
+def test_a_damaged_whole_version_is_made_of_the_deltas_before_it(
     tmp_path: Path, elsewhere: Counted, how: str
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
@@ -116,7 +116,7 @@ def test_a_damaged_whole_version_is_made_of_the_patches_before_it(
 
 
 @pytest.mark.parametrize("damage", [flip, rot])
-def test_a_damaged_version_is_no_base_of_a_patch_that_is_applied(
+def test_a_damaged_version_is_no_base_of_a_delta_that_is_applied(
     tmp_path: Path, elsewhere: Counted, damage: Callable[[Path], None]
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, full_every=8)
@@ -130,7 +130,7 @@ def test_a_damaged_version_is_no_base_of_a_patch_that_is_applied(
 
 @pytest.mark.parametrize("damage", [flip, rot])
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_damaged_version_is_no_base_of_a_patch_that_is_written(
+def test_a_damaged_version_is_no_base_of_a_delta_that_is_written(
     tmp_path: Path, damage: Callable[[Path], None], whole: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = PolicyStore(tmp_path)
@@ -146,8 +146,8 @@ def test_a_damaged_version_is_no_base_of_a_patch_that_is_written(
         return
     assert not one.whole
     (tmp_path / "sound").write_bytes(sound)
-    with opened_patches([tmp_path / patch_name(one.manifest.digest)]) as patches:
-        assert write_patched(tmp_path / "made.st", tmp_path / "sound", patches) == one.manifest
+    with opened_deltas([tmp_path / delta_name(one.manifest.digest)]) as deltas:
+        assert write_from_deltas(tmp_path / "made.st", tmp_path / "sound", deltas) == one.manifest
 
 
 def test_damaged_copies_of_optimizer_states_and_of_tokenizers_are_fetched_again(
@@ -175,7 +175,7 @@ def test_a_damaged_file_of_a_store_elsewhere_is_mended_by_who_has_the_version(
     trainer = machine(tmp_path, "m0", elsewhere)
     digest = publish_walk(trainer, 2, full_every=full_every)[1].manifest.digest
     assert not trainer.mend(digest)
-    name = weights_name(digest) if full_every == 1 else patch_name(digest)
+    name = weights_name(digest) if full_every == 1 else delta_name(digest)
     flip(tmp_path / "shared" / "x" / name)
     assert trainer.mend(digest)
     assert not trainer.mend(digest)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.names import delta_name, weights_name
 from dora_pipe.store.store import PolicyStore
 from tests.support.stores import publish_walk
-from tests.unit.store.test_store_patches import Counted, elsewhere, flip, machine
+from tests.unit.store.test_store_deltas import Counted, elsewhere, flip, machine
 
 __all__ = ["elsewhere"]
 
 
 @pytest.mark.parametrize("case", ["lost", "damaged"])
-def test_a_patch_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
+def test_a_delta_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
     tmp_path: Path, elsewhere: Counted, case: str
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
@@ -23,12 +23,12 @@ def test_a_patch_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
     worker.weights(published[3].manifest.digest)
     there = tmp_path / "shared" / "x"
     if case == "lost":
-        (there / patch_name(digest)).unlink()
+        (there / delta_name(digest)).unlink()
     else:
-        flip(there / patch_name(digest))
+        flip(there / delta_name(digest))
     worker.weights(digest)
     (found,) = worker.fallbacks.take()
-    assert found.digest == digest and patch_name(digest) in found.why
+    assert found.digest == digest and delta_name(digest) in found.why
     assert str(there) in found.why
     assert (found.taken, found.absent) == (weights_name(digest), case == "lost")
     assert found.bytes == (there / weights_name(digest)).stat().st_size
@@ -36,7 +36,7 @@ def test_a_patch_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
 
 
 @pytest.mark.parametrize("how", ["away", "here"])
-def test_a_damaged_whole_file_is_named_with_the_patches_that_make_it(
+def test_a_damaged_whole_file_is_named_with_the_deltas_that_make_it(
     tmp_path: Path, elsewhere: Counted, how: str
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
@@ -46,11 +46,11 @@ def test_a_damaged_whole_file_is_named_with_the_patches_that_make_it(
     for _ in range(2):
         store.weights(digest)
     (found,) = store.fallbacks.take()
-    assert found.taken == patch_name(digest) and not found.absent
+    assert found.taken == delta_name(digest) and not found.absent
     assert f"{weights_name(digest)}" in found.why and str(there) in found.why
     if how == "here":
         assert found.bytes == 0
     else:
-        names = [patch_name(one.manifest.digest) for one in published[1:4]]
+        names = [delta_name(one.manifest.digest) for one in published[1:4]]
         names.append(weights_name(published[0].manifest.digest))
         assert found.bytes == sum((there / name).stat().st_size for name in names)

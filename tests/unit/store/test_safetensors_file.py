@@ -130,12 +130,12 @@ def test_tensors_that_do_not_fill_the_file_are_refused(
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 4))
 def test_file_hashed_by_several_threads_is_the_same_file(sizes: list[int], threads: int) -> None:
     sources = [source(f"t{at}", [float(at)] * size) for at, size in enumerate(sizes)]
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as delta:
         alone, several = Path(folder) / "alone", Path(folder) / "several"
         expected = write_tensors(alone, sources)
-        patch.setattr(safetensors_file, "BESIDE_BYTES", 0)
-        patch.setattr(safetensors_file, "HASHERS_MAX", threads)
-        patch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+        delta.setattr(safetensors_file, "BESIDE_BYTES", 0)
+        delta.setattr(safetensors_file, "HASHERS_MAX", threads)
+        delta.setattr("os.sched_getaffinity", lambda _: set(range(8)))
         assert write_tensors(several, sources) == expected
         assert several.read_bytes() == alone.read_bytes()
         assert read_manifest(several) == expected

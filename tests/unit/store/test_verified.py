@@ -15,7 +15,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store import verified
 from dora_pipe.store.arrow_files import open_files
-from dora_pipe.store.names import patch_name
+from dora_pipe.store.names import delta_name
 from dora_pipe.store.safetensors_file import TensorSource, read_manifest, write_tensors
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.verified import need_digest, note_path
@@ -170,7 +170,7 @@ def test_copy_of_a_remote_store_is_compared_when_it_comes_and_its_use_changes_no
 
 
 def worker_of_two_versions(
-    tmp_path: Path, *, whole: bool, patched: bool | None
+    tmp_path: Path, *, whole: bool, with_deltas: bool | None
 ) -> tuple[PolicyStore, str]:
     """Return a store with the first of two versions, and the digest of the second: a delta,
     optionally with a full checkpoint."""
@@ -181,13 +181,13 @@ def worker_of_two_versions(
     after = trainer.publish_version(
         lambda path: write(path, 1.5), before=before, whole=whole
     ).manifest.digest
-    worker = PolicyStore(tmp_path / "b", files, clock=clock, patched=patched)
+    worker = PolicyStore(tmp_path / "b", files, clock=clock, with_deltas=patched)
     worker.weights(before)
     return worker, after
 
 
-def test_version_that_patches_made_is_not_read_again(tmp_path: Path, reads: list[Path]) -> None:
-    worker, after = worker_of_two_versions(tmp_path, whole=False, patched=True)
+def test_version_that_deltas_made_is_not_read_again(tmp_path: Path, reads: list[Path]) -> None:
+    worker, after = worker_of_two_versions(tmp_path, whole=False, with_deltas=True)
     del reads[:]
     path = worker.weights(after)
     assert worker.weights(after) == path
@@ -198,10 +198,10 @@ def test_version_that_patches_made_is_not_read_again(tmp_path: Path, reads: list
     assert reads == [path], "what changes later is read"
 
 
-def test_store_that_is_not_told_takes_the_patch_of_a_version_that_has_one(
+def test_store_that_is_not_told_takes_the_delta_of_a_version_that_has_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker, after = worker_of_two_versions(tmp_path, whole=True, patched=None)
+    worker, after = worker_of_two_versions(tmp_path, whole=True, with_deltas=None)
     worker.weights(after)
-    assert (tmp_path / "b" / patch_name(after)).is_file()
-    assert not caplog.records, "that a version has no patch is no news"
+    assert (tmp_path / "b" / delta_name(after)).is_file()
+    assert not caplog.records, "that a version has no delta is no news"

@@ -26,7 +26,7 @@ def test_server_that_fails_is_asked_once_after_a_pause_that_grows() -> None:
 
 
 @given(st.lists(st.one_of(st.just("worked"), st.integers(0, 10**12)), max_size=30))
-def test_nobody_is_left_alone_for_longer_than_the_bound(events: list[str | int]) -> None:
+def test_nobody_is_suspended_for_longer_than_the_bound(events: list[str | int]) -> None:
     breaker, now_ns = Breaker(), 0
     for event in events:
         if isinstance(event, int):

@@ -23,14 +23,14 @@ from tests.support.ui_stage import view_of_told
 def stage() -> Iterator[CatalogueStage]:
     """Yield five groups: two trained, one filtered, one failed, one open."""
     stage = CatalogueStage()
-    epoch = stage.worker()
-    stage.fact(records.ready("w0", epoch, 0, load_ms=500))
+    incarnation = stage.worker()
+    stage.fact(records.ready("w0", incarnation, 0, load_ms=500))
     specs = [stage.group(one) for one in range(5)]
     for number, spec in enumerate(specs[:3]):
-        stage.place(spec, epoch)
-        stage.log(spec, epoch, rewards=(number / 2, None), tokens=10 * (number + 1))
+        stage.place(spec, incarnation)
+        stage.log(spec, incarnation, rewards=(number / 2, None), tokens=10 * (number + 1))
     stage.train(0, *specs[:2])
-    stage.fact(records.ready("w0", epoch, 1, load_ms=250))
+    stage.fact(records.ready("w0", incarnation, 1, load_ms=250))
     stage.end(specs[2], "filtered", "no advantage")
     stage.end(specs[3], "failed")
     yield stage
@@ -153,8 +153,8 @@ def test_window_leaves_out_what_lies_outside(stage: CatalogueStage) -> None:
 
 
 def test_worker_that_comes_back_goes_on_in_its_row(stage: CatalogueStage) -> None:
-    epoch = view_of_told(stage).value("select incarnation from workers")
-    stage.fact(records.left("w0", epoch))
+    incarnation = view_of_told(stage).value("select incarnation from workers")
+    stage.fact(records.left("w0", incarnation))
     stage.now_ns += SECOND_NS
     again = stage.worker()
     stage.now_ns += SECOND_NS

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus import claim_check, open_bus
-from dora_pipe.bus.claim_check import (
-    CLAIM,
-    CLAIM_BYTES,
-    CLAIM_LOST,
-    ClaimBus,
-    ClaimFiles,
-    claimed_bytes,
-    lost_claim,
-    may_be_claimed,
+from dora_pipe.bus import blobs, open_bus
+from dora_pipe.bus.blobs import (
+    BLOB,
+    BLOB_BYTES,
+    BLOB_LOST,
+    BlobBus,
+    BlobFiles,
+    blob_bytes,
+    lost_blob,
+    may_be_blob,
 )
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
@@ -42,8 +42,8 @@ def log() -> MemoryLog:
 
 
 @pytest.fixture
-def bus(log: MemoryLog, tmp_path: Path) -> ClaimBus:
-    bus = ClaimBus(MemoryBus(log), ClaimFiles(tmp_path / "claims"))
+def bus(log: MemoryLog, tmp_path: Path) -> BlobBus:
+    bus = BlobBus(MemoryBus(log), BlobFiles(tmp_path / "blobs"))
     bus.create(
         [TopicSpec(name=name, max_record_bytes=LIMIT_BYTES) for name in (TOPIC, "r.control")]
     )
@@ -63,7 +63,7 @@ def raw(log: MemoryLog) -> list[Record]:
 
 
 def test_a_value_above_the_limit_lies_beside_the_log_and_comes_back(
-    bus: ClaimBus, log: MemoryLog, tmp_path: Path
+    bus: BlobBus, log: MemoryLog, tmp_path: Path
 ) -> None:
     small = Append(topic=TOPIC, value=b"small")
     offsets = bus.writer().append([small, large(), small])
@@ -73,16 +73,16 @@ def test_a_value_above_the_limit_lies_beside_the_log_and_comes_back(
     stored = raw(log)[1]
     assert stored.value == b"" and stored.headers == (
         *HEADERS,
-        (CLAIM, DIGEST.encode()),
-        (CLAIM_BYTES, b"2560"),
+        (BLOB, DIGEST.encode()),
+        (BLOB_BYTES, b"2560"),
     )
-    assert claimed_bytes(stored) == 2560
-    assert (tmp_path / "claims" / DIGEST).read_bytes() == LARGE
-    stored_names = [path.name for path in (tmp_path / "claims").iterdir()]
+    assert blob_bytes(stored) == 2560
+    assert (tmp_path / "blobs" / DIGEST).read_bytes() == LARGE
+    stored_names = [path.name for path in (tmp_path / "blobs").iterdir()]
     assert stored_names == [DIGEST], "no temporary file stays"
 
 
-def test_several_large_values_of_one_append_keep_their_order(bus: ClaimBus) -> None:
+def test_several_large_values_of_one_append_keep_their_order(bus: BlobBus) -> None:
     records = [large(bytes([at]) * (2000 + at)) for at in range(7)]
     records.insert(3, Append(topic=TOPIC, value=b"small"))
     bus.writer().append(records)
@@ -90,19 +90,19 @@ def test_several_large_values_of_one_append_keep_their_order(bus: ClaimBus) -> N
 
 
 def test_a_value_is_claimed_under_the_digest_that_its_maker_computed_and_checked_by_the_reader(
-    bus: ClaimBus, log: MemoryLog
+    bus: BlobBus, log: MemoryLog
 ) -> None:
     named = digest_as("blake3-", LARGE)
     headers = (("sha256", named.encode()),)
     bus.writer().append([Append(topic=TOPIC, value=LARGE, headers=headers, digest=named)])
-    assert dict(raw(log)[0].headers)[CLAIM].decode() == named
+    assert dict(raw(log)[0].headers)[BLOB].decode() == named
     found = read(bus)[0]
     assert (found.value, found.checked) == (LARGE, named)
     assert record_digest(found) == named
 
 
 def test_a_value_whose_headers_name_another_digest_comes_back_and_is_not_taken_for_it(
-    bus: ClaimBus,
+    bus: BlobBus,
 ) -> None:
     wrong = digest_as("blake3-", b"another")
     bus.writer().append([Append(topic=TOPIC, value=LARGE, headers=(("sha256", wrong.encode()),))])
@@ -114,15 +114,15 @@ def test_a_value_whose_headers_name_another_digest_comes_back_and_is_not_taken_f
 def test_a_writers_own_bound_claims_what_the_topic_would_take(
     log: MemoryLog, tmp_path: Path
 ) -> None:
-    bus = ClaimBus(MemoryBus(log), ClaimFiles(tmp_path, synced=False), above_bytes=100)
+    bus = BlobBus(MemoryBus(log), BlobFiles(tmp_path, synced=False), above_bytes=100)
     bus.create([TopicSpec(name=TOPIC)])
     bus.writer().append([large(bytes(100)), large(bytes(101))])
-    assert [claimed_bytes(record) for record in raw(log)] == [0, 101]
+    assert [blob_bytes(record) for record in raw(log)] == [0, 101]
     assert [record.value for record in read(bus)] == [bytes(100), bytes(101)]
 
 
 def test_a_limit_is_learnt_once_and_what_fits_stays_in_the_log(
-    bus: ClaimBus, log: MemoryLog
+    bus: BlobBus, log: MemoryLog
 ) -> None:
     writer = bus.writer()
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_a_limit_is_learnt_once_and_what_fits_stays_in_the_log(
     assert [len(record.value) for record in raw(log)] == [0, LIMIT_BYTES - 30] * 3
 
 
-def test_a_limit_that_was_lowered_is_learnt_anew(bus: ClaimBus, log: MemoryLog) -> None:
+def test_a_limit_that_was_lowered_is_learnt_anew(bus: BlobBus, log: MemoryLog) -> None:
     writer = bus.writer()
     writer.append([large(), large(bytes(700))])
     log._topics[TOPIC] = TopicSpec(name=TOPIC, max_record_bytes=500)
@@ -138,31 +138,31 @@ def test_a_limit_that_was_lowered_is_learnt_anew(bus: ClaimBus, log: MemoryLog) 
     assert [len(record.value) for record in raw(log)] == [0, 700, 0]
 
 
-def test_an_exclusive_writer_claims_too(bus: ClaimBus) -> None:
+def test_an_exclusive_writer_claims_too(bus: BlobBus) -> None:
     bus.writer(exclusive="w").append([large()])
     assert [record.value for record in read(bus)] == [LARGE]
 
 
-def test_only_topics_of_large_values_are_claimed(bus: ClaimBus) -> None:
-    assert [may_be_claimed(f"r.{name}") for name in ("trajectories", "progress")] == [True, True]
-    assert not any(may_be_claimed(f"r.{name}") for name in ("control", "decisions", "metrics"))
+def test_only_topics_of_large_values_are_claimed(bus: BlobBus) -> None:
+    assert [may_be_blob(f"r.{name}") for name in ("trajectories", "progress")] == [True, True]
+    assert not any(may_be_blob(f"r.{name}") for name in ("control", "decisions", "metrics"))
     with pytest.raises(RecordTooLarge, match="control"):
         bus.writer().append([large(), Append(topic="r.control", value=LARGE)])
     assert read(bus) == [], "nothing of the call was appended"
 
 
-def test_a_key_that_alone_is_too_large_is_refused(bus: ClaimBus) -> None:
+def test_a_key_that_alone_is_too_large_is_refused(bus: BlobBus) -> None:
     with pytest.raises(RecordTooLarge):
         bus.writer().append([Append(topic=TOPIC, key=LARGE, value=LARGE)])
 
 
 def test_a_value_beyond_every_bound_is_refused_and_not_stored(
-    log: MemoryLog, bus: ClaimBus, tmp_path: Path
+    log: MemoryLog, bus: BlobBus, tmp_path: Path
 ) -> None:
-    narrow = ClaimBus(MemoryBus(log), ClaimFiles(tmp_path / "claims"), bytes_max=len(LARGE) - 1)
+    narrow = BlobBus(MemoryBus(log), BlobFiles(tmp_path / "blobs"), bytes_max=len(LARGE) - 1)
     with pytest.raises(RecordTooLarge, match="beside the log"):
         narrow.writer().append([large()])
-    assert not (tmp_path / "claims").exists()
+    assert not (tmp_path / "blobs").exists()
 
 
 def damaged(path: Path, how: str) -> None:
@@ -180,64 +180,64 @@ def damaged(path: Path, how: str) -> None:
     [("gone", "no such value"), ("short", "no such value"), ("other", "another digest")],
 )
 def test_a_lost_value_makes_its_record_unreadable_and_named(
-    bus: ClaimBus, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, why: str
+    bus: BlobBus, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str, why: str
 ) -> None:
     bus.writer().append([large(), Append(topic=TOPIC, value=b"next")])
-    damaged(tmp_path / "claims" / DIGEST, how)
+    damaged(tmp_path / "blobs" / DIGEST, how)
     with caplog.at_level(logging.WARNING):
         lost, after = read(bus)
     assert (lost.value, after.value) == (b"", b"next"), "the partition goes on"
-    assert DIGEST in lost_claim(lost) and why in lost_claim(lost)
-    assert lost_claim(after) == ""
+    assert DIGEST in lost_blob(lost) and why in lost_blob(lost)
+    assert lost_blob(after) == ""
     assert f"{TOPIC}/0@{lost.offset}" in caplog.text and DIGEST in caplog.text
 
 
 @pytest.mark.parametrize(
     "headers",
     [
-        ((CLAIM, b"../../etc/passwd"), (CLAIM_BYTES, b"10")),
-        ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"-1")),
-        ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"9" * 40)),
-        ((CLAIM, DIGEST.encode()),),
-        ((CLAIM, DIGEST.upper().encode()), (CLAIM_BYTES, b"2560")),
+        ((BLOB, b"../../etc/passwd"), (BLOB_BYTES, b"10")),
+        ((BLOB, DIGEST.encode()), (BLOB_BYTES, b"-1")),
+        ((BLOB, DIGEST.encode()), (BLOB_BYTES, b"9" * 40)),
+        ((BLOB, DIGEST.encode()),),
+        ((BLOB, DIGEST.upper().encode()), (BLOB_BYTES, b"2560")),
     ],
 )
 def test_a_malformed_claim_is_no_claim_and_opens_no_file(
-    bus: ClaimBus, log: MemoryLog, headers: tuple[tuple[str, bytes], ...]
+    bus: BlobBus, log: MemoryLog, headers: tuple[tuple[str, bytes], ...]
 ) -> None:
     MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=headers)])
     assert [(record.value, record.headers) for record in read(bus)] == [(b"", headers)]
 
 
-def test_a_forged_size_is_refused_before_anything_is_read(bus: ClaimBus, log: MemoryLog) -> None:
-    forged = ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"999999999999"))
+def test_a_forged_size_is_refused_before_anything_is_read(bus: BlobBus, log: MemoryLog) -> None:
+    forged = ((BLOB, DIGEST.encode()), (BLOB_BYTES, b"999999999999"))
     MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=forged)])
-    assert "above the limit" in lost_claim(read(bus)[0])
+    assert "above the limit" in lost_blob(read(bus)[0])
 
 
 def test_a_record_that_has_a_value_is_no_claim_whatever_its_headers_say(
-    bus: ClaimBus, log: MemoryLog
+    bus: BlobBus, log: MemoryLog
 ) -> None:
-    headers = ((CLAIM, DIGEST.encode()), (CLAIM_BYTES, b"2560"))
+    headers = ((BLOB, DIGEST.encode()), (BLOB_BYTES, b"2560"))
     MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"v", headers=headers)])
     assert (read(bus)[0].value, read(bus)[0].headers) == (b"v", headers)
 
 
 def test_a_value_that_came_back_leaves_no_trace_of_having_been_lost(
-    bus: ClaimBus, log: MemoryLog, tmp_path: Path
+    bus: BlobBus, log: MemoryLog, tmp_path: Path
 ) -> None:
-    ClaimFiles(tmp_path / "claims").write(DIGEST, LARGE)
+    BlobFiles(tmp_path / "blobs").write(DIGEST, LARGE)
     headers = (
         *HEADERS,
-        (CLAIM, DIGEST.encode()),
-        (CLAIM_BYTES, b"2560"),
-        (CLAIM_LOST, b"there is no such value in the store"),
+        (BLOB, DIGEST.encode()),
+        (BLOB_BYTES, b"2560"),
+        (BLOB_LOST, b"there is no such value in the store"),
     )
     MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=headers)])
     assert (read(bus)[0].value, read(bus)[0].headers) == (LARGE, HEADERS)
 
 
-def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: ClaimBus) -> None:
+def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: BlobBus) -> None:
     bus.writer().append([large(), large(), large()])
     reader = bus.reader({AT: 0})
     for _ in range(3):
@@ -249,7 +249,7 @@ def test_polls_are_bounded_by_the_size_of_what_is_claimed(bus: ClaimBus) -> None
     assert reader.position(AT) == bus.end(AT)
 
 
-class ToldFiles(ClaimFiles):
+class ToldFiles(BlobFiles):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.begun: queue.Queue[int] = queue.Queue()
@@ -264,19 +264,19 @@ class ToldFiles(ClaimFiles):
 
 
 @pytest.fixture
-def told(tmp_path: Path) -> tuple[ToldFiles, ClaimBus]:
+def told(tmp_path: Path) -> tuple[ToldFiles, BlobBus]:
     files = ToldFiles(tmp_path / "told")
-    bus = ClaimBus(MemoryBus(MemoryLog()), files, above_bytes=LIMIT_BYTES)
+    bus = BlobBus(MemoryBus(MemoryLog()), files, above_bytes=LIMIT_BYTES)
     bus.create([TopicSpec(name=TOPIC)])
     bus.writer().append([large(bytes(2001 + at)) for at in range(4)])
     return files, bus
 
 
 def test_the_next_values_are_read_while_the_first_is_looked_at(
-    told: tuple[ToldFiles, ClaimBus], monkeypatch: pytest.MonkeyPatch
+    told: tuple[ToldFiles, BlobBus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, bus = told
-    monkeypatch.setattr(claim_check, "AHEAD_BYTES", 4800)
+    monkeypatch.setattr(blobs_module, "AHEAD_BYTES", 4800)
     reader = bus.reader({AT: 0})
     assert [len(one.value) for one in reader.poll(timeout_s=0, bytes_max=2500)] == [2001]
     assert {files.begun.get(timeout=10) for _ in range(3)} == {2001, 2002, 2003}, (
@@ -290,7 +290,7 @@ def test_the_next_values_are_read_while_the_first_is_looked_at(
 
 
 def test_a_value_that_could_not_be_read_ahead_is_read_again(
-    told: tuple[ToldFiles, ClaimBus],
+    told: tuple[ToldFiles, BlobBus],
 ) -> None:
     files, bus = told
     reader = bus.reader({AT: 0})
@@ -303,7 +303,7 @@ def test_a_value_that_could_not_be_read_ahead_is_read_again(
     assert [len(one.value) for one in reader.poll(timeout_s=0)] == [2001, 2002, 2003, 2004]
 
 
-def test_seeking_forgets_what_waited_in_that_partition(bus: ClaimBus) -> None:
+def test_seeking_forgets_what_waited_in_that_partition(bus: BlobBus) -> None:
     first, second = bus.writer().append([large(), large(b"x" + LARGE)])
     reader = bus.reader({AT: 0})
     assert [one.offset for one in reader.poll(timeout_s=0, records_max=2, bytes_max=1)] == [first]
@@ -311,12 +311,12 @@ def test_seeking_forgets_what_waited_in_that_partition(bus: ClaimBus) -> None:
     assert [one.offset for one in reader.poll(timeout_s=0)] == [first, second]
 
 
-def test_records_under_their_limit_touch_no_store(bus: ClaimBus, tmp_path: Path) -> None:
+def test_records_under_their_limit_touch_no_store(bus: BlobBus, tmp_path: Path) -> None:
     bus.writer().append([Append(topic=TOPIC, value=b"small")] * 10)
-    assert len(read(bus)) == 10 and not (tmp_path / "claims").exists()
+    assert len(read(bus)) == 10 and not (tmp_path / "blobs").exists()
 
 
-class FailingFiles(ClaimFiles):
+class FailingFiles(BlobFiles):
     """Files on a disk that fills up during a write."""
 
     def write(self, digest: str, value: bytes) -> None:
@@ -324,23 +324,23 @@ class FailingFiles(ClaimFiles):
 
 
 def test_a_value_that_cannot_be_kept_is_not_appended(
-    bus: ClaimBus, log: MemoryLog, tmp_path: Path
+    bus: BlobBus, log: MemoryLog, tmp_path: Path
 ) -> None:
-    failing = ClaimBus(MemoryBus(log), FailingFiles(tmp_path))
+    failing = BlobBus(MemoryBus(log), FailingFiles(tmp_path))
     with pytest.raises(BusFull):
         failing.writer().append([large()])
     assert raw(log) == []
 
 
 def test_a_folder_that_may_not_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "claims").write_text("a file is in the way")
-    with pytest.raises(BusFull, match="claims") as refused:
-        ClaimFiles(tmp_path / "claims").write(DIGEST, LARGE)
+    (tmp_path / "blobs").write_text("a file is in the way")
+    with pytest.raises(BusFull, match="blobs") as refused:
+        BlobFiles(tmp_path / "blobs").write(DIGEST, LARGE)
     assert refused.value.hint
 
 
 def test_two_writers_of_one_value_do_not_disturb_each_other(tmp_path: Path) -> None:
-    files = ClaimFiles(tmp_path)
+    files = BlobFiles(tmp_path)
     for _ in range(2):
         files.write(DIGEST, LARGE)
     damaged(tmp_path / DIGEST, "short")
@@ -349,13 +349,13 @@ def test_two_writers_of_one_value_do_not_disturb_each_other(tmp_path: Path) -> N
 
 
 def test_the_log_of_a_file_claims_by_its_address(tmp_path: Path) -> None:
-    url, claims = f"sqlite:{tmp_path / 'log'}", ClaimFiles(tmp_path / "claims")
-    bus = open_bus(url, claims=claims)
+    url, blobs = f"sqlite:{tmp_path / 'log'}", BlobFiles(tmp_path / "blobs")
+    bus = open_bus(url, blobs=blobs)
     bus.create([TopicSpec(name=TOPIC, max_record_bytes=LIMIT_BYTES)])
     bus.writer().append([large()])
     assert values(read(bus)) == [LARGE]
     bus.close()
-    again = open_bus(url, claims=claims)
+    again = open_bus(url, blobs=blobs)
     assert values(read(again)) == [LARGE]
     again.close()
     bare = SqliteBus(tmp_path / "log")

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Self
 
 from dora_pipe.audit.findings import Findings
-from dora_pipe.consumers.trainer.commits import PATCH_SHARE
+from dora_pipe.consumers.trainer.commits import DELTA_SHARE
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.policy import Manifest
+from dora_pipe.store.delta import opened_delta
 from dora_pipe.store.names import file_sha256
-from dora_pipe.store.patch import opened_patch
 from dora_pipe.store.store import PolicyStore
 
 
-class PatchCheck:
+class DeltaCheck:
     """Check of deltas in version order; `absent` receives those that may have been dropped."""
 
     def __init__(
@@ -43,8 +43,8 @@ class PatchCheck:
     def look(self, fact: StepCommitted) -> None:
         """Check that the committed delta builds its version from the previous one."""
         version = fact.step + 1
-        who = f"patch of version {version}"
-        if fact.patch is None:
+        who = f"delta of version {version}"
+        if fact.delta is None:
             if not fact.whole:
                 self._findings.add("policies", who, "its version is there neither whole nor so")
             return
@@ -65,31 +65,31 @@ class PatchCheck:
         expected = (fact.policy.bytes, set(fact.policy.tensors))
         found = (made.bytes, set(made.tensors))
         self._findings.same("policies", who, message, expected=expected, found=found)
-        share = fact.patch.bytes / max(1, made.bytes)
-        message = f"the figure {PATCH_SHARE} of its commit is not that of its bytes"
-        told = fact.figures.get(PATCH_SHARE)
+        share = fact.delta.bytes / max(1, made.bytes)
+        message = f"the figure {DELTA_SHARE} of its commit is not that of its bytes"
+        told = fact.metrics.get(DELTA_SHARE)
         self._findings.same("policies", who, message, expected=share, found=told)
 
     def _is_named(self, who: str, fact: StepCommitted) -> bool:
-        assert fact.patch is not None
+        assert fact.delta is not None
         try:
-            path = self._store.patch(fact.digest_after)
+            path = self._store.delta(fact.digest_after)
             found = (path.stat().st_size, file_sha256(path))
         except FileNotFoundError:
-            self._absent[who, fact.step + 1] = f"no patch at {path}"
+            self._absent[who, fact.step + 1] = f"no delta at {path}"
             return False
         except PolicyError as error:
             self._absent[who, fact.step + 1] = error.message
             return False
-        expected = (fact.patch.bytes, fact.patch.sha256)
+        expected = (fact.delta.bytes, fact.delta.sha256)
         message = "is another file than the commit names (bytes, sha256)"
         return self._findings.same("policies", who, message, expected=expected, found=found)
 
     def _made(self, before: str, after: str) -> Manifest:
         """Apply the delta to the previous version. Raises PolicyError, ResourceError."""
-        with opened_patch(self._store.patch(after)) as patch:
-            if (patch.before, patch.after) != (before, after):
-                raise PolicyError(f"{patch.where} is between other versions than its commit")
+        with opened_delta(self._store.delta(after)) as delta:
+            if (delta.before, delta.after) != (before, after):
+                raise PolicyError(f"{delta.where} is between other versions than its commit")
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="dora-pipe-audit-")
         path = Path(self._folder.name) / f"{after}.safetensors"

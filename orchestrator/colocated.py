@@ -29,12 +29,12 @@ def step_stands(state: State) -> bool:
 
 def awaited(state: State) -> list[str]:
     """Return colocated workers still awake."""
-    return sorted(name for name, one in state.index.elastic.items() if one.awake)
+    return sorted(name for name, one in state.index.colocated.items() if one.awake)
 
 
 def held(state: State) -> frozenset[str]:
     """Return workers that may not be assigned now."""
-    found = state.index.elastic
+    found = state.index.colocated
     return frozenset(found) if found and step_stands(state) else frozenset()
 
 
@@ -43,7 +43,7 @@ def to_sleep(state: State) -> list[Worker]:
     return [
         worker
         for name in sorted(held(state))
-        if (worker := state.index.elastic[name]).usable
+        if (worker := state.index.colocated[name]).usable
         and not worker.loading
         and worker.target != NO_VERSION
     ]
@@ -52,10 +52,10 @@ def to_sleep(state: State) -> list[Worker]:
 def assign_error(state: State, worker: Worker, decision: Assign) -> str:
     """Return why an assignment is illegal; empty if legal."""
     if decision.version != NO_VERSION:
-        held = worker.elastic and step_stands(state)
+        held = worker.colocated and step_stands(state)
         return f"{worker.name} sleeps while a step is computed" if held else ""
-    if not worker.elastic:
-        return f"{worker.name} is not elastic"
+    if not worker.colocated:
+        return f"{worker.name} is not colocated"
     if worker.target == NO_VERSION or decision.digest or decision.drop:
         return f"{worker.name} sleeps already, or is told more than that"
     return "" if step_stands(state) else f"{worker.name} has to sleep for no step"
@@ -63,7 +63,7 @@ def assign_error(state: State, worker: Worker, decision: Assign) -> str:
 
 def letting_go(state: State) -> list[Worker]:
     """Return workers with requests that are to sleep."""
-    if not state.index.elastic:
+    if not state.index.colocated:
         return []
     found = state.index.hosts.get(NO_VERSION)
     if found is None:

@@ -21,10 +21,10 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("elastic")
+    folder = tmp_path_factory.mktemp("colocated")
     config = make_config(
         run__steps=STEPS,
-        run__name="elastic",
+        run__name="colocated",
         sampling__max_tokens=12,
         rollout__group_size=2,
         rollout__prompts_per_step=2,
@@ -44,8 +44,8 @@ def test_it_sleeps_for_every_step_and_the_audit_is_clean(cluster: Cluster) -> No
     report = audit(cluster.bus, cluster.topics, cluster.store.root)
     assert report.holds, [violation.line for violation in report.violations]
     ledger = build_ledger(cluster.bus, cluster.topics)
-    elastic = [one.joined.elastic for one in ledger.accounts.workers.values()]
-    assert sorted(elastic) == [False, True]
+    colocated = [one.joined.colocated for one in ledger.accounts.workers.values()]
+    assert sorted(colocated) == [False, True]
     with closing(read_catalogue(cluster.bus, cluster.topics)) as tables:
         sql = "select count(*) from served_versions where worker = 'w1' and version = -1"
         (rows,) = tables.query(sql)

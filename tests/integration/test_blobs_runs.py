@@ -20,11 +20,11 @@ from pyarrow import fs
 
 from dora_pipe.analysis import replay
 from dora_pipe.audit.auditor import audit
-from dora_pipe.audit.prune import AGE_MIN_S, PrunePlan, plan_claims, prune_claims
+from dora_pipe.audit.prune import AGE_MIN_S, PrunePlan, plan_blobs, prune_blobs
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.claim_check import ClaimFiles, claim_of
+from dora_pipe.bus.blobs import BlobFiles, blob_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
@@ -35,7 +35,7 @@ from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.arrow_files import ArrowFiles
-from dora_pipe.store.log_location import SharedClaims
+from dora_pipe.store.log_location import SharedBlobs
 from dora_pipe.store.store import PolicyStore
 from tests.support.bus_harness import log_in_memory
 from tests.support.cluster import Cluster, make_config, reward_by_text
@@ -53,7 +53,7 @@ RECORD_BYTES_MAX = 64 * 1024
 """The least that a configuration may say."""
 
 OBSERVED = 18_000
-CLAIMS = "claims"
+BLOBS = "blobs"
 
 
 class Killed(BaseException):
@@ -68,7 +68,7 @@ class Deaths:
     died: list[str] = field(default_factory=list)
 
 
-class MortalClaims(ClaimFiles):
+class MortalBlobs(BlobFiles):
     """Dies between a value and the record that would claim it, if that is due."""
 
     def __init__(self, folder: Path, deaths: Deaths) -> None:
@@ -84,14 +84,14 @@ class MortalClaims(ClaimFiles):
 
 
 @dataclass
-class ClaimCluster(Cluster):
+class BlobCluster(Cluster):
     """A `Cluster` as `dora-pipe run` opens its log."""
 
     deaths: Deaths = field(default_factory=Deaths)
 
     def open_log(self) -> Bus:
-        claims = MortalClaims(self.store.root / CLAIMS, self.deaths)
-        return open_bus(f"sqlite:{self.path}", claims=claims)
+        blobs = MortalBlobs(self.store.root / BLOBS, self.deaths)
+        return open_bus(f"sqlite:{self.path}", blobs=blobs)
 
 
 def talkative_tasks() -> InlineTasks:
@@ -110,7 +110,7 @@ def _observe(tasks: InlineTasks, call: EnvStep) -> EnvObserved:
     return EnvObserved(request=call.request, text=text, done=steps > 1, tool="calc", ok=True)
 
 
-def claim_cluster(directory: Path) -> ClaimCluster:
+def blob_cluster(directory: Path) -> BlobCluster:
     """Three steps, and contexts that hold what environments say; its configuration beside the log.
 
     A third of the trajectories is larger than a record may be, by what an environment answered:
@@ -126,7 +126,7 @@ def claim_cluster(directory: Path) -> ClaimCluster:
         sampling__max_tokens=40,
         evaluation__prompts=2,
     )
-    cluster = ClaimCluster(directory, config, tasks=talkative_tasks)
+    cluster = BlobCluster(directory, config, tasks=talkative_tasks)
     (directory / "config.toml").write_text(dump_toml(config))
     return cluster
 
@@ -134,8 +134,8 @@ def claim_cluster(directory: Path) -> ClaimCluster:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's directory; a worker died in it between a value and its record."""
-    directory = tmp_path_factory.mktemp("claims") / "claimed"
-    with claim_cluster(directory) as cluster:
+    directory = tmp_path_factory.mktemp("blobs") / "claimed"
+    with blob_cluster(directory) as cluster:
         cluster.until(lambda: cluster.version >= 1)
         cluster.deaths.due = True
         with pytest.raises(Killed):
@@ -162,19 +162,19 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def values(run: Path) -> dict[str, Path]:
-    return {path.name: path for path in (run / "policies" / CLAIMS).iterdir()}
+    return {path.name: path for path in (run / "policies" / BLOBS).iterdir()}
 
 
-def claims(run: Path) -> Iterator[tuple[Record, str]]:
+def blobs(run: Path) -> Iterator[tuple[Record, str]]:
     """Records that claim a value, as they lie in the log, with its digest."""
     with closing(SqliteBus(run / "log.sqlite")) as bus:
         for record in records_of(bus, ends_of(bus, TOPICS.trajectories)):
-            if digest := claim_of(record):
+            if digest := blob_of(record):
                 yield record, digest
 
 
 def opened(run: Path) -> Bus:
-    return open_bus(f"sqlite:{run / 'log.sqlite'}", claims=ClaimFiles(run / "policies" / CLAIMS))
+    return open_bus(f"sqlite:{run / 'log.sqlite'}", blobs=BlobFiles(run / "policies" / BLOBS))
 
 
 def audited(run: Path) -> AuditReport:
@@ -188,13 +188,13 @@ def test_run_with_trajectories_above_the_limit_is_proved(run: Path) -> None:
     report = audited(run)
     assert report.holds, report.violations
     assert report.steps == STEPS
-    assert {digest for _, digest in claims(run)} < values(run).keys()
+    assert {digest for _, digest in blobs(run)} < values(run).keys()
 
 
 def test_every_command_reads_large_values_from_the_log(
     call: Call, copy: Path, tmp_path: Path
 ) -> None:
-    record, _ = next(claims(copy))
+    record, _ = next(blobs(copy))
     name = dict(record.headers)["trajectory"].decode()
     commands: list[tuple[object, ...]] = [
         ("audit", copy, "--json"),
@@ -229,20 +229,20 @@ def test_value_that_is_gone_or_changed_is_one_line_of_audit(
     (violation,) = audited(copy).violations
     name = dict(record.headers)["trajectory"].decode()
     where = f"{name} at trajectories:{record.partition}:{record.offset}"
-    assert violation.line.startswith(f"records {where}: cannot be read: claim {digest}: ")
+    assert violation.line.startswith(f"records {where}: cannot be read: blob {digest}: ")
     assert why in violation.line
     code, _, err = call("audit", copy)
     assert code == 5 and err.count("error:") == 1 and digest in err
     code, _, err = call("replay", copy)
     assert code != 0
-    assert f"trajectory {name} cannot be read: claim {digest}" in err
+    assert f"trajectory {name} cannot be read: blob {digest}" in err
 
 
 def trained(run: Path) -> tuple[Record, str]:
     """A claim of a trained group: its trajectory's id begins with g."""
     return next(
         (one, digest)
-        for one, digest in claims(run)
+        for one, digest in blobs(run)
         if dict(one.headers)["trajectory"].startswith(b"g")
     )
 
@@ -253,24 +253,24 @@ def plan(run: Path, *, hours: float = 2.0) -> PrunePlan:
     latest = max(path.stat().st_mtime_ns for path in values(run).values())
     clock.ns += latest + int(hours * HOUR_NS) - clock.wall_ns()
     with closing(opened(run)) as bus:
-        return plan_claims(bus, TOPICS, PolicyStore(run / "policies"), clock=clock)
+        return plan_blobs(bus, TOPICS, PolicyStore(run / "policies"), clock=clock)
 
 
 def test_value_that_no_record_names_is_pruned_and_no_other(call: Call, copy: Path) -> None:
-    named = {digest for _, digest in claims(copy)}
-    (unclaimed,) = values(copy).keys() - named
+    named = {digest for _, digest in blobs(copy)}
+    (unreferenced,) = values(copy).keys() - named
     found = plan(copy)
     assert [(one.file.name, one.why) for one in found.candidates] == [
-        (f"{CLAIMS}/{unclaimed}", "unclaimed")
+        (f"{BLOBS}/{unreferenced}", "unreferenced")
     ]
     assert (found.files, found.note) == (len(named) + 1, "")
     code, out, err = call("prune", copy)
-    assert (code, unclaimed in out) == (0, False), "it is younger than an hour"
-    code, out, err = call("prune", copy, "--claim-hours", "0", "--json")
+    assert (code, unreferenced in out) == (0, False), "it is younger than an hour"
+    code, out, err = call("prune", copy, "--blob-hours", "0", "--json")
     assert code == 0 and "--delete deletes them" in err
-    assert [json.loads(line)["why"] for line in out.splitlines()] == ["unclaimed"]
-    assert unclaimed in values(copy), "a dry run deletes nothing"
-    code, _, err = call("prune", copy, "--claim-hours", "0", "--delete")
+    assert [json.loads(line)["why"] for line in out.splitlines()] == ["unreferenced"]
+    assert unreferenced in values(copy), "a dry run deletes nothing"
+    code, _, err = call("prune", copy, "--blob-hours", "0", "--delete")
     assert code == 0 and "1 of" in err
     assert values(copy).keys() == named
     assert audited(copy).holds
@@ -284,13 +284,13 @@ def test_young_value_stays_and_so_does_one_that_was_written_again(copy: Path) ->
     path = copy / "policies" / candidates.file.name
     os.utime(path, ns=(1, 1))
     found = plan(copy)
-    ClaimFiles(path.parent).write(path.name, path.read_bytes())
-    assert prune_claims(PolicyStore(copy / "policies"), found) == 0
+    BlobFiles(path.parent).write(path.name, path.read_bytes())
+    assert prune_blobs(PolicyStore(copy / "policies"), found) == 0
     assert path.is_file()
 
 
 def test_unfinished_files_are_pruned_and_those_of_somebody_else_are_not(copy: Path) -> None:
-    folder = copy / "policies" / CLAIMS
+    folder = copy / "policies" / BLOBS
     for name in (f".{'a' * 64}.0123", "notes.txt"):
         (folder / name).write_bytes(b"half")
     candidates = {one.file.name.rpartition("/")[2] for one in plan(copy).candidates}
@@ -299,17 +299,17 @@ def test_unfinished_files_are_pruned_and_those_of_somebody_else_are_not(copy: Pa
 
 
 def test_values_of_records_that_retention_deleted_stay(copy: Path) -> None:
-    named = {digest for _, digest in claims(copy)}
+    named = {digest for _, digest in blobs(copy)}
     store, clock = PolicyStore(copy / "policies"), VirtualClock()
-    clock.ns += max(one.modified_ns for one in store.claims()) + 2 * HOUR_NS - clock.wall_ns()
+    clock.ns += max(one.modified_ns for one in store.blobs()) + 2 * HOUR_NS - clock.wall_ns()
     with closing(SqliteBus(copy / "log.sqlite")) as bus:
         log = log_in_memory(bus)
     live = MemoryBus(log)
     for tp in ends_of(live, TOPICS.trajectories):
         log.delete_before(tp, live.end(tp))
-    found = plan_claims(live, TOPICS, store, clock=clock)
+    found = plan_blobs(live, TOPICS, store, clock=clock)
     assert found.candidates == ()
-    assert f"{len(named) + 1} claimed values are left as they are: " in found.note
+    assert f"{len(named) + 1} blobs are left as they are: " in found.note
     assert "the records from offset 0 on were deleted" in found.note
 
 
@@ -319,11 +319,11 @@ def test_log_is_not_read_while_no_value_is_old(copy: Path) -> None:
     unread = MemoryBus(MemoryLog())
     with pytest.raises(BusError):
         ends_of(unread, TOPICS.trajectories)
-    found = plan_claims(unread, TOPICS, PolicyStore(copy / "policies"), clock=clock)
+    found = plan_blobs(unread, TOPICS, PolicyStore(copy / "policies"), clock=clock)
     assert (found.candidates, found.files) == ((), len(values(copy)))
 
 
-class _Struck(ClaimFiles):
+class _Struck(BlobFiles):
     """Kills this process when a value lies there, before its record is appended."""
 
     def write(self, digest: str, value: bytes) -> None:
@@ -338,7 +338,7 @@ def test_process_that_is_killed_between_value_and_record_leaves_what_prune_remov
     log = f"sqlite:{copy / 'log.sqlite'}"
     if (pid := os.fork()) == 0:
         try:
-            bus = open_bus(log, claims=_Struck(copy / "policies" / CLAIMS))
+            bus = open_bus(log, blobs=_Struck(copy / "policies" / BLOBS))
             bus.writer().append([Append(topic=TOPICS.trajectories, value=LARGE)])
         finally:
             os._exit(99)
@@ -348,15 +348,15 @@ def test_process_that_is_killed_between_value_and_record_leaves_what_prune_remov
     assert audited(copy).holds
     found = plan(copy)
     assert digest in {one.file.name.rpartition("/")[2] for one in found.candidates}
-    assert prune_claims(PolicyStore(copy / "policies"), found) == 2
-    assert values(copy).keys() == {one for _, one in claims(copy)}
+    assert prune_blobs(PolicyStore(copy / "policies"), found) == 2
+    assert values(copy).keys() == {one for _, one in blobs(copy)}
 
 
 def test_shared_store_says_how_old_its_values_are(tmp_path: Path) -> None:
     files = ArrowFiles(fs.LocalFileSystem(), str(tmp_path / "shared"))
     digest = sha256(LARGE).hexdigest()
-    SharedClaims(files, tmp_path / "here").write(digest, LARGE)
-    (one,) = PolicyStore(tmp_path / "here", files).claims()
-    path = tmp_path / "shared" / CLAIMS / digest
-    assert (one.name, one.bytes) == (f"{CLAIMS}/{digest}", len(LARGE))
+    SharedBlobs(files, tmp_path / "here").write(digest, LARGE)
+    (one,) = PolicyStore(tmp_path / "here", files).blobs()
+    path = tmp_path / "shared" / BLOBS / digest
+    assert (one.name, one.bytes) == (f"{BLOBS}/{digest}", len(LARGE))
     assert one.modified_ns == path.stat().st_mtime_ns

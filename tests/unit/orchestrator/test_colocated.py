@@ -15,7 +15,7 @@ from dora_pipe.orchestrator.apply_decision import apply_decision
 from dora_pipe.orchestrator.waits import waits
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.schemas.rounds import NO_VERSION, AnyDecision, Assign, Move, TakeBatch
+from dora_pipe.schemas.rounds import NO_VERSION, AnyDecision, Assign, Migrate, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.orchestrator_stage import Stage
 from tests.support.singly import placed as placed_by
@@ -32,7 +32,7 @@ def beside(*, moves: bool = True) -> Stage:
     """`a` always generates, `e` is colocated; each runs four requests."""
     stage = Stage(**TWO).begin()
     stage.join("a", moves=moves)
-    stage.join("e", moves=moves, elastic=True)
+    stage.join("e", moves=moves, colocated=True)
     stage.settle()
     assert (len(stage.running("a")), len(stage.running("e"))) == (4, 4)
     return stage
@@ -47,7 +47,7 @@ def finish_on(stage: Stage, worker: str, count: int) -> list[AnyDecision]:
 def sleeps(stage: Stage) -> list[AnyDecision]:
     for name in stage.running("e"):
         stage.tell(records.released(stage.placed[name], None, None))
-    stage.tell(records.ready("e", stage.state.workers["e"].epoch, NO_VERSION, ""))
+    stage.tell(records.ready("e", stage.state.workers["e"].incarnation, NO_VERSION, ""))
     return stage.plan()
 
 
@@ -55,7 +55,7 @@ def assigned(found: list[AnyDecision], worker: str) -> list[int]:
     return [one.version for one in found if isinstance(one, Assign) and one.worker == worker]
 
 
-def test_a_batch_that_stands_ready_sends_the_elastic_worker_to_sleep_and_waits_for_it() -> None:
+def test_a_batch_that_stands_ready_sends_the_colocated_worker_to_sleep_and_waits_for_it() -> None:
     stage = beside()
     assert assigned(finish_on(stage, "a", 3), "e") == []
     found = finish_on(stage, "a", 1)
@@ -63,12 +63,12 @@ def test_a_batch_that_stands_ready_sends_the_elastic_worker_to_sleep_and_waits_f
     assert "step 0 begins, and e shares its GPUs with the trainer" in next(
         one.reason for one in found if isinstance(one, Assign)
     )
-    moves = [one for one in found if isinstance(one, Move)]
+    moves = [one for one in found if isinstance(one, Migrate)]
     assert [one.trajectory for one in moves] == stage.running("e")
-    assert {(one.to, one.to_epoch) for one in moves} == {("", -1)}
+    assert {(one.to, one.to_incarnation) for one in moves} == {("", -1)}
     assert not any(isinstance(one, TakeBatch) for one in found)
-    (wait,) = (one for one in waits(stage.state) if one.name == "elastic")
-    assert wait.words == "elastic workers to sleep, so that step 0 begins: e"
+    (wait,) = (one for one in waits(stage.state) if one.name == "colocated")
+    assert wait.words == "colocated workers to sleep, so that step 0 begins: e"
     assert stage.plan() == []
     found = sleeps(stage)
     assert any(isinstance(one, TakeBatch) for one in found)
@@ -95,7 +95,11 @@ def test_it_gets_nothing_in_a_step_and_the_newest_version_behind_it() -> None:
     assert stage.state.workers["e"].target == NO_VERSION
     digest = stage.state.policies[0]
     wake = Assign(
-        worker="e", epoch=stage.state.workers["e"].epoch, version=0, digest=digest, reason="x"
+        worker="e",
+        incarnation=stage.state.workers["e"].incarnation,
+        version=0,
+        digest=digest,
+        reason="x",
     )
     with pytest.raises(InvariantBroken, match="sleeps while a step is computed"):
         apply_decision(stage.state, wake)
@@ -107,13 +111,13 @@ def test_what_cannot_move_is_finished_and_waited_for() -> None:
     stage = beside(moves=False)
     found = finish_on(stage, "a", 4)
     assert assigned(found, "e") == [NO_VERSION]
-    assert not any(isinstance(one, Move) for one in found)
+    assert not any(isinstance(one, Migrate) for one in found)
     assert not any(isinstance(one, TakeBatch) for one in finish_on(stage, "e", 3))
     finish_on(stage, "e", 1)
     assert any(isinstance(one, TakeBatch) for one in sleeps(stage))
 
 
-def test_a_lost_elastic_worker_is_not_waited_for() -> None:
+def test_a_lost_colocated_worker_is_not_waited_for() -> None:
     stage = beside()
     finish_on(stage, "a", 4)
     stage.lose("e")
@@ -124,12 +128,14 @@ def test_a_batch_or_a_sleep_against_the_rule_is_refused() -> None:
     stage = beside()
 
     def asleep(name: str) -> Assign:
-        epoch = stage.state.workers[name].epoch
-        return Assign(worker=name, epoch=epoch, version=NO_VERSION, digest="", reason="x")
+        incarnation = stage.state.workers[name].incarnation
+        return Assign(
+            worker=name, incarnation=incarnation, version=NO_VERSION, digest="", reason="x"
+        )
 
     with pytest.raises(InvariantBroken, match="e has to sleep for no step"):
         apply_decision(stage.state, asleep("e"))
-    with pytest.raises(InvariantBroken, match="a is not elastic"):
+    with pytest.raises(InvariantBroken, match="a is not colocated"):
         apply_decision(stage.state, asleep("a"))
-    stage.tell(records.joined("b", elastic=True, versions=3))
-    assert "b is elastic, which only a worker of one version" in stage.state.counters.rejection
+    stage.tell(records.joined("b", colocated=True, versions=3))
+    assert "b is colocated, which only a worker of one version" in stage.state.counters.rejection

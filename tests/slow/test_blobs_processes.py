@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bus.claim_check import ClaimBus, claim_of
+from dora_pipe.bus.blobs import BlobBus, blob_of
 from dora_pipe.launch.run_dir import opened
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.user_run import answer, assert_clean, call, furnish, steps
@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 STEPS = 3
-RUN = "claims"
+RUN = "blobs"
 """A broker has the runs of other tests too."""
 
 RECORD_BYTES_MAX = 64 * 1024
@@ -48,10 +48,10 @@ def furnished(place: Path, url: str) -> Path:
 def claimed(place: Path, run: str) -> dict[str, str]:
     """Digests by trajectory, of records that claim their value."""
     with opened(str(place / "runs" / run)) as open_run:
-        assert isinstance(open_run.bus, ClaimBus)
+        assert isinstance(open_run.bus, BlobBus)
         ends = ends_of(open_run.bus.inner, open_run.topics.trajectories)
         records = records_of(open_run.bus.inner, ends)
-        names = ((dict(one.headers)["trajectory"].decode(), claim_of(one)) for one in records)
+        names = ((dict(one.headers)["trajectory"].decode(), blob_of(one)) for one in records)
         return {name: digest for name, digest in names if digest}
 
 
@@ -63,7 +63,7 @@ def prove(place: Path) -> int:
     assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
     assert steps(place, RUN) == list(range(STEPS))
     names = claimed(place, RUN)
-    values = place / "runs" / RUN / "policies" / "claims"
+    values = place / "runs" / RUN / "policies" / "blobs"
     assert len(names) > 5
     assert {path.name for path in values.iterdir()} == set(names.values())
     assert all(path.stat().st_size > RECORD_BYTES_MAX for path in values.iterdir())
@@ -74,13 +74,13 @@ def prove(place: Path) -> int:
     lost = next(name for name in names if name.startswith("g"))
     shown = json.loads(answer(place, "show", RUN, lost, "--json").stdout)
     assert len(json.loads(shown["result"]["reward parts"])) == PARTS
-    pruned = answer(place, "prune", RUN, "--claim-hours", "0", "--delete")
-    assert (pruned.returncode, pruned.stdout.count("unclaimed")) == (0, 0)
+    pruned = answer(place, "prune", RUN, "--blob-hours", "0", "--delete")
+    assert (pruned.returncode, pruned.stdout.count("unreferenced")) == (0, 0)
     (values / names[lost]).unlink()
     audited = answer(place, "audit", RUN)
     (error,) = [line for line in audited.stderr.splitlines() if line.startswith("error:")]
     assert audited.returncode == 5
-    assert f"{lost} at trajectories:" in error and f"claim {names[lost]}" in error
+    assert f"{lost} at trajectories:" in error and f"blob {names[lost]}" in error
     return len(names)
 
 

@@ -266,7 +266,7 @@ def has_version(state: State, worker: Worker, version: int) -> bool:
     """Report whether a worker can sample under a version."""
     residence = state.residents.get(worker.name)
     if residence is None:
-        return worker.target == worker.hosted == version
+        return worker.target == worker.served == version
     return version in residence.held
 
 

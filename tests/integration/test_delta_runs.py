@@ -1,4 +1,4 @@
-"""Whole runs whose versions are mostly patches: they end, audit holds, all versions are there."""
+"""Whole runs whose versions are mostly deltas: they end, audit holds, all versions are there."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.consumers.trainer.commits import OF_PATCHES
+from dora_pipe.consumers.trainer.commits import OF_DELTAS
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.store.copies import MADE
-from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.names import delta_name, weights_name
 from dora_pipe.store.store import PolicyStore
 from tests.support.cluster import ORCHESTRATOR, TRAINER, Cluster, make_config
 from tests.support.worker import VirtualClock
@@ -76,11 +76,11 @@ def test_the_commits_say_what_of_each_version_lies_in_the_store(over: Cluster) -
         (one.step + 1) % 4 == 0 or (one.step + 1) % 6 == 0 for one in found
     ]
     for one in found:
-        assert one.patch is not None
-        assert one.figures.keys() >= OF_PATCHES
+        assert one.delta is not None
+        assert one.metrics.keys() >= OF_DELTAS
         assert over.store.has_whole(one.digest_after) == one.whole
-        path = over.store.root / patch_name(one.digest_after)
-        assert path.stat().st_size == one.patch.bytes
+        path = over.store.root / delta_name(one.digest_after)
+        assert path.stat().st_size == one.delta.bytes
 
 
 def test_audit_holds_and_does_not_look_at_copies(over: Cluster) -> None:
@@ -111,9 +111,9 @@ def test_every_version_is_to_be_had_from_the_store_alone(over: Cluster, tmp_path
     assert not told
 
 
-def test_a_version_whose_patch_is_damaged_is_trained_again(over: Cluster, tmp_path: Path) -> None:
+def test_a_version_whose_delta_is_damaged_is_trained_again(over: Cluster, tmp_path: Path) -> None:
     store, told, digests = store_alone(over, tmp_path / "p"), list[Rebuilt](), digests_of(over)
-    damaged = store.root / patch_name(digests[2])
+    damaged = store.root / delta_name(digests[2])
     damaged.write_bytes(damaged.read_bytes()[:-1])
     rebuilder = SourceRun(
         bus=over.bus,
@@ -129,9 +129,9 @@ def test_a_version_whose_patch_is_damaged_is_trained_again(over: Cluster, tmp_pa
 
 
 @pytest.mark.parametrize("case", ["lost", "damaged", "of another", "whole lost"])
-def test_audit_names_what_is_wrong_with_a_patch(over: Cluster, tmp_path: Path, case: str) -> None:
+def test_audit_names_what_is_wrong_with_a_delta(over: Cluster, tmp_path: Path, case: str) -> None:
     store, digests = store_alone(over, tmp_path / "p"), digests_of(over)
-    path = store.root / patch_name(digests[3])
+    path = store.root / delta_name(digests[3])
     if case == "lost":
         path.unlink()
     elif case == "damaged":
@@ -139,12 +139,12 @@ def test_audit_names_what_is_wrong_with_a_patch(over: Cluster, tmp_path: Path, c
         data[20] ^= 1
         path.write_bytes(data)
     elif case == "of another":
-        path.write_bytes((store.root / patch_name(digests[2])).read_bytes())
+        path.write_bytes((store.root / delta_name(digests[2])).read_bytes())
     else:
         (store.root / weights_name(digests[4])).unlink()
     said = [one.line for one in audit(over.bus, over.topics, store).violations]
     assert said
-    subject = "version 4" if case == "whole lost" else "patch of version 3"
+    subject = "version 4" if case == "whole lost" else "delta of version 3"
     assert subject in said[0]
     assert len(said) == 1, said
 

@@ -3,7 +3,7 @@
 Most bfloat16 weights keep their bits at small learning rates. Bits are compared (0.0 and -0.0
 differ) and overwritten.
 
-    8 bytes             dppatch1
+    8 bytes             dpdelta1
     frames              of every block that has changes: gaps between positions, then values
     head                JSON, see `_Head`
     8 bytes             length of the head, little endian
@@ -50,7 +50,7 @@ from dora_pipe.store.safetensors_file import (
 )
 from dora_pipe.store.verified import AGAIN
 
-MAGIC: Final = b"dppatch1"
+MAGIC: Final = b"dpdelta1"
 BLOCK_ELEMENTS: Final = 1 << 22
 """Bounds an unpacked block to 32 MiB."""
 
@@ -59,7 +59,7 @@ ZSTD_LEVEL: Final = 1
 
 GROWTH_MAX: Final = 2
 BYTES_FREE: Final = 64 << 20
-"""Bytes that a result may have beyond `GROWTH_MAX` times its base; bounds hostile patches."""
+"""Bytes that a result may have beyond `GROWTH_MAX` times its base; bounds hostile deltas."""
 
 _PASSED: Final = 255
 _LENGTH_BYTES: Final = 8
@@ -107,7 +107,7 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Size of a patch in elements. Example: ``Change(changed=10, elements=1000)``"""
+    """Size of a delta in elements. Example: ``Change(changed=10, elements=1000)``"""
 
     changed: int
     elements: int
@@ -124,7 +124,7 @@ _DECODER: Final = msgspec.json.Decoder(_Head)
 # Writing
 
 
-def write_patch(
+def write_delta(
     path: Path, before: Path, after: Path, *, digest_before: str, digest_after: str
 ) -> Change:
     """Write the differences of `after` from `before` without sync. Raises PolicyError, OSError."""
@@ -261,8 +261,8 @@ def _starts(size: int) -> range:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patch:
-    """Patch with verified sha256 and head; unpacks frames on demand."""
+class Delta:
+    """Delta with verified sha256 and head; unpacks frames on demand."""
 
     where: str
     before: str
@@ -305,22 +305,22 @@ class Patch:
 
 
 @contextmanager
-def opened_patch(path: Path) -> Iterator[Patch]:
-    """Map and verify a patch. Raises PolicyError if invalid, ResourceError if unreadable."""
+def opened_delta(path: Path) -> Iterator[Delta]:
+    """Map and verify a delta. Raises PolicyError if invalid, ResourceError if unreadable."""
     with ExitStack() as stack:
         try:
             if path.stat().st_size < _LEAST:
                 raise _refused(path, "it is too short")
             data = stack.enter_context(mapped(path))
         except FileNotFoundError:
-            raise PolicyError(f"no patch at {path}", hint=AGAIN) from None
+            raise PolicyError(f"no delta at {path}", hint=AGAIN) from None
         except OSError as error:
             raise ResourceError(f"{path} cannot be read: {error.strerror}") from None
-        yield parse_patch(data, str(path))
+        yield parse_delta(data, str(path))
 
 
-def parse_patch(data: memoryview, where: str) -> Patch:
-    """Parse a patch. Raises PolicyError."""
+def parse_delta(data: memoryview, where: str) -> Delta:
+    """Parse a delta. Raises PolicyError."""
     if len(data) < _LEAST or bytes(data[: len(MAGIC)]) != MAGIC:
         raise _refused(where, "it does not begin as one")
     end = len(data) - _SHA_BYTES
@@ -344,7 +344,7 @@ def parse_patch(data: memoryview, where: str) -> Patch:
         at += sum(block.gaps_frame + block.values_frame for block in tensor.blocks)
     if at != frames_end or len(starts) != len(head.tensors):
         raise _refused(where, "its frames do not fill it")
-    return Patch(
+    return Delta(
         where=where,
         before=head.before,
         after=head.after,
@@ -382,32 +382,32 @@ def _fits(block: Block, size: int) -> bool:
 
 
 @contextmanager
-def opened_patches(paths: Iterable[Path]) -> Iterator[list[Patch]]:
-    """Open consecutive patches. Raises PolicyError."""
+def opened_deltas(paths: Iterable[Path]) -> Iterator[list[Delta]]:
+    """Open consecutive deltas. Raises PolicyError."""
     with ExitStack() as stack:
-        patches = [stack.enter_context(opened_patch(path)) for path in paths]
-        for one, after in itertools.pairwise(patches):
+        deltas = [stack.enter_context(opened_delta(path)) for path in paths]
+        for one, after in itertools.pairwise(deltas):
             if one.after != after.before:
                 raise _refused(after.where, f"it does not follow {one.where}")
-        yield patches
+        yield deltas
 
 
-def write_patched(path: Path, base: Path, patches: Sequence[Patch]) -> Manifest:
-    """Apply patches to `base` without sync. Raises PolicyError for a wrong result, OSError."""
+def write_from_deltas(path: Path, base: Path, deltas: Sequence[Delta]) -> Manifest:
+    """Apply deltas to `base` without sync. Raises PolicyError for a wrong result, OSError."""
     entries = read_entries(base)
     with mapped(base) as data:
-        sources = _sources(entries, data, patches)
+        sources = _sources(entries, data, deltas)
         limit = GROWTH_MAX * len(data) + BYTES_FREE
         if sum(source.bytes for source in sources) > limit:
-            raise _refused(patches[-1].where, f"it makes more than {limit} bytes of {base}")
+            raise _refused(deltas[-1].where, f"it makes more than {limit} bytes of {base}")
         try:
             manifest = write_tensors(path, sources)
         except NonFinite as error:
-            raise _refused(patches[-1].where, error.message) from None
-    if manifest.digest != patches[-1].after:
+            raise _refused(deltas[-1].where, error.message) from None
+    if manifest.digest != deltas[-1].after:
         raise PolicyError(
-            f"{patches[-1].where} does not make version {patches[-1].after[:12]}... of {base} "
-            f"({len(patches)} patches, {manifest.digest[:12]}... came out)",
+            f"{deltas[-1].where} does not make version {deltas[-1].after[:12]}... of {base} "
+            f"({len(deltas)} deltas, {manifest.digest[:12]}... came out)",
             hint=AGAIN,
         )
     return manifest
@@ -418,19 +418,19 @@ class _Layers:
     dtype: str
     shape: tuple[int, ...]
     base: Entry | None
-    patches: tuple[Patch, ...] = ()
+    deltas: tuple[Delta, ...] = ()
 
 
 def _sources(
-    entries: Sequence[Entry], data: memoryview, patches: Sequence[Patch]
+    entries: Sequence[Entry], data: memoryview, deltas: Sequence[Delta]
 ) -> list[TensorSource]:
     layers = {entry.name: _Layers(entry.dtype, entry.shape, entry) for entry in entries}
-    for patch in patches:
-        for name in patch.gone:
+    for delta in deltas:
+        for name in delta.gone:
             if layers.pop(name, None) is None:
-                raise _refused(patch.where, f"tensor {name!r} is to go and is not there")
-        for name, tensor in patch.tensors.items():
-            layers[name] = _over(layers.get(name), patch, tensor)
+                raise _refused(delta.where, f"tensor {name!r} is to go and is not there")
+        for name, tensor in delta.tensors.items():
+            layers[name] = _over(layers.get(name), delta, tensor)
     return [
         TensorSource(
             name=name, dtype=one.dtype, shape=one.shape, data=partial(_data, name, one, data)
@@ -439,12 +439,12 @@ def _sources(
     ]
 
 
-def _over(below: _Layers | None, patch: Patch, tensor: Changed) -> _Layers:
+def _over(below: _Layers | None, delta: Delta, tensor: Changed) -> _Layers:
     if below is not None and (below.dtype, below.shape) == (tensor.dtype, tensor.shape):
-        return _Layers(tensor.dtype, tensor.shape, below.base, (*below.patches, patch))
+        return _Layers(tensor.dtype, tensor.shape, below.base, (*below.deltas, delta))
     if any(block.gaps or not block.count for block in tensor.blocks):
-        raise _refused(patch.where, f"tensor {tensor.name!r} is new and not whole")
-    return _Layers(tensor.dtype, tensor.shape, None, (patch,))
+        raise _refused(delta.where, f"tensor {tensor.name!r} is new and not whole")
+    return _Layers(tensor.dtype, tensor.shape, None, (delta,))
 
 
 def _data(name: str, layers: _Layers, data: memoryview) -> memoryview:
@@ -454,10 +454,10 @@ def _data(name: str, layers: _Layers, data: memoryview) -> memoryview:
     bits = (
         np.zeros(size, f"<u{item}") if base is None else _bits(data, base.start, size, item).copy()
     )
-    for patch in layers.patches:
-        patch.apply(name, bits)
+    for delta in layers.deltas:
+        delta.apply(name, bits)
     return bits.data.cast("B")
 
 
 def _refused(where: Path | str, why: str) -> PolicyError:
-    return PolicyError(f"{where} is not a usable patch: {why}", hint=AGAIN)
+    return PolicyError(f"{where} is not a usable delta: {why}", hint=AGAIN)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from dora_pipe.orchestrator import elastic
+from dora_pipe.orchestrator import colocated
 from dora_pipe.orchestrator.state import State
 
 if TYPE_CHECKING:
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def _never_given_back(patches: Patches) -> None:
-    patches.everywhere(elastic.held, lambda state: frozenset(state.index.elastic))
+    patches.everywhere(colocated.held, lambda state: frozenset(state.index.colocated))
 
 
 def _woken_in_a_step(patches: Patches) -> None:
     """Sleeping workers count as idle while the trainer computes."""
-    right = elastic.held
+    right = colocated.held
 
     def held(state: State) -> frozenset[str]:
         return frozenset() if state.training is not None else right(state)
@@ -27,17 +27,17 @@ def _woken_in_a_step(patches: Patches) -> None:
 
 
 def _taken_while_awake(patches: Patches) -> None:
-    patches.everywhere(elastic.awaited, lambda state: [])
+    patches.everywhere(colocated.awaited, lambda state: [])
 
 
 def _allow(patches: Patches) -> None:
     """The fold accepts any assignment."""
-    patches.put(elastic, "assign_error", lambda state, worker, decision: "")
+    patches.put(colocated, "assign_error", lambda state, worker, decision: "")
 
 
-OF_ELASTIC: Final = (
-    ("never-given-back", "an elastic worker that has slept gets nothing more", _never_given_back),
-    ("woken-in-a-step", "an elastic worker is assigned a version in a step", _woken_in_a_step),
-    ("taken-while-awake", "a batch does not wait for elastic workers", _taken_while_awake),
+OF_COLOCATED: Final = (
+    ("never-given-back", "an colocated worker that has slept gets nothing more", _never_given_back),
+    ("woken-in-a-step", "an colocated worker is assigned a version in a step", _woken_in_a_step),
+    ("taken-while-awake", "a batch does not wait for colocated workers", _taken_while_awake),
 )
 """(name, description, patch)."""

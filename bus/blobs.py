@@ -1,8 +1,8 @@
-"""Blobs: values too large for the log, stored in ``<store>/claims/<digest>``.
+"""Blobs: values too large for the log, stored in ``<store>/blobs/<digest>``.
 
-The writer stores the value, then appends an empty one with the headers ``claim`` (digest) and
-``claim-bytes`` (size). The reader restores it; if that fails, the value stays empty and
-``claim-lost`` has the reason. `prune` deletes unreferenced blobs.
+The writer stores the value, then appends an empty one with the headers ``blob`` (digest) and
+``blob-bytes`` (size). The reader restores it; if that fails, the value stays empty and
+``blob-lost`` has the reason. `prune` deletes unreferenced blobs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
 from dora_pipe.schemas.wire import DIGEST, digest_as, value_digest
 
-CLAIM: Final = "claim"
-CLAIM_BYTES: Final = "claim-bytes"
-CLAIM_LOST: Final = "claim-lost"
+BLOB: Final = "blob"
+BLOB_BYTES: Final = "blob-bytes"
+BLOB_LOST: Final = "blob-lost"
 
-CLAIM_BYTES_MAX: Final = 1 << 30
-CLAIMED_TOPICS: Final = ("trajectories", "progress", "dead-letters")
+BLOB_BYTES_MAX: Final = 1 << 30
+BLOB_TOPICS: Final = ("trajectories", "progress", "dead-letters")
 """Last name parts of topics that may use blobs."""
 
 AT_ONCE: Final = 2
@@ -44,13 +44,13 @@ AT_ONCE: Final = 2
 AHEAD_BYTES: Final = 32 * 1024 * 1024
 """Maximum read-ahead of fetched records' blobs."""
 
-_HEADERS: Final = (CLAIM, CLAIM_BYTES, CLAIM_LOST)
+_HEADERS: Final = (BLOB, BLOB_BYTES, BLOB_LOST)
 _NAME: Final = itemgetter(0)
 
 _log = logging.getLogger(__name__)
 
 
-class ClaimStore(Protocol):
+class BlobStore(Protocol):
     """Storage of blobs."""
 
     def write(self, digest: str, value: bytes) -> None:
@@ -62,7 +62,7 @@ class ClaimStore(Protocol):
         ...
 
 
-class ClaimFiles(ClaimStore):
+class BlobFiles(BlobStore):
     """Blobs as files; if `synced` they survive a power loss, else only process crashes."""
 
     def __init__(self, folder: Path, *, synced: bool = True) -> None:
@@ -103,33 +103,31 @@ class ClaimFiles(ClaimStore):
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise BusError(
-                f"a claimed value in {self.folder} cannot be read: {error.strerror}"
-            ) from error
+            raise BusError(f"a blob in {self.folder} cannot be read: {error.strerror}") from error
 
 
-def claim_of(record: Record) -> str:
+def blob_of(record: Record) -> str:
     """Return the blob's digest, empty without one."""
-    claim = _claim(record)
-    return claim[0] if claim else ""
+    blob = _blob(record)
+    return blob[0] if blob else ""
 
 
-def may_be_claimed(topic: str) -> bool:
+def may_be_blob(topic: str) -> bool:
     """Return whether a topic may use blobs."""
-    return topic.rpartition(".")[2] in CLAIMED_TOPICS
+    return topic.rpartition(".")[2] in BLOB_TOPICS
 
 
-class ClaimBus(BusWrapper):
+class BlobBus(BusWrapper):
     """Bus that stores large values as blobs, and all values above `above_bytes`."""
 
     def __init__(
         self,
         bus: Bus,
-        store: ClaimStore,
+        store: BlobStore,
         *,
-        claimed: Callable[[str], bool] = may_be_claimed,
+        claimed: Callable[[str], bool] = may_be_blob,
         above_bytes: int | None = None,
-        bytes_max: int = CLAIM_BYTES_MAX,
+        bytes_max: int = BLOB_BYTES_MAX,
     ) -> None:
         super().__init__(bus)
         self.store = store
@@ -137,17 +135,17 @@ class ClaimBus(BusWrapper):
         self.above_bytes = above_bytes
         self.bytes_max = bytes_max
 
-    def reader(self, positions: Mapping[TopicPartition, int]) -> ClaimReader:
-        return ClaimReader(self, self.inner.reader(positions))
+    def reader(self, positions: Mapping[TopicPartition, int]) -> BlobReader:
+        return BlobReader(self, self.inner.reader(positions))
 
-    def writer(self, *, exclusive: str | None = None) -> ClaimWriter:
-        return ClaimWriter(self, self.inner.writer(exclusive=exclusive))
+    def writer(self, *, exclusive: str | None = None) -> BlobWriter:
+        return BlobWriter(self, self.inner.writer(exclusive=exclusive))
 
 
-class ClaimWriter(Writer):
+class BlobWriter(Writer):
     """Writer that stores values above a topic's limit, which it learns from rejections."""
 
-    def __init__(self, bus: ClaimBus, inner: Writer) -> None:
+    def __init__(self, bus: BlobBus, inner: Writer) -> None:
         self.inner = inner
         self._bus = bus
         self._here = OpenedHere("this writer")
@@ -186,8 +184,8 @@ class ClaimWriter(Writer):
         digest = record.digest or value_digest(record.value)
         self._bus.store.write(digest, record.value)
         size = str(len(record.value)).encode()
-        claim = ((CLAIM, digest.encode()), (CLAIM_BYTES, size))
-        return structs.replace(record, value=b"", headers=(*record.headers, *claim))
+        blob = ((BLOB, digest.encode()), (BLOB_BYTES, size))
+        return structs.replace(record, value=b"", headers=(*record.headers, *blob))
 
     def close(self) -> None:
         self._here.close()
@@ -195,10 +193,10 @@ class ClaimWriter(Writer):
         self.inner.close()
 
 
-class ClaimReader(ReaderWrapper):
+class BlobReader(ReaderWrapper):
     """Reader that restores blob values within the byte bound of a poll."""
 
-    def __init__(self, bus: ClaimBus, inner: Reader) -> None:
+    def __init__(self, bus: BlobBus, inner: Reader) -> None:
         super().__init__(inner)
         self._bus = bus
         self._here = OpenedHere("this reader")
@@ -224,12 +222,12 @@ class ClaimReader(ReaderWrapper):
         """Start reading the blobs of the next records, at least `least`."""
         within: list[Record] = []
         for record in islice(self._waiting, records_max):
-            bytes_max -= record_bytes(record) + claimed_bytes(record)
+            bytes_max -= record_bytes(record) + blob_bytes(record)
             if len(within) >= least and bytes_max < 0:
                 break
             within.append(record)
             place = (record.at, record.offset)
-            if claim_of(record) and place not in self._begun:
+            if blob_of(record) and place not in self._begun:
                 self._begun[place] = self._pool.submit(self._whole, record)
         return within
 
@@ -242,9 +240,9 @@ class ClaimReader(ReaderWrapper):
             raise
 
     def _whole(self, record: Record) -> Record:
-        claim = _claim(record)
-        assert claim is not None
-        digest, size_bytes = claim
+        blob = _blob(record)
+        assert blob is not None
+        digest, size_bytes = blob
         if size_bytes > self._bus.bytes_max:
             return _lost(record, f"{size_bytes} bytes are above the limit")
         value = self._bus.store.read(digest, size_bytes)
@@ -272,38 +270,38 @@ class ClaimReader(ReaderWrapper):
 
 
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="claims")
+    return ThreadPoolExecutor(AT_ONCE, thread_name_prefix="blobs")
 
 
-def claimed_bytes(record: Record) -> int:
+def blob_bytes(record: Record) -> int:
     """Return the blob's size, 0 without one."""
-    claim = _claim(record)
-    return claim[1] if claim else 0
+    blob = _blob(record)
+    return blob[1] if blob else 0
 
 
-def lost_claim(record: Record) -> str:
+def lost_blob(record: Record) -> str:
     """Return why the blob is lost, empty if it is not."""
-    if CLAIM_LOST not in map(_NAME, record.headers):
+    if BLOB_LOST not in map(_NAME, record.headers):
         return ""
     headers = dict(record.headers)
-    digest = headers.get(CLAIM, b"?").decode(errors="replace")
-    return f"claim {digest}: {headers[CLAIM_LOST].decode(errors='replace')}"
+    digest = headers.get(BLOB, b"?").decode(errors="replace")
+    return f"blob {digest}: {headers[BLOB_LOST].decode(errors='replace')}"
 
 
-def _claim(record: Record) -> tuple[str, int] | None:
+def _blob(record: Record) -> tuple[str, int] | None:
     if record.value or not record.headers:
         return None
     headers = dict(record.headers)
-    digest = headers.get(CLAIM, b"").decode(errors="replace")
-    size = headers.get(CLAIM_BYTES, b"")
+    digest = headers.get(BLOB, b"").decode(errors="replace")
+    size = headers.get(BLOB_BYTES, b"")
     if not DIGEST.fullmatch(digest) or not size.isdigit() or len(size) > len(str(1 << 62)):
         return None
     return digest, int(size)
 
 
 def _lost(record: Record, why: str) -> Record:
-    digest = dict(record.headers)[CLAIM].decode()
+    digest = dict(record.headers)[BLOB].decode()
     _log.warning(
         "%s/%d@%d: claim %s: %s", record.topic, record.partition, record.offset, digest, why
     )
-    return replace(record, value=b"", headers=(*record.headers, (CLAIM_LOST, why.encode())))
+    return replace(record, value=b"", headers=(*record.headers, (BLOB_LOST, why.encode())))

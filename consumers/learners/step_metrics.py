@@ -46,13 +46,13 @@ class Sums:
         self.passes += other.passes
 
 
-def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dict[str, float]:
+def metrics_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dict[str, float]:
     """Return the step's metrics; all finite, undefined ones omitted."""
     rewards = [item.trajectory.reward for item in items if item.trajectory.reward is not None]
-    rows = [(item.figures, item.counted) for item in items if item.figures is not None]
+    rows = [(item.metrics, item.counted) for item in items if item.metrics is not None]
     tokens = sum(count for _, count in rows)
     sampled = sum(item.trajectory.sampled for item in items)
-    figures = {
+    metrics = {
         "loss": sums.loss / max(1, sums.updates),
         "updates": float(sums.updates),
         "trajectories": float(len(items)),
@@ -64,14 +64,14 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
         "token_staleness": sum(item.token_staleness for item in items) / max(1, sampled),
         "staleness_max": float(max((item.staleness for item in items), default=0)),
     }
-    figures |= _sampling_figures([item.trajectory for item in items])
+    metrics |= _sampling_figures([item.trajectory for item in items])
     if rewards:
-        figures["reward_mean"] = _mean(rewards)
+        metrics["reward_mean"] = _mean(rewards)
     if sums.grad_norms:
-        figures["grad_norm"] = _mean(sums.grad_norms)
-        figures["grad_norm_max"] = max(sums.grad_norms)
+        metrics["grad_norm"] = _mean(sums.grad_norms)
+        metrics["grad_norm_max"] = max(sums.grad_norms)
     if rows:
-        figures |= {
+        metrics |= {
             "ratio_mean": sum(one.ratio_mean * count for one, count in rows) / tokens,
             "ratio_min": min(one.ratio_min for one, _ in rows),
             "ratio_max": max(one.ratio_max for one, _ in rows),
@@ -79,17 +79,17 @@ def figures_of(items: Sequence[Item], sums: Sums, settings: StepSettings) -> dic
             "kl": sum(one.kl * count for one, count in rows) / tokens,
         }
     if settings.router_aux_loss:
-        figures["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
+        metrics["router_aux_loss"] = sums.router_aux / max(1, sums.updates)
     if settings.reference is not None:
-        figures["reference_version"] = float(settings.reference)
+        metrics["reference_version"] = float(settings.reference)
     for name in ("weight_mean", "masked_share"):
         known = [(getattr(one, name), count) for one, count in rows]
         if known and known[0][0] is not None:
-            figures[name] = sum(value * count for value, count in known) / tokens
-    odd = sorted(name for name, value in figures.items() if not math.isfinite(value))
+            metrics[name] = sum(value * count for value, count in known) / tokens
+    odd = sorted(name for name, value in metrics.items() if not math.isfinite(value))
     if odd:
-        raise NonFinite(f"{odd[0]} is {figures[odd[0]]}")
-    return figures
+        raise NonFinite(f"{odd[0]} is {metrics[odd[0]]}")
+    return metrics
 
 
 def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -104,8 +104,8 @@ def _sampling_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         sums.append(math.fsum(own.tolist()))
         tokens += len(own)
     truncated = sum(one.meta.finish == "length" for one in trajectories)
-    figures = {"truncated": truncated / len(trajectories)}
-    return figures | ({"entropy": -math.fsum(sums) / tokens} if tokens else {})
+    metrics = {"truncated": truncated / len(trajectories)}
+    return metrics | ({"entropy": -math.fsum(sums) / tokens} if tokens else {})
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -128,5 +128,5 @@ def contribution(item: Item) -> dict[str, Any]:
         "tokens": item.counted,
         "minibatch": item.minibatch,
         "micro_batch": item.micro_batch,
-        **{one.name: getattr(item.figures, one.name, None) for one in fields(RowFigures)},
+        **{one.name: getattr(item.metrics, one.name, None) for one in fields(RowFigures)},
     }

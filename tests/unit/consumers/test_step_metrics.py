@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.consumers.learners.step import items_of
-from dora_pipe.consumers.learners.step_figures import Sums, figures_of
+from dora_pipe.consumers.learners.step_metrics import Sums, metrics_of
 from dora_pipe.schemas.contexts import counted_places
 from dora_pipe.schemas.control import FinishReason
 from dora_pipe.schemas.trajectory import Trajectory
@@ -24,7 +24,7 @@ def _ends(one: Trajectory, finish: FinishReason) -> Trajectory:
 
 @pytest.mark.parametrize("reward", [1.0, None])
 def test_entropy_and_truncated_share_are_of_all_trajectories(reward: float | None) -> None:
-    batch = make_batch(seed=5, step=0, groups=2, siblings=4)
+    batch = make_batch(seed=5, step=0, groups=2, samples=4)
     finishes: tuple[FinishReason, ...] = ("length", "stop", "environment", "length")
     groups = [
         replace(
@@ -38,12 +38,12 @@ def test_entropy_and_truncated_share_are_of_all_trajectories(reward: float | Non
     ]
     step = step_of()
     items = [item for group in items_of(replace(batch, groups=groups), step) for item in group]
-    figures = figures_of(items, Sums(), step)
+    metrics = metrics_of(items, Sums(), step)
     sampled = [
         logprob
         for item in items
         for logprob in np.asarray(item.trajectory.logprobs, float)[counted_places(item.trajectory)]
     ]
-    assert figures["truncated"] == 0.5
-    assert figures["entropy"] == pytest.approx(-math.fsum(sampled) / len(sampled))
-    assert figures["updates"] == 0
+    assert metrics["truncated"] == 0.5
+    assert metrics["entropy"] == pytest.approx(-math.fsum(sampled) / len(sampled))
+    assert metrics["updates"] == 0

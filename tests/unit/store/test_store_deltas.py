@@ -13,7 +13,7 @@ from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.copies import KEEP_S
 from dora_pipe.store.files import Files, LocalFiles
-from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.names import delta_name, weights_name
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.verified import SUFFIX
@@ -44,7 +44,7 @@ def machine(tmp_path: Path, name: str, files: Counted) -> PolicyStore:
         tmp_path / name,
         files,  # type: ignore[arg-type]
         clock=VirtualClock(),
-        patched=True,
+        with_deltas=True,
     )
 
 
@@ -54,11 +54,11 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_of_the_versions_between_whole_ones_only_patches_lie_in_the_store(tmp_path: Path) -> None:
+def test_of_the_versions_between_whole_ones_only_deltas_lie_in_the_store(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
     published = publish_walk(store, 6, full_every=4)
     assert [one.whole for one in published] == [True, False, False, False, True, False]
-    assert [one.patch is not None for one in published] == [False, *[True] * 5]
+    assert [one.delta is not None for one in published] == [False, *[True] * 5]
     assert len(list((tmp_path / "weights").glob("*.safetensors"))) == 2
     for version, one in enumerate(published):
         digest = one.manifest.digest
@@ -67,12 +67,12 @@ def test_of_the_versions_between_whole_ones_only_patches_lie_in_the_store(tmp_pa
         path = tmp_path / "expected"
         Walk(version)(path)
         assert store.weights(digest).read_bytes() == path.read_bytes()
-        if one.patch is not None and one.change is not None:
-            assert one.patch.bytes < one.manifest.bytes / 10
+        if one.delta is not None and one.change is not None:
+            assert one.delta.bytes < one.manifest.bytes / 10
             assert 0 < one.change.changed <= 40
 
 
-def test_without_copies_the_same_files_are_made_again_of_the_patches(tmp_path: Path) -> None:
+def test_without_copies_the_same_files_are_made_again_of_the_deltas(tmp_path: Path) -> None:
     published = publish_walk(PolicyStore(tmp_path), 6, full_every=4)
     for copy in (tmp_path / "made").iterdir():
         copy.unlink()
@@ -82,7 +82,7 @@ def test_without_copies_the_same_files_are_made_again_of_the_patches(tmp_path: P
     assert len(list((tmp_path / "made").glob("*.safetensors"))) == 4
 
 
-def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
+def test_a_machine_that_has_the_version_before_fetches_the_delta_alone(
     tmp_path: Path, elsewhere: Counted
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
@@ -92,13 +92,13 @@ def test_a_machine_that_has_the_version_before_fetches_the_patch_alone(
     elsewhere.read.clear()
     digests = [one.manifest.digest for one in published]
     assert read_manifest(worker.weights(digests[3])) == published[3].manifest
-    assert elsewhere.read == [patch_name(digests[3]), patch_name(digests[2])]
+    assert elsewhere.read == [delta_name(digests[3]), delta_name(digests[2])]
     elsewhere.read.clear()
     worker.weights(digests[4])  # full checkpoint there too
-    assert elsewhere.read == [patch_name(digests[4])]
+    assert elsewhere.read == [delta_name(digests[4])]
 
 
-def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_patches_after_it(
+def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_deltas_after_it(
     tmp_path: Path, elsewhere: Counted
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 7, full_every=4)
@@ -106,21 +106,21 @@ def test_a_machine_without_any_version_fetches_the_last_whole_one_and_the_patche
     worker = machine(tmp_path, "m1", elsewhere)
     assert worker.verify(digests[6]) == published[6].manifest
     assert elsewhere.read == [
-        patch_name(digests[6]),
-        patch_name(digests[5]),
+        delta_name(digests[6]),
+        delta_name(digests[5]),
         weights_name(digests[4]),
     ]
     assert machine(tmp_path, "m2", elsewhere).verify(digests[4]) == published[4].manifest
 
 
 @pytest.mark.parametrize("how", ["lost", "damaged"])
-def test_a_patch_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
+def test_a_delta_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
     tmp_path: Path, elsewhere: Counted, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 6, full_every=4)
     digests = [one.manifest.digest for one in published]
     for digest in (digests[3], digests[4]):
-        at = tmp_path / "shared" / "x" / patch_name(digest)
+        at = tmp_path / "shared" / "x" / delta_name(digest)
         if how == "lost":
             at.unlink()
         else:
@@ -129,7 +129,7 @@ def test_a_patch_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
     worker.weights(digests[2])
     with caplog.at_level(logging.WARNING):
         assert read_manifest(worker.weights(digests[4])) == published[4].manifest
-    assert patch_name(digests[4]) in caplog.text
+    assert delta_name(digests[4]) in caplog.text
     with pytest.raises(PolicyError, match=f"no .*{digests[3][:12]}|{digests[3]}") as refused:
         worker.weights(digests[3])
     if how == "damaged":
@@ -137,7 +137,7 @@ def test_a_patch_that_cannot_be_used_is_named_and_the_whole_version_is_taken(
     assert worker.verify(digests[5]) == published[5].manifest
 
 
-def test_a_copy_of_a_patch_that_was_damaged_is_fetched_again(
+def test_a_copy_of_a_delta_that_was_damaged_is_fetched_again(
     tmp_path: Path, elsewhere: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     published = publish_walk(machine(tmp_path, "m0", elsewhere), 3, full_every=8)
@@ -145,11 +145,11 @@ def test_a_copy_of_a_patch_that_was_damaged_is_fetched_again(
     first, last = (published[at].manifest.digest for at in (1, 2))
     worker.weights(first)
     worker.drop_copy(first)
-    flip(tmp_path / "m1" / patch_name(first))
+    flip(tmp_path / "m1" / delta_name(first))
     elsewhere.read.clear()
     with caplog.at_level(logging.WARNING):
         assert worker.verify(last) == published[2].manifest
-    assert sorted(elsewhere.read) == sorted([patch_name(first), patch_name(last)])
+    assert sorted(elsewhere.read) == sorted([delta_name(first), delta_name(last)])
     assert "damaged on this machine" in caplog.text
 
 
@@ -171,14 +171,14 @@ def test_what_was_made_leaves_when_there_is_no_room_for_it_and_is_made_again(
         assert store.verify(one.manifest.digest) == one.manifest
 
 
-def test_patches_never_go_in_a_circle(tmp_path: Path) -> None:
+def test_deltas_never_go_in_a_circle(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
     digests: list[str] = []
     for version in (0, 1, 2, 1, 2, 2):
         before = digests[-1] if digests else ""
         one = store.publish_version(Walk(version), before=before, whole=not digests)
         digests.append(one.manifest.digest)
-    for folder, files in (("made", 2), ("patches", 2), ("weights", 3)):
+    for folder, files in (("made", 2), ("deltas", 2), ("weights", 3)):
         found = [one for one in (tmp_path / folder).iterdir() if one.suffix != SUFFIX]
         assert len(found) == files, folder
     for copy in (tmp_path / "made").iterdir():
@@ -187,11 +187,11 @@ def test_patches_never_go_in_a_circle(tmp_path: Path) -> None:
         assert store.verify(digest).digest == digest
 
 
-def test_a_patch_under_another_name_is_refused(tmp_path: Path) -> None:
+def test_a_delta_under_another_name_is_refused(tmp_path: Path) -> None:
     store = PolicyStore(tmp_path)
     published = publish_walk(store, 3, full_every=4)
     files = LocalFiles(tmp_path)
-    one, two = (files.root / patch_name(one.manifest.digest) for one in published[1:])
+    one, two = (files.root / delta_name(one.manifest.digest) for one in published[1:])
     two.write_bytes(one.read_bytes())
     for copy in (tmp_path / "made").iterdir():
         copy.unlink()

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.store import patch as patches
-from dora_pipe.store.patch import (
+from dora_pipe.store import delta as deltas
+from dora_pipe.store.delta import (
     Change,
     gaps_of,
-    opened_patches,
+    opened_deltas,
     positions_of,
-    write_patch,
-    write_patched,
+    write_delta,
+    write_from_deltas,
 )
 from dora_pipe.store.safetensors_file import DTYPE_BYTES, TensorSource, write_tensors
 
@@ -40,7 +40,7 @@ def save(path: Path, tensors: Tensors) -> str:
 def patched(folder: Path, versions: list[Tensors]) -> list[Change]:
     digests = [save(folder / f"v{n}", tensors) for n, tensors in enumerate(versions)]
     return [
-        write_patch(
+        write_delta(
             folder / f"p{n}",
             folder / f"v{n - 1}",
             folder / f"v{n}",
@@ -53,8 +53,8 @@ def patched(folder: Path, versions: list[Tensors]) -> list[Change]:
 
 def made(folder: Path, base: int, last: int) -> bytes:
     paths = [folder / f"p{n}" for n in range(base + 1, last + 1)]
-    with opened_patches(paths) as opened:
-        write_patched(folder / "made", folder / f"v{base}", opened)
+    with opened_deltas(paths) as opened:
+        write_from_deltas(folder / "made", folder / f"v{base}", opened)
     return (folder / "made").read_bytes()
 
 
@@ -82,23 +82,23 @@ def two_versions(draw: st.DrawFn) -> tuple[Tensors, Tensors]:
         new = bytearray(old)
         for at in draw(st.sets(st.integers(0, size - 1))) if size else ():
             new[at * item] = draw(st.integers(1, 255))
-        fate = draw(st.sampled_from(("stays", "stays", "comes", "goes", "reshaped")))
-        if fate != "comes":
+        outcome = draw(st.sampled_from(("stays", "stays", "comes", "goes", "reshaped")))
+        if outcome != "comes":
             before[name] = (dtype, shape, old)
-        if fate != "goes":
-            other = (*shape, 1) if fate == "reshaped" else shape
+        if outcome != "goes":
+            other = (*shape, 1) if outcome == "reshaped" else shape
             after[name] = (dtype, other, bytes(new))
     return before, after
 
 
 @settings(max_examples=150, deadline=None)
 @given(versions=two_versions(), block=st.sampled_from((1, 3, 64)))
-def test_the_file_that_a_patch_makes_is_the_version_bit_by_bit(
+def test_the_file_that_a_delta_makes_is_the_version_bit_by_bit(
     tmp_path_factory: pytest.TempPathFactory, versions: tuple[Tensors, Tensors], block: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("patch")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patches, "BLOCK_ELEMENTS", block)
+    folder = tmp_path_factory.mktemp("delta")
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr(deltas, "BLOCK_ELEMENTS", block)
         (change,) = patched(folder, list(versions))
         assert made(folder, 0, 1) == (folder / "v1").read_bytes()
     old, new = versions
@@ -127,7 +127,7 @@ def walk(versions: int, size: int = 4000, share: float = 0.01) -> list[Tensors]:
     return found
 
 
-def test_a_patch_of_one_weight_in_a_hundred_has_less_than_a_twentieth_of_the_bytes(
+def test_a_delta_of_one_weight_in_a_hundred_has_less_than_a_twentieth_of_the_bytes(
     tmp_path: Path,
 ) -> None:
     (change,) = patched(tmp_path, walk(2, size=200_000))
@@ -140,21 +140,21 @@ def test_every_damaged_byte_is_refused_before_anything_is_written(tmp_path: Path
     sound = (tmp_path / "p1").read_bytes()
     for at in range(len(sound)):
         (tmp_path / "p1").write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
-        with pytest.raises(PolicyError, match="not a usable patch"):
+        with pytest.raises(PolicyError, match="not a usable delta"):
             made(tmp_path, 0, 1)
     assert not (tmp_path / "made").exists()
 
 
-def test_a_patch_of_another_version_is_refused_by_what_comes_out(tmp_path: Path) -> None:
+def test_a_delta_of_another_version_is_refused_by_what_comes_out(tmp_path: Path) -> None:
     patched(tmp_path, walk(4))
     with (
         pytest.raises(PolicyError, match="does not make version"),
-        opened_patches([tmp_path / "p3"]) as opened,
+        opened_deltas([tmp_path / "p3"]) as opened,
     ):
-        write_patched(tmp_path / "made", tmp_path / "v0", opened)
-    for names, why in ((("p1", "p3"), "does not follow"), (("p9",), "no patch at")):
+        write_from_deltas(tmp_path / "made", tmp_path / "v0", opened)
+    for names, why in ((("p1", "p3"), "does not follow"), (("p9",), "no delta at")):
         paths = [tmp_path / name for name in names]
-        with pytest.raises(PolicyError, match=why), opened_patches(paths):
+        with pytest.raises(PolicyError, match=why), opened_deltas(paths):
             pass
 
 
@@ -189,14 +189,14 @@ def test_a_head_that_cannot_be_is_refused(tmp_path: Path, old: bytes, new: bytes
     one, two = walk(2, size=300)
     patched(tmp_path, [one, {**two, "bias": bf16(np.full(8, 2.0))}])
     (tmp_path / "p1").write_bytes(signed((tmp_path / "p1").read_bytes(), old, new))
-    with pytest.raises(PolicyError, match="not a usable patch"):
+    with pytest.raises(PolicyError, match="not a usable delta"):
         made(tmp_path, 0, 1)
 
 
-def test_a_patch_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_delta_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small, large = {"x": bf16(np.ones(4))}, {"x": bf16(np.ones(4)), "y": bf16(np.ones(4096))}
     patched(tmp_path, [small, large])
-    monkeypatch.setattr(patches, "BYTES_FREE", 1000)
+    monkeypatch.setattr(deltas, "BYTES_FREE", 1000)
     with pytest.raises(PolicyError, match="makes more than"):
         made(tmp_path, 0, 1)
 
@@ -205,10 +205,10 @@ def test_what_is_not_finite_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "v0", {"x": bf16(np.ones(4))})
     data = np.ones(4, "<f4")
     data[1] = np.nan
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dora_pipe.store.safetensors_file.refuse_non_finite", lambda *_: None)
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr("dora_pipe.store.safetensors_file.refuse_non_finite", lambda *_: None)
         digest = save(tmp_path / "v1", {"x": ("F32", (4,), data.tobytes())})
-    write_patch(
+    write_delta(
         tmp_path / "p1", tmp_path / "v0", tmp_path / "v1", digest_before="a", digest_after=digest
     )
     with pytest.raises(PolicyError, match="NaN or infinite"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.claim_check import ClaimBus, ClaimFiles, ClaimWriter
+from dora_pipe.bus.blobs import BlobBus, BlobFiles, BlobWriter
 from dora_pipe.bus.port import Bus, Writer
 from tests.support import bus_contract as writing
 from tests.support.bus_contract import CHECKS
@@ -18,18 +18,18 @@ LIMIT_OF_THE_CHECK_BYTES = 99_980
 """What `a_record_too_large_is_refused_with_its_whole_call` means by too large, without headers."""
 
 
-class ClaimHarness:
+class BlobHarness:
     """Claims each value that is not empty, on the log of another harness."""
 
     def __init__(self, inner: MemoryHarness | SqliteHarness, folder: Path) -> None:
         self.inner = inner
         self.waits, self.shared, self.url = inner.waits, inner.shared, ""
-        self.files = ClaimFiles(folder)
+        self.files = BlobFiles(folder)
         self.bytes_max = 1 << 30
 
     def open(self) -> Bus:
         """One more bus on the log, with the same store."""
-        return ClaimBus(
+        return BlobBus(
             self.inner.open(),
             self.files,
             claimed=lambda topic: True,
@@ -42,7 +42,7 @@ class ClaimHarness:
         return self.inner.topic(name)
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        assert isinstance(writer, ClaimWriter)
+        assert isinstance(writer, BlobWriter)
         self.inner.make_next_append_unknown(writer.inner)
 
     def leave_open(self, topic: str) -> Callable[[], None] | None:
@@ -51,14 +51,14 @@ class ClaimHarness:
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClaimHarness]:
+def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlobHarness]:
     inner = MemoryHarness() if request.param == "memory" else SqliteHarness(tmp_path)
-    yield ClaimHarness(inner, tmp_path / "claims")
+    yield BlobHarness(inner, tmp_path / "blobs")
     inner.close()
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_bus_with_claims(harness: ClaimHarness, check: Check) -> None:
+def test_bus_with_claims(harness: BlobHarness, check: Check) -> None:
     if check is writing.a_record_too_large_is_refused_with_its_whole_call:
         harness.bytes_max = LIMIT_OF_THE_CHECK_BYTES
     check(harness)

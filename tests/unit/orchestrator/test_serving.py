@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dora_pipe.orchestrator import hosting
+from dora_pipe.orchestrator import serving
 from dora_pipe.orchestrator.planner import may_still_admit
 from dora_pipe.schemas.rounds import Assign
 from tests.support import orchestrator_records as records
@@ -59,8 +59,8 @@ def test_orphan_with_only_busy_newer_hosts_makes_the_emptiest_a_victim() -> None
     assert targets(stage) == {"a": 1, "b": 1, "old": 0}
     stage.lose("old")
     stage.settle()
-    assert hosting.orphans(stage.state) == [0]
-    assert hosting.victims(stage.state) == {"b"}
+    assert serving.orphans(stage.state) == [0]
+    assert serving.victims(stage.state) == {"b"}
     before, held = stage.state.ordinal, stage.running("b")
     for name in held:
         stage.finish(name)
@@ -99,7 +99,7 @@ def test_victim_is_of_the_newest_version_even_if_an_older_host_is_emptier() -> N
     stage = three_versions()
     stage.lose("v0")
     stage.settle()
-    assert hosting.orphans(stage.state) == [0]
-    assert hosting.victims(stage.state) == {"a"}
+    assert serving.orphans(stage.state) == [0]
+    assert serving.victims(stage.state) == {"a"}
     stage.finish(stage.running("b")[0])
-    assert hosting.victims(stage.state) == {"b"}
+    assert serving.victims(stage.state) == {"b"}

@@ -209,7 +209,7 @@ def prefix_of(
         segments=list(_segments_before(recorded.segments, end, worker.version)),
         prefills=tuple(one for one in recorded.meta.prefills if one < end),
         previous=-1,
-        started_ns=recorded.meta.times.first_token or recorded.meta.times.placed,
+        started_ns=recorded.meta.times.first_token or recorded.meta.times.scheduled,
         finish="stop",
     )
 

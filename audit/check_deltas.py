@@ -45,21 +45,21 @@ class DeltaCheck:
         version = fact.step + 1
         who = f"delta of version {version}"
         if fact.delta is None:
-            if not fact.whole:
+            if not fact.full:
                 self._findings.add("policies", who, "its version is there neither whole nor so")
             return
         self._findings.looked["policies"] += 1
         if not self._is_named(who, fact):
-            self._unproven = -1 if fact.whole else version
+            self._unproven = -1 if fact.full else version
             return
-        if fact.whole and self._unproven == fact.step:
+        if fact.full and self._unproven == fact.step:
             return  # already reported; this version is a full checkpoint
         try:
             made = self._made(fact.digest_before, fact.digest_after)
         except PolicyError as error:
             # Next to a full checkpoint a delta is useless without its previous version.
-            self._absent[who, fact.step if fact.whole else version] = error.message
-            self._unproven = -1 if fact.whole else version
+            self._absent[who, fact.step if fact.full else version] = error.message
+            self._unproven = -1 if fact.full else version
             return
         message = "what it makes is not what its commit says"
         expected = (fact.policy.bytes, set(fact.policy.tensors))

@@ -53,7 +53,7 @@ class PolicyCheck:
             if self.storeless:
                 return
             fact = facts.get(version.version)
-            if fact is None or fact.whole:
+            if fact is None or fact.full:
                 self._weights(version.version, version.manifest)
             if version.version == 0 and self._ledger.started is not None:
                 self._assets(self._ledger.started.assets_digest)

@@ -157,7 +157,7 @@ class GroupEntry(msgspec.Struct, kw_only=True, array_like=True):
         """Outcome of open trajectories that it does not wait for."""
         if self.expired:
             return "expired"
-        if not self.spec.spare:
+        if not self.spec.redundancy:
             return None
         bound = (entry.bound for entry in self.requests.values())
         valid = sum(one is not None and one.fact.reward is not None for one in bound)

@@ -23,7 +23,7 @@ Check = Literal[
 
 CHECKS: Final[dict[Check, str]] = {
     "C1": "every trajectory comes from one policy version, with its published digest",
-    "C2": "nothing is abandoned: every dispatched group has exactly one outcome, nothing trains twice",
+    "C2": "every dispatched group has exactly one outcome, nothing trains twice",
     "C3": "every group is trained at a step not beyond its deadline",
     "steps": "steps are contiguous and unique, each starts from the weights the last one left",
     "batches": "every batch is made of the records that count, digests recomputed from the log",

@@ -352,7 +352,7 @@ class Ledger:
             self._wrong(at, f"refuses batch {fact.step}/{fact.attempt}, which was never taken")
             return
         take = found.take
-        why = "; ".join(f"{one.trajectory or one.group}: {one.why}" for one in fact.offenders)
+        why = "; ".join(f"{one.trajectory or one.group}: {one.reason}" for one in fact.offenders)
         self.not_trained.append(Attempted(step=fact.step, attempt=fact.attempt, why=why))
         self.legality.refused(fact, take)
         for taken in take.groups:

@@ -515,8 +515,8 @@ def _expected(
         "task": task.name,
     }
     spare = config.rollout.group_redundancy if train else 0
-    if spare or spec.spare:
-        common["spare"] = spare
+    if spare or spec.redundancy:
+        common["redundancy"] = spare
     if not train:
         return common | {
             "deadline": NO_DEADLINE,

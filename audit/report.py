@@ -174,7 +174,7 @@ def report_of(ledger: Ledger, fold: FoldCheck, seen: Seen) -> AuditReport:
 def notes_of(ledger: Ledger) -> list[str]:
     """Return notes, which are no violations."""
     notes = [
-        f"step {one.step}: its weights were adopted, not reproduced ({one.why})"
+        f"step {one.step}: its weights were adopted, not reproduced ({one.reason})"
         for one in ledger.adopted
     ]
     notes += [

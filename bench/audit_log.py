@@ -179,7 +179,7 @@ class Encoder:
             worker=player.name,
             incarnation=player.incarnation,
             finish="stop",
-            times=Times(placed=at_ns, started=at_ns, first_token=at_ns, finished=at_ns),
+            times=Times(scheduled=at_ns, started=at_ns, first_token=at_ns, finished=at_ns),
             prefills=(self._prompt,),
         )
 
@@ -379,7 +379,7 @@ class _Script:
             digest_after=after.digest,
             policy=after,
             contributions=Blob(sha256=ASSETS, bytes=0),
-            figures={"loss": 0.5},
+            metrics={"loss": 0.5},
             settings=take.settings,
             numerics={},
             decisions_next=self._taken_at + 1,

@@ -147,7 +147,7 @@ def _meta(group: str, prompt: int) -> Meta:
         worker="w0",
         incarnation=7,
         finish="stop",
-        times=Times(placed=now, started=now + 1, first_token=now + 2, finished=now + 3),
+        times=Times(scheduled=now, started=now + 1, first_token=now + 2, finished=now + 3),
         prefills=(prompt,),
     )
 

@@ -115,7 +115,7 @@ def step_committed(state: State, batch: TakeBatch) -> StepCommitted:
         digest_after=after,
         policy=Manifest(digest=after, bytes=0, tensors=()),
         contributions=Blob(sha256=NO_DIGEST, bytes=0),
-        figures={},
+        metrics={},
         settings=batch.settings,
         numerics={},
         decisions_next=0,

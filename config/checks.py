@@ -79,9 +79,9 @@ _SPEC: Final = GroupSpec(
 )
 _DISDELTA_BYTES: Final = _item_bytes(Dispatch(spec=_SPEC, reason=_WHY))
 _PLACE_BYTES: Final = _item_bytes(
-    Schedule(spec=_SPEC, worker="worker-999", incarnation=_NUMBER, siblings=(), reason=_WHY)
+    Schedule(spec=_SPEC, worker="worker-999", incarnation=_NUMBER, samples=(), reason=_WHY)
 )
-_PLACED_BYTES: Final = _item_bytes(ScheduledSample(sibling=999, attempt=99))
+_PLACED_BYTES: Final = _item_bytes(ScheduledSample(sample=999, attempt=99))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

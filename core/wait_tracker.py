@@ -96,7 +96,7 @@ class WaitTracker:
         for (name, _), ended in before.items():
             lasted = self._lasted.setdefault(name, deque(maxlen=LEARNT_MAX))
             lasted.append((mono_ns - ended.mono_ns) / 1e9)
-        return tuple(sorted(waits, key=lambda wait: not wait.still))
+        return tuple(sorted(waits, key=lambda wait: not wait.blocking))
 
     def limit_s(self, name: str, kind: LimitKind) -> float | None:
         if kind == "free":
@@ -113,11 +113,11 @@ class WaitTracker:
         overdue = limit_s is not None and mono_ns - began.mono_ns > limit_s * 1e9
         wait = Wait(
             name=one.name,
-            words=one.words,
+            description=one.words,
             since_ns=began.wall_ns,
             limit_ms=None if limit_s is None else round(limit_s * 1000),
             overdue=overdue,
-            still=one.still,
+            blocking=one.still,
             blockers=tuple(one.blockers[:BLOCKERS_MAX]),
             more=one.more + max(0, len(one.blockers) - BLOCKERS_MAX),
         )
@@ -131,11 +131,11 @@ def alarm_line(role: str, wait: Wait, lasted_s: float) -> str:
     """Return an alarm as a line. Example: ``ALARM w1: waits since 31 s for rewards (2) (limit 30
     s)``"""
     limit = "" if wait.limit_ms is None else f" (limit {wait.limit_ms / 1000:.4g} s)"
-    return f"ALARM {role}: waits since {lasted_s:.4g} s for {wait.words}{limit}{_named(wait)}"
+    return f"ALARM {role}: waits since {lasted_s:.4g} s for {wait.description}{limit}{_named(wait)}"
 
 
 def _named(wait: Wait) -> str:
-    names = [f"{one.kind} {one.id}" for one in wait.blockers if one.id not in wait.words]
+    names = [f"{one.kind} {one.id}" for one in wait.blockers if one.id not in wait.description]
     if not names:
         return ""
     return ": " + ", ".join(names) + (f" and {wait.more} more" if wait.more else "")

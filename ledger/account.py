@@ -495,7 +495,7 @@ class RunAccount:
         take = None if self.batch is None else self.batch.take
         if take is None or (take.step, take.attempt) != (fact.step, fact.attempt):
             return []
-        why = "; ".join(f"{one.trajectory or one.group}: {one.why}" for one in fact.offenders)
+        why = "; ".join(f"{one.trajectory or one.group}: {one.reason}" for one in fact.offenders)
         return self._end_batch("refused", why, fact.at_ns)
 
     def _end_batch(

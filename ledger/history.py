@@ -208,7 +208,7 @@ class GroupHistory:
     @property
     def closed(self) -> bool:
         """Report whether it waits for no trajectory."""
-        return self.expired or (self.spec.spare > 0 and self.valid >= self.spec.size)
+        return self.expired or (self.spec.redundancy > 0 and self.valid >= self.spec.size)
 
     @property
     def whole(self) -> bool:

@@ -43,7 +43,7 @@ def role_of(status: AnyMetrics) -> str:
 
 
 def incarnation_of(status: AnyMetrics) -> int:
-    return status.incarnation if isinstance(status, WorkerStatus) else status.incarnation
+    return status.incarnation
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class RunProgress(RunStats):
                     self._alarms.forget(fact.worker, fact.incarnation)
                 self._say(f"{fact.worker} left: {fact.reason}")
             case BatchRefused():
-                why = "; ".join(f"{one.trajectory}: {one.why}" for one in fact.offenders)
+                why = "; ".join(f"{one.trajectory}: {one.reason}" for one in fact.offenders)
                 self._say(f"step {fact.step}: batch refused: {why}")
             case RequestFailed(retryable=False):
                 self._failure(fact.trajectory, f"{fact.error}: {fact.message}", fact.worker)
@@ -125,7 +125,7 @@ class RunProgress(RunStats):
                 self._device = device
                 self._say(f"the trainer computes on {device}")
             case WeightsAdopted():
-                self._say(f"step {fact.step}: weights adopted: {fact.why}")
+                self._say(f"step {fact.step}: weights adopted: {fact.reason}")
             case _:
                 pass
 

@@ -432,7 +432,7 @@ def _waited(before: AnyMetrics, now: AnyMetrics, heartbeat_ns: int) -> Iterator[
 
 
 def _still(status: AnyMetrics) -> Wait | None:
-    return status.waits[0] if status.waits and status.waits[0].still else None
+    return status.waits[0] if status.waits and status.waits[0].blocking else None
 
 
 def _alarms(found: Iterable[AnyMetrics]) -> list[str]:

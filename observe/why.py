@@ -194,7 +194,7 @@ class _Present:
             alarm_line(name, one, self._ago_s(one.since_ns)) for one in status.waits if one.overdue
         )
         failing = tuple(self._failing(status))
-        if not status.waits or not status.waits[0].still:
+        if not status.waits or not status.waits[0].blocking:
             text = self._work(name, status)
             return RoleAnswer(role=name, text=text, alarms=alarms, failing=failing)
         wait = status.waits[0]
@@ -205,7 +205,7 @@ class _Present:
             if wait.name in FED and ORCHESTRATOR not in path:
                 blockers = (*blockers, Blocker("role", ORCHESTRATOR))
             chain = next(filter(None, (self._blocked(one, path) for one in blockers)), ())
-        words = f"batch of {batch_words(self._stats)}" if wait.name == "batch" else wait.words
+        words = f"batch of {batch_words(self._stats)}" if wait.name == "batch" else wait.description
         if wait.name == "requests" and (limit := self._admission_limit()):
             words += f"; no group may be admitted: {limit}"
         return RoleAnswer(
@@ -264,7 +264,7 @@ class _Present:
             yield (
                 f"task {one.task}: {one.url or 'its processes'} {how}, "
                 f"{counted(one.failures, 'failure')} in a row for "
-                f"{duration(self._ago_s(one.since_ns))}: {one.why}"
+                f"{duration(self._ago_s(one.since_ns))}: {one.reason}"
             )
 
     # Chain from a wait to its root cause

@@ -137,8 +137,9 @@ def _data_error(record: RunStarted, config: Config) -> str:
 
 def _role_started(state: State, offset: int, record: RoleStarted) -> str:
     if record.role == "orchestrator":
-        if record.incarnation <= state.orchestrator_incarnation:
-            return f"incarnation {record.incarnation} is not newer than {state.orchestrator_incarnation}"
+        newest = state.orchestrator_incarnation
+        if record.incarnation <= newest:
+            return f"incarnation {record.incarnation} is not newer than {newest}"
         state.orchestrator_incarnation = record.incarnation
         state.samplers = record.samplers
         return ""
@@ -350,7 +351,7 @@ def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
         group = state.groups[name]
         if name in offenders:
             one = offenders[name]
-            why = f"unreadable: {one.why}"
+            why = f"unreadable: {one.reason}"
             verdict = Verdict(outcome="failed", why=why, error=why, trajectory=one.trajectory)
             set_ending(state, group, verdict)
         else:

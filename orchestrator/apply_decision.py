@@ -531,7 +531,7 @@ def train_spec(state: State, row: NextRow) -> GroupSpec:
         seed=group_seed(facts.seed, "train", ordinal),
         size=state.config.rollout.group_size,
         task=task,
-        spare=state.config.rollout.group_redundancy,
+        redundancy=state.config.rollout.group_redundancy,
     )
 
 

@@ -424,7 +424,7 @@ class OrchestratorMachine:
             topic=record.topic,
             partition=record.partition,
             offset=record.offset,
-            why=error.message,
+            reason=error.message,
             path=error.path,
             at_ns=now.wall_ns,
             key=record.key,

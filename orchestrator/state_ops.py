@@ -108,8 +108,8 @@ def release(state: State, trajectory: str, kv: Blob | None) -> None:
         _unaim(state, trajectory, request)
 
 
-def _sleeps(state: State, incarnation: tuple[str, int]) -> bool:
-    name, incarnation = incarnation
+def _sleeps(state: State, target: tuple[str, int]) -> bool:
+    name, incarnation = target
     worker = state.workers.get(name)
     return worker is not None and worker.incarnation == incarnation and worker.target == NO_VERSION
 

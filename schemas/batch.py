@@ -35,9 +35,9 @@ def batch_digest(groups: Sequence[TakenGroup]) -> str:
     trajectory.
 
     The text is ``dora-pipe batch 1``, then per group, sorted by id, a line of group, version,
-    deadline, and per trajectory, sorted by id, a line of trajectory, attempt, incarnation, partition,
-    offset, sha256; fields separated by tabs, lines ended by newlines. Groups scored together add a
-    line of trajectory and reward (Python's `repr`) per reward.
+    deadline, and per trajectory, sorted by id, a line of trajectory, attempt, incarnation,
+    partition, offset, sha256; fields separated by tabs, lines ended by newlines. Groups scored
+    together add a line of trajectory and reward (Python's `repr`) per reward.
     """
     _refuse_twice([group.group for group in groups])
     _refuse_twice([one.trajectory for group in groups for one in group.trajectories])

@@ -68,7 +68,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """API of the call: "chat", "responses", "messages" or "generate"."""
     caller: str = ""
     """Name given by the agent; empty without one."""
-    asked: dict[str, Any] = {}
+    ignored_settings: dict[str, Any] = {}
     """Requested sampling settings that the run ignores."""
     stop: tuple[str, ...] = ()
     """Stop strings, in addition to the run's."""

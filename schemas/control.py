@@ -1,7 +1,7 @@
 """Control records: events of a run, one JSON object each, tagged by `kind`.
 
-A worker's incarnation is the offset of its `worker joined`. `at_ns` is the writer's Unix time in ns;
-no decision uses it.
+A worker's incarnation is the offset of its `worker joined`. `at_ns` is the writer's Unix time in
+ns; no decision uses it.
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     early_s: tuple[float, ...] = ()
     """Seconds spent on each early part before the batch, while the trainer was otherwise idle;
     later parts were computed with the batch."""
-    whole: bool = True
+    full: bool = True
     """Whether the store has a full checkpoint of the new version."""
     delta: Blob | None = None
     """Delta from the previous version, if any."""
@@ -464,7 +464,7 @@ class Offender(msgspec.Struct, frozen=True, kw_only=True):
 
     group: str
     trajectory: str
-    why: str
+    reason: str
 
 
 class BatchRefused(Control, frozen=True, kw_only=True):
@@ -492,7 +492,7 @@ class WeightsAdopted(Control, frozen=True, kw_only=True):
     incarnation: int
     digest_committed: str
     digest_replayed: str
-    why: str
+    reason: str
 
 
 class VersionsDropped(Control, frozen=True, kw_only=True):

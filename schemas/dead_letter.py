@@ -23,7 +23,7 @@ HEADER = "dead-letter"
 DEAD_LETTER_BYTES_MAX = 9 * 1024 * 1024
 """Maximum size in bytes; larger letters omit the value."""
 
-WHY_CHARACTERS_MAX = 2000
+REASON_CHARACTERS_MAX = 2000
 _OVERHEAD_BYTES = 1024  # bytes that a bus may add to key, value and headers
 
 
@@ -33,7 +33,7 @@ class _Letter(msgspec.Struct, frozen=True, kw_only=True):
     topic: str
     partition: int
     offset: int
-    why: str
+    reason: str
     path: str
     at_ns: int
     sha256: str
@@ -51,13 +51,13 @@ class DeadLetter:
     """Unreadable record.
 
     Example: ``DeadLetter(topic="demo.trajectories", partition=0, offset=17, path="$", at_ns=...,
-    why="not a zstd frame", key=b"g0000000042", value=b"...", headers=(("run", b"demo"),))``.
+    reason="not a zstd frame", key=b"g0000000042", value=b"...", headers=(("run", b"demo"),))``.
     """
 
     topic: str
     partition: int
     offset: int
-    why: str
+    reason: str
     path: str
     """Position inside the record, from the SchemaError."""
     at_ns: int
@@ -97,7 +97,7 @@ def decode_dead_letter(value: bytes, headers: Iterable[tuple[str, bytes]]) -> De
         topic=letter.topic,
         partition=letter.partition,
         offset=letter.offset,
-        why=letter.why,
+        reason=letter.reason,
         path=letter.path,
         at_ns=letter.at_ns,
         key=_bytes(letter.key),
@@ -111,8 +111,8 @@ def _header(letter: DeadLetter, value: bytes, *, kept: bool) -> bytes:
         "topic": letter.topic,
         "partition": letter.partition,
         "offset": letter.offset,
-        "why": letter.why[:WHY_CHARACTERS_MAX],
-        "path": letter.path[:WHY_CHARACTERS_MAX],
+        "reason": letter.reason[:REASON_CHARACTERS_MAX],
+        "path": letter.path[:REASON_CHARACTERS_MAX],
         "at_ns": letter.at_ns,
         "sha256": sha256_hex(value),
         "bytes": len(value),

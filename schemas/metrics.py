@@ -33,15 +33,15 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Wait of a role."""
 
     name: str
-    """Stable name while `words` may change: `batch`, `groups`, `reward`."""
-    words: str
+    """Stable name while `description` may change: `batch`, `groups`, `reward`."""
+    description: str
     since_ns: int
     """Unix time in ns of the start, by the role's clock."""
     limit_ms: int | None = None
     """Duration above which it is an alarm; None: unlimited."""
     overdue: bool = False
     """Whether it exceeds its limit: the alarm."""
-    still: bool = False
+    blocking: bool = False
     """Whether the role is idle until it ends; otherwise work continues."""
     blockers: tuple[Blocker, ...] = ()
     """The first few causes, most urgent first."""
@@ -60,7 +60,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=k
     @property
     def waits_for(self) -> str:
         """Return the blocking wait in words, empty if the role works."""
-        return self.waits[0].words if self.waits and self.waits[0].still else ""
+        return self.waits[0].description if self.waits and self.waits[0].blocking else ""
 
 
 class UnansweredCall(msgspec.Struct, frozen=True, array_like=True):
@@ -82,7 +82,7 @@ class FailingServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Server of a task, or its local processes, that failed and has not answered since.
 
     Example: ``FailingServer(task="games", url="tcp://games-1:7000", failures=3, since_ns=...,
-    suspended=True, why="the connection ended")``
+    suspended=True, reason="the connection ended")``
     """
 
     task: str
@@ -97,7 +97,7 @@ class FailingServer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Time of the first failure, Unix ns."""
     suspended: bool = False
     """Whether it gets no requests for now; otherwise one process tries it."""
-    why: str
+    reason: str
     """Last error."""
 
 

@@ -47,13 +47,13 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Missing or damaged file of a version, and its substitute.
 
-    Example: ``Fallback(digest="ab12...", why="deltas/ab12....delta in s3://policies/demo is not
+    Example: ``Fallback(digest="ab12...", reason="deltas/ab12....delta in s3://policies/demo is not
     what its name says", taken="weights/ab12....safetensors", bytes=61_000)``
     """
 
     digest: str
     """Weights digest (hex) of the version."""
-    why: str
+    reason: str
     """Error, with the file's name (which has a digest) and location."""
     taken: str
     """Name of the file used; for a delta also its bases."""

@@ -106,12 +106,12 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Task name, if any."""
     evaluation: str = ""
     """Evaluation name, if any."""
-    spare: int = 0
+    redundancy: int = 0
     """Redundant trajectories beyond `size`: the first `size` valid ones count."""
 
     @property
     def samples(self) -> int:
-        return self.size + self.spare
+        return self.size + self.redundancy
 
     @property
     def source(self) -> str:

@@ -49,7 +49,7 @@ class Segment(msgspec.Struct, frozen=True, gc=False):
 class Times(msgspec.Struct, frozen=True, kw_only=True):
     """Times of a trajectory's events, Unix ns; None if they did not happen."""
 
-    placed: int
+    scheduled: int
     started: int | None = None
     first_token: int | None = None
     finished: int | None = None
@@ -94,7 +94,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prefills: tuple[int, ...] = ()
     """Sequence lengths at which the KV cache was filled by prefill, or by bitwise equal entries of
     a prefix cache; the first is the prompt's."""
-    moves: int = 0
+    migrations: int = 0
     weights: tuple[Sampler, ...] = ()
     """Other versions that sampled tokens, in order; only in runs that may mix versions."""
     task: str = ""

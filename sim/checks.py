@@ -58,7 +58,7 @@ Wrong = Callable[[str, str], None]
 
 CHECKS: Final[dict[str, str]] = {
     **{str(check): holds for check, holds in findings.CHECKS.items()},
-    "outcome": "S1: a group gets the outcome that its trajectories came to, and none of them is placed then",
+    "outcome": "S1: a group gets the outcome of its trajectories, none of which is placed later",
     "feasible": "S3: what is dispatched and not taken can be trained in time at every moment",
     "placement": "S5, S24: a request is placed where its version is loaded, in a free slot",
     "binding": "S6, S7: a batch has the records that count when it is taken, of the living only",

@@ -89,7 +89,7 @@ class Fallbacks:
         LOG.warning("version %s...: %s; %s is taken", digest[:12], error.message, taken)
         fetched = -self._fetched  # later fetches are added
         self._noted.append(
-            Fallback(digest=digest, why=error.message, taken=taken, bytes=fetched, absent=absent)
+            Fallback(digest=digest, reason=error.message, taken=taken, bytes=fetched, absent=absent)
         )
 
     def take(self) -> tuple[Fallback, ...]:

@@ -108,8 +108,8 @@ class PolicyStore:
     ) -> None:
         """Create a store.
 
-        `peers` may write a file of `remote` and returns whether it did. `with_deltas`: whether to look
-        for deltas first; None: if one exists.
+        `peers` may write a file of `remote` and returns whether it did. `with_deltas`: whether to
+        look for deltas first; None: if one exists.
         """
         self.root = root
         self.fallbacks = Fallbacks()

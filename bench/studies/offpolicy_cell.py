@@ -127,7 +127,7 @@ class Bench:
             queue.fill(version, lambda step: self._batch(step, version, digest))  # noqa: B023
             try:
                 settings = self.settings(cell.objective, version)
-                figures.append(self.trainer.train(queue.take(version), settings).figures)
+                figures.append(self.trainer.train(queue.take(version), settings).metrics)
             except NonFinite:
                 diverged_at = version
                 rewards += [(at, 0.0) for at in evaluated if at > version]
@@ -268,7 +268,7 @@ class Bench:
                 worker=WORKER,
                 incarnation=0,
                 finish=end.reason,
-                times=Times(placed=0),
+                times=Times(scheduled=0),
                 reward_error=end.error,
             ),
         )

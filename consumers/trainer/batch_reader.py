@@ -169,7 +169,7 @@ class BatchReader:
             topic=record.topic,
             partition=record.partition,
             offset=record.offset,
-            why=error.message,
+            reason=error.message,
             path=error.path,
             at_ns=self._clock.wall_ns(),
             key=record.key,

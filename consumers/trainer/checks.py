@@ -59,7 +59,7 @@ def _offenders(
             why = "the batch names it twice"
         groups.add(group.group)
         if why:
-            yield Offender(group=group.group, trajectory="", why=why)
+            yield Offender(group=group.group, trajectory="", reason=why)
             continue
         for taken in group.trajectories:
             found = arrived[taken.trajectory]
@@ -68,7 +68,7 @@ def _offenders(
                 why = "the batch names it twice"
             trajectories.add(taken.trajectory)
             if why:
-                yield Offender(group=group.group, trajectory=taken.trajectory, why=why)
+                yield Offender(group=group.group, trajectory=taken.trajectory, reason=why)
 
 
 def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:

@@ -145,7 +145,7 @@ class CommitHistory:
                 offset=offset,
                 digest=commit.digest_after,
                 checkpoint=commit.checkpoint,
-                whole=commit.whole,
+                whole=commit.full,
                 starts=smallest_offsets(commit),
             )
         )

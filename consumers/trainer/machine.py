@@ -231,7 +231,7 @@ class TrainerMachine:
             incarnation=self._setup.incarnation,
             digest_committed=event.digest_committed,
             digest_replayed=event.digest_replayed,
-            why=event.why,
+            reason=event.why,
         )
         self._append(self._setup.topics.control, adopted)
 
@@ -423,7 +423,7 @@ class TrainerMachine:
             dropped=droppable(
                 self.history, event.checkpoint, decision.pins, self._setup.keep_every
             ),
-            whole=event.whole,
+            full=event.whole,
             delta=event.delta,
             fallbacks=event.fallbacks,
         )

@@ -60,7 +60,7 @@ class Group:
     def closed(self) -> str:
         """Return the outcome of open trajectories that it does not wait for."""
         valid = sum(one["reward"] is not None for one in self.results)
-        full = self.spec.get("spare", 0) and valid >= self.spec["size"]
+        full = self.spec.get("redundancy", 0) and valid >= self.spec["size"]
         return "expired" if self.expired else "redundant" if full else ""
 
     @property
@@ -261,10 +261,10 @@ class Ledger:
             self.findings.add("C2", name, "is dispatched a second time")
             return
         for what, wanted in self._stamp(spec, decision.get("skipped", ())).items():
-            found = spec.get(what, {"task": "", "spare": 0}.get(what))
+            found = spec.get(what, {"task": "", "redundancy": 0}.get(what))
             self.findings.same("decisions", name, what, wanted, found)
         self.ordinals[spec["purpose"]] += 1
-        ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"] + spec.get("spare", 0))]
+        ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"] + spec.get("redundancy", 0))]
         own = spec.get("task" if train else "evaluation")
         source = f"{spec['purpose']}/{own}" if own else spec["purpose"]
         together = source in self.started.get("scored_together", ())
@@ -296,7 +296,7 @@ class Ledger:
                 "deadline": -1,
                 "seed": derive("group", started["seed"], "eval", spec["index"]),
                 "size": its.get("group_size"),
-                "spare": 0,
+                "redundancy": 0,
                 "dataset_digest": data["digest"],
                 "task": its.get("task") or config["task"].get("name", ""),
             }
@@ -314,7 +314,7 @@ class Ledger:
             "index": index,
             "seed": derive("group", started["seed"], "train", ordinal),
             "size": config["rollout"]["group_size"],
-            "spare": config["rollout"].get("group_redundancy", 0),
+            "redundancy": config["rollout"].get("group_redundancy", 0),
             "dataset_digest": data["digest"],
             "task": task,
         }
@@ -353,7 +353,7 @@ class Ledger:
 
     # Requests
 
-    def _place(self, decision: Json) -> None:
+    def _schedule(self, decision: Json) -> None:
         name, incarnation, worker = (
             decision["spec"]["group"],
             decision["incarnation"],
@@ -371,7 +371,7 @@ class Ledger:
             request.placements.append(request.placement)
             self.running[who] = request
 
-    def _move(self, decision: Json) -> None:
+    def _migrate(self, decision: Json) -> None:
         if decision["trajectory"] in self.running:
             self.running[decision["trajectory"]].moving = True
 

@@ -61,7 +61,7 @@ def content_of(trajectory: Described) -> Content:
         segments=tuple(trajectory.segments),
         times=meta.times,
         prompt_tokens=meta.prompt_tokens,
-        moves=meta.moves,
+        moves=meta.migrations,
         reward_error=meta.reward_error or "",
         error=meta.error or "",
         starts=tuple(one.start for one in meta.contexts),

@@ -133,8 +133,8 @@ def capabilities(engine: Engine, *, moves: bool) -> tuple[str, ...]:
 def check_capabilities(
     engine: Engine, config: Config, assets: Path | None = None, *, colocated: bool = False
 ) -> None:
-    """Raise ConfigError for a capability that the run, a colocated worker (`colocated`) or the model
-    needs and the engine lacks."""
+    """Raise ConfigError for a capability that the run, a colocated worker or the model needs
+    and the engine lacks."""
     if assets is not None and unassigned_ids(assets) and UNASSIGNED_LEFT_OUT not in engine.declares:
         raise ConfigError(
             f"the model has embedding rows without a token, and engine {engine.name} may sample"

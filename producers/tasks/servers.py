@@ -29,7 +29,7 @@ BACKOFF_MAX_S: Final = 5.0
 HERE: Final = ""
 """Location of a task without servers."""
 
-WHY_CHARACTERS_MAX: Final = 200
+REASON_CHARACTERS_MAX: Final = 200
 
 _NS: Final = 1_000_000_000
 
@@ -92,7 +92,7 @@ class Places:
                 tries=one.tries,
                 since_ns=one.since_ns,
                 suspended=not one.allows(now_ns),
-                why=one.why[:WHY_CHARACTERS_MAX],
+                reason=one.why[:REASON_CHARACTERS_MAX],
             )
             for url, one in self._breakers.items()
             if not one.proven

@@ -301,7 +301,8 @@ class WorkerMachine:
         setup, spec = self.setup, place.spec
         where = f"{place.trajectory} was placed on worker {setup.worker}"
         if place.incarnation != setup.incarnation:
-            why = f"{where} under incarnation {place.incarnation}, which ended: this is {setup.incarnation}"
+            ended = f"incarnation {place.incarnation}, which ended"
+            why = f"{where} under {ended}: this is {setup.incarnation}"
             return "EarlierIncarnation", why, True
         mine = setup.digests.get(spec.source, "none")
         if spec.dataset_digest != mine:

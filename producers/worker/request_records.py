@@ -65,7 +65,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
         incarnation=setup.incarnation,
         finish=request.finish,
         times=Times(
-            placed=request.placed_ns,
+            scheduled=request.placed_ns,
             started=request.started_ns,
             first_token=request.first_token_ns,
             finished=request.finished_ns,
@@ -79,7 +79,7 @@ def _meta_of(request: RequestState, setup: WorkerSetup) -> Meta:
         agent_answer=request.agent_answer,
         error=request.error,
         prefills=tuple(sequence.prefills),
-        moves=sequence.moves,
+        migrations=sequence.moves,
         contexts=() if session is None else session.contexts,
         calls=() if session is None else session.made,
         weights=tuple(
@@ -180,7 +180,7 @@ def turn_progress_of(request: RequestState, call: RequestState, setup: WorkerSet
             answered_ns=mine.ended_ns,
             api=mine.api,
             caller=mine.caller,
-            asked=mine.asked,
+            ignored_settings=mine.asked,
             stop=mine.stop,
             stop_ids=mine.stop_ids,
         ),

@@ -1,8 +1,8 @@
 """Worker role: joins the run, serves, and joins again after a fence.
 
-Data and model files with other digests are rejected. The offset of `worker joined` is the role
-incarnation. A fenced worker ends if another process took its name, since the two would fence each other
-repeatedly.
+Data and model files with other digests are rejected. The offset of `worker joined` is the
+incarnation. A fenced worker ends if another process took its name, since the two would fence each
+other repeatedly.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ CALL = Call(
     answered_ns=2,
     api="chat",
     caller="planner",
-    asked={"temperature": 0.5},
+    ignored_settings={"temperature": 0.5},
 )
 BRANCHED_TRAJECTORY = branched(calls=(CALL,))
 STOPPED_TRAJECTORY = branched(

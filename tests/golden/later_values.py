@@ -142,10 +142,10 @@ STATUS_FAILING = msgspec.structs.replace(
             failures=3,
             since_ns=AT_NS - 12_000_000_000,
             suspended=True,
-            why="the connection to tcp://games-1:7000 ended",
+            reason="the connection to tcp://games-1:7000 ended",
         ),
         metrics.FailingServer(
-            task="shell", failures=1, since_ns=AT_NS, why="8 calls in a row failed there"
+            task="shell", failures=1, since_ns=AT_NS, reason="8 calls in a row failed there"
         ),
     ),
 )
@@ -338,7 +338,7 @@ ROUND_IMPATIENT = rounds.Round(
             outcome="expired",
         ),
         *(
-            msgspec.structs.replace(one, spec=msgspec.structs.replace(one.spec, spare=2))
+            msgspec.structs.replace(one, spec=msgspec.structs.replace(one.spec, redundancy=2))
             for one in ROUND.decisions
             if isinstance(one, rounds.Dispatch)
         ),
@@ -382,13 +382,13 @@ COMMITTED_PARTS = msgspec.structs.replace(
 )
 """Its commit."""
 
-COMMITTED_BESIDE = msgspec.structs.replace(COMMITTED_PARTS, early_s=(0.0,), overlap_s=1.25)
+COMMITTED_OVERLAP = msgspec.structs.replace(COMMITTED_PARTS, early_s=(0.0,), overlap_s=1.25)
 """One whose part was computed while the version before was published."""
 
 COMMITTED_DELTA = msgspec.structs.replace(
     next(one for one in CONTROL if isinstance(one, control.StepCommitted)),
     metrics={"loss": -0.25, "changed_share": 0.0109375, "delta_share": 0.0140625},
-    whole=False,
+    full=False,
     delta=Blob(sha256="9" * 64, bytes=4096),
 )
 """A commit whose version is stored as a delta alone."""
@@ -398,7 +398,7 @@ READY_FALLBACK = msgspec.structs.replace(
     fallbacks=(
         Fallback(
             digest=DIGEST,
-            why=f"no deltas/{DIGEST}.delta in s3://policies/demo",
+            reason=f"no deltas/{DIGEST}.delta in s3://policies/demo",
             taken=f"weights/{DIGEST}.safetensors",
             bytes=61_000,
             absent=True,

@@ -49,7 +49,7 @@ def pairs_from_bytes(data: bytes) -> tuple[tuple[str, bytes], ...]:
 
 COMMITTED = {
     "parts": later_values.COMMITTED_PARTS,
-    "beside": later_values.COMMITTED_BESIDE,
+    "overlap": later_values.COMMITTED_OVERLAP,
     "delta": later_values.COMMITTED_DELTA,
     "fallback": later_values.COMMITTED_FALLBACK,
 }
@@ -104,7 +104,7 @@ def files() -> dict[str, bytes]:
         "metrics/worker-status-since.json": encode(later_values.STATUS_SINCE),
         "metrics/worker-status-off-engine.json": encode(later_values.STATUS_OFF_ENGINE),
         "metrics/worker-status-keeping.json": encode(later_values.STATUS_KEEPING),
-        "metrics/worker-status-told-again.json": encode(later_values.STATUS_TOLD_AGAIN),
+        "metrics/worker-status-replayed.json": encode(later_values.STATUS_TOLD_AGAIN),
         "metrics/worker-status-sessions.json": encode(later_values.STATUS_SESSIONS),
         "metrics/worker-status-failing.json": encode(later_values.STATUS_FAILING),
         "metrics/worker-status-calls.json": encode(later_values.STATUS_CALLS),

@@ -199,7 +199,9 @@ CONTROL: tuple[control.AnyControl, ...] = (
         step=4,
         attempt=1,
         incarnation=2,
-        offenders=(control.Offender(group=GROUP, trajectory=f"{GROUP}-001", why="sha256 differs"),),
+        offenders=(
+            control.Offender(group=GROUP, trajectory=f"{GROUP}-001", reason="sha256 differs"),
+        ),
     ),
     control.Command(
         at_ns=AT_NS, user="ada", verb="set", args={"key": "trainer.learning_rate", "value": 1e-4}
@@ -210,7 +212,7 @@ CONTROL: tuple[control.AnyControl, ...] = (
         incarnation=3,
         digest_committed=DIGEST,
         digest_replayed=OTHER_DIGEST,
-        why="numerics differ: device",
+        reason="numerics differ: device",
     ),
     control.VersionsDropped(at_ns=AT_NS, user="ada", versions=(1, 2, 4)),
 )
@@ -219,11 +221,11 @@ COST = metrics.Cost(total_s=10.5, bus_s=1.25, control_s=0.5, codec_s=0.75, rss_b
 
 WAIT = metrics.Wait(
     name="groups",
-    words=f"groups {GROUP} (version 3, 1 of 8 open) and 1 more",
+    description=f"groups {GROUP} (version 3, 1 of 8 open) and 1 more",
     since_ns=AT_NS - 31_000_000_000,
     limit_ms=30_000,
     overdue=True,
-    still=True,
+    blocking=True,
     blockers=(metrics.Blocker("group", GROUP),),
     more=1,
 )

@@ -126,7 +126,7 @@ def test_adopted_weights_are_reported_as_a_break_and_break_nothing(copy: Recorde
         incarnation=1,
         digest_committed="a" * 64,
         digest_replayed="b" * 64,
-        why="tensor weights differs (other torch)",
+        reason="tensor weights differs (other torch)",
     )
     with Tamper(copy) as log:
         last = log.rows("control")[-1]

@@ -65,7 +65,7 @@ def test_every_version_is_bfloat16_and_the_audit_is_clean(cluster: Cluster) -> N
     assert {fact.policy.dtype for fact in facts} == {"bfloat16"}
     assert len({fact.policy.digest for fact in facts}) == STEPS
     assert {fact.numerics["policies"] for fact in facts} == {"bfloat16"}
-    assert [fact.whole for fact in facts] == [False, True, False, True], "with a checkpoint"
+    assert [fact.full for fact in facts] == [False, True, False, True], "with a checkpoint"
     assert all(fact.delta is not None for fact in facts)
 
 

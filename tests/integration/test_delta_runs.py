@@ -72,13 +72,13 @@ def store_alone(cluster: Cluster, directory: Path) -> PolicyStore:
 
 def test_the_commits_say_what_of_each_version_lies_in_the_store(over: Cluster) -> None:
     found = commits(over)
-    assert [one.whole for one in found] == [
+    assert [one.full for one in found] == [
         (one.step + 1) % 4 == 0 or (one.step + 1) % 6 == 0 for one in found
     ]
     for one in found:
         assert one.delta is not None
         assert one.metrics.keys() >= OF_DELTAS
-        assert over.store.has_whole(one.digest_after) == one.whole
+        assert over.store.has_whole(one.digest_after) == one.full
         path = over.store.root / delta_name(one.digest_after)
         assert path.stat().st_size == one.delta.bytes
 

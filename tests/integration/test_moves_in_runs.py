@@ -118,7 +118,7 @@ def test_run_with_moves_holds(moved: Moved) -> None:
 
 
 def test_records_count_the_moves_and_name_the_last_worker(moved: Moved) -> None:
-    found = [one for one in moved.trajectories() if one.meta.moves]
+    found = [one for one in moved.trajectories() if one.meta.migrations]
     assert found
     for one in found:
         model = [segment for segment in one.segments if segment.kind == "model"]
@@ -131,7 +131,7 @@ def test_records_count_the_moves_and_name_the_last_worker(moved: Moved) -> None:
 
 
 def test_moved_trajectories_are_generated_again_bit_for_bit(moved: Moved) -> None:
-    names = [one.trajectory for one in moved.trajectories() if one.meta.moves]
+    names = [one.trajectory for one in moved.trajectories() if one.meta.migrations]
     cluster, config = moved.cluster, moved.cluster.config
     params: dict[str, SamplingParams] = {
         "train": sampling_params(config.sampling, (END_TOKEN,)),

@@ -160,7 +160,7 @@ def test_a_run_among_foreign_records_ends_whole_its_dead_letters_hold_them_and_a
             held = {(one.partition, one.offset): one.value for one in buried if one.topic == topic}
             assert len(garbage) == len(GARBAGE)
             assert garbage.items() <= held.items(), topic
-        whys = [one.why for one in buried if one.topic == topics.trajectories]
+        whys = [one.reason for one in buried if one.topic == topics.trajectories]
         assert any("a record of run other" in why for why in whys)
         assert any("not the sha256" in why for why in whys)
 

@@ -138,7 +138,7 @@ def test_trajectories_of_another_run_become_dead_letters_and_are_not_trained(pai
         decode_dead_letter(one.value, one.headers) for one in records(a, a.topics.dead_letters)
     ]
     assert 0 < len(letters) <= strangers
-    assert {one.why for one in letters} == {"a record of run a-control (at $.headers.run)"}
+    assert {one.reason for one in letters} == {"a record of run a-control (at $.headers.run)"}
     assert {one.topic for one in letters} == {a.topics.trajectories}
     assert steps(a) == steps(other) == list(range(STEPS))
     assert records(other, other.topics.dead_letters) == []

@@ -187,7 +187,7 @@ def test_wait_without_news_lasted_until_the_heartbeat_before_the_next_status() -
     """A role that waits says so seldom: the status that ends the wait tells until when."""
     bus, topics = MemoryBus(MemoryLog()), Topics("r")
     bus.create([TopicSpec(name=name) for name in topics.all()])
-    wait = Wait(name="reward", words="rewards (1)", since_ns=0, still=True)
+    wait = Wait(name="reward", description="rewards (1)", since_ns=0, blocking=True)
     said = [status(0, (wait,)), status(2 * SECOND_NS, ())]
     appends = [Append(topic=topics.metrics, key=b"w0", value=encode(one)) for one in said]
     bus.writer().append(appends)

@@ -34,7 +34,7 @@ def test_request_lives_from_placement_to_a_fact_that_points_at_its_record() -> N
     assert (trajectory.meta.reward_raw, trajectory.meta.reward_parts) == (0.5, {"exact": 1.0})
     times = trajectory.meta.times
     assert times.started and times.first_token and times.finished and times.rewarded
-    order = [times.placed, times.started, times.first_token, times.finished, times.rewarded]
+    order = [times.scheduled, times.started, times.first_token, times.finished, times.rewarded]
     assert order == sorted(order)
 
 

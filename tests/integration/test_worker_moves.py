@@ -92,7 +92,7 @@ def test_moved_request_has_the_tokens_it_would_have_had(
         ("b", 3 + LENGTH),
     ]
     moved = where != "nowhere"
-    assert trajectory.meta.moves == moved
+    assert trajectory.meta.migrations == moved
     assert trajectory.meta.prefills == ((3,) if moved else (3, 3 + released.resume.tokens))
     assert (trajectory.meta.worker, trajectory.meta.incarnation) == ("b", target.setup.incarnation)
     assert target.counts["KV caches imported"] == moved
@@ -123,7 +123,7 @@ def test_cache_that_was_damaged_on_its_way_costs_a_prefill_and_nothing_else(tmp_
     world.until_idle(target)
     trajectory = world.trajectories()[NAME]
     assert list(trajectory.token_ids) == alone()
-    assert len(trajectory.meta.prefills) == 2 and trajectory.meta.moves == 0
+    assert len(trajectory.meta.prefills) == 2 and trajectory.meta.migrations == 0
     assert target.counts["KV cache not fetched: another digest"] == 1
 
 

@@ -89,7 +89,7 @@ def test_worker_joins_serves_and_leaves_when_the_run_ends(run: Run) -> None:
     kinds = [type(one) for _, one in run.control()]
     assert kinds == [RunStarted, WorkerJoined, WorkerReady, TrajectoriesLogged, WorkerLeft]
     (ready,) = [one for _, one in run.control() if isinstance(one, WorkerReady)]
-    assert [one.why for one in ready.fallbacks] == [lost.message]
+    assert [one.reason for one in ready.fallbacks] == [lost.message]
     incarnation, joined = run.joins()[0]
     assert (joined.worker, joined.slots, joined.prefetch, joined.kv_tokens) == ("w0", 4, 2, 1024)
     assert joined.engine == "simulated" and "batch_invariant" in joined.declares

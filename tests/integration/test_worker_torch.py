@@ -131,7 +131,7 @@ def test_request_moved_into_a_running_batch_has_the_very_bits_of_one_that_stayed
     assert trajectory.token_ids == wanted.token_ids
     assert trajectory.logprobs == wanted.logprobs
     assert trajectory.sampler_logprobs == wanted.sampler_logprobs
-    assert trajectory.meta.moves == kept and len(trajectory.meta.prefills) == 2 - kept
+    assert trajectory.meta.migrations == kept and len(trajectory.meta.prefills) == 2 - kept
     assert target.counts["KV caches imported"] == kept
     assert list(tmp_path.iterdir()) == []
 

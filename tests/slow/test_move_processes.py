@@ -41,7 +41,7 @@ def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Pa
     with_cache = [one for one in released if one.kv is not None]
     assert with_cache, released
     found = trajectories(place)
-    imported = [one for one in with_cache if found[one.trajectory].meta.moves]
+    imported = [one for one in with_cache if found[one.trajectory].meta.migrations]
     assert len(imported) == len(with_cache)
     assert {found[one.trajectory].meta.worker for one in imported}.isdisjoint({DRAINED})
     names = [one.trajectory for one in imported[:4]]

@@ -47,7 +47,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         evaluation__every=1,
     )
     parts = TorchParts(make_qwen2(folder / "model"))
-    failing = FailingServer(task="sums", failures=3, since_ns=1, why="a place that does not answer")
+    failing = FailingServer(
+        task="sums", failures=3, since_ns=1, reason="a place that does not answer"
+    )
     with Cluster(
         folder / "run", config, parts=parts, workers=("w0", "w1"), failing=(failing,)
     ) as cluster:

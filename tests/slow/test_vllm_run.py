@@ -131,7 +131,7 @@ def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outliv
     trainer = start(place, "trainer", *words)
     until(lambda: samples(place), WAIT_S)
     drain(place)
-    until(lambda: any(one.meta.moves for one in trajectories(place).values()), WAIT_S)
+    until(lambda: any(one.meta.migrations for one in trajectories(place).values()), WAIT_S)
     os.kill(_server_of(served[0].pid), signal.SIGKILL)
     said = place / "said"
     assert served[0].wait(WAIT_S) == 7, said.read_text()
@@ -140,7 +140,7 @@ def test_requests_move_with_their_caches_between_servers_of_two_ranks_and_outliv
     assert ends == [0] * 4, said.read_text()
     assert_clean(place, "tiny")
     released = {one.trajectory for one in of(place, RequestReleased) if one.kv is not None}
-    moved = [one for one in trajectories(place).values() if one.meta.moves]
+    moved = [one for one in trajectories(place).values() if one.meta.migrations]
     assert moved and {one.trajectory for one in moved} <= released
     for one in moved:
         first, second = [part for part in one.segments if part.kind == "model"][:2]
@@ -188,7 +188,7 @@ def test_requests_of_a_drained_vllm_worker_are_prefilled_by_another_engine(place
     for one in gone:
         first, second = (part for part in one.segments if part.kind == "model")
         assert (first.worker, second.worker) == (DRAINED, "w0")
-        assert one.meta.moves == 0 and second.start in one.meta.prefills
+        assert one.meta.migrations == 0 and second.start in one.meta.prefills
 
 
 def test_colocated_vllm_worker_sleeps_for_every_step_and_the_audit_is_clean(place: Path) -> None:

@@ -223,7 +223,7 @@ def contents() -> dict[str, Content]:
                 _segment("model", 17, 27, 240, 330, turn=1, worker="w0", incarnation=W0),
             ),
             times=Times(
-                placed=at(105),
+                scheduled=at(105),
                 started=at(120),
                 first_token=at(130),
                 finished=at(330),
@@ -241,7 +241,7 @@ def contents() -> dict[str, Content]:
                 _segment("model", 12, 25, 420, 640, worker="w0", incarnation=W0),
             ),
             times=Times(
-                placed=at(410),
+                scheduled=at(410),
                 started=at(420),
                 first_token=at(170),
                 finished=at(640),

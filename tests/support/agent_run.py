@@ -110,7 +110,7 @@ def check_answers_stand_behind_their_prompts(place: Path) -> None:
             whole = [*answer["prompt"], *answer["sampled"]]
             assert any(context[: len(whole)] == whole for context in contexts)
         assert {call.caller for call in one.meta.calls} == {"left", "right", "main"}
-        assert all(call.asked == {"temperature": 0.5} for call in one.meta.calls)
+        assert all(call.ignored_settings == {"temperature": 0.5} for call in one.meta.calls)
         assert 3 <= len(contexts) <= 6, "a second turn goes on behind the first"
 
 

@@ -81,7 +81,7 @@ def make_trajectory(
             worker=worker,
             incarnation=incarnation,
             finish="stop",
-            times=Times(placed=1),
+            times=Times(scheduled=1),
             reward_error=None if reward is not None else "the checker crashed",
         ),
     )

@@ -72,7 +72,7 @@ def branch(
 
 
 def branched(found: Trajectory) -> Trajectory:
-    at_ns, worker = found.meta.times.placed, found.meta.worker
+    at_ns, worker = found.meta.times.scheduled, found.meta.worker
     segments: list[Segment] = []
     calls = {start: (asked, answered) for start, _, asked, answered, _ in ASKED}
     for kind, size, turn in PIECES:
@@ -103,7 +103,7 @@ def branched(found: Trajectory) -> Trajectory:
 
 
 def _calls(found: Trajectory) -> tuple[Call, ...]:
-    at_ns, seed = found.meta.times.placed, found.meta.seed
+    at_ns, seed = found.meta.times.scheduled, found.meta.seed
     made = [
         Call(
             start=start,
@@ -114,7 +114,7 @@ def _calls(found: Trajectory) -> tuple[Call, ...]:
             answered_ns=at_ns + answered * MS,
             api="chat",
             caller=caller,
-            asked={"temperature": 0.5} if caller == "searcher" else {},
+            ignored_settings={"temperature": 0.5} if caller == "searcher" else {},
         )
         for start, end, asked, answered, caller in ASKED
     ]

@@ -269,7 +269,7 @@ def committed(
 def refused(
     step: int, groups: list[str], *, attempt: int = 1, incarnation: int = 0
 ) -> BatchRefused:
-    offenders = tuple(Offender(group=one, trajectory=f"{one}-000", why="test") for one in groups)
+    offenders = tuple(Offender(group=one, trajectory=f"{one}-000", reason="test") for one in groups)
     return BatchRefused(
         at_ns=0, step=step, attempt=attempt, incarnation=incarnation, offenders=offenders
     )

@@ -37,7 +37,7 @@ from tests.support.trainer_stage import NO_COST
 
 TOPICS = Topics("r")
 NUMERICS = {"torch": "2"}
-OFFENDER = Offender(group="g0000000000", trajectory="", why="C3: overdue")
+OFFENDER = Offender(group="g0000000000", trajectory="", reason="C3: overdue")
 BLOB = Blob(sha256="b" * 64, bytes=1)
 HEARTBEAT_NS = 500
 

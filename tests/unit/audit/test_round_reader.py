@@ -128,7 +128,7 @@ def test_unreadable_fact_is_a_violation_unless_the_run_has_buried_it() -> None:
         topic=TOPICS.control,
         partition=0,
         offset=buried,
-        why="not JSON",
+        reason="not JSON",
         path="$",
         at_ns=1,
         key=b"",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus import blobs, open_bus
+from dora_pipe.bus import blobs as blobs_module
+from dora_pipe.bus import open_bus
 from dora_pipe.bus.blobs import (
     BLOB,
     BLOB_BYTES,

@@ -84,7 +84,7 @@ def test_batch_at_its_deadline_is_accepted_and_one_step_later_refused() -> None:
     case.known = replace(case.known, next_step=4)
     (offender,) = case.offenders()
     assert offender.group == GROUP
-    assert offender.why == "C3: its deadline is step 3, this is step 4"
+    assert offender.reason == "C3: its deadline is step 3, this is step 4"
 
 
 def test_forged_take_batch_with_an_overdue_group_is_refused_by_the_header() -> None:
@@ -94,7 +94,7 @@ def test_forged_take_batch_with_an_overdue_group_is_refused_by_the_header() -> N
     case.group["deadline"] = 9  # the decision is wrong, the headers are right
     offenders = case.offenders()
     assert [one.trajectory for one in offenders] == [ONE, TWO]
-    assert offenders[0].why == "C3: its headers say deadline 3, this is step 4"
+    assert offenders[0].reason == "C3: its headers say deadline 3, this is step 4"
 
 
 Change = Callable[[Case], Any]
@@ -115,7 +115,7 @@ def test_group_that_cannot_be_trained_is_named_once(change: Change, why: str) ->
     case = Case()
     change(case)
     (offender,) = case.offenders()
-    assert why in offender.why
+    assert why in offender.reason
     assert offender.trajectory == ""
 
 
@@ -161,7 +161,7 @@ def test_trajectory_that_is_not_what_the_batch_says_is_named(change: Change, why
     change(case)
     (offender,) = case.offenders()
     assert (offender.group, offender.trajectory) == (GROUP, TWO)
-    assert why in offender.why
+    assert why in offender.reason
 
 
 def test_trajectory_of_another_group_is_refused_although_its_headers_agree() -> None:
@@ -170,20 +170,20 @@ def test_trajectory_of_another_group_is_refused_although_its_headers_agree() -> 
     case.taken[TWO]["trajectory"] = stranger
     case.trajectories[stranger] = make_trajectory(stranger, version=1, deadline=3)
     (offender,) = case.offenders()
-    assert "belongs to group g0000000005" in offender.why
+    assert "belongs to group g0000000005" in offender.reason
 
 
 def test_group_that_the_batch_names_twice_is_refused() -> None:
     case = Case()
     case.twice = True
-    assert [one.why for one in case.offenders()] == ["the batch names it twice"]
+    assert [one.reason for one in case.offenders()] == ["the batch names it twice"]
 
 
 def test_sample_that_the_batch_names_twice_is_refused() -> None:
     case = Case()
     case.taken[TWO] = dict(case.taken[ONE])
     (offender,) = case.offenders()
-    assert (offender.trajectory, offender.why) == (ONE, "the batch names it twice")
+    assert (offender.trajectory, offender.reason) == (ONE, "the batch names it twice")
 
 
 def test_every_offender_is_named_at_once() -> None:
@@ -214,7 +214,10 @@ def test_mixed_trajectory_is_accepted_where_the_run_declares_it_and_refused_else
     assert case.offenders() == ()
     case.known = replace(case.known, partial_rollout=False)
     (offender,) = case.offenders()
-    assert (offender.trajectory, offender.why) == (TWO, "C1: its segments are of versions [1, 2]")
+    assert (offender.trajectory, offender.reason) == (
+        TWO,
+        "C1: its segments are of versions [1, 2]",
+    )
 
 
 MIXED_CASES: dict[str, tuple[Case, str]] = {
@@ -236,4 +239,4 @@ MIXED_CASES: dict[str, tuple[Case, str]] = {
 def test_mixed_trajectory_that_breaks_what_is_promised_is_named(case: Case, why: str) -> None:
     (offender,) = case.offenders()
     assert (offender.group, offender.trajectory) == (GROUP, TWO)
-    assert why in offender.why
+    assert why in offender.reason

@@ -226,7 +226,7 @@ def test_unreadable_record_becomes_a_dead_letter_and_its_partition_goes_on(
     assert readable(find(reader, after))
     (letter,) = reader.dead_letters()
     assert (letter.topic, letter.partition, letter.offset) == (stage.topics.trajectories, *place)
-    assert letter.why
+    assert letter.reason
     assert letter.value is not None
     assert reader.dead_letters() == []
     found = reader.find([place], timeout_s=0.0)

@@ -23,7 +23,7 @@ def test_adopted_weights_are_written_and_the_next_commit_says_so() -> None:
     driver.restored()
     (adopted,) = driver.written
     assert isinstance(adopted, WeightsAdopted)
-    assert (adopted.step, adopted.incarnation, adopted.why) == (0, 5, "other torch")
+    assert (adopted.step, adopted.incarnation, adopted.reason) == (0, 5, "other torch")
     driver.decide(batch(0))
     driver.fetched()
     assert driver.trained() == [PublishPolicy(step=0, attempt=1, checkpoint=True)]

@@ -68,7 +68,7 @@ def test_forged_take_batch_with_an_overdue_group_is_refused(stage: TrainerStage)
     trainer.until(lambda: trainer.idle)
     (refused,) = [one for one in stage.control() if isinstance(one, BatchRefused)]
     assert {one.group for one in refused.offenders} == {overdue.group}
-    assert "C3: its headers say deadline 1, this is step 2" in refused.offenders[0].why
+    assert "C3: its headers say deadline 1, this is step 2" in refused.offenders[0].reason
     assert len(stage.commits()) == 2
     # The other group returns in the next attempt and is trained.
     stage.take(2, [good], attempt=2)
@@ -84,7 +84,7 @@ def test_group_that_was_trained_is_refused_even_after_a_restart(stage: TrainerSt
     stage.take(1, [group])
     trainer.until(lambda: any(isinstance(one, BatchRefused) for one in stage.control()))
     (refused,) = [one for one in stage.control() if isinstance(one, BatchRefused)]
-    assert "was trained at step 0 already" in refused.offenders[0].why
+    assert "was trained at step 0 already" in refused.offenders[0].reason
 
 
 def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(
@@ -111,7 +111,7 @@ def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(
     trainer.until(lambda: any(isinstance(one, BatchRefused) for one in stage.control()))
     (refused,) = [one for one in stage.control() if isinstance(one, BatchRefused)]
     assert [one.trajectory for one in refused.offenders] == [name]
-    assert refused.offenders[0].why.startswith("unreadable: ")
+    assert refused.offenders[0].reason.startswith("unreadable: ")
     (record,) = stage.records(stage.topics.dead_letters)
     letter = decode_dead_letter(record.value, record.headers)
     assert (letter.partition, letter.offset, letter.value) == (1, offset, value)

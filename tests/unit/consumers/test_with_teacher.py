@@ -135,8 +135,8 @@ def test_trainer_says_what_its_teacher_keeps_it_waiting_for_and_stops_meanwhile(
     trainer.until(lambda: trainer.machine.phase == "training")
     trainer.tick(700)
     (wait,) = stage.statuses()[-1].waits
-    assert (wait.name, wait.still) == ("teacher", True)
-    assert wait.words == "batch of step 0: the teacher at http://t: 3 of 12 requests open"
+    assert (wait.name, wait.blocking) == ("teacher", True)
+    assert wait.description == "batch of step 0: the teacher at http://t: 3 of 12 requests open"
     trainer.runtime._events.append(StopAsked())
     trainer.tick(5)
     assert trainer.machine.finished

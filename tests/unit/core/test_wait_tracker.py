@@ -45,7 +45,7 @@ def test_wait_begins_when_it_is_found_first_and_keeps_its_beginning() -> None:
     kept = book()
     assert take(kept, 5, reward())[0].since_ns == WALL + 5 * S
     assert take(kept, 7, reward(words="rewards (3)"))[0] == Wait(
-        name="reward", words="rewards (3)", since_ns=WALL + 5 * S, limit_ms=10_000
+        name="reward", description="rewards (3)", since_ns=WALL + 5 * S, limit_ms=10_000
     )
 
 
@@ -95,7 +95,7 @@ def test_wait_that_stops_the_work_comes_first_and_blockers_are_counted() -> None
 def test_alarm_line_does_not_repeat_what_the_words_name() -> None:
     wait = Wait(
         name="groups",
-        words="groups g1 (version 0, 1 of 4 open) and 3 more",
+        description="groups g1 (version 0, 1 of 4 open) and 3 more",
         since_ns=0,
         limit_ms=30_000,
         overdue=True,

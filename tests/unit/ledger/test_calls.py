@@ -7,7 +7,7 @@ from dora_pipe.schemas.contexts import Call
 from tests.golden.arrow_values import PLAIN_TRAJECTORY
 from tests.golden.branched_values import branched
 
-PLACED_NS = PLAIN_TRAJECTORY.meta.times.placed
+PLACED_NS = PLAIN_TRAJECTORY.meta.times.scheduled
 
 
 def _call(start: int, asked: int, answered: int) -> Call:

@@ -49,7 +49,7 @@ def test_workers_are_counted_by_version_and_state_then_named() -> None:
 
 
 SINCE_NS = START_NS - 10 * SECOND_NS
-PLACE = FailingServer(task="games", url="tcp://g:7", failures=3, since_ns=SINCE_NS, why="gone")
+PLACE = FailingServer(task="games", url="tcp://g:7", failures=3, since_ns=SINCE_NS, reason="gone")
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_wait_is_shown_with_the_worker_that_it_ends_at() -> None:
     spec = stage.group(0, stage.worker())
     wait = Wait(
         name="batch",
-        words="batch of step 0: no decision yet",
+        description="batch of step 0: no decision yet",
         since_ns=stage.now_ns - 2 * SECOND_NS,
-        still=True,
+        blocking=True,
         blockers=(Blocker("group", spec.group), Blocker("role", "orchestrator")),
         more=3,
     )
@@ -106,7 +106,7 @@ def test_wait_is_shown_with_the_worker_that_it_ends_at() -> None:
 
 def test_overdue_wait_says_that_it_is_an_alarm_without_colour() -> None:
     stage = Stage()
-    stage.trainer(Wait(name="x", words="y", since_ns=stage.now_ns, overdue=True))
+    stage.trainer(Wait(name="x", description="y", since_ns=stage.now_ns, overdue=True))
     line = _shown(stage).waits.lines[0]
     assert line.text.startswith("ALARM trainer: waits")
     assert line.style == "alarm"

@@ -38,9 +38,9 @@ def test_a_place_that_fails_is_named_and_blocks_what_waits_for_its_task() -> Non
         failures=3,
         since_ns=since_ns,
         suspended=True,
-        why="the connection ended",
+        reason="the connection ended",
     )
-    wait = Wait(name="reward", words="rewards (2)", since_ns=since_ns, still=True)
+    wait = Wait(name="reward", description="rewards (2)", since_ns=since_ns, blocking=True)
     stage.status("w0", incarnation, failing=(place,), waits=(wait,))
     found = worker_in(stage)
     line = "task games: tcp://games-1:7000 left alone, 3 failures in a row for 12.0 s: "
@@ -59,9 +59,9 @@ def test_a_session_names_the_calls_that_wait() -> None:
     )
     wait = Wait(
         name="agent",
-        words="agents (1)",
+        description="agents (1)",
         since_ns=stage.now_ns,
-        still=True,
+        blocking=True,
         blockers=(Blocker("trajectory", name),),
     )
     said: dict[str, Any] = {"calls_open": 2, "calls_oldest": calls, "calls_before": (-1, 12)}

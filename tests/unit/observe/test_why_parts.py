@@ -59,5 +59,5 @@ def test_a_part_that_is_taken_ends_the_wait_before_it_so_that_alarms_are_of_stan
     ]
     (wait,) = said[-1].waits
     assert wait.name == "groups"
-    assert wait.words.endswith(f"for part {parts[-1][1] + 1}")
+    assert wait.description.endswith(f"for part {parts[-1][1] + 1}")
     assert wait.since_ns == parts[-1][0]

@@ -21,7 +21,7 @@ SECONDS = st.floats(0, 60, allow_nan=False)
 
 
 def status(at_s: float, incarnation: int, since_s: float, name: str) -> TrainerStatus:
-    wait = Wait(name=name, words=name, since_ns=int(since_s * 1e9), still=True)
+    wait = Wait(name=name, description=name, since_ns=int(since_s * 1e9), blocking=True)
     return TrainerStatus(
         at_ns=int(at_s * 1e9),
         cost=COST,

@@ -40,7 +40,7 @@ def every_kind(stage: Stage) -> list[AnyControl]:
     place = next(iter(stage.placed.values()))
     assert stage.batch is not None
     adopted = WeightsAdopted(
-        at_ns=0, step=0, incarnation=9, digest_committed="a", digest_replayed="b", why="test"
+        at_ns=0, step=0, incarnation=9, digest_committed="a", digest_replayed="b", reason="test"
     )
     return [
         records.run_started(CONFIG),

@@ -48,9 +48,9 @@ def expire(stage: Stage, group: str = G0) -> None:
 def test_a_group_is_dispatched_with_its_spare_samples_and_an_evaluation_without() -> None:
     stage = stage_of(evaluation__prompts=1)
     group, evaluation = stage.state.groups[G0], stage.state.groups["e0000000000"]
-    assert (group.spec.size, group.spec.spare, group.spec.samples) == (2, 1, 3)
+    assert (group.spec.size, group.spec.redundancy, group.spec.samples) == (2, 1, 3)
     assert [one for one in stage.running() if one.startswith(G0)] == [name(0), name(1), name(2)]
-    assert (evaluation.spec.size, evaluation.spec.spare) == (1, 0)
+    assert (evaluation.spec.size, evaluation.spec.redundancy) == (1, 0)
 
 
 def test_it_is_complete_with_its_first_valid_samples_and_the_rest_is_cancelled() -> None:

@@ -141,7 +141,7 @@ def test_a_file_that_was_damaged_since_it_was_had_is_had_again_once(had: list[st
 
 
 def test_what_was_lost_on_the_way_to_a_version_is_said_with_it() -> None:
-    lost = Fallback(digest="a", why="no deltas/a.delta in x", taken="weights/a", bytes=9)
+    lost = Fallback(digest="a", reason="no deltas/a.delta in x", taken="weights/a", bytes=9)
     waiting = [lost]
 
     def taken() -> tuple[Fallback, ...]:

@@ -132,7 +132,11 @@ def test_call_is_recorded_then_answered() -> None:
     assert (turn.turn, turn.context, turn.parent, turn.shared) == (0, 0, -1, 0)
     assert (turn.given_ids, turn.token_ids, turn.prefills) == ([1, 2], [7, 8], (2,))
     assert (turn.call.start, turn.call.end, turn.call.finish) == (2, 4, "stop")
-    assert (turn.call.api, turn.call.caller, turn.call.asked) == ("chat", "me", {"top_p": 0.5})
+    assert (turn.call.api, turn.call.caller, turn.call.ignored_settings) == (
+        "chat",
+        "me",
+        {"top_p": 0.5},
+    )
     assert (turn.previous, turn.started_ns, turn.worker, turn.incarnation) == (-1, 7, "w0", 9)
     assert driver.phase(f"{KEY}#0") is Phase.ANSWERING
     assert driver.log(f"{KEY}#0", 4) == [

@@ -10,7 +10,7 @@ import pytest
 from dora_pipe.core.errors import SchemaError
 from dora_pipe.schemas.dead_letter import (
     HEADER,
-    WHY_CHARACTERS_MAX,
+    REASON_CHARACTERS_MAX,
     decode_dead_letter,
     encode_dead_letter,
 )
@@ -23,10 +23,10 @@ def test_value_is_kept_byte_for_byte_and_the_reason_is_readable() -> None:
     value, headers = encode_dead_letter(DEAD_LETTER, max_record_bytes=BYTES_MAX)
     assert value == DEAD_LETTER.value
     said = msgspec.json.decode(dict(headers)[HEADER])
-    assert (said["topic"], said["offset"], said["why"]) == (
+    assert (said["topic"], said["offset"], said["reason"]) == (
         "demo.trajectories",
         91,
-        DEAD_LETTER.why,
+        DEAD_LETTER.reason,
     )
 
 
@@ -56,9 +56,9 @@ def test_headers_that_alone_do_not_fit_are_refused() -> None:
 
 def test_endless_reason_is_cut() -> None:
     value, headers = encode_dead_letter(
-        replace(DEAD_LETTER, why="y" * 10 * WHY_CHARACTERS_MAX), max_record_bytes=BYTES_MAX
+        replace(DEAD_LETTER, reason="y" * 10 * REASON_CHARACTERS_MAX), max_record_bytes=BYTES_MAX
     )
-    assert len(decode_dead_letter(value, headers).why) == WHY_CHARACTERS_MAX
+    assert len(decode_dead_letter(value, headers).reason) == REASON_CHARACTERS_MAX
 
 
 def test_value_that_was_changed_afterwards_is_refused() -> None:

@@ -164,7 +164,7 @@ LATER = (
     later_values.ROUND_PARTS,
     later_values.ROUND_IN_FLIGHT,
     later_values.COMMITTED_PARTS,
-    later_values.COMMITTED_BESIDE,
+    later_values.COMMITTED_OVERLAP,
     later_values.COMMITTED_DELTA,
     later_values.COMMITTED_FALLBACK,
     later_values.LOGGED_INVALID,
@@ -230,7 +230,7 @@ def test_digests_of_the_golden_values_are_pinned() -> None:
         "c2369e84ead3a95018cc9dcf3f4c189ab075dc659025ec30ce9326ead28c6349"
     )
     assert rounds.chain_of(rounds.GENESIS_CHAIN, values.FOLDED, values.ROUND) == (
-        "07bbf711174218745fb745caf6ac3153d14b5f5ee4e4c0529c831b687078a703"
+        "09822ceb3ad93248104560dddfb92df2ac263179faf61d75181bfae95f579895"
     )
 
 

@@ -156,7 +156,7 @@ def test_broken_record_of_another_writer_is_refused_by_the_reader(
 
 def test_reader_says_which_key_of_the_json_column_is_wrong() -> None:
     meta = msgspec.json.decode(msgspec.json.encode(SOUND.meta))
-    meta["times"]["placed"] = "yesterday"
+    meta["times"]["scheduled"] = "yesterday"
     with pytest.raises(SchemaError, match="Expected `int`, got `str`") as found:
         decode_trajectory(rewritten(meta_json=[msgspec.json.encode(meta).decode()]))
     assert found.value.path == "$.meta.times.placed"

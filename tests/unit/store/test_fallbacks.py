@@ -28,8 +28,8 @@ def test_a_delta_that_is_not_to_be_had_is_named_with_the_bytes_of_the_whole(
         flip(there / delta_name(digest))
     worker.weights(digest)
     (found,) = worker.fallbacks.take()
-    assert found.digest == digest and delta_name(digest) in found.why
-    assert str(there) in found.why
+    assert found.digest == digest and delta_name(digest) in found.reason
+    assert str(there) in found.reason
     assert (found.taken, found.absent) == (weights_name(digest), case == "lost")
     assert found.bytes == (there / weights_name(digest)).stat().st_size
     assert worker.fallbacks.take() == (), "it is said once"
@@ -47,7 +47,7 @@ def test_a_damaged_whole_file_is_named_with_the_deltas_that_make_it(
         store.weights(digest)
     (found,) = store.fallbacks.take()
     assert found.taken == delta_name(digest) and not found.absent
-    assert f"{weights_name(digest)}" in found.why and str(there) in found.why
+    assert f"{weights_name(digest)}" in found.reason and str(there) in found.reason
     if how == "here":
         assert found.bytes == 0
     else:

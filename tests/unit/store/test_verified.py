@@ -181,7 +181,7 @@ def worker_of_two_versions(
     after = trainer.publish_version(
         lambda path: write(path, 1.5), before=before, whole=whole
     ).manifest.digest
-    worker = PolicyStore(tmp_path / "b", files, clock=clock, with_deltas=patched)
+    worker = PolicyStore(tmp_path / "b", files, clock=clock, with_deltas=with_deltas)
     worker.weights(before)
     return worker, after
 

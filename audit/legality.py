@@ -101,7 +101,7 @@ class Legality:
             return None
         return training if command.args.get("step", training[0]) == training[0] else None
 
-    def sibling_ended(self, group: GroupEntry) -> None:
+    def sample_ended(self, group: GroupEntry) -> None:
         """Update the bound for an ended trajectory."""
         if self.in_force is None:
             return
@@ -173,7 +173,7 @@ class Legality:
             case End():
                 self._end(decision, where)
             case EndSamples():
-                self._end_siblings(decision, where)
+                self._end_samples(decision, where)
             case StopRun():
                 self._stop(where)
             case EarlyStop() if self.in_force is not None:
@@ -300,12 +300,12 @@ class Legality:
         attempt = len(scoring.asked) + 1
         message = f"is to be scored in {where} under a wrong attempt"
         self._findings.same("decisions", who, message, expected=attempt, found=decision.attempt)
-        left = () if group.closed else group.open_siblings
-        message = f"is to be scored in {where} before all its siblings have ended"
-        expected, found = group.spec.siblings, group.spec.siblings - len(left)
+        left = () if group.closed else group.open_samples
+        message = f"is to be scored in {where} before all its samples have ended"
+        expected, found = group.spec.samples, group.spec.samples - len(left)
         self._findings.same("decisions", who, message, expected=expected, found=found)
         valid = tuple(one.taken for one in results if one.fact.reward is not None)
-        message = f"is to be scored in {where} by other records than its valid siblings'"
+        message = f"is to be scored in {where} by other records than its valid samples'"
         self._findings.same("decisions", who, message, expected=valid, found=decision.trajectories)
 
     def _hosts(self, worker: WorkerEntry, spec: GroupSpec) -> bool:
@@ -386,8 +386,8 @@ class Legality:
         found = (taken.version, taken.deadline)
         message = f"is taken by {who} with another version or deadline than it was dispatched with"
         self._findings.same("C3", taken.group, message, expected=stamped, found=found)
-        if group.closed and group.open_siblings:
-            self._wrong(taken.group, f"is taken by {who} before its other siblings have ended")
+        if group.closed and group.open_samples:
+            self._wrong(taken.group, f"is taken by {who} before its other trajectories have ended")
         scored = {} if group.scoring is None else group.scoring.rewards
         message = f"is taken by {who} with other rewards than `group scored` says"
         self._findings.same("batches", taken.group, message, expected=scored, found=taken.rewards)
@@ -406,22 +406,22 @@ class Legality:
         elif decision.outcome == "filtered" and outlook != "filtered":
             wrong = "although its rewards differ or filtering is off"
         elif decision.outcome == "failed" and outlook == "running" and group.taken is None:
-            wrong = "although enough of its siblings may still be valid"
+            wrong = "although enough of its trajectories may still be valid"
         if wrong:
             self._wrong(decision.group, f"ends as {decision.outcome} in {where} {wrong}")
         self.bound.remove(decision.group)
 
-    def _end_siblings(self, decision: EndSamples, where: str) -> None:
+    def _end_samples(self, decision: EndSamples, where: str) -> None:
         group = self._ledger.accounts.open.get(decision.group)
         if group is None:
-            self._wrong(decision.group, f"loses siblings in {where} but is not open")
+            self._wrong(decision.group, f"loses samples in {where} but is not open")
             return
-        due, left = group.closed or "waited for", group.open_siblings
-        message = f"loses siblings in {where} as what they are not"
+        due, left = group.closed or "waited for", group.open_samples
+        message = f"loses samples in {where} as what they are not"
         same = self._findings.same
         same("decisions", decision.group, message, expected=due, found=decision.outcome)
-        message = f"loses other siblings in {where} than have not ended"
-        same("decisions", decision.group, message, expected=left, found=decision.siblings)
+        message = f"loses other samples in {where} than have not ended"
+        same("decisions", decision.group, message, expected=left, found=decision.samples)
 
     def expired(self, seen: GroupExpired, at: Moment) -> GroupEntry | None:
         """Return the group that a round reports as timed out, if possible."""
@@ -430,7 +430,7 @@ class Legality:
             self._wrong(seen.group, f"expires in {where} but is not open")
             return None
         rules = self.in_force.config.rollout
-        if outlook_of(group, rules) != "running" or not group.open_siblings:
+        if outlook_of(group, rules) != "running" or not group.open_samples:
             self._wrong(seen.group, f"expires in {where}, although it generates no more")
             return None
         open_ns, most = at.now_ns - group.at.now_ns, rules.group_timeout_s

@@ -55,7 +55,7 @@ WEIGHTS: Final = "weights.safetensors"
 class _Asked:
     purpose: Purpose
     ordinal: int
-    sibling: int
+    sample: int
     size: int
     row: Row
     index: int
@@ -64,7 +64,7 @@ class _Asked:
 
     @property
     def name(self) -> str:
-        return trajectory_id(group_id(self.purpose, self.ordinal), self.sibling)
+        return trajectory_id(group_id(self.purpose, self.ordinal), self.sample)
 
 
 class Bench:
@@ -152,9 +152,9 @@ class Bench:
     def _evaluate(self, version: int, digest: str) -> float:
         wanted = self._config.evaluation
         asked = [
-            self._ask("eval", row, sibling, wanted.group_size, (0, row), self._eval_rows[row])
+            self._ask("eval", row, sample, wanted.group_size, (0, row), self._eval_rows[row])
             for row in range(min(wanted.prompts, len(self._eval_rows)))
-            for sibling in range(wanted.group_size)
+            for sample in range(wanted.group_size)
         ]
         done = self._sample(asked, version, digest)
         return math.fsum(one.reward or 0.0 for one in done) / len(done)
@@ -166,7 +166,7 @@ class Bench:
             place = prompt_index(self._config.run.seed, ordinal, len(self._rows))
             row = self._rows[place[1]]
             asked += [
-                self._ask("train", ordinal, sibling, size, place, row) for sibling in range(size)
+                self._ask("train", ordinal, sample, size, place, row) for sample in range(size)
             ]
         done = self._sample(asked, version, digest)
         return TrainBatch(
@@ -185,7 +185,7 @@ class Bench:
         self,
         purpose: Purpose,
         ordinal: int,
-        sibling: int,
+        sample: int,
         size: int,
         place: tuple[int, int],
         row: Row,
@@ -194,12 +194,12 @@ class Bench:
         return _Asked(
             purpose=purpose,
             ordinal=ordinal,
-            sibling=sibling,
+            sample=sample,
             size=size,
             row=row,
             index=place[1],
             data_epoch=place[0],
-            seed=trajectory_seed(seed, sibling),
+            seed=trajectory_seed(seed, sample),
         )
 
     def _sample(self, asked: Sequence[_Asked], version: int, digest: str) -> list[Trajectory]:
@@ -256,7 +256,7 @@ class Bench:
                 schema_version=SCHEMA_VERSION,
                 group=group_id(one.purpose, one.ordinal),
                 group_size=one.size,
-                sibling=one.sibling,
+                sample=one.sample,
                 attempt=0,
                 purpose=one.purpose,
                 deadline=-1,

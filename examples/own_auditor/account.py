@@ -264,7 +264,7 @@ class Ledger:
             found = spec.get(what, {"task": "", "redundancy": 0}.get(what))
             self.findings.same("decisions", name, what, wanted, found)
         self.ordinals[spec["purpose"]] += 1
-        ids = [f"{name}-{sibling:03d}" for sibling in range(spec["size"] + spec.get("redundancy", 0))]
+        ids = [f"{name}-{sample:03d}" for sample in range(spec["size"] + spec.get("redundancy", 0))]
         own = spec.get("task" if train else "evaluation")
         source = f"{spec['purpose']}/{own}" if own else spec["purpose"]
         together = source in self.started.get("scored_together", ())
@@ -360,8 +360,8 @@ class Ledger:
             decision["worker"],
         )
         in_ = self.workers.get(incarnation) == worker
-        for sibling, attempt, *_ in decision["siblings"]:
-            who = f"{name}-{sibling:03d}"
+        for sample, attempt, *_ in decision["samples"]:
+            who = f"{name}-{sample:03d}"
             request = self.groups[name].requests[who]
             free = not request.over and request.placement is None
             self.findings.same("decisions", who, "attempt", len(request.placements) + 1, attempt)
@@ -407,11 +407,11 @@ class Ledger:
         group.expired = True
         self._settle(group)
 
-    def _end_siblings(self, decision: Json) -> None:
+    def _end_samples(self, decision: Json) -> None:
         name, group = decision["group"], self.groups[decision["group"]]
         requests = list(enumerate(group.requests.items()))
         left = [place for place, (_, one) in requests if one.cancelled or not one.over]
-        self.findings.same("decisions", name, "siblings left", left, decision["siblings"])
+        self.findings.same("decisions", name, "trajectories left", left, decision["samples"])
         self.findings.same("decisions", name, "their outcome", group.closed, decision["outcome"])
         for place, (trajectory, one) in requests:
             if place in left:
@@ -483,7 +483,7 @@ class Ledger:
         free = group.waits and group.asking is None and not group.outcome
         findings.holds("decisions", name, "is scored without need", free)
         over = bool(group.closed) or all(one.over for one in group.requests.values())
-        findings.holds("decisions", name, "is scored before its siblings have ended", over)
+        findings.holds("decisions", name, "is scored before its trajectories have ended", over)
         in_ = self.workers.get(decision["incarnation"]) == decision["worker"]
         findings.holds("decisions", name, "is scored by who is out", in_)
         findings.same("decisions", name, "attempt", len(group.asked) + 1, decision["attempt"])
@@ -507,7 +507,7 @@ class Ledger:
             return
         group.asking = None
         del self.asking[fact["group"]]
-        group.scores = {one["trajectory"]: one["reward"] for one in fact["siblings"]}
+        group.scores = {one["trajectory"]: one["reward"] for one in fact["samples"]}
         self._settle(group)
 
     def _not_scored(self, group: Group, *, fault: bool, final: bool = False) -> None:

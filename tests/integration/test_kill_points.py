@@ -186,7 +186,7 @@ def test_a_version_whose_delta_has_its_name_and_whose_commit_never_came_is_publi
     assert _in_child(publish) == -signal.SIGKILL
     assert len(list((tmp_path / "policies" / "deltas").iterdir())) == 1
     again = store.publish_version(Walk(1), before=first, whole=whole)
-    assert again.full == whole and again.delta is not None
+    assert again.whole == whole and again.delta is not None
     assert store.verify(again.manifest.digest) == again.manifest
     other = store.publish_version(Walk(2), before=first, whole=False)  # another attempt
     assert store.verify(other.manifest.digest) == other.manifest

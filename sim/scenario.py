@@ -290,7 +290,7 @@ def _several(seed: int, config: Config) -> Config:
             name=f"e{place}",
             task=chance.choice(tasks).name,
             every=chance.choice((0, 2, 3)),
-            samples=chance.randint(1, 3),
+            group_size=chance.randint(1, 3),
         )
         for place in range(chance.randint(2, 3))
     ]

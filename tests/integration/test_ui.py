@@ -79,8 +79,8 @@ def test_lineage_leads_from_a_trajectory_to_its_step_and_back(
     view: RunView, source: RunSource
 ) -> None:
     name = _group_of_step(view, 5)
-    sibling = f"{name}-000"
-    page = trajectory_page(view, source, parse_query(f"/trajectory/{sibling}"))
+    sample = f"{name}-000"
+    page = trajectory_page(view, source, parse_query(f"/trajectory/{sample}"))
     assert page["lineage"]["step"] == 5
     step = step_page(view, source, parse_query("/step/5"))
     assert name in [row[0] for row in step["groups"]["rows"]]

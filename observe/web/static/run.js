@@ -5,7 +5,7 @@ import { get, has } from "./data.js";
 import { bucket, facts, fold, h, region, show, span, table, tiles } from "./dom.js";
 
 const PHASES = {
-  queued: "queued", worker: "on a worker", siblings: "waiting for the group", batch: "waiting for a batch",
+  queued: "queued", worker: "on a worker", samples: "waiting for the group", batch: "waiting for a batch",
   training: "in training",
 };
 const FAULTS = { infrastructure: "infrastructure", answer: "no valid answer", code: "task code" };

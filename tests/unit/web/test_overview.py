@@ -18,7 +18,7 @@ from dora_pipe.observe.web.view import view_of
 from dora_pipe.schemas.control import Command, RequestReleased
 from dora_pipe.schemas.rounds import Fence, GroupSpec, StopRun
 from tests.support import orchestrator_records as records
-from tests.support.catalogue_stage import SECOND_NS, SIBLINGS, START_NS, CatalogueStage
+from tests.support.catalogue_stage import SAMPLES, SECOND_NS, START_NS, CatalogueStage
 from tests.support.ui_stage import view_of_told
 
 
@@ -33,19 +33,19 @@ def _overview(stage: CatalogueStage) -> dict[str, Any]:
     return overview(view_of_told(stage))
 
 
-def _done(stage: CatalogueStage, ordinal: int, epoch: int, **log: Any) -> GroupSpec:
+def _done(stage: CatalogueStage, ordinal: int, incarnation: int, **log: Any) -> GroupSpec:
     spec = stage.group(ordinal)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch, **log)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation, **log)
     return spec
 
 
 def test_reward_of_a_step_is_valid_and_raw_with_the_middle_half_of_its_groups(
     stage: CatalogueStage,
 ) -> None:
-    epoch = stage.worker()
-    first = _done(stage, 0, epoch, rewards=(1.0, 0.0))
-    second = _done(stage, 1, epoch, rewards=(1.0, None), tokens=21)
+    incarnation = stage.worker()
+    first = _done(stage, 0, incarnation, rewards=(1.0, 0.0))
+    second = _done(stage, 1, incarnation, rewards=(1.0, None), tokens=21)
     stage.train(0, first, second)
     found = _overview(stage)
     expected = {
@@ -82,30 +82,30 @@ def test_long_runs_have_few_points_and_every_step_is_in_one(
 
 
 def test_time_of_a_trained_trajectory_is_cut_where_it_changed_hands(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
     stage.now_ns += 2 * SECOND_NS
-    stage.place(spec, epoch)  # 3 s after the dispatch
+    stage.place(spec, incarnation)  # 3 s after the dispatch
     stage.now_ns += 4 * SECOND_NS
-    stage.log(spec, epoch)  # 5 s later
+    stage.log(spec, incarnation)  # 5 s later
     stage.now_ns += 6 * SECOND_NS
     stage.train(0, spec)  # taken 7 s later, committed 1 s after that
     (row,) = _overview(stage)["times"]["rows"]
-    assert (row["low"], row["high"], row["n"]) == (17, 32, SIBLINGS)
+    assert (row["low"], row["high"], row["n"]) == (17, 32, SAMPLES)
     seconds = dict(zip(PHASES, row["seconds"], strict=True))
-    assert seconds == {"queued": 3, "worker": 5, "siblings": 0, "batch": 7, "training": 1}
+    assert seconds == {"queued": 3, "worker": 5, "samples": 0, "batch": 7, "training": 1}
     waits = _overview(stage)["waits"]["rows"]
     waited_s = stage.catalogue.query("select sum(waited_s) from steps")[0][0]
     assert sum(row[1] for row in waits) == pytest.approx(waited_s, abs=0.1)
 
 
 def test_groups_are_counted_by_outcome(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
-    trained, filtered = (_done(stage, one, epoch) for one in range(2))
+    incarnation = stage.worker()
+    trained, filtered = (_done(stage, one, incarnation) for one in range(2))
     failed, _ = stage.group(2), stage.group(3)
     stage.train(0, trained)
     stage.end(filtered, "filtered")
-    stage.end(failed, "failed", "no sibling is valid")
+    stage.end(failed, "failed", "no trajectory is valid")
     found = _overview(stage)
     assert found["totals"]["outcomes"] == {"trained": 1, "filtered": 1, "failed": 1}
     assert (found["totals"]["groups"], found["totals"]["open"]) == (4, 1)
@@ -119,16 +119,19 @@ def test_lengths_lie_in_the_bucket_of_audit(stage: CatalogueStage, tokens: int) 
 
 
 def test_parts_and_faults_are_drawn_by_step(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec, failed = stage.group(0), stage.group(1)
     for one in (spec, failed):
-        stage.place(one, epoch)
+        stage.place(one, incarnation)
     stage.logged(
-        spec, epoch, (1.0, None), said={0: {"parts": {"math": 0.5}}, 1: {"error": "KeyError: 'x'"}}
+        spec,
+        incarnation,
+        (1.0, None),
+        said={0: {"parts": {"math": 0.5}}, 1: {"error": "KeyError: 'x'"}},
     )
-    stage.logged(failed, epoch, (None, None), said={0: {"error": "TimedOut: 10 s"}}, offset=9)
+    stage.logged(failed, incarnation, (None, None), said={0: {"error": "TimedOut: 10 s"}}, offset=9)
     stage.train(0, spec)
-    stage.end(failed, "failed", "no sibling is valid")
+    stage.end(failed, "failed", "no trajectory is valid")
     found = _overview(stage)
     assert found["parts"] == {"math": [0.5]}
     assert found["invalid"] == {
@@ -138,13 +141,13 @@ def test_parts_and_faults_are_drawn_by_step(stage: CatalogueStage) -> None:
 
 
 def test_figures_of_learning_have_a_chart_each(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     for step, rate in enumerate((1e-3, 2e-3)):
         spec = stage.group(step)
-        stage.place(spec, epoch)
-        stage.log(spec, epoch, offset=9 * step)
-        figures = {"entropy": 1.5, "updates": 2.0} | ({} if step else {"kl": 0.25})
-        stage.train(step, spec, figures=figures, settings={"trainer.learning_rate": rate})
+        stage.place(spec, incarnation)
+        stage.log(spec, incarnation, offset=9 * step)
+        metrics = {"entropy": 1.5, "updates": 2.0} | ({} if step else {"kl": 0.25})
+        stage.train(step, spec, metrics=metrics, settings={"trainer.learning_rate": rate})
     found = _overview(stage)
     assert found["points"]["step"] == [0, 1]
     assert {one["name"]: one["y"] for one in found["learning"]} == {
@@ -155,10 +158,10 @@ def test_figures_of_learning_have_a_chart_each(stage: CatalogueStage) -> None:
 
 
 def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0, purpose="eval")
-    stage.place(spec, epoch)
-    stage.log(spec, epoch, rewards=(1.0, 0.0))
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation, rewards=(1.0, 0.0))
     stage.end(spec, "evaluated")
     found = _overview(stage)
     metrics = {"mean@2": [0.5], "pass@1": [0.5], "pass@2": [1.0]}
@@ -168,10 +171,10 @@ def test_evaluation_is_apart_from_training(stage: CatalogueStage) -> None:
 
 
 def test_records_that_do_not_count_are_told_apart(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
-    spec = _done(stage, 0, epoch)
-    stage.decide(Fence(reason="silent", worker="w0", epoch=epoch))
-    stage.log(spec, epoch)
+    incarnation = stage.worker()
+    spec = _done(stage, 0, incarnation)
+    stage.decide(Fence(reason="silent", worker="w0", incarnation=incarnation))
+    stage.log(spec, incarnation)
     totals = _overview(stage)["totals"]
     assert (totals["trajectories"], totals["not_counting"], totals["tokens"]) == (2, 2, 40)
     (row,) = _overview(stage)["timeline"]["rows"]
@@ -214,30 +217,30 @@ def _busy_s(stage: CatalogueStage) -> float:
 
 
 def test_a_slot_is_in_use_from_placement_to_record(stage: CatalogueStage) -> None:
-    epoch = stage.worker(slots=4)
+    incarnation = stage.worker(slots=4)
     spec = stage.group(0)
-    stage.place(spec, epoch)
+    stage.place(spec, incarnation)
     stage.now_ns += 2 * SECOND_NS
-    stage.log(spec, epoch)  # two of four slots for 3 s
+    stage.log(spec, incarnation)  # two of four slots for 3 s
     stage.now_ns += 3 * SECOND_NS
     stage.decide(StopRun(reason="over"))
     assert _busy_s(stage) == pytest.approx(1.5, rel=0.01)
 
 
 def test_requests_ahead_of_the_slots_count_for_none(stage: CatalogueStage) -> None:
-    epoch = stage.worker(slots=1)
+    incarnation = stage.worker(slots=1)
     spec = stage.group(0)
-    stage.place(spec, epoch)
+    stage.place(spec, incarnation)
     stage.now_ns += 2 * SECOND_NS
-    stage.log(spec, epoch)
+    stage.log(spec, incarnation)
     assert _busy_s(stage) == pytest.approx(3.0, rel=0.01)
 
 
 @pytest.mark.parametrize("how", ["failed", "released", "fenced"])
 def test_a_request_that_is_let_go_leaves_its_slot(stage: CatalogueStage, how: str) -> None:
-    epoch = stage.worker(slots=2)
+    incarnation = stage.worker(slots=2)
     spec = stage.group(0)
-    placed = stage.placed(spec, "w0", epoch)
+    placed = stage.placed(spec, "w0", incarnation)
     stage.decide(placed)
     stage.now_ns += SECOND_NS
     first = placed.requests()[0]
@@ -246,11 +249,15 @@ def test_a_request_that_is_let_go_leaves_its_slot(stage: CatalogueStage, how: st
     elif how == "released":
         stage.fact(
             RequestReleased(
-                at_ns=0, worker="w0", epoch=epoch, trajectory=first.trajectory, attempt=1
+                at_ns=0,
+                worker="w0",
+                incarnation=incarnation,
+                trajectory=first.trajectory,
+                attempt=1,
             )
         )
     else:
-        stage.decide(Fence(reason="silent", worker="w0", epoch=epoch))
+        stage.decide(Fence(reason="silent", worker="w0", incarnation=incarnation))
     stage.now_ns += 2 * SECOND_NS
     stage.decide()
     expected = {"failed": 1.0 + 1.5, "released": 1.0 + 1.5, "fenced": 2.0}[how]
@@ -261,8 +268,8 @@ def test_what_happened_to_the_run_is_marked_and_no_slot_is_in_use_while_it_was_s
     stage: CatalogueStage,
 ) -> None:
     stage.begins("orchestrator", 0)
-    spec, epoch = stage.group(0), stage.worker()
-    stage.place(spec, epoch)  # never logged: the worker is killed with the run
+    spec, incarnation = stage.group(0), stage.worker()
+    stage.place(spec, incarnation)  # never logged: the worker is killed with the run
     stage.fact(records.command("set", trainer__learning_rate=0.5))
     last_s = (stage.now_ns - START_NS) / 1e9
     stage.now_ns += 60 * SECOND_NS

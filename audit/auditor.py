@@ -287,7 +287,7 @@ class Auditor:
                 self.books.records.judge(one, None)
 
 
-BY_FATE: Final = """select outcome, count(*), sum(results)::bigint, sum(tokens)::bigint
+BY_OUTCOME: Final = """select outcome, count(*), sum(results)::bigint, sum(tokens)::bigint
 from groups group by outcome"""
 
 BY_STALENESS: Final = """select staleness, count(*) from groups
@@ -297,14 +297,14 @@ where staleness is not null group by staleness"""
 def check_catalogue(catalogue: Catalogue, ledger: Ledger, findings: Findings) -> None:
     """Compare the catalogue with the ledger."""
     sums = ledger.accounts.summed()
-    fates = {
-        fate: (groups, sums.trajectories[fate], sums.tokens[fate])
-        for fate, groups in sums.groups.items()
+    outcomes = {
+        outcome: (groups, sums.trajectories[outcome], sums.tokens[outcome])
+        for outcome, groups in sums.groups.items()
         if groups
     }
     staleness = {value: groups for value, groups in sums.staleness.items() if groups}
     one = catalogue.one
-    _same(findings, "groups", fates, {row[0]: row[1:] for row in catalogue.query(BY_FATE)})
+    _same(findings, "groups", outcomes, {row[0]: row[1:] for row in catalogue.query(BY_OUTCOME)})
     _same(findings, "staleness", staleness, dict(catalogue.query(BY_STALENESS)))
     _same(findings, "records", (ledger.accounts.records,), one("select count(*) from records"))
     _same(findings, "steps", (ledger.committed,), one("select count(*) from steps"))

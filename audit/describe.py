@@ -78,7 +78,7 @@ def describe(
     found = history.group
     if found is not None and not trajectory:
         return describer.group(found)
-    if found is not None and trajectory in _siblings(found.group):
+    if found is not None and trajectory in _samples(found.group):
         return describer.trajectory(trajectory, found)
     raise UsageError(
         f"{wanted!r} is not in run {topics.run}",
@@ -86,8 +86,8 @@ def describe(
     )
 
 
-def _siblings(group: GroupHistory) -> list[str]:
-    return [trajectory_id(group.spec.group, one) for one in range(group.spec.siblings)]
+def _samples(group: GroupHistory) -> list[str]:
+    return [trajectory_id(group.spec.group, one) for one in range(group.spec.samples)]
 
 
 class _Describer:
@@ -134,7 +134,7 @@ class _Describer:
                 "checkpoint": "-" if fact.checkpoint is None else fact.checkpoint.sha256,
                 "contributions": fact.contributions.sha256,
             },
-            "metrics": dict(sorted(fact.figures.items())),
+            "metrics": dict(sorted(fact.metrics.items())),
             "settings": dict(sorted(fact.settings.items())),
             "numerics": dict(sorted(fact.numerics.items())),
             "groups": [
@@ -153,10 +153,10 @@ class _Describer:
         damage = self._traces.damage.lines
         return {
             "group": self._dispatch(ended.group),
-            "siblings": [self._sibling_row(ended.group, one) for one in _siblings(ended.group)],
+            "samples": [self._sample_row(ended.group, one) for one in _samples(ended.group)],
             **self._scoring(ended),
             **({DAMAGE: [{"what": line} for line in damage]} if damage else {}),
-            "fate": self._fate(ended),
+            "outcome": self._outcome(ended),
             "lineage": self._lineage(ended),
             TRACE: trace,
         }
@@ -177,16 +177,16 @@ class _Describer:
             try:
                 trajectory = logged_trajectory(self._record(request.logged), request.logged)
                 description |= self._made(trajectory)
-                siblings = () if group.scores is None else group.scores.siblings
-                for scored in siblings:
+                samples = () if group.scores is None else group.scores.samples
+                for scored in samples:
                     if scored.trajectory == name:
                         parts = msgspec.json.encode(scored.parts).decode()
                         description["scored together"] = {"reward": scored.reward, "parts": parts}
             except (InvariantBroken, SchemaError) as error:
                 description[DAMAGE] = [{"what": error.message}]
-        description["fate"] = self._fate(ended)
+        description["outcome"] = self._outcome(ended)
         if (left := group.left.get(parse_trajectory_id(name)[2])) is not None:
-            description["fate"] = {"fate": left, "reason": _WHY_LEFT[left]}
+            description["outcome"] = {"outcome": left, "reason": _WHY_LEFT[left]}
         description["contribution"] = self._contribution(name, ended)
         description["lineage"] = self._lineage(ended)
         description[TRACE] = self._traces.group(only=name)
@@ -199,8 +199,8 @@ class _Describer:
             "purpose": spec.purpose,
             **({"task": spec.task} if spec.task else {}),
             **({"evaluation": spec.evaluation} if spec.evaluation else {}),
-            "siblings": spec.size,
-            **({"spare siblings": spec.spare} if spec.spare else {}),
+            "samples": spec.size,
+            **({"spare trajectories": spec.spare} if spec.spare else {}),
             "prompt": f"row {spec.index} of {spec.dataset_digest[:12]}, pass {spec.data_epoch}",
             "seed": spec.seed,
             "dispatched": f"round {group.round} ({group.reason})",
@@ -237,16 +237,16 @@ class _Describer:
         if started is None or group.spec.source not in started.scored_together:
             return {}
         by = group.asked
-        unscored = "not yet" if ended.fate == "open" else "failed"
+        unscored = "not yet" if ended.outcome == "open" else "failed"
         return {
             "scored together": {
                 "attempts": 0 if by is None else by.attempt,
-                "worker": "-" if by is None else _worker(by.worker, by.epoch),
+                "worker": "-" if by is None else _worker(by.worker, by.incarnation),
                 "scored": unscored if group.scores is None else "yes",
             }
         }
 
-    def _sibling_row(self, group: GroupHistory, name: str) -> dict[str, Any]:
+    def _sample_row(self, group: GroupHistory, name: str) -> dict[str, Any]:
         request = group.requests.get(name)
         fact = None if request is None else request.logged
         return {
@@ -266,8 +266,8 @@ class _Describer:
                 "place": f"trajectories:{one.fact.partition}:{one.fact.offset}",
                 "status": one.status,
                 "attempt": one.fact.attempt,
-                "worker": _worker(one.fact.worker, one.fact.epoch),
-                "engine": self._history.engines.get(one.fact.epoch, "-"),
+                "worker": _worker(one.fact.worker, one.fact.incarnation),
+                "engine": self._history.engines.get(one.fact.incarnation, "-"),
                 "logged": f"control:{one.offset}",
                 "bytes": one.fact.bytes,
                 "sha256": one.fact.sha256,
@@ -303,7 +303,9 @@ class _Describer:
                     "kind": segment.kind,
                     "turn": segment.turn,
                     "tokens": f"{segment.start}-{segment.end}",
-                    "worker": _worker(segment.worker, segment.epoch) if segment.worker else "-",
+                    "worker": _worker(segment.worker, segment.incarnation)
+                    if segment.worker
+                    else "-",
                     "version": segment.version if segment.version >= 0 else None,
                     "ms": (segment.end_ns - segment.start_ns) / 1e6,
                     "text": self._text(trajectory.token_ids[segment.start : segment.end]),
@@ -315,20 +317,20 @@ class _Describer:
     def _text(self, ids: Sequence[int]) -> str:
         return " ".join(map(str, ids)) if self._decode is None else self._decode(ids)
 
-    def _fate(self, ended: GroupEnded) -> dict[str, Any]:
+    def _outcome(self, ended: GroupEnded) -> dict[str, Any]:
         step = ended.step
-        if ended.fate == "open":
+        if ended.outcome == "open":
             what = "not taken yet" if step is None else f"in the batch of step {step}"
-            return {"fate": "open", "reason": what}
-        fate: dict[str, Any] = {"fate": ended.fate, "reason": ended.why}
-        fate["round"] = self._history.group_round
+            return {"outcome": "open", "reason": what}
+        outcome: dict[str, Any] = {"outcome": ended.outcome, "reason": ended.why}
+        outcome["round"] = self._history.group_round
         if step is not None:
-            fate["step"] = step
-            fate["staleness"] = staleness_of(step, ended.group.spec.version)
-        return fate
+            outcome["step"] = step
+            outcome["staleness"] = staleness_of(step, ended.group.spec.version)
+        return outcome
 
     def _contribution(self, name: str, ended: GroupEnded) -> dict[str, Any]:
-        if ended.fate != "trained" or ended.step is None:
+        if ended.outcome != "trained" or ended.step is None:
             return {"none": "it was not trained"}
         rows = self._contributions(self._history.contributions.get(ended.step, ""))
         own = [row for row in rows if row["trajectory"] == name]
@@ -341,7 +343,7 @@ class _Describer:
 
     def _lineage(self, ended: GroupEnded) -> dict[str, Any]:
         back = self._lineage_of_version(ended.group.spec.version)
-        if ended.fate != "trained" or ended.step is None:
+        if ended.outcome != "trained" or ended.step is None:
             return back
         return back | self._descendants(ended.step + 1)
 
@@ -442,12 +444,12 @@ def _call_row(call: CallRow, scheduled_ns: int) -> dict[str, Any]:
     }
 
 
-def _worker(name: str, epoch: int) -> str:
-    return f"{name} (incarnation {epoch})"
+def _worker(name: str, incarnation: int) -> str:
+    return f"{name} (incarnation {incarnation})"
 
 
 _WHY_LEFT: Final = {
-    "surplus": "its group had enough valid siblings without it",
+    "redundant": "its group had enough valid trajectories without it",
     "expired": "its group was open for too long",
 }
 
@@ -455,7 +457,7 @@ _WHY_LEFT: Final = {
 def _attempt_row(attempt: Attempt) -> dict[str, Any]:
     return {
         "attempt": attempt.attempt,
-        "worker": _worker(attempt.worker, attempt.epoch),
+        "worker": _worker(attempt.worker, attempt.incarnation),
         "round": attempt.round,
         "resumed tokens": attempt.resumed,
         "reason": attempt.reason,

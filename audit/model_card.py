@@ -66,13 +66,13 @@ def model_card(catalogue: Catalogue, config: Config, version: int) -> str:
     if version:
         step = catalogue.records("select * from steps where step = ?", [version - 1])[0]
         parts += ["\n## The last step\n", _table(("setting", "value"), _settings(step))]
-        figures = json.loads(step["metrics"])
-        parts += ["", _table(("figure", "value"), [(k, f"{v:.6g}") for k, v in figures.items()])]
+        metrics = json.loads(step["metrics"])
+        parts += ["", _table(("figure", "value"), [(k, f"{v:.6g}") for k, v in metrics.items()])]
     evaluated = evaluations_of(catalogue, json.loads(run["config"]), versions=(0, version))
     rows = [
         (one.evaluation or "-", one.version, name, f"{value.value:.4f}", _between(value))
         for one in evaluated
-        for name, value in one.figures.items()
+        for name, value in one.metrics.items()
     ]
     if rows:
         columns = ("evaluation", "version", "figure", "value", "95 % interval over prompts")

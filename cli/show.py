@@ -122,7 +122,7 @@ class Overview:
             else dict(zip(("version", "reward"), self.best, strict=True)),
             "staleness": dict(staleness(stats)),
             "bound": stats.bound,
-            "groups": dict(stats.fates),
+            "groups": dict(stats.outcomes),
             "selection": list(self.selection),
             "errors": dict(stats.errors),
             "faults": by_fault(stats.errors),
@@ -191,8 +191,8 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
             *found.agents
         )
     pairs["staleness"] = _staleness(stats)
-    fates = ", ".join(f"{count} {fate}" for fate, count in stats.fates.most_common())
-    pairs["groups"] = f"{fates or 'none has ended'}; {len(stats.account.open)} open"
+    outcomes = ", ".join(f"{count} {outcome}" for outcome, count in stats.outcomes.most_common())
+    pairs["groups"] = f"{outcomes or 'none has ended'}; {len(stats.account.open)} open"
     pairs["steps"] = _steps(list(stats.steps))
     pairs |= _marks(stats.marks, everything=everything)
     emit_pairs(pairs)
@@ -266,7 +266,7 @@ def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:
     """Best mean reward by evaluation; the first of equals."""
     best: dict[str, tuple[int, float, int]] = {}
     for one in evaluations:
-        mean = next((v.value for k, v in one.figures.items() if k.startswith("mean@")), None)
+        mean = next((v.value for k, v in one.metrics.items() if k.startswith("mean@")), None)
         if mean is not None and (one.prompts, mean) > best.get(one.evaluation, (0, -math.inf))[:2]:
             best[one.evaluation] = (one.prompts, mean, one.version)
     return {name: version for name, (*_, version) in best.items()}
@@ -280,23 +280,23 @@ def print_evaluations(evaluations: Sequence[Evaluated], *, everything: bool) -> 
     count = len(evaluations) - len(shown)
     left_out = f"; {counted(count, 'evaluation')} left out (--all)" if count else ""
     best = _best_of(evaluations)
-    figures = list(dict.fromkeys(name for one in shown for name in one.figures))
-    parts = [name for name in figures if name.startswith("part/")]
-    figures = [name for name in figures if name not in parts]
+    metrics = list(dict.fromkeys(name for one in shown for name in one.metrics))
+    parts = [name for name in metrics if name.startswith("part/")]
+    metrics = [name for name in metrics if name not in parts]
     named = any(one.evaluation for one in shown)
-    for names, title in ((figures, "evaluations"), (parts, "parts of their rewards")):
+    for names, title in ((metrics, "evaluations"), (parts, "parts of their rewards")):
         rows = [
             (
                 f"{one.version} (best)" if best.get(one.evaluation) == one.version else one.version,
                 *([one.evaluation] if named else []),
                 one.prompts,
-                *(_interval(one.figures.get(name)) for name in names),
+                *(_interval(one.metrics.get(name)) for name in names),
             )
             for one in shown
         ]
         columns = ("version", *(["evaluation"] if named else []), "prompts")
         heads = (name.removeprefix("part/") for name in names)
-        if names and (names is figures or len(names) > 1):
+        if names and (names is metrics or len(names) > 1):
             title = f"{title}, with 95 % intervals over prompts{left_out}"
             emit_table((*columns, *heads), rows, title=title)
             emit_line()
@@ -383,8 +383,8 @@ def _steps(steps: list[StepStats]) -> str:
 def print_step(description: Description, run: str) -> None:
     """Print a step on one screen."""
     step, groups, rows = description["step"], description["groups"], description["trajectories"]
-    figures = description["metrics"]
-    count = f"{figures.get('trajectories', len(rows)):.0f}"
+    metrics = description["metrics"]
+    count = f"{metrics.get('trajectories', len(rows)):.0f}"
     emit_line(
         f"step {step['step']} of {run}: {len(groups)} groups, {count} trajectories, attempt "
         f"{step['attempt']}, computed in {show(step['compute s'])} s"
@@ -396,7 +396,7 @@ def print_step(description: Description, run: str) -> None:
     if invalid:
         emit_line(f"{invalid.total()} trajectories without a reward; {_errors(invalid)}")
     emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
-    shown = flow([f"{name} {show(figures[name])}" for name in FIGURES if name in figures])
+    shown = flow([f"{name} {show(metrics[name])}" for name in FIGURES if name in metrics])
     versions, worst = _by_version(groups), _worst(rows)
     emit_flow(shown)
     _print_versions(versions)

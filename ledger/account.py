@@ -16,9 +16,9 @@ from typing import Final, Literal
 from dora_pipe.ledger.evaluations import Evaluating, EvaluationEnded, samples_of
 from dora_pipe.ledger.history import (
     Attempt,
+    AttemptOutcome,
     Batch,
     GroupHistory,
-    Outcome,
     PartComputed,
     PartTaken,
     RequestHistory,
@@ -57,14 +57,14 @@ from dora_pipe.schemas.rounds import (
     Dispatch,
     Drain,
     End,
-    EndSiblings,
-    Fate,
+    EndSamples,
     Fence,
     GroupExpired,
-    Move,
-    Place,
-    PlacedRequest,
+    Migrate,
+    Outcome,
     Round,
+    Schedule,
+    ScheduledRequest,
     ScoreGroup,
     StopRun,
     TakeBatch,
@@ -84,7 +84,7 @@ JOINED_AGAIN: Final = "it joined again"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEnded:
     group: GroupHistory
-    fate: Fate | Literal["open"]
+    outcome: Outcome | Literal["open"]
     """`open`: a snapshot."""
     why: str
     ended_ns: int
@@ -213,7 +213,7 @@ class RunAccount:
         """Newest reports by incarnation, including the last few that are out."""
         self._marks = MarkAccount()
         self._next = 0
-        self._trainer_epoch = -1
+        self._trainer_incarnation = -1
         """-1 before a trainer started."""
         self._evaluating = Evaluating()
 
@@ -248,22 +248,24 @@ class RunAccount:
                 self.started = self.started or fact
             case WorkerJoined():
                 return self._joined(offset, fact)
-            case WorkerReady() if (worker := self.workers.get(fact.epoch)) is not None:
-                worker.hosted = fact.version
+            case WorkerReady() if (worker := self.workers.get(fact.incarnation)) is not None:
+                worker.served = fact.version
                 worker.assigned.pop(fact.version, None)
             case WorkerLeft():
-                return self._depart(fact.epoch, "left", fact.at_ns, fact.reason)
+                return self._depart(fact.incarnation, "left", fact.at_ns, fact.reason)
             case RequestReleased():
-                self._end_attempt(fact.trajectory, fact.attempt, fact.epoch, "migrated", fact.at_ns)
+                self._end_attempt(
+                    fact.trajectory, fact.attempt, fact.incarnation, "migrated", fact.at_ns
+                )
             case RequestFailed():
                 self._failed(fact)
             case GroupScored() if (group := self.open.get(fact.group)) is not None:
-                if fact.epoch in self.workers:
+                if fact.incarnation in self.workers:
                     note_scores(group, fact)
             case RoleStarted(role="trainer"):
-                self._trainer_epoch = fact.role_epoch
+                self._trainer_incarnation = fact.incarnation
                 self.free_ns = max(self.free_ns, fact.at_ns)
-            case BatchRefused() if self._trainer_epoch in (-1, fact.role_epoch):
+            case BatchRefused() if self._trainer_incarnation in (-1, fact.incarnation):
                 return self._refused(fact)
             case Command(verb="fail-batch"):
                 return self._end_batch("failed", f"by {fact.user}", fact.at_ns)
@@ -288,12 +290,12 @@ class RunAccount:
             return None
         taken = batch is not None and any(one.group == group for one in batch.take.groups)
         held = batch if taken else None
-        return GroupEnded(group=history, fate="open", why="", ended_ns=now_ns, batch=held)
+        return GroupEnded(group=history, outcome="open", why="", ended_ns=now_ns, batch=held)
 
     def _decided(self, decision: AnyDecision, round_: Round, offset: int) -> list[Event]:
         now_ns = round_.now_ns
         match decision:
-            case Place():
+            case Schedule():
                 for request in decision.requests():
                     self._placed(request, round_)
             case Dispatch(spec=spec):
@@ -304,20 +306,20 @@ class RunAccount:
                     offset=offset,
                     dispatched_ns=now_ns,
                 )
-            case Assign() if (worker := self.workers.get(decision.epoch)) is not None:
+            case Assign() if (worker := self.workers.get(decision.incarnation)) is not None:
                 worker.target = decision.version
                 worker.assigned[decision.version] = now_ns
-            case Drain() if (worker := self.workers.get(decision.epoch)) is not None:
+            case Drain() if (worker := self.workers.get(decision.incarnation)) is not None:
                 worker.draining = True
             case ScoreGroup() if (group := self.open.get(decision.spec.group)) is not None:
                 group.scoring = group.asked = decision
-            case Move():
+            case Migrate():
                 self._asked_to_move(decision, now_ns)
             case Cancel():
-                at = (decision.trajectory, decision.attempt, decision.epoch)
+                at = (decision.trajectory, decision.attempt, decision.incarnation)
                 self._end_attempt(*at, "cancelled", now_ns, decision.reason)
             case Fence():
-                return self._depart(decision.epoch, "fenced", now_ns, decision.reason)
+                return self._depart(decision.incarnation, "fenced", now_ns, decision.reason)
             case TakePart():
                 del self.parts[decision.part :]
                 self.parts.append(self._part(decision, decision.groups, now_ns))
@@ -325,8 +327,8 @@ class RunAccount:
                 return self._taken(decision, round_)
             case End():
                 return self._ended(decision, now_ns)
-            case EndSiblings() if (group := self.open.get(decision.group)) is not None:
-                group.left = dict.fromkeys(decision.siblings, decision.fate)
+            case EndSamples() if (group := self.open.get(decision.group)) is not None:
+                group.left = dict.fromkeys(decision.samples, decision.outcome)
             case StopRun():
                 self.over = True
             case _:
@@ -338,10 +340,10 @@ class RunAccount:
         if group is None:
             return []
         why = decision.reason
-        if decision.fate == "evaluated" and self.started is not None:
+        if decision.outcome == "evaluated" and self.started is not None:
             note_end(group, self.started)
-        ended = GroupEnded(group=group, fate=decision.fate, why=why, ended_ns=now_ns)
-        return [ended, *self._evaluated(ended)] if ended.fate == "evaluated" else [ended]
+        ended = GroupEnded(group=group, outcome=decision.outcome, why=why, ended_ns=now_ns)
+        return [ended, *self._evaluated(ended)] if ended.outcome == "evaluated" else [ended]
 
     def _evaluated(self, ended: GroupEnded) -> list[Event]:
         if self.started is None:
@@ -382,20 +384,20 @@ class RunAccount:
         events: list[Event] = []
         before = self.named.get(fact.worker)
         if before is not None and before.gone is None:
-            events += self._depart(before.epoch, "fenced", fact.at_ns, JOINED_AGAIN)
-        self.named[fact.worker] = WorkerHistory(joined=fact, epoch=offset)
+            events += self._depart(before.incarnation, "fenced", fact.at_ns, JOINED_AGAIN)
+        self.named[fact.worker] = WorkerHistory(joined=fact, incarnation=offset)
         self.workers[offset] = self.named[fact.worker]
         return events
 
     def _failed(self, fact: RequestFailed) -> None:
-        found = self._present(fact.trajectory, fact.attempt, fact.epoch)
+        found = self._present(fact.trajectory, fact.attempt, fact.incarnation)
         if found is not None:
             found[1].retryable = fact.retryable
             why = f"{fact.error}: {fact.message}"
-            at = (fact.trajectory, fact.attempt, fact.epoch)
+            at = (fact.trajectory, fact.attempt, fact.incarnation)
             self._end_attempt(*at, "failed", fact.at_ns, why)
 
-    def _placed(self, request: PlacedRequest, round_: Round) -> None:
+    def _placed(self, request: ScheduledRequest, round_: Round) -> None:
         group = self.open.get(request.spec.group)
         if group is None:
             return
@@ -407,8 +409,8 @@ class RunAccount:
             Attempt(
                 attempt=request.attempt,
                 worker=request.worker,
-                epoch=request.epoch,
-                host=self.workers.get(request.epoch),
+                incarnation=request.incarnation,
+                host=self.workers.get(request.incarnation),
                 round=round_.ordinal,
                 scheduled_ns=round_.now_ns,
                 reason=request.reason,
@@ -417,7 +419,7 @@ class RunAccount:
         )
 
     def _present(
-        self, trajectory: str, attempt: int, epoch: int
+        self, trajectory: str, attempt: int, incarnation: int
     ) -> tuple[RequestHistory, Attempt] | None:
         """Return the current, unended attempt if it is the given one."""
         group = self.open.get(group_of(trajectory))
@@ -425,20 +427,26 @@ class RunAccount:
         if request is None:
             return None
         present = request.attempts[-1]
-        if present.outcome or (present.attempt, present.epoch) != (attempt, epoch):
+        if present.outcome or (present.attempt, present.incarnation) != (attempt, incarnation):
             return None
         return request, present
 
     def _end_attempt(
-        self, trajectory: str, attempt: int, epoch: int, outcome: Outcome, at_ns: int, why: str = ""
+        self,
+        trajectory: str,
+        attempt: int,
+        incarnation: int,
+        outcome: AttemptOutcome,
+        at_ns: int,
+        why: str = "",
     ) -> None:
-        found = self._present(trajectory, attempt, epoch)
+        found = self._present(trajectory, attempt, incarnation)
         if found is not None:
             found[1].outcome, found[1].ended_ns, found[1].why = outcome, at_ns, why
 
     def _repeated(self, fact: TrajectoriesLogged) -> bool:
         """Detect a report repeated for lack of an acknowledgment."""
-        reports = self._reports.setdefault(fact.epoch, deque(maxlen=REPORTS_KEPT))
+        reports = self._reports.setdefault(fact.incarnation, deque(maxlen=REPORTS_KEPT))
         if fact in reports:
             return True
         reports.append(fact)
@@ -447,9 +455,9 @@ class RunAccount:
         return False
 
     def _logged(self, fact: TrajectoryLogged, offset: int) -> RecordLogged:
-        if fact.epoch not in self.workers:
+        if fact.incarnation not in self.workers:
             return RecordLogged(fact=fact, status=self._outdated(fact), offset=offset)
-        found = self._present(fact.trajectory, fact.attempt, fact.epoch)
+        found = self._present(fact.trajectory, fact.attempt, fact.incarnation)
         group = self.open.get(group_of(fact.trajectory))
         if found is None or group is None or group.closed:
             return RecordLogged(fact=fact, status="superseded", offset=offset)
@@ -463,11 +471,13 @@ class RunAccount:
         group = self.open.get(group_of(fact.trajectory))
         request = None if group is None else group.requests.get(fact.trajectory)
         attempts = () if request is None else request.attempts
-        left = any(one.epoch == fact.epoch and one.outcome == "left" for one in attempts)
+        left = any(
+            one.incarnation == fact.incarnation and one.outcome == "left" for one in attempts
+        )
         return "superseded" if left else "fenced"
 
-    def _asked_to_move(self, decision: Move, now_ns: int) -> None:
-        found = self._present(decision.trajectory, decision.attempt, decision.epoch)
+    def _asked_to_move(self, decision: Migrate, now_ns: int) -> None:
+        found = self._present(decision.trajectory, decision.attempt, decision.incarnation)
         if found is not None:
             _, attempt = found
             attempt.migration_ns = now_ns
@@ -475,19 +485,19 @@ class RunAccount:
             attempt.migration_reason = decision.reason
 
     def _depart(
-        self, epoch: int, how: Literal["left", "fenced"], at_ns: int, why: str
+        self, incarnation: int, how: Literal["left", "fenced"], at_ns: int, why: str
     ) -> list[Event]:
-        worker = self.workers.pop(epoch, None)
+        worker = self.workers.pop(incarnation, None)
         if worker is None:
             return []
         gone = worker.gone = WorkerGone(worker=worker, how=how, why=why, at_ns=at_ns)
         marks: list[Mark] = []
         if how == "fenced":
-            marks = self._marks.gone(worker.name, epoch, why, at_ns, open_=self.step)
+            marks = self._marks.gone(worker.name, incarnation, why, at_ns, open_=self.step)
         for group in self.open.values():
             for request in group.requests.values():
                 attempt = request.attempts[-1]
-                if attempt.epoch == epoch and not attempt.outcome:
+                if attempt.incarnation == incarnation and not attempt.outcome:
                     attempt.outcome, attempt.ended_ns, attempt.why = how, at_ns, why
         return [gone, *marks]
 
@@ -516,7 +526,7 @@ class RunAccount:
         trained: list[Event] = [
             GroupEnded(
                 group=one,
-                fate="trained",
+                outcome="trained",
                 why=f"batch of step {fact.step}, attempt {fact.attempt}",
                 ended_ns=fact.at_ns,
                 batch=batch,

@@ -70,9 +70,9 @@ from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
     End,
-    EndSiblings,
-    Place,
+    EndSamples,
     Round,
+    Schedule,
     StopRun,
     TakeBatch,
     TakePart,
@@ -92,25 +92,25 @@ class FallbackAccount:
     """Fallback rows, in log order."""
 
     def __init__(self) -> None:
-        self._patched: set[str] = set()
+        self._with_deltas: set[str] = set()
         self._not_whole: set[str] = set()
         self._versions: dict[str, int] = {}
 
     def committed(self, fact: StepCommitted) -> Iterator[FallbackRow]:
         """Note a version's stored forms; yield the trainer's fallbacks."""
         self._versions.setdefault(fact.policy.digest, fact.step + 1)
-        if fact.patch is not None:
-            self._patched.add(fact.policy.digest)
+        if fact.delta is not None:
+            self._with_deltas.add(fact.policy.digest)
         if not fact.whole:
             self._not_whole.add(fact.policy.digest)
-        who, at_ns = {"worker": "trainer", "incarnation": fact.role_epoch}, fact.at_ns
+        who, at_ns = {"worker": "trainer", "incarnation": fact.incarnation}, fact.at_ns
         for one in fact.fallbacks:
             version = self._versions.get(one.digest, 0)
             yield from self._rows(one, **who, version=version, at_ns=at_ns)
 
     def ready(self, fact: WorkerReady) -> Iterator[FallbackRow]:
         """Yield a worker's fallbacks, except for forms never published."""
-        who, at_ns = {"worker": fact.worker, "incarnation": fact.epoch}, fact.at_ns
+        who, at_ns = {"worker": fact.worker, "incarnation": fact.incarnation}, fact.at_ns
         for one in fact.fallbacks:
             yield from self._rows(one, **who, version=fact.version, at_ns=at_ns)
 
@@ -120,7 +120,7 @@ class FallbackAccount:
 
     def _was_there(self, one: Fallback) -> bool:
         if one.taken.startswith("weights/"):
-            return one.digest in self._patched
+            return one.digest in self._with_deltas
         return one.digest not in self._not_whole
 
 
@@ -156,10 +156,10 @@ class CatalogueBuilder:
             case WorkerJoined():
                 self._said(fact.at_ns, "worker-joined", fact.worker, f"{fact.slots} slots")
             case WorkerReady():
-                worker = self.account.workers.get(fact.epoch)
+                worker = self.account.workers.get(fact.incarnation)
                 assigned_ns = None if worker is None else worker.assigned.get(fact.version)
                 at = {"assigned_ns": assigned_ns, "ready_ns": fact.at_ns}
-                self._rows.append(_row(ServedVersionRow, fact, incarnation=fact.epoch, **at))
+                self._rows.append(_row(ServedVersionRow, fact, incarnation=fact.incarnation, **at))
                 self._rows += self._fallbacks.ready(fact)
             case StepCommitted():
                 self._rows += self._fallbacks.committed(fact)
@@ -168,7 +168,7 @@ class CatalogueBuilder:
                 row = _row(FailureRow, fact, trajectory_id=fact.trajectory, message=message)
                 self._rows.append(row)
             case RoleStarted():
-                self._said(fact.at_ns, "role-started", fact.role, f"incarnation {fact.role_epoch}")
+                self._said(fact.at_ns, "role-started", fact.role, f"incarnation {fact.incarnation}")
             case BatchRefused():
                 why = "; ".join(f"{one.group}: {one.why}" for one in fact.offenders)
                 self._said(fact.at_ns, "batch-refused", f"step {fact.step}", why)
@@ -192,7 +192,7 @@ class CatalogueBuilder:
         for decision in round_.decisions:
             if isinstance(decision, Dispatch):
                 self._skipped(decision, round_)
-            elif not isinstance(decision, Place):
+            elif not isinstance(decision, Schedule):
                 self._decided(decision, round_)
         self._happened(self.account.round(round_, offset))
 
@@ -231,7 +231,7 @@ class CatalogueBuilder:
         match decision:
             case TakePart() | TakeBatch():
                 subject = f"step {decision.step}"
-            case End() | EndSiblings():
+            case End() | EndSamples():
                 subject = decision.group
             case StopRun():
                 subject = "" if self.account.started is None else self.account.started.run
@@ -301,7 +301,7 @@ def _worker_row(worker: WorkerHistory) -> WorkerRow:
     return _row(
         WorkerRow,
         fact,
-        incarnation=worker.epoch,
+        incarnation=worker.incarnation,
         joined_ns=fact.at_ns,
         gone_ns=None if gone is None else gone.at_ns,
         departure=None if gone is None else gone.how,
@@ -314,7 +314,7 @@ def _record_row(event: RecordLogged) -> RecordRow:
     return RecordRow(
         trajectory_id=fact.trajectory,
         attempt=fact.attempt,
-        incarnation=fact.epoch,
+        incarnation=fact.incarnation,
         status=event.status,
         logged_ns=fact.at_ns,
         control_offset=event.offset,
@@ -396,7 +396,7 @@ def _step_row(event: StepEnded) -> StepRow:
         groups=len(fact.groups),
         trajectories=len(results),
         valid=len(rewards),
-        reward=mean(rewards) if results else fact.figures.get("reward_mean"),
+        reward=mean(rewards) if results else fact.metrics.get("reward_mean"),
         reward_raw=sum(rewards) / len(results) if results else None,
         reward_low=low,
         reward_high=high,
@@ -410,10 +410,10 @@ def _step_row(event: StepEnded) -> StepRow:
         staleness_max=max(staleness, default=0),
         bound=max((one.deadline - one.version for one in fact.groups), default=0),
         over_bound=event.over_bound,
-        loss=fact.figures.get("loss"),
-        grad_norm=fact.figures.get("grad_norm"),
+        loss=fact.metrics.get("loss"),
+        grad_norm=fact.metrics.get("grad_norm"),
         reward_parts=_json(parts_by_task(event.groups)),
-        metrics=canonical(fact.figures).decode(),
+        metrics=canonical(fact.metrics).decode(),
         settings=canonical(fact.settings).decode(),
         contributions=fact.contributions.sha256,
     )
@@ -422,7 +422,7 @@ def _step_row(event: StepEnded) -> StepRow:
 def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
     group, spec = ended.group, ended.group.spec
     results, rewards = group.results, group.rewards
-    trained = ended.fate == "trained"
+    trained = ended.outcome == "trained"
     yield GroupRow(
         group_id=spec.group,
         purpose=spec.purpose,
@@ -440,8 +440,8 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         dispatched_ns=group.dispatched_ns,
         complete_ns=max(one.at_ns for one in results) if group.whole else None,
         taken_ns=None if ended.batch is None else ended.batch.taken_ns_of(spec.group),
-        ended_ns=None if ended.fate == "open" else ended.ended_ns,
-        outcome=ended.fate,
+        ended_ns=None if ended.outcome == "open" else ended.ended_ns,
+        outcome=ended.outcome,
         end_reason=ended.why,
         step=ended.step,
         part=None if ended.batch is None else ended.batch.part_of.get(spec.group),
@@ -453,17 +453,17 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         reward=mean(rewards),
         tokens=sum(one.tokens for one in results),
     )
-    for sibling in range(spec.siblings):
-        name = trajectory_id(spec.group, sibling)
+    for sample in range(spec.samples):
+        name = trajectory_id(spec.group, sample)
         request = group.requests.get(name)
-        yield _trajectory_row(group, name, sibling, request)
+        yield _trajectory_row(group, name, sample, request)
         if request is not None:
             for attempt in request.attempts:
                 yield _attempt_row(name, attempt)
 
 
 def _trajectory_row(
-    group: GroupHistory, name: str, sibling: int, request: RequestHistory | None
+    group: GroupHistory, name: str, sample: int, request: RequestHistory | None
 ) -> TrajectoryRow:
     logged: TrajectoryLogged | None = None if request is None else request.logged
     attempts = [] if request is None else request.attempts
@@ -471,12 +471,12 @@ def _trajectory_row(
     return TrajectoryRow(
         trajectory_id=name,
         group_id=group.spec.group,
-        sample=sibling,
-        outcome=group.left.get(sibling),
+        sample=sample,
+        outcome=group.left.get(sample),
         attempts=len(attempts),
         scheduled_ns=attempts[0].scheduled_ns if attempts else None,
         worker=None if present is None else present.worker,
-        incarnation=None if present is None else present.epoch,
+        incarnation=None if present is None else present.incarnation,
         attempt=None if present is None else present.attempt,
         logged_ns=None if logged is None else logged.at_ns,
         partition=None if logged is None else logged.partition,
@@ -499,7 +499,7 @@ def _attempt_row(name: str, one: Attempt) -> AttemptRow:
         trajectory_id=name,
         attempt=one.attempt,
         worker=one.worker,
-        incarnation=one.epoch,
+        incarnation=one.incarnation,
         scheduled_ns=one.scheduled_ns,
         ended_ns=one.ended_ns or None,
         outcome=one.outcome or None,

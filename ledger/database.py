@@ -32,7 +32,7 @@ COMPRESSED_ROWS: Final = 100_000
 
 LAID_ROWS: Final = 4096
 
-SIBLINGS: Final = ("attempts", "records", "failures", "trajectories")
+SAMPLES: Final = ("attempts", "records", "failures", "trajectories")
 
 ByKey = dict[tuple[str, str, str], dict[Any, list[tuple[Any, ...]]]]
 """By columns, source and key, then by the key's value."""
@@ -248,14 +248,14 @@ class Catalogue:
     @contextmanager
     def narrowed(self, groups: Sequence[str]) -> Iterator[None]:
         """Restrict the tables by trajectory to these groups, for many lookups."""
-        siblings = """(select trajectory_id from trajectories
+        samples = """(select trajectory_id from trajectories
                        where group_id in (select unnest(?::varchar[])))"""
         made: list[str] = []
         try:
-            for name in SIBLINGS:
+            for name in SAMPLES:
                 self._db.execute(
                     f"create temp table {name} as select * from {name} "
-                    f"where trajectory_id in {siblings}",
+                    f"where trajectory_id in {samples}",
                     [list(groups)],
                 )
                 made.append(name)
@@ -422,7 +422,7 @@ class LoggedRecord:
 
     trajectory: str
     attempt: int
-    epoch: int
+    incarnation: int
     status: str
     """`bound` (counts), `superseded` or `fenced`."""
     logged_ns: int
@@ -450,11 +450,11 @@ def counting_record(catalogue: Catalogue, trajectory: str) -> LoggedRecord | Non
 
 
 def _record(row: tuple[Any, ...]) -> LoggedRecord:
-    trajectory, attempt, epoch, status, logged_ns, partition, offset, sha256 = row
+    trajectory, attempt, incarnation, status, logged_ns, partition, offset, sha256 = row
     return LoggedRecord(
         trajectory=trajectory,
         attempt=attempt,
-        epoch=epoch,
+        incarnation=incarnation,
         status=status,
         logged_ns=logged_ns,
         partition=partition,

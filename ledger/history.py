@@ -12,10 +12,10 @@ import msgspec
 from dora_pipe.ledger.evaluations import Sample, part_means, samples_of
 from dora_pipe.ledger.marks import Stop, stopped_ns
 from dora_pipe.schemas.control import GroupScored, RunStarted, TrajectoryLogged, WorkerJoined
-from dora_pipe.schemas.rounds import GroupSpec, ScoreGroup, SiblingFate, TakeBatch
+from dora_pipe.schemas.rounds import GroupSpec, SampleOutcome, ScoreGroup, TakeBatch
 from dora_pipe.schemas.wire import canonical
 
-Outcome = Literal["", "logged", "migrated", "left", "fenced", "failed", "cancelled"]
+AttemptOutcome = Literal["", "logged", "migrated", "left", "fenced", "failed", "cancelled"]
 """End of an attempt; empty while it runs."""
 
 
@@ -25,14 +25,14 @@ class Attempt:
 
     attempt: int
     worker: str
-    epoch: int
+    incarnation: int
     host: WorkerHistory | None
     """None if it never joined."""
     round: int
     scheduled_ns: int
     reason: str
     resumed: int
-    outcome: Outcome = ""
+    outcome: AttemptOutcome = ""
     ended_ns: int = 0
     why: str = ""
     retryable: bool = True
@@ -69,10 +69,10 @@ class WorkerHistory:
     """A worker incarnation."""
 
     joined: WorkerJoined
-    epoch: int
+    incarnation: int
     target: int = -1
     """-1: none yet."""
-    hosted: int = -1
+    served: int = -1
     """Version last reported ready."""
     assigned: dict[int, int] = field(default_factory=dict)
     """Assignment times of versions not loaded yet."""
@@ -202,7 +202,7 @@ class GroupHistory:
     valid: int = 0
     """Records with a reward of their own."""
     expired: bool = False
-    left: dict[int, SiblingFate] = field(default_factory=dict)
+    left: dict[int, SampleOutcome] = field(default_factory=dict)
     """Outcomes of trajectories that it did not wait for."""
 
     @property
@@ -214,7 +214,7 @@ class GroupHistory:
     def whole(self) -> bool:
         """Report whether all its records are there."""
         results = len(self.results)
-        return results == self.spec.siblings or (self.closed and results > 0)
+        return results == self.spec.samples or (self.closed and results > 0)
 
     @property
     def results(self) -> list[TrajectoryLogged]:
@@ -242,13 +242,13 @@ def last_of(groups: Iterable[GroupHistory]) -> TrajectoryLogged | None:
 def note_scores(group: GroupHistory, fact: GroupScored) -> None:
     """Note a score if its request is the latest."""
     asked = group.scoring
-    if asked is None or (asked.attempt, asked.epoch) != (fact.attempt, fact.epoch):
+    if asked is None or (asked.attempt, asked.incarnation) != (fact.attempt, fact.incarnation):
         return
     group.scoring = None
     if fact.error:
         return
     group.scores = fact
-    for one in fact.siblings:
+    for one in fact.samples:
         _count(group.requests[one.trajectory], one.reward, one.parts)
 
 
@@ -261,8 +261,8 @@ def note_end(group: GroupHistory, started: RunStarted) -> None:
 
 def parts_of(group: GroupHistory, trajectory: str) -> str | None:
     """Return a trajectory's group scores as JSON."""
-    siblings = () if group.scores is None else group.scores.siblings
-    found = (one.parts for one in siblings if one.trajectory == trajectory)
+    samples = () if group.scores is None else group.scores.samples
+    found = (one.parts for one in samples if one.trajectory == trajectory)
     return next((canonical(parts).decode() for parts in found), None)
 
 

@@ -242,7 +242,7 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
     sample: Annotated[int, Sql("SMALLINT"), "Index in the group, from 0."]
     outcome: Annotated[
         str | None,
-        "Why its group did not wait for it: `surplus` or `expired`; null: the group's outcome.",
+        "Why its group did not wait for it: `redundant` or `expired`; null: the group's outcome.",
     ]
     attempts: Annotated[int, Sql("SMALLINT"), "Number of attempts."]
     scheduled_ns: Annotated[int | None, "Time it was first scheduled on a worker, ns."]

@@ -21,7 +21,7 @@ from typing import Final, Literal
 from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.wait_tracker import alarm_line
 from dora_pipe.ledger.database import Catalogue
-from dora_pipe.ledger.statuses import TRAINER, epoch_of, read_statuses, role_of
+from dora_pipe.ledger.statuses import TRAINER, incarnation_of, read_statuses, role_of
 from dora_pipe.observe.alarms import HEARTBEAT_S, Pauses
 from dora_pipe.observe.failed import FailedShare
 from dora_pipe.observe.text import ahead_share, counted, duration
@@ -311,7 +311,7 @@ def _fallbacks(catalogue: Catalogue) -> tuple[str, ...]:
     rows = list(catalogue.records(FALLBACKS, (FALLBACKS_MAX,)))
     lines = []
     for row in reversed(rows):
-        form = "as a whole file" if row["taken"].startswith("weights/") else "as patches"
+        form = "as a whole file" if row["taken"].startswith("weights/") else "as deltas"
         cost = f"{row['bytes']:,} bytes" if row["bytes"] else "nothing was fetched"
         lines.append(
             f"{row['worker']} took version {row['version']} {form} ({row['taken']}, {cost}): "
@@ -403,10 +403,10 @@ def role_waits(
 def _intervals(found: Sequence[AnyMetrics]) -> Iterator[tuple[AnyMetrics, AnyMetrics]]:
     last: dict[int, AnyMetrics] = {}
     for status in found:
-        before = last.get(epoch_of(status))
+        before = last.get(incarnation_of(status))
         if before is not None and before.at_ns < status.at_ns:
             yield before, status
-        last[epoch_of(status)] = status
+        last[incarnation_of(status)] = status
 
 
 def _usual_ns(found: Sequence[AnyMetrics]) -> float:
@@ -440,7 +440,7 @@ def _alarms(found: Iterable[AnyMetrics]) -> list[str]:
     for status in found:
         for wait in status.waits:
             if wait.overdue:
-                key = (role_of(status), epoch_of(status), wait.name, wait.since_ns)
+                key = (role_of(status), incarnation_of(status), wait.name, wait.since_ns)
                 lasted_s = (status.at_ns - wait.since_ns) / 1e9
                 last[key] = alarm_line(role_of(status), wait, lasted_s)
     return list(last.values())

@@ -14,7 +14,7 @@ from dora_pipe.observe.run_stats import STATES, RunStats, learning_of
 from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.metrics import (
     AnyMetrics,
-    FailingPlace,
+    FailingServer,
     OrchestratorStatus,
     TrainerStatus,
     Wait,
@@ -86,7 +86,7 @@ HERE: Final = "here"
 
 
 def _workers(stats: RunStats) -> Samples:
-    """Include every state of every hosted version, so that empty states report 0."""
+    """Include every state of every served version, so that empty states report 0."""
     counted = stats.worker_states()
     versions = {version for version, _ in counted}
     return {(version, state): counted[version, state] for version in versions for state in STATES}
@@ -107,7 +107,7 @@ def _episodes(stats: RunStats) -> Samples:
     }
 
 
-def _of_places(value: Callable[[FailingPlace], float]) -> Callable[[RunStats], Samples]:
+def _of_places(value: Callable[[FailingServer], float]) -> Callable[[RunStats], Samples]:
     return lambda stats: {
         (name, one.task, one.url or HERE): value(one)
         for name, status in _heard(stats)
@@ -219,7 +219,7 @@ WORKERS: Final = (
     gauge(
         "worker_version{worker}",
         "Version that the worker serves; -1 before the first.",
-        lambda t: {w.name: w.history.hosted for w in t.present()},
+        lambda t: {w.name: w.history.served for w in t.present()},
     ),
     gauge(
         "worker_slots{worker}",
@@ -298,7 +298,7 @@ WORKERS: Final = (
     gauge(
         "task_server_suspended{worker,task,server}",
         "1 while the server is in back-off, 0 while one process probes it.",
-        _of_places(lambda one: float(one.left_alone)),
+        _of_places(lambda one: float(one.suspended)),
     ),
     counter(
         "workers_lost_total{reason}",
@@ -316,14 +316,16 @@ GROUPS: Final = (
     counter("groups_dispatched_total{purpose}", "Dispatched groups.", lambda t: t.dispatched),
     gauge("open_groups{purpose}", "Groups without an outcome.", _open_groups),
     gauge("queued_requests", "Requests not scheduled on a worker.", _queued),
-    counter("groups_ended_total{outcome}", "Ended groups by outcome.", lambda t: t.fates),
+    counter("groups_ended_total{outcome}", "Ended groups by outcome.", lambda t: t.outcomes),
     counter(
         "trajectories_unused_total{outcome}",
-        "Trajectories their group did not wait for: `surplus` (enough valid ones), `expired` "
+        "Trajectories their group did not wait for: `redundant` (enough valid ones), `expired` "
         "(group timeout).",
         lambda t: t.left_over,
     ),
-    counter("attempts_total{outcome}", "Finished attempts by outcome.", lambda t: t.outcomes),
+    counter(
+        "attempts_total{outcome}", "Finished attempts by outcome.", lambda t: t.attempt_outcomes
+    ),
     counter(
         "migrations_total{stage}",
         "Migrations by stage: `decided` by the orchestrator, `released` by the worker.",
@@ -441,7 +443,7 @@ TRAINING: Final = (
         lambda t: {
             (name, figure): value
             for name, one in t.evaluated.items()
-            for figure, value in one.figures.items()
+            for figure, value in one.metrics.items()
         },
     ),
     gauge(
@@ -453,7 +455,7 @@ TRAINING: Final = (
         "step_metric{metric}",
         "All metrics of the newest commit, such as `loss`, `grad_norm`, `entropy`, "
         "`truncated`, `kl`, `clipped_share`.",
-        lambda t: {} if t.commit is None else t.commit.figures,
+        lambda t: {} if t.commit is None else t.commit.metrics,
     ),
     gauge(
         "step_learning_rate",

@@ -32,7 +32,7 @@ from dora_pipe.observe.traces.span import (
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.control import TrajectoryLogged
 from dora_pipe.schemas.identity import parse_trajectory_id
-from dora_pipe.schemas.rounds import GroupSpec, SiblingFate
+from dora_pipe.schemas.rounds import GroupSpec, SampleOutcome
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Described, Segment, Times
 
@@ -70,7 +70,7 @@ def content_of(trajectory: Described) -> Content:
     )
 
 
-class _Sibling:
+class _Sample:
     """Spans of one request of an ended group."""
 
     def __init__(self, group: _Group, request: RequestHistory) -> None:
@@ -121,7 +121,7 @@ class _Sibling:
         return cursor
 
     @property
-    def _left(self) -> SiblingFate | None:
+    def _left(self) -> SampleOutcome | None:
         """Return the outcome of a trajectory that its group did not wait for."""
         return self._ended.group.left.get(parse_trajectory_id(self._request.trajectory)[2])
 
@@ -129,13 +129,13 @@ class _Sibling:
         if self._left is not None:
             return ""
         if self._request.logged is None:
-            open_yet = self._ended.fate == "open"
+            open_yet = self._ended.outcome == "open"
             return "" if open_yet else self._request.attempts[-1].why or self._ended.why
         return "" if self._content is None else self._content.error
 
     @property
     def _unfinished(self) -> str:
-        return "running" if self._ended.fate == "open" else "cancelled"
+        return "running" if self._ended.outcome == "open" else "cancelled"
 
     def _queued(self, attempt: Attempt) -> None:
         version = self._spec.version
@@ -191,7 +191,7 @@ class _Sibling:
             names.MAX_TOKENS: sampling.get("max_tokens"),
             names.VERSION: spec.version,
             names.WORKER: attempt.worker,
-            names.INCARNATION: attempt.epoch,
+            names.INCARNATION: attempt.incarnation,
             names.HOST: None if worker is None else worker.host,
             names.ENGINE: None if worker is None else f"{worker.engine} {worker.engine_version}",
         }
@@ -314,7 +314,9 @@ class _Segments:
             return found
         upto = 0
         for place, one in enumerate(self._left):
-            if one.kind == "model" and (one.epoch != attempt.epoch or one.start_ns > until_ns):
+            if one.kind == "model" and (
+                one.incarnation != attempt.incarnation or one.start_ns > until_ns
+            ):
                 break
             if one.kind == "model":
                 upto = place + 1
@@ -382,7 +384,7 @@ class _Group:
     def spans(self, sampled: str) -> list[Span]:
         ended, began_ns = self.ended, self.ended.group.dispatched_ns
         self._dispatched()
-        came, skew_ns = self._siblings()
+        came, skew_ns = self._samples()
         cursor = Cursor(max(came.values(), default=began_ns))
         if ended.batch is not None:
             self._consumed(cursor)
@@ -398,18 +400,18 @@ class _Group:
             names.VERSION: spec.version,
             names.DIGEST: spec.digest,
             names.DEADLINE: spec.deadline if spec.purpose == "train" else None,
-            names.GROUP_SIZE: spec.siblings,
+            names.GROUP_SIZE: spec.samples,
             names.ROW: spec.index,
             names.PASS: spec.data_epoch,
-            names.OUTCOME: ended.fate,
+            names.OUTCOME: ended.outcome,
             names.REASON: ended.why,
             names.STEP: ended.step,
             names.STALENESS: self._staleness(),
             names.KEPT: sampled,
             names.SKEW: skew_ns / 1e6 if skew_ns else None,
         }
-        error = ended.why if ended.fate == "failed" else ""
-        self.builder.add("group", "", times, attrs, error=error, error_type=ended.fate)
+        error = ended.why if ended.outcome == "failed" else ""
+        self.builder.add("group", "", times, attrs, error=error, error_type=ended.outcome)
 
     def _staleness(self) -> int | None:
         step = self.ended.step
@@ -427,12 +429,12 @@ class _Group:
         at = group.dispatched_ns, group.dispatched_ns
         self.builder.add("dispatched", self.root, at, attrs)
 
-    def _siblings(self) -> tuple[dict[str, int], int]:
+    def _samples(self) -> tuple[dict[str, int], int]:
         """Return the publication time by trajectory, and the clock skew."""
         came: dict[str, int] = {}
         skew_ns = 0
         for name, request in sorted(self.ended.group.requests.items()):
-            reached = _Sibling(self, request).spans(self.root)
+            reached = _Sample(self, request).spans(self.root)
             skew_ns = max(skew_ns, reached.skew_ns)
             if request.logged is not None:
                 came[name] = reached.at_ns
@@ -491,7 +493,7 @@ def step_spans(run: RunFacts, ended: StepEnded) -> list[Span]:
         names.OVERLAP: fact.overlap_s or None,
     }
     figure = names.METRIC.removesuffix("*")
-    attrs |= {figure + name: value for name, value in sorted(fact.figures.items())}
+    attrs |= {figure + name: value for name, value in sorted(fact.metrics.items())}
     links = tuple(
         Link(
             trace, span_id(trace, "trajectory", one.trajectory), {names.TRAJECTORY: one.trajectory}

@@ -113,13 +113,13 @@ def _group(attrs: Attributes) -> Iterator[str]:
     eval_ = attrs[names.PURPOSE] == "eval"
     until = "evaluation" if eval_ else f"deadline step {attrs[names.DEADLINE]}"
     yield f"{attrs[names.GROUP]}, version {attrs[names.VERSION]}, {until}"
-    fate = attrs[names.OUTCOME]
-    if fate == "trained":
+    outcome = attrs[names.OUTCOME]
+    if outcome == "trained":
         yield f"trained at step {attrs[names.STEP]}, staleness {attrs[names.STALENESS]}"
-    elif fate == "open" and names.STEP in attrs:
+    elif outcome == "open" and names.STEP in attrs:
         yield f"open: in the batch of step {attrs[names.STEP]}"
     else:
-        yield f"{fate}: {attrs[names.REASON]}" if names.REASON in attrs else str(fate)
+        yield f"{outcome}: {attrs[names.REASON]}" if names.REASON in attrs else str(outcome)
 
 
 def _attempts(attrs: Attributes) -> Iterator[str]:

@@ -43,7 +43,7 @@ class _Sums:
 
     sampled: float
     moves: Counter[str]
-    fates: Counter[str]
+    outcomes: Counter[str]
     errors: Counter[str]
 
 
@@ -103,11 +103,11 @@ class FigureStats(RunStats):
         if ended.reward is None:
             return
         name = f"evaluation/{ended.evaluation}/" if ended.evaluation else "evaluation/"
-        figures = {"reward": ended.reward, **ended.figures}
+        metrics = {"reward": ended.reward, **ended.metrics}
         self._give(
             ended.version,
             ended.ended_ns,
-            lambda: {f"{name}{figure}": value for figure, value in figures.items()},
+            lambda: {f"{name}{figure}": value for figure, value in metrics.items()},
         )
 
     def _step(self, ended: StepEnded) -> None:
@@ -120,28 +120,28 @@ class FigureStats(RunStats):
             lambda: {
                 **_rewards(step, ended),
                 **_staleness(step, self.bound),
-                **{f"train/{name}": value for name, value in ended.fact.figures.items()},
+                **{f"train/{name}": value for name, value in ended.fact.metrics.items()},
                 **_rate(ended.fact),
                 **_ratios(self._contributed(ended)),
                 **_times(step, ended, now.sampled - before.sampled),
                 **self._worker_figures(),
                 **_counts("moves", before.moves, now.moves),
-                **_counts("groups", before.fates, now.fates),
+                **_counts("groups", before.outcomes, now.outcomes),
                 **_invalid(now.errors - before.errors, now.errors),
             },
         )
 
-    def _give(self, step: int, at_ns: int, figures: Callable[[], dict[str, float]]) -> None:
+    def _give(self, step: int, at_ns: int, metrics: Callable[[], dict[str, float]]) -> None:
         if self._skip:
             self._skip -= 1
         else:
-            self._tracker.step(step, figures(), at_ns=at_ns)
+            self._tracker.step(step, metrics(), at_ns=at_ns)
 
     def _sums(self) -> _Sums:
         return _Sums(
             sampled=self.lengths.total,
             moves=Counter(self.moves),
-            fates=Counter(self.fates),
+            outcomes=Counter(self.outcomes),
             errors=Counter(self.errors),
         )
 
@@ -153,7 +153,7 @@ class FigureStats(RunStats):
         present = self.account.present()
         return {
             "workers/present": float(len(present)),
-            "workers/versions": float(len({one.hosted for one in present if one.hosted >= 0})),
+            "workers/versions": float(len({one.served for one in present if one.served >= 0})),
             "workers/lost": float(sum(self.lost.values())),
         }
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.audit.group_ledger import bucket_of
-from dora_pipe.audit.report import FATES
-from dora_pipe.ledger.evaluations import figures_of, samples_by_prompt
+from dora_pipe.audit.report import OUTCOMES
+from dora_pipe.ledger.evaluations import metrics_of, samples_by_prompt
 from dora_pipe.observe.run_stats import LEARNING, learning_of
 from dora_pipe.observe.waits import for_batches, waits_of
 from dora_pipe.observe.web.timeline import timeline, utilisation
@@ -25,7 +25,7 @@ Points = dict[str, list[Any]]
 POINTS_MAX: Final = 400
 """Most points of a series; longer runs average neighboring steps."""
 
-PHASES: Final = ("queued", "worker", "siblings", "batch", "training")
+PHASES: Final = ("queued", "worker", "samples", "batch", "training")
 """Phases end at: first placement; logged; last trajectory of the group logged; batch taken; step
 committed."""
 
@@ -135,7 +135,7 @@ def _totals(view: RunView) -> dict[str, Any]:
         "not_counting": sum(standings.values()),
         "tokens": tokens,
         "tokens_per_s": short(tokens / run_s),
-        "outcomes": {one: outcomes[one] for one in FATES if one in outcomes and one != "open"},
+        "outcomes": {one: outcomes[one] for one in OUTCOMES if one in outcomes and one != "open"},
     }
 
 
@@ -172,7 +172,7 @@ def _evaluations(view: RunView) -> list[dict[str, Any]]:
     for (version, name, _, size), prompts in samples_by_prompt(view.catalogue).items():
         rewards = [sample.reward for prompt in prompts for sample in prompt]
         if rewards:
-            metrics = figures_of(prompts, siblings=size)
+            metrics = metrics_of(prompts, samples=size)
             found.setdefault(name, []).append((version, rewards, metrics))
     return [
         {
@@ -220,13 +220,13 @@ def _invalid(view: RunView, points: Points) -> dict[str, Any]:
     places = _places(points)
     series: dict[str, list[int]] = {fault: [0] * len(points["step"]) for fault in FAULTS}
     errors: Counter[str] = Counter()
-    for step, fate, name, count in view.rows(
+    for step, outcome, name, count in view.rows(
         """select g.step, g.outcome, t.error_class, count(*)
            from trajectories t join groups g using (group_id)
            where t.error_class is not null group by all order by all"""
     ):
         errors[name] += count
-        if fate == "trained":
+        if outcome == "trained":
             series[fault_of(name)][places[step]] += count
     return {"series": series, "errors": by_fault(errors)}
 

@@ -32,8 +32,8 @@ UNSEEN: Final = {
     "worker-ready": "at_ns load_ms fallbacks",
     "worker-left": "at_ns reason",
     "trajectories-logged": "at_ns",
-    "step-committed": "at_ns early_s overlap_s compute_s figures.loss figures.tokens "
-    "figures.trajectories numerics.micro_batch_tokens numerics.trainer dropped fallbacks",
+    "step-committed": "at_ns early_s overlap_s compute_s metrics.loss metrics.tokens "
+    "metrics.trajectories numerics.micro_batch_tokens numerics.trainer dropped fallbacks",
     "command": "at_ns user",
     "round": "now_ns control_next",
 }

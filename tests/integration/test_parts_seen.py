@@ -34,13 +34,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = make_config(run__steps=4, trainer__batch_parts=4)
     directory = tmp_path_factory.mktemp("parts")
     plain = SimulatedLearner.train_part
-    with Cluster(directory, config, on_disk=False) as made, pytest.MonkeyPatch.context() as patch:
+    with Cluster(directory, config, on_disk=False) as made, pytest.MonkeyPatch.context() as delta:
 
         def lasting(learner: SimulatedLearner, batch: TrainBatch, settings: Settings) -> None:
             made.clock.ns += PART_NS
             plain(learner, batch, settings)
 
-        patch.setattr(SimulatedLearner, "train_part", lasting)
+        delta.setattr(SimulatedLearner, "train_part", lasting)
         made.run()
         yield made
 
@@ -89,7 +89,7 @@ def test_numbers_tile_the_time_of_a_step(cluster: Cluster) -> None:
 def test_trackers_are_told_what_was_computed_ahead(cluster: Cluster) -> None:
     kept = Kept()
     track(cluster.bus, cluster.topics, kept, lambda _: ())
-    rows = {row.step: row.figures for row in kept.given if "train/loss" in row.figures}
+    rows = {row.step: row.metrics for row in kept.given if "train/loss" in row.metrics}
     told = {one.step: one for one in stats_of(cluster.bus, cluster.topics).steps}
     assert {step for step, found in rows.items() if "time/early_s" in found} == set(parted(cluster))
     for step in parted(cluster):

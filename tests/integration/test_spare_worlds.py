@@ -1,4 +1,4 @@
-"""Spare siblings in simulated runs: the catalogue has those that were not waited for."""
+"""Spare trajectories in simulated runs: the catalogue has those that were not waited for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def quiet() -> None:
     logging.getLogger("dora_pipe").setLevel(logging.CRITICAL)
 
 
-def test_the_catalogue_has_siblings_that_were_not_waited_for() -> None:
+def test_the_catalogue_has_samples_that_were_not_waited_for() -> None:
     seed_run, found = SeedRun(draw(4)), list[Any]()
     close = World.close
 
@@ -28,9 +28,9 @@ def test_the_catalogue_has_siblings_that_were_not_waited_for() -> None:
             found.extend(tables.records("select * from selection"))
         close(self)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(World, "close", close_read)
+    with pytest.MonkeyPatch.context() as delta:
+        delta.setattr(World, "close", close_read)
         played = seed_run.run()
     assert played.holds, played.line
-    assert [one["outcome"] for one in found] == ["trained", "surplus"]
+    assert [one["outcome"] for one in found] == ["trained", "redundant"]
     assert found[1]["trajectories"] > 0 and found[1]["seconds"] is not None

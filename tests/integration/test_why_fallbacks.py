@@ -1,4 +1,4 @@
-"""`why` names the patch that was lost or damaged, who took what in its place, and what it cost."""
+"""`why` names the delta that was lost or damaged, who took what in its place, and what it cost."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.config.load import dump_toml
 from dora_pipe.store.files import LocalFiles
-from dora_pipe.store.names import patch_name, weights_name
+from dora_pipe.store.names import delta_name, weights_name
 from dora_pipe.store.store import PolicyStore
-from tests.integration.test_patch_runs import digests_of
+from tests.integration.test_delta_runs import digests_of
 from tests.support.cluster import TRAINER, Cluster, make_config
 from tests.support.command_line import Call
 
@@ -25,7 +25,7 @@ Case = Literal["lost", "damaged"]
 
 
 class BadWay(LocalFiles):
-    """The run's store as one machine has it: patches of versions that are whole there, too, do not
+    """The run's store as one machine has it: deltas of versions that are whole there, too, do not
     arrive, or not as they are."""
 
     def __init__(self, root: Path, case: Case) -> None:
@@ -44,7 +44,7 @@ class BadWay(LocalFiles):
 
     def _bad(self, name: str) -> bool:
         digest = Path(name).stem
-        return name == patch_name(digest) and super().exists(weights_name(digest))
+        return name == delta_name(digest) and super().exists(weights_name(digest))
 
 
 class TwoMachines(Cluster):
@@ -56,7 +56,7 @@ class TwoMachines(Cluster):
         if worker != "w0":
             return self.store
         way = BadWay(self.store.root, self.case)
-        return PolicyStore(self.directory / worker, way, clock=self.clock, patched=True)
+        return PolicyStore(self.directory / worker, way, clock=self.clock, with_deltas=True)
 
 
 @pytest.fixture(scope="module", params=["lost", "damaged"])
@@ -75,7 +75,7 @@ def cluster(
         yield made
 
 
-def test_a_patch_that_did_not_arrive_is_named_with_the_whole_file_that_was_taken(
+def test_a_delta_that_did_not_arrive_is_named_with_the_whole_file_that_was_taken(
     call: Call, cluster: TwoMachines
 ) -> None:
     code, out, err = call("why", str(cluster.directory))
@@ -84,12 +84,12 @@ def test_a_patch_that_did_not_arrive_is_named_with_the_whole_file_that_was_taken
     assert over
     for line in over:
         (version,) = map(int, re.findall(r"^w0 took version ([0-9]+) as a whole file \(", line))
-        assert version > 0, "there never was a patch of version 0"
+        assert version > 0, "there never was a delta of version 0"
         digest = digests_of(cluster)[version]
         size = (cluster.store.root / weights_name(digest)).stat().st_size
         assert f"({weights_name(digest)}, {size:,} bytes): " in line
-        assert patch_name(digest) in line and str(cluster.store.root) in line
-        wrong = "is not what its name says" if cluster.case == "damaged" else ": no patches/"
+        assert delta_name(digest) in line and str(cluster.store.root) in line
+        wrong = "is not what its name says" if cluster.case == "damaged" else ": no deltas/"
         assert wrong in line
 
 
@@ -102,7 +102,7 @@ def test_json_sql_and_audit_have_it_too(call: Call, cluster: TwoMachines) -> Non
     size = (cluster.store.root / weights_name(digest)).stat().st_size
     assert (row["worker"], row["taken"], row["bytes"]) == ("w0", weights_name(digest), size)
     lines = json.loads(call("why", str(cluster.directory), "--json")[1])["fallbacks"]
-    assert lines[0].endswith(row["reason"]) and patch_name(digest) in lines[0]
+    assert lines[0].endswith(row["reason"]) and delta_name(digest) in lines[0]
     assert not audit(cluster.bus, cluster.topics, cluster.store).violations
 
 
@@ -127,5 +127,5 @@ def test_a_whole_file_that_a_restarted_trainer_found_damaged_is_named_in_its_nex
         code, out, err = call("why", str(cluster.directory))
         assert code == 0, err
         (line,) = re.findall(r"^trainer took .*$", out, re.MULTILINE)
-        assert line.startswith(f"trainer took version 3 as patches ({patch_name(digest)}, ")
+        assert line.startswith(f"trainer took version 3 as deltas ({delta_name(digest)}, ")
         assert line.endswith(f"{whole} is not what its name says")

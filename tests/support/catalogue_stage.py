@@ -27,11 +27,11 @@ from dora_pipe.schemas.rounds import (
     AnyDecision,
     Dispatch,
     End,
-    Fate,
     GroupSpec,
-    Place,
-    PlacedSibling,
+    Outcome,
     Round,
+    Schedule,
+    ScheduledSample,
     TakeBatch,
     TakePart,
 )
@@ -41,7 +41,7 @@ from tests.support.ledgers import build_ledger
 
 SECOND_NS = 1_000_000_000
 START_NS = 1_000 * SECOND_NS
-SIBLINGS = 2
+SAMPLES = 2
 
 
 class ToldRun(ABC):
@@ -69,17 +69,17 @@ class ToldRun(ABC):
         self.take_fact(self.offset, replace(fact, at_ns=self.now_ns))
         return self.offset
 
-    def begins(self, role: ExclusiveRole, role_epoch: int) -> None:
+    def begins(self, role: ExclusiveRole, incarnation: int) -> None:
         self.now_ns += SECOND_NS
         if role == "orchestrator":
-            self.orchestrator = role_epoch
-        self.fact(records.role_started(role, role_epoch))
+            self.orchestrator = incarnation
+        self.fact(records.role_started(role, incarnation))
 
     def decide(self, *decisions: AnyDecision) -> None:
         self.now_ns += SECOND_NS
         round_ = Round(
             ordinal=self.rounds,
-            role_epoch=self.orchestrator,
+            incarnation=self.orchestrator,
             now_ns=self.now_ns,
             control_next=self.offset + 1,
             decisions=decisions,
@@ -100,20 +100,22 @@ class ToldRun(ABC):
             index=3,
             data_epoch=0,
             seed=0,
-            size=SIBLINGS,
+            size=SAMPLES,
         )
 
     def dispatch(self, spec: GroupSpec) -> Dispatch:
         return Dispatch(reason="a slot is free", spec=spec)
 
-    def placed(self, spec: GroupSpec, worker: str, epoch: int, attempt: int = 1) -> Place:
-        siblings = tuple(PlacedSibling(sibling=one, attempt=attempt) for one in range(SIBLINGS))
-        return Place(reason="its turn", spec=spec, worker=worker, epoch=epoch, siblings=siblings)
+    def placed(self, spec: GroupSpec, worker: str, incarnation: int, attempt: int = 1) -> Schedule:
+        samples = tuple(ScheduledSample(sample=one, attempt=attempt) for one in range(SAMPLES))
+        return Schedule(
+            reason="its turn", spec=spec, worker=worker, incarnation=incarnation, samples=samples
+        )
 
     def logged(
         self,
         spec: GroupSpec,
-        epoch: int,
+        incarnation: int,
         rewards: tuple[float | None, ...],
         *,
         attempt: int = 1,
@@ -125,22 +127,27 @@ class ToldRun(ABC):
         self.now_ns += SECOND_NS
         entries = tuple(
             LoggedEntry(
-                trajectory=trajectory_id(spec.group, sibling),
+                trajectory=trajectory_id(spec.group, sample),
                 attempt=attempt,
                 partition=0,
-                offset=offset + sibling,
+                offset=offset + sample,
                 sha256="s",
                 bytes=10,
                 tokens=tokens,
                 reward=reward,
                 finish="stop",
-                **said.get(sibling, {}),
+                **said.get(sample, {}),
             )
-            for sibling, reward in enumerate(rewards)
+            for sample, reward in enumerate(rewards)
         )
         self.fact(
             TrajectoriesLogged(
-                at_ns=0, worker="w0", epoch=epoch, version=0, digest="d", trajectories=entries
+                at_ns=0,
+                worker="w0",
+                incarnation=incarnation,
+                version=0,
+                digest="d",
+                trajectories=entries,
             )
         )
 
@@ -171,20 +178,22 @@ class CatalogueStage(ToldRun):
         self.decide(self.dispatch(spec))
         return spec
 
-    def place(self, spec: GroupSpec, epoch: int, *, worker: str = "w0", attempt: int = 1) -> None:
-        self.decide(self.placed(spec, worker, epoch, attempt))
+    def place(
+        self, spec: GroupSpec, incarnation: int, *, worker: str = "w0", attempt: int = 1
+    ) -> None:
+        self.decide(self.placed(spec, worker, incarnation, attempt))
 
     def log(
         self,
         spec: GroupSpec,
-        epoch: int,
+        incarnation: int,
         *,
         attempt: int = 1,
         rewards: tuple[float | None, ...] = (1.0, 0.0),
         tokens: int = 20,
         offset: int = 0,
     ) -> None:
-        self.logged(spec, epoch, rewards, attempt=attempt, tokens=tokens, offset=offset)
+        self.logged(spec, incarnation, rewards, attempt=attempt, tokens=tokens, offset=offset)
 
     def taken(self, spec: GroupSpec, offset: int = 0) -> TakenGroup:
         return TakenGroup(
@@ -193,14 +202,14 @@ class CatalogueStage(ToldRun):
             deadline=spec.deadline,
             trajectories=tuple(
                 TakenTrajectory(
-                    trajectory=trajectory_id(spec.group, sibling),
+                    trajectory=trajectory_id(spec.group, sample),
                     attempt=1,
-                    epoch=0,
+                    incarnation=0,
                     partition=0,
-                    offset=offset + sibling,
+                    offset=offset + sample,
                     sha256="s",
                 )
-                for sibling in range(SIBLINGS)
+                for sample in range(SAMPLES)
             ),
         )
 
@@ -239,16 +248,16 @@ class CatalogueStage(ToldRun):
         fact = replace(records.committed(step, groups), parts=parts, early_s=early_s, **changes)
         self.fact(fact)
 
-    def end(self, spec: GroupSpec, fate: Fate, why: str = "because") -> None:
-        self.decide(End(reason=why, group=spec.group, fate=fate))
+    def end(self, spec: GroupSpec, outcome: Outcome, why: str = "because") -> None:
+        self.decide(End(reason=why, group=spec.group, outcome=outcome))
 
 
 def differences(bus: Bus, topics: Topics) -> list[str]:
     ledger = build_ledger(bus, topics)
     with closing(read_catalogue(bus, topics)) as catalogue:
         said = {
-            name: (fate, step if fate == "trained" else None, tuple(places or ()))
-            for name, fate, step, places in catalogue.query(
+            name: (outcome, step if outcome == "trained" else None, tuple(places or ()))
+            for name, outcome, step, places in catalogue.query(
                 """select group_id, any_value(groups.outcome), any_value(step),
                           list((trajectory_id, partition, record_offset) order by trajectory_id)
                               filter (record_offset is not null)
@@ -258,7 +267,7 @@ def differences(bus: Bus, topics: Topics) -> list[str]:
         standings = dict(catalogue.query("select status, count(*) from records group by status"))
     known = {
         name: (
-            group.fate or "open",
+            group.outcome or "open",
             group.step,
             tuple((one.fact.trajectory, *one.place) for one in group.results),
         )

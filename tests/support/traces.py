@@ -36,13 +36,13 @@ def check_traces(bus: Bus, topics: Topics) -> int:
     steps = {one.attributes[names.STEP]: one for one in spans if one.stage == "step"}
     ledger = build_ledger(bus, topics)
     assert sorted(steps) == [one.step for one in ledger.steps.values()]
-    ended = {name: one for name, one in ledger.accounts.groups.items() if one.fate is not None}
+    ended = {name: one for name, one in ledger.accounts.groups.items() if one.outcome is not None}
     assert sorted(roots) == sorted(ended)
     by_trace = _by(spans, lambda one: one.trace_id)
     trained = 0
     for name, group in ended.items():
         root = roots[name]
-        assert root.attributes[names.OUTCOME] == group.fate, name
+        assert root.attributes[names.OUTCOME] == group.outcome, name
         assert root.attributes.get(names.STEP) == group.step, name
         if group.step is not None:
             trained += _check_trained(group, by_trace[root.trace_id], steps[group.step])

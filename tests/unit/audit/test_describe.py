@@ -42,10 +42,10 @@ def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun)
     description = _tell(recorded, "g0000000010-001")
     group = _ledger(recorded).accounts.groups["g0000000010"]
     assert description["group"]["version"].startswith(f"{group.spec.version} ({group.spec.digest}")
-    assert description["fate"] == {
-        "fate": "trained",
+    assert description["outcome"] == {
+        "outcome": "trained",
         "reason": f"batch of step {group.step}, attempt 1",
-        "round": description["fate"]["round"],
+        "round": description["outcome"]["round"],
         "step": group.step,
         "staleness": group.step - group.spec.version if group.step is not None else None,
     }
@@ -60,7 +60,7 @@ def test_trained_trajectory_is_told_from_dispatch_to_step(recorded: RecordedRun)
 def test_lineage_goes_both_ways(recorded: RecordedRun) -> None:
     description = _tell(recorded, "g0000000010-001")
     version = int(description["group"]["version"].split()[0])
-    step = description["fate"]["step"]
+    step = description["outcome"]["step"]
     assert description["lineage"][f"made version {version}"].startswith(f"step {version - 1} of ")
     assert "were sampled from it" in description["lineage"][f"made by its step: version {step + 1}"]
     first = _tell(recorded, "g0000000000-000")
@@ -89,10 +89,10 @@ def test_fenced_record_stands_beside_the_one_that_counts(recorded: RecordedRun) 
     assert sorted(one["status"] for one in description["records"]) == ["bound", "fenced"]
 
 
-def test_group_lists_its_siblings(recorded: RecordedRun) -> None:
+def test_group_lists_its_samples(recorded: RecordedRun) -> None:
     description = _tell(recorded, "g0000000010")
-    assert [one["trajectory"] for one in description["siblings"]] == [
-        f"g0000000010-00{sibling}" for sibling in range(4)
+    assert [one["trajectory"] for one in description["samples"]] == [
+        f"g0000000010-00{sample}" for sample in range(4)
     ]
     assert description["group"]["deadline"].startswith("step ")
 
@@ -100,8 +100,8 @@ def test_group_lists_its_siblings(recorded: RecordedRun) -> None:
 def test_evaluation_group_has_no_deadline_and_no_step(recorded: RecordedRun) -> None:
     description = _tell(recorded, "e0000000001")
     assert description["group"]["deadline"] == "none"
-    assert description["fate"]["fate"] == "evaluated"
-    assert "step" not in description["fate"]
+    assert description["outcome"]["outcome"] == "evaluated"
+    assert "step" not in description["outcome"]
     assert _tell(recorded, "e0000000001-000")["contribution"] == {"none": "it was not trained"}
 
 

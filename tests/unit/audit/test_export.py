@@ -165,12 +165,12 @@ def test_row_says_what_the_log_knows(recorded: RecordedRun, tmp_path: Path) -> N
     ledger = _ledger(recorded)
     for row in rows:
         group = ledger.accounts.groups[row["group"]]
-        assert row["outcome"] == group.fate
+        assert row["outcome"] == group.outcome
         assert row["version"] == group.spec.version
         assert row["tokens"] == len(row["token_ids"]) == len(row["logprobs"])
         assert row["sampled"] == sum(row["loss_mask"])
         assert row["dispatched_ns"] <= row["scheduled_ns"] + 10**12
-        if group.fate == "trained":
+        if group.outcome == "trained":
             assert row["step"] == group.step
             assert row["staleness"] == row["step"] - row["version"] >= 0
             assert (row["advantage"] is None) == (row["reward"] is None)

@@ -40,23 +40,23 @@ def stage() -> Iterator[CatalogueStage]:
     found.catalogue.close()
 
 
-def placed_groups(stage: CatalogueStage, epoch: int, count: int) -> list[GroupSpec]:
+def placed_groups(stage: CatalogueStage, incarnation: int, count: int) -> list[GroupSpec]:
     specs = [stage.spec(one) for one in range(count)]
     stage.decide(*map(stage.dispatch, specs))
-    stage.decide(*(stage.placed(one, "w0", epoch) for one in specs))
+    stage.decide(*(stage.placed(one, "w0", incarnation) for one in specs))
     return specs
 
 
 def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
     stage: CatalogueStage,
 ) -> None:
-    epoch = stage.worker()
-    first, second, third = specs = placed_groups(stage, epoch, 3)
-    stage.log(first, epoch)
+    incarnation = stage.worker()
+    first, second, third = specs = placed_groups(stage, incarnation, 3)
+    stage.log(first, incarnation)
     stage.part(0, 0, first)  # at 4 s
-    stage.log(second, epoch)
+    stage.log(second, incarnation)
     stage.part(0, 1, second)  # at 6 s, while part 0 is computed
-    stage.log(third, epoch)
+    stage.log(third, incarnation)
     stage.train(0, *specs, parts=(1, 1), early_s=(2.5, 1.0))  # at 8 s
     rows = stage.catalogue.query(
         """select part, (begun_ns - ?) / 1e9, waited_s, seconds, groups, trajectories, tokens,
@@ -78,10 +78,10 @@ def test_a_step_in_parts_has_a_row_for_each_and_waits_only_between_them(
 
 
 def test_a_part_that_is_taken_anew_replaces_those_from_its_number_on(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
-    first, second = placed_groups(stage, epoch, 2)
+    incarnation = stage.worker()
+    first, second = placed_groups(stage, incarnation, 2)
     for one in (first, second):
-        stage.log(one, epoch)
+        stage.log(one, incarnation)
     stage.part(0, 0, first)
     stage.part(0, 0, second)
     stage.train(0, second, first, parts=(1,))
@@ -90,11 +90,11 @@ def test_a_part_that_is_taken_anew_replaces_those_from_its_number_on(stage: Cata
 
 
 def test_a_step_whose_batch_came_at_once_has_no_parts(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
-    first, second = placed_groups(stage, epoch, 2)
-    stage.log(first, epoch)
+    incarnation = stage.worker()
+    first, second = placed_groups(stage, incarnation, 2)
+    stage.log(first, incarnation)
     stage.part(0, 0, first)  # given up: the settings changed
-    stage.log(second, epoch)
+    stage.log(second, incarnation)
     stage.train(0, first, second)
     assert stage.catalogue.query("select * from parts") == []
     assert stage.catalogue.query("select distinct part from groups") == [(None,)]

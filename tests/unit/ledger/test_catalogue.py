@@ -29,10 +29,10 @@ def stage() -> Iterator[CatalogueStage]:
 
 
 def test_a_logged_request_has_a_row_with_its_record(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch, rewards=(1.0, None), offset=40)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation, rewards=(1.0, None), offset=40)
     rows = stage.catalogue.query(
         "select sample, worker, reward, record_offset, tokens, attempts from trajectories"
     )
@@ -46,13 +46,13 @@ def test_a_logged_request_has_a_row_with_its_record(stage: CatalogueStage) -> No
 
 
 def test_a_record_of_an_older_attempt_does_not_count(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
-    stage.place(spec, epoch, attempt=2)
-    stage.log(spec, epoch, attempt=1, offset=3)
-    stage.log(spec, epoch, attempt=2, offset=7)
-    stage.log(spec, epoch, attempt=2, offset=9)
+    stage.place(spec, incarnation)
+    stage.place(spec, incarnation, attempt=2)
+    stage.log(spec, incarnation, attempt=1, offset=3)
+    stage.log(spec, incarnation, attempt=2, offset=7)
+    stage.log(spec, incarnation, attempt=2, offset=9)
     standings = "select status, count(*) from records group by 1 order by 1"
     assert stage.catalogue.query(standings) == [("bound", 2), ("superseded", 4)]
     places = "select record_offset from trajectories order by 1"
@@ -61,31 +61,33 @@ def test_a_record_of_an_older_attempt_does_not_count(stage: CatalogueStage) -> N
 
 @pytest.mark.parametrize("how", ["fenced", "left", "joined again"])
 def test_a_record_of_a_worker_that_is_out_does_not_count(stage: CatalogueStage, how: str) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
+    stage.place(spec, incarnation)
     if how == "fenced":
-        stage.decide(Fence(reason="silent", worker="w0", epoch=epoch))
+        stage.decide(Fence(reason="silent", worker="w0", incarnation=incarnation))
     elif how == "left":
-        stage.fact(WorkerLeft(at_ns=0, worker="w0", epoch=epoch, reason="asked"))
+        stage.fact(WorkerLeft(at_ns=0, worker="w0", incarnation=incarnation, reason="asked"))
     else:
         stage.worker()
-    stage.log(spec, epoch)
+    stage.log(spec, incarnation)
     standing = "superseded" if how == "left" else "fenced"
     assert stage.catalogue.query("select distinct status from records") == [(standing,)]
     assert stage.catalogue.query("select distinct outcome from attempts") == [
         ("left" if how == "left" else "fenced",)
     ]
-    found = stage.catalogue.one(f"select departure from workers where incarnation = {epoch}")
+    found = stage.catalogue.one(f"select departure from workers where incarnation = {incarnation}")
     assert found == ("left" if how == "left" else "fenced",)
 
 
 def test_a_step_sums_up_its_batch(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     specs = [stage.group(0), stage.group(1)]
     for number, spec in enumerate(specs):
-        stage.place(spec, epoch)
-        stage.log(spec, epoch, rewards=(1.0, None) if number else (1.0, 0.0), tokens=20 + number)
+        stage.place(spec, incarnation)
+        stage.log(
+            spec, incarnation, rewards=(1.0, None) if number else (1.0, 0.0), tokens=20 + number
+        )
     stage.train(0, *specs)
     row = stage.catalogue.records("select * from steps")[0]
     assert (row["groups"], row["trajectories"], row["valid"], row["tokens"]) == (2, 4, 3, 82)
@@ -109,10 +111,10 @@ def test_a_wait_is_cut_where_what_it_was_for_changed_hands(stage: CatalogueStage
     stage.train(0)
     spec = stage.group(0)
     stage.place(spec, dead)
-    stage.decide(Fence(reason="silent", worker="w0", epoch=dead))
-    epoch = stage.worker("w1")
-    stage.place(spec, epoch, worker="w1", attempt=2)
-    stage.log(spec, epoch, attempt=2)
+    stage.decide(Fence(reason="silent", worker="w0", incarnation=dead))
+    incarnation = stage.worker("w1")
+    stage.place(spec, incarnation, worker="w1", attempt=2)
+    stage.log(spec, incarnation, attempt=2)
     stage.take(1, spec)
     pieces = stage.catalogue.query("select kind, worker, version, seconds from waits")
     assert pieces == [
@@ -125,23 +127,23 @@ def test_a_wait_is_cut_where_what_it_was_for_changed_hands(stage: CatalogueStage
 
 
 def test_a_load_has_the_moment_at_which_it_was_decided(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
-    load = Assign(reason="newest", worker="w0", epoch=epoch, version=3, digest="d")
+    incarnation = stage.worker()
+    load = Assign(reason="newest", worker="w0", incarnation=incarnation, version=3, digest="d")
     stage.decide(load)
     stage.now_ns += 2 * SECOND_NS
-    stage.fact(records.ready("w0", epoch, 3))
-    stage.fact(records.ready("w0", epoch, 3))
+    stage.fact(records.ready("w0", incarnation, 3))
+    stage.fact(records.ready("w0", incarnation, 3))
     sql = "select version, (ready_ns - assigned_ns) / 1e9 from served_versions"
     found = stage.catalogue.query(sql)
     assert found == [(3, 2.0), (3, None)]
 
 
 def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch, offset=5)
-    stage.log(spec, epoch, offset=9)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation, offset=5)
+    stage.log(spec, incarnation, offset=9)
     name = f"{spec.group}-000"
     counted = logged_records(stage.catalogue, f"{COUNTS} and trajectory_id = ?", [name])
     assert [(place, one.trajectory) for place, one in counted.items()] == [((0, 5), name)]
@@ -150,26 +152,26 @@ def test_records_are_found_by_what_is_said_of_them(stage: CatalogueStage) -> Non
 
 
 def test_a_second_commit_of_a_step_counts_for_nothing(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation)
     stage.train(0, spec)
     stage.fact(records.committed(0, (stage.taken(spec),)))
     assert stage.catalogue.one("select count(*) from steps") == (1,)
 
 
 def test_a_refused_batch_gives_its_groups_back(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
-    stage.log(spec, epoch)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation)
     stage.take(0, spec)
     assert stage.catalogue.one("select outcome, step from groups") == ("open", 0)
     in_force = stage.catalogue.one("select outcome, ended_ns, last_trajectory from batches")
     assert in_force == (None, None, f"{spec.group}-001")
     offender = Offender(group=spec.group, trajectory="", why="unreadable")
-    refused = BatchRefused(at_ns=0, step=0, attempt=1, role_epoch=0, offenders=(offender,))
+    refused = BatchRefused(at_ns=0, step=0, attempt=1, incarnation=0, offenders=(offender,))
     stage.fact(refused)
     assert stage.catalogue.one("select outcome, step from groups") == ("open", None)
     assert stage.catalogue.one("select outcome, end_reason from batches") == (
@@ -179,12 +181,12 @@ def test_a_refused_batch_gives_its_groups_back(stage: CatalogueStage) -> None:
 
 
 def test_times_of_a_trajectory_are_those_of_the_records(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
     dispatched_ns = stage.now_ns
     stage.now_ns += 2 * SECOND_NS
-    stage.place(spec, epoch)
-    stage.log(spec, epoch)
+    stage.place(spec, incarnation)
+    stage.log(spec, incarnation)
     logged_ns = stage.now_ns
     stage.train(0, spec)
     assert stage.catalogue.one(
@@ -197,14 +199,14 @@ def test_times_of_a_trajectory_are_those_of_the_records(stage: CatalogueStage) -
 
 
 def test_an_attempt_says_how_it_ended(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
+    stage.place(spec, incarnation)
     name = f"{spec.group}-000"
     failed = RequestFailed(
         at_ns=0,
         worker="w0",
-        epoch=epoch,
+        incarnation=incarnation,
         trajectory=name,
         attempt=1,
         error="EngineError",
@@ -217,7 +219,7 @@ def test_an_attempt_says_how_it_ended(stage: CatalogueStage) -> None:
         trajectory=f"{spec.group}-001",
         attempt=1,
         worker="w0",
-        epoch=epoch,
+        incarnation=incarnation,
     )
     stage.decide(cancel)
     found = stage.catalogue.query("select outcome, end_reason from attempts order by trajectory_id")
@@ -230,17 +232,17 @@ def test_an_attempt_says_how_it_ended(stage: CatalogueStage) -> None:
 
 
 def test_evaluations_are_a_view_by_version(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     for ordinal, rewards in enumerate([(1.0, 0.0), (None, 1.0)]):
         spec = stage.group(ordinal, purpose="eval")
-        stage.place(spec, epoch)
-        stage.log(spec, epoch, rewards=rewards)
+        stage.place(spec, incarnation)
+        stage.log(spec, incarnation, rewards=rewards)
         stage.end(spec, "evaluated")
     found = stage.catalogue.records("select version, groups, valid, reward from evaluations")
     assert found == [{"version": 0, "groups": 2, "valid": 3, "reward": pytest.approx(2 / 3)}]
     (one,) = evaluations_of(stage.catalogue, {})
     assert (one.version, one.evaluation, one.prompts, one.trajectories) == (0, "", 2, 3)
-    values = {name: figure.value for name, figure in one.figures.items()}
+    values = {name: figure.value for name, figure in one.metrics.items()}
     assert values == {"mean@2": 0.75, "pass@1": 0.75, "pass@2": 1.0}
 
 
@@ -309,14 +311,14 @@ def test_a_query_that_cannot_be_answered_is_one_line(
 
 
 def test_rows_that_were_open_are_not_there_twice(stage: CatalogueStage) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     spec = stage.group(0)
-    stage.place(spec, epoch)
+    stage.place(spec, incarnation)
     for _ in range(2):
         assert stage.catalogue.one("select count(*) from trajectories") == (2,)
-    stage.end(spec, "failed", "no sibling is valid")
+    stage.end(spec, "failed", "no trajectory is valid")
     assert stage.catalogue.query("select outcome, end_reason from groups") == [
-        ("failed", "no sibling is valid")
+        ("failed", "no trajectory is valid")
     ]
     assert stage.catalogue.one("select count(*) from trajectories") == (2,)
 
@@ -328,19 +330,19 @@ def test_a_new_catalogue_has_every_table_and_no_row() -> None:
         assert catalogue.source is None
 
 
-def test_while_it_is_narrowed_it_has_the_siblings_of_some_groups_and_grows_all_the_same(
+def test_while_it_is_narrowed_it_has_the_samples_of_some_groups_and_grows_all_the_same(
     stage: CatalogueStage,
 ) -> None:
-    epoch = stage.worker()
+    incarnation = stage.worker()
     specs = [stage.group(one) for one in range(3)]
     for spec in specs:
-        stage.place(spec, epoch)
+        stage.place(spec, incarnation)
     count = "select (select count(*) from {0}), (select count(*) from groups)"
     catalogue = stage.catalogue
     with catalogue.narrowed([specs[1].group]):
         assert catalogue.one(count.format("trajectories")) == (2, 3)
         assert catalogue.one(count.format("attempts")) == (2, 3)
-        stage.log(specs[0], epoch)
+        stage.log(specs[0], incarnation)
         catalogue = stage.catalogue
         assert catalogue.one(count.format("records")) == (0, 3)
     assert catalogue.one(count.format("trajectories")) == (6, 3)

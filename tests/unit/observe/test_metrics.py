@@ -9,7 +9,7 @@ import pytest
 
 from dora_pipe.observe.metrics.table import METRICS
 from dora_pipe.observe.run_stats import RunStats
-from dora_pipe.schemas.metrics import Blocker, FailingPlace, Wait
+from dora_pipe.schemas.metrics import Blocker, FailingServer, Wait
 from tests.support.metrics import values_of
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.reference_pages import PAGES, page
@@ -68,28 +68,28 @@ def test_blockers_without_a_bound_are_no_labels() -> None:
 
 def test_places_where_a_task_fails_have_samples_until_they_work() -> None:
     stage = Stage()
-    epoch = stage.worker()
+    incarnation = stage.worker()
     url = "tcp://games-1:7000"
-    there = FailingPlace(
-        task="games", url=url, failures=3, tries=2, since_ns=1, left_alone=True, why="gone"
+    there = FailingServer(
+        task="games", url=url, failures=3, tries=2, since_ns=1, suspended=True, why="gone"
     )
-    here = FailingPlace(task="shell", failures=1, since_ns=1, why="8 calls in a row failed")
-    stage.status("w0", epoch, failing=(there, here))
+    here = FailingServer(task="shell", failures=1, since_ns=1, why="8 calls in a row failed")
+    stage.status("w0", incarnation, failing=(there, here))
     values = values_of(stage.stats)
     for name, value in (("failures", 3), ("attempts", 2), ("suspended", 1)):
         sample = f'dora_pipe_task_server_{name}{{server="{url}",task="games",worker="w0"}}'
         assert values[sample] == value
     sample = 'dora_pipe_task_server_suspended{server="here",task="shell",worker="w0"}'
     assert values[sample] == 0
-    stage.status("w0", epoch)
+    stage.status("w0", incarnation)
     assert not any("task_server" in name for name in values_of(stage.stats))
 
 
 def test_sessions_are_told_by_those_whose_agents_think_and_by_open_calls() -> None:
     stage = Stage()
-    epoch = stage.worker()
+    incarnation = stage.worker()
     since = {"call_since_ns": stage.now_ns - 12_000_000_000}
-    stage.status("w0", epoch, with_agent=9, calls_open=3, **since)
+    stage.status("w0", incarnation, with_agent=9, calls_open=3, **since)
     values = values_of(stage.stats)
     assert values['dora_pipe_requests_off_engine{state="agent",worker="w0"}'] == 9
     assert values['dora_pipe_worker_open_calls{worker="w0"}'] == 3

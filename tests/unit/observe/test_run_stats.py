@@ -21,7 +21,7 @@ from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.control import TakenGroup
-from dora_pipe.schemas.rounds import NO_VERSION, End, EndSiblings, Fence, SiblingFate, TakeBatch
+from dora_pipe.schemas.rounds import NO_VERSION, End, EndSamples, Fence, SampleOutcome, TakeBatch
 from tests.support import orchestrator_records as records
 from tests.support.catalogue_stage import SECOND_NS
 from tests.support.metrics import values_of
@@ -49,7 +49,7 @@ def test_numbers_of_a_whole_run_are_those_of_the_orchestrators_state(
 ) -> None:
     assert stats.over
     assert stats.version == state.version == STEPS
-    assert dict(stats.fates) == dict(state.counters.fates)
+    assert dict(stats.outcomes) == dict(state.counters.outcomes)
     assert stats.dispatched == Counter(
         train=state.counters.dispatched, eval=state.counters.evaluations
     )
@@ -94,7 +94,7 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
     stage = Stage()
     first = stage.worker()
     stage.status("w0", first, sampled=100)
-    stage.decide(Fence(reason="lost", worker="w0", epoch=first))
+    stage.decide(Fence(reason="lost", worker="w0", incarnation=first))
     second = stage.worker()
     stage.status("w0", first, sampled=500)
     assert stage.stats.workers["w0"].sampled == 100
@@ -105,8 +105,8 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
         sampled=7,
         computed=50,
         reused=3,
-        episodes_started_again=2,
-        episodes_told_again=4,
+        episodes_restarted=2,
+        episodes_replayed=4,
     )
     told = stage.stats.workers["w0"]
     assert (told.sampled, told.counts) == (107, WorkerCounts(107, 50, 3, 2, 4))
@@ -115,8 +115,8 @@ def test_tokens_of_earlier_incarnations_are_kept() -> None:
 def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has() -> None:
     stage = Stage()
     first = stage.offset + 1
-    for epoch, sampled in ((first, 5), (first, 25), (first + 2, 7)):
-        stage.status("w0", epoch, sampled=sampled)
+    for incarnation, sampled in ((first, 5), (first, 25), (first + 2, 7)):
+        stage.status("w0", incarnation, sampled=sampled)
         stage.now_ns += SECOND_NS
     assert not stage.stats.workers
     assert stage.worker() == first
@@ -129,13 +129,13 @@ def test_statuses_that_come_before_their_worker_joined_are_believed_when_it_has(
 
 def test_worker_is_what_was_decided_and_what_it_said_last() -> None:
     stage = Stage()
-    epoch = stage.fact(records.joined("w0"))
+    incarnation = stage.fact(records.joined("w0"))
     states = [stage.stats.workers["w0"].state]
     happens: tuple[Callable[[], object], ...] = (
-        lambda: stage.fact(records.ready("w0", epoch, 0)),
-        lambda: stage.assign("w0", epoch, 0),
-        lambda: stage.status("w0", epoch, active=2),
-        lambda: stage.fact(records.left("w0", epoch)),
+        lambda: stage.fact(records.ready("w0", incarnation, 0)),
+        lambda: stage.assign("w0", incarnation, 0),
+        lambda: stage.status("w0", incarnation, active=2),
+        lambda: stage.fact(records.left("w0", incarnation)),
     )
     for one in happens:
         one()
@@ -144,13 +144,13 @@ def test_worker_is_what_was_decided_and_what_it_said_last() -> None:
     assert stage.stats.heard == {}
 
 
-def test_elastic_worker_that_shall_host_no_version_sleeps() -> None:
+def test_colocated_worker_that_shall_host_no_version_sleeps() -> None:
     stage = Stage()
-    epoch = stage.fact(records.joined("w0", elastic=True))
+    incarnation = stage.fact(records.joined("w0", colocated=True))
     states = [stage.stats.workers["w0"].state]
     for version in (0, NO_VERSION):
-        stage.fact(records.ready("w0", epoch, version))
-        stage.assign("w0", epoch, version)
+        stage.fact(records.ready("w0", incarnation, version))
+        stage.assign("w0", incarnation, version)
         states.append(stage.stats.workers["w0"].state)
     assert states == ["asleep", "idle", "asleep"]
     lines = frame(stage.stats, stage.now_ns).workers.lines
@@ -159,18 +159,18 @@ def test_elastic_worker_that_shall_host_no_version_sleeps() -> None:
 
 def test_rate_is_of_the_last_statuses_alone() -> None:
     stage = Stage()
-    epoch = stage.worker()
+    incarnation = stage.worker()
     for sampled in (0, 10_000, 10_010, 10_020, 10_030):
-        stage.status("w0", epoch, sampled=sampled)
+        stage.status("w0", incarnation, sampled=sampled)
         stage.now_ns += 5 * SECOND_NS
     assert stage.stats.workers["w0"].tokens_per_s == 2.0
 
 
 def test_status_of_an_older_trainer_is_history() -> None:
     stage = Stage()
-    stage.trainer(role_epoch=2)
+    stage.trainer(incarnation=2)
     newest = stage.stats.heard["trainer"]
-    stage.trainer(role_epoch=1)
+    stage.trainer(incarnation=1)
     assert stage.stats.heard["trainer"] is newest
 
 
@@ -178,10 +178,10 @@ def test_reward_of_a_step_is_the_mean_of_valid_ones_and_the_wait_is_put_down_to_
     None
 ):
     stage = Stage()
-    epoch = stage.worker()
-    specs = [stage.group(ordinal, epoch) for ordinal in range(2)]
-    stage.log(specs[0], epoch, 1.0, None)
-    stage.log(specs[1], epoch, 0.0, 0.5)
+    incarnation = stage.worker()
+    specs = [stage.group(ordinal, incarnation) for ordinal in range(2)]
+    stage.log(specs[0], incarnation, 1.0, None)
+    stage.log(specs[1], incarnation, 0.0, 0.5)
     taken = tuple(
         TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()) for spec in specs
     )
@@ -196,60 +196,63 @@ def test_reward_of_a_step_is_the_mean_of_valid_ones_and_the_wait_is_put_down_to_
     assert stage.stats.trajectories == {("stop", "yes"): 3, ("stop", "no"): 1}
 
 
-def test_siblings_that_were_not_waited_for_are_counted_by_why() -> None:
+def test_samples_that_were_not_waited_for_are_counted_by_why() -> None:
     stage = Stage()
-    epoch = stage.worker()
-    ends: tuple[tuple[tuple[int, ...], SiblingFate], ...] = (((2,), "surplus"), ((1, 3), "expired"))
-    for ordinal, (siblings, fate) in enumerate(ends):
-        group = stage.group(ordinal, epoch).group
-        stage.decide(EndSiblings(reason="test", group=group, siblings=siblings, fate=fate))
-    assert stage.stats.left_over == {"surplus": 1, "expired": 2}
+    incarnation = stage.worker()
+    ends: tuple[tuple[tuple[int, ...], SampleOutcome], ...] = (
+        ((2,), "redundant"),
+        ((1, 3), "expired"),
+    )
+    for ordinal, (samples, outcome) in enumerate(ends):
+        group = stage.group(ordinal, incarnation).group
+        stage.decide(EndSamples(reason="test", group=group, samples=samples, outcome=outcome))
+    assert stage.stats.left_over == {"redundant": 1, "expired": 2}
     told = values_of(stage.stats)
     assert told['dora_pipe_trajectories_unused_total{outcome="expired"}'] == 2
 
 
 def test_report_that_a_worker_repeats_is_counted_once() -> None:
     stage = Stage()
-    epoch = stage.worker()
-    spec = stage.group(0, epoch)
+    incarnation = stage.worker()
+    spec = stage.group(0, incarnation)
     at_ns = stage.now_ns
     for _ in range(2):
         stage.now_ns = at_ns
-        stage.log(spec, epoch, 1.0, 0.0)
+        stage.log(spec, incarnation, 1.0, 0.0)
     assert stage.stats.trajectories == {("stop", "yes"): 2}
     assert stage.stats.meter.topics["trajectories"].records == 2
-    stage.log(spec, epoch, 1.0, 0.0)
+    stage.log(spec, incarnation, 1.0, 0.0)
     assert stage.stats.lengths.observations == 4, "another report names other records"
 
 
 def test_batch_is_trained_on_when_a_fenced_trainer_refuses_it() -> None:
     stage = Stage()
     stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=(), settings={}))
-    stage.fact(records.refused(0, [], role_epoch=-2))
+    stage.fact(records.refused(0, [], incarnation=-2))
     assert stage.stats.refused == 1
     assert stage.stats.account.batch is not None
 
 
 def test_evaluation_counts_when_its_last_prompt_has_ended() -> None:
     stage = Stage(evaluation__prompts=2)
-    epoch = stage.worker()
+    incarnation = stage.worker()
     for ordinal, reward in ((0, 1.0), (1, 0.0)):
         assert stage.stats.evaluated == {}
-        spec = stage.group(ordinal, epoch, purpose="eval")
-        stage.log(spec, epoch, reward, reward)
-        stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
+        spec = stage.group(ordinal, incarnation, purpose="eval")
+        stage.log(spec, incarnation, reward, reward)
+        stage.decide(End(reason="done", group=spec.group, outcome="evaluated"))
     (ended,) = stage.stats.evaluated.values()
     assert (ended.version, ended.reward) == (0, 0.5)
 
 
 def test_evaluation_with_a_name_is_told_with_it_and_with_what_its_samples_say() -> None:
     stage = Stage(evaluation__prompts=1, evaluation__name="hard")
-    epoch = stage.worker()
-    spec = stage.group(0, epoch, purpose="eval", evaluation="hard")
-    stage.log(spec, epoch, 1.0, 0.0)
-    stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
+    incarnation = stage.worker()
+    spec = stage.group(0, incarnation, purpose="eval", evaluation="hard")
+    stage.log(spec, incarnation, 1.0, 0.0)
+    stage.decide(End(reason="done", group=spec.group, outcome="evaluated"))
     (ended,) = stage.stats.evaluated.values()
-    assert ended.figures == {"mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
+    assert ended.metrics == {"mean@2": 0.5, "pass@1": 0.5, "pass@2": 1.0}
     said = "evaluation hard of version 0: reward 0.500, pass@2 1.000"
     assert evaluation_words(ended) == said
     assert said in str(frame(stage.stats, stage.now_ns))
@@ -260,10 +263,10 @@ def test_evaluation_with_a_name_is_told_with_it_and_with_what_its_samples_say() 
 
 def test_rewards_of_a_step_are_told_by_task() -> None:
     stage = Stage()
-    epoch = stage.worker()
-    specs = [stage.group(at, epoch, task=name) for at, name in enumerate(("b", "a"))]
-    stage.log(specs[0], epoch, 1.0, None)
-    stage.log(specs[1], epoch, 0.0, 0.5)
+    incarnation = stage.worker()
+    specs = [stage.group(at, incarnation, task=name) for at, name in enumerate(("b", "a"))]
+    stage.log(specs[0], incarnation, 1.0, None)
+    stage.log(specs[1], incarnation, 0.0, 0.5)
     taken = tuple(
         TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()) for spec in specs
     )
@@ -278,24 +281,24 @@ def test_rewards_of_a_step_are_told_by_task() -> None:
 
 def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
     stage = Stage(evaluation__prompts=1)
-    epoch = stage.worker()
-    spec = stage.group(0, epoch, task="add")
+    incarnation = stage.worker()
+    spec = stage.group(0, incarnation, task="add")
     said: dict[int, dict[str, Any]] = {
         0: {"parts": {"math": 1.0, "form": 0.5}},
         1: {"error": "Retry: busy"},
     }
-    stage.logged(spec, epoch, (1.0, None), said=said)
+    stage.logged(spec, incarnation, (1.0, None), said=said)
     taken = (TakenGroup(group=spec.group, version=0, deadline=1, trajectories=()),)
     stage.decide(TakeBatch(reason="all", step=0, attempt=1, groups=taken, settings={}))
     stage.fact(records.committed(0, taken))
     (step,) = stage.stats.steps
     assert (step.parts, step.errors) == ({"add": {"math": 1.0, "form": 0.5}}, {"Retry": 1})
-    spec = stage.group(0, epoch, purpose="eval")
+    spec = stage.group(0, incarnation, purpose="eval")
     said = {one: {"parts": {"math": float(one)}, "answer": "4"} for one in range(2)}
-    stage.logged(spec, epoch, (0.0, 1.0), said=said)
-    stage.decide(End(reason="done", group=spec.group, fate="evaluated"))
+    stage.logged(spec, incarnation, (0.0, 1.0), said=said)
+    stage.decide(End(reason="done", group=spec.group, outcome="evaluated"))
     (ended,) = stage.stats.evaluated.values()
-    assert ended.figures["part/math"] == 0.5
+    assert ended.metrics["part/math"] == 0.5
     told = values_of(stage.stats)
     assert told['dora_pipe_step_reward_part{part="form",task="add"}'] == 0.5
     invalid = 'dora_pipe_trajectories_invalid_total{error="Retry",fault="infrastructure"}'
@@ -304,10 +307,10 @@ def test_parts_answers_and_faults_are_told_of_steps_and_evaluations() -> None:
 
 def test_decisions_of_one_kind_in_a_round_are_one_line() -> None:
     stage = Stage()
-    epoch = stage.worker()
-    stage.group(0, epoch)
+    incarnation = stage.worker()
+    stage.group(0, incarnation)
     words = [one.words for at in stage.stats.recent_rounds for one in summaries_of(at)]
-    assert words == ["dispatch version 0", "place 2 version 0 on w0"]
+    assert words == ["dispatch version 0", "schedule 2 version 0 on w0"]
 
 
 def test_equal_weights_make_a_full_effective_sample_and_unequal_ones_less() -> None:

@@ -46,7 +46,7 @@ def rows(bus: SqliteBus, recorded: RecordedRun) -> list[Row]:
 
 
 def _steps(rows: list[Row]) -> list[Row]:
-    return [row for row in rows if "train/loss" in row.figures]
+    return [row for row in rows if "train/loss" in row.metrics]
 
 
 def test_every_step_has_a_row_with_what_the_log_says_of_it(
@@ -56,23 +56,23 @@ def test_every_step_has_a_row_with_what_the_log_says_of_it(
     assert [row.step for row in steps] == list(range(STEPS))
     for row, told in zip(steps, stats.steps, strict=True):
         assert row.at_ns == told.committed_ns
-        assert row.figures["reward/valid"] == told.reward
+        assert row.metrics["reward/valid"] == told.reward
         for value, count in told.staleness:
-            assert row.figures[f"staleness/groups_{value}"] == count
-        assert row.figures["time/trainer_waited_s"] == told.waited_s
-        assert row.figures["staleness/bound"] == stats.bound
+            assert row.metrics[f"staleness/groups_{value}"] == count
+        assert row.metrics["time/trainer_waited_s"] == told.waited_s
+        assert row.metrics["staleness/bound"] == stats.bound
     assert stats.commit is not None
-    newest = {name: steps[-1].figures[f"train/{name}"] for name in stats.commit.figures}
-    assert newest == stats.commit.figures
+    newest = {name: steps[-1].metrics[f"train/{name}"] for name in stats.commit.metrics}
+    assert newest == stats.commit.metrics
 
 
 def test_raw_reward_counts_what_is_invalid_as_nothing(rows: list[Row]) -> None:
-    invalid = [row for row in _steps(rows) if row.figures["reward/invalid"]]
+    invalid = [row for row in _steps(rows) if row.metrics["reward/invalid"]]
     assert len(invalid) > 0
     for row in invalid:
-        valid, raw, share = (row.figures[f"reward/{one}"] for one in ("valid", "raw", "invalid"))
+        valid, raw, share = (row.metrics[f"reward/{one}"] for one in ("valid", "raw", "invalid"))
         assert raw == pytest.approx(valid * (1 - share))
-        assert row.figures["reward/infrastructure"] == 0  # errors raised by the task are its own
+        assert row.metrics["reward/infrastructure"] == 0  # errors raised by the task are its own
 
 
 def test_counts_of_all_rows_add_up_to_those_of_the_run(
@@ -80,27 +80,27 @@ def test_counts_of_all_rows_add_up_to_those_of_the_run(
 ) -> None:
     stats = stats_of(bus, recorded.topics)
     trained = sum(_number(row, "groups/trained") for row in _steps(rows))
-    assert trained == stats.fates["trained"] == STEPS * 4
+    assert trained == stats.outcomes["trained"] == STEPS * 4
     assert sum(_number(row, "moves/decided") for row in _steps(rows)) <= stats.moves["decided"]
     assert _number(_steps(rows)[-1], "workers/lost") <= sum(stats.lost.values())
     assert {_number(row, "workers/present") for row in _steps(rows)} <= {1.0, 2.0, 3.0}
 
 
 def _number(row: Row, name: str) -> float:
-    return row.figures.get(name, 0.0)
+    return row.metrics.get(name, 0.0)
 
 
 def test_an_evaluation_has_a_row_at_its_version(
     rows: list[Row], bus: SqliteBus, recorded: RecordedRun
 ) -> None:
-    found = {row.step: row.figures for row in rows if "evaluation/reward" in row.figures}
+    found = {row.step: row.metrics for row in rows if "evaluation/reward" in row.metrics}
     stats = stats_of(bus, recorded.topics)
     (newest,) = stats.evaluated.values()
     reward = newest.reward
     assert found[newest.version] == {
         "evaluation/reward": reward,
         "evaluation/mean@1": reward,
-        "evaluation/pass@1": newest.figures["pass@1"],
+        "evaluation/pass@1": newest.metrics["pass@1"],
         "evaluation/part/exact": reward,
     }
     assert len(found) > 1 and len(rows) == STEPS + len(found)
@@ -111,13 +111,13 @@ def test_ratios_come_from_the_contributions_and_are_left_out_without_them(
 ) -> None:
     bare = Kept()
     track(bus, recorded.topics, bare, lambda _: ())
-    figures = _steps(rows)[0].figures
-    assert figures["ratio/effective_sample_ratio"] == pytest.approx(0.9)
-    assert figures["ratio/mismatch_staleness_0"] == pytest.approx(math.log(2))
-    assert figures["ratio/mismatch_staleness_1"] == 0
+    metrics = _steps(rows)[0].metrics
+    assert metrics["ratio/effective_sample_ratio"] == pytest.approx(0.9)
+    assert metrics["ratio/mismatch_staleness_0"] == pytest.approx(math.log(2))
+    assert metrics["ratio/mismatch_staleness_1"] == 0
     for row, without in zip(rows, bare.given, strict=True):
-        left = {name: one for name, one in row.figures.items() if not name.startswith("ratio/")}
-        assert without.figures == left
+        left = {name: one for name, one in row.metrics.items() if not name.startswith("ratio/")}
+        assert without.metrics == left
 
 
 @pytest.mark.parametrize("there", [1, 7, STEPS])
@@ -133,7 +133,7 @@ def test_rows_that_are_there_are_not_given_again_and_the_others_are_the_same(
 def test_every_name_has_its_line_on_the_page_and_every_line_is_met(rows: list[Row]) -> None:
     page = (ROOT / "docs" / "monitoring.md").read_text().partition("## Experiment trackers")[2]
     told = dict(re.findall(r"^\| `([a-z_/*@]+)` \| (.+) \|$", page, re.M))
-    names = {name for row in rows for name in row.figures}
+    names = {name for row in rows for name in row.metrics}
     exact = {name for name in told if "*" not in name}  # no task of this run has a name
     at_once = {"time/early_s", "time/early_share"}
     simulated = {"train/entropy", "train/truncated"}  # its learner has no token metrics

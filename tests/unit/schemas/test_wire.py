@@ -38,7 +38,7 @@ def _entry(reward: float | None) -> control.LoggedEntry:
 
 
 PLACES: list[tuple[str, Any, str]] = [
-    ("StepCommitted", lambda x: {"figures": {"loss": x}}, "$.figures.loss"),
+    ("StepCommitted", lambda x: {"metrics": {"loss": x}}, "$.metrics.loss"),
     (
         "StepCommitted",
         lambda x: {"settings": {"objective.kl_coef": x}},
@@ -90,8 +90,8 @@ def test_every_field_that_holds_a_float_is_walked() -> None:
         "RunStarted": ("config",),
         "WorkerReady": ("load_ms",),
         "TrajectoriesLogged": ("trajectories",),
-        "GroupScored": ("siblings",),
-        "StepCommitted": ("groups", "figures", "settings", "compute_s", "early_s", "overlap_s"),
+        "GroupScored": ("samples",),
+        "StepCommitted": ("groups", "metrics", "settings", "compute_s", "early_s", "overlap_s"),
         "Command": ("args",),
         "WorkerStatus": ("cost",),
         "TrainerStatus": ("cost",),
@@ -176,7 +176,7 @@ def test_chain_depends_on_every_part_of_the_round_but_itself() -> None:
     assert chain(chain="ff" * 32) == chain()
     changes: list[dict[str, Any]] = [
         {"ordinal": 65},
-        {"role_epoch": 2},
+        {"incarnation": 2},
         {"now_ns": 1},
         {"control_next": 9},
         {"observations": ()},

@@ -27,17 +27,17 @@ def stage() -> Iterator[CatalogueStage]:
 
 def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
     """One step of three groups, in parts or not, and one of a single group."""
-    epoch = stage.worker()
+    incarnation = stage.worker()
     specs = [stage.spec(one) for one in range(4)]
     stage.decide(*map(stage.dispatch, specs))
-    stage.decide(*(stage.placed(one, "w0", epoch) for one in specs))
+    stage.decide(*(stage.placed(one, "w0", incarnation) for one in specs))
     for number, one in enumerate(specs[:3]):
-        stage.log(one, epoch)
+        stage.log(one, incarnation)
         if parts and number < 2:
             stage.part(0, number, one)  # at 4 s and at 6 s
     sizes, early_s = ((1, 1), (1.5,)) if parts else ((), ())
     stage.train(0, *specs[:3], parts=sizes, early_s=early_s)
-    stage.log(specs[3], epoch)
+    stage.log(specs[3], incarnation)
     stage.train(1, specs[3])
     return [one.group for one in specs]
 

@@ -153,11 +153,7 @@ class BoundLedger:
         return ""
 
     def why_not_take(
-        self,
-        step: int,
-        groups: Sequence[str],
-        in_force: EffectiveConfig,
-        parts: Sequence[int] = (),
+        self, step: int, groups: Sequence[str], in_force: EffectiveConfig, parts: Sequence[int] = ()
     ) -> str:
         """Return why these groups may not be the batch of a step, or ""."""
         per_step, held = in_force.config.rollout.prompts_per_step, list(self.held)

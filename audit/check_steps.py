@@ -123,11 +123,7 @@ class _Look:
         stamped = (spec.version, spec.deadline)
         message = f"step {step} names another version or deadline than its dispatch"
         findings.same(
-            "C3",
-            taken.group,
-            message,
-            expected=stamped,
-            found=(taken.version, taken.deadline),
+            "C3", taken.group, message, expected=stamped, found=(taken.version, taken.deadline)
         )
         for one in taken.trajectories:
             self._trained(one, step, group.requests)

@@ -92,12 +92,7 @@ def _samples(group: GroupHistory) -> list[str]:
 
 class _Describer:
     def __init__(
-        self,
-        bus: Bus,
-        topics: Topics,
-        history: History,
-        store: PolicyStore,
-        decode: Decode | None,
+        self, bus: Bus, topics: Topics, history: History, store: PolicyStore, decode: Decode | None
     ) -> None:
         self._bus = bus
         self._topics = topics
@@ -200,7 +195,7 @@ class _Describer:
             **({"task": spec.task} if spec.task else {}),
             **({"evaluation": spec.evaluation} if spec.evaluation else {}),
             "samples": spec.size,
-            **({"spare trajectories": spec.spare} if spec.spare else {}),
+            **({"redundant trajectories": spec.redundancy} if spec.redundancy else {}),
             "prompt": f"row {spec.index} of {spec.dataset_digest[:12]}, pass {spec.data_epoch}",
             "seed": spec.seed,
             "dispatched": f"round {group.round} ({group.reason})",
@@ -423,7 +418,7 @@ def _branches(trajectory: Trajectory) -> Description:
             )
         ]
     if found:
-        description[CALLS] = [_call_row(one, meta.times.placed) for one in found]
+        description[CALLS] = [_call_row(one, meta.times.scheduled) for one in found]
     return description
 
 
@@ -477,11 +472,11 @@ def _parts(fact: StepCommitted) -> dict[str, Any]:
 
 def _times(times: Times) -> dict[str, Any]:
     """Return the placement in ns and later times in ms after it."""
-    found: dict[str, Any] = {"scheduled": times.placed}
+    found: dict[str, Any] = {"scheduled": times.scheduled}
     for name in ("started", "first_token", "finished", "rewarded"):
         at = getattr(times, name)
         label = f"{name.replace('_', ' ')} after ms"
-        found[label] = None if at is None else (at - times.placed) / 1e6
+        found[label] = None if at is None else (at - times.scheduled) / 1e6
     return found
 
 

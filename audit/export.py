@@ -264,10 +264,7 @@ def export_parquet(
     finally:
         unfinished.unlink(missing_ok=True)
     return ExportResult(
-        rows=written,
-        bytes=path.stat().st_size,
-        left_out=rows.left_out,
-        damage=rows.damage,
+        rows=written, bytes=path.stat().st_size, left_out=rows.left_out, damage=rows.damage
     )
 
 
@@ -408,6 +405,6 @@ def _about(trajectory: Trajectory) -> dict[str, Any]:
         "branches": [msgspec.structs.asdict(one) for one in meta.contexts],
         **{name: getattr(trajectory, name) for name in _ARRAYS if name != "segments"},
         **{name: getattr(meta, name) for name in (*same, *also, *more)},
-        "scheduled_ns": times.placed,
+        "scheduled_ns": times.scheduled,
         **{f"{name}_ns": getattr(times, name) for name in times.__struct_fields__},
     }

@@ -191,12 +191,7 @@ _OURS: Final = re.compile(rf"{DIGEST.pattern}|\..*")
 
 
 def plan_blobs(
-    bus: Bus,
-    topics: Topics,
-    store: PolicyStore,
-    *,
-    clock: Clock,
-    age_min_s: float = AGE_MIN_S,
+    bus: Bus, topics: Topics, store: PolicyStore, *, clock: Clock, age_min_s: float = AGE_MIN_S
 ) -> PrunePlan:
     """Plan blob deletion; reads the log only if a blob is old enough.
 

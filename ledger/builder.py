@@ -101,7 +101,7 @@ class FallbackAccount:
         self._versions.setdefault(fact.policy.digest, fact.step + 1)
         if fact.delta is not None:
             self._with_deltas.add(fact.policy.digest)
-        if not fact.whole:
+        if not fact.full:
             self._not_whole.add(fact.policy.digest)
         who, at_ns = {"worker": "trainer", "incarnation": fact.incarnation}, fact.at_ns
         for one in fact.fallbacks:
@@ -116,7 +116,7 @@ class FallbackAccount:
 
     def _rows(self, one: Fallback, **of: Any) -> Iterator[FallbackRow]:
         if not one.absent or self._was_there(one):
-            yield FallbackRow(reason=one.why, taken=one.taken, bytes=one.bytes, **of)
+            yield FallbackRow(reason=one.reason, taken=one.taken, bytes=one.bytes, **of)
 
     def _was_there(self, one: Fallback) -> bool:
         if one.taken.startswith("weights/"):
@@ -170,13 +170,13 @@ class CatalogueBuilder:
             case RoleStarted():
                 self._said(fact.at_ns, "role-started", fact.role, f"incarnation {fact.incarnation}")
             case BatchRefused():
-                why = "; ".join(f"{one.group}: {one.why}" for one in fact.offenders)
+                why = "; ".join(f"{one.group}: {one.reason}" for one in fact.offenders)
                 self._said(fact.at_ns, "batch-refused", f"step {fact.step}", why)
             case Command():
                 said = f"by {fact.user}: {canonical(fact.args).decode()}"
                 self._said(fact.at_ns, "command", fact.verb, said)
             case WeightsAdopted():
-                self._said(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.why)
+                self._said(fact.at_ns, "weights-adopted", f"step {fact.step}", fact.reason)
             case _:
                 pass
         self._happened(self.account.fact(offset, fact))
@@ -434,7 +434,7 @@ def _rows_of_group(ended: GroupEnded) -> Iterator[Row]:
         row=spec.index,
         data_epoch=spec.data_epoch,
         size=spec.size,
-        redundancy=spec.spare,
+        redundancy=spec.redundancy,
         round=group.round,
         dispatch_reason=group.reason,
         dispatched_ns=group.dispatched_ns,

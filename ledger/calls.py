@@ -10,13 +10,7 @@ from dora_pipe.bus.base import polls_until
 from dora_pipe.bus.logged import Damage
 from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.ledger.database import (
-    COUNTS,
-    Catalogue,
-    LoggedRecord,
-    TableMissing,
-    logged_records,
-)
+from dora_pipe.ledger.database import COUNTS, Catalogue, LoggedRecord, TableMissing, logged_records
 from dora_pipe.ledger.tables import CALLS, CallRow
 from dora_pipe.schemas.contexts import Call, place_of
 from dora_pipe.schemas.topics import Topics
@@ -29,11 +23,7 @@ _WITH_CALLS: Final = f"""{COUNTS} and trajectory_id in (
 
 
 def ask(
-    catalogue: Catalogue,
-    bus: Bus,
-    topics: Topics,
-    sql: str,
-    parameters: Sequence[Any] = (),
+    catalogue: Catalogue, bus: Bus, topics: Topics, sql: str, parameters: Sequence[Any] = ()
 ) -> tuple[list[str], list[tuple[Any, ...]], Damage]:
     """Answer like `Catalogue.ask`, with `calls`; also return unreadable records.
 
@@ -52,7 +42,7 @@ def ask(
 
 def call_rows(found: Described) -> Iterator[CallRow]:
     """Yield a record's calls in order of their answers."""
-    idle = _idle_before(found.meta.calls, found.meta.times.placed)
+    idle = _idle_before(found.meta.calls, found.meta.times.scheduled)
     for number, call in enumerate(found.meta.calls):
         context, prompt_tokens = place_of(call, found.meta.contexts)
         yield CallRow(
@@ -68,7 +58,7 @@ def call_rows(found: Described) -> Iterator[CallRow]:
             tokens=call.end - call.start,
             finish=call.finish,
             occurrence=call.occurrence,
-            ignored_settings=canonical(call.asked).decode() if call.asked else None,
+            ignored_settings=canonical(call.ignored_settings).decode() if call.asked else None,
         )
 
 

@@ -137,8 +137,7 @@ class Evaluating:
             ended_ns=ended_ns,
             reward=sum(known) / len(known) if known else None,
             metrics=metrics_of(
-                [own for _, own in sorted(found, key=lambda one: one[0])],
-                samples=spec.size,
+                [own for _, own in sorted(found, key=lambda one: one[0])], samples=spec.size
             ),
         )
 
@@ -219,10 +218,7 @@ def evaluations_of(
             trajectories=sum(map(len, prompts)),
             metrics={
                 figure: interval_of(values)
-                for figure, values in by_prompt(
-                    prompts,
-                    samples=size,
-                ).items()
+                for figure, values in by_prompt(prompts, samples=size).items()
             },
         )
         for (version, name, task, size), prompts in samples_by_prompt(tables).items()

@@ -84,9 +84,7 @@ def halt_due(failures: Failures, rules: Rollout, *, at: int) -> Halt | None:
         return None
     error, example = most_frequent(recent)
     return Halt(
-        reason=f"{summary(failures, rules, at=at)}; the run stops",
-        error=error,
-        trajectory=example,
+        reason=f"{summary(failures, rules, at=at)}; the run stops", error=error, trajectory=example
     )
 
 

@@ -63,13 +63,7 @@ from dora_pipe.schemas.topics import Topics, worker_name_error
 
 LOG = logging.getLogger(__name__)
 
-FROM_WORKERS: Final = (
-    WorkerReady,
-    TrajectoriesLogged,
-    RequestReleased,
-    RequestFailed,
-    GroupScored,
-)
+FROM_WORKERS: Final = (WorkerReady, TrajectoriesLogged, RequestReleased, RequestFailed, GroupScored)
 """Records that renew a worker's lease."""
 
 CONTROL_MAX: Final = 1000

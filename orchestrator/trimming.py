@@ -104,11 +104,7 @@ class TrimPort:
     effects: tuple[type, ...] = (TrimMetrics,)
 
     def __init__(
-        self,
-        open_bus: Callable[[], Bus],
-        *,
-        sleep: Callable[[float], None],
-        in_thread: bool = True,
+        self, open_bus: Callable[[], Bus], *, sleep: Callable[[float], None], in_thread: bool = True
     ) -> None:
         self._open_bus = open_bus
         self._sleep = sleep

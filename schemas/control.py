@@ -308,30 +308,12 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
 
     def facts(self) -> list[TrajectoryLogged]:
         """Return the entries as separate events, in order."""
+        shared = {
+            name: getattr(self, name)
+            for name in ("at_ns", "worker", "incarnation", "version", "digest")
+        }
         return [
-            TrajectoryLogged(
-                at_ns=self.at_ns,
-                worker=self.worker,
-                incarnation=self.incarnation,
-                version=self.version,
-                digest=self.digest,
-                trajectory=one.trajectory,
-                attempt=one.attempt,
-                partition=one.partition,
-                offset=one.offset,
-                sha256=one.sha256,
-                bytes=one.bytes,
-                tokens=one.tokens,
-                reward=one.reward,
-                finish=one.finish,
-                error=one.error,
-                tool_error=one.tool_error,
-                answer=one.answer,
-                parts=one.parts,
-                contexts=one.contexts,
-                calls=one.calls,
-            )
-            for one in self.trajectories
+            TrajectoryLogged(**shared, **msgspec.structs.asdict(one)) for one in self.trajectories
         ]
 
 

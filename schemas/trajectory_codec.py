@@ -239,13 +239,7 @@ TRAJECTORY: Final = RecordLayout(
 """Columns of the trajectories topic."""
 
 PROGRESS: Final = RecordLayout(
-    Progress,
-    {
-        **_SHARED,
-        "attempt": _INT32,
-        "start": _INT32,
-        "prefills": _PLACES,
-    },
+    Progress, {**_SHARED, "attempt": _INT32, "start": _INT32, "prefills": _PLACES}
 )
 """Columns of the progress topic for a request."""
 

@@ -51,7 +51,7 @@ def _waits(stats: RunStats) -> Samples:
     """Return the wait of each role; 0 for a role that works."""
     found: dict[tuple[str, str, str], float] = {}
     for role, status in {} if stats.over else stats.heard.items():
-        wait = next((one for one in status.waits if one.still), None)
+        wait = next((one for one in status.waits if one.blocking), None)
         if wait is None:
             found[role, "", ""] = 0
         else:

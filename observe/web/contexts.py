@@ -43,7 +43,7 @@ def tree_of(found: Trajectory, said: Callable[[str | None], str | None]) -> dict
 
 
 def _rows(found: Trajectory, said: Callable[[str | None], str | None]) -> Iterator[list[Any]]:
-    scheduled_ns = found.meta.times.placed
+    scheduled_ns = found.meta.times.scheduled
     for one in call_rows(found):
         yield [
             one.call,

@@ -268,7 +268,7 @@ def _record(view: RunView, source: RunSource, name: str, start: int) -> dict[str
         "reward_error": source.said(meta.reward_error),
         "error": source.said(meta.error),
         "finish": meta.finish,
-        "migrations": meta.moves,
+        "migrations": meta.migrations,
         "prefills": list(meta.prefills),
         "prompt_tokens": meta.prompt_tokens,
         "times": _times(found),
@@ -292,7 +292,7 @@ def _times(found: Trajectory) -> list[list[Any]]:
     times = found.meta.times
     names = ("started", "first_token", "finished", "rewarded")
     marks = [(name, getattr(times, name)) for name in names]
-    return [[name, short((at - times.placed) / 1e6, 6)] for name, at in marks if at is not None]
+    return [[name, short((at - times.scheduled) / 1e6, 6)] for name, at in marks if at is not None]
 
 
 def _segments(source: RunSource, found: Trajectory) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def test_a_refused_batch_gives_its_groups_back(stage: CatalogueStage) -> None:
     assert stage.catalogue.one("select outcome, step from groups") == ("open", 0)
     in_force = stage.catalogue.one("select outcome, ended_ns, last_trajectory from batches")
     assert in_force == (None, None, f"{spec.group}-001")
-    offender = Offender(group=spec.group, trajectory="", why="unreadable")
+    offender = Offender(group=spec.group, trajectory="", reason="unreadable")
     refused = BatchRefused(at_ns=0, step=0, attempt=1, incarnation=0, offenders=(offender,))
     stage.fact(refused)
     assert stage.catalogue.one("select outcome, step from groups") == ("open", None)

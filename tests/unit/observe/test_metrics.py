@@ -60,7 +60,13 @@ def test_blockers_without_a_bound_are_no_labels() -> None:
     for blocker, label in ((("group", "g01"), "group"), (("worker", "w1"), "worker w1")):
         blockers = (Blocker(*blocker),)
         stage.trainer(
-            Wait(name="batch", words="batch", since_ns=since_ns, still=True, blockers=blockers)
+            Wait(
+                name="batch",
+                description="batch",
+                since_ns=since_ns,
+                blocking=True,
+                blockers=blockers,
+            )
         )
         labels = f'blocker="{label}",role="trainer",wait="batch"'
         assert values_of(stage.stats)[f"dora_pipe_role_wait_seconds{{{labels}}}"] == 2
@@ -71,9 +77,9 @@ def test_places_where_a_task_fails_have_samples_until_they_work() -> None:
     incarnation = stage.worker()
     url = "tcp://games-1:7000"
     there = FailingServer(
-        task="games", url=url, failures=3, tries=2, since_ns=1, suspended=True, why="gone"
+        task="games", url=url, failures=3, tries=2, since_ns=1, suspended=True, reason="gone"
     )
-    here = FailingServer(task="shell", failures=1, since_ns=1, why="8 calls in a row failed")
+    here = FailingServer(task="shell", failures=1, since_ns=1, reason="8 calls in a row failed")
     stage.status("w0", incarnation, failing=(there, here))
     values = values_of(stage.stats)
     for name, value in (("failures", 3), ("attempts", 2), ("suspended", 1)):

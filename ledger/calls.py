@@ -45,6 +45,7 @@ def call_rows(found: Described) -> Iterator[CallRow]:
     idle = _idle_before(found.meta.calls, found.meta.times.scheduled)
     for number, call in enumerate(found.meta.calls):
         context, prompt_tokens = place_of(call, found.meta.contexts)
+        ignored = call.ignored_settings
         yield CallRow(
             trajectory_id=found.trajectory,
             call=number,
@@ -58,7 +59,7 @@ def call_rows(found: Described) -> Iterator[CallRow]:
             tokens=call.end - call.start,
             finish=call.finish,
             occurrence=call.occurrence,
-            ignored_settings=canonical(call.ignored_settings).decode() if call.asked else None,
+            ignored_settings=canonical(ignored).decode() if ignored else None,
         )
 
 

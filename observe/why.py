@@ -60,7 +60,7 @@ ADVICE: Final[Mapping[str, str]] = {
     "groups": "generation is the bottleneck: more workers or slots",
     "worker": "start a worker: dora-pipe worker; see its log if it does not join",
     "host": "no worker has that version: see the workers' logs",
-    "elastic": "they finish what cannot move: see their logs",
+    "colocated": "they finish what cannot move: see their logs",
     "pause": "dora-pipe resume RUN",
     "halted": "mend what the groups failed with, then run --resume",
     "start": "start the other roles",
@@ -89,7 +89,7 @@ WORDS: Final[Mapping[str, str]] = {
     "groups": "groups to finish",
     "worker": "a worker",
     "admission": "new groups",
-    "elastic": "elastic workers to sleep",
+    "colocated": "colocated workers to sleep",
     "pause": "the end of a pause",
     "start": "the start of the run",
     "requests": "requests",
@@ -242,7 +242,7 @@ class _Present:
             return "works"
         heard = self._stats.statuses.heard.get(name)
         rate = 0.0 if heard is None else heard.tokens_per_s
-        again = status.episodes_started_again
+        again = status.episodes_restarted
         counts = (
             (status.waiting, "ahead of its slots"),
             (status.in_environment, "at environments"),
@@ -260,7 +260,7 @@ class _Present:
 
     def _failing(self, status: AnyMetrics) -> Iterator[str]:
         for one in status.failing if isinstance(status, WorkerStatus) else ():
-            how = "left alone" if one.left_alone else "tried with one process"
+            how = "left alone" if one.suspended else "tried with one process"
             yield (
                 f"task {one.task}: {one.url or 'its processes'} {how}, "
                 f"{counted(one.failures, 'failure')} in a row for "
@@ -285,11 +285,11 @@ class _Present:
     def _group(self, group: GroupHistory, path: tuple[str, ...]) -> tuple[str, ...]:
         spec = group.spec
         names = [
-            trajectory_id(spec.group, one) for one in range(spec.siblings) if one not in group.left
+            trajectory_id(spec.group, one) for one in range(spec.samples) if one not in group.left
         ]
         still_open = [name for name in names if not _is_logged(group, name)]
         due = f"deadline {spec.deadline}" if spec.purpose == "train" else "evaluation"
-        what = f"{len(still_open)} of {spec.siblings} trajectories open"
+        what = f"{len(still_open)} of {spec.samples} trajectories open"
         worker = "" if group.scoring is None else group.scoring.worker
         what = f"scored together by {worker}" if worker else what
         ago = duration(self._ago_s(group.dispatched_ns))

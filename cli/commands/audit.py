@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dora_pipe.cli.options import CLAIM_HOURS, JsonOption, RunArgument, RunsOption
+from dora_pipe.cli.options import BLOB_HOURS, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_rows
 from dora_pipe.cli.progress import watched
 from dora_pipe.core.console import RUNS, say
@@ -122,10 +122,10 @@ def prune(
         int | None,
         typer.Option(min=0, help="Of the checkpoints; default: store.keep_every of the run."),
     ] = None,
-    claim_hours: Annotated[
+    blob_hours: Annotated[
         float,
-        typer.Option(min=0.0, help="Values that no record claims: only those that are older."),
-    ] = CLAIM_HOURS,
+        typer.Option(min=0.0, help="Values that no record blobs: only those that are older."),
+    ] = BLOB_HOURS,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -135,7 +135,7 @@ def prune(
     """
     from dora_pipe.audit import prune as history
     from dora_pipe.audit.export import best_version
-    from dora_pipe.audit.prune import plan_claims, prune_claims
+    from dora_pipe.audit.prune import plan_blobs, prune_blobs
     from dora_pipe.core.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
 
@@ -153,18 +153,18 @@ def prune(
             clock=clock,
             keep=() if best is None else best[:1],
         )
-        claims = plan_claims(bus, names, store, clock=clock, age_min_s=claim_hours * 3600)
-        candidates = (*plan.candidates, *claims.candidates)
+        blobs = plan_blobs(bus, names, store, clock=clock, age_min_s=blob_hours * 3600)
+        candidates = (*plan.candidates, *blobs.candidates)
         _print_candidates(candidates, as_json=as_json)
-        files, size = plan.files + claims.files, plan.bytes + claims.bytes
-        freed = f"{(plan.freed_bytes + claims.freed_bytes) / 1e6:.1f} of {size / 1e6:.1f} MB"
-        for note in filter(None, (claims.note, plan.note)):
+        files, size = plan.files + blobs.files, plan.bytes + blobs.bytes
+        freed = f"{(plan.freed_bytes + blobs.freed_bytes) / 1e6:.1f} of {size / 1e6:.1f} MB"
+        for note in filter(None, (blobs.note, plan.note)):
             say(note)
         if not delete:
             say(f"{len(candidates)} of {files} files, {freed}; --delete deletes them")
             return
         count = history.prune(bus, names, store, plan, user=getpass.getuser(), clock=clock)
-        count += prune_claims(store, claims)
+        count += prune_blobs(store, blobs)
         say(f"{count} of {files} files deleted, {freed}")
 
 

@@ -21,7 +21,6 @@ from tests.golden.values import AT_NS, DATA_DIGEST, DIGEST, GROUP, OTHER_DIGEST,
 
 
 def f32(value: float) -> float:
-    """The number that `value` becomes as a float32."""
     rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return rounded
 

@@ -36,7 +36,6 @@ CONTEXTS = (
 
 
 def branched(contexts: tuple[Context, ...] = CONTEXTS, calls: tuple[Call, ...] = ()) -> Trajectory:
-    """A trajectory of 16 tokens, whose ids are their places, in four contexts."""
     tiles: list[Segment] = []
     for kind, size in PIECES:
         at = tiles[-1].end if tiles else 0

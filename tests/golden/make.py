@@ -32,7 +32,6 @@ RECORD_BYTES_MAX = 10 * 1024 * 1024
 
 
 def kind_of(record: msgspec.Struct) -> str:
-    """The tag of a record."""
     return str(record.__struct_config__.tag)
 
 
@@ -42,7 +41,6 @@ def pairs_to_bytes(pairs: tuple[tuple[str, bytes], ...]) -> bytes:
 
 
 def pairs_from_bytes(data: bytes) -> tuple[tuple[str, bytes], ...]:
-    """The headers in such a file."""
     split = [line.split(b": ", 1) for line in data.splitlines()]
     return tuple((name.decode(), value) for name, value in split)
 
@@ -63,7 +61,6 @@ STARTED = {
 
 
 def trajectory_files() -> dict[str, bytes]:
-    """The records of trajectories."""
     records = {
         "named": later_values.NAMED_TRAJECTORY,
         "branched": BRANCHED_TRAJECTORY,

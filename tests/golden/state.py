@@ -29,7 +29,6 @@ def golden_state() -> State:
 
 
 def content(state: State) -> dict[str, bytes]:
-    """The files by name; leaves sorted by their bytes."""
     lines = sorted(line for one in Leaves.of(state).settled(state) for line in one.values())
     return {
         "leaves.jsonl": b"".join(line + b"\n" for line in lines),

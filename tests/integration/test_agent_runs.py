@@ -20,7 +20,6 @@ from tests.support.user_run import assert_clean, call, call_here, furnish, steps
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder after a run."""
     place = furnish_agent(furnish(tmp_path_factory.mktemp("agent")))
     assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
     return place

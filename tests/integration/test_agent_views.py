@@ -23,7 +23,6 @@ CALLERS = ["left", "main", "right"]
 
 
 def _asked(call: Call, place: Path, *words: str) -> list[dict[str, Any]]:
-    """What a command prints as JSON, a line each."""
     verb, *rest = words
     code, out, err = call(verb, place / "runs" / "tiny", *rest, "--json")
     assert code == 0, err

@@ -66,7 +66,6 @@ class Example:
         return [(*self.inside, name) for name in found]
 
     def plain(self) -> dict[str, Any]:
-        """It itself, as JSON has it."""
         plain: Any = msgspec.json.decode(self.row.value)
         for at in self.inside:
             plain = plain[at]
@@ -74,12 +73,10 @@ class Example:
         return plain
 
     def name(self, path: Field) -> str:
-        """A field as the page calls it."""
         return ".".join(map(str, path[len(self.inside) :]))
 
 
 def one_of_each(log: Tamper) -> dict[str, Example]:
-    """Of every kind the one in the middle."""
     found: dict[str, list[Example]] = {}
     for one in _examples(log):
         found.setdefault(one.kind, []).append(one)
@@ -98,7 +95,6 @@ def _examples(log: Tamper) -> Iterator[Example]:
 
 
 def all_of(example: Example) -> list[Field]:
-    """Every field that a forger may write."""
     return [*example.fields(), *example.left_out()]
 
 
@@ -182,7 +178,6 @@ def test_commit_that_excuses_what_is_missing_is_named(
 
 
 def _take_of(log: Tamper) -> dict[str, Any]:
-    """The decision that the commit in the middle carries out."""
     step = one_of_each(log)["step-committed"].plain()["step"]
     takes = (one.plain() for one in _examples(log) if one.kind == "take-batch")
     return next(one for one in takes if one["step"] == step)

@@ -64,7 +64,6 @@ def test_follow_and_json_exclude_each_other(call: Call, recorded: RecordedRun) -
 
 
 def _grown(recorded: RecordedRun, directory: Path, share: float) -> Path:
-    """A copy of a run whose log ends where the first part of its rounds does."""
     shutil.copytree(recorded.directory, directory)
     log = directory / "log.sqlite"
     with sqlite3.connect(log) as connection:

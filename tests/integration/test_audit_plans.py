@@ -44,7 +44,6 @@ def test_the_batch_that_is_told_another_reason_is_named_and_nothing_else(copy: R
 
 
 def test_a_request_that_waits_though_a_slot_was_free_is_named(copy: RecordedRun) -> None:
-    """The last placement of a round is put off into the next round, which is quite legal."""
     with Tamper(copy) as log:
         found = log.rounds()
         row, forged = next(

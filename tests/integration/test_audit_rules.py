@@ -79,8 +79,6 @@ def _dispatched(**changes: Callable[[Any], Any]) -> Callable[[Tamper], str]:
 
 
 def _placed(attempt: int | None = None, **changes: Any) -> Callable[[Tamper], str]:
-    """A placement says something else; with `attempt`, of its first trajectory."""
-
     def change(one: Schedule) -> Schedule:
         samples = list(one.samples)
         if attempt is not None:
@@ -95,8 +93,6 @@ def _placed(attempt: int | None = None, **changes: Any) -> Callable[[Tamper], st
 
 
 def _logged(entry: dict[str, Any], **changes: Any) -> Callable[[Tamper], str]:
-    """A report says something else, or its first entry does."""
-
     def damage(log: Tamper) -> str:
         row, record = log.facts(TrajectoriesLogged)[15]
         first = msgspec.structs.replace(record.trajectories[0], **entry)
@@ -108,7 +104,6 @@ def _logged(entry: dict[str, Any], **changes: Any) -> Callable[[Tamper], str]:
 
 
 def _admitted_against_the_bound(log: Tamper) -> str:
-    """The dispatches of a later version all come at once: eta and C were not asked."""
     (moved,) = log.rounds()[-12:-11]
     specs = [
         one
@@ -153,7 +148,6 @@ def _placed_on_a_fenced_worker(log: Tamper) -> str:
 
 
 def _another_batch(log: Tamper) -> str:
-    """A batch without its first group."""
     one = _decide(
         log, TakeBatch, lambda one: msgspec.structs.replace(one, groups=one.groups[1:]), place=6
     )
@@ -178,7 +172,6 @@ def _other_settings(log: Tamper) -> str:
 
 
 def _stopped_early(log: Tamper) -> str:
-    """The run is said to be over while groups are open."""
     row, round_ = log.rounds()[60]
     stop = StopRun(reason="enough")
     log.rewrite(row, msgspec.structs.replace(round_, decisions=(*round_.decisions, stop)))
@@ -186,7 +179,6 @@ def _stopped_early(log: Tamper) -> str:
 
 
 def _decided_after_the_stop(log: Tamper) -> str:
-    """The same; what the rounds behind it decide is one violation each."""
     _stopped_early(log)
     behind = (round_ for _, round_ in log.rounds()[61:] if round_.decisions)
     return f"round {next(behind).ordinal}"
@@ -199,8 +191,6 @@ def _joined_under_another_name(log: Tamper) -> str:
 
 
 def _ended(outcome: str, which: str) -> Callable[[Tamper], str]:
-    """One more `end`, of a training group that is open, trained, or was never there."""
-
     def damage(log: Tamper) -> str:
         commits = [fact for _, fact in log.facts(StepCommitted)]
         row, round_ = log.rounds()[100]

@@ -75,7 +75,6 @@ class Stage:
 
 @pytest.fixture
 def stage(copy: RecordedRun, tmp_path: Path) -> Iterator[Stage]:
-    """The run, and what each of its versions was trained on."""
     with closing(copy.open()) as bus:
         seen: Seen = {}
         run = SourceRun(

@@ -69,7 +69,6 @@ chat_template = "own.jinja"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder after a run."""
     place = furnish(tmp_path_factory.mktemp("chat"))
     (place / "own.jinja").write_text(TEMPLATE)
     (place / "asking.py").write_text(TASK)

@@ -30,7 +30,6 @@ kind = "arithmetic"
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a configuration whose model is not there."""
     (tmp_path / "config.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -47,7 +46,6 @@ def assert_one_line_and_hint(err: str, line: str, hint: str) -> None:
 
 
 def make_run(folder: Path, log: bytes | None = None) -> Path:
-    """A run `small` there: with an empty log, or with these bytes for one."""
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(CONFIG)
     if log is not None:

@@ -38,7 +38,6 @@ KINDS = ("hopeless",) * 6 + ("half",) * 6 + ("easy",) * 6
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A user's folder with rows that are never solved, half of the time, and always."""
     furnish(tmp_path)
     keys = 'sampler = "lessons:weights"\ndrop_solved = 0.9\n'
     config = CONFIG.replace('reward = "judge:score"\n', f'reward = "judge:score"\n{keys}')
@@ -51,7 +50,6 @@ def place(tmp_path: Path) -> Path:
 
 
 def dispatches(place: Path) -> list[Dispatch]:
-    """Those of training groups, in order."""
     with opened(str(place / "runs" / "tiny")) as run:
         rounds = [at.round for at in read_rounds(run.bus, run.topics)]
     found = [one for round_ in rounds for one in round_.decisions if isinstance(one, Dispatch)]

@@ -51,7 +51,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def cut(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
-    """A copy of the run whose file ends in the middle."""
     copy = recorded.copy(tmp_path / "recorded")
     os.truncate(copy.log, copy.log.stat().st_size // 2)
     return copy

@@ -57,7 +57,6 @@ DAMAGES: dict[str, tuple[Callable[[Tamper], str], str]] = {
 
 @pytest.fixture(params=DAMAGES)
 def damaged(copy: RecordedRun, request: pytest.FixtureRequest) -> tuple[RecordedRun, str, str]:
-    """A damaged run, the trajectory, and what is to be said of it."""
     damaging, text = DAMAGES[request.param]
     with Tamper(copy) as log:
         return copy, damaging(log), text

@@ -47,7 +47,6 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder after a run."""
     place = furnish(tmp_path_factory.mktemp("data"))
     (place / "own.jinja").write_text(TEMPLATE)
     TYPED["rows.parquet"](place / "rows.parquet", ROWS)

@@ -28,7 +28,6 @@ STEPS = 11
 
 
 def patched_run(directory: Path, **changes: Any) -> Cluster:
-    """A run that has ended; a whole version every 4, a checkpoint every 6; roles died in it."""
     config = make_config(
         run__steps=STEPS,
         run__name="patched",
@@ -65,7 +64,6 @@ def digests_of(cluster: Cluster) -> list[str]:
 
 
 def store_alone(cluster: Cluster, directory: Path) -> PolicyStore:
-    """The run's store on another machine: without the copies that were made in the run."""
     shutil.copytree(cluster.store.root, directory, ignore=shutil.ignore_patterns(MADE))
     return PolicyStore(directory)
 

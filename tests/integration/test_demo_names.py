@@ -30,7 +30,6 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def name_of(root: Path, *override: str) -> str:
-    """The name that a demo takes which is started now."""
     before = set(root.iterdir())
     with pytest.raises(_Stop):
         demo(root=root, override=list(override))

@@ -27,7 +27,6 @@ STEPS = 12
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A student and a teacher, which is surer of itself."""
     folder = tmp_path_factory.mktemp("models")
     return make_qwen2(folder / "student"), make_qwen2(folder / "teacher", seed=1, scale=4.0)
 

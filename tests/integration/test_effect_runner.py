@@ -49,7 +49,6 @@ SAY: Handlers = {Say: Handler(do=_say, failed=_not_said)}
 
 
 def drained(runner: EffectRunner, count: int) -> list[Any]:
-    """So many events, within a bounded time."""
     events: list[Any] = []
     until_s = time.monotonic() + WAIT_S
     while len(events) < count and time.monotonic() < until_s:

@@ -46,7 +46,6 @@ def ask(address: tuple[str, str]) -> requests.Response:
 
 
 def raw(address: tuple[str, str], head: str, body: bytes = b"") -> socket.socket:
-    """A connection on which something was written."""
     url, key = address
     connection = socket.create_connection(place_of(url), timeout=60)
     path = url.removeprefix("http://").partition("/")[2]

@@ -32,7 +32,6 @@ class Forgetful(SimulatedLearner):
 
 
 def _acks(run: RecordedRun) -> list[Ack]:
-    """A book in which every record of the log was acknowledged."""
     bus = run.open()
     try:
         return [

@@ -39,7 +39,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
 
 
 def recorded(run: RecordedRun, turns_min: int = 1) -> Trajectory:
-    """The first trajectory with a reward and so many turns."""
     with closing(run.open()) as bus, closing(read_catalogue(bus, run.topics)) as tables:
         names = tables.query("select trajectory_id from trajectories where reward is not null")
         for (name,) in sorted(names):
@@ -57,7 +56,6 @@ def forked(call: Call, run: RecordedRun, name: str, *words: object) -> dict[str,
 
 
 def with_its_own_seed(monkeypatch: pytest.MonkeyPatch, one: Trajectory) -> None:
-    """The sample with the number of its trajectory draws as it did, from every cut."""
     _, ordinal, _ = parse_trajectory_id(one.trajectory)
 
     def seed(of_trajectory: int, token: int) -> int:

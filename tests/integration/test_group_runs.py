@@ -54,7 +54,6 @@ TOGETHER = 'reward = [{use = "judge:score"}, {use = "judge:rank", weight = 0.5, 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A user's folder whose reward has a part of one answer and a part of all of a prompt's."""
     furnish(tmp_path)
     config = (tmp_path / "config.toml").read_text()
     config = config.replace('reward = "judge:score"', f"{TOGETHER}\nreward_timeout_s = 90.0")
@@ -65,7 +64,6 @@ def place(tmp_path: Path) -> Path:
 
 
 def records(place: Path) -> dict[str, float | None]:
-    """The rewards that records have alone."""
     with opened(str(place / "runs" / "tiny")) as run:
         found = records_of(run.bus, ends_of(run.bus, run.topics.trajectories))
         return {
@@ -75,7 +73,6 @@ def records(place: Path) -> dict[str, float | None]:
 
 
 def assert_rescored(place: Path) -> None:
-    """The run's own rewards of groups change nothing; others, in their place, do."""
     same = rescored(place)
     assert (same["differ"], same["first"], same["left_out"]) == ([], None, 0)
     judge = (place / "judge.py").read_text()

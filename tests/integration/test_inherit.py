@@ -44,7 +44,6 @@ FIRST, VERSION = 5, 8
 
 @pytest.fixture(scope="module")
 def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded run, and steps 5 to 7 of it repeated without a change."""
     root = tmp_path_factory.mktemp("runs")
     recorded.copy(root / NAME)
     with opened(NAME, root) as run:
@@ -61,12 +60,10 @@ def root(recorded: RecordedRun, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def store(tmp_path: Path) -> PolicyStore:
-    """Of a new run."""
     return PolicyStore(tmp_path / "policies")
 
 
 def child_of(root: Path, store: PolicyStore, *, with_optimizer: bool = True) -> RunStarted:
-    """The first record of a run that starts from there."""
     with opened(NAME, root) as source:
         first, _ = policy_after(source.bus, source.topics, 0)
         parent = str(root / AGAIN)
@@ -79,7 +76,6 @@ def child_of(root: Path, store: PolicyStore, *, with_optimizer: bool = True) -> 
 
 
 def first_step_is_the_sources(root: Path, store: PolicyStore, started: RunStarted) -> bool:
-    """Whether a trainer of the child makes of the source's batch what the source made of it."""
     learner = SimulatedLearner()
     assert load_base(store, learner, started, []) == 0
     with opened(NAME, root) as source:
@@ -121,7 +117,6 @@ def test_a_lost_state_is_refused_and_never_replaced_by_a_fresh_one(
 
 @contextmanager
 def log_of(started: RunStarted, root: Path, folder: Path) -> Iterator[Bus]:
-    """A log that holds the first record alone."""
     with opened(NAME, root) as source:
         config = source.config
     run = msgspec.structs.replace(config.run, name=CHILD)

@@ -56,7 +56,6 @@ EVEN = SimulatedParts(lengths=lambda seed, turn: 20 + seed % 130)
 
 @pytest.fixture(scope="module")
 def eventful(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A finished run: a worker killed, one leaves, one joins, every other role starts again."""
     folder = tmp_path_factory.mktemp("mixed") / "run"
     with Cluster(folder, make_config(run__steps=STEPS, **CHANGES), parts=LONG) as cluster:
         cluster.train_ticks = 3
@@ -164,7 +163,6 @@ def test_single_worker_with_evaluations_is_live(tmp_path: Path) -> None:
 
 
 def test_host_of_an_evaluation_dies_and_another_goes_back_for_it(tmp_path: Path) -> None:
-    """The others have gone on to the next version, which running requests of theirs carry."""
     config = make_config(run__steps=6, **(CHANGES | {"evaluation__sampling": {"max_tokens": 240}}))
     with Cluster(tmp_path / "run", config, parts=EVEN, train_ticks=3) as cluster:
         worker = ""
@@ -228,7 +226,6 @@ def by_versions(one: Trajectory, change: Callable[[int], int]) -> list[Segment]:
 
 
 def back_to_an_older_one(one: Trajectory) -> Trajectory:
-    """The last two versions change places."""
     *rest, newer, last = one.segments
     changed = [
         msgspec.structs.replace(newer, version=last.version),
@@ -242,7 +239,6 @@ def back_to_an_older_one(one: Trajectory) -> Trajectory:
 
 
 def never_served(one: Trajectory) -> Trajectory:
-    """The last segment names another worker's incarnation."""
     *rest, last = one.segments
     return replace(
         one, segments=[*rest, msgspec.structs.replace(last, incarnation=last.incarnation + 100_000)]
@@ -250,7 +246,6 @@ def never_served(one: Trajectory) -> Trajectory:
 
 
 def other_weights(one: Trajectory) -> Trajectory:
-    """The weights of a version are none that were published."""
     weights = tuple(Sampler(version=each.version, digest="ab" * 32) for each in one.meta.weights)
     return replace(one, meta=msgspec.structs.replace(one.meta, weights=weights))
 

@@ -55,7 +55,6 @@ def bus(kafka_broker: KafkaBroker, topics: Topics) -> Iterator[KafkaBus]:
 
 @pytest.fixture
 def dying(kafka_broker: KafkaBroker) -> Iterator[KafkaBus]:
-    """The bus of the role that dies; it is let go of only at the end."""
     bus = KafkaBus([kafka_broker.bootstrap], delivery_limit_s=DELIVERY_LIMIT_S)
     yield bus
     bus.close()

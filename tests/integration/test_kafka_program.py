@@ -103,7 +103,6 @@ def test_three_brokers_end_with_their_terminal(tmp_path: Path) -> None:
 
 
 def _port_of_a_cluster() -> int:
-    """A port that is free for a cluster: those of all brokers and their controllers."""
     for first in range(10_000, 12_000, 7):
         ports = [first + node * PORT_STEP + more for node in range(NODES) for more in (0, 1)]
         try:

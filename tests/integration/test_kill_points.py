@@ -93,7 +93,6 @@ def test_a_struck_append_is_whole_or_not_there(
 
 
 def files_phase(moment: AppendMoment) -> str:
-    """What the table says of it."""
     return Point(moment=moment, what="trajectory", nth=NTH).phase
 
 

@@ -24,7 +24,6 @@ from tests.support.worker import VirtualClock
 def call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Call:
-    """The command line, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     return caller(monkeypatch, capsys)
@@ -32,7 +31,6 @@ def call(
 
 @pytest.fixture
 def sealed(call: Call, copy: RecordedRun, tmp_path: Path) -> Path:
-    """The recorded run as one file; its policies are where runs lie."""
     (tmp_path / "runs").mkdir()
     copy.directory.rename(tmp_path / "runs" / copy.run)
     file = tmp_path / "sealed.sqlite"

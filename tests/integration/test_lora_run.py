@@ -29,7 +29,6 @@ WIDE_LOGITS = 20.0
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A finished run in which a worker and the trainer were killed on the way."""
     folder = tmp_path_factory.mktemp("lora")
     parts = TorchParts(make_qwen2(folder / "model", scale=WIDE_LOGITS))
     config = make_config(
@@ -145,5 +144,4 @@ def test_a_run_in_bfloat16_is_audited_and_comes_out_bit_for_bit_its_versions_del
 
 
 def ledger_of(cluster: Cluster) -> Ledger:
-    """All that its log says."""
     return build_ledger(cluster.bus, cluster.topics)

@@ -60,7 +60,6 @@ class Moved:
 
     @property
     def counts(self) -> Counter[str]:
-        """Of all workers."""
         found: Counter[str] = Counter()
         for machine in self.machines.values():
             found.update(machine.requests.counts)

@@ -31,7 +31,6 @@ GUIDE = Path(__file__).parents[2] / "docs" / "training.md"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A finished run that recomputes log-probs, updates twice per step, and lost its trainer."""
     folder = tmp_path_factory.mktemp("objective")
     config = make_config(
         run__steps=STEPS,
@@ -175,7 +174,6 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
 
 
 def write_own(folder: Path, constant: str = "4") -> None:
-    """The file of docs/training.md, beside the configuration."""
     (block,) = re.findall(r"```python\n(# sapo.py.*?)```", GUIDE.read_text(), re.DOTALL)
     (folder / "sapo.py").write_text(block.replace("gate = 4 /", f"gate = {constant} /"))
     sys.modules.pop("sapo", None)

@@ -45,14 +45,12 @@ DAMAGING = list(dict.fromkeys(one for one, _, _ in DAMAGES))
 
 @pytest.fixture(scope="module")
 def own_audit() -> Callable[[Path], tuple[Any, Counter[str]]]:
-    """The program's own function: a run's directory to (ledger, standings)."""
     found: Callable[[Path], tuple[Any, Counter[str]]]
     found = runpy.run_path(str(FOLDER), run_name="own_auditor")["audit"]
     return found
 
 
 def _program(directory: Path) -> subprocess.CompletedProcess[str]:
-    """The program in a Python that cannot see this project."""
     return subprocess.run(
         [sys.executable, "-I", str(FOLDER), str(directory)],
         capture_output=True,

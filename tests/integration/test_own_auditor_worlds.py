@@ -59,7 +59,6 @@ def quiet() -> None:
 
 
 def _findings(seed: int, place: Path) -> list[str]:
-    """What the program finds in the log of a seed that holds."""
     place.mkdir()
     seed_run = SeedRun(draw(seed))
     close = World.close

@@ -15,7 +15,6 @@ from dora_pipe.core.errors import UsageError
 
 
 def rows(*words: str) -> list[dict[str, object]]:
-    """What a command prints, one object a line."""
     result = CliRunner().invoke(app, ["paper", "--json", *words])
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -45,12 +44,10 @@ def test_ratios_stand_beside_what_was_published() -> None:
 
 
 def scenario(name: str, gpus: int) -> Scenario:
-    """A published row by name."""
     return next(one for one in published_rows(gpus) if one.name == name)
 
 
 def test_a_synchronous_row_at_an_eighth_of_the_size_keeps_its_order() -> None:
-    """One smoke case of the whole path: synchronous is slowest, DORA hides its rollout."""
     sync = simulate(scenario("sync", 64), seed=1, steps=8, per_step=64)
     dora = simulate(scenario("dora", 64), seed=1, steps=8, per_step=64)
     assert sync.exposed_min > 2 * max(0.1, dora.exposed_min)

@@ -54,7 +54,6 @@ def parted(cluster: Cluster) -> list[int]:
 
 
 def overlap_s(cluster: Cluster) -> float:
-    """What the commits say of parts that were computed while a version was published."""
     control = TopicPartition(cluster.topics.control, 0)
     records = records_of(cluster.bus, {control: cluster.bus.end(control)})
     facts = [decode_control(record.value) for record in records]

@@ -74,7 +74,6 @@ class Asked:
         return probe.values(self.run.policies.weights(digest), digest, draws)
 
     def logged(self, version: int) -> list[float | None]:
-        """What the run's own evaluation of a version said, in the order of draws."""
         with closing(self.run.tables()) as tables:
             rows = tables.query(
                 "select t.reward from groups g join trajectories t using (group_id)"
@@ -123,7 +122,6 @@ def test_an_evaluation_that_scores_groups_is_refused_by_name(
 
 
 def without(*lost: int) -> type[Puzzles]:
-    """Of these calls for a reward, counted from 0, none is answered in the time that it has."""
     calls = iter(range(10_000))
 
     class Lossy(Puzzles):

@@ -13,7 +13,6 @@ from dora_pipe.launch.roles import settle
 
 
 def shown(pid: int) -> str:
-    """What `ps` prints of a process."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().strip(b"\0").decode()
 
 

@@ -46,7 +46,6 @@ LIMIT_S = 900.0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the rounds were played."""
     folder = tmp_path_factory.mktemp("traps")
     run_traps(folder, limit_s=LIMIT_S)
     return folder

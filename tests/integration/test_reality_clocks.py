@@ -74,7 +74,6 @@ def rounds_of(cluster: Cluster) -> list[Round]:
 
 
 def decided(cluster: Cluster) -> list[tuple[int, int, list[AnyDecision]]]:
-    """The rounds without what depends on the date: records carry it, so their digests do."""
     return [
         (one.ordinal, one.control_next, [undated(decision) for decision in one.decisions])
         for one in rounds_of(cluster)

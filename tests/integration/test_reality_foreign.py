@@ -46,13 +46,11 @@ LIES = (
 
 
 def value_of(cluster: Cluster, kind: type) -> bytes:
-    """A control record of the run so far."""
     records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.control))
     return next(one.value for one in records if isinstance(decode_control(one.value), kind))
 
 
 def in_control(cluster: Cluster) -> list[bytes]:
-    """What can be read and is not true, and what cannot be read."""
     other = encode(cluster.run_started).replace(b'"small"', b'"other"')
     commit = decode_control(value_of(cluster, StepCommitted))
     assert isinstance(commit, StepCommitted)
@@ -170,7 +168,6 @@ def newest_round(cluster: Cluster) -> Round:
 
 
 def stop(cluster: Cluster, *, ordinal: int, incarnation: int) -> bytes:
-    """A round that tells every role to go."""
     last = newest_round(cluster)
     return encode(
         Round(

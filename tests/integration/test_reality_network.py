@@ -39,7 +39,6 @@ class Line:
         self.around = KafkaBus([broker.bootstrap])
 
     def log(self) -> list[str]:
-        """What the broker holds, seen without the network in between."""
         reader = self.around.reader({AT: 0})
         found: list[Record] = []
         end = self.around.end(AT)
@@ -53,7 +52,6 @@ class Line:
 
 @pytest.fixture(scope="module")
 def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KafkaBroker, Proxy]]:
-    """One broker whose second door is the proxy's."""
     folder: Path = tmp_path_factory.mktemp("proxied")
     with Proxy(lambda: broker.address("PROXIED")) as proxy:
         door = Listener(name="PROXIED", advertised=proxy.address)
@@ -64,7 +62,6 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[KafkaBro
 
 @pytest.fixture
 def line(proxied: tuple[KafkaBroker, Proxy]) -> Iterator[Line]:
-    """A fresh topic behind a network that works."""
     line = Line(*proxied)
     line.around.create([TopicSpec(name="t")])
     yield line
@@ -203,7 +200,6 @@ def test_a_lost_answer_of_an_exclusive_writer_is_settled_by_its_successor(line: 
 
 
 def test_a_reader_on_a_slow_line_is_held_back_and_sees_no_outage(line: Line) -> None:
-    """One answer takes longer than a reader waits before it asks whether the broker is there."""
     value = bytes(range(256)) * 8192
     line.around.writer().append([Append(topic="t", value=value)])
     reader = line.bus.reader({AT: 0})

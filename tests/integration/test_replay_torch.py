@@ -36,7 +36,6 @@ WIDE_LOGITS = 20.0
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
-    """A finished run whose batches were full, and in which a worker was killed on the way."""
     make: Callable[..., Path] = request.param
     folder = tmp_path_factory.mktemp("torch")
     parts = TorchParts(make(folder / "model", scale=WIDE_LOGITS))

@@ -134,7 +134,6 @@ def test_environments_are_fed_back_as_recorded(tmp_path: Path) -> None:
 
 
 def test_episode_whose_environment_failed_ends_where_its_turn_did(tmp_path: Path) -> None:
-    """The engine ended the turn by itself; that the answer to it failed is no other ending."""
     config = make_config(run__steps=1, run__name="broken", evaluation__prompts=0)
     with Cluster(tmp_path / "run", config, tasks=_broken_episodes) as cluster:
         cluster.run()
@@ -148,7 +147,6 @@ def test_episode_whose_environment_failed_ends_where_its_turn_did(tmp_path: Path
 
 
 def _broken_episodes() -> InlineTasks:
-    """Every fifth step of an environment raises."""
     tasks = episode_tasks(2)
     answer = tasks.step
     assert answer is not None
@@ -184,7 +182,6 @@ def _segments(mask: list[int], prefills: tuple[int, ...]) -> list[tuple[int, int
 
 
 def _agent(log: Tamper, place: int = 40) -> str:
-    """A trained trajectory becomes an agent's, whose calls the engine has sampled."""
     engine = SimulatedEngine(slots=6, context_tokens=256, lengths=long_tailed_length)
     params = SamplingParams(max_tokens=40, stop_ids=(END_TOKEN,))
     return branch(log, place, lambda found: served_agent(found, engine, params))

@@ -63,7 +63,6 @@ def inverted(call: RewardCall) -> TaskEvent:
 
 
 def busy(call: RewardCall) -> TaskEvent:
-    """The judge is away for every fourth answer."""
     if sum(map(ord, call.request)) % 4 == 0:
         return TaskFailed(request=call.request, error="Retry", message="the judge is full")
     return inverted(call)
@@ -77,7 +76,6 @@ def backwards(call: GroupCall) -> TaskEvent:
 
 
 def busy_groups(call: GroupCall) -> TaskEvent:
-    """Every third group is lost."""
     if sum(map(ord, call.request)) % 3 == 0:
         return TaskFailed(request=call.request, error="Retry", message="the judge is full")
     return backwards(call)
@@ -139,7 +137,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """A run whose answers have a reward of their own and one by their place in the group."""
     config = make_config(
         run__name="together",
         run__steps=3,

@@ -22,7 +22,6 @@ AT = Moment(round=0, offset=0, now_ns=0)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A finished run in which a worker was killed and the orchestrator started again."""
     folder = tmp_path_factory.mktemp("residents")
     config = make_config(run__steps=STEPS, run__name="residents", timing__lease_s=0.5)
     parts = SimulatedParts(versions=3)
@@ -65,7 +64,6 @@ def test_requests_of_several_versions_ran_on_one_worker_and_none_moved(cluster: 
 
 
 def wrong(ledger: Ledger, decision: AnyDecision) -> list[str]:
-    """What the audit says of a decision at the end of the run."""
     ledger.stopped = None
     before = len(ledger.findings.violations)
     ledger.legality.decision(decision, AT)

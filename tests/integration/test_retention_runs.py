@@ -26,7 +26,6 @@ STEPS = 14
 
 @pytest.fixture(scope="module")
 def over(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A run of 14 steps with a checkpoint every 2 and every second one kept; roles died in it."""
     config = make_config(
         run__steps=STEPS, run__name="kept", trainer__checkpoint_every=2, store__keep_every=2
     )

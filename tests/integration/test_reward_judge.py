@@ -59,8 +59,6 @@ def client_of(tmp_path: Path) -> Iterator[Callable[..., JudgeClient]]:
 
 @pytest.fixture
 def ask(client_of: Callable[..., JudgeClient]) -> Callable[..., Ask]:
-    """The same as a function of the text."""
-
     def judging(endpoint: Endpoint, **options: Any) -> Ask:
         client = client_of(endpoint, **options)
         return lambda text: asyncio.run(client.score(ROW, text, (), ()))

@@ -15,7 +15,6 @@ pytest.importorskip("torch")
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A user's folder."""
     return furnish(tmp_path)
 
 

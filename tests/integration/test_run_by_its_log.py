@@ -23,8 +23,6 @@ ADDRESS = f"{URL}/recorded"
 
 @pytest.fixture
 def place(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder from which the run's log is found at its address, and nothing else is."""
-
     def open_here(url: str, *more: object, **settings: object) -> Bus:
         return open_bus(f"sqlite:{recorded.log}" if url == URL else url)
 
@@ -36,7 +34,6 @@ def place(recorded: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
-    """The command line."""
     monkeypatch.setenv("COLUMNS", "200")
     return caller(monkeypatch, capsys)
 

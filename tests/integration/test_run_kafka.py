@@ -25,7 +25,6 @@ LEASE_S = 3.0
 
 @pytest.fixture
 def place(tmp_path: Path, kafka_broker: KafkaBroker) -> Path:
-    """A user's folder whose runs log to the broker."""
     config = furnish(tmp_path) / "config.toml"
     text = config.read_text().replace("lease_s = 5.0", f"lease_s = {LEASE_S}")
     config.write_text(f'{text}[bus]\nurl = "kafka://{kafka_broker.bootstrap}"\n')
@@ -33,12 +32,10 @@ def place(tmp_path: Path, kafka_broker: KafkaBroker) -> Path:
 
 
 def workers(place: Path, run: str) -> list[WorkerJoined]:
-    """Who joined, in log order."""
     return [fact for fact in facts(place, run) if isinstance(fact, WorkerJoined)]
 
 
 def said(place: Path) -> str:
-    """All that the commands printed so far."""
     return (place / "said").read_text()
 
 
@@ -67,7 +64,6 @@ def test_two_runs_on_one_broker_end_proved_although_a_worker_is_killed(place: Pa
 
 
 def runs_named_in(place: Path, run: str) -> set[str]:
-    """The runs that the trajectories in a run's topic say they belong to."""
     with opened(str(place / "runs" / run)) as open_run:
         ends = ends_of(open_run.bus, open_run.topics.trajectories)
         return {dict(one.headers)["run"].decode() for one in records_of(open_run.bus, ends)}

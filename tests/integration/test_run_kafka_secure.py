@@ -32,7 +32,6 @@ STEPS = 3
 
 @pytest.fixture
 def place(tmp_path: Path, secure_kafka: KafkaBroker, certificates: Certificates) -> Path:
-    """A user's folder whose runs log to the broker; who enters is said on the command line."""
     place = furnish(tmp_path / "place")
     (tmp_path / "secrets").mkdir()
     for user in USERS:
@@ -56,7 +55,6 @@ def enters(place: Path, user: str) -> list[str]:
 
 
 def said(place: Path) -> str:
-    """All that the commands printed so far."""
     path = place / "said"
     return path.read_text() if path.exists() else ""
 
@@ -94,7 +92,6 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
 
 
 def as_auditor(place: Path) -> Path:
-    """The same run seen by somebody else, who got a copy of its directory."""
     auditor = place.parent / "auditor"
     shutil.copytree(place, auditor, ignore=shutil.ignore_patterns("said"))
     config = auditor / "runs" / "tiny" / "config.toml"
@@ -114,7 +111,6 @@ FORBIDDEN = {
 
 
 def nobody_may_do_more(secure_kafka: KafkaBroker, certificates: Certificates, place: Path) -> None:
-    """A worker cannot write decisions, and so on; nor be another role's exclusive writer."""
     for user in ROLES:
         security = security_of(user, certificates, place.parent)
         bus = KafkaBus([secure_kafka.address("SECURE")], security=security)

@@ -70,14 +70,12 @@ def play(pair: Pair, until_step: int | None = None) -> None:
 
 
 def revive(cluster: Beside) -> None:
-    """What the supervisor does: a worker that was fenced starts again."""
     for name in () if got(cluster, STEPS) else cluster.workers:
         if name not in cluster.roles:
             cluster.start(name)
 
 
 def got(cluster: Beside, step: int) -> bool:
-    """Whether a run is so far, or ends."""
     return ORCHESTRATOR not in cluster.roles or cluster.version >= step
 
 
@@ -91,7 +89,6 @@ def steps(cluster: Beside) -> list[int]:
 
 
 def runs_of_trajectories(cluster: Beside) -> set[str]:
-    """What the records of a run's topic say of themselves."""
     return {parse_headers(one.headers).run for one in records(cluster, cluster.topics.trajectories)}
 
 

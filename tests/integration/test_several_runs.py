@@ -59,7 +59,6 @@ class Other(Task):
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A user's folder with two tasks and three evaluations."""
     furnish(tmp_path)
     head, _, rest = CONFIG.partition("[task]")
     _, _, rest = rest.partition("[sampling]")

@@ -95,7 +95,6 @@ def test_no_identifier_is_folded_or_cut(
 def test_a_step_of_any_size_fits_the_screen(
     count: int, columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The prompt that follows is on the screen, too."""
     monkeypatch.setenv("COLUMNS", columns)
     print_step(_step(count, versions=3), "x")
     seen = capsys.readouterr()
@@ -108,7 +107,6 @@ def test_a_step_of_any_size_fits_the_screen(
 
 
 def _step(count: int, *, versions: int) -> dict[str, Any]:
-    """The description of a step with so many groups, and every figure that is shown."""
     groups = [
         {
             "group": f"g{at:010d}",

@@ -14,7 +14,6 @@ from tests.support.tamper import Tamper
 
 @pytest.fixture
 def branched(copy: RecordedRun) -> tuple[RecordedRun, str]:
-    """A run with one trajectory of an agent; its name."""
     with Tamper(copy) as log:
         return copy, branch(log)
 

@@ -27,7 +27,6 @@ def has_agents(drawn: Scenario) -> bool:
 
 
 def played(seeds: Iterable[int]) -> list[SeedResult]:
-    """Those of these seeds that run agents."""
     return [run_seed(seed) for seed in seeds if has_agents(draw(seed))]
 
 

@@ -24,7 +24,6 @@ def quiet() -> None:
 
 
 def found_by(name: str) -> str:
-    """The check that finds it first."""
     with mutated(name):
         played = (run_seed(seed) for seed in seeds_of(name, SEEDS_MAX))
         return next((one.check for one in played if not one.holds), "")

@@ -51,7 +51,6 @@ print(seed_digest(5))
 
 
 def seed_digest(seed: int) -> str:
-    """The log of a seed under all its faults."""
     seed_run, digests = SeedRun(draw(seed)), []
     close = World.close
 

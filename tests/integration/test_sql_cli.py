@@ -31,7 +31,6 @@ NOT_IN_THIS_RUN = {
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, as a copy: its catalogue is written beside it."""
     found = recorded_in(tmp_path_factory.getbasetemp())
     return found.copy(tmp_path_factory.mktemp("sql") / "recorded")
 

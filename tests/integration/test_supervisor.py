@@ -202,7 +202,6 @@ def test_a_role_that_ends_for_good_fails_the_run_with_what_it_said_and_ends_the_
     count: int,
     message: str,
 ) -> None:
-    """The first role of `codes` is the one that is started so often, and then fails the run."""
     first = next(iter(codes))
     supervisor = supervise(
         ends_with(tmp_path, codes), *codes, logs=tmp_path, workers=Workers(names=workers)

@@ -95,7 +95,6 @@ INFO = {
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a network that has loaded `nobody/sums` before."""
     pytest.importorskip("datasets")
     folder = tmp_path / "hub/datasets/nobody___sums/default/0.0.0/b180f6f1d7f4edbe"
     folder.mkdir(parents=True)

@@ -142,7 +142,6 @@ def test_rewards_after_one_that_hung_run_in_the_main_thread(folder: Path, text: 
 
 @pytest.mark.parametrize("text", ["loop", "catches"])
 def test_what_hangs_is_named_and_nothing_after_it_fails(folder: Path, text: str) -> None:
-    """Whether the process or the pool sees it first."""
     with TaskPool(task(folder, "hangs", limit_s=1.0)) as pool:
         for round_ in range(3):
             for number in range(4):

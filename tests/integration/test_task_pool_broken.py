@@ -72,7 +72,6 @@ def test_steps_that_hang_count_although_every_episode_begins(folder: Path) -> No
 
 
 def kill_the_process(pool: TaskPool) -> list[TaskEvent]:
-    """As soon as it is at its call; what is heard until it is gone."""
     end = time.monotonic() + DEADLINE_S
     while not (pool._children and pool._children[0].sent):
         assert time.monotonic() < end

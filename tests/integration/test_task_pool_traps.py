@@ -100,7 +100,6 @@ def test_what_a_hanging_reward_started_is_killed_with_it(impatient: TaskPool) ->
 
 
 def _sleepers(parent: int) -> list[int]:
-    """What the `orphan` reward of this process started."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -45,7 +45,6 @@ class Game(Task):
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with msgspec, and a package that this one has not."""
     folder = tmp_path_factory.mktemp("bare")
     words = [sys.executable, "-m", "venv", "--without-pip", str(folder)]
     subprocess.run(words, check=True)

@@ -104,7 +104,6 @@ def _read(terminal: int, interrupt_at: str) -> str:
 
 @pytest.fixture
 def open_run(recorded: RecordedRun, tmp_path: Path) -> RecordedRun:
-    """The same run before it was stopped: its last round is not there yet."""
     found = recorded.copy(tmp_path / "recorded")
     with closing(sqlite3.connect(found.log)) as log, log:
         last = log.execute(

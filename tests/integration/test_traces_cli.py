@@ -25,7 +25,6 @@ GROUP = "g0000000010"
 
 @pytest.fixture
 def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run: what was sent is remembered beside it."""
     return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "recorded")
 
 

@@ -66,7 +66,6 @@ def half_gone(log: MemoryLog, at: TopicPartition, end: int) -> None:
 
 @pytest.fixture
 def recorded(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> RecordedRun:
-    """A copy of the session's run."""
     return recorded_in(tmp_path_factory.getbasetemp()).copy(tmp_path / "run")
 
 

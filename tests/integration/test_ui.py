@@ -36,14 +36,12 @@ LIMIT_BYTES = 10_000_000
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
-    """The session's run, as a copy: its catalogue is written beside it."""
     found = recorded_in(tmp_path_factory.getbasetemp())
     return found.copy(tmp_path_factory.mktemp("ui") / "recorded")
 
 
 @pytest.fixture(scope="module")
 def source(recorded: RecordedRun) -> Iterator[RunSource]:
-    """Its log, with a tokenizer that names each token."""
     with source_of(recorded, decode=lambda ids: "".join(f"<{one}>" for one in ids)) as found:
         yield found
 

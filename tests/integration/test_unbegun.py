@@ -36,19 +36,16 @@ CHILD = ("run.name=child", "model.path=other")
 
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder, which is the working folder, with a second model."""
     monkeypatch.chdir(tmp_path)
     make_llama_gqa(tmp_path / "other", scale=3.0)
     return furnish(tmp_path)
 
 
 def made(*overrides: str, parent: str = "") -> Plan:
-    """What a start has left that was killed before its first record."""
     return plan_new(load_wanted(Path("config.toml"), overrides), ROOT, parent=parent)
 
 
 def begun(*overrides: str) -> RunStarted:
-    """A run that has its first record."""
     plan = made(*overrides)
     with closing(plan.directory.open_bus(plan.config)) as bus, closing(bus.writer()) as writer:
         control = Topics(plan.config.run.name).control
@@ -57,12 +54,10 @@ def begun(*overrides: str) -> RunStarted:
 
 
 def resumed(run: str, *overrides: str) -> Plan:
-    """The same run, as `--resume` finds it."""
     return plan_resume(load_again(ROOT / run, overrides, ROOT), ROOT, here=True)
 
 
 def begins_with(first: RunStarted) -> object:
-    """What of a first record is from elsewhere."""
     return first.lineage, first.policy, first.assets_digest
 
 
@@ -127,7 +122,6 @@ def test_topics_that_the_start_has_not_made_are_made() -> None:
 
 
 def say(run: str, topic: str, value: bytes) -> None:
-    """A record lies in a topic of a run."""
     directory = RunDir(ROOT / run)
     with closing(directory.open_bus(directory.config())) as bus, closing(bus.writer()) as writer:
         writer.append([Append(topic=f"{run}.{topic}", value=value)])

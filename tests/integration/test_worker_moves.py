@@ -28,7 +28,6 @@ LENGTH = 200
 
 
 def alone(length: int = LENGTH) -> list[int]:
-    """The tokens of the request when it stays where it is."""
     world = World(lengths=lambda seed, turn: length)
     worker = world.start(max_tokens=1000)
     world.decide(world.place(worker, 0))
@@ -54,7 +53,6 @@ def let_go(world: World, source: Worker, place: ScheduledRequest, to: Worker) ->
 
 
 def taken_up(world: World, to: Worker, released: RequestReleased) -> ScheduledRequest:
-    """What the planner decides next."""
     place = world.place(to, 0, attempt=released.attempt + 1, resume=released.resume, kv=released.kv)
     world.decide(place)
     return place
@@ -145,7 +143,6 @@ def test_cache_of_another_request_is_not_taken() -> None:
 
 @pytest.mark.parametrize("tokens", range(12, 24))
 def test_request_ends_once_whenever_the_move_comes(tokens: int) -> None:
-    """It is logged here or released: never both, never neither."""
     world = World(lengths=lambda seed, turn: 20)
     source = world.start(worker="a")
     target = world.start(worker="b")

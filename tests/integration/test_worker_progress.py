@@ -31,7 +31,6 @@ def test_progress_is_written_every_so_many_tokens_as_a_chain_and_reported() -> N
 
 
 def _killed_at(world: World, tokens: int, length: int) -> tuple[Resume, list[int]]:
-    """A request's last progress record when its worker is killed, and its tokens if it is not."""
     calm = world.start(worker="calm", max_tokens=1000)
     world.decide(world.place(calm, 0))
     world.until_idle(calm)

@@ -13,7 +13,6 @@ from tests.support.worker import Worker, World, spec_of
 
 
 def logged(world: World, worker: Worker, samples: int = 3) -> ScoreGroup:
-    """A group whose trajectories lie in the log, and the question about it."""
     places = [world.place(worker, 0, sample=sample) for sample in range(samples)]
     world.decide(*places)
     world.until_idle(worker)
@@ -108,7 +107,6 @@ def test_a_reward_beyond_what_is_trained_is_an_error() -> None:
 
 
 def hanging() -> tuple[World, Worker, InlineTasks]:
-    """A worker whose task does not answer about a group."""
     world, tasks = World(), InlineTasks(held={GroupCall})
     worker = world.start(tasks=tasks)
     assert answers(world, worker, logged(world, worker)) == []

@@ -70,7 +70,6 @@ class Stage:
         return self.engines[-1]
 
     def worker(self, **changes: Any) -> Worker:
-        """One more worker that hosts version 0."""
         random = Random(len(self.workers))
         agents = AgentsPort(self.play, thinks=lambda: random.randint(0, self.think))
         name = f"w{len(self.workers)}"
@@ -124,7 +123,6 @@ def check_again(stage: Stage, trajectory: Trajectory) -> None:
 
 
 def check_record(stage: Stage, worker: Worker, trajectory: Trajectory, key: str = KEY) -> None:
-    """The record is what the agent was told, and every token of it is the engines'."""
     meta, ids = trajectory.meta, list(trajectory.token_ids)
     heard = told(worker, key)
     assert len(meta.calls) == len(heard)
@@ -154,7 +152,6 @@ def check_record(stage: Stage, worker: Worker, trajectory: Trajectory, key: str 
 
 
 def _begins(trajectory: Trajectory, context: int, call: int) -> bool:
-    """Whether a call is in the context that starts there."""
     later = [one.start for one in trajectory.meta.contexts if one.start > context]
     return not later or call < min(later)
 
@@ -328,7 +325,6 @@ def test_agent_that_raises_behind_a_limit_ends_by_length_and_is_rewarded(
 
 
 def alone(play: Play) -> Trajectory:
-    """The trajectory of a session that nothing happens to."""
     stage = Stage(play)
     worker = stage.worker(max_tokens=1000)
     stage.place(worker)

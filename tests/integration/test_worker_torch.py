@@ -32,7 +32,6 @@ LONG = 500
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[PolicyStore, str, Path]:
-    """A store with a policy, its weights digest, and the directory of its assets."""
     path = tmp_path_factory.mktemp("model")
     store = PolicyStore(path / "policies")
     manifest, assets = import_model(store, make_qwen2(path / "made", context_tokens=768))
@@ -70,7 +69,6 @@ def _start(world: World, worker: str, **changes: Any) -> Worker:
 
 
 def _alone(world: World) -> Trajectory:
-    """The long request, with nothing beside it."""
     calm = _start(world, "calm")
     world.decide(world.place(calm, 0, purpose="eval"))
     world.until_idle(calm)

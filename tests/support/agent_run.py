@@ -128,7 +128,6 @@ def check_calls_end_where_they_asked(place: Path) -> None:
 
 
 def versions_at_once(place: Path) -> int:
-    """Return the versions that sessions of one worker used at the same time."""
     changes: list[tuple[int, int, int, str]] = []
     for one in trajectories(place):
         (worker,) = {segment.worker for segment in one.segments if segment.kind == "model"}

@@ -152,7 +152,6 @@ def list_of(inner: pa.Array) -> pa.Array:
 
 
 def lying(at: int, pattern: str, value: int) -> bytes:
-    """Return the valid stream with one changed number."""
     changed = bytearray(RAW)
     struct.pack_into(pattern, changed, at, value)
     return bytes(changed)
@@ -319,7 +318,6 @@ def _endless() -> bytes:
 
 
 def _status(name: str) -> int:
-    """Return a field of /proc/self/status in bytes."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.split(f"{name}:")[1].split()[0]) * 1024
 

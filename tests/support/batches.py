@@ -49,7 +49,6 @@ def make_trajectory(
     logprobs: Sequence[float] | None = None,
     reward: float | None = 1.0,
 ) -> Trajectory:
-    """Return a single-turn trajectory; default log-probs are rough guesses."""
     purpose, ordinal, sample = parse_trajectory_id(trajectory)
     start, end = len(prompt), len(prompt) + len(sampled)
     known = [-4.5] * len(sampled) if logprobs is None else logprobs
@@ -104,7 +103,6 @@ def make_batch(
     vocabulary: int = 90,
     valid: float = 1.0,
 ) -> TrainBatch:
-    """Return random trajectories; a share of `1 - valid` has no valid reward."""
     chance = random.Random(seed)
     made = []
     for ordinal in range(groups):
@@ -141,7 +139,6 @@ def with_teacher(batch: TrainBatch, seed: int = 1) -> TrainBatch:
 
 
 def poisoned(batch: TrainBatch, logprob: float = -1e30) -> TrainBatch:
-    """Return the batch with log-probs in group 0 that give infinite ratios."""
     for one in batch.groups[0].trajectories:
         for place, mask in enumerate(one.loss_mask):
             if mask:

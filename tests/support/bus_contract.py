@@ -179,7 +179,6 @@ def what_was_appended_is_there_after_reopening(harness: Harness) -> None:
 
 
 def a_forked_child_is_refused(harness: Harness) -> None:
-    """The child exits with 0 only if all three calls were rejected."""
     bus, topic, at = opened(harness)
     reader, writer = bus.reader({at: 0}), bus.writer()
     if not harness.shared:
@@ -211,7 +210,6 @@ CALLS_MAX = 100
 
 
 def trimmed_on(harness: Harness, bus: Bus) -> TopicPartition:
-    """Return partition 0 of a new topic with two trimmable partitions."""
     name = f"{harness.topic('t')}.metrics"
     bus.create([TopicSpec(name=name, partitions=2)])
     return TopicPartition(name, 0)

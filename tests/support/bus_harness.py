@@ -85,7 +85,6 @@ class SqliteHarness(_Opener):
         return self.keep(SqliteBus(self.path))
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        """The commit reaches the disk, then the disk reports an error."""
         assert isinstance(writer, SqliteWriter)
         file = writer._file
         file.connection = FailingCommit(file.connection)  # type: ignore[assignment]
@@ -131,7 +130,6 @@ class KafkaHarness(_Opener):
         return end
 
     def make_next_append_unknown(self, writer: Writer) -> None:
-        """The broker commits, but its answer is lost."""
         assert isinstance(writer, KafkaWriter)
         append, drop = writer._append, writer._drop
 

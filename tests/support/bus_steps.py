@@ -26,9 +26,7 @@ class Harness(Protocol):
         """Open another bus; the caller or the harness closes it."""
         ...
 
-    def topic(self, name: str) -> str:
-        """Return an unused topic name."""
-        ...
+    def topic(self, name: str) -> str: ...
 
     def make_next_append_unknown(self, writer: Writer) -> None:
         """Make the next append succeed with an unknown outcome."""
@@ -44,7 +42,6 @@ Check = Callable[[Harness], None]
 
 
 def checks_of(module: dict[str, Any]) -> list[Check]:
-    """Return the functions of a module whose only parameter is a harness."""
     functions = [one for one in module.values() if inspect.isfunction(one)]
     return [one for one in functions if [*inspect.signature(one).parameters] == ["harness"]]
 

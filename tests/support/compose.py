@@ -63,12 +63,10 @@ class Service:
         return self.image.startswith(BROKER_IMAGE)
 
     def kafka_settings(self) -> dict[str, str]:
-        """Return server.properties from the image's variables."""
         named = {k: v for k, v in self.environment.items() if k.startswith("KAFKA_")}
         return {k.removeprefix("KAFKA_").lower().replace("_", "."): v for k, v in named.items()}
 
     def plain_settings(self) -> dict[str, str]:
-        """Return the settings that are valid outside the container."""
         given = self.kafka_settings()
         return {k: v for k, v in given.items() if k not in ADDRESSES | IMAGE_ONLY}
 

@@ -31,7 +31,6 @@ Piece = tuple[SegmentKind, int]
 def in_pieces(
     one: Trajectory, pieces: Sequence[Piece], contexts: tuple[Context, ...] = ()
 ) -> Trajectory:
-    """Return the trajectory with other segments; log-probs of unsampled tokens are dropped."""
     tiles: list[Segment] = []
     for kind, size in pieces:
         at = tiles[-1].end if tiles else 0

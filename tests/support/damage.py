@@ -30,7 +30,6 @@ def change_token(log: Tamper) -> str:
 
 
 def change_token_and_record(log: Tamper) -> str:
-    """The record's sha256 matches the changed token."""
     row, fact = log.trained()
     log.put(log.reencode(row, another_token))
     return fact.trajectory
@@ -73,7 +72,6 @@ def remove_last_step(log: Tamper) -> str:
 
 
 def train_fenced(log: Tamper) -> str:
-    """A batch uses a fenced worker's record."""
     used = {
         one.trajectory: one
         for _, fact in log.facts(StepCommitted)

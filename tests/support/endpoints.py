@@ -100,7 +100,6 @@ def stage(
 
 
 def says(assets: Path, words: Mapping[int, str] | str) -> Callable[[CallAsked], AnswerCall]:
-    """Return a model that answers these texts by call number."""
     tokenizer = Tokenizer(assets)
     count = iter(range(10**6))
 

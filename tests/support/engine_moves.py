@@ -288,7 +288,6 @@ def check_weights_change_again_and_again(subject: Subject) -> None:
 
 @check(PARTIAL_ROLLOUT)
 def check_refused_weights_leave_running_requests_alone(subject: Subject) -> None:
-    """A wrong digest keeps the old weights."""
     from dora_pipe.core.errors import PolicyError
 
     engine = subject.open(slots=4)

@@ -113,7 +113,6 @@ def check_kept_prefixes_change_no_bit(
 
 
 def check_samples_compute_their_prompt_once(subject: Subject, *, size: int = 8) -> None:
-    """The group exceeds one prefill step."""
     open_keeping = opens_keeping(subject)
     prompt = list(range(3, 83)) * 2
     group = [
@@ -192,7 +191,6 @@ def check_interrupted_requests_go_on_from_nothing_older(subject: Subject) -> Non
 
 
 def check_cache_of_another_engine_is_kept_for_nobody(subject: Subject) -> None:
-    """Its bits belong to the other engine; later requests could not record that."""
     source, engine = subject.open(slots=1), opens_keeping(subject)(slots=2)
     one = request("r", [5] * 40, max_tokens=30)
     source.add(one)

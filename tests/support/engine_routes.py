@@ -15,7 +15,6 @@ from tests.support.engine_contract import request
 def routed_run(
     engine: Engine, requests: Sequence[EngineRequest]
 ) -> dict[str, tuple[list[int], Routes]]:
-    """Return tokens and routes of each request that asks for them."""
     for one in requests:
         engine.add(one)
     tokens: dict[str, list[int]] = {one.request: [] for one in requests}

@@ -119,7 +119,6 @@ class FakeVllm(ThreadingHTTPServer):
         self._thread.join()
 
     def last_bodies(self, count: int) -> list[dict[str, Any]]:
-        """Return the last streams in their engine's order."""
         order = sorted(self.bodies, key=lambda one: int(one["request_id"].rpartition("-")[2]))
         return order[-count:]
 

@@ -90,7 +90,6 @@ def ranked(call: GroupCall) -> GroupRewarded:
 
 
 def episode_tasks(last: int) -> InlineTasks:
-    """Return episodes that end after `last` turns, each answered by two tool tokens."""
     tasks = InlineTasks(episodes=True)
 
     def step(call: EnvStep) -> EnvObserved:

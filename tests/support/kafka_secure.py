@@ -32,7 +32,6 @@ _PREFIXED = {"prefixed": ACLResourcePatternType.PREFIXED, "literal": ACLResource
 
 
 def password_of(user: str) -> str:
-    """Return a password that no log or error would contain by chance."""
     return f"secret-of-{user}-7f3a"
 
 
@@ -176,7 +175,6 @@ def _acl(right: Mapping[str, str]) -> ACL:
 
 
 def documented_rights(run: str) -> list[dict[str, str]]:
-    """Return the rights of each role from docs/clusters.md, for `allow`."""
     page = (ROOT / "docs" / "clusters.md").read_text().partition("### Rights of each role")[2]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]

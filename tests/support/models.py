@@ -182,7 +182,6 @@ def make_deepseek_v2(
 
 
 def _balanced(model: Any) -> Any:
-    """Return the model with non-zero balancing biases of its experts."""
     for name, choice in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             choice.normal_(std=0.02)
@@ -249,7 +248,6 @@ def _byte_level(specials: list[str], alphabet: bytes, prefix: str = "") -> Any:
 
 
 def _byte_names() -> list[str]:
-    """Return the printable characters of 256 bytes in GPT-2's vocabulary."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     names = {byte: chr(byte) for byte in printable}

@@ -85,7 +85,6 @@ def rows(inputs: Inputs, values: Tensor) -> list[Tensor]:
 
 
 def worth_of(inputs: Inputs, settings: Objective) -> Tensor:
-    """Return the advantage of each token, including the teacher's term."""
     if not settings.teacher_weight:
         return inputs.advantages
     assert inputs.teacher is not None
@@ -94,7 +93,6 @@ def worth_of(inputs: Inputs, settings: Objective) -> Tensor:
 
 
 def weights_of(inputs: Inputs, settings: Objective) -> Tensor:
-    """Return the weights in J = sg(weight) A log pi from the equations, by trajectory."""
     found = []
     log_ratio = (inputs.logprobs - inputs.around).detach()
     for part, worth in zip(

@@ -276,6 +276,5 @@ def refused(
 
 
 def command(verb: str, **args: Any) -> Command:
-    """Return a user's command; two underscores stand for a dot in keys."""
     plain = {key.replace("__", "."): value for key, value in args.items()}
     return Command(at_ns=0, user="tester", verb=verb, args=plain)

@@ -58,7 +58,6 @@ DRAWN_WIDE: Final = """
 
 
 def unusable(page: Page, width: int) -> dict[str, Any]:
-    """Return accessibility problems of the unfolded page; axe runs if available."""
     page.run(UNFOLD)
     page.settle()
     across = page.run("document.documentElement.scrollWidth")
@@ -74,7 +73,6 @@ def unusable(page: Page, width: int) -> dict[str, Any]:
 
 
 def violations(page: Page) -> list[str]:
-    """Return axe's violations: rule and first element."""
     if page.run("typeof axe === 'undefined'"):
         page.run(f"{AXE.read_text()}; true")
     found = page.run(

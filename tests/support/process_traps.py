@@ -90,7 +90,6 @@ def directory_of(order: Order, folder: Path) -> RunDir:
 
 
 def stopped_incarnation(folder: Path) -> int:
-    """Return the incarnation in which the worker was stopped; load may fence others."""
     return int((directory_of(STOPPED, folder).path / "stopped-incarnation").read_text())
 
 

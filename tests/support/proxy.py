@@ -149,7 +149,6 @@ class Proxy:
                 one.close()
 
     def _piece(self, source: socket.socket) -> bytes | None:
-        """Return data, nothing at the end of the stream, None if not ready."""
         try:
             return source.recv(PIECE_BYTES)
         except TimeoutError:

@@ -49,7 +49,6 @@ PAGES = {"metrics": _metrics, "sql": _tables}
 
 
 def page(name: str) -> tuple[str, str]:
-    """Return a page as it is, and with its generated part."""
     text = (ROOT / "docs/reference" / f"{name}.md").read_text()
     return text, f"{text.partition(MARKER)[0]}{MARKER}\n\n" + "\n".join(PAGES[name]())
 

@@ -71,7 +71,6 @@ class SlurmJob:
         return "\n".join(f"{one.name}:\n{one.read_text()}" for one in logs if one.exists())
 
     def processes(self, words: str = "") -> list[int]:
-        """Return processes whose command line or title has these words and the run or folder."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:

@@ -80,7 +80,6 @@ class Tamper:
     # Raw records
 
     def rows(self, topic: str) -> list[Row]:
-        """Return all records of a topic, named without its run: ``rows("control")``."""
         name = f"{self.run.run}.{topic}"
         found = self._db.execute(
             "SELECT partition, offset, key, headers, value FROM log WHERE topic = ? ORDER BY at",
@@ -124,7 +123,6 @@ class Tamper:
         return [(row, record) for row, record in self.control() if isinstance(record, kind)]
 
     def logged(self) -> list[tuple[Row, TrajectoriesLogged, int, TrajectoryLogged]]:
-        """Return each reported trajectory: record, row and index in it."""
         return [
             (row, record, place, fact)
             for row, record in self.facts(TrajectoriesLogged)

@@ -43,7 +43,6 @@ class HashTeacher:
 
 
 def own_logprobs(directory: Path, ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Return log-probs of all tokens but the first, by transformers and softmax."""
     read: Any = AutoModelForCausalLM.from_pretrained
     network = read(directory, dtype=torch.float32)
     with torch.no_grad():

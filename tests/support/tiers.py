@@ -9,5 +9,4 @@ import pytest
 
 
 def more(values: Iterable[Any]) -> list[Any]:
-    """Return parameters that only `make test-full` uses (`pure`)."""
     return [pytest.param(one, marks=[pytest.mark.slow, pytest.mark.pure]) for one in values]

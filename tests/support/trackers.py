@@ -53,7 +53,6 @@ class TensorBoardHarness:
 
 
 def event_rows(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
-    """Return (step, wall time, metrics) of a run's files, by tensorboard's reader."""
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
     from tensorboard.util import tensor_util
 
@@ -191,7 +190,6 @@ class RealWandbHarness:
 
 
 def _ended(path: Path) -> list[Any]:
-    """Return all records of a W&B file, waiting for the last ones."""
     give_up_s = time.monotonic() + FLUSH_LIMIT_S
     while True:
         records = list(_wandb_records(path.read_bytes()))

@@ -233,7 +233,6 @@ class TrainerStage:
         return [one for one in decoded if not isinstance(one, Unknown)]
 
     def commits(self) -> list[StepCommitted]:
-        """Return all commits; their digests are kept for `log_group`."""
         commits = [one for one in self.control() if isinstance(one, StepCommitted)]
         self.digests |= {one.step + 1: one.digest_after for one in commits}
         return commits

@@ -209,7 +209,6 @@ def mute_peer() -> Iterator[str]:
 
 
 def nobody() -> str:
-    """Return an address without a listener."""
     return f"grpc://{HOST}:{free_ports(1)[0]}"
 
 

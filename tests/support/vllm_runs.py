@@ -25,7 +25,6 @@ WAIT_S = 600.0
 
 
 def furnished(folder: Path) -> Path:
-    """Return a user folder with a tied, grouped-query Llama that vLLM's kernels support."""
     need_vllm()
     furnish(folder)
     config = (folder / "config.toml").read_text()

@@ -25,17 +25,13 @@ POLL_S: Final = 0.05
 class Victim(Protocol):
     """Target of an order."""
 
-    def pid(self) -> int | None:
-        """Return its process id while it runs."""
-        ...
+    def pid(self) -> int | None: ...
 
     def strike(self) -> tuple[int, str] | None:
         """Kill it; return (process id, description), or None if it just ended."""
         ...
 
-    def led(self) -> tuple[tuple[str, int], ...]:
-        """Return the partitions it led; empty: all, or a role."""
-        ...
+    def led(self) -> tuple[tuple[str, int], ...]: ...
 
 
 class RoleVictim:

@@ -145,7 +145,6 @@ def count_lost(bus: Bus, topics: Topics, acks: Iterable[Ack]) -> int:
 
 
 def others_lost(bus: Bus, topics: Topics, dead: str) -> list[str]:
-    """Return losses of roles other than `dead`: fenced, restarted, or failed requests."""
     found: list[str] = []
     begun: Counter[str] = Counter()
     for record in records_of(bus, ends_of(bus, topics.control)):

@@ -88,7 +88,6 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point"):
 
     @property
     def phase(self) -> str:
-        """Return a description. Example: ``"right after the append of step-committed, no. 2"``."""
         return f"{_WORDS[self.moment].format(self.what)}, no. {self.nth}"
 
     def matches(self, record: Append, topics: Topics) -> bool:

@@ -113,7 +113,6 @@ def faults(
 
 
 def row(played: RoundResult) -> dict[str, Any]:
-    """Return the table row of a round, then fields for JSON only."""
     verdict = played.verdict
     said: dict[str, Any] = {} if verdict is None else msgspec.structs.asdict(verdict)
     return {
@@ -159,7 +158,6 @@ def sum_up(played: Sequence[RoundResult], folder: Path) -> None:
 
 
 def _recovery(played: Sequence[RoundResult]) -> list[str]:
-    """Return recovery times in total and, with several kinds, per kind."""
     times: dict[str, list[float]] = {}
     for one in played:
         if one.recovered_s is not None:
@@ -176,7 +174,6 @@ def _recovery(played: Sequence[RoundResult]) -> list[str]:
 
 
 def series_of(bus: str, brokers: int, role: str | None, seed: int, *, stay_dead: bool) -> Series:
-    """Return the series of these options. Raises UsageError."""
     if bus not in (SQLITE, KAFKA):
         raise UsageError(f"no bus {bus!r}", hint=f"one of {SQLITE}, {KAFKA}")
     if brokers not in (1, CLUSTER) or (brokers > 1 and bus == SQLITE):

@@ -31,7 +31,6 @@ def _taken_while_awake(patches: Patches) -> None:
 
 
 def _allow(patches: Patches) -> None:
-    """The fold accepts any assignment."""
     patches.put(colocated, "assign_error", lambda state, worker, decision: "")
 
 

@@ -279,8 +279,6 @@ def _fenced_counts(patches: Patches) -> None:
 
 
 def _old_scores_count(patches: Patches) -> None:
-    """A group's scores count from any worker, not only from the last one asked."""
-
     def scored(state: State, offset: int, record: GroupScored) -> str:
         group = state.groups.get(record.group)
         if record.group in state.scoring and group is not None and not record.error:
@@ -302,8 +300,6 @@ def _alone_trained(patches: Patches) -> None:
 
 
 def _part_too_soon(patches: Patches) -> None:
-    """A part leaves no room for due groups."""
-
     def part(finished: Sequence[Finished], *_: object, size: int, **at: int) -> Sequence[Finished]:
         fits = len(finished) >= size and at["taken"] + size < at["per_step"]
         return finished[-size:] if fits else ()
@@ -312,7 +308,6 @@ def _part_too_soon(patches: Patches) -> None:
 
 
 def _part_lost(patches: Patches) -> None:
-    """A batch loses its last part."""
     right = colocated.batch_due
 
     def due(state: State) -> list[str]:
@@ -332,8 +327,6 @@ def _part_twice(patches: Patches) -> None:
 
 
 def _part_outlives(patches: Patches) -> None:
-    """A part survives a failed previous step."""
-
     def ended(state: State, training: Training) -> None:
         state.training = None
         state.attempt = training.attempt + 1
@@ -342,7 +335,6 @@ def _part_outlives(patches: Patches) -> None:
 
 
 def _update_while_written(patches: Patches) -> None:
-    """An update does not wait until the weights that it changes are written."""
     patches.put(TrainerMachine, "_must_wait", lambda self, part: False)
 
 

@@ -135,7 +135,6 @@ def test_two_batches_are_never_in_training() -> None:
 
 
 def _group(*endings: float | str | None, size: int = 4) -> GroupEntry:
-    """Return a group by its endings: a reward, None (invalid), "failed" or "running"."""
     spec = msgspec.structs.replace(spec_of(0), size=size)
     entries = {}
     for sample, ending in enumerate([*endings, *["running"] * (size - len(endings))]):

@@ -82,7 +82,6 @@ def weights_of(version: int) -> tuple[Path, str]:
 def sampled_by(
     version: int, text: str, *, sample: int = 0, noise: float = 0.0, narrower: float = 0.0
 ) -> Trajectory:
-    """Return a trajectory with `noise` and narrower sampling, in nats."""
     ids = [ord(one) for one in text]
     made = make_trajectory(
         trajectory_id(group_id("train", version), sample),

@@ -49,7 +49,6 @@ def append(bus: MemoryBus, topic: str, *values: msgspec.Struct | bytes) -> list[
 
 
 def round_(ordinal: int, control_next: int, *, stops: bool = False) -> Round:
-    """Return a round that folds control up to `control_next`."""
     decisions = (StopRun(reason="all steps"),) if stops else ()
     return Round(
         ordinal=ordinal,

@@ -129,7 +129,6 @@ def test_a_role_that_begins_again_or_is_lost_is_a_mark(stage: CatalogueStage, na
 def test_a_time_in_which_the_run_was_stopped_is_nobodys_wait(
     stage: CatalogueStage, before: str, between: str
 ) -> None:
-    """The roles restart before the batch is taken, or before it is committed."""
     incarnation = stage.worker()
     trained(stage, 0, incarnation)
     spec = stage.group(1, 1)

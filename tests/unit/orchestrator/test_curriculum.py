@@ -32,7 +32,6 @@ def samplers_of(weigh: Weigh) -> Samplers:
 
 @pytest.fixture(autouse=True)
 def one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's solve rate covers its last group only."""
     for module in ("orchestrator.curriculum", "audit.row_ledger"):
         monkeypatch.setattr(f"dora_pipe.{module}.SOLVED_GROUPS", 1)
 

@@ -29,7 +29,6 @@ def by_a_stranger(leaves: Sequence[bytes], rest: bytes) -> str:
 
 
 def written(value: Any) -> str:
-    """Return canonical JSON as in reference/records.md, for ordered keys."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{written(k)}:{written(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):

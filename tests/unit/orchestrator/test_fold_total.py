@@ -36,7 +36,6 @@ def busy() -> Stage:
 
 
 def every_kind(stage: Stage) -> list[AnyControl]:
-    """Return a plausible record of every kind; all are invalid under other incarnations."""
     place = next(iter(stage.placed.values()))
     assert stage.batch is not None
     adopted = WeightsAdopted(

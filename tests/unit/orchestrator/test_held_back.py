@@ -13,7 +13,6 @@ LEASE_S = 5
 
 
 def waits_of(bench: Bench) -> list[Wait]:
-    """Return the waits in the newest status."""
     status = decode_metrics(bench.topic(TOPICS.metrics)[-1].value)
     assert isinstance(status, OrchestratorStatus)
     return [one for one in status.waits if one.name == "held-back"]

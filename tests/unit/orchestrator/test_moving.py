@@ -80,7 +80,6 @@ def test_nothing_moves_when_the_workers_cannot_let_go() -> None:
 
 
 def test_nothing_moves_that_would_soon_be_over() -> None:
-    """All ran for less than a stall, so as little is expected to remain."""
     assert moves_of(two_half_empty(slots=5, age_s=0.1).plan()) == []
 
 

@@ -116,7 +116,6 @@ def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
 def test_snapshot_that_says_another_round_of_the_log_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As from another run with the same name."""
     caplog.set_level(logging.INFO, "dora_pipe.orchestrator")
     world = world_of()
     earlier, later = (snapshot_at(world, tmp_path, rounds) for rounds in (50, 80))

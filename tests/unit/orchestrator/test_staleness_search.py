@@ -47,14 +47,11 @@ Take = Callable[[Sequence[int], Mapping[int, int], int, int], Sequence[int]]
 def take_earliest(
     finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
 ) -> Sequence[int]:
-    """Return the correct rule's choice."""
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
     return [key.ordinal for key in next_batch(keys, deadlines, step=step, per_step=per_step)]
 
 
 def take_in_order(pick: Callable[[Sequence[int], int], Sequence[int]]) -> Take:
-    """Return the same gate with another order."""
-
     def choose(
         finished: Sequence[int], deadlines: Mapping[int, int], step: int, per_step: int
     ) -> Sequence[int]:
@@ -85,7 +82,6 @@ Part = Callable[[Sequence[int], Mapping[int, int], Sizes], Sequence[int]]
 def part_earliest(
     finished: Sequence[int], deadlines: Mapping[int, int], sizes: Sizes
 ) -> Sequence[int]:
-    """Return the correct rule's choice."""
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(finished))
     part = next_part(keys, deadlines, **sizes._asdict())
     return [key.ordinal for key in part]
@@ -187,7 +183,6 @@ def _taken(course: Course, places: Sequence[int]) -> _Step:
 
 
 def _batch(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Sequence[int]:
-    """Return indexes of what the batch lacks besides its parts, or nothing."""
     if not course.held:
         return rules.take(course.finished, deadlines, 0, rules.per_step)
     keys = sorted(Finished(deadline, place, "") for place, deadline in enumerate(course.finished))
@@ -222,7 +217,6 @@ def _ended(rules: Rules, course: Course) -> Iterator[_Step]:
 
 
 def _failure(rules: Rules, course: Course, rest: tuple[int, ...], deadline: int) -> Iterator[_Step]:
-    """A group fails or is filtered: it leaves U unless a replacement takes its deadline."""
     stays = (*rest, deadline) if rules.replaces_with_old_stamp else rest
     following = course._replace(unfinished=stays)
     delayed = False
@@ -260,7 +254,6 @@ def _path(came: Mapping[Course, tuple[Course, str] | None], course: Course) -> l
 
 
 def configurations(eta_max: int, per_step_max: int) -> list[Rules]:
-    """Return every max_staleness, B, and in-flight limit from one batch to the full budget."""
     return [
         Rules(eta=eta, per_step=per_step, in_flight=groups / per_step)
         for eta in range(eta_max + 1)
@@ -321,7 +314,6 @@ def test_part_of_the_step_after_a_batch_that_is_refused_breaks_no_bound(rules: R
 
 
 def test_part_that_outlives_the_refusal_of_the_step_before_it_is_found() -> None:
-    """Its groups fill the retried step regardless of due groups."""
     sought = [one for one in SMALL if one.per_step > 1 and 1 <= one.eta <= 2]
     rules = [replace(one, parts=True, refusals=True, keeps_parts=True) for one in sought]
     assert {search(one).outcome for one in rules} > {"sound"}

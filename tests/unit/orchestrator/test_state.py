@@ -33,7 +33,6 @@ NAMES = [one.name for one in fields(State)]
 
 
 def other(value: Any, empty: Any = 3) -> Any:
-    """Return a different value of a similar kind; `empty` is the key for an empty map."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):

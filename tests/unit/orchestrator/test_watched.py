@@ -41,7 +41,6 @@ REWARDS = st.lists(
 
 
 def told(order: Sequence[tuple[int, Sequence[float]]], versions: int) -> Watched:
-    """Return the state after these ends of groups, with all versions begun in order."""
     watched = Watched()
     for version in range(versions):
         watched = begun(watched, version)

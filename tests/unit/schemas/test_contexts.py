@@ -103,7 +103,6 @@ def test_what_stood_before_a_token_is_the_beginning_of_its_context(trajectory: T
 
 
 def _served() -> Trajectory:
-    """Every sampled token belongs to a call; two calls share a prompt."""
     one = branched()
     spans = [(3, 5, 0), (6, 8, 0), (10, 12, 0), (12, 13, 1), (14, 16, 0)]
     calls = tuple(

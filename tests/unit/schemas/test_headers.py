@@ -19,7 +19,6 @@ REQUIRED = [name for name in Headers.__struct_fields__ if name != "traceparent"]
 
 
 def pairs_with(**changes: bytes | None) -> list[tuple[str, bytes]]:
-    """Return the golden headers with changes; None omits one."""
     found: dict[str, bytes | None] = {**dict(header_pairs(HEADERS)), **changes}
     return [(name, value) for name, value in found.items() if value is not None]
 

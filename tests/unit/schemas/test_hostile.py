@@ -81,7 +81,6 @@ def mutations(draw: st.DrawFn, of: bytes) -> bytes:
 
 
 def expect_read_or_refused(decode: Decode, data: bytes) -> bool:
-    """Return True if read; errors other than SchemaError fail the test."""
     try:
         decode(data)
     except SchemaError as error:
@@ -168,7 +167,6 @@ def test_json_above_the_bound_is_refused_before_it_is_parsed() -> None:
 
 
 def bomb(*, says_its_size: bool, raw_bytes: int) -> bytes:
-    """Return a small frame that expands to `raw_bytes` zeros."""
     compressor = zstandard.ZstdCompressor(level=1, write_content_size=says_its_size)
     if says_its_size:
         return compressor.compress(bytes(raw_bytes))

@@ -52,7 +52,6 @@ NAME = "g0000000001-002"
 
 
 def entries(ids: Sequence[int], *, experts: int = 8, start: int = 0) -> Routes:
-    """Return routes from token `start` on, each a function of all earlier tokens."""
     choices = np.full((len(ids) - start, 2, 2), none_of(experts), "u1")
     for at in range(max(1, start), len(ids)):
         seed = crc32(repr(list(ids[:at])).encode())
@@ -183,7 +182,6 @@ def test_a_request_goes_on_with_the_experts_of_its_progress_records() -> None:
 
 
 def wide(tokens: int) -> Routes:
-    """Return routes of 61 layers with 8 of 256 experts, as in DeepSeek-V3."""
     firsts = np.random.default_rng(1).integers(0, 256, (tokens, 61, 1), dtype=np.uint16)
     choices = (firsts + np.arange(8, dtype=np.uint16) * 31) % 256
     choices[0] = none_of(256)

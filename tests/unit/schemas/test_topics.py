@@ -26,7 +26,6 @@ LIKE_TOPICS = st.lists(
 
 
 def metric_name(topic: str) -> str:
-    """Return Kafka's metric name of a topic; topics with equal ones collide."""
     return topic.replace(".", "_")
 
 

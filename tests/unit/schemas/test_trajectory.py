@@ -225,7 +225,6 @@ def rewritten(**columns: Any) -> bytes:
 
 
 def by(*versions: int) -> Trajectory:
-    """Return the mixed trajectory of version 3 with other segment versions."""
     prompt, *stays = MIXED.segments
     made = [
         msgspec.structs.replace(one, version=version)

@@ -79,7 +79,6 @@ def test_null_that_means_unknown_is_written() -> None:
 
 
 def test_every_field_that_holds_a_float_is_walked() -> None:
-    """The walk is handwritten: new float fields must be found."""
     walked = {
         kind.__name__: float_fields(kind)
         for union in (control.AnyControl, metrics.AnyMetrics, rounds.AnyDecision)

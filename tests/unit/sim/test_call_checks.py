@@ -83,8 +83,6 @@ def sound() -> list[Step]:
 
 
 def found(steps: Sequence[Step]) -> str:
-    """Return the first failing check, or an empty string."""
-
     def wrong(check: str, what: str) -> None:
         raise InvariantBroken(f"{check}: {what}")
 

@@ -66,7 +66,6 @@ class Recorder:
 
 
 def sound_run() -> list[Record]:
-    """Return control and decisions of a run without faults, in append order."""
     seen = Recorder([])
     with World(CONFIG, workers=PLANS, observer=seen) as world:
         assert world.run(until_ns=600 * SECOND_NS)
@@ -118,7 +117,6 @@ def rechained(records: Sequence[Record]) -> list[Record]:
 
 
 def finding(records: Iterable[Record]) -> str:
-    """Return what a new `InvariantMonitor` finds, or an empty string."""
     monitor = InvariantMonitor(
         Topics(CONFIG.run.name), heartbeat_ns=SECOND_NS // 5, lease_ns=SECOND_NS
     )

@@ -124,7 +124,7 @@ def prune(
     ] = None,
     blob_hours: Annotated[
         float,
-        typer.Option(min=0.0, help="Values that no record blobs: only those that are older."),
+        typer.Option(min=0.0, help="Minimum age in hours of blobs that no record references."),
     ] = BLOB_HOURS,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,

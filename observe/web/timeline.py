@@ -97,7 +97,7 @@ def _window(view: RunView, low: float, high: float) -> tuple[float, float]:
 
 
 def _pieces(view: RunView, low: float, high: float) -> list[tuple[str, list[float]]]:
-    """Return [from, ready, until, version] of every serving that overlaps the window, by worker."""
+    """Return [from, ready, until, version] of each served version in the window, by worker."""
     found = view.rows(
         f"""with loads as (
                select incarnation, h.worker, version, ready_ns,

@@ -197,7 +197,7 @@ test-adapters: setup ## Environments of other packages as tasks, and their examp
 	  rm -rf $(ADAPTERS); \
 	  $(UV) pip install -q -p $(BIN)/python --no-deps --require-hashes --target $(ADAPTERS) -r requirements/adapters.txt; \
 	  echo "$(ADAPTERS_WANTED)" > $(ADAPTERS)/.stamp; fi
-	@PYTHONPATH=$(CURDIR)/$(ADAPTERS) $(BIN)/pytest -q -W default tests/unit/adapters tests/unit/tasks/test_tasks_page.py \
+	@PYTHONPATH=$(CURDIR)/$(ADAPTERS) $(BIN)/pytest -q -W default tests/unit/adapters tests/integration/test_pages.py \
 	  tests/slow/test_examples_of_others.py $(ARGS)
 
 # The library of eight-bit moments, beside .venv.

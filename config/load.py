@@ -362,7 +362,7 @@ def _check_objective(given: Any) -> None:
 def _hint(key: str, prefix: str, fields: Mapping[str, Any]) -> str:
     if elsewhere_called := ELSEWHERE.get(key):
         return f"it is `{elsewhere_called}` here"
-    elsewhere = [name for name in _ALL_KEYS if name.rpartition(".")[2] == key]
+    elsewhere = [name for name in ALL_KEYS if name.rpartition(".")[2] == key]
     if elsewhere:
         return f"did you mean `{elsewhere[0]}`?"
     near = difflib.get_close_matches(key, fields, n=1)
@@ -382,7 +382,7 @@ def _all_keys(section: type[Section], prefix: str) -> Iterator[str]:
             yield from _all_keys(field.type, f"{prefix}{field.name}.")
 
 
-_ALL_KEYS: Final = tuple(_all_keys(Config, ""))
+ALL_KEYS: Final = tuple(_all_keys(Config, ""))
 
 
 def _refusal(message: str) -> ConfigError:

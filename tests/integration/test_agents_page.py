@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Task
 from dora_pipe.producers.tasks.calls import AgentCall, AgentEnded
 from dora_pipe.producers.tasks.pool import TaskPool
@@ -21,16 +20,8 @@ from tests.support.tidy import ROOT
 
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-CONFIG = re.findall(r"```toml\n(# config.toml\n.*?)```", PAGE, re.DOTALL)[0]
 ROW = {"prompt": "say hi", "answer": "hi", "ids": [5, 6, 7]}
 JUDGE = "def score(row, text): return float(text == row['answer'])\n"
-
-
-def test_its_configuration_is_a_whole_one(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(CONFIG)
-    task = load_config(tmp_path / "config.toml", ()).task
-    assert (task.kind, task.agent) == ("dataset", "agent:run")
-    assert task.data == str(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize(

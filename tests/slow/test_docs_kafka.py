@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infra.kafka.broker import write_tools
-from tests.support import docs_commands
+from tests.support import pages
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.user_run import call, furnish
 
@@ -40,12 +40,12 @@ def test_the_docs_read_a_run_without_this_program_as_they_say(
 ) -> None:
     if shutil.which("jq") is None:
         pytest.skip("the lines of docs/clusters.md need jq, not found on this machine")
-    lines = docs_commands.commands("docs/clusters.md", "jq -r .kind")
+    lines = pages.console("jq -r .kind")
     replaced = {"127.0.0.1:9092": kafka_broker.bootstrap, "demo.": f"{RUN}."}
     replaced["python -c"] = f"{sys.executable} -c"
     path = os.environ["PATH"]
     kinds, heads, nothing, table = (
-        docs_commands.run(line, tmp_path, replaced, path) for line in lines
+        pages.run(typed.line, tmp_path, replaced, path) for typed in lines
     )
     assert f"{STEPS} step-committed" in kinds
     assert [line.split()[1] for line in heads.splitlines()] == ["0", "1", "2"]
@@ -60,5 +60,5 @@ def test_the_docs_ask_the_broker_for_its_replicas_as_they_say(
     write_tools(scripts)
     path = f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     replaced = {"broker-1:9092": kafka_broker.bootstrap}
-    for line in docs_commands.commands("docs/clusters.md", "kafka-topics.sh"):
-        assert "error" not in docs_commands.run(line, tmp_path, replaced, path).lower()
+    for typed in pages.console("kafka-topics.sh"):
+        assert "error" not in pages.run(typed.line, tmp_path, replaced, path).lower()

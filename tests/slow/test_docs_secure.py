@@ -19,8 +19,8 @@ from kafka.admin import ACLResourcePatternType as Pattern
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.security import KafkaSecurity
 from infra.kafka.broker import write_tools
-from tests.support import docs_commands
-from tests.support.kafka_broker import ROOT, KafkaBroker
+from tests.support import pages
+from tests.support.kafka_broker import KafkaBroker
 from tests.support.kafka_secure import (
     Certificates,
     documented_rights,
@@ -35,10 +35,9 @@ ADDRESS = "kafka-1.example:9094"
 @pytest.fixture
 def desk(tmp_path: Path, certificates: Certificates) -> Path:
     """A folder with the files that the page names, as the page shows them."""
-    page = (ROOT / "docs" / "clusters.md").read_text()
-    properties = page.split("```properties\n")[1].split("```")[0]
+    properties = pages.block("properties", "truststore")
     (tmp_path / "admin.properties").write_text(properties.replace("...", password_of("admin")))
-    shown = docs_commands.commands("docs/clusters.md", "auditor.conf")[0].partition("\n")[2]
+    shown = "\n".join(pages.console("auditor.conf")[0].shown)
     (tmp_path / "auditor.conf").write_text(shown.replace("...", password_of("auditor")))
     (tmp_path / "kafka-ca.pem").write_text(Path(certificates.path("ca.pem")).read_text())
     return tmp_path
@@ -68,9 +67,14 @@ def test_the_acl_example_grants_a_worker_what_the_table_says(
     desk: Path, secure_kafka: KafkaBroker
 ) -> None:
     write_tools(desk / "bin")
-    lines = docs_commands.commands("docs/clusters.md", "kafka-acls.sh")
+    lines = pages.console("kafka-acls.sh")
     path = f"{desk / 'bin'}:{os.environ['PATH']}"
-    docs_commands.run("\n".join(lines), desk, {ADDRESS: secure_kafka.address("SECURE")}, path)
+    pages.run(
+        "\n".join(typed.line for typed in lines),
+        desk,
+        {ADDRESS: secure_kafka.address("SECURE")},
+        path,
+    )
     wanted = {
         (right["operation"], right["name"], right["pattern"])
         for right in documented_rights("demo")
@@ -81,9 +85,9 @@ def test_the_acl_example_grants_a_worker_what_the_table_says(
 
 def test_a_user_that_was_made_as_the_docs_say_enters(desk: Path, secure_kafka: KafkaBroker) -> None:
     write_tools(desk / "bin")
-    (line,) = docs_commands.commands("docs/clusters.md", "--entity-type users")
+    (typed,) = pages.console("--entity-type users")
     replaced = {ADDRESS: secure_kafka.address("SECURE"), "...": "new-one", "worker": "newcomer"}
-    docs_commands.run(line, desk, replaced, f"{desk / 'bin'}:{os.environ['PATH']}")
+    pages.run(typed.line, desk, replaced, f"{desk / 'bin'}:{os.environ['PATH']}")
     (desk / "password").write_text("new-one")
     security = KafkaSecurity(
         protocol="SASL_SSL",

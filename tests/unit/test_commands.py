@@ -1,17 +1,22 @@
-"""Tests of the command line: size, help examples, quoted commands."""
+"""Tests of the command line: size, help examples, commands and keys that files name."""
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
 from typer.main import get_command
 
 from dora_pipe.cli.app import COMMANDS, app
+from dora_pipe.config.load import ALL_KEYS
+from dora_pipe.config.model import Config
+from dora_pipe.schemas.topics import Topics
 from tests.support.cli_reference import page
 from tests.support.cli_words import parsed
 from tests.support.command_line import Call
@@ -22,10 +27,19 @@ PAGES = ("*.md", "*.py", "*.toml", "*.yml", "*.yaml", "*.sh", "Makefile", "Docke
 HISTORY = ("CHANGELOG.md", "bench/results/", "tests/fuzz/corpus/")
 """Files that quote commands of earlier commits."""
 
+SECTIONS = [name for name in Config.__struct_fields__ if not name.startswith("more_")]
+
 NOT_COMMANDS = frozenset({"batch", "kv", "transfers"})
 """Words after the name in binary prefixes."""
 
-_TYPED = re.compile(r"(?:[`\"'(]|\$ )dora-pipe (?P<words>[^`\"'\n|;&>]+)")
+NOT_KEYS = frozenset(
+    {"model.safetensors", "model.scores", "run.at_ns", "run.learner", "run.log", "run.orchestrator"}
+    | {"run.trainer", "task.description", "task.seconds", "trainer.reference"}
+)
+"""Files, attributes and topics with the name of a section in front."""
+
+_TYPED = re.compile(r"(?:^|[`\"'(]|\$ )dora-pipe (?P<words>[^`\"'\n|;&>]+)")
+_KEY = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_][a-z_0-9]*)+(?![\w(./-])")
 _OPTION = re.compile(r"--?[a-z][a-z-]*$")
 
 
@@ -56,16 +70,30 @@ def test_help_has_an_example_that_parses(words: tuple[str, ...], call: Call) -> 
         assert parsed(typed)[0] == words[-1]
 
 
-def _quoted() -> Iterator[tuple[str, str]]:
-    """Yield (file, words after `dora-pipe`) of each command in pages, hints and manifests."""
+@cache
+def _texts() -> list[tuple[str, str]]:
+    """Return (file, text) of pages and manifests, and of each string of a module."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *PAGES], cwd=ROOT, capture_output=True, text=True, check=True
     )
+    found = []
     for name in listed.stdout.split():
-        if name.startswith((*HISTORY, "sim/")) or not (ROOT / name).is_file():
-            continue
-        for match in _TYPED.finditer((ROOT / name).read_text()):
-            yield name, match["words"].partition(" #")[0]
+        if not name.startswith((*HISTORY, "sim/", "tests/")) and (ROOT / name).is_file():
+            text = (ROOT / name).read_text()
+            found += [
+                (name, one) for one in (_strings(text) if name.endswith(".py") else [f" {text}"])
+            ]
+    return found
+
+
+def _strings(source: str) -> Iterator[str]:
+    """Yield the string literals of a module, joined, with `{}` for each value."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            parts = (one.value if isinstance(one, ast.Constant) else "{}" for one in node.values)
+            yield "".join(map(str, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 def _unknown(typed: str) -> str:
@@ -92,10 +120,46 @@ def test_the_page_is_what_the_code_writes() -> None:
 
 
 def test_every_command_and_option_that_is_named_exists() -> None:
-    quoted = [*_quoted()]
+    quoted = [
+        (name, match["words"].partition(" #")[0])
+        for name, text in _texts()
+        for match in _TYPED.finditer(text)
+    ]
     assert len(quoted) > 100
-    wrong = [(name, typed) for name, typed in quoted if _unknown(typed)]
-    assert wrong == []
+    assert [(name, typed) for name, typed in quoted if _unknown(typed)] == []
+
+
+def test_every_configuration_key_that_is_named_exists() -> None:
+    named = {(name, key) for name, text in _texts() for key in _keys(name, text)}
+    assert len(named) > 300
+    assert sorted((name, key) for name, key in named if not _is_key(key)) == []
+
+
+def _keys(name: str, text: str) -> Iterator[str]:
+    """Yield the dotted names of a string, or of what a page has in backticks."""
+    quoted = re.findall(r"`([^`\n]+)`", text) if name.endswith(".md") else [text]
+    if name.endswith((".py", ".md")) and name != "docs/migration.md":
+        yield from (key for one in quoted for key in _KEY.findall(one))
+
+
+def _is_key(name: str) -> bool:
+    free = (
+        "task.options.",
+        "objective.options.",
+        "workers.vllm.args.",
+        "task.columns.",
+        "model.embed_tokens.",
+        "model.norm.",
+        "model.safetensors.",
+    )
+    topics = {topic for topic in Topics("run").all()}
+    other = name in NOT_KEYS | topics or name.endswith((".toml", ".yaml", ".js"))
+    return (
+        name in ALL_KEYS
+        or other
+        or name.startswith(free)
+        or (ROOT / f"{name.replace('.', '/')}.py").is_file()
+    )
 
 
 def test_version_names_the_versions_and_does_not_import_torch(call: Call) -> None:

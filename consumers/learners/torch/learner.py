@@ -77,7 +77,7 @@ class TorchOptions:
     """Compute dtype of passes; updates use float32."""
     lora: LoraOptions | None = None
     temperature: float = 1.0
-    """Divisor of logits (`sampling.logprob_temperature`)."""
+    """Divisor of logits (`Sampling.logprob_temperature`)."""
     memory: MemoryOptions = AT_ONCE
     router_aux_loss: float = 0.0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import typing
 from pathlib import Path
@@ -20,13 +19,6 @@ from tests.golden import make
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "reference" / "records.md"
 GOLDEN = sorted(path for path in make.FOLDER.glob("*/*.json") if path.stem[:5] != "round")
-
-
-def test_every_example_on_the_page_runs_as_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    done = doctest.testfile(str(PAGE), module_relative=False)
-    assert done.attempted > 40
-    assert done.failed == 0
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

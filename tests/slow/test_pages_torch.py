@@ -1,0 +1,57 @@
+"""Commands of the pages that repeat, score or continue a run, on a run of a tiny torch model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import pages
+from tests.support.cli_words import parsed
+from tests.support.user_run import call, call_here, furnish
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.slow
+
+COMPUTE = frozenset(["replay", "rescore", "mismatch", "retrain", "bisect", "fork", "policy"])
+STEPS = 5
+TRAJECTORY = "g0000000000-000"
+
+
+def commands() -> Iterator[tuple[str, ...]]:
+    """Yield the commands of the pages with the name and steps of the recorded run."""
+    for typed in pages.every_typed():
+        for program, *words in typed.commands():
+            if Path(program).name != "dora-pipe" or not COMPUTE & {*words[:2]}:
+                continue
+            run = parsed(words)[1]["run"]
+            renamed = ["recorded" if word == run else word for word in words]
+            force = ["--force"] if "policy" in words else []
+            yield (*within(renamed), *force)
+
+
+def within(words: list[str]) -> list[str]:
+    group, _, _ = TRAJECTORY.partition("-")
+    return pages.within(words, group=group, trajectory=TRAJECTORY, last=STEPS - 1)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = furnish(tmp_path_factory.mktemp("pages"))
+    (place / "new.py").write_text((place / "judge.py").read_text())
+    short = (
+        "run.name=recorded",
+        f"run.steps={STEPS}",
+        "evaluation.every=1",
+        "evaluation.best=true",
+    )
+    overrides = [word for one in short for word in ("-o", one)]
+    assert call(place, "run", "config.toml", *overrides) == 0, (place / "said").read_text()
+    return place
+
+
+@pytest.mark.parametrize("words", sorted({*commands()}), ids=" ".join)
+def test_command_of_a_page_runs(words: tuple[str, ...], place: Path) -> None:
+    assert call_here(place, *words) == 0, (place / "said").read_text()

@@ -1,1 +1,1 @@
-"""One configuration tree, decoded strictly from one TOML file, resolved once."""
+"""Configuration of a run, decoded strictly from a TOML file."""

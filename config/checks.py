@@ -209,7 +209,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
         "evaluation.sampling": tuple(map(config.task_of, config.evaluations))
     }
     for key, sampling in _samplings(config):
-        # An agent's limit is over all its conversations, each of which has its own context.
+        # An agent's limit spans its conversations, and each of them has one context.
         whole = not all(task.has_agent for task in tasks[key])
         if whole and sampling.max_tokens >= context:
             yield (

@@ -70,7 +70,7 @@ _KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of the reference. Example: ``Key(section="rollout", name="group_size", type="integer,
+    """Key of the reference. Example: ``Key(section="rollout", name="group_size", type="integer,
     1 to 1000", default="8", kind="frozen", doc="Trajectories per group.", basic=True)``."""
 
     section: str

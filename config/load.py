@@ -307,7 +307,7 @@ def _resolved(path: Any, folder: Path, *, links: bool = True) -> Any:
     try:
         whole = folder / Path(path).expanduser()
         return str(whole.resolve() if links else whole.parent.resolve() / whole.name)
-    except (OSError, RuntimeError, ValueError) as error:  # a NUL, somebody without a home
+    except (OSError, RuntimeError, ValueError) as error:  # a NUL, a user without a home
         raise ConfigError(f"{path!r} is no path: {error}") from error
 
 

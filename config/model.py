@@ -50,7 +50,7 @@ class Model(Section, frozen=True, kw_only=True):
 
 
 class RewardUse(Section, frozen=True, kw_only=True):
-    """One term of a weighted sum of rewards."""
+    """Term of a weighted sum of rewards."""
 
     use: str
     """`math`, `exact`, `none`, `regex`, `json-schema`, `code`, `judge`, or `module:function`."""
@@ -140,8 +140,8 @@ class Task(Section, frozen=True, kw_only=True):
     reward_timeout_s: PositiveFloat = 10.0
     """Time limit of a reward; beyond it the trajectory is invalid."""
     environment_timeout_s: PositiveFloat = 10.0
-    """Time limit of a prompt, an environment step or a tool call. The model is told about a tool's
-    timeout."""
+    """Time limit of a prompt, an environment step or a tool call. The model receives a tool's
+    timeout as the result of the call."""
     episode_timeout_s: NonNegativeFloat = 0.0
     """Time limit of an episode, including sampling. An environment ends at its next step and an
     agent immediately; the trajectory is invalid (`EpisodeTimeout`). 0: no limit, one hour for an
@@ -261,7 +261,7 @@ class Rollout(Section, frozen=True, kw_only=True):
     `min_valid_trajectories`. Default: no limit."""
     max_failed_share: Share | None = 0.9
     """Stop the run if more than this share of the last 4 * prompts_per_step groups (at least 32)
-    failed, or all of the first 2 * prompts_per_step (8); 1 never stops."""
+    failed. It also stops if all of the first 2 * prompts_per_step (at least 8) failed. 1: never."""
 
 
 class Staleness(Section, frozen=True, kw_only=True):
@@ -270,9 +270,9 @@ class Staleness(Section, frozen=True, kw_only=True):
     max_staleness: NonNegative = 2
     """A group of version w is trained at a step <= w + max_staleness."""
     async_batches: PositiveFloat | Literal["auto"] | None = None
-    """Dispatched and untrained groups, in batches. Default min(2, max_staleness + 1); "auto" starts
-    there and follows the groups that are ready when the trainer becomes free, up to max_staleness +
-    1."""
+    """Limit of dispatched and untrained groups, in batches. Default min(2, max_staleness + 1);
+    "auto" starts there and adapts to the groups that are ready when the trainer becomes free, up to
+    max_staleness + 1."""
     partial_rollout: bool = False
     """Partial rollout: running requests continue under each new version after a prefill, so that a
     trajectory may mix versions (C1 is off). The bound refers to the version at dispatch. See
@@ -306,7 +306,7 @@ class Evaluation(Section, frozen=True, kw_only=True):
 
 
 class Bus(Section, frozen=True, kw_only=True):
-    """The log."""
+    """Address, limits and credentials of the log."""
 
     url: str = ""
     """`sqlite:PATH` or `kafka://host:port,...`; empty: log.sqlite in the run directory."""
@@ -369,12 +369,12 @@ class Timing(Section, frozen=True, kw_only=True):
 
     @property
     def plan_period_s(self) -> float:
-        """The orchestrator plans anew at least this often."""
+        """Maximum interval between two rounds of the orchestrator."""
         return 3.0 * self.lease_s
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Those that an adapter may stand beside: of attention and of the gated block."""
+"""Linear layers that may have an adapter."""
 
 
 LEARNING_RATE_MAX = 1e3
@@ -382,7 +382,7 @@ LEARNING_RATE_MAX = 1e3
 
 
 class Objective(Section, frozen=True, kw_only=True):
-    """The loss. Each kind has its own keys and defaults; an unused key is an error
+    """The loss. Keys and defaults depend on the kind; an unused key is an error
     (docs/training.md)."""
 
     kind: str = "grpo"
@@ -501,11 +501,11 @@ class Config(Section, frozen=True, kw_only=True):
         return (self.evaluation, *(self.more_evaluations or ()))
 
     def task_of(self, evaluation: Evaluation) -> Task:
-        """Whose prompts and rewards an evaluation has; the first where it names none."""
+        """Return the task that provides prompts and rewards of an evaluation."""
         return next((one for one in self.tasks if one.name == evaluation.task), self.task)
 
     def eval_sampling(self, evaluation: Evaluation | None = None) -> Sampling:
-        """How an evaluation, by default the first, is sampled; no routes are recorded of it."""
+        """Return the sampling of an evaluation (default: the first), without routed experts."""
         own = msgspec.structs.asdict((evaluation or self.evaluation).sampling)
         return msgspec.structs.replace(self.sampling, return_routed_experts=False, **own)
 

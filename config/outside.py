@@ -37,7 +37,7 @@ class Telemetry(Section, frozen=True, kw_only=True):
 
 
 class Teacher(Section, frozen=True, kw_only=True):
-    """A model whose log-probs of the sampled tokens are trained on (docs/training.md)."""
+    """Teacher model: training moves the policy toward its log-probs (docs/training.md)."""
 
     path: str = ""
     """Hugging Face causal LM directory with the policy's tokenizer. The trainer computes the

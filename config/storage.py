@@ -44,7 +44,7 @@ class Policies(Section, frozen=True, kw_only=True):
 
 
 class Store(Section, frozen=True, kw_only=True):
-    """Policies and checkpoints."""
+    """Storage of policy versions and checkpoints."""
 
     path: str = ""
     """Directory; empty: `policies` in the run directory."""

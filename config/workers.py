@@ -21,7 +21,7 @@ class Vllm(Section, frozen=True, kw_only=True):
     enforce_eager: bool = True
     """Disable compiled graphs and CUDA graphs: a faster start, slower generation on a GPU."""
     kv_cache_gb: NonNegativeFloat = 0.0
-    """GiB of KV cache per worker; 0: enough for full contexts in all slots."""
+    """GiB of KV cache per worker; 0: enough for max_num_seqs full sequences."""
     tensor_parallel_size: Positive = 1
     """GPUs of one worker that share every layer; must divide the model's attention heads."""
     pipeline_parallel_size: Positive = 1
@@ -54,11 +54,11 @@ class Workers(Section, frozen=True, kw_only=True):
     max_num_seqs: Positive = 64
     """Requests that one worker generates concurrently."""
     max_model_len: Positive = 1024
-    """Longest sequence of a slot."""
+    """Tokens of the longest sequence, prompt and response."""
     prefix_cache_ratio: NonNegativeFloat = 1.0
     """Prefix cache of the torch engine for prompts and for sequences between calls, as a multiple
-    of all slots' tokens; 0 disables it. Least recently used entries are evicted. vLLM has its
-    own."""
+    of max_num_seqs * max_model_len tokens; 0 disables it. The cache evicts the least recently used
+    entries. vLLM has its own cache."""
     checkpoint_tokens: Positive = 128
     """Sampled tokens between progress records."""
     threads: Positive = 1

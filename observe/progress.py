@@ -80,7 +80,9 @@ class RunProgress(RunStats):
                 break
         unreadable = self._follower.unreadable.total()
         if unreadable > self._unreadable:
-            self._lines.append(f"{unreadable - self._unreadable} records cannot be read: see audit")
+            self._lines.append(
+                f"{unreadable - self._unreadable} unreadable records: use `dora-pipe audit`"
+            )
             self._unreadable = unreadable
         lines: list[str] = []
         if not self._past:
@@ -123,7 +125,7 @@ class RunProgress(RunStats):
                 self._failure(fact.group, fact.error, fact.worker)
             case StepCommitted() if (device := fact.numerics.get("device", "")) != self._device:
                 self._device = device
-                self._say(f"the trainer computes on {device}")
+                self._say(f"trainer device: {device}")
             case WeightsAdopted():
                 self._say(f"step {fact.step}: weights adopted: {fact.reason}")
             case _:
@@ -133,7 +135,7 @@ class RunProgress(RunStats):
         super().round(round_, offset)
         for one in round_.decisions:
             if isinstance(one, EarlyStop):
-                self._say(f"the run ends early: {one.reason}")
+                self._say(f"run ends early: {one.reason}")
         if self._past:
             self._lines.clear()
 

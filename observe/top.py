@@ -101,7 +101,7 @@ def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Screen:
         done=min(1.0, stats.version / planned) if planned else 0.0,
         workers=Panel(title="workers", lines=tuple(_workers(stats, at_ns))),
         numbers=Panel(title="run", lines=tuple(_numbers(stats, at_ns, plain))),
-        waits=Panel(title="who waits for whom", lines=tuple(_waits(stats, at_ns))),
+        waits=Panel(title="waits", lines=tuple(_waits(stats, at_ns))),
         decisions=Panel(title="last decisions", lines=tuple(_recent_decisions(stats))),
         over=stats.over,
     )
@@ -109,7 +109,7 @@ def frame(stats: RunStats, now_ns: int, *, plain: bool = False) -> Screen:
 
 def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
     if stats.started is None:
-        return f"{stats.run}: has not started"
+        return f"{stats.run}: not started"
     parts = [f"{stats.run}: step {stats.version} of {stats.steps_planned or '?'}"]
     if stats.over:
         parts[0] = f"{stats.run}: over after {stats.version} steps"
@@ -118,7 +118,7 @@ def _head(stats: RunStats, at_ns: int, *, stopped: bool) -> str:
         return ", ".join(parts)
     left_s = _left_s(stats, at_ns)
     if stopped:
-        parts.append("nothing was heard since")
+        parts.append("no record since")
     elif left_s is not None:
         parts.append(f"about {duration(left_s)} to go")
     return ", ".join(parts)
@@ -143,7 +143,7 @@ def _workers(stats: RunStats, at_ns: int) -> Iterator[Line]:
     for worker in workers:
         yield _worker(stats, worker, f"{worker.name:<{width}}", at_ns)
     if not states:
-        yield Line("none has joined", "dim")
+        yield Line("no worker has joined", "dim")
 
 
 def _rank(worker: WorkerView) -> tuple[bool, int, str]:
@@ -166,20 +166,20 @@ def _worker(stats: RunStats, worker: WorkerView, name: str, at_ns: int) -> Line:
         return Line(text, _style_of(worker.state))
     silent_s = _silent_s(stats, status, at_ns)
     if silent_s is not None:
-        return Line(f"{name} {version:<3} silent since {duration(silent_s)}", "alarm")
+        return Line(f"{name} {version:<3} silent for {duration(silent_s)}", "alarm")
     away = f" env {status.in_environment}" if status.in_environment else ""
     away += f" scored {status.being_scored}" if status.being_scored else ""
     away += f" agents {status.with_agent}" if status.with_agent else ""
     if status.calls_open:
         away += f" calls {status.calls_open} ({duration(status.call_open_s)})"
     for one in status.failing:
-        away += f" {one.url or one.task} fails ({duration((at_ns - one.since_ns) / 1e9)})"
+        away += f" {one.url or one.task} failing ({duration((at_ns - one.since_ns) / 1e9)})"
     capacity = history.joined.kv_tokens
     kv = status.kv_used_tokens / capacity if capacity else 0.0
     counts = worker.counts
     reused = f" reused {counts.reused_share:.0%}" if counts.reused else ""
-    reused += f" again {counts.started_again}" if counts.started_again else ""
-    reused += f" told again {counts.told_again}" if counts.told_again else ""
+    reused += f" restarted {counts.started_again}" if counts.started_again else ""
+    reused += f" replayed {counts.told_again}" if counts.told_again else ""
     return Line(
         f"{text} {status.active}/{history.joined.slots}+{status.waiting}{away}"
         f" {short(worker.tokens_per_s)} tok/s kv {kv:.0%}{reused}",
@@ -206,7 +206,7 @@ def _numbers(stats: RunStats, at_ns: int, plain: bool) -> Iterator[Line]:
         yield Line(failed, "alarm")
     said = " ".join(f"{value}:{share:.0%}" for value, share in shares.items())
     late = bound is not None and any(value > bound for value in shares)
-    beyond = " beyond the bound" if late else ""
+    beyond = " over the bound" if late else ""
     yield Line(f"staleness (bound {_or(bound)}) {said or '-'}{beyond}", "alarm" if late else "")
     yield from map(Line, _queue(stats))
     yield Line(_tokens(stats))
@@ -220,7 +220,7 @@ def _or(value: object) -> str:
 
 def _step_now(stats: RunStats, at_ns: int) -> str:
     if stats.over:
-        return "no step is under way"
+        return "no step in training"
     batch = stats.account.batch
     if batch is not None:
         since_s = max(0, at_ns - batch.taken_ns) / 1e9
@@ -260,13 +260,13 @@ def _reward(stats: RunStats, plain: bool) -> Iterator[str]:
 
 def _outcomes(stats: RunStats) -> str:
     outcomes = ", ".join(f"{count} {outcome}" for outcome, count in sorted(stats.outcomes.items()))
-    return f"groups: {outcomes or 'none has ended'}; {stats.moves['decided']} moves"
+    return f"groups: {outcomes or 'none ended'}; {stats.moves['decided']} migrations"
 
 
 def _waits(stats: RunStats, at_ns: int) -> Iterator[Line]:
     """Trainer and orchestrator first; excludes working workers."""
     if stats.over:
-        yield Line("the run is over", "dim")
+        yield Line("run finished", "dim")
         return
     for one in roles_of(stats, at_ns):
         yield from (Line(alarm, "alarm") for alarm in one.alarms)

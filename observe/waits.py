@@ -114,25 +114,25 @@ class Piece:
     worker: str = ""
 
     def words(self) -> str:
-        """Return the text after "waited 3 s for"."""
+        """Describe the cause of the wait."""
         return piece_words(self.kind, self.worker, (self.version,))
 
 
 def piece_words(kind: Kind, worker: str, versions: Collection[int]) -> str:
     """Describe pieces of one kind and worker, of any versions."""
     first, last = min(versions), max(versions)
-    of = f"of version {first}" if first == last else f"of versions {first} to {last}"
+    of = f"(version {first})" if first == last else f"(versions {first}-{last})"
     match kind:
         case "admission":
-            return f"groups {of} to be admitted"
+            return f"no group could start: staleness or in-flight limit {of}"
         case "queue":
-            return f"a slot {of}"
+            return f"no free slot {of}"
         case "lost":
-            return f"an attempt {of} that was lost on {worker}"
+            return f"attempt lost on {worker} {of}"
         case "sampling":
-            return f"groups {of} on {worker}"
+            return f"sampling on {worker} {of}"
         case "decision":
-            return "the orchestrator's decision"
+            return "batch decision of the orchestrator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,15 +163,15 @@ class StepWait:
     def text(self) -> str:
         stopped = ""
         if self.stopped_s:
-            stopped = f"; the run was stopped for {self.stopped_s:.2f} s before"
+            stopped = f"; run stopped for {self.stopped_s:.2f} s before"
         if not self.waited_s and not self.early_s:
-            return f"step {self.step}: its batch was there before the trainer was free{stopped}"
+            return f"step {self.step}: the batch was ready before the trainer{stopped}"
         line = f"step {self.step}: the trainer waited {self.waited_s:.2f} s for its batch"
         if self.early_s:
-            line += f", and computed parts of it for {self.early_s:.2f} s"
+            line += f", computed parts of it for {self.early_s:.2f} s"
         if self.last:
-            line += f"; last came {self.last} (version {self.version}) from {self.worker}"
-        pieces = [f"{one.seconds:.2f} s for {one.words()}" for one in self.pieces]
+            line += f"; last trajectory {self.last} (version {self.version}) from {self.worker}"
+        pieces = [f"{one.seconds:.2f} s {one.words()}" for one in self.pieces]
         return line + (f": {', '.join(pieces)}" if pieces else "") + stopped
 
 
@@ -201,7 +201,7 @@ class RoleWaits:
 
     def rows(self) -> Iterator[tuple[str, float, float, str, str]]:
         """Yield (role, seconds, share, cause, advice): the total first, then the longest waits."""
-        silent = f"it was silent for {duration(self.silent_s)}" if self.silent_s else ""
+        silent = f"no status for {duration(self.silent_s)}" if self.silent_s else ""
         whole_s = self.waited_s
         yield self.role, whole_s, self.share(whole_s), silent, SILENT if silent else ""
         named = zip(self.waits[:TOP_MAX], self.names[:TOP_MAX], strict=True)
@@ -211,7 +211,7 @@ class RoleWaits:
             yield "", seconds, share, what, advice
         rest_s = sum(seconds for _, seconds in self.waits[TOP_MAX:])
         if rest_s:
-            more = counted(len(self.waits) - TOP_MAX, "other thing")
+            more = counted(len(self.waits) - TOP_MAX, "other cause")
             yield "", rest_s, self.share(rest_s), more, ""
 
 
@@ -252,24 +252,24 @@ class Summary:
         """Return the time that parts saved; empty without parts."""
         if not self.early_s and not self.overlap_s:
             return ""
-        beside = f"; {duration(self.overlap_s)} more, while a version was published"
+        overlap = f"; {duration(self.overlap_s)} more while a version was published"
         share = ahead_share(self.early_s, self.training_s)
         return (
-            f"parts: {duration(self.early_s)} of training, {share:.0%} of all, was begun before "
-            f"the batch was whole; for {duration(self.saved_s)} the trainer would have waited else"
-            + (beside if self.overlap_s else "")
+            f"parts: {duration(self.early_s)} of training ({share:.0%}) before the batch was "
+            f"complete, which saved {duration(self.saved_s)} of waiting"
+            + (overlap if self.overlap_s else "")
         )
 
     @property
     def head(self) -> str:
-        state = "is over" if self.over else "is not over"
+        state = "finished" if self.over else "open"
         head = f"{self.run} {state}: {counted(self.steps, 'step')} in {duration(self.run_s)}"
         if self.stops:
             times = counted(len(self.stops), "time")
-            head += f", and stopped {times} for {duration(sum(self.stops))}"
+            head += f", stopped {times} for {duration(sum(self.stops))}"
         if not self.untold_s:
             return head
-        return f"{head}; what roles waited for in the first {duration(self.untold_s)} is not kept"
+        return f"{head}; waits of the first {duration(self.untold_s)} are deleted"
 
 
 def summarise(bus: Bus, topics: Topics, catalogue: Catalogue) -> Summary:
@@ -311,14 +311,14 @@ def _fallbacks(catalogue: Catalogue) -> tuple[str, ...]:
     rows = list(catalogue.records(FALLBACKS, (FALLBACKS_MAX,)))
     lines = []
     for row in reversed(rows):
-        form = "as a whole file" if row["taken"].startswith("weights/") else "as deltas"
-        cost = f"{row['bytes']:,} bytes" if row["bytes"] else "nothing was fetched"
+        form = "in full" if row["taken"].startswith("weights/") else "from deltas"
+        cost = f"{row['bytes']:,} bytes" if row["bytes"] else "nothing fetched"
         lines.append(
             f"{row['worker']} took version {row['version']} {form} ({row['taken']}, {cost}): "
             f"{row['reason']}"
         )
     if rows and (more := rows[0]["count"] - len(rows)):
-        lines.append(f"and {more:,} times before: the table `fallbacks` has them")
+        lines.append(f"{more:,} earlier ones: see the SQL table `fallbacks`")
     return tuple(lines)
 
 

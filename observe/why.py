@@ -40,49 +40,49 @@ OF_TASKS: Final = frozenset({"prompt", "environment", "reward", "agent"})
 FED: Final = frozenset({"requests", "version"})
 
 
-SILENT: Final = "see its log; start it again"
+SILENT: Final = "see its log; restart it"
 
 ADVICE: Final[Mapping[str, str]] = {
     # Trainer, by cause of the last trajectory of the batch.
-    "admission": "admit more: staleness.max_staleness, staleness.async_batches, more slots",
-    "queue": "more slots: workers.max_num_seqs, workers.count",
-    "lost": "see that worker's log: it died, or was fenced",
-    "sampling": "generate faster: more workers; or sampling.max_tokens",
-    "decision": "the orchestrator or the log is slow: a core more, the broker's disk",
-    "batch": "see whom it ends at",
+    "admission": "raise staleness.max_staleness or staleness.async_batches, or add slots",
+    "queue": "raise workers.max_num_seqs or workers.count",
+    "lost": "see that worker's log: it died or was fenced",
+    "sampling": "add workers, or lower sampling.max_tokens",
+    "decision": "the orchestrator or the log is slow: add a core, check the broker's disk",
+    "batch": "see the last role of its chain",
     "trajectories": "the log is slow to read: the broker's disk, the network",
     "commit": "the log is slow to acknowledge: the broker's disk, the network",
     "refusal": "the log is slow to acknowledge: the broker's disk, the network",
-    "replay": "passes; shorter after a restart with trainer.checkpoint_every",
-    "decisions": "passes: it reads the log once, at its start",
+    "replay": "temporary; trainer.checkpoint_every shortens it after a restart",
+    "decisions": "temporary: the role reads the log at its start",
     # Orchestrator.
     "trainer": "training is the bottleneck: a faster trainer, or fewer workers",
     "groups": "generation is the bottleneck: more workers or slots",
     "worker": "start a worker: dora-pipe worker; see its log if it does not join",
     "host": "no worker has that version: see the workers' logs",
-    "colocated": "they finish what cannot move: see their logs",
+    "colocated": "colocated workers finish requests that cannot migrate: see their logs",
     "pause": "dora-pipe resume RUN",
-    "halted": "mend what the groups failed with, then run --resume",
+    "halted": "fix the error of the failed groups, then use run --resume",
     "start": "start the other roles",
     # Worker.
-    "requests": "nothing may be admitted: a larger bound, a faster trainer, or fewer workers",
-    "version": "none is assigned: it just joined, or sleeps while a step is computed",
+    "requests": "no group may start: larger bound, faster trainer, or fewer workers",
+    "version": "no version is assigned: it just joined, or sleeps during a step",
     "weights": "the policy store is slow: transfers.kind",
     "prompt": "the task is slow: task.processes",
     "environment": "the task's environment is slow: task.processes, async def",
     "reward": "the reward is slow: task.processes, async def",
-    "agent": "agents think: more requests at once, or see what they wait for themselves",
+    "agent": "agents think: run more requests concurrently, or see their own logs",
     "call": "the log is slow: the broker's disk, the network",
     "progress": "the log is slow: the broker's disk, the network",
     "append": "the log is slow: the broker's disk, the network",
-    "slot": "the engine has no slot free: see its log",
-    "tokens": "the engine gives no tokens: see the worker's log",
-    "codec": "the machine is busy: a core more",
-    "leaving": "passes: it publishes how far its requests are",
-    "kv": "the other worker does not hand over: see its log",
+    "slot": "the engine has no free slot: see its log",
+    "tokens": "the engine returns no tokens: see the worker's log",
+    "codec": "the machine is busy: add a core",
+    "leaving": "temporary: it publishes the progress of its requests",
+    "kv": "the other worker does not send its KV cache: see its log",
     "silent": SILENT,
 }
-"""Advice by wait; `passes` needs none."""
+"""Advice by wait; a temporary one needs none."""
 
 WORDS: Final[Mapping[str, str]] = {
     "trainer": "the trainer",
@@ -94,23 +94,23 @@ WORDS: Final[Mapping[str, str]] = {
     "start": "the start of the run",
     "requests": "requests",
     "version": "a version",
-    "weights": "weights to be loaded",
+    "weights": "loading weights",
     "prompt": "prompts",
     "progress": "progress records",
     "slot": "slots",
-    "tokens": "tokens that did not come",
+    "tokens": "overdue tokens",
     "environment": "environments",
     "reward": "rewards",
     "agent": "agents",
-    "call": "calls to be durable",
+    "call": "durable calls",
     "codec": "the codec",
     "append": "the trajectories topic",
     "leaving": "its last progress records",
     "replay": "the replay of committed steps",
     "decisions": "the decisions before its start",
-    "trajectories": "its batch to be read",
-    "commit": "the acknowledgement of a commit",
-    "refusal": "the acknowledgement of a refusal",
+    "trajectories": "reading its batch",
+    "commit": "acknowledgment of a commit",
+    "refusal": "acknowledgment of a refusal",
 }
 
 
@@ -176,15 +176,17 @@ class _Present:
         """Return the answer of a role; `path` lists the roles that wait for it."""
         worker, status = self._stats.account.named.get(name), self._heard.get(name)
         if self._stats.over:
-            return RoleAnswer(role=name, text="the run is over")
+            return RoleAnswer(role=name, text="run finished")
         if worker is not None and worker.gone is not None:
             ago_s = self._ago_s(worker.gone.at_ns)
-            return RoleAnswer(role=name, text=f"is out: {worker.gone.why}", since_s=ago_s)
+            return RoleAnswer(
+                role=name, text=f"{worker.gone.how}: {worker.gone.why}", since_s=ago_s
+            )
         if status is None and worker is not None:
             ago_s = self._ago_s(worker.joined.at_ns)
-            return RoleAnswer(role=name, text="has joined, and said nothing since", since_s=ago_s)
+            return RoleAnswer(role=name, text="joined, no status yet", since_s=ago_s)
         if status is None:
-            return RoleAnswer(role=name, text="has said nothing yet")
+            return RoleAnswer(role=name, text="no status yet")
         if self._ago_s(status.at_ns) > self._silent_s:
             return self._silent(name, status)
         return self._answer(name, status, (*path, name))
@@ -207,10 +209,10 @@ class _Present:
             chain = next(filter(None, (self._blocked(one, path) for one in blockers)), ())
         words = f"batch of {batch_words(self._stats)}" if wait.name == "batch" else wait.description
         if wait.name == "requests" and (limit := self._admission_limit()):
-            words += f"; no group may be admitted: {limit}"
+            words += f"; no group may start: {limit}"
         return RoleAnswer(
             role=name,
-            text=f"waits for {words}",
+            text=f"waiting for {words}",
             since_s=self._ago_s(wait.since_ns),
             wait=wait.name,
             alarms=alarms,
@@ -226,33 +228,33 @@ class _Present:
     def _silent(self, name: str, status: AnyMetrics) -> RoleAnswer:
         age_s = self._ago_s(status.at_ns)
         if self._stats.halted:
-            return RoleAnswer(role=name, text="was stopped with the run", since_s=age_s)
+            return RoleAnswer(role=name, text="stopped with the run", since_s=age_s)
         last = status.waits_for
-        text = "is silent: dead, stopped or cut off from the log"
+        text = "silent: dead, stopped or disconnected from the log"
         if isinstance(status, WorkerStatus) and age_s <= self._lease_s:
             text += f" (fenced after {self._lease_s:g} s)"
-        text += f"; its last word was: {f'waits for {last}' if last else self._work(name, status)}"
+        text += f"; last status: {f'waiting for {last}' if last else self._work(name, status)}"
         alarms = (silence_line(name, age_s, last),) if age_s > self._lease_s else ()
         return RoleAnswer(role=name, text=text, since_s=age_s, wait="silent", alarms=alarms)
 
     def _work(self, name: str, status: AnyMetrics) -> str:
         if isinstance(status, TrainerStatus):
-            return f"works: {status.phase}, step {status.step}"
+            return f"working: {status.phase}, step {status.step}"
         if not isinstance(status, WorkerStatus):
-            return "works"
+            return "working"
         heard = self._stats.statuses.heard.get(name)
         rate = 0.0 if heard is None else heard.tokens_per_s
         again = status.episodes_restarted
         counts = (
-            (status.waiting, "ahead of its slots"),
-            (status.in_environment, "at environments"),
+            (status.waiting, "waiting for a slot"),
+            (status.in_environment, "in environments"),
             (status.being_scored, "being scored"),
             (status.with_agent, "with their agents"),
         )
         parts = [f"samples {counted(status.active, 'request')} of version {status.version}"]
         parts += [f"{count} {what}" for count, what in counts if count]
         if again:
-            parts.append(f"{counted(again, 'episode')} started again so far")
+            parts.append(f"{counted(again, 'episode')} restarted")
         if status.calls_open:
             longest = duration(self._ago_s(status.call_since_ns))
             parts.append(f"{counted(status.calls_open, 'open call')}, the longest for {longest}")
@@ -260,10 +262,10 @@ class _Present:
 
     def _failing(self, status: AnyMetrics) -> Iterator[str]:
         for one in status.failing if isinstance(status, WorkerStatus) else ():
-            how = "left alone" if one.suspended else "tried with one process"
+            how = "in back-off" if one.suspended else "probed by one process"
             yield (
                 f"task {one.task}: {one.url or 'its processes'} {how}, "
-                f"{counted(one.failures, 'failure')} in a row for "
+                f"{counted(one.failures, 'failure')} in a row in "
                 f"{duration(self._ago_s(one.since_ns))}: {one.reason}"
             )
 
@@ -291,7 +293,7 @@ class _Present:
         due = f"deadline {spec.deadline}" if spec.purpose == "train" else "evaluation"
         what = f"{len(still_open)} of {spec.samples} trajectories open"
         worker = "" if group.scoring is None else group.scoring.worker
-        what = f"scored together by {worker}" if worker else what
+        what = f"group scoring on {worker}" if worker else what
         ago = duration(self._ago_s(group.dispatched_ns))
         line = f"{spec.group} (version {spec.version}, {due}): {what}, dispatched {ago} ago"
         if worker:
@@ -307,7 +309,7 @@ class _Present:
             return (f"{name}: queued for a slot of version {group.spec.version}{again}",)
         line = f"{name}: on {attempt.worker} for {duration(self._ago_s(attempt.scheduled_ns))}"
         line += f", attempt {attempt.attempt}" if attempt.attempt > 1 else ""
-        line += f"; moves to {attempt.migration_target}" if attempt.migration_target else ""
+        line += f"; migrating to {attempt.migration_target}" if attempt.migration_target else ""
         line += self._progress(name, self._heard.get(attempt.worker))
         return (line, *self._blocked(Blocker("worker", attempt.worker), path))
 
@@ -316,13 +318,13 @@ class _Present:
         if not isinstance(status, WorkerStatus):
             return ""
         known = status.progress.get(name)
-        text = f", {known.tokens} tokens at its last progress record" if known else ""
+        text = f", {known.tokens} tokens at the last progress record" if known else ""
         before = status.calls_before or (-1,) * len(status.calls_oldest)
         pairs = zip(status.calls_oldest, before, strict=False)
         own = [(call, ahead) for call, ahead in pairs if call.trajectory == name]
         for call, ahead in own[:CALLS_MAX]:
             lasts = duration(self._ago_s(call.since_ns))
-            text += f"; its call {call.call} waits for {call.waits_for}, {lasts}"
+            text += f"; call {call.call} waiting for {call.waits_for}, {lasts}"
             text += f", {ahead} before it" if ahead >= 0 else ""
         return text
 
@@ -360,19 +362,19 @@ class WhyAnswer:
     @property
     def head(self) -> str:
         if self.step is None:
-            return f"{self.run}: has not started"
+            return f"{self.run}: not started"
         if self.over:
-            return f"{self.run}: is over, {self.steps} steps"
+            return f"{self.run}: finished, {self.steps} steps"
         when = "" if self.run_s is None else f", {duration(self.run_s)} after its start"
         if self.training is not None:
-            return f"{self.run}: step {self.training} of {self.steps} is being trained{when}"
+            return f"{self.run}: step {self.training} of {self.steps} in training{when}"
         return f"{self.run}: step {self.step} of {self.steps} is next{when}"
 
     def lines(self) -> Iterator[str]:
         """Yield the lines above the table of roles, the most important first."""
         yield self.head
         if self.halted:
-            yield f"STOPPED: {self.halted}; mend that, then go on with `run --resume`"
+            yield f"STOPPED: {self.halted}; fix it, then use `run --resume`"
         yield from filter(None, (self.failed, self.no_step))
         yield from self.alarms
         yield from (f"{one.role}: {line}" for one in self.roles for line in one.failing)

@@ -46,7 +46,7 @@ def sealed(call: Call, copy: RecordedRun, tmp_path: Path) -> Path:
     [
         (("show", "sealed.sqlite"), "recorded"),
         (("show", "sealed.sqlite", "g0000000010-001"), "published"),
-        (("why", "sealed.sqlite"), "over"),
+        (("why", "sealed.sqlite"), "finished"),
         (("sql", "sealed.sqlite", "SELECT count(*) AS n FROM steps"), str(STEPS)),
         (("export", "html", "sealed.sqlite", "pages.html"), ""),
     ],

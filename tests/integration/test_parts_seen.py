@@ -70,8 +70,8 @@ def test_summary_says_what_parts_have_saved(cluster: Cluster) -> None:
     share = early_s / (early_s + found.training_s)
     assert found.overlap_s == pytest.approx(overlap_s(cluster))
     told = replace(found, overlap_s=2.0).ahead
-    assert told.endswith("; 2.0 s more, while a version was published")
-    assert f"{share:.0%} of all, was begun before the batch was whole" in found.ahead
+    assert told.endswith("; 2.0 s more while a version was published")
+    assert f"({share:.0%}) before the batch was complete" in found.ahead
     for one in waits:
         assert sum(piece.seconds for piece in one.pieces) == pytest.approx(one.waited_s)
 

@@ -52,8 +52,8 @@ def test_its_configuration_is_the_recorded_one_with_the_address_that_was_used(
     ("words", "says"),
     [
         (("show", ADDRESS, "g0000000010-001"), "published"),
-        (("top", ADDRESS, "--once"), "who waits for whom"),
-        (("why", ADDRESS), "over"),
+        (("top", ADDRESS, "--once"), "waits"),
+        (("why", ADDRESS), "finished"),
         (("log", "topics", ADDRESS), "recorded.trajectories"),
         (("log", "cat", ADDRESS, "control", "--limit", "1"), "run-started"),
     ],

@@ -30,7 +30,7 @@ ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[()][A-Z0-9])")
 COLOUR = re.compile(r"\x1b\[(?:[0-9]+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;[0-9]+)*m")
 OUT = "import sys; sys.argv[0] = 'dora-pipe'; from dora_pipe.cli.main import main; main()"
 SIZES = [(80, 24), (200, 60)]
-TITLES = ("workers", "run", "who waits for whom", "last decisions")
+TITLES = ("workers", "run", "waits", "last decisions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,11 +177,11 @@ def test_run_that_goes_on_has_a_screen_of_its_own_until_ctrl_c(open_run: Recorde
         ["top", open_run.directory, "--every", "0.1"],
         columns=80,
         rows=24,
-        interrupt_at="who waits for whom",
+        interrupt_at="waits",
     )
     assert shown.code == 130
     entered, left = shown.text.index("\x1b[?1049h"), shown.text.index("\x1b[?1049l")
-    assert "nothing was heard since" in shown.text[entered:left]
+    assert "no record since" in shown.text[entered:left]
     assert "Traceback" not in shown.text[left:]
 
 

@@ -39,8 +39,8 @@ def role(answer: WhyAnswer, name: str) -> RoleAnswer:
 def test_run_that_has_not_started_has_an_answer(cluster: Cluster) -> None:
     answer = now(cluster)
     assert (answer.step, answer.over, answer.alarms) == (None, False, ())
-    assert answer.head == "small: has not started"
-    assert role(answer, "trainer").text == "has said nothing yet"
+    assert answer.head == "small: not started"
+    assert role(answer, "trainer").text == "no status yet"
 
 
 def test_chain_leads_from_the_trainer_to_the_worker_that_has_the_missing_request(
@@ -53,14 +53,14 @@ def test_chain_leads_from_the_trainer_to_the_worker_that_has_the_missing_request
         cluster.ticks(4 * SECOND_TICKS)
         answer = now(cluster)
     trainer = role(answer, "trainer")
-    assert trainer.text.startswith(f"waits for batch of step {answer.step}: ")
+    assert trainer.text.startswith(f"waiting for batch of step {answer.step}: ")
     assert trainer.since_s is not None and 2 < trainer.since_s < 4
     orchestrator, group, request, worker = trainer.chain
-    assert orchestrator.startswith("orchestrator: waits for groups g")
+    assert orchestrator.startswith("orchestrator: waiting for groups g")
     name = group.partition(" (version")[0]
     assert name in orchestrator
     assert request.startswith(f"{name}-") and ": on w1 for " in request
-    assert re.match(r"w1: is silent: .* \(4\.[0-9] s\)$", worker)
+    assert re.match(r"w1: silent: .* \(4\.[0-9] s\)$", worker)
     assert answer.trainer_chain() == (trainer.line, *trainer.chain)
 
 
@@ -74,9 +74,11 @@ def test_chain_ends_at_what_a_worker_waits_for(tmp_path: Path) -> None:
         cluster.ticks(SECOND_TICKS // 2)
         answer = now(cluster)
     worker = role(answer, "w0")
-    assert worker.text.startswith("waits for rewards (")
+    assert worker.text.startswith("waiting for rewards (")
     assert ": on w0 for " in worker.end
-    assert any(line.startswith("w0: waits for rewards (") for line in role(answer, "trainer").chain)
+    assert any(
+        line.startswith("w0: waiting for rewards (") for line in role(answer, "trainer").chain
+    )
 
 
 def test_frozen_worker_is_called_silent_and_its_last_word_is_not_believed(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_frozen_worker_is_called_silent_and_its_last_word_is_not_believed(tmp_pa
         answer = now(cluster)
     worker = role(answer, "w0")
     assert worker.since_s is not None and 4.9 < worker.since_s < 6
-    assert "(fenced after 20 s); its last word was: " in worker.text
+    assert "(fenced after 20 s); last status: " in worker.text
     assert answer.alarms == ()
     assert role(answer, "trainer").end == worker.line
 
@@ -100,15 +102,15 @@ def test_fenced_worker_is_out_and_dead_trainer_is_an_alarm(cluster: Cluster) -> 
     cluster.kill("trainer")
     cluster.ticks(3 * SECOND_TICKS)
     answer = now(cluster)
-    assert role(answer, "w1").text == "is out: nothing heard for a lease"
+    assert role(answer, "w1").text == "fenced: nothing heard for a lease"
     trainer = role(answer, "trainer")
     assert trainer.wait == "silent" and set(trainer.alarms) <= set(answer.alarms)
     assert [one[:29] for one in trainer.alarms] == ["ALARM trainer: nothing heard "]
     orchestrator = role(answer, "orchestrator")
-    assert orchestrator.text.startswith("waits for the trainer: step 2")
+    assert orchestrator.text.startswith("waiting for the trainer: step 2")
     assert orchestrator.chain == (trainer.line,)
     idle = role(answer, "w0")
-    assert "waits for requests of version" in idle.text
+    assert "waiting for requests of version" in idle.text
     assert "; no group may be admitted: staleness." in idle.text
     assert idle.chain == (orchestrator.line, trainer.line)
 
@@ -121,7 +123,7 @@ def test_pause_is_named_with_its_user(cluster: Cluster) -> None:
     cluster.until(lambda: state.paused and not state.groups)
     cluster.ticks(SECOND_TICKS)
     answer = now(cluster)
-    assert role(answer, "orchestrator").text.startswith("waits for the end of a pause")
+    assert role(answer, "orchestrator").text.startswith("waiting for the end of a pause")
     assert role(answer, "w0").end == role(answer, "orchestrator").line
 
 
@@ -146,8 +148,8 @@ def test_step_is_explained_at_the_moment_before_its_batch_was_taken(cluster: Clu
     answer = why_step(cluster.bus, cluster.topics, step=0)
     assert (answer.step, answer.training) == (0, None)
     trainer = role(answer, "trainer")
-    assert trainer.text.startswith("waits for batch of step 0")
-    assert trainer.chain[0].startswith("orchestrator: waits for groups g")
+    assert trainer.text.startswith("waiting for batch of step 0")
+    assert trainer.chain[0].startswith("orchestrator: waiting for groups g")
     with pytest.raises(UsageError, match="the batch of step 99 has not been taken"):
         why_step(cluster.bus, cluster.topics, step=99)
 
@@ -156,5 +158,5 @@ def test_run_that_is_over_waits_for_nothing(cluster: Cluster) -> None:
     cluster.run()
     answer = now(cluster)
     assert answer.over and answer.alarms == ()
-    assert answer.head == "small: is over, 8 steps"
-    assert {one.text for one in answer.roles} == {"the run is over"}
+    assert answer.head == "small: finished, 8 steps"
+    assert {one.text for one in answer.roles} == {"run finished"}

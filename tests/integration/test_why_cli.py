@@ -22,7 +22,7 @@ SECOND_TICKS = 1_000_000_000 // TICK_NS
 def test_run_that_is_over_is_summed_up(call: Call, recorded: RecordedRun) -> None:
     code, out, err = call("why", str(recorded.directory))
     assert code == 0, err
-    assert out.startswith(f"recorded is over: {STEPS} steps in ")
+    assert out.startswith(f"recorded finished: {STEPS} steps in ")
     for role in ("trainer", "orchestrator", "w0", "w1", "w2"):
         assert re.search(rf"^{role} +[0-9.]+ m?s? .* [0-9]+%", out, re.MULTILINE), role
     assert "requests" in out and ADVICE["requests"] in out
@@ -45,7 +45,7 @@ def test_step_is_explained_by_the_moment_before_it(call: Call, recorded: Recorde
     assert first.startswith("step 0: the trainer waited ") and "last came g0000000" in first
     assert second.startswith(f"recorded: step 0 of {STEPS} is next, ")
     assert columns.split("  ")[0] == "role" and columns.rstrip().endswith("what to do")
-    assert re.search(r"^trainer +waits for batch of step 0", out, re.MULTILINE)
+    assert re.search(r"^trainer +waiting for batch of step 0", out, re.MULTILINE)
     _, out, _ = call("why", str(recorded.directory), "--step", "0", "--json")
     found = json.loads(out)
     assert found["waits_of_step"]["step"] == 0
@@ -90,13 +90,13 @@ def test_run_that_stands_still_is_told_live_and_a_stopped_one_as_it_was(
         cluster.ticks(5 * SECOND_TICKS)
         code, out, err = call("why", str(directory))
         assert code == 0, err
-        assert re.search(r"^trainer +is silent.* 5\.[0-9] s", out, re.MULTILINE)
-        assert re.search(r"^orchestrator +waits for the trainer: step ", out, re.MULTILINE)
+        assert re.search(r"^trainer +silent.* 5\.[0-9] s", out, re.MULTILINE)
+        assert re.search(r"^orchestrator +waiting for the trainer: step ", out, re.MULTILINE)
         assert SILENT in out
         said_ns = cluster.clock.wall_ns()
     monkeypatch.setattr(time, "time_ns", lambda: said_ns + 7_200 * 10**9)
     code, out, err = call("why", str(directory))
     assert code == 0
     assert err.startswith("no role of live was heard for 7,200 s: it was stopped, or has died")
-    assert re.search(r"^orchestrator +waits for the trainer: step ", out, re.MULTILINE)
-    assert not re.search(r"^orchestrator +is silent", out, re.MULTILINE)
+    assert re.search(r"^orchestrator +waiting for the trainer: step ", out, re.MULTILINE)
+    assert not re.search(r"^orchestrator +silent", out, re.MULTILINE)

@@ -83,7 +83,7 @@ def test_a_delta_that_did_not_arrive_is_named_with_the_whole_file_that_was_taken
     over = re.findall(r"^w[0-9] took .*$", out, re.MULTILINE)
     assert over
     for line in over:
-        (version,) = map(int, re.findall(r"^w0 took version ([0-9]+) as a whole file \(", line))
+        (version,) = map(int, re.findall(r"^w0 took version ([0-9]+) in full \(", line))
         assert version > 0, "there never was a delta of version 0"
         digest = digests_of(cluster)[version]
         size = (cluster.store.root / weights_name(digest)).stat().st_size
@@ -127,5 +127,5 @@ def test_a_whole_file_that_a_restarted_trainer_found_damaged_is_named_in_its_nex
         code, out, err = call("why", str(cluster.directory))
         assert code == 0, err
         (line,) = re.findall(r"^trainer took .*$", out, re.MULTILINE)
-        assert line.startswith(f"trainer took version 3 as deltas ({delta_name(digest)}, ")
+        assert line.startswith(f"trainer took version 3 from deltas ({delta_name(digest)}, ")
         assert line.endswith(f"{whole} is not what its name says")

@@ -92,7 +92,7 @@ def test_wait_for_a_frozen_worker_is_put_down_to_it(cluster: Cluster) -> None:
     lost = {one.kind: one for one in longest.pieces}["lost"]
     assert (lost.worker, lost.version) == ("w1", longest.version)
     assert lost.seconds > 1
-    assert f"s for an attempt of version {lost.version} that was lost on w1" in longest.text()
+    assert f"s attempt lost on w1 (version {lost.version})" in longest.text()
 
 
 def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None:
@@ -105,10 +105,10 @@ def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None
             (seconds for _, seconds in one.waits), reverse=True
         )
     trainer = role(summary.roles, "trainer")
-    assert trainer.waits[0][0].startswith("an attempt of version")
+    assert trainer.waits[0][0].startswith("attempt lost on ")
     assert role(summary.roles, "orchestrator").waits[0][0] in ("groups to finish", "the trainer")
     assert role(summary.roles, "w0").waits[0][0] == "requests"
-    assert summary.head.startswith("small is over: 8 steps in ")
+    assert summary.head.startswith("small finished: 8 steps in ")
     first, longest, *rest = trainer.rows()
     assert (first[0], first[1]) == ("trainer", trainer.waited_s)
     assert longest[3:] == (trainer.waits[0][0], ADVICE["lost"])
@@ -146,9 +146,12 @@ def test_batch_that_was_taken_before_there_was_a_trainer_kept_nobody_waiting() -
 
 
 def test_pieces_of_many_versions_are_one_thing_to_wait_for() -> None:
-    assert piece_words("sampling", "w1", {7}) == "groups of version 7 on w1"
-    assert piece_words("sampling", "w1", {7, 3, 9}) == "groups of versions 3 to 9 on w1"
-    assert piece_words("admission", "", {0, 2}) == "groups of versions 0 to 2 to be admitted"
+    assert piece_words("sampling", "w1", {7}) == "sampling on w1 (version 7)"
+    assert piece_words("sampling", "w1", {7, 3, 9}) == "sampling on w1 (versions 3-9)"
+    assert (
+        piece_words("admission", "", {0, 2})
+        == "no group could start: staleness or in-flight limit (versions 0-2)"
+    )
 
 
 def test_run_without_waits_says_so_without_dividing_by_nothing(tmp_path: Path) -> None:
@@ -160,7 +163,7 @@ def test_run_without_waits_says_so_without_dividing_by_nothing(tmp_path: Path) -
 
 def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
     ready = StepWait(step=4, free_ns=10, taken_ns=10, waited_s=0.0)
-    assert ready.text() == "step 4: its batch was there before the trainer was free"
+    assert ready.text() == "step 4: the batch was ready before the trainer"
     waited = StepWait(
         step=4,
         free_ns=0,
@@ -179,7 +182,7 @@ def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
     assert "waited 0.00 s" in only_parts.text(), "its batch was not there before"
     ahead = StepWait(step=4, free_ns=0, taken_ns=2 * SECOND_NS, waited_s=1.25, early_s=0.75)
     assert ahead.text() == (
-        "step 4: the trainer waited 1.25 s for its batch, and computed parts of it for 0.75 s"
+        "step 4: the trainer waited 1.25 s for its batch, computed parts of it for 0.75 s"
     )
 
 

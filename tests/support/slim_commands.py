@@ -39,7 +39,7 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         ),
         Call(words=("show", "--json"), says=f'"steps": {STEPS}'),
         Call(words=("log", "topics", "recorded"), says="recorded.dead-letters"),
-        Call(words=("top", "recorded", "--once"), says="who waits for whom"),
+        Call(words=("top", "recorded", "--once"), says="waits"),
         Call(words=("config", "runs/recorded/config.toml"), says="max_staleness"),
         Call(words=("doctor",), says="torch"),
     )

@@ -36,7 +36,6 @@ def stages() -> dict[str, Stage]:
 
 
 @cache
-def attributes() -> dict[str, str]:
-    """Return the origin of each attribute by key."""
+def attributes() -> list[str]:
     text = PAGE.read_text().partition("## Attributes")[2]
-    return dict(re.findall(r"^\| `([^`]+)` \| [\w\[\]]+ \| (.+?) \|", text, re.M))
+    return re.findall(r"^\| `([^`]+)` \|", text, re.M)

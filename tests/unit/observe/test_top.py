@@ -29,8 +29,8 @@ def _shown(stage: Stage) -> Screen:
 
 def test_run_that_has_not_started_has_a_frame() -> None:
     shown = frame(RunStats("demo"), SECOND_NS)
-    assert shown.head == "demo: has not started"
-    assert _texts(shown.workers) == ["none has joined"]
+    assert shown.head == "demo: not started"
+    assert _texts(shown.workers) == ["no worker has joined"]
     assert "reward -" in _texts(shown.numbers)
 
 
@@ -98,8 +98,8 @@ def test_wait_is_shown_with_the_worker_that_it_ends_at() -> None:
     stage.trainer(wait)
     line = _shown(stage).waits.lines[0]
     assert line.text == (
-        "trainer: waits for batch of step 0: 0 of 2 groups finished (2.0 s)"
-        " <- w0: has joined, and said nothing since (1.0 s)"
+        "trainer: waiting for batch of step 0: 0 of 2 groups finished (2.0 s)"
+        " <- w0: joined, no status yet (1.0 s)"
     )
     assert line.style == "busy"
 
@@ -143,14 +143,14 @@ def test_staleness_beyond_the_bound_is_said_in_words() -> None:
         stage.decide(TakeBatch(reason="all", step=step, attempt=1, groups=taken, settings={}))
         stage.fact(records.committed(step, taken))
     lines = {line.text: line.style for line in _shown(stage).numbers.lines}
-    assert lines["staleness (bound 1) 2:100% beyond the bound"] == "alarm"
+    assert lines["staleness (bound 1) 2:100% over the bound"] == "alarm"
     assert stage.stats.over_bound == 1
 
 
 def test_log_that_went_silent_is_shown_as_of_its_last_moment() -> None:
     stage = Stage()
     later = frame(stage.stats, stage.now_ns + STOPPED_NS + SECOND_NS)
-    assert later.head == "tiny: step 0 of 4, 0.0 s since its start, nothing was heard since"
+    assert later.head == "tiny: step 0 of 4, 0.0 s since its start, no record since"
 
 
 def test_panel_without_room_says_how_much_it_leaves_out() -> None:

@@ -43,9 +43,9 @@ def test_a_place_that_fails_is_named_and_blocks_what_waits_for_its_task() -> Non
     wait = Wait(name="reward", description="rewards (2)", since_ns=since_ns, blocking=True)
     stage.status("w0", incarnation, failing=(place,), waits=(wait,))
     found = worker_in(stage)
-    line = "task games: tcp://games-1:7000 left alone, 3 failures in a row for 12.0 s: "
+    line = "task games: tcp://games-1:7000 in back-off, 3 failures in a row in 12.0 s: "
     assert found.failing == found.chain == (f"{line}the connection ended",)
-    assert (found.line, found.advice) == ("w0: waits for rewards (2) (12.0 s)", ADVICE["reward"])
+    assert (found.line, found.advice) == ("w0: waiting for rewards (2) (12.0 s)", ADVICE["reward"])
 
 
 def test_a_session_names_the_calls_that_wait() -> None:
@@ -68,4 +68,4 @@ def test_a_session_names_the_calls_that_wait() -> None:
     stage.status("w0", incarnation, waits=(wait,), **said)
     (line,) = worker_in(stage).chain
     assert line.startswith(f"{name}: on w0 for ")
-    assert line.endswith("; its call 4 waits for slots, 2.0 s, 12 before it")
+    assert line.endswith("; call 4 waiting for slots, 2.0 s, 12 before it")

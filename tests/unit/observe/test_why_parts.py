@@ -24,7 +24,7 @@ def test_looks_at_a_run_name_the_part_that_is_waited_for_or_computed(tmp_path: P
         cluster.until(lambda: len(state.parts) == 2)
         found = why_now(cluster.bus, cluster.topics, now_ns=cluster.clock.wall_ns())
         trainer = found.roles[0]
-        assert "taken in 2 parts" in trainer.text or "works: part " in trainer.text
+        assert "taken in 2 parts" in trainer.text or "working: part " in trainer.text
         assert found.alarms == ()
         stats = stats_of(cluster.bus, cluster.topics)
         lines = [line.text for line in frame(stats, cluster.clock.wall_ns()).numbers.lines]

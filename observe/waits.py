@@ -171,8 +171,8 @@ class StepWait:
             line += f", computed parts of it for {self.early_s:.2f} s"
         if self.last:
             line += f"; last trajectory {self.last} (version {self.version}) from {self.worker}"
-        pieces = [f"{one.seconds:.2f} s {one.words()}" for one in self.pieces]
-        return line + (f": {', '.join(pieces)}" if pieces else "") + stopped
+        pieces = [f"{one.words()} {one.seconds:.2f} s" for one in self.pieces]
+        return line + (f": {'; '.join(pieces)}" if pieces else "") + stopped
 
 
 def waits_of(catalogue: Catalogue) -> list[StepWait]:

@@ -111,7 +111,7 @@ def test_fenced_worker_is_out_and_dead_trainer_is_an_alarm(cluster: Cluster) -> 
     assert orchestrator.chain == (trainer.line,)
     idle = role(answer, "w0")
     assert "waiting for requests of version" in idle.text
-    assert "; no group may be admitted: staleness." in idle.text
+    assert "; no group may start: staleness." in idle.text
     assert idle.chain == (orchestrator.line, trainer.line)
 
 

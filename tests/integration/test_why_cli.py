@@ -42,7 +42,7 @@ def test_step_is_explained_by_the_moment_before_it(call: Call, recorded: Recorde
     code, out, err = call("why", str(recorded.directory), "--step", "0")
     assert code == 0, err
     first, second, _, columns, *_ = out.splitlines()
-    assert first.startswith("step 0: the trainer waited ") and "last came g0000000" in first
+    assert first.startswith("step 0: the trainer waited ") and "last trajectory g0000000" in first
     assert second.startswith(f"recorded: step 0 of {STEPS} is next, ")
     assert columns.split("  ")[0] == "role" and columns.rstrip().endswith("what to do")
     assert re.search(r"^trainer +waiting for batch of step 0", out, re.MULTILINE)
@@ -62,7 +62,7 @@ def test_moment_is_seconds_after_the_start_or_a_date(
     at = str(moment["run_s"]) if form == "seconds" else "2001-09-09T01:46:40.100+00:00"
     code, out, err = call("why", str(recorded.directory), "--at", at)
     assert code == 0, err
-    assert out.startswith(f"recorded: step 0 of {STEPS} is ")
+    assert out.startswith(f"recorded: step 0 of {STEPS} ")
 
 
 def test_what_cannot_be_asked_is_one_line(call: Call, recorded: RecordedRun) -> None:

@@ -92,7 +92,7 @@ def test_wait_for_a_frozen_worker_is_put_down_to_it(cluster: Cluster) -> None:
     lost = {one.kind: one for one in longest.pieces}["lost"]
     assert (lost.worker, lost.version) == ("w1", longest.version)
     assert lost.seconds > 1
-    assert f"s attempt lost on w1 (version {lost.version})" in longest.text()
+    assert f"attempt lost on w1 (version {lost.version}) " in longest.text()
 
 
 def test_summary_names_the_longest_waits_of_every_role(cluster: Cluster) -> None:
@@ -158,7 +158,7 @@ def test_run_without_waits_says_so_without_dividing_by_nothing(tmp_path: Path) -
     with Cluster(tmp_path, make_config(), on_disk=False) as cluster:
         summary = summary_of(cluster.bus, cluster.topics)
         assert (summary.steps, summary.over, summary.longest) == (0, False, ())
-        assert summary.head == "small is not over: 0 steps in 0.0 s"
+        assert summary.head == "small open: 0 steps in 0.0 s"
 
 
 def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
@@ -175,8 +175,9 @@ def test_line_of_a_step_whose_batch_was_there_is_short() -> None:
         pieces=(Piece(kind="queue", seconds=0.5, version=2), Piece(kind="decision", seconds=1.5)),
     )
     assert waited.text() == (
-        "step 4: the trainer waited 2.00 s for its batch; last came g0000000017-003 (version 2) "
-        "from w1: 0.50 s for a slot of version 2, 1.50 s for the orchestrator's decision"
+        "step 4: the trainer waited 2.00 s for its batch; last trajectory g0000000017-003 "
+        "(version 2) from w1: no free slot (version 2) 0.50 s; "
+        "batch decision of the orchestrator 1.50 s"
     )
     only_parts = StepWait(step=4, free_ns=0, taken_ns=SECOND_NS, waited_s=0.0, early_s=1.0)
     assert "waited 0.00 s" in only_parts.text(), "its batch was not there before"

@@ -21,7 +21,7 @@ MODULES = (
 
 
 def test_names_of_the_conventions_are_those_of_the_conventions() -> None:
-    there = {value for module in MODULES for value in vars(module).values()}
+    there = {str(value) for module in MODULES for value in vars(module).values()}
     assert {key for key in attributes() if not key.startswith("dora.")} <= there
 
 

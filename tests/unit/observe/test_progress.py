@@ -63,7 +63,7 @@ def test_console_says_why_a_run_ends_early() -> None:
     round_ = Round(ordinal=0, incarnation=0, now_ns=0, control_next=0, decisions=(stop,))
     bus.writer().append([Append(topic=TOPICS.decisions, value=encode(round_))])
     progress = RunProgress(bus, TOPICS)
-    assert progress.lines() == ["the run ends early: nothing was better than version 3"]
+    assert progress.lines() == ["run ends early: nothing was better than version 3"]
     progress.close()
 
 

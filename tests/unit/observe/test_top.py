@@ -60,7 +60,7 @@ PLACE = FailingServer(task="games", url="tcp://g:7", failures=3, since_ns=SINCE_
             {"with_agent": 9, "calls_open": 3, "call_since_ns": SINCE_NS},
             "agents 9 calls 3 (11.0 s) 0 tok/s kv 25%",
         ),
-        ({"failing": (PLACE,)}, "tcp://g:7 fails (11.0 s) 0 tok/s kv 25%"),
+        ({"failing": (PLACE,)}, "tcp://g:7 failing (11.0 s) 0 tok/s kv 25%"),
     ],
 )
 def test_line_of_a_worker_has_what_it_said_beside_its_requests(
@@ -79,7 +79,7 @@ def test_worker_that_is_silent_is_an_alarm_until_the_run_is_over() -> None:
     stage.status("w0", incarnation)
     stage.now_ns += 20 * SECOND_NS
     line = _shown(stage).workers.lines[-1]
-    assert (line.text, line.style) == ("w0 v0  silent since 20.0 s", "alarm")
+    assert (line.text, line.style) == ("w0 v0  silent for 20.0 s", "alarm")
     stage.decide(StopRun(reason="done"))
     assert "silent" not in _shown(stage).workers.lines[-1].text
 

@@ -81,7 +81,7 @@ def test_numbers_tile_the_time_of_a_step(cluster: Cluster) -> None:
     for one in stats.steps:
         assert one.seconds == pytest.approx(one.waited_s + one.early_s + one.training_s, abs=1e-6)
     assert sum(one.early_s for one in stats.steps) == pytest.approx(stats.ahead_ms / 1000, abs=0.01)
-    (counted,) = [one for one in TRAINING if one.name == "trainer_ahead_seconds_total"]
+    (counted,) = [one for one in TRAINING if one.name == "trainer_overlap_seconds_total"]
     assert counted.read(stats) == stats.ahead_ms / 1000
 
 

@@ -115,7 +115,7 @@ def test_every_alert_can_be_evaluated_and_what_it_asks_for_is_there(
 
 def test_no_alert_of_broken_promises_fires_on_a_sound_run(prometheus: Prometheus) -> None:
     firing = {one["labels"]["alertname"] for one in prometheus.ask("alerts")["alerts"]}
-    assert not firing & {"StalenessBeyondTheBound", "RecordsAreUnreadable", "LogIsAway"}
+    assert not firing & {"StalenessOverBound", "UnreadableRecords", "LogUnavailable"}
 
 
 def test_scrape_is_taken_whole(prometheus: Prometheus) -> None:

@@ -31,9 +31,9 @@ REWARD_MIN: Final = 0.85
 BLOB_HOURS: Final = 1.0
 """Same as in `audit.prune`."""
 
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object a line.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 RunsOption = Annotated[
-    Path, typer.Option("--runs", metavar="DIR", envvar=RUNS_VARIABLE, help="Where runs lie.")
+    Path, typer.Option("--runs", metavar="DIR", envvar=RUNS_VARIABLE, help="Directory of runs.")
 ]
 RUN_HELP: Final = "A run's name, the path of its directory, a .sqlite file, or kafka://.../RUN."
 RunArgument = Annotated[str, typer.Argument(help=RUN_HELP)]
@@ -41,7 +41,7 @@ ConfigArgument = Annotated[Path, typer.Argument(help="A TOML file, or the direct
 OverrideOption = Annotated[
     list[str] | None, typer.Option("-o", "--override", help="key=value, e.g. -o run.steps=20")
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Write over what is there.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
 RedactOption = Annotated[
     bool, typer.Option("--redact", help="Hide texts, token ids and messages of tasks.")

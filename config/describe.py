@@ -32,7 +32,7 @@ _TYPES: Mapping[str, str] = {
     "NonNegative": "integer >= 0",
     "Siblings": "integer, 1 to 1000",
     "Threads": "integer, 1 to 4096",
-    "Spare": "integer 0..999",
+    "Spare": "integer, 0 to 999",
     "PositiveFloat": "number > 0",
     "PositiveFloat | Literal['auto']": 'number > 0, or "auto"',
     "NonNegative | Literal['auto']": 'integer >= 0, or "auto"',
@@ -48,13 +48,13 @@ _TYPES: Mapping[str, str] = {
     "RecordBytes": "integer, 65536 to 32505856",
     "float": "number",
     "str": "string",
-    "str | tuple[str, ...]": "string, or list of strings",
-    "bool": "true or false",
-    "bool | Literal['offload']": 'true, false or "offload"',
+    "str | tuple[str, ...]": "string or list",
+    "bool": "boolean",
+    "bool | Literal['offload']": 'boolean or "offload"',
     "tuple[str, ...]": "list of strings",
-    "tuple[NonNegative, ...]": "list of integers >= 0",
+    "tuple[NonNegative, ...]": "list of integers",
     "tuple[Share, Share]": "two numbers, 0 to 1",
-    "str | tuple[RewardUse, ...]": "string, or list of tables",
+    "str | tuple[RewardUse, ...]": "string or list of tables",
     "tuple[McpServer, ...]": "list of tables",
     "dict[str, Any]": "table",
     "dict[str, str]": "table of strings",
@@ -110,19 +110,17 @@ def reference() -> str:
     for name, section, doc in _section_types(Config, ""):
         lines += [f"\n## [{name}]\n", doc, "", "```toml", _example(name), "```"]
         keys = keys_of(section, name)
-        lines += _table([key for key in keys if key.basic])
-        if advanced := [key for key in keys if not key.basic]:
-            lines += ["", "Advanced keys:", *_table(advanced)]
+        lines += ["", *(_item(key) for key in keys if key.basic)]
+        if advanced := [_item(key) for key in keys if not key.basic]:
+            lines += ["", "Advanced keys:", "", *advanced]
     return "\n".join(lines) + "\n"
 
 
-def _table(keys: Sequence[Key]) -> Iterator[str]:
-    yield from ("", "| key | value | default | | meaning |", "| --- | --- | --- | --- | --- |")
-    for key in keys:
-        default = "required" if key.default is None else f"`{key.default}`"
-        kind = "" if key.kind == "free" else key.kind
-        cells = (f"`{key.name}`", key.type, default, kind, key.doc)
-        yield f"| {' | '.join(map(_cell, cells))} |"
+def _item(key: Key) -> str:
+    empty = key.default in ("", '""', "[]", "{}")
+    default = "required" if key.default is None else "" if empty else f"`{key.default}`"
+    kind = "" if key.kind == "free" else key.kind
+    return f"- `{key.name}` ({', '.join(filter(None, (key.type, default, kind)))}): {key.doc}"
 
 
 @functools.cache
@@ -265,7 +263,7 @@ def _literal(written: str) -> str:
 
 
 def _choice(values: Sequence[Any]) -> str:
-    return " or ".join(json.dumps(value) for value in values)
+    return ", ".join(json.dumps(value) for value in values)
 
 
 def _key(name: str) -> str:
@@ -283,10 +281,6 @@ def toml_escape(one: str) -> str:
     return f"\\u{ord(one):04x}" if ord(one) <= 0xFFFF else f"\\U{ord(one):08x}"
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("``", "")
-
-
 _HEAD = """# Configuration
 
 <!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
@@ -300,15 +294,17 @@ $ dora-pipe run examples/arithmetic.toml -o run.steps=20 -o trainer.learning_rat
 ```
 
 `dora-pipe config FILE` prints the basic keys and all keys that differ from their defaults; `--all`
-prints every key. The run stores its resolved configuration. An unknown key is an error that names
-the nearest one. Relative paths in a file start at the folder of the file, those in an override at
-the current directory. No key holds a secret: see
-docs/clusters.md.
+prints every key. Relative paths in a file start at the folder of the file, those in an override at
+the current directory. No key holds a secret: see docs/clusters.md.
 
-The fourth column defines changes. *frozen*: resuming a run with another value is an error.
-*logged*: `dora-pipe set RUN KEY=VALUE` or a resume changes the key from the next step on, and the
-log records the change. Empty: a resume may change the key. The examples of all sections together
-are one valid configuration."""
+Parentheses contain the value, the default if it is not empty, and the kind of the key:
+
+- *frozen*: resuming the run with another value is an error.
+- *logged*: `dora-pipe set RUN KEY=VALUE` or a resume changes the key from the next step on. The log
+  records the change.
+- neither: a resume may change the key.
+
+The examples of all sections together are one valid configuration."""
 
 
 if __name__ == "__main__":

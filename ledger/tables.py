@@ -37,9 +37,9 @@ class RunRow(Row, frozen=True, kw_only=True, gc=False):
     """The run, in one row."""
 
     run: Annotated[str, "Name of the run."]
-    first_ns: Annotated[int, "Earliest time in control and decisions, ns."]
-    started_ns: Annotated[int, "Time of `run started`, ns."]
-    last_ns: Annotated[int, "Latest time in control and decisions, ns."]
+    first_ns: Annotated[int, "Earliest time in control and decisions."]
+    started_ns: Annotated[int, "Time of `run started`."]
+    last_ns: Annotated[int, "Latest time in control and decisions."]
     stopped: Annotated[bool, "Whether a decision stopped the run."]
     rounds: Annotated[int, "Rounds of the orchestrator read so far."]
     seed: Annotated[int, "Seed of the run."]
@@ -62,8 +62,8 @@ class WorkerRow(Row, frozen=True, kw_only=True, gc=False):
 
     worker: Annotated[str, "Name of the worker."]
     incarnation: Annotated[int, "Incarnation: the offset of its `worker joined`."]
-    joined_ns: Annotated[int, "Time of `worker joined`, ns."]
-    gone_ns: Annotated[int | None, "Time the incarnation left or was fenced, ns."]
+    joined_ns: Annotated[int, "Time of `worker joined`."]
+    gone_ns: Annotated[int | None, "Time the incarnation left or was fenced."]
     departure: Annotated[str | None, "`left` or `fenced`."]
     end_reason: Annotated[str | None, "Reason of the departure."]
     slots: Annotated[Small, "Requests that can run at the same time."]
@@ -86,8 +86,8 @@ class ServedVersionRow(Row, frozen=True, kw_only=True, gc=False):
     worker: Annotated[str, "Name of the worker."]
     incarnation: Annotated[int, "Incarnation of the worker."]
     version: Annotated[Small, "Policy version."]
-    assigned_ns: Annotated[int | None, "Time of the assignment, ns."]
-    ready_ns: Annotated[int, "Time of `worker ready`, ns."]
+    assigned_ns: Annotated[int | None, "Time of the assignment."]
+    ready_ns: Annotated[int, "Time of `worker ready`."]
     load_ms: Annotated[float, "Duration of the load, ms."]
 
 
@@ -97,7 +97,7 @@ class FallbackRow(Row, frozen=True, kw_only=True, gc=False):
     worker: Annotated[str, "Name of the worker, or `trainer`."]
     incarnation: Annotated[int, "Incarnation of the worker or trainer."]
     version: Annotated[Small, "Policy version that was loaded."]
-    at_ns: Annotated[int, "Time of the record that reports it, ns."]
+    at_ns: Annotated[int, "Time of the record that reports it."]
     reason: Annotated[str, "Fault, name and path of the file."]
     taken: Annotated[str, "Name of the file used instead."]
     bytes: Annotated[int, "Bytes fetched for it; 0 if the file was on the machine."]
@@ -108,7 +108,7 @@ class VersionRow(Row, frozen=True, kw_only=True, gc=False):
 
     version: Annotated[Small, "Number of committed steps; 0: the initial weights."]
     digest: Annotated[str, "Weights digest, hex."]
-    published_ns: Annotated[int, "Time of `run started` or of the commit, ns."]
+    published_ns: Annotated[int, "Time of `run started` or of the commit."]
 
 
 class BatchRow(Row, frozen=True, kw_only=True, gc=False):
@@ -117,9 +117,9 @@ class BatchRow(Row, frozen=True, kw_only=True, gc=False):
     step: Annotated[Small, "Step of the batch."]
     attempt: Annotated[Small, "Attempt at the batch, from 1."]
     round: Annotated[int, "Round of the decision."]
-    free_ns: Annotated[int | None, "Time the trainer became free for it, ns; null: unknown."]
-    taken_ns: Annotated[int, "Time of the decision, ns."]
-    ended_ns: Annotated[int | None, "Time of the commit or failure, ns."]
+    free_ns: Annotated[int | None, "Time the trainer became free for it; null: unknown."]
+    taken_ns: Annotated[int, "Time of the decision."]
+    ended_ns: Annotated[int | None, "Time of the commit or failure."]
     groups: Annotated[Small, "Number of groups."]
     parts: Annotated[Small, "Number of parts it was taken in."]
     last_trajectory: Annotated[str | None, "Trajectory that was logged last."]
@@ -136,9 +136,9 @@ class PartRow(Row, frozen=True, kw_only=True, gc=False):
 
     step: Annotated[Small, "Step of the batch."]
     part: Annotated[Small, "Number of the part, from 0; the last comes with the batch."]
-    free_ns: Annotated[int, "Time the trainer became free for it, ns."]
-    taken_ns: Annotated[int, "Time of the decision, ns."]
-    begun_ns: Annotated[int, "Start of the computation: the later of both, ns."]
+    free_ns: Annotated[int, "Time the trainer became free for it."]
+    taken_ns: Annotated[int, "Time of the decision."]
+    begun_ns: Annotated[int, "Start of the computation: the later of both."]
     waited_s: Annotated[float, "Time the idle trainer waited for the part, s."]
     seconds: Annotated[float | None, "Computation before the batch, s; null: with the batch."]
     last_trajectory: Annotated[str | None, "Trajectory of the part that was logged last."]
@@ -154,9 +154,9 @@ class StepRow(Row, frozen=True, kw_only=True, gc=False):
     step: Annotated[Small, "Number of the step: trains version `step` into `step + 1`."]
     attempt: Annotated[Small, "Attempt at the batch that was committed."]
     control_offset: Annotated[int, "Offset of the commit in control."]
-    free_ns: Annotated[int | None, "Time the trainer became free, ns; null: unknown."]
-    taken_ns: Annotated[int, "Time of the batch decision, ns."]
-    committed_ns: Annotated[int, "Time of the commit, ns."]
+    free_ns: Annotated[int | None, "Time the trainer became free; null: unknown."]
+    taken_ns: Annotated[int, "Time of the batch decision."]
+    committed_ns: Annotated[int, "Time of the commit."]
     seconds: Annotated[float | None, "From `free_ns` to the commit, without stops of the run, s."]
     stopped_s: Annotated[float, "Stops of the run in between, s."]
     waited_s: Annotated[float, "Idle time without a batch or part, s; included in `seconds`."]
@@ -217,10 +217,10 @@ class GroupRow(Row, frozen=True, kw_only=True, gc=False):
     redundancy: Annotated[Small, "Redundant trajectories: the first `size` valid ones count."]
     round: Annotated[int, "Round of the dispatch."]
     dispatch_reason: Annotated[str, "Reason of the dispatch."]
-    dispatched_ns: Annotated[int, "Time of dispatch, ns."]
-    complete_ns: Annotated[int | None, "Time its last counting trajectory was logged, ns."]
-    taken_ns: Annotated[int | None, "Time a batch, or a part of one, took it, ns."]
-    ended_ns: Annotated[int | None, "Time it got its outcome, ns."]
+    dispatched_ns: Annotated[int, "Time of dispatch."]
+    complete_ns: Annotated[int | None, "Time its last counting trajectory was logged."]
+    taken_ns: Annotated[int | None, "Time a batch, or a part of one, took it."]
+    ended_ns: Annotated[int | None, "Time it got its outcome."]
     outcome: Annotated[str, "`open`, `trained`, `filtered`, `failed`, `cancelled`, `evaluated`."]
     end_reason: Annotated[str, "Reason of the outcome."]
     step: Annotated[int | None, Sql("INTEGER"), "Step of its batch or commit."]
@@ -245,11 +245,11 @@ class TrajectoryRow(Row, frozen=True, kw_only=True, gc=False):
         "Why its group did not wait for it: `redundant` or `expired`; null: the group's outcome.",
     ]
     attempts: Annotated[int, Sql("SMALLINT"), "Number of attempts."]
-    scheduled_ns: Annotated[int | None, "Time it was first scheduled on a worker, ns."]
+    scheduled_ns: Annotated[int | None, "Time it was first scheduled on a worker."]
     worker: Annotated[str | None, "Worker of the newest attempt."]
     incarnation: Annotated[int | None, "Incarnation of that worker."]
     attempt: Annotated[int | None, Sql("SMALLINT"), "Number of the newest attempt."]
-    logged_ns: Annotated[int | None, "Time its record was logged, ns."]
+    logged_ns: Annotated[int | None, "Time its record was logged."]
     partition: Annotated[int | None, Sql("INTEGER"), "Partition of its record."]
     record_offset: Annotated[int | None, "Offset of its record."]
     tokens: Annotated[int | None, Sql("INTEGER"), "Sampled tokens."]
@@ -271,8 +271,8 @@ class AttemptRow(Row, frozen=True, kw_only=True, gc=False):
     attempt: Annotated[int, Sql("SMALLINT"), "Number of the attempt, from 1."]
     worker: Annotated[str, "Name of the worker."]
     incarnation: Annotated[int, "Incarnation of the worker."]
-    scheduled_ns: Annotated[int, "Time it was scheduled, ns."]
-    ended_ns: Annotated[int | None, "Time it ended, ns; null while it runs."]
+    scheduled_ns: Annotated[int, "Time it was scheduled."]
+    ended_ns: Annotated[int | None, "Time it ended; null while it runs."]
     outcome: Annotated[
         str | None,
         "`logged`, `migrated`, `failed`, `cancelled`, or its worker's departure: `left`, `fenced`.",
@@ -280,7 +280,7 @@ class AttemptRow(Row, frozen=True, kw_only=True, gc=False):
     resumed_tokens: Annotated[Small, "Sampled tokens it resumed from; 0: from the prompt."]
     schedule_reason: Annotated[str | None, "Reason of the choice of worker."]
     end_reason: Annotated[str | None, "Reason of an end without a record."]
-    migration_ns: Annotated[int | None, "Time the worker was told to release it, ns."]
+    migration_ns: Annotated[int | None, "Time the worker was told to release it."]
     migration_target: Annotated[str | None, "Worker that continues it."]
     migration_reason: Annotated[str | None, "Reason of the migration."]
 
@@ -292,7 +292,7 @@ class RecordRow(Row, frozen=True, kw_only=True, gc=False):
     attempt: Annotated[int, Sql("SMALLINT"), "Number of the attempt."]
     incarnation: Annotated[int, "Incarnation of the worker that wrote it."]
     status: Annotated[str, "`bound` (counts), `superseded` or `fenced`."]
-    logged_ns: Annotated[int, "Time the worker logged it, ns."]
+    logged_ns: Annotated[int, "Time the worker logged it."]
     control_offset: Annotated[int, "Offset of the report in control."]
     partition: Annotated[Small, "Partition of the record."]
     record_offset: Annotated[int, "Offset of the record."]
@@ -307,7 +307,7 @@ class EventRow(Row, frozen=True, kw_only=True, gc=False):
     """A decision, observation or control record. Dispatches, attempts and logged trajectories have
     their own tables. Rows that a dispatch skipped are `row-skipped`."""
 
-    at_ns: Annotated[int, "Time, ns."]
+    at_ns: Annotated[int, "Time of the entry."]
     round: Annotated[int | None, "Round of a decision or observation; null for control records."]
     kind: Annotated[str, "Kind of the decision, observation or record."]
     subject: Annotated[str, "Worker, group, trajectory, step or role."]
@@ -317,13 +317,13 @@ class EventRow(Row, frozen=True, kw_only=True, gc=False):
 class MarkRow(Row, frozen=True, kw_only=True, gc=False):
     """A changed setting, a stop of the run, or a lost or restarted role."""
 
-    at_ns: Annotated[int, "Time, ns."]
+    at_ns: Annotated[int, "Time of the entry."]
     step: Annotated[Small, "First step with a new setting, else the step in training."]
     kind: Annotated[str, "`setting`, `resumed`, `restarted`, `lost`."]
     subject: Annotated[str, "Configuration key, `run`, or role."]
     before: Annotated[str | None, "Previous value of the setting."]
     after: Annotated[str | None, "New value of the setting."]
-    since_ns: Annotated[int | None, "Start of the stop that `resumed` ends, ns."]
+    since_ns: Annotated[int | None, "Start of the stop that `resumed` ends."]
     description: Annotated[str, "Description in one line."]
 
 
@@ -333,7 +333,7 @@ class FailureRow(Row, frozen=True, kw_only=True, gc=False):
     trajectory_id: Annotated[str, "Trajectory id."]
     attempt: Annotated[int, Sql("SMALLINT"), "Number of the attempt."]
     worker: Annotated[str, "Name of the worker."]
-    at_ns: Annotated[int, "Time of the failure, ns."]
+    at_ns: Annotated[int, "Time of the failure."]
     error: Annotated[str, "Class of the error."]
     message: Annotated[str, "First lines of the error."]
     retryable: Annotated[bool, "Whether another attempt is allowed."]
@@ -348,8 +348,8 @@ class CallRow(Row, frozen=True, kw_only=True, gc=False):
     context: Annotated[Small, "Context that the call continues or opens; 0: the first."]
     api: Annotated[str, "`chat`, `responses`, `messages` or `generate`."]
     caller: Annotated[str | None, "Name of the caller, as the agent gave it."]
-    asked_ns: Annotated[int, "Time the call arrived, ns."]
-    answered_ns: Annotated[int, "Time its durable answer was sent, ns."]
+    asked_ns: Annotated[int, "Time the call arrived."]
+    answered_ns: Annotated[int, "Time its durable answer was sent."]
     idle_ns: Annotated[int, "Time without an open call before it, ns."]
     prompt_tokens: Annotated[Small, "Tokens before the sampled ones."]
     tokens: Annotated[Small, "Sampled tokens."]

@@ -27,13 +27,11 @@ DropRowsOption = Annotated[
 ]
 WeightsOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--weight", metavar="ID=X", help="Factor of a trajectory's loss; may be repeated."
-    ),
+    typer.Option("--weight", metavar="ID=X", help="Factor of a trajectory's loss; repeatable."),
 ]
 SettingsOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Another setting; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Changed setting; repeatable."),
 ]
 RewardsOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Rewards to train with, from `rescore`.")
@@ -45,11 +43,9 @@ def bisect(
     good: Annotated[int, typer.Option(min=0, metavar="VERSION", help="A good version.")],
     bad: Annotated[int, typer.Option(min=1, metavar="VERSION", help="A later, bad version.")],
     probe: ProbeOption = EVAL,
-    steps: Annotated[int, typer.Option(min=0, help="Steps to repeat at most, in all trials.")] = 20,
+    steps: Annotated[int, typer.Option(min=0, help="Maximum repeated steps of all trials.")] = 20,
     draws: Annotated[int, typer.Option(min=1, help="Draws per version.")] = 512,
-    directory: Annotated[
-        Path | None, typer.Option(help="Folder to import the probe's module from.")
-    ] = None,
+    directory: Annotated[Path | None, typer.Option(help="Import directory of the probe.")] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -95,7 +91,7 @@ def diff(
 
 def fork(
     run: RunArgument,
-    trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="As `show` names it.")],
+    trajectory: Annotated[str, typer.Argument(metavar="TRAJECTORY", help="Trajectory id.")],
     turn: Annotated[int | None, typer.Option(help="Continue from this turn; default all.")] = None,
     samples: Annotated[int, typer.Option(help="Continuations from each turn.")] = 16,
     version: Annotated[
@@ -136,7 +132,7 @@ def rescore(
         ),
     ] = None,
     directory: Annotated[
-        Path | None, typer.Option(help="Folder of the module; default the run's own.")
+        Path | None, typer.Option(help="Import directory; default: the run's.")
     ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
@@ -157,11 +153,11 @@ def retrain(
     run: RunArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="New directory for the result.")],
     first: Annotated[
-        int | None, typer.Option("--from", metavar="A", help="The first step; default 0.")
+        int | None, typer.Option("--from", metavar="A", help="First step; default: 0.")
     ] = None,
     end: Annotated[
         int | None,
-        typer.Option("--to", metavar="B", help="The first step left out; default the end."),
+        typer.Option("--to", metavar="B", help="End step, exclusive; default: the last."),
     ] = None,
     settings: SettingsOption = None,
     rewards: RewardsOption = None,

@@ -23,13 +23,17 @@ if TYPE_CHECKING:
 def audit(
     run: RunArgument,
     store: Annotated[
-        bool, typer.Option("--store/--no-store", help="Also look at policy files.")
+        bool, typer.Option("--store/--no-store", help="Also check policy files.")
     ] = True,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Go on while the run does; say what is found at once.")
+        bool,
+        typer.Option(
+            "--follow", help="Audit a live run until it ends; report violations immediately."
+        ),
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Digest values, but do not open them; plan nothing.")
+        bool,
+        typer.Option("--quick", help="Check digests only; skip record contents and decisions."),
     ] = False,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
@@ -60,16 +64,16 @@ def replay(
         ),
     ] = None,
     first: Annotated[
-        int | None, typer.Option("--from", metavar="A", help="First step; default 0.")
+        int | None, typer.Option("--from", metavar="A", help="First step; default: 0.")
     ] = None,
     last: Annotated[
         int | None,
-        typer.Option("--to", metavar="B", help="The first step left out; default the end."),
+        typer.Option("--to", metavar="B", help="End step, exclusive; default: the last."),
     ] = None,
     random: Annotated[
         int, typer.Option("--random", metavar="N", help="Generate N random trajectories again.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Chooses the random ones.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random selection.")] = 0,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
 ) -> None:
@@ -95,7 +99,7 @@ def replay(
 def mismatch(
     run: RunArgument,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="Which step; default the last committed.")
+        int | None, typer.Option(metavar="N", help="Step; default: the last committed.")
     ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
@@ -114,13 +118,13 @@ def mismatch(
 
 def prune(
     run: RunArgument,
-    delete: Annotated[bool, typer.Option("--delete", help="Delete; else only say what.")] = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the listed files.")] = False,
     stopped: Annotated[
         bool, typer.Option("--stopped", help="No role of this unfinished run is running.")
     ] = False,
     keep_every: Annotated[
         int | None,
-        typer.Option(min=0, help="Of the checkpoints; default: store.keep_every of the run."),
+        typer.Option(min=0, help="Keep every N-th checkpoint; default: store.keep_every."),
     ] = None,
     blob_hours: Annotated[
         float,

@@ -21,7 +21,7 @@ def parquet(
     run: RunArgument,
     file: Annotated[Path, typer.Argument(help="The file to write.")],
     everything: Annotated[
-        bool, typer.Option("--all", help="Also records that do not count for their group.")
+        bool, typer.Option("--all", help="Include records that do not count for their group.")
     ] = False,
     force: ForceOption = False,
     root: RunsOption = RUNS,

@@ -12,10 +12,10 @@ from dora_pipe.cli.output import emit_json, emit_rows, emit_text, takes_unicode
 
 
 def doctor(
-    bus: Annotated[str, typer.Option(help="Also try this log, e.g. kafka://host:9092.")] = "",
+    bus: Annotated[str, typer.Option(help="Also check this log, e.g. kafka://host:9092.")] = "",
     config: Annotated[
         Path | None,
-        typer.Option(help="Try the log of this TOML file or run directory, with its user."),
+        typer.Option(help="Check the log of this TOML file or run, with its user."),
     ] = None,
     override: OverrideOption = None,
     as_json: JsonOption = False,
@@ -50,9 +50,7 @@ def memory(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A model directory, or a run's TOML file.")
     ],
-    gpus: Annotated[
-        str, typer.Option(metavar="NxGB", help="Whether it fits these GPUs, e.g. 8x80.")
-    ] = "",
+    gpus: Annotated[str, typer.Option(metavar="NxGB", help="Check these GPUs, e.g. 8x80.")] = "",
     override: OverrideOption = None,
     as_json: JsonOption = False,
 ) -> None:

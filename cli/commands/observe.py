@@ -30,11 +30,14 @@ def show(
     wanted: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="g0000000042-003, g0000000042, or 7 (a step); else the whole run."
+            metavar="ID", help="Trajectory (g0000000042-003), group or step; default: the run."
         ),
     ] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="All evaluations and changes; of a step all trajectories.")
+        bool,
+        typer.Option(
+            "--all", help="Show all evaluations and changes, or all trajectories of a step."
+        ),
     ] = False,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
@@ -67,9 +70,7 @@ def why(
     at: Annotated[
         str, typer.Option(metavar="TIME", help="A moment: seconds after the start, or ISO 8601.")
     ] = "",
-    step: Annotated[
-        int | None, typer.Option(help="The moment before this step's batch was taken.")
-    ] = None,
+    step: Annotated[int | None, typer.Option(help="Time of this step's batch decision.")] = None,
     summary: Annotated[
         bool, typer.Option("--summary", help="Totals of a run that is not over.")
     ] = False,
@@ -92,9 +93,9 @@ def why(
 
 def top(
     run: RunArgument,
-    once: Annotated[bool, typer.Option("--once", help="Show one frame, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show one frame and exit.")] = False,
     every: Annotated[
-        float, typer.Option("--every", metavar="SECONDS", help="Between two frames.")
+        float, typer.Option("--every", metavar="SECONDS", help="Seconds between frames.")
     ] = FRAMES_EVERY_S,
     root: RunsOption = RUNS,
 ) -> None:
@@ -114,7 +115,7 @@ def top(
 def ui(
     run: Annotated[str, typer.Argument(help=f"{RUN_HELP} Default: all runs.")] = "",
     redact: RedactOption = False,
-    port: Annotated[int, typer.Option(help="TCP port on localhost; 0 picks a free one.")] = UI_PORT,
+    port: Annotated[int, typer.Option(help="TCP port on localhost; 0: any free port.")] = UI_PORT,
     root: RunsOption = RUNS,
 ) -> None:
     """Show the runs, or one of them, in a browser: http://127.0.0.1:8765."""
@@ -135,11 +136,9 @@ def ui(
 
 def metrics(
     run: RunArgument,
-    port: Annotated[
-        int, typer.Option(help="Where /metrics is served; 0 takes a free one.")
-    ] = METRICS_PORT,
+    port: Annotated[int, typer.Option(help="TCP port; 0: any free port.")] = METRICS_PORT,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; another one than localhost is for all.")
+        str, typer.Option(help="Address to listen on; the default serves this machine only.")
     ] = LOOPBACK,
     root: RunsOption = RUNS,
 ) -> None:
@@ -162,7 +161,7 @@ def sql(
     run: RunArgument,
     query: Annotated[
         str | None,
-        typer.Argument(help="One statement of DuckDB's SQL; without it the tables are listed."),
+        typer.Argument(help="A DuckDB statement; default: list the tables."),
     ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,

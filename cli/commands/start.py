@@ -42,31 +42,37 @@ AdoptOption = Annotated[
     bool,
     typer.Option(
         "--adopt",
-        help="Take the committed weights where this machine cannot reproduce them bit for bit.",
+        help="Accept committed weights that this machine cannot reproduce bitwise.",
     ),
 ]
 
 ScheduleOption = Annotated[
-    str, typer.Option(help="Of the learning rate: constant, linear or cosine.")
+    str, typer.Option(help="Learning rate schedule: constant, linear or cosine.")
 ]
 RateMinOption = Annotated[
-    float, typer.Option(min=0, max=1, help="What it falls to, as a share of its peak.")
+    float, typer.Option(min=0, max=1, help="Final learning rate, as a share of the peak.")
 ]
 ContextOption = Annotated[
     int, typer.Option(min=0, help="Tokens of the longest example; 0: workers.max_model_len.")
 ]
 PackingOption = Annotated[
-    bool, typer.Option(help="Several examples in a row of --context tokens, kept apart.")
+    bool, typer.Option(help="Pack several examples per row; they do not attend to each other.")
 ]
 
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that exists.")]
+WeightDecayOption = Annotated[
+    float, typer.Option(min=0, help="AdamW weight decay; excludes norms and biases.")
+]
+ThreadsOption = Annotated[
+    int, typer.Option(min=1, help="CPU threads. Changing this changes results bitwise.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an existing run.")]
 
 
 def demo(
     root: RunsOption = RUNS,
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
     override: Annotated[
-        list[str] | None, typer.Option("-o", "--override", help="key=value of the run.")
+        list[str] | None, typer.Option("-o", "--override", help="Value for a configuration key.")
     ] = None,
 ) -> None:
     """Warm up, train with several policy versions at once, kill a worker, audit, replay."""
@@ -76,7 +82,7 @@ def demo(
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    directory: Annotated[Path, typer.Argument(help="New directory.")],
     task: Annotated[str, typer.Option(help="arithmetic or calculator.")] = EXAMPLES[0],
     engine: Annotated[str, typer.Option(help="torch or vllm.")] = TORCH,
 ) -> None:
@@ -103,7 +109,7 @@ def init(
 
 def sft(
     config: Annotated[Path, typer.Argument(help="A TOML file: model.path, task.")],
-    out: Annotated[Path, typer.Argument(help="The folder of the warmed-up model.")],
+    out: Annotated[Path, typer.Argument(help="Directory of the trained model.")],
     data: Annotated[
         str,
         typer.Option(
@@ -112,19 +118,19 @@ def sft(
             " hf:NAME; default: the task's own.",
         ),
     ] = "",
-    steps: Annotated[int, typer.Option(min=1)] = SFT_STEPS,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = SFT_STEPS,
     batch: Annotated[int, typer.Option(min=1, help="Demonstrations per step.")] = SFT_BATCH,
-    learning_rate: Annotated[float, typer.Option(min=0)] = SFT_LEARNING_RATE,
+    learning_rate: Annotated[
+        float, typer.Option(min=0, help="Peak learning rate.")
+    ] = SFT_LEARNING_RATE,
     schedule: ScheduleOption = "constant",
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = SFT_WARMUP,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Warm-up steps.")] = SFT_WARMUP,
     min_lr_ratio: RateMinOption = 0.0,
-    weight_decay: Annotated[float, typer.Option(min=0, help="But for norms and biases.")] = 0.0,
+    weight_decay: WeightDecayOption = 0.0,
     context: ContextOption = 0,
     packing: PackingOption = False,
-    seed: Annotated[int, typer.Option(min=0)] = SFT_SEED,
-    threads: Annotated[
-        int, typer.Option(min=1, help="Of the computation; other bits with another number.")
-    ] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the data.")] = SFT_SEED,
+    threads: ThreadsOption = 1,
     force: ForceOption = False,
     override: OverrideOption = None,
 ) -> None:
@@ -171,12 +177,10 @@ def run(
         str, typer.Option("--from", metavar="RUN@STEP", help="Start from a policy of another run.")
     ] = "",
     with_optimizer: Annotated[
-        bool, typer.Option("--with-optimizer", help="With --from: and from its optimizer's state.")
+        bool, typer.Option("--with-optimizer", help="With --from: also load the optimizer state.")
     ] = False,
     adopt: AdoptOption = False,
-    verbose: Annotated[
-        bool, typer.Option(help="Show loss, gradient norm, entropy and so on of each step.")
-    ] = False,
+    verbose: Annotated[bool, typer.Option(help="Show all metrics of each step.")] = False,
     root: RunsOption = RUNS,
 ) -> None:
     """Start orchestrator, workers and trainer on this machine and supervise them."""
@@ -233,8 +237,8 @@ def orchestrator(
 
 def worker(
     config: ConfigArgument,
-    name: Annotated[str, typer.Option(help="The worker's name, its own in the run.")],
-    engine: Annotated[str, typer.Option(help="torch or vllm; else the run's workers.engine.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the worker, unique in the run.")],
+    engine: Annotated[str, typer.Option(help="torch or vllm; default: workers.engine.")] = "",
     override: OverrideOption = None,
     root: RunsOption = RUNS,
 ) -> None:
@@ -264,9 +268,9 @@ def trainer(
     override: OverrideOption = None,
     adopt: AdoptOption = False,
     nodes: Annotated[int, typer.Option(min=1, help="Machines of the trainer.")] = 1,
-    node: Annotated[int, typer.Option(min=0, help="Which of them this is; 0 is the first.")] = 0,
+    node: Annotated[int, typer.Option(min=0, help="Index of this machine, from 0.")] = 0,
     rendezvous: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Of node 0, where the ranks of all meet.")
+        str, typer.Option(metavar="HOST:PORT", help="Address of node 0 at which all ranks connect.")
     ] = "",
     root: RunsOption = RUNS,
 ) -> None:
@@ -300,9 +304,13 @@ def _trainer_node(wanted: Config, words: list[str], nodes: int, node: int, rende
 
 def serve_task(
     config: ConfigArgument,
-    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0: any that is free.")],
-    task: Annotated[str, typer.Option(help="Which one, where there are several.")] = "",
-    processes: Annotated[int, typer.Option(min=1, help="Of all workers together.")] = 8,
+    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0: any free port.")],
+    task: Annotated[
+        str, typer.Option(help="Name of the task, if the configuration has several.")
+    ] = "",
+    processes: Annotated[
+        int, typer.Option(min=1, help="Maximum processes of all workers together.")
+    ] = 8,
     override: OverrideOption = None,
 ) -> None:
     """Serve the task of a configuration to the workers whose task.url names this address. Each
@@ -342,7 +350,9 @@ def resume(run: RunArgument, root: RunsOption = RUNS) -> None:
 
 def drain(
     run: RunArgument,
-    name: Annotated[str, typer.Argument(metavar="WORKER", help="Default: every worker.")] = "",
+    name: Annotated[
+        str, typer.Argument(metavar="WORKER", help="Name of the worker; default: all.")
+    ] = "",
     root: RunsOption = RUNS,
 ) -> None:
     """Let a worker finish or move its requests and leave the run."""

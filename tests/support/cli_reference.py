@@ -19,12 +19,18 @@ HEAD = """# Command line
 <!-- Written by `python -m tests.support.cli_reference`; change the commands in cli/commands
 instead. -->
 
-`dora-pipe COMMAND --help` prints the same text and an example. RUN is the name of a run, its
-directory, a `.sqlite` file, or `kafka://HOST:PORT/RUN`. Options of several commands: `--runs DIR`
-is the directory of runs, `-o KEY=VALUE` overrides a key of the configuration, `--json` prints one
-JSON object per line."""
+`dora-pipe COMMAND --help` prints the same text and an example.
 
-COMMON = {"help", "root", "override", "as_json", "run"}
+- `RUN`: the name of a run, its directory, a `.sqlite` file, or `kafka://HOST:PORT/RUN`.
+- `CONFIG`: a TOML file, or the directory of a run.
+- `--runs DIR`: the directory of runs.
+- `-o KEY=VALUE`: a value for a configuration key.
+- `--json`: one JSON object per line.
+- `--force`: overwrite an existing file or directory.
+
+Parentheses contain defaults."""
+
+COMMON = {"help", "root", "override", "as_json", "run", "config", "force"}
 
 CODES = {0: "Success.", 1: "A check failed, or an unexpected error.", 130: "Interrupted by Ctrl-C."}
 
@@ -36,8 +42,8 @@ def page() -> str:
         lines.append(f"\n## {panel}")
         for name in names:
             lines += _sections(name, commands[name])
-    lines += ["\n## Exit codes\n", "| code | meaning |", "| --- | --- |"]
-    lines += [f"| {code} | {meaning} |" for code, meaning in sorted(_codes().items())]
+    lines += ["\n## Exit codes\n"]
+    lines += [f"- `{code}`: {meaning}" for code, meaning in sorted(_codes().items())]
     return "\n".join(lines) + "\n"
 
 
@@ -49,13 +55,12 @@ def _sections(name: str, command: Any) -> Iterator[str]:
             return
     arguments = [one for one in command.params if one.param_type_name == "argument"]
     words = "".join(f" {_word(one)}" for one in arguments)
-    yield f"\n### dora-pipe {name}\n"
+    yield f"\n### {name}\n"
     yield f"`dora-pipe {name}{words}`: {_text(command.help)}"
     own = [one for one in command.params if one.name not in COMMON]
     if own:
-        yield from ("", "| argument or option | default | meaning |", "| --- | --- | --- |")
-    for one in own:
-        yield f"| `{_names(one)}` | {_default(one)} | {(one.help or '').replace('|', ' or ')} |"
+        yield ""
+    yield from (f"- `{_names(one)}`{_default(one)}: {one.help}" for one in own)
 
 
 def _text(help: str) -> str:
@@ -74,7 +79,13 @@ def _names(one: Any) -> str:
 def _default(one: Any) -> str:
     shown = one.default
     empty = shown is None or shown == "" or shown is False or callable(shown)
-    return "required" if one.required else "" if empty else f"`{shown}`"
+    return (
+        " (required)"
+        if one.required and one.opts[0][0] == "-"
+        else ""
+        if empty
+        else f" (`{shown}`)"
+    )
 
 
 def _codes() -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from dora_pipe.observe.metrics import table
@@ -19,30 +19,21 @@ SECTIONS = {
 }
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield from (title, "")
-    yield from (f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
-    yield ""
-
-
 def _metrics() -> Iterator[str]:
     for title, section in SECTIONS.items():
-        labels = [", ".join(f"`{name}`" for name in one.labels) for one in section]
-        rows = [
-            (f"`{one.full}`", one.kind, own, one.meaning)
-            for one, own in zip(section, labels, strict=True)
-        ]
-        yield from _table(f"## {title}", ("metric", "type", "labels", "meaning"), rows)
+        yield from (f"## {title}", "")
+        for one in section:
+            labels = f" by {', '.join(f'`{name}`' for name in one.labels)}" if one.labels else ""
+            yield f"- `{one.full}` {one.kind}{labels}: {one.meaning}"
+        yield ""
 
 
 def _tables() -> Iterator[str]:
     for one in (*TABLES, CALLS):
-        rows = [
-            (f"`{own.name}`", own.sql.lower() + ", null" * own.null, own.description)
-            for own in columns_of(one.row)
-        ]
-        title = f"### {one.name}\n\n{one.description}"
-        yield from _table(title, ("column", "type", "meaning"), rows)
+        yield from (f"### {one.name}", "", one.description, "")
+        for own in columns_of(one.row):
+            yield f"- `{own.name}` {own.sql.lower()}{', null' * own.null}: {own.description}"
+        yield ""
 
 
 PAGES = {"metrics": _metrics, "sql": _tables}

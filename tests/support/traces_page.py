@@ -22,20 +22,18 @@ class Stage:
 @cache
 def stages() -> dict[str, Stage]:
     text = PAGE.read_text().partition("## Spans")[2].partition("## Attributes")[0]
-    lists = dict(re.findall(r"^- \*\*(\w+)\*\*: (.*)$", text, re.M))
-    keys = {
-        name: tuple(re.findall(r"`([^`]+)`", own.partition(";")[0])) for name, own in lists.items()
-    }
-    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (\w+) \|", text, re.M)
+    rows = re.findall(r"^- \*\*(\w+)\*\* \((.+?), (\w+)\): .+?\. (.*)$", text, re.M)
     return {
         name: Stage(
-            parent=under.strip("`") if "`" in under else "", kind=kind, attributes=keys[name]
+            parent=under.strip("`") if "`" in under else "",
+            kind=kind,
+            attributes=tuple(re.findall(r"`([^`]+)`", own.partition(";")[0])),
         )
-        for name, under, kind in rows
+        for name, under, kind, own in rows
     }
 
 
 @cache
 def attributes() -> list[str]:
     text = PAGE.read_text().partition("## Attributes")[2]
-    return re.findall(r"^\| `([^`]+)` \|", text, re.M)
+    return re.findall(r"^- `([^`]+)` ", text, re.M)

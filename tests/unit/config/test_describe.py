@@ -27,9 +27,9 @@ def test_the_page_is_what_the_code_writes() -> None:
 
 
 def test_every_key_stands_on_the_page_with_a_meaning() -> None:
-    rows = [line.split(" | ") for line in reference().splitlines() if line.startswith("| `")]
+    rows = [line.partition("): ") for line in reference().splitlines() if line[:3] == "- `"]
     assert len(rows) == len(leaves(SMALL))
-    assert [row[0] for row in rows if not row[-1].strip(" |")] == []
+    assert [row[0] for row in rows if not row[2]] == []
 
 
 def test_key_tells_type_default_kind_and_meaning() -> None:

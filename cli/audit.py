@@ -83,7 +83,7 @@ class AuditSession:
                         break
                     time.sleep(FOLLOW_S)
             except KeyboardInterrupt:
-                say("interrupted: the run goes on")
+                say("interrupted: the run continues")
                 self._auditor.advance()
             return self._finish()
         finally:

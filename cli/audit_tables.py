@@ -37,12 +37,12 @@ def _head(report: AuditReport) -> None:
         "policy versions": f"{report.versions}, several served at once for {served}",
         "trajectory records": f"{report.records} ({standings}), {report.record_bytes / 1e6:.1f} MB",
         "rounds": f"{report.rounds}, {report.state_digests} recorded states reproduced",
-        "plans": f"{report.plans} made again from the log, each as recorded",
+        "plans": f"{report.plans} recomputed from the log, all as recorded",
         "C1: one version, digest as published": "-" if share is None else f"{share:.2%}",
     }
     if report.partial_rollout:
         mixed = report.mixed_share
-        pairs["C1"] = "declared off (partial_rollout)"
+        pairs["C1"] = "off (staleness.partial_rollout)"
         pairs["mixed trajectories"] = "-" if mixed is None else f"{mixed:.2%}"
     emit_line(f"audit of {report.run}")
     emit_pairs(pairs)
@@ -54,7 +54,7 @@ def _mixed(report: AuditReport) -> None:
         return
     total = sum(report.versions_each.values())
     rows = [(many, count, f"{count / total:.1%}") for many, count in report.versions_each.items()]
-    title = "C1 is declared off: versions that sampled each trajectory"
+    title = "C1 is off (partial rollout): versions per trajectory"
     emit_table(("versions", "trajectories", "share"), rows, title=title)
     emit_line()
 
@@ -70,7 +70,7 @@ def _outcomes(report: AuditReport) -> None:
         )
     )
     columns = ("outcome", "groups", "trajectories", "sampled tokens")
-    emit_table(columns, rows, title="C2: what became of every dispatched group")
+    emit_table(columns, rows, title="C2: outcome of every dispatched group")
     emit_line()
 
 
@@ -101,7 +101,7 @@ def _lengths(report: AuditReport) -> None:
         for line in report.lengths
     ]
     columns = ("sampled tokens", "trajectories", "tokens", *outcomes, "share trained")
-    emit_table(columns, rows, title="training trajectories by length: is there a bias?")
+    emit_table(columns, rows, title="training trajectories by length")
     emit_line()
 
 
@@ -126,14 +126,14 @@ def _engines(report: AuditReport) -> None:
         for one in report.engines
     ]
     columns = ("engine", "device", "type", "workers", "trajectories", "share", "sampled tokens")
-    emit_table(columns, rows, title="which engine generated what (workers: every joining counts)")
+    emit_table(columns, rows, title="tokens by engine (a worker counts once per join)")
     emit_line()
 
 
 def _notes(report: AuditReport) -> None:
     notes = list(report.notes)
     for engine, missing in report.not_declared.items():
-        notes.append(f"not promised by engine {engine}: {', '.join(missing)}")
+        notes.append(f"not guaranteed by engine {engine}: {', '.join(missing)}")
     if notes:
         emit_table(("notes",), [(note,) for note in notes])
         emit_line()
@@ -171,8 +171,8 @@ def _checks(report: AuditReport) -> None:
         )
         for line in report.checks
     ]
-    emit_table(("check", "what holds", "compared", ""), rows)
+    emit_table(("check", "invariant", "compared", ""), rows)
 
 
 def _unseen(report: AuditReport) -> None:
-    emit_table(("an audit cannot see",), [(line,) for line in report.cannot_see])
+    emit_table(("outside the scope of audit",), [(line,) for line in report.cannot_see])

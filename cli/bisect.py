@@ -105,7 +105,7 @@ def fall_words(fall: Fall) -> str:
 def _print_cause(found: Explanation, changes: Sequence[str]) -> None:
     emit_line()
     emit_table(
-        ("suspect", "step", "stands out by", "deviations"),
+        ("suspect", "step", "outlier score", "deviations"),
         [
             (one.name, one.step, "; ".join(one.reasons), one.deviations)
             for one in found.suspects[:SUSPECTS_SHOWN]
@@ -138,13 +138,13 @@ def conclusion(found: Explanation, changes: Sequence[str] = ()) -> str:
     """
     if found.cause and found.proof is not None:
         named = ", ".join(_named(one) for one in found.cause)
-        more = "; a smaller set may do: more with --steps" if found.over else ""
+        more = "; a smaller set may suffice: raise --steps" if found.over else ""
         return f"without {named}: {_change(found.proof)}{more}"
     if found.proof is None:
         return "no trial was made: --steps is too small, or the step has one group only"
     many = f"without all {len(found.suspects)} suspects {_change(found.proof)}"
     if found.proof.verdict == "open":
-        return f"undecided: {many}; more with --draws"
+        return f"undecided: {many}; raise --draws"
     if changes:
         return f"no group explains the fall: {many}; `retrain --set` tries the old settings"
     return f"no group explains the fall: {many}"

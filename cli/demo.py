@@ -59,9 +59,9 @@ def run_demo(root: Path, engine: str, override: Sequence[str]) -> None:
     say(f"2. orchestrator, {workers} workers and trainer as processes, log in {directory.path}")
     if not supervise(plan, killer):
         raise typer.Exit(130)
-    say("3. what the log says")
+    say("3. summary of the log")
     _report(str(directory.path), killer)
-    say(f"4. steps {steps - REPLAYED_STEPS} to {steps - 1} once more, from the log alone")
+    say(f"4. steps {steps - REPLAYED_STEPS} to {steps - 1} replayed from the log alone")
     replay(str(directory.path), first=steps - REPLAYED_STEPS, last=steps)
     look = typed("show", name, runs=root)
     say(f"done in {time.monotonic() - began_s:.0f} s; look around: {look}")

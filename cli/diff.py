@@ -20,7 +20,7 @@ def print_diff(one: OpenRun, other: OpenRun, *, as_json: bool) -> None:
         emit_json(found.plain())
     else:
         _print(found, (one.directory.path.name, other.directory.path.name))
-    raise_if_damaged(damage, ", and not compared")
+    raise_if_damaged(damage, ", not compared")
 
 
 def _print(found: RunDiff, names: tuple[str, str]) -> None:

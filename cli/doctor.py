@@ -153,14 +153,14 @@ def config_findings(directory: RunDir) -> Iterator[CheckResult]:
             yield _failed("config.toml", error)
         return
     state: State = "fail" if drift.frozen else "note" if drift else "ok"
-    yield CheckResult(state, "config.toml", drift.line or "as the log has it")
+    yield CheckResult(state, "config.toml", drift.line or "equal to the log's")
 
 
 def context_findings(config: Config) -> Iterator[CheckResult]:
     """Check that `workers.max_model_len` fits model, engines and prompts; needs a local model."""
     model, context = Path(config.model.path), config.workers.max_model_len
     if not model.is_dir() or importlib.util.find_spec("tokenizers") is None:
-        yield CheckResult("note", "context", "not looked at: model or tokenizers are not here")
+        yield CheckResult("note", "context", "skipped: no model or tokenizer on this machine")
         return
     from dora_pipe.launch.model_checks import check_model, templated, unassigned_note
     from dora_pipe.launch.prompt_check import seen_by_doctor
@@ -183,7 +183,7 @@ def context_findings(config: Config) -> Iterator[CheckResult]:
     except (ConfigError, PolicyError) as error:  # the run raises it, too
         yield _failed("prompts", error)
     except DoraError as error:
-        yield CheckResult("note", "prompts", f"not looked at: {_failed('', error).detail}")
+        yield CheckResult("note", "prompts", f"skipped: {_failed('', error).detail}")
 
 
 def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
@@ -197,32 +197,34 @@ def _prompts(found: PromptsSeen, context: int, max_tokens: int) -> CheckResult:
     if found.hopeless:
         return CheckResult("fail", what, "; ".join(notes))
     state: State = "note" if notes else "ok"
-    notes.append(f"{looked} of {found.rows} looked at, up to {longest} tokens")
+    notes.append(f"{looked} of {found.rows} checked, up to {longest} tokens")
     unfit, short = found.beyond(context - 1), found.beyond(context - max_tokens)
-    hint = f"workers.max_model_len = {longest + max_tokens} has room for all"
+    hint = f"workers.max_model_len = {longest + max_tokens} fits all"
     if unfit:
         state = "fail" if unfit == looked else "note"
         notes += [f"{unfit} do not fit a context of {context}: invalid, as PromptUnfit", hint]
     elif short:
         state = "note"
         room = f"{short} leave less than max_tokens, {max_tokens}, in a context of {context}"
-        notes += [f"{room}: answers end there", hint]
+        notes += [f"{room}: answers are cut", hint]
     else:
-        notes[-1] += ", and max_tokens has room behind them"
+        notes[-1] += " with room for max_tokens"
     return CheckResult(state, what, "; ".join(notes))
 
 
 def _topics(run: str, there: int, wanted: int) -> CheckResult:
     if there == wanted:
         return CheckResult("ok", "topics", f"all {there} of run {run!r}")
-    lost = "the others are gone, or hidden from this user" if there else "a new run makes them"
+    lost = "the others are deleted or hidden from this user" if there else "a new run creates them"
     return CheckResult("note", "topics", f"{there} of {wanted} of run {run!r}: {lost}")
 
 
 def _cluster(bus: KafkaBus, config: Config | None, topics: Sequence[str]) -> Iterator[CheckResult]:
     count = len(bus.ask(brokers_of))
     enough = count >= WANTED_REPLICAS
-    means = "any one of their machines may die" if enough else "what they hold dies with a disk"
+    means = (
+        "they survive the loss of one machine" if enough else "their records are lost with a disk"
+    )
     yield CheckResult("ok" if enough else "note", "brokers", f"{count}: {means}")
     if config is not None and topics:
         found = list(_settings(bus, config, topics))

@@ -109,11 +109,11 @@ def version_of(run: OpenRun, policy: str) -> int:
         try:
             rebuilder(run).weights(version)
         except DoraError as error:
-            say(f"version {version}, {reward:.3f}, cannot be had: {error.message}")
+            say(f"version {version}, {reward:.3f}, is not available: {error.message}")
             continue
         say(f"best: version {version}, {reward:.3f} in evaluation {name}".removesuffix(" "))
         return version
-    raise PolicyError(f"the weights of no evaluated version can be had ({len(logged)} tried)")
+    raise PolicyError(f"no evaluated version has its weights left ({len(logged)} tried)")
 
 
 def export_tensorboard(run: OpenRun, folder: Path, *, follow: bool) -> None:
@@ -130,8 +130,8 @@ def _export_figures(run: OpenRun, tracker: Tracker, target: str, *, follow: bool
     with closing(tracker):
         clock = SystemClock() if follow else None
         over = track(run.bus, run.topics, tracker, run.contributions, clock=clock)
-    there = f", {tracker.before} were there" if tracker.before else ""
-    goes_on = "" if over else "; the run goes on, and so does the same command"
+    there = f", {tracker.before} already exported" if tracker.before else ""
+    goes_on = "" if over else "; the run continues: run this command again"
     say(f"{target}: {max(0, tracker.rows) - tracker.before} rows{there}{goes_on}")
 
 
@@ -157,7 +157,7 @@ def export_traces(
     if is_address(target):
         checkpoint = Checkpoint(_checkpoint_of(run, address_of(target), ratio))
         if checkpoint.read() is not None:
-            say(f"what was sent before is not sent again; for all of it, remove {checkpoint.path}")
+            say(f"earlier traces are not sent again; to send all, remove {checkpoint.path}")
         with closing(HttpSink(target)) as sink:
             sending = sender(sink, checkpoint)
             done = sending.follow() if follow else sending.whole()
@@ -177,10 +177,12 @@ def export_traces(
     left_out = f", {done.left_out} groups left out by their share" if done.left_out else ""
     say(f"{target}: {done.groups} groups, {done.spans} spans{rejected}{left_out}")
     if done.open:
-        say(f"note: {done.open} groups are open yet, and left out")
+        say(f"note: {done.open} open groups skipped")
     if not done.whole:
-        raise ResourceError("not everything was sent", hint="the same command goes on from there")
-    raise_if_damaged(done.damage, ", and their traces told by facts alone")
+        raise ResourceError(
+            "some traces were not sent", hint="run the same command again to continue"
+        )
+    raise_if_damaged(done.damage, ", their traces contain events only")
 
 
 def _checkpoint_of(run: OpenRun, address: str, ratio: float) -> Path | None:

@@ -106,10 +106,10 @@ def _rows(
     if worker:
         all_of = place.workers * sum(worker.values())
         fits = None if usable is None else together <= usable
-        yield EstimateRow("worker: in all", all_of, together, fits)
+        yield EstimateRow("worker: total", all_of, together, fits)
     ranks = memory.ranks_of(config)
     trainer = memory.state_parts(shape, config) | memory.pass_parts(shape, config)
-    trainer["an update, in place of a pass"] = memory.update_bytes(shape, config)
+    trainer["an update instead of a pass"] = memory.update_bytes(shape, config)
     yield from _part_rows("trainer", trainer, ranks, 1)
     peak, used = memory.trainer_bytes(shape, config), together if place.shared else 0
     fits = None if usable is None else ranks <= place.trainer_gpus and peak + used <= usable

@@ -20,10 +20,10 @@ from dora_pipe.launch.run_dir import OpenRun
 MEANINGS = {
     "staleness": "other weights than those that sampled",
     "numerics": "the same weights, computed by the trainer and by the engine",
-    "sampling": "what top-k, top-p, min-p leave of the policy (raw log-probs: and temperature)",
+    "sampling": "effect of top-k, top-p and min-p (raw log-probs: and temperature)",
     "routing": "the same weights, through the experts that the trainer's own router chooses",
     "trained": "staleness and numerics: the ratio that the objective sees",
-    "all": "trained policy to what was drawn from",
+    "all": "trained policy against the sampling distribution",
 }
 
 
@@ -63,7 +63,7 @@ def measure_step(run: OpenRun, step: int | None, report: CommandProgress) -> Mis
 def print_mismatch(found: Mismatch) -> None:
     """The figures as tables."""
     emit_table(
-        ("cause", "mean", "size", "p99", "largest", "share", "what it is"),
+        ("cause", "mean", "size", "p99", "largest", "share", "meaning"),
         [
             (
                 one.cause,
@@ -85,23 +85,23 @@ def print_mismatch(found: Mismatch) -> None:
             (age, one.tokens, one.mean, one.size, one.p99, one.largest)
             for age, one in found.by_staleness.items()
         ],
-        title="What staleness did, by how stale",
+        title="Effect of staleness, by staleness",
     )
     if found.rerouted is not None:
         one = found.rerouted
         emit_line(
-            f"routing: {one.differing} of {one.choices} choices of experts (a token in a layer)"
-            " would be others; the step follows those of the log, so that it is in `all` alone"
+            f"routing: {one.differing} of {one.choices} expert choices (token, layer) differ; "
+            "the step uses the logged routing, so `all` alone contains the difference"
         )
     again = found.tokenisation
     if again is None:
         return
-    line = f"tokenisation: {again.differing} of {again.trajectories} trajectories get other ids"
+    line = f"tokenization: {again.differing} of {again.trajectories} trajectories get other ids"
     if again.differing:
         line += f" when their text is encoded again, {again.tokens_after} of {again.tokens} tokens"
-        line += " stand behind the first difference"
+        line += " follow the first difference"
     if again.logprob_mean is not None:
         line += f"; their log-prob would change by {again.logprob_mean:.3g} nats on average"
         line += f", at most {again.logprob_largest:.3g}"
     emit_line(line)
-    say("a step trains the ids as sampled: tokenisation is no part of the ratios above")
+    say("a step trains the ids as sampled: tokenization does not affect the ratios above")

@@ -56,8 +56,8 @@ def may_write(target: Path, *, force: bool = False) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not force:
-        what = "holds something already" if target.is_dir() else "is there already"
-        raise UsageError(f"{target} {what}", hint="name another, or --force writes over it")
+        what = "is not empty" if target.is_dir() else "exists"
+        raise UsageError(f"{target} {what}", hint="choose another, or overwrite it with --force")
 
 
 def may_write_file(target: Path, *, force: bool = False) -> None:

@@ -66,7 +66,7 @@ def emit_table(
     write_to(sys.stdout, "")
     table.print(sys.stdout, styled=styled(sys.stdout))
     if left_out:
-        say(f"note: no room for {', '.join(left_out)}; a wider terminal or --json shows it")
+        say(f"note: columns left out: {', '.join(left_out)}; use a wider terminal or --json")
 
 
 def emit_pairs(pairs: Mapping[str, Any], *, title: str | None = None) -> None:

@@ -116,15 +116,15 @@ def _print_step(line: StepResult, *, as_json: bool) -> None:
         return
     verdict = "equal" if step.equal else f"DIFFERS, first in {step.tensor}"
     if step.equal and line.metrics:
-        verdict = "equal weights, OTHER FIGURES"
-    lead_in = "" if line.wanted else "  (leads there)"
+        verdict = "equal weights, OTHER METRICS"
+    lead_in = "" if line.wanted else "  (prefix)"
     ratio = "" if line.time_ratio is None else f" ({line.time_ratio:.2f}x)"
     times = f"{step.compute_s_committed:.3f} s then, {step.compute_s_replayed:.3f} s now{ratio}"
     emit_line(f"step {step.step:>5}  {step.digest_replayed[:16]}  {verdict}  {times}{lead_in}")
     for one in line.metrics[:FIGURES_SHOWN_MAX]:
         emit_line(f"    {one.line}")
     if more := line.metrics[FIGURES_SHOWN_MAX:]:
-        emit_line(f"    and {len(more)} figures more")
+        emit_line(f"    and {len(more)} more metrics")
     if line.distances:
         rows = [
             (one.tensor, one.differing, one.elements, f"{one.absolute_max:.3e}", one.relative_max)

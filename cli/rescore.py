@@ -93,7 +93,7 @@ def rescore_run(
         raise ReplayDiverged(
             f"{len(different)} of {len(found)} trajectories differ, first {first.trajectory}:"
             f" {first.difference}",
-            hint="a task that is not deterministic differs by itself",
+            hint="a nondeterministic task also differs without a change",
         )
 
 

@@ -80,7 +80,7 @@ def show_id(run: OpenRun, wanted: str, *, everything: bool, as_json: bool) -> No
     else:
         print_description(description)
     for one in description.get(DAMAGE, ()):
-        raise InvariantBroken(one["what"], hint="`dora-pipe audit` looks at the whole log")
+        raise InvariantBroken(one["what"], hint="`dora-pipe audit` checks the whole log")
 
 
 # A run.
@@ -201,7 +201,7 @@ def print_overview(found: Overview, *, everything: bool = False) -> None:
     _print_selection(found.selection)
     waits = [_waited(one) for one in found.waits.shown]
     emit_table(("role", "waited", "share", "most of it for"), waits)
-    say(f"show {stats.run} STEP says more of a step, why {stats.run} of who waited")
+    say(f"show {stats.run} STEP describes a step, why {stats.run} the waits")
 
 
 def _print_selection(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -404,7 +404,7 @@ def print_step(description: Description, run: str) -> None:
     _print_groups(named[:GROUP_LINES], len(groups))
     _print_worst(worst)
     if DAMAGE not in description:
-        say("--all has every trajectory, the settings, the lineage and the trace")
+        say("--all shows every trajectory, the settings, the lineage and the trace")
 
 
 def _by_version(groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:

@@ -83,7 +83,7 @@ def _data(run: OpenRun, started: RunStarted) -> dict[str, Rows]:
         _without(f"{type(error).__name__}: {error}")
         return {}
     if found.keys() != wanted:
-        _without("it is not the data that the run had")
+        _without("the data differs from the run's data")
     return found
 
 

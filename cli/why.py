@@ -59,14 +59,14 @@ def _print_present(run: OpenRun, asked: Asked) -> None:
         _print_summary(run, asked)
         return
     if full := full_disk(run.directory.path, run.store):
-        say(f"{full}; the run waits for room, and dispatches nothing")
+        say(f"{full}; the run waits for disk space and dispatches nothing")
     elif words := broker_words(run.config, run.bus, run.topics):
         say(words)
     found = why_now(run.bus, run.topics, now_ns=time.time_ns())
     if found.heard_s is not None and found.heard_s > STOPPED_AFTER_S:
         say(
-            f"no role of {run.topics.run} was heard for {found.heard_s:,.0f} s: it was stopped, "
-            "or has died (`dora-pipe run ... --resume` goes on). This is how it was then:"
+            f"no role of {run.topics.run} sent a status for {found.heard_s:,.0f} s: the run "
+            "stopped or died (`dora-pipe run ... --resume` resumes it). Last known state:"
         )
         moment_ns = found.at_ns - int(found.heard_s * 1e9)
         found = why_at(run.bus, run.topics, at_ns=moment_ns)
@@ -98,7 +98,7 @@ def _print_answer(found: WhyAnswer, asked: Asked, wait: StepWait | None = None) 
         )
         for one in found.roles
     ]
-    columns = ("role", "does or waits for", "since", "in the end", "what to do")
+    columns = ("role", "state", "since", "blocking", "action")
     emit_table(columns, rows)
     for depth, line in enumerate(found.trainer_chain()):
         if not depth:
@@ -120,9 +120,9 @@ def _print_summary(run: OpenRun, asked: Asked) -> None:
     if found.longest:
         emit_line()
         emit_table(
-            ("step", "waited", "last came", "version", "from", "most of it for"),
+            ("step", "waited", "last arrival", "version", "from", "most of it for"),
             [_longest(one) for one in found.longest],
-            title="The steps that waited longest for their batch (--step N says more)",
+            title="Longest batch waits (details: --step N)",
         )
 
 
@@ -135,7 +135,7 @@ def _emit_waits(found: Summary) -> None:
     if stopped_s := sum(found.stops):
         share = f"{stopped_s / (found.run_s + stopped_s):.0%} of all"
         rows.insert(0, ("stopped", duration(stopped_s), share, "the run was stopped", BLANK))
-    emit_table(("role", "waited", "share", "for", "what to do"), rows)
+    emit_table(("role", "waited", "share", "for", "action"), rows)
     if more := len(found.roles) - len(found.shown):
         emit_line(f"and {more} more workers, which waited less")
 
@@ -159,7 +159,7 @@ def _moment_ns(run: OpenRun, text: str) -> int:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise UsageError(
-            f"not a moment: {text!r}",
+            f"not a point in time: {text!r}",
             hint="31.5 is seconds after the start; or give 2026-11-21T11:05:54+00:00",
         ) from None
     return int(moment.timestamp() * 1e9)

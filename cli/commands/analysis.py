@@ -17,8 +17,8 @@ ProbeOption = Annotated[
     str,
     typer.Option(
         metavar="PROBE",
-        help="eval or eval:NAME, an evaluation of the run; module:function, of the folder of "
-        "a checkpoint: a number, or one for each of its rows.",
+        help="An evaluation of the run (eval or eval:NAME), or a module:function that maps a "
+        "checkpoint folder to one number or a number per row.",
     ),
 ]
 DropRowsOption = Annotated[
@@ -95,7 +95,7 @@ def fork(
     turn: Annotated[int | None, typer.Option(help="Continue from this turn; default all.")] = None,
     samples: Annotated[int, typer.Option(help="Continuations from each turn.")] = 16,
     version: Annotated[
-        int | None, typer.Option(help="Version that continues; default the trajectory's own.")
+        int | None, typer.Option(help="Version that continues; default: the trajectory's own.")
     ] = None,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
@@ -127,8 +127,8 @@ def rescore(
         typer.Option(
             "--reward",
             metavar="USE",
-            help="module:function, a built-in reward, or the value of `task.reward`, for every "
-            "task; NAME=USE for one. Default: the run's own reward, as it is here.",
+            help="Reward of every task: module:function, a built-in one, or a value of "
+            "`task.reward`; NAME=USE sets one task. Default: the run's reward, with local code.",
         ),
     ] = None,
     directory: Annotated[

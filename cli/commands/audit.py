@@ -40,7 +40,7 @@ def audit(
 ) -> None:
     """Verify a run from its log: C1, C2, C3 and all that they depend on. Exit code 5 if broken."""
     if follow and as_json:
-        raise UsageError("--follow talks line by line: it gives no JSON")
+        raise UsageError("--follow prints lines and does not support --json")
     from dora_pipe.audit.auditor import raise_if_broken
     from dora_pipe.audit.report import plain
     from dora_pipe.cli.audit import COLLECT_AFTER, AuditSession
@@ -60,7 +60,7 @@ def replay(
     trajectory: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TRAJECTORY", help="Trajectories to generate again. Default: train steps."
+            metavar="TRAJECTORY", help="Trajectories to generate again; default: repeat steps."
         ),
     ] = None,
     first: Annotated[
@@ -83,9 +83,11 @@ def replay(
     `rescore demo` repeats the rewards.
     """
     if (first is not None or last is not None) and (trajectory or random):
-        raise UsageError("TRAJECTORY and --random generate again; --from trains again")
+        raise UsageError(
+            "TRAJECTORY and --random repeat sampling, --from repeats steps: choose one"
+        )
     if first is not None and last is not None and first >= last:
-        raise UsageError(f"--from {first} is not before --to {last}, the first step left out")
+        raise UsageError(f"--from {first} must be below --to {last}")
     from dora_pipe.cli.replay import replay_run, replay_trajectories
     from dora_pipe.launch.run_dir import opened
 
@@ -120,7 +122,8 @@ def prune(
     run: RunArgument,
     delete: Annotated[bool, typer.Option("--delete", help="Delete the listed files.")] = False,
     stopped: Annotated[
-        bool, typer.Option("--stopped", help="No role of this unfinished run is running.")
+        bool,
+        typer.Option("--stopped", help="Confirm that no role of this unfinished run is running."),
     ] = False,
     keep_every: Annotated[
         int | None,

@@ -33,7 +33,7 @@ def create(config: ConfigArgument, override: OverrideOption = None) -> None:
     if not wanted.bus.url:
         raise ConfigError(
             "log create needs a kafka:// log; this run uses SQLite",
-            hint="`run` makes a SQLite log with the run's directory",
+            hint="`dora-pipe run` creates a SQLite log in the run's directory",
         )
     with closing(run_dir(wanted).open_bus(wanted)) as bus:
         topics = prepare.create_topics(bus, wanted)

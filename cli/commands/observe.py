@@ -58,7 +58,7 @@ def show(
 
     with opened(run, root) as open_run:
         if drift := config_drift(open_run.bus, open_run.topics, open_run.config):
-            say(f"not what the run has: {drift.line}")
+            say(f"differs from the run's configuration: {drift.line}")
         if wanted:
             show_id(open_run, wanted, everything=everything, as_json=as_json)
         else:
@@ -68,11 +68,12 @@ def show(
 def why(
     run: RunArgument,
     at: Annotated[
-        str, typer.Option(metavar="TIME", help="A moment: seconds after the start, or ISO 8601.")
+        str,
+        typer.Option(metavar="TIME", help="Point in time: seconds after the start, or ISO 8601."),
     ] = "",
     step: Annotated[int | None, typer.Option(help="Time of this step's batch decision.")] = None,
     summary: Annotated[
-        bool, typer.Option("--summary", help="Totals of a run that is not over.")
+        bool, typer.Option("--summary", help="Print totals of an unfinished run.")
     ] = False,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,
@@ -82,7 +83,7 @@ def why(
     For a finished run: how long each role waited in total, and for what.
     """
     if sum((bool(at), step is not None, summary)) > 1:
-        raise UsageError("--at, --step and --summary are three different questions")
+        raise UsageError("--at, --step and --summary exclude each other")
     from dora_pipe.cli.why import Asked, answer
     from dora_pipe.launch.run_dir import opened
 
@@ -176,7 +177,7 @@ def sql(
     from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 
     if query is None:
-        names = ["table", "columns", "what a row is"]
+        names = ["table", "columns", "row"]
         rows: list[tuple[Any, ...]] = [
             (table.name, len(columns_of(table.row)), table.description)
             for table in (*TABLES, CALLS)
@@ -196,5 +197,5 @@ def sql(
     else:
         emit_table(names, rows)
     if query is None:
-        say("docs/reference/sql.md says what is in each column")
+        say("docs/reference/sql.md describes each column")
     damage.raise_if_any(": their calls are not in the table")

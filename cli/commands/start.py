@@ -55,6 +55,9 @@ RateMinOption = Annotated[
 ContextOption = Annotated[
     int, typer.Option(min=0, help="Tokens of the longest example; 0: workers.max_model_len.")
 ]
+WeightDecayOption = Annotated[
+    float, typer.Option(min=0, help="AdamW weight decay; excludes norms and biases.")
+]
 PackingOption = Annotated[
     bool, typer.Option(help="Pack several examples per row; they do not attend to each other.")
 ]
@@ -185,9 +188,9 @@ def run(
 ) -> None:
     """Start orchestrator, workers and trainer on this machine and supervise them."""
     if resume and from_:
-        raise UsageError("--resume goes on with a run, --from starts a new one: choose one")
+        raise UsageError("--resume continues a run and --from starts a new one: choose one")
     if with_optimizer and not from_:
-        raise UsageError("--with-optimizer is of the version that --from RUN@STEP names")
+        raise UsageError("--with-optimizer needs --from RUN@STEP")
     from dora_pipe.launch.plan import plan_new, plan_resume
     from dora_pipe.launch.run import RESUMABLE_CODES, load_again, load_wanted, need_parts, supervise
     from dora_pipe.launch.supervisor import RunFailed
@@ -199,16 +202,16 @@ def run(
         plan = plan_resume(wanted, root, here=True)
         if plan.over:
             name = plan.config.run.name
-            say(f"run {name!r} is over: there is nothing to go on with; {plan.over}")
+            say(f"run {name!r} is finished and cannot be resumed; {plan.over}")
             return
     else:
         plan = plan_new(wanted, root, parent=from_, with_optimizer=with_optimizer, here=True)
-    resuming = f"go on with: {typed('run', plan.directory.path, '--resume', runs=root)}"
+    resuming = f"resume it with: {typed('run', plan.directory.path, '--resume', runs=root)}"
     try:
         finished = supervise(replace(plan, adopt=adopt, resumed=resume), verbose=verbose)
     except (RunFailed, ResourceError) as failed:
         if failed.exit_code in RESUMABLE_CODES:
-            say(f"once that is mended, {resuming}")
+            say(f"after fixing that, {resuming}")
         raise
     if not finished:
         say(resuming)

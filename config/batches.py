@@ -21,7 +21,7 @@ def group_problems(config: Config) -> Iterator[str]:
     rollout, minibatches = config.rollout, config.trainer.minibatches
     if rollout.min_valid_trajectories > rollout.group_size:
         yield (
-            f"rollout.min_valid_trajectories: {rollout.min_valid_trajectories} is more than"
+            f"rollout.min_valid_trajectories: {rollout.min_valid_trajectories} exceeds"
             f" rollout.group_size, {rollout.group_size}: every group would fail"
         )
     if rollout.group_size + rollout.group_redundancy > SIBLINGS_MAX:
@@ -73,7 +73,7 @@ def why_no_parts(config: Config) -> str:
     """Return why a batch has no parts, or an empty string."""
     updates, parts = config.trainer.minibatches, config.trainer.batch_parts
     if updates not in (1, parts):
-        return f"trainer.minibatches: {updates} updates are neither one nor one for each part"
+        return f"trainer.minibatches: {updates} updates must be 1 or one per part"
     if config.objective.advantage == "version-baseline":
         return "objective.advantage: version-baseline compares with all of a batch"
     return ""
@@ -93,4 +93,4 @@ def _part_problems(config: Config) -> Iterator[str]:
     if parts > per_step:
         yield f"trainer.batch_parts: {parts} are more than rollout.prompts_per_step, {per_step}"
     if why := why_no_parts(config):
-        yield f"trainer.batch_parts: {parts} cannot be; {why}"
+        yield f"trainer.batch_parts: {parts} is impossible: {why}"

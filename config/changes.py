@@ -44,7 +44,7 @@ trainer.batch_parts trainer.ranks trainer.zero_stage trainer.offload
 trainer.dtype policies.dtype trainer.router_aux_loss trainer.expert_parallel_size
 """
 FROZEN = frozenset(_FROZEN.split())
-"""A name stands for its whole section."""
+"""A name denotes its whole section."""
 
 
 def kind_of(key: str) -> str:
@@ -71,7 +71,7 @@ def with_settings(config: Config, changes: Mapping[str, Any], *, step: int = 0) 
     plain["objective"] = settled(plain["objective"], objective)
     changed = msgspec.convert(plain, Config)  # ValidationError is a ValueError.
     if async_batches(changed.staleness) < 1:
-        raise ValueError("staleness.async_batches is below 1: no batch would ever fill")
+        raise ValueError("staleness.async_batches is below 1: no batch could fill")
     if changed.run.steps < step:
         raise ValueError(f"run.steps = {changed.run.steps}, but step {step} comes next")
     return changed

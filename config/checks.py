@@ -157,18 +157,18 @@ def _check_several(config: Config) -> Iterator[Problem]:
         names = [one.name for one in all_of]
         if len(names) > 1 and "" in names:
             yield Problem(
-                text=f"{section}.name: one of {len(names)} has none", hint="give every one a name"
+                text=f"{section}.name: one of {len(names)} has no name", hint="name each of them"
             )
         for name in filter(None, names):
             if not re.fullmatch(PATTERN, name):
-                yield Problem(text=f"{section}.name: {name!r} is not a name", hint=RULE)
+                yield Problem(text=f"{section}.name: {name!r} is not a valid name", hint=RULE)
             elif names.count(name) > 1:
-                yield Problem(text=f"{section}.name: two are called {name}")
+                yield Problem(text=f"{section}.name: used twice: {name}")
     there = [one.name for one in config.tasks]
     for one in config.evaluations:
         if one.task and one.task not in there:
             yield Problem(
-                text=f"evaluation.task: no task is called {one.task}",
+                text=f"evaluation.task: unknown task {one.task}",
                 hint=f"there are: {', '.join(filter(None, there)) or 'none with a name'}",
             )
 
@@ -213,7 +213,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
         whole = not all(task.has_agent for task in tasks[key])
         if whole and sampling.max_tokens >= context:
             yield (
-                f"{key}.max_tokens: {sampling.max_tokens} leaves no room for a prompt in"
+                f"{key}.max_tokens: {sampling.max_tokens} leaves no prompt tokens in"
                 f" workers.max_model_len, {context}"
             )
         hot = sampling.temperature
@@ -223,7 +223,7 @@ def _check_lengths(config: Config) -> Iterator[str]:
                 f" and {TEMPERATURE_MAX:g}"
             )
         if "" in sampling.stop:
-            yield f"{key}.stop: an empty string would end every turn at once"
+            yield f"{key}.stop: an empty string would end every turn immediately"
     if config.trainer.micro_batch_tokens < context:
         yield (
             f"trainer.micro_batch_tokens: {config.trainer.micro_batch_tokens} is less than"
@@ -262,9 +262,9 @@ def _check_rewards(config: Config) -> Iterator[str]:
         for place, use in enumerate(task.rewards):
             key = f"task.reward[{place}]"
             if use.called in [one.called for one in task.rewards[:place]]:
-                yield f"{key}: two are called `{use.called}`; give one a `name`"
+                yield f"{key}: used twice: `{use.called}`; set `name` of one"
             if use.group and ":" not in use.use:
-                yield f"{key}: `{use.use}` scores one answer; of a group are functions of your own"
+                yield f"{key}: `{use.use}` scores single answers; set group = false"
             if not 0 < abs(use.weight) <= WEIGHT_MAX:
                 yield f"{key}: the weight is {use.weight:g}: 0 or beyond {WEIGHT_MAX:g}"
 
@@ -277,14 +277,14 @@ def _check_urls(config: Config) -> Iterator[Problem]:
         if task.url and task.python:
             yield Problem(
                 text="task.python: the task runs where task.url says",
-                hint="give it to the configuration that `dora-pipe task-server` is started with",
+                hint="set it in the configuration of `dora-pipe task-server`",
             )
 
 
 def _check_agents(config: Config) -> Iterator[Problem]:
     for task in config.tasks:
         if task.is_agent and task.agent:
-            yield Problem(text=f"task.agent: `{task.kind}` is its own agent")
+            yield Problem(text=f"task.agent: `{task.kind}` brings its own agent")
         agent = task.agent
         if isinstance(agent, str) and agent and not re.fullmatch(r"[^:]+:[^:]+", agent):
             yield Problem(
@@ -292,10 +292,10 @@ def _check_agents(config: Config) -> Iterator[Problem]:
                 hint='"agent:run" for the function `run` of agent.py',
             )
         if isinstance(agent, tuple) and not all(agent[:1]):
-            yield Problem(text="task.agent: its first word is empty")
+            yield Problem(text="task.agent: the command is empty")
     if any(task.has_agent for task in config.tasks) and config.staleness.partial_rollout:
         yield Problem(
-            text="staleness.partial_rollout: an agent's calls are all of one version",
+            text="staleness.partial_rollout: calls of an agent need a single version",
             hint="-o staleness.partial_rollout=false",
         )
     where = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\[\]]+):(\d{1,5})", config.workers.endpoint)
@@ -316,8 +316,8 @@ def _check_advantages(config: Config) -> Iterator[str]:
     baseline = config.objective.advantage
     if config.rollout.filter_zero_advantage and baseline == "version-baseline":
         yield (
-            "rollout.filter_zero_advantage: with objective.advantage = version-baseline equal"
-            " rewards have an advantage, and would be lost"
+            "rollout.filter_zero_advantage: equal rewards have an"
+            " advantage with objective.advantage = version-baseline"
         )
 
 
@@ -326,8 +326,8 @@ def _check_watched(config: Config) -> Iterator[Problem]:
     for one in watched[1:]:
         key = "best" if one.best else "patience"
         yield Problem(
-            text=f"evaluation.{one.name}.{key}: evaluation `{watched[0].name}` is watched already",
-            hint="best and patience belong to one evaluation of a run",
+            text=f"evaluation.{one.name}.{key}: `{watched[0].name}` has best or patience",
+            hint="best and patience apply to one evaluation per run",
         )
     for one in watched[:1]:
         key = "best" if one.best else "patience"
@@ -352,19 +352,19 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
     teacher, kind = config.teacher, config.objective.kind
     if teacher.given and config.objective.teacher_weight is None:
         yield Problem(
-            text="teacher: nothing is learnt from it",
+            text="teacher: the objective does not use the teacher",
             hint='objective.kind = "distill", or objective.teacher_weight = 0.1, say',
         )
     if teacher.path and teacher.url:
-        yield Problem(text="teacher.url: stands in place of teacher.path", hint="leave one out")
+        yield Problem(text="teacher.url: excludes teacher.path", hint="remove one")
     if bool(teacher.url) != bool(teacher.model):
         yield Problem(
-            text="teacher.model: belongs to teacher.url, and has to be given with it",
-            hint="what `vllm serve` was started with, or its --served-model-name",
+            text="teacher.model: is required with teacher.url and allowed only there",
+            hint="the model of `vllm serve`, or its --served-model-name",
         )
     if "@" in teacher.url:  # It is stored and printed: this line must not repeat it.
         yield Problem(
-            text="teacher.url: no names and passwords in an address",
+            text="teacher.url: no credentials in an address",
             hint="teacher.key_env names the variable with the key",
         )
     if teacher.url and (at := config.sampling.logprob_temperature) != 1:
@@ -374,8 +374,8 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
         )
     if not rewarded(kind) and config.rollout.filter_zero_advantage:
         yield Problem(
-            text=f"rollout.filter_zero_advantage: with objective.kind = {kind} rewards make no"
-            " advantage: groups would be lost for nothing",
+            text=f"rollout.filter_zero_advantage: with objective.kind = {kind} rewards are"
+            " unused, so filtering discards groups",
             hint="-o rollout.filter_zero_advantage=false",
         )
 
@@ -383,8 +383,8 @@ def _check_teacher(config: Config) -> Iterator[Problem]:
 def _check_routes(config: Config) -> Iterator[Problem]:
     if config.sampling.return_routed_experts and config.staleness.partial_rollout:
         yield Problem(
-            text="sampling.return_routed_experts: versions of one trajectory route differently",
-            hint="-o staleness.partial_rollout=false, or leave the key out",
+            text="sampling.return_routed_experts: requires a single version per trajectory",
+            hint="-o staleness.partial_rollout=false, or remove the key",
         )
 
 
@@ -405,22 +405,24 @@ def _check_trainer(config: Config) -> Iterator[str]:
     if trainer.kind == "torch" and odd:
         yield f"trainer.{odd[0]}: {given[odd[0]]} needs trainer.kind = 'deepspeed'"
     elif trainer.offload_between_steps and trainer.batch_parts > 1:
-        yield "trainer.offload_between_steps: with trainer.batch_parts the trainer is never idle"
+        yield "trainer.offload_between_steps: trainer.batch_parts keeps the trainer's states in use"
     elif trainer.offload_between_steps and config.teacher.path:
         yield "trainer.offload_between_steps: the teacher of teacher.path stays on the GPU"
     elif trainer.offload == "all" and trainer.zero_stage < 3:
-        yield "trainer.offload: weights are in the host's memory only with zero_stage = 3"
+        yield "trainer.offload: offloading weights needs trainer.zero_stage = 3"
     elif trainer.zero_stage == 0 and trainer.offload != "none":
         yield "trainer.offload: without ZeRO (zero_stage = 0) nothing is offloaded"
     elif (trainer.kind, trainer.zero_stage, trainer.dtype) == ("deepspeed", 0, "bfloat16"):
-        yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 beside it"
+        yield "trainer.dtype: bfloat16 needs zero_stage 1, 2 or 3, which keep float32 copies"
 
 
 def _check_dealt(config: Config) -> Iterator[Problem]:
     ranks, dealt = config.trainer.ranks, config.trainer.expert_parallel_size
     if config.trainer.kind != "torch" and ranks % dealt:
-        text = f"{ranks} ranks are no groups of {dealt}, each with all experts"
-        yield Problem(text=f"trainer.expert_parallel_size: {text}", hint="it divides trainer.ranks")
+        text = f"{ranks} trainer.ranks is not a multiple of {dealt}"
+        yield Problem(
+            text=f"trainer.expert_parallel_size: {text}", hint="choose a divisor of trainer.ranks"
+        )
 
 
 def _check_parallel(config: Config) -> Iterator[Problem]:
@@ -428,19 +430,18 @@ def _check_parallel(config: Config) -> Iterator[Problem]:
     many = vllm.gpus
     if vllm.args and vllm.addresses:
         yield Problem(
-            text="workers.vllm.args: the servers at workers.vllm.addresses have their options",
-            hint="start them with --args, and leave the key out",
+            text="workers.vllm.args: the servers at workers.vllm.addresses have their own options",
+            hint="start them with --args and remove the key",
         )
     if many == 1:
         return
     if config.sampling.return_routed_experts and vllm.pipeline_parallel_size > 1:
         yield Problem(
-            text="sampling.return_routed_experts: with pipeline_parallel_size above 1 no process"
-            " knows all experts of a token",
+            text="sampling.return_routed_experts: pipeline_parallel_size splits the routing",
             hint="workers.vllm.tensor_parallel_size alone",
         )
     if len(workers.gpus) % many:
-        yield Problem(text=f"workers.gpus: {len(workers.gpus)} GPUs are no workers of {many} each")
+        yield Problem(text=f"workers.gpus: {len(workers.gpus)} is not a multiple of {many}")
 
 
 def _check_gpus(config: Config) -> Iterator[str]:
@@ -452,26 +453,26 @@ def _check_gpus(config: Config) -> Iterator[str]:
     elif trainer.kind == "torch" and len(trainer.gpus) > 1:
         yield "trainer.gpus: the torch trainer has one GPU; trainer.kind = 'deepspeed' has ranks"
     elif len(set(trainer.gpus)) < len(trainer.gpus):
-        yield "trainer.gpus: every rank has a GPU of its own"
+        yield "trainer.gpus: every rank needs its own GPU"
 
 
 def _check_lora(config: Config) -> Iterator[str]:
     lora = config.lora
     odd = [one for one in lora.targets if one not in LINEAR_LAYERS]
     if odd or not lora.targets:
-        found = f"`{odd[0]}` is none" if odd else "there are none"
-        yield f"lora.targets: {found} of {', '.join(LINEAR_LAYERS)}"
+        found = f"`{odd[0]}`" if odd else "an empty list"
+        yield f"lora.targets: {found}, expected some of {', '.join(LINEAR_LAYERS)}"
     if not lora.rank:
         return
     if config.staleness.partial_rollout:
-        yield "lora.rank: versions live beside each other, so nothing is interrupted for a new one"
+        yield "lora.rank: adapters need no interruption for a new version"
 
 
 def _check_bus(config: Config) -> Iterator[str]:
     bus = config.bus
     if "@" in bus.url and bus.url.startswith("kafka:"):
         # The address is printed and logged, so this line must not repeat it.
-        yield "bus.url: no names and passwords in an address; see bus.username"
+        yield "bus.url: no credentials in an address; see bus.username"
         return
     if bus.url and not re.match(r"sqlite:.|kafka://.", bus.url):
         yield f"bus.url: `{bus.url}` is neither sqlite:PATH nor kafka://host:port,..."
@@ -481,14 +482,14 @@ def _check_bus(config: Config) -> Iterator[str]:
         need = "needs a" if not bus.username else "takes no"
         yield f"bus.username: protocol {bus.protocol} {need} user name"
     if bus.key_file and not bus.cert_file:
-        yield "bus.key_file: a key without its certificate, bus.cert_file"
+        yield "bus.key_file: a key needs its certificate, bus.cert_file"
 
 
 def _check_telemetry(config: Config) -> Iterator[str]:
     traces = config.telemetry.traces
     if "@" in traces:
         # The address is stored and printed, so this line must not repeat it.
-        yield "telemetry.traces: no names and passwords in an address; see docs/reference/traces.md"
+        yield "telemetry.traces: no credentials in an address; see docs/reference/traces.md"
     elif traces != "off" and not re.match(r"https?://[^/]", traces):
         yield f"telemetry.traces: `{traces}` is neither off nor http://host:4318"
 

@@ -172,7 +172,7 @@ def toml(value: Any) -> str:
         case dict():
             inner = ", ".join(f"{_key(key)} = {toml(item)}" for key, item in value.items())
             return f"{{{inner}}}"
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} is not a plain value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

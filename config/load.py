@@ -165,9 +165,7 @@ def from_plain(table: Mapping[str, Any]) -> Config:
         raise ConfigError("a value is nested too deeply") from None
     for key, is_plain in plain.items():
         if not is_plain:
-            raise ConfigError(
-                f"{key}: a number is not finite or too large, a text no UTF-8, or no plain value"
-            )
+            raise ConfigError(f"{key}: a value is not finite, too large, not UTF-8 or not plain")
     for problem in problems_of(config):
         raise ConfigError(problem.text, hint=problem.hint)
     return config

@@ -452,7 +452,7 @@ class Objective(Section, frozen=True, kw_only=True):
             raise ValueError(f"mask_low: {low:g} is not below mask_high, {high:g}")
 
 
-NO_TEACHER = "objective.teacher_weight: there is no teacher (teacher.path or teacher.url)"
+NO_TEACHER = "objective.teacher_weight: requires teacher.path or teacher.url"
 
 
 class Lora(Section, frozen=True, kw_only=True):

@@ -188,7 +188,7 @@ def why_unused(given: Mapping[str, Any], key: str) -> str:
     if key in CONDITIONAL:
         other, values = CONDITIONAL[key]
         wanted = " or ".join(f'"{value}"' for value in sorted(values))
-        return f"objective.{key}: it belongs to objective.{other} = {wanted}"
+        return f"objective.{key}: requires objective.{other} = {wanted}"
     return f"objective.{key}: kind `{kind}` does not use it"
 
 
@@ -199,7 +199,7 @@ def hint_for(given: Mapping[str, Any], key: str) -> str:
         return f"leave it out, or set objective.{other}"
     kinds = [kind for kind, row in BUILT_IN.items() if key in row.keys]
     used = ", ".join(kinds) or "objectives of your own"
-    return f"it is used by {used}; this kind uses {', '.join(sorted(uses(given)))}"
+    return f"used by {used}; this kind uses {', '.join(sorted(uses(given)))}"
 
 
 def settled(given: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def addressed(table: Table, override: Table) -> Iterator[tuple[Table, Table]]:
         if rest[section] and len(there) > 1:
             key = next(iter(rest[section]))
             raise ConfigError(
-                f"{section}.{key}: which of {', '.join(by_name)}?", hint=f"{section}.NAME.{key}"
+                f"{section}.{key}: name one of {', '.join(by_name)}:", hint=f"{section}.NAME.{key}"
             )
         if not rest[section]:
             del rest[section]

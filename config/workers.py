@@ -90,9 +90,9 @@ def colocated_problems(config: Config) -> Iterator[str]:
     if workers.colocated > workers.count:
         yield f"workers.colocated: {workers.colocated} are more than workers.count, {workers.count}"
     others = {
-        "trainer.batch_parts: workers generate while parts train": config.trainer.batch_parts > 1,
-        "staleness.partial_rollout: nothing moves": config.staleness.partial_rollout,
-        "lora.rank: workers have several versions": config.lora.rank > 0,
+        "trainer.batch_parts: parts are trained during generation": config.trainer.batch_parts > 1,
+        "staleness.partial_rollout: requests never move": config.staleness.partial_rollout,
+        "lora.rank: workers serve several versions": config.lora.rank > 0,
     }
     for why, given in others.items():
         if workers.colocated and given:

@@ -92,7 +92,7 @@ def _redirect_talk(error: OSError, text: str) -> None:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(file, sys.stderr.fileno())
             os.close(file)
-            why = f"the console takes no more lines ({error.strerror}); they continue here\n"
+            why = f"the console accepts no more lines ({error.strerror}); they continue here\n"
             write_to(sys.stderr, why + text)
             return
 

@@ -20,7 +20,7 @@ def need_temporary_folder() -> None:
         tempfile.gettempdir()
     except FileNotFoundError as error:
         raise ResourceError(
-            f"no temporary folder can be written: {error.strerror}",
+            f"no writable temporary folder: {error.strerror}",
             hint="set TMPDIR to a folder that can be written; in a container, to a mounted volume",
         ) from None
 

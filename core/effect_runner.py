@@ -65,7 +65,7 @@ def attempt(
     try:
         yield from do()
     except SystemExit as error:
-        yield from failed(_logged(what, ResourceError(f"it asked to exit with {error.code!r}")))
+        yield from failed(_logged(what, ResourceError(f"it called exit with {error.code!r}")))
     except Exception as error:
         yield from failed(_logged(what, error))
 
@@ -147,7 +147,7 @@ class EffectRunner:
                 self._turn.notify_all()
         if full:
             what, failed = type(effect).__name__, self._handlers[type(effect)].failed
-            error = ResourceError(f"{self._asked_max} effects wait already")
+            error = ResourceError(f"{self._asked_max} effects are already waiting")
             self._events.extend(failed(effect, _logged(what, error)))
         elif self._thread is None:
             self._begin()
@@ -177,7 +177,7 @@ class EffectRunner:
         if thread is not None:
             thread.join(wait_s)
             if thread.is_alive():
-                LOG.warning("the thread %s is still busy; it ends with the process", self._name)
+                LOG.warning("thread %s is still busy and ends with the process", self._name)
 
     def _begin(self) -> None:
         self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)

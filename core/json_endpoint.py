@@ -75,7 +75,7 @@ class JsonEndpoint:
             return done.result(self._timeout_s)
         except TimeoutError:
             raise EndpointAway(
-                f"{self.where} does not answer in full within {self._timeout_s:g} s"
+                f"{self.where} did not answer completely within {self._timeout_s:g} s"
             ) from None
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> bytes:
@@ -98,7 +98,7 @@ class JsonEndpoint:
         if status in _PASSES:
             raise EndpointAway(f"{self.where} says {status}: {self._shown(said)}")
         if status != 200:
-            raise EndpointRefused(f"{self.where} refuses with {status}: {self._shown(said)}")
+            raise EndpointRefused(f"{self.where} answered {status}: {self._shown(said)}")
         return said
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class JsonEndpoint:
             body += piece
             if len(body) > self._bytes_max or time.monotonic() > end:
                 raise EndpointAway(
-                    f"the answer of {self.where} is too long or too late ({len(body)} bytes)"
+                    f"the answer of {self.where} is too long or incomplete ({len(body)} bytes)"
                 )
         return bytes(body)
 

@@ -34,7 +34,7 @@ class LocalServer(ThreadingHTTPServer):
             super().__init__((host, port), handler)
         except OSError as error:
             raise ResourceError(
-                f"port {port} of {host} cannot be used: {error.strerror}",
+                f"port {port} of {host} is not available: {error.strerror}",
                 hint="choose another one with --port, or 0 for any",
             ) from None
 
@@ -61,7 +61,7 @@ class LocalHandler(ABC, BaseHTTPRequestHandler):
             return
         try:
             if self.server.own_names_only and not is_own_name(self.headers.get("Host", "")):
-                self.say(HTTPStatus.MISDIRECTED_REQUEST, "this is not who you think it is")
+                self.say(HTTPStatus.MISDIRECTED_REQUEST, "wrong host")
             else:
                 self.answer()
         finally:

@@ -61,7 +61,7 @@ def retry_bus(what: str, call: Callable[[], T], clock: Clock, *, exclusive: bool
 def until_there_is_room(
     what: str, call: Callable[[], T], clock: Clock, tell: Callable[[str], None]
 ) -> Generator[None, None, T]:
-    """Retry a call that leaves nothing behind while there is no room, yielding before each pause.
+    """Retry a call without side effects while there is no room, yielding before each pause.
     Raises NoRoom.
 
     `tell` gets the reason to wait, and an empty text afterwards.
@@ -73,7 +73,7 @@ def until_there_is_room(
             done = call()
         except NoRoom as error:
             if clock.now_ns() >= give_up_ns:
-                lasted = f"{error.message}, and there was none for {DELIVERY_TIMEOUT_S:g} s"
+                lasted = f"{error.message}, with no success for {DELIVERY_TIMEOUT_S:g} s"
                 over = NoRoom(lasted, hint=error.hint)
                 over.waited_out = True
                 raise over from error
@@ -87,6 +87,6 @@ def until_there_is_room(
             clock.sleep(ROOM_PAUSE_S)
         else:
             if waited:
-                LOG.warning("%s: there is room again", what)
+                LOG.warning("%s: space is available again", what)
             tell("")
             return done

@@ -118,9 +118,9 @@ def await_stable_offset(bus: Bus, partitions: Sequence[TopicPartition], clock: C
         if clock.now_ns() >= give_up_ns:
             raise BusError(
                 f"{topics}: acknowledged records cannot be read, because an append before them "
-                f"is open for {HELD_LIMIT_S:.0f} s and nobody ends it",
-                hint="kafka-transactions.sh --bootstrap-server HOST:PORT list says whose "
-                "transaction is open; its abort ends it",
+                f"is open for {HELD_LIMIT_S:.0f} s without an end",
+                hint="`kafka-transactions.sh --bootstrap-server HOST:PORT list` shows open "
+                "transactions; its `abort` ends one",
             )
         if not said:
             LOG.warning(
@@ -132,7 +132,7 @@ def await_stable_offset(bus: Bus, partitions: Sequence[TopicPartition], clock: C
             said = True
         clock.sleep(LOOK_S)
     if said:
-        LOG.info("everything can be read again")
+        LOG.info("all records are readable again")
 
 
 def _patient(ask: Callable[[TopicPartition], int], at: TopicPartition, clock: Clock) -> int:

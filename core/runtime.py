@@ -361,7 +361,7 @@ class Runtime:
         except BusError as error:
             untold = error.message
             if untold != self._untold:
-                LOG.warning("statuses are left out: %s", untold)
+                LOG.warning("statuses omitted: %s", untold)
         self._untold = untold
 
     def _append_durably(self, publish: list[Publish]) -> None:

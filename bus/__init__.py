@@ -39,14 +39,12 @@ def _open(url: str, security: KafkaSecurity | None) -> Bus:
         from dora_pipe.bus.kafka.bus import KafkaBus
 
         if "@" in rest:  # the URL is logged: do not print its password
-            raise UsageError(
-                "a log's address holds no name and no password", hint="see bus.username"
-            )
+            raise UsageError("a log address must not contain credentials", hint="see bus.username")
         servers = rest.strip("/").split(",")
         return KafkaBus(servers) if security is None else KafkaBus(servers, security=security)
     if kind == "memory":
         raise UsageError(
-            "a log in memory cannot be opened by its address",
-            hint="it lives inside one process; use sqlite:PATH between processes",
+            "a log in memory has no address",
+            hint="use sqlite:PATH between processes",
         )
     raise UsageError(f"`{url}` is not a log", hint="sqlite:PATH or kafka://HOST:PORT[,HOST:PORT]")

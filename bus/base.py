@@ -38,7 +38,7 @@ def count_empty_polls(
         raise BusError(
             f"timed out reading {at.topic}/{at.partition}: no record came at offset "
             f"{reader.position(at)}, which is before its end",
-            hint="is its broker there, and the network fast enough? `dora-pipe why` asks it",
+            hint="check the broker and the network; `dora-pipe why` queries the broker",
         )
     return before + 1
 

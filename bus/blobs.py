@@ -91,7 +91,7 @@ class BlobFiles(BlobStore):
                 partial.unlink()
             raise BusFull(
                 f"a value of {len(value)} bytes cannot be kept in {self.folder}: {error.strerror}",
-                hint="is there room, and may this process write there?",
+                hint="check the free space and the permissions of this process",
             ) from error
 
     def read(self, digest: str, size_bytes: int) -> bytes | None:
@@ -179,7 +179,7 @@ class BlobWriter(Writer):
         if len(record.value) > self._bus.bytes_max:
             raise RecordTooLarge(
                 f"a value of {len(record.value)} bytes for topic {record.topic}: "
-                f"at most {self._bus.bytes_max} are kept beside the log"
+                f"at most {self._bus.bytes_max} are stored outside the log"
             )
         digest = record.digest or value_digest(record.value)
         self._bus.store.write(digest, record.value)
@@ -244,10 +244,10 @@ class BlobReader(ReaderWrapper):
         assert blob is not None
         digest, size_bytes = blob
         if size_bytes > self._bus.bytes_max:
-            return _lost(record, f"{size_bytes} bytes are above the limit")
+            return _lost(record, f"{size_bytes} bytes exceed the limit")
         value = self._bus.store.read(digest, size_bytes)
         if value is None:
-            return _lost(record, "there is no such value in the store")
+            return _lost(record, "the store has no such value")
         if digest_as(digest, value) != digest:
             return _lost(record, "the stored value has another digest")
         kept = tuple(one for one in record.headers if one[0] not in _HEADERS)

@@ -58,7 +58,7 @@ def check_spec(spec: TopicSpec) -> None:
     """Raises BusError if any bus could not create the topic."""
     if not _NAME.fullmatch(spec.name) or spec.name in {".", ".."}:
         raise BusError(
-            f"`{spec.name}` cannot be a topic",
+            f"`{spec.name}` is not a topic name",
             hint="1 to 200 ASCII letters, digits, dots, underscores and dashes",
         )
     if not 1 <= spec.partitions <= PARTITIONS_MAX:
@@ -96,7 +96,7 @@ def check_appends(records: Sequence[Append], topics: Mapping[str, TopicSpec]) ->
         if size_bytes > spec.max_record_bytes:
             raise RecordTooLarge(
                 f"a record of {size_bytes} bytes for topic {record.topic}, "
-                f"which takes at most {spec.max_record_bytes}",
+                f"above the limit of {spec.max_record_bytes}",
                 topic=record.topic,
                 limit_bytes=spec.max_record_bytes,
             )
@@ -117,8 +117,8 @@ def misfits(pairs: Sequence[tuple[TopicSpec, TopicSpec]]) -> tuple[list[str], li
         f"topic {spec.name} exists with {there.partitions} partitions, not {spec.partitions}"
         for spec, there in few
     ] + [
-        f"topic {spec.name} exists and takes records of at most {there.max_record_bytes} bytes, "
-        f"not {spec.max_record_bytes}"
+        f"topic {spec.name} exists with records of at most {there.max_record_bytes} bytes, "
+        f"expected {spec.max_record_bytes}"
         for spec, there in small
     ]
     hints = []
@@ -150,7 +150,7 @@ def check_not_truncated(tp: TopicPartition, position: int, end: int) -> None:
     if position > end:
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} ends at {end}, before the position {position}",
-            hint="records that were acknowledged are gone; restore the log from a copy",
+            hint="acknowledged records are lost; restore the log from a copy",
         )
 
 
@@ -158,8 +158,8 @@ def check_reaches(tp: TopicPartition, offset: int, end: int) -> None:
     """Raises LogTruncated if an acknowledged record is not before `end`."""
     if offset >= end:
         raise LogTruncated(
-            f"{tp.topic}/{tp.partition} ends at {end} and does not reach offset {offset}, where a "
-            "record was acknowledged",
+            f"{tp.topic}/{tp.partition} ends at {end} before offset {offset} of an "
+            "acknowledged record",
             hint="restore the log from a copy",
         )
 
@@ -181,8 +181,8 @@ def first_kept(tp: TopicPartition, position: int, begin: int) -> int:
         raise LogTruncated(
             f"{tp.topic}/{tp.partition} begins at {begin}: the records from offset {position} on "
             "were deleted, and a run needs them",
-            hint="was retention.ms or retention.bytes set on this topic, or were records deleted? "
-            "set both to -1 for all topics of a run; restore the log, or start a new run",
+            hint="set retention.ms and retention.bytes to -1 for all topics of a run; restore the "
+            "log, or start a new run",
         )
     return max(position, begin)
 

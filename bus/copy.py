@@ -63,8 +63,8 @@ class FillingTarget:
     def place(self, tp: TopicPartition, records: Sequence[Record], *, begin: int, end: int) -> None:
         if begin and not is_trimmed(tp.topic):
             raise LogTruncated(
-                f"{tp.topic}/{tp.partition} begins at {begin}: records before it were deleted, "
-                "which a copy on Kafka would hide",
+                f"{tp.topic}/{tp.partition} begins at {begin}: earlier records were deleted, "
+                "and a copy on Kafka would renumber offsets",
                 hint="copy into a .sqlite file",
             )
         position = self.position(tp)
@@ -161,7 +161,7 @@ class _PartitionCopy:
                 if not self._allow_lost:
                     raise BusError(
                         f"{self.tp.topic}/{self.tp.partition}@{record.offset}: {lost}",
-                        hint="copy where the run's store is, or add --allow-lost",
+                        hint="copy on a machine with the run's store, or add --allow-lost",
                     )
             update_digest(self.read, record)
         self.records += len(records)
@@ -191,7 +191,7 @@ def _check_begins_alike(source: Bus, target: CopyTarget, tp: TopicPartition, end
     if copied > end:
         raise BusError(
             f"{tp.topic}/{tp.partition} ends at {copied} in the copy and at {end} in its source",
-            hint="is the source the older log?",
+            hint="check whether the source is an older log",
         )
     begin = max(source.begin(tp), target.bus.begin(tp))
     if begin >= copied:

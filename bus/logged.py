@@ -60,7 +60,7 @@ def fault_of(found: Record | RecordFingerprint | None, named: Named) -> str:
     """Return why a record differs from its reference, empty if not; does not decode it."""
     where = f"at trajectories:{named.partition}:{named.offset}"
     if found is None:
-        return f"its record is not there {where}"
+        return f"its record is missing {where}"
     seen = found if isinstance(found, RecordFingerprint) else fingerprint_of(found)
     if seen.lost:
         return f"its record {where} cannot be read: {seen.lost}"
@@ -117,5 +117,5 @@ class Damage:
             who = who if self.count > 1 else "1 trajectory that was logged is"
             raise InvariantBroken(
                 f"{who} damaged{consequence}",
-                hint="what is there is sound; `dora-pipe audit` looks at the whole log",
+                hint="the other records are intact; `dora-pipe audit` checks the whole log",
             )

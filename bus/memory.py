@@ -321,7 +321,7 @@ class MemoryWriter(Writer):
             return log._append(records, visible_ms=now_ms + (fault.delay_ms if fault else 0))
         log._append(records[: fault.lands], visible_ms=now_ms + fault.delay_ms)
         self._broken = self._name is not None
-        raise OutcomeUnknown("the log did not say whether these records were appended")
+        raise OutcomeUnknown("unknown whether these records were appended")
 
     def close(self) -> None:
         self._closed = True
@@ -333,7 +333,7 @@ class MemoryWriter(Writer):
         if self._name is not None and self._bus.log._epochs[self._name] != self._epoch:
             raise Fenced(f"a newer writer {self._name} took over")
         if self._broken:
-            raise BusError("this exclusive writer does not know what it appended; open another one")
+            raise BusError("this exclusive writer lost track of its appends; open a new one")
 
     def _over_full(self, records: Sequence[Append]) -> bool:
         log = self._bus.log

@@ -344,7 +344,7 @@ class SqliteWriter(Writer):
     def append(self, records: Sequence[Append]) -> list[int]:
         self._file.check_usable()
         if self._broken:
-            raise BusError("this exclusive writer does not know what it appended; open another one")
+            raise BusError("this exclusive writer lost track of its appends; open a new one")
         if any(record.topic not in self._topics.specs for record in records):
             self._topics.load(self._file)
         check_appends(records, self._topics.specs)
@@ -378,7 +378,7 @@ class SqliteWriter(Writer):
             if at is None:
                 at = base + _end_of(self._file, base)
             if at - base >> OFFSET_BITS:
-                raise BusFull(f"a partition of {self._file.path} used up its offsets")
+                raise BusFull(f"a partition of {self._file.path} has no offsets left")
             rows.append(at)
             following[base] = at + 1
         return rows
@@ -447,10 +447,10 @@ def unreadable_records(path: Path) -> list[str]:
             topic, partition = divmod(at >> OFFSET_BITS, 1 << PARTITION_BITS)
             name, partitions = topics.get(topic, ("", 0))
             if not name:
-                lines.append(f"records lie under topic id {topic}, which is none of the log's")
+                lines.append(f"records have topic id {topic}, which the log does not define")
             elif partition >= partitions:
                 lines.append(
-                    f"records lie in partition {partition} of {name}, which has {partitions}"
+                    f"records are in partition {partition} of {name}, which has {partitions}"
                 )
             after = (at >> OFFSET_BITS) + 1 << OFFSET_BITS
             at = file.one("SELECT min(at) FROM records WHERE at >= ?", (after,))

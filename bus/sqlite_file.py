@@ -77,7 +77,7 @@ class SqliteFile:
         self.path = path
         self._here = OpenedHere(str(path))
         if path.resolve() in {file.path.resolve() for file in _inherited}:
-            raise BusError(f"{path} was open when this process was forked", hint=FORK_HINT)
+            raise BusError(f"{path} was opened before this process forked", hint=FORK_HINT)
         with self.errors():
             self.connection = _connect(path, create=create)
         _live.add(self)
@@ -201,7 +201,7 @@ class SqliteFile:
             case sqlite3.SQLITE_NOTADB | sqlite3.SQLITE_CORRUPT:
                 return LogDamaged(
                     f"{self.path} is damaged, or not a log of dora-pipe: {error}",
-                    hint="bring it back from a copy, with its -wal file",
+                    hint="restore it from a copy, with its -wal file",
                 )
         return BusError(f"{self.path}: {error}")
 

@@ -34,7 +34,7 @@ def copy_target(run: OpenRun, address: str, runs: Path = RUNS) -> Iterator[CopyT
             yield FileTarget(copy)
     else:
         raise UsageError(
-            f"{address} is no place for a copy", hint="FILE.sqlite or kafka://HOST:PORT/RUN"
+            f"{address} cannot hold a copy", hint="FILE.sqlite or kafka://HOST:PORT/RUN"
         )
 
 

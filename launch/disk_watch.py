@@ -75,23 +75,22 @@ class DiskWatch:
         found = full_disk(*self._places) or self._elsewhere()
         if not found:
             if self._since_ns is not None:
-                self._report("there is room on the disk again; the run goes on")
+                self._report("disk space is available again; the run continues")
             self._since_ns = None
         elif self._since_ns is None:
             self._since_ns = now_ns
-            limit = f"make room within {DELIVERY_TIMEOUT_S:g} s"
+            limit = f"free space within {DELIVERY_TIMEOUT_S:g} s"
             self._report(f"{found}; roles wait, dispatch is paused: {limit}")
         elif now_ns - self._since_ns > DELIVERY_TIMEOUT_S * 1e9:
-            lasted = f"{found}, and was for {DELIVERY_TIMEOUT_S:g} s"
+            lasted = f"{found}for {DELIVERY_TIMEOUT_S:g} s"
             raise ResourceError(
                 lasted,
-                hint="make room (and start brokers again that ended); nothing that was logged is "
-                "lost",
+                hint="free space and restart stopped brokers; no logged record is lost",
             )
 
     def _warn(self, low: str) -> None:
         if low and not self._warned:
-            self._report(f"{low}: make room, or the run will have to wait")
+            self._report(f"{low}: free space, or the run will wait")
         self._warned = bool(low)
 
 
@@ -117,7 +116,7 @@ def broker_trouble(config: Config, bus: Bus, topics: Topics) -> tuple[str, str]:
 def broker_words(config: Config, bus: Bus, topics: Topics) -> str:
     """Return both messages of `broker_trouble` as one sentence. Raises BusError."""
     stops, low = broker_trouble(config, bus, topics)
-    return f"{stops}; the run waits, and dispatches nothing" if stops else low
+    return f"{stops}; the run waits and dispatches nothing" if stops else low
 
 
 class BrokerWatch:
@@ -141,7 +140,7 @@ class BrokerWatch:
         if not self._away:
             return stops
         seen = stops or low
-        return f"the log is away, and when it answered last: {seen}" if seen else ""
+        return f"the log is not reachable; when last reached: {seen}" if seen else ""
 
     def low(self) -> str:
         return "" if self._away else self._seen[1]

@@ -189,7 +189,7 @@ def write_word_tokenizer(
 
     for word in words:
         if word.split() != [word] or word in (*SPECIAL, *roles):
-            raise ValueError(f"not a word: {word!r}")
+            raise ValueError(f"unknown token: {word!r}")
     special = (*SPECIAL, *roles)
     ids = {word: place for place, word in enumerate(dict.fromkeys((*special, *words)))}
     tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=UNK))

@@ -76,9 +76,8 @@ def inherit(
         source = old.policies
         if not source.has_weights(manifest.digest):  # rebuilding needs training
             raise PolicyError(
-                f"version {step} of {name} is not in its store any more",
-                hint="make it again first: "
-                + typed("export", "policy", name, step, "DIR", runs=root),
+                f"version {step} of {name} is no longer in its store",
+                hint="rebuild it first: " + typed("export", "policy", name, step, "DIR", runs=root),
             )
         source.verify(manifest.digest)
         refuse_non_finite_file(source.weights(manifest.digest))
@@ -115,7 +114,7 @@ def _inherit_directory(
         _check_state_fits(model.trainer, config, str(directory), same_dtype=same_dtype)
         file = directory / OPTIMIZER
         if not file.is_file():
-            raise PolicyError(f"{directory} has no {OPTIMIZER}", hint="retrain it once more")
+            raise PolicyError(f"{directory} has no {OPTIMIZER}", hint="run retrain again")
         state = target.publish_blob("optimizer", lambda path: _copy(file, path))
     lineage = Lineage(run=model.run, step=model.last + 1, digest=model.weights, optimizer=state)
     return lineage, policy
@@ -128,23 +127,22 @@ def _copy(source: Path, target: Path) -> None:
 def _check_state_fits(
     theirs: Mapping[str, Any], config: Config, name: str, *, same_dtype: bool
 ) -> None:
-    hint, own = "without --with-optimizer it begins afresh", state_keys(config)
+    hint, own = "without --with-optimizer the optimizer state starts empty", state_keys(config)
     if theirs["lora.rank"] or own["lora.rank"]:
         raise ConfigError(
-            f"{name}: the optimizer's state of an adapter is none of the weights that it is merged "
-            "into",
+            f"{name}: an adapter's optimizer state does not fit the merged weights",
             hint=hint,
         )
     for key in OF_STATE:
         if theirs[key] != own[key]:
             raise ConfigError(
-                f"{name}: its optimizer's state is of {key} = {theirs[key]!r}, "
+                f"{name}: its optimizer state has {key} = {theirs[key]!r}, "
                 f"and this run has {own[key]!r}",
                 hint=hint,
             )
     if not same_dtype:
         raise ConfigError(
-            f"{name}: its optimizer's state is of weights of another type (policies.dtype)",
+            f"{name}: its optimizer state has another weight type (policies.dtype)",
             hint=hint,
         )
 
@@ -154,10 +152,10 @@ def _state(old: OpenRun, first: RunStarted, step: int, root: Path, target: Polic
     if kept is None or not old.policies.has_blob("optimizer", kept.sha256):
         again = typed("retrain", first.run, "--out", "DIR", "--to", str(step), runs=root)
         raise PolicyError(
-            f"the optimizer's state of version {step} of {first.run} is not in its store",
-            hint=f"make it again first: {again}; then --from DIR --with-optimizer"
+            f"the optimizer state of version {step} of {first.run} is not in its store",
+            hint=f"rebuild it first: {again}; then --from DIR --with-optimizer"
             if step
-            else "version 0 begins with a fresh one: leave --with-optimizer out",
+            else "version 0 has none: remove --with-optimizer",
         )
     return copy_state(old.policies, target, kept.sha256)
 

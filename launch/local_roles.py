@@ -140,7 +140,7 @@ def visible(key: str, numbers: Iterable[int], seen: str | None) -> str:
         if number >= len(there):
             raise ConfigError(
                 f"{key}: there is no GPU {number} among the {len(there)} of {VISIBLE}={seen}",
-                hint="they are counted from 0 among those that are visible",
+                hint="numbers start at 0 among the visible GPUs",
             )
         chosen.append(there[number])
     return ",".join(chosen)

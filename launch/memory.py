@@ -68,7 +68,7 @@ def parse_gpus(text: str) -> Gpus:
     match = _GPUS.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"--gpus {text!r} is no number of GPUs and GB",
+            f"--gpus {text!r} is not COUNTxGB",
             hint="--gpus 8x80 means eight GPUs of 80 GB each",
         )
     return Gpus(int(match[1]), int(float(match[2]) * GIGABYTE))
@@ -98,7 +98,7 @@ def placement_of(config: Config, count: int) -> Placement:
         if numbers and max(numbers) >= count:
             raise UsageError(
                 f"{key}: there is no GPU {max(numbers)} among {count}",
-                hint="they are counted from 0; --gpus says how many there are",
+                hint="numbers start at 0; --gpus sets the count",
             )
     wanted = len(names) * config.workers.vllm.gpus
     places = len(given) or min(wanted, max(1, count - 1))
@@ -276,7 +276,7 @@ def disk_parts(shape: ModelShape, config: Config) -> Parts:
     return {
         f"a version, {dtype}": whole,
         "a checkpoint": checkpoint_bytes(count, remainders=dtype == "bfloat16"),
-        "a step, if everything is kept": bytes_per_step(config, dtype, whole),
+        "a step, keeping all files": bytes_per_step(config, dtype, whole),
     }
 
 

@@ -36,8 +36,8 @@ def check_model(config: Config, engines: Iterable[str], directory: Path) -> None
     longest = read_config(directory).get("max_position_embeddings")
     if isinstance(longest, int) and longest < config.workers.max_model_len:
         raise PolicyError(
-            f"{directory}: its {longest} positions are fewer than a context of "
-            f"{config.workers.max_model_len} tokens",
+            f"{directory}: its {longest} positions are fewer than "
+            f"workers.max_model_len = {config.workers.max_model_len}",
             hint="lower workers.max_model_len",
         )
     check_tokenizer(directory)
@@ -67,8 +67,8 @@ def check_tokenizer(directory: Path) -> None:
     size = Tokenizer(directory).size
     if rows is not None and size > rows:
         raise PolicyError(
-            f"{directory}: the tokenizer has token ids up to {size - 1}, the model's embedding "
-            f"only {rows} rows",
+            f"{directory}: the tokenizer has token ids up to {size - 1}, but the model's "
+            f"embedding has {rows} rows",
             hint="use the model's own tokenizer, or save the model again after "
             f"`model.resize_token_embeddings({size})`",
         )
@@ -91,8 +91,8 @@ def check_chat(spec: PoolSpec, pool: TaskPool, directory: Path) -> dict[str, Cha
     unread = (one.calls_unread and one.template_renderer.features.tools for one in chats.values())
     if spec.task.has_agent and any(unread):
         say(
-            "note: nothing reads the tool calls of this model's chat template: calls of the agent's"
-            " tools arrive as text (hint: set task.tool_parser, see docs/data.md)"
+            "note: no parser for tool calls of this chat template: the agent gets them as text"
+            " (hint: set task.tool_parser, see docs/data.md)"
         )
     return chats
 
@@ -124,10 +124,10 @@ def _need_experts(config: Config, directory: Path) -> None:
     odd = [key for key, value in asked.items() if value]
     if odd and not experts:
         raise ConfigError(
-            f"trainer.{odd[0]}: {directory} is no mixture of experts", hint="leave the key out"
+            f"trainer.{odd[0]}: {directory} is not a mixture of experts", hint="remove the key"
         )
     if experts % dealt:
         raise ConfigError(
-            f"trainer.expert_parallel_size: {experts} experts are not dealt among {dealt} ranks",
-            hint="take a divisor of both",
+            f"trainer.expert_parallel_size: {experts} experts cannot be split over {dealt} ranks",
+            hint="choose a divisor of both",
         )

@@ -88,7 +88,7 @@ def _network(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise PolicyError(f"{folder} has no config.json", hint="name a model directory")
     if importlib.util.find_spec("transformers") is None:
-        raise PolicyError("sizes of a model need transformers", hint=install_hint("torch"))
+        raise PolicyError("reading model sizes needs transformers", hint=install_hint("torch"))
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,7 +107,7 @@ def _network(folder: Path) -> Any:
     ) as error:
         reason = str(error).partition("\n")[0]
         raise PolicyError(
-            f"{folder}: transformers builds no causal language model of config.json: {reason}"
+            f"{folder}: transformers cannot build a causal LM from config.json: {reason}"
         ) from error
 
 

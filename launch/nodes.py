@@ -44,8 +44,8 @@ class Node:
         host, _, port = self.rendezvous.rpartition(":")
         if not host or not port.isdigit():
             raise UsageError(
-                f"--rendezvous: `{self.rendezvous}` is no HOST:PORT",
-                hint="an address of node 0 that all nodes reach, and a free port there",
+                f"--rendezvous: `{self.rendezvous}` is not HOST:PORT",
+                hint="an address of node 0 that all nodes can reach, with a free port",
             )
 
 
@@ -59,7 +59,7 @@ def ranks_per_node(config: Config, node: Node) -> int:
         )
     if trainer.ranks % node.nodes:
         raise ConfigError(
-            f"trainer.ranks: {trainer.ranks} ranks are no equal shares of {node.nodes} nodes",
+            f"trainer.ranks: {trainer.ranks} is not a multiple of {node.nodes} nodes",
             hint=f"trainer.ranks = {node.nodes} times the GPUs of a node",
         )
     return trainer.ranks // node.nodes

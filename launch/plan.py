@@ -192,7 +192,7 @@ def _make_topics(bus: Bus, config: Config) -> None:
     if started(bus, topics) is not None:
         raise ConfigError(
             f"the log already holds a run {config.run.name!r}",
-            hint="go on with --resume, or choose another run.name (-o run.name=...)",
+            hint="continue it with --resume, or choose another run.name (-o run.name=...)",
         )
 
 
@@ -303,7 +303,7 @@ def check_topics(bus: Bus, config: Config) -> None:
     if missing:  # recreating a lost topic would hide the loss
         raise TopicMissing(
             f"the run has lost its topic {missing[0]}",
-            hint="was it deleted, or may this user not see it (Describe)?",
+            hint="check that it exists and that this user has the Describe right",
         )
     create_topics(bus, config)
 
@@ -399,8 +399,8 @@ def facts_of(config: Config, model: Path | None = None) -> dict[str, TaskFacts]:
 def _check_share(config: Config, task: Task, facts: TaskFacts) -> None:
     if task.eval_share and config.evaluation.every and not facts.eval_rows:
         raise ConfigError(
-            f"task.eval_share: {task.eval_share:g} of {facts.train_rows} rows holds out no row to"
-            " evaluate",
+            f"task.eval_share: {task.eval_share:g} of {facts.train_rows} rows selects no row for"
+            " evaluation",
             hint="a larger share, task.eval_data, or evaluation.every = 0",
         )
 
@@ -447,8 +447,8 @@ def check_data(config: Config, first: RunStarted) -> None:
         found = facts.data(source)
         if facts.scores_groups != (source in first.scored_together):
             raise ConfigError(
-                f"the task of {source} scores its groups together now, or did when the run began",
-                hint="bring its score_group or task.reward back, or start a new run with --from",
+                f"the task of {source} has changed its group scoring since the start",
+                hint="restore score_group or task.reward, or start a new run with --from",
             )
         purpose, _, own = source.partition("/")
         kind, key = _DATA[purpose]
@@ -456,9 +456,9 @@ def check_data(config: Config, first: RunStarted) -> None:
         if wanted is None or found.digest != wanted.digest:
             digest = "none" if wanted is None else wanted.digest
             raise ConfigError(
-                f"the {kind} data{own and f' of {own}'} were changed: digest {found.digest[:12]},"
-                f" the run began with {digest[:12]}",
-                hint=f"bring the data back ({key}), or start a new run from this one with --from",
+                f"the {kind} data{own and f' of {own}'} changed: digest {found.digest[:12]},"
+                f" at the start {digest[:12]}",
+                hint=f"restore the data ({key}), or start a new run with --from",
             )
 
 
@@ -475,14 +475,14 @@ def over_hint(bus: Bus, topics: Topics, directory: RunDir, root: Path) -> str:
     """Return the command that continues from a finished run. Raises BusError."""
     newest = f"{topics.run}@{newest_version(bus, topics)}"
     words = ("run", directory.path, "--from", newest, "-o", "run.name=NEW")
-    return f"start a new one from it: {typed(*words, runs=root)}"
+    return f"start a new run from it: {typed(*words, runs=root)}"
 
 
 def refuse_over(bus: Bus, topics: Topics, directory: RunDir, root: Path) -> None:
     """Raise UsageError if the run is finished. Raises BusError."""
     if is_over(bus, topics):
         raise UsageError(
-            f"run {topics.run!r} is over: nothing of it can be changed",
+            f"run {topics.run!r} is finished and cannot be changed",
             hint=over_hint(bus, topics, directory, root),
         )
 
@@ -496,21 +496,21 @@ def check_log(directory: RunDir, config: Config, bus: Bus) -> None:
     topics = Topics(config.run.name)
     beyond = _snapshots_beyond(directory, bus, topics)
     if beyond:
-        raise _lost(directory, f"a snapshot was taken of a round at offset {beyond} of decisions")
+        raise _lost(directory, f"a snapshot names decisions offset {beyond}")
     if config.store.path or config.store.url:
         return  # other runs may share it
     digests, trainers = _named(bus, topics)
     unknown = _versions(directory) - digests
     # Before the first record a start may have left version 0.
     if len(unknown) > max(1, trainers):
-        raise _lost(directory, f"{len(unknown)} versions lie in the store that it does not name")
+        raise _lost(directory, f"{len(unknown)} versions of the store are not in the log")
 
 
 def _lost(directory: RunDir, why: str) -> LogTruncated:
     return LogTruncated(
-        f"the log of {directory.path.name} has lost its end: {why}",
-        hint="bring the log back from a copy (log.sqlite with its -wal file); or start "
-        "a new run from what it still has, with --from",
+        f"the log of {directory.path.name} is incomplete: {why}",
+        hint="restore the log from a copy (log.sqlite with its -wal file), or start a "
+        "new run with --from",
     )
 
 

@@ -57,7 +57,7 @@ def end_process(work: Callable[[], int]) -> NoReturn:
         code = work()
     finally:
         if sys.exc_info()[0] is not None:
-            LOG.error("ended by a fault of its own", exc_info=True)
+            LOG.error("failed with an internal error", exc_info=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -73,14 +73,14 @@ class PromptsSeen:
         if self.failed:
             row, error, hint = min(self.failed)
             yield (
-                f"{len(self.failed)} of {self.looked_at} rows looked at make no prompt, their"
-                f" groups fail: row {row}: {error}" + (f" ({hint})" if hint else "")
+                f"{len(self.failed)} of {self.looked_at} checked rows have no valid prompt, so"
+                f" their groups fail: row {row}: {error}" + (f" ({hint})" if hint else "")
             )
         if self.spelled:
             row, token = min(self.spelled)
             yield (
-                f"{len(self.spelled)} of {self.looked_at} rows looked at name control tokens, which"
-                f" become letters: row {row}: {token} (task.special_tokens)"
+                f"{len(self.spelled)} of {self.looked_at} checked rows contain control tokens,"
+                f" encoded as text: row {row}: {token} (task.special_tokens)"
             )
 
 
@@ -124,8 +124,8 @@ def check_first(
         if seen.hopeless:
             row, error, hint = min(seen.failed)
             raise ConfigError(
-                f"no row of {seen.source} makes a prompt: row {row}: {error}",
-                hint=hint or "dora-pipe doctor --config FILE looks at every row",
+                f"no row of {seen.source} has a valid prompt: row {row}: {error}",
+                hint=hint or "check every row: dora-pipe doctor --config FILE",
             )
         yield from (f"prompts, {seen.source}: {note}" for note in seen.notes())
 

@@ -56,7 +56,7 @@ class PromptWatch:
             for spec in self._specs:
                 self._look_at(spec)
         except DoraError as error:
-            self._lines.put(f"prompts: rows are not looked at any further: {error.message}")
+            self._lines.put(f"prompts: row checks stopped: {error.message}")
 
     def _look_at(self, spec: PoolSpec) -> None:
         task = msgspec.structs.replace(spec.task, processes=1, reward="none")

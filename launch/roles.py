@@ -252,4 +252,4 @@ def traces(directory: RunDir, config: Config, stop: Callable[[], bool] | None = 
     spans = f"{sent.spans} spans sent, {sink.rejected} of them rejected by the endpoint"
     say(f"{sent.groups} groups traced, {spans}")
     if not sent.whole and not stop():
-        say(f"not everything was sent; dora-pipe export traces {config.run.name} URL sends it all")
+        say(f"some traces were not sent; dora-pipe export traces {config.run.name} URL sends all")

@@ -225,11 +225,11 @@ class RunConsole:
             raise InvariantBroken(error.message, hint=error.hint) from error
         except BusError as error:
             if not self._away:
-                self._report(f"the log is away ({error.message}); the roles wait for it")
+                self._report(f"the log is not reachable ({error.message}); the roles wait")
             self._away = True
             return
         if self._away:
-            self._report("the log is back")
+            self._report("the log is reachable again")
         self._away = False
         for line in lines:
             self._report(line)

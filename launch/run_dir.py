@@ -192,7 +192,7 @@ class RunByLog(RunDir):
             try:
                 started, _ = policy_after(bus, topics, 0)
             except UsageError:
-                raise UsageError(f"run {topics.run!r} on {self.url} has not begun") from None
+                raise UsageError(f"run {topics.run!r} on {self.url} has not started") from None
         try:
             return at_url(logged_config(started.config), self.url)
         except msgspec.ValidationError as error:
@@ -273,7 +273,7 @@ def run_on_kafka(address: str, runs: Path = RUNS) -> RunByLog:
     """Return the run at `kafka://HOST:PORT[,HOST:PORT]/RUN`. Raises UsageError, ConfigError."""
     url, _, run = address.rpartition("/")
     if not url.startswith(ON_KAFKA) or not run:
-        raise UsageError(f"{address} names no run", hint="kafka://HOST:PORT[,HOST:PORT]/RUN")
+        raise UsageError(f"{address} is not a run", hint="kafka://HOST:PORT[,HOST:PORT]/RUN")
     return RunByLog(runs / run, url)
 
 
@@ -290,7 +290,7 @@ def _run_in_file(file: Path, runs: Path) -> RunByLog:
 def _near(name: str, runs: Path) -> str:
     there = sorted(path.parent.name for path in runs.glob("*/config.toml"))
     if not there:
-        return f"no run lies there; --runs DIR or {RUNS_VARIABLE} says where runs lie"
+        return f"no runs there; set the directory with --runs DIR or {RUNS_VARIABLE}"
     near = get_close_matches(name, there, n=NAMES_MAX)
     names = [*near, *(one for one in there if one not in near)]
     more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
@@ -304,7 +304,7 @@ def opened(name: str, runs: Path = RUNS) -> Iterator[OpenRun]:
     config = directory.config()
     if not config.bus.url and not (directory.path / LOG).exists():
         raise UsageError(
-            f"{directory.path} holds a configuration, but no log",
+            f"{directory.path} has a configuration but no log",
             hint=f"start it with: {typed('run', directory.config_file, runs=runs)}",
         )
     topics = Topics(config.run.name)
@@ -322,7 +322,7 @@ def create(config: Config, runs: Path = RUNS) -> RunDir:
     if directory.exists():
         raise ConfigError(
             f"run {config.run.name!r} exists in {directory.path}",
-            hint="go on with --resume, or choose another run.name (-o run.name=...)",
+            hint="continue it with --resume, or choose another run.name (-o run.name=...)",
         )
     directory.path.mkdir(parents=True, exist_ok=True)
     check_room(directory.path)
@@ -343,7 +343,8 @@ def check_room(path: Path) -> None:
     free = shutil.disk_usage(path).free
     if free < FREE_BYTES_MIN:
         raise ResourceError(
-            f"{free // 1024**2} MiB free at {path}", hint="make room, or run from another disk"
+            f"{free // 1024**2} MiB free at {path}",
+            hint="free disk space, or run from another disk",
         )
 
 
@@ -380,8 +381,8 @@ def _lock(descriptor: int, directory: RunDir, *, shared: bool) -> None:
         pid = os.read(descriptor, PID_BYTES_MAX).decode("ascii", errors="replace").strip()
         who = f" (process {pid})" if pid else ""
         raise UsageError(
-            f"{directory.path.name} is running already{who}",
-            hint="stop that one first: Ctrl-C where it was started, or SIGTERM",
+            f"{directory.path.name} is already running{who}",
+            hint="stop it first: Ctrl-C in its terminal, or SIGTERM",
         ) from None
     except OSError:
         return  # the file system has no locks

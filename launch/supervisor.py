@@ -203,7 +203,7 @@ class Supervisor:
         pause_s = min(BACKOFF_FIRST_S * 2 ** (len(role.starts_s) - 1), BACKOFF_MAX_S)
         role.due_s = now_s + pause_s
         message, _ = self._ended(report)
-        say(f"{message}; starting it again in {pause_s:.1f} s")
+        say(f"{message}; restarting it in {pause_s:.1f} s")
 
     def _fruitless(self, name: str) -> int:
         """Return consecutive starts without a loaded version; loading may outlast the window."""
@@ -218,10 +218,10 @@ class Supervisor:
         name, workers = report.name, self._workers.names
         left = any(not self._roles[one].done for one in workers if one != name)
         if name in workers and not left and not self._workers.elsewhere():
-            self._fail(report, "no worker is left that can host a version: ")
+            self._fail(report, "no worker is left to serve a version: ")
         elif name in workers or name in self._spare:
             self._roles[name].done = True
-            say(f"{self._ended(report)[0]}; the run goes on without it")
+            say(f"{self._ended(report)[0]}; the run continues without it")
         else:
             self._fail(report)
 
@@ -252,7 +252,7 @@ class Supervisor:
         return said.removeprefix("error: "), hint
 
     def _stop(self) -> None:
-        say("stopping: workers, then trainer, then orchestrator (again Ctrl-C to kill)")
+        say("stopping: workers, then trainer, then orchestrator (press Ctrl-C again to kill)")
         for names in self._stop_order:
             self._end([self._roles[name] for name in names])
         say("stopped")

@@ -77,7 +77,7 @@ def warm_up(config: Config, rows: Sequence[Row], out: Path, options: SftOptions)
         done = train_sft(model, rows, out, encode=encode, options=options, progress=progress)
     if done.left_out:
         say(
-            f"{done.left_out} draws left out: longer than {options.context_tokens} tokens"
+            f"{done.left_out} draws skipped: longer than {options.context_tokens} tokens"
             " (--context)"
         )
 
@@ -129,7 +129,7 @@ class RowEncoder:
             texts = [message.get("content") for message in self._messages(row) or ()]
             for text in texts or [row.get(self._column(row)), self._answer(row)]:
                 if isinstance(text, str) and (token := self._tokenizer.spelled(text)):
-                    yield f"row {at} names the control token {token}: letters (task.special_tokens)"
+                    yield f"row {at} contains control token {token} as text (task.special_tokens)"
                     return
 
     def _messages(self, row: Row) -> list[dict[str, Any]] | None:
@@ -214,7 +214,7 @@ def _demonstrations(task: Task, seed: int, count: int) -> list[Row]:
             made = open_task(task).demonstrations(seed, count)
     except NotImplementedError:
         raise TaskError(
-            f"task {task.kind} makes no demonstrations", hint="give them with --data"
+            f"task {task.kind} has no demonstrations", hint="pass rows with --data"
         ) from None
     return [
         one if isinstance(one, Mapping) else {"prompt": one[0], "answer": one[1]} for one in made

@@ -136,7 +136,7 @@ def read_adapter(path: Path, *, digest: str) -> Adapter:
         )
         expected = {BASE, SCALE, *map(a_name, layers), *map(b_name, layers)}
         if odd := sorted(expected ^ entries.keys()):
-            raise PolicyError(f"{path} is no adapter: tensor {odd[0]!r}")
+            raise PolicyError(f"{path} is not an adapter: unexpected tensor {odd[0]!r}")
         pairs = {
             layer: (
                 _matrix(path, entries[a_name(layer)], data),
@@ -146,10 +146,10 @@ def read_adapter(path: Path, *, digest: str) -> Adapter:
         }
     ranks = {size for a, b in pairs.values() for size in (a.shape[0], b.shape[1])}
     if len(ranks) != 1:
-        raise PolicyError(f"{path} is no adapter: its ranks are {sorted(ranks)}")
+        raise PolicyError(f"{path} is not an adapter: its ranks are {sorted(ranks)}")
     kinds = {one.dtype for name, one in entries.items() if name not in (BASE, SCALE)}
     if len(kinds) != 1:
-        raise PolicyError(f"{path} is no adapter: its matrices are {' and '.join(sorted(kinds))}")
+        raise PolicyError(f"{path} is not an adapter: it has types {' and '.join(sorted(kinds))}")
     dtype: PolicyDtype = "bfloat16" if kinds == {"BF16"} else "float32"
     return Adapter(base=base, scale=scale, pairs=pairs, dtype=dtype)
 
@@ -159,7 +159,7 @@ def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter
     adapter = read_adapter(path, digest=digest)
     if adapter.base != base:
         wanted = base[:16] or "any"
-        raise PolicyError(f"{path} stands on weights {adapter.base[:16]}, not on {wanted}")
+        raise PolicyError(f"{path} has the base weights {adapter.base[:16]}, not on {wanted}")
     if adapter.rank != rank:
         raise PolicyError(f"{path} has rank {adapter.rank}, not {rank}")
     return adapter
@@ -218,16 +218,16 @@ def _peft_sources(adapter: Adapter) -> Iterator[TensorSource]:
 
 def _base(path: Path, entry: Entry, data: memoryview) -> str:
     if entry.dtype != "U8" or entry.shape != (_BASE_BYTES,):
-        raise PolicyError(f"{path} is no adapter: {BASE} is no digest")
+        raise PolicyError(f"{path} is not an adapter: {BASE} is not a digest")
     return bytes(data[entry.start : entry.end]).hex()
 
 
 def _marked(path: Path, entries: Mapping[str, Entry], data: memoryview) -> tuple[str, float]:
     if BASE not in entries or SCALE not in entries:
-        raise PolicyError(f"{path} is no adapter: it does not say what it stands on")
+        raise PolicyError(f"{path} is not an adapter: its base is missing")
     scale = entries[SCALE]
     if scale.dtype != "F32" or scale.shape != (1,):
-        raise PolicyError(f"{path} is no adapter: {SCALE} is no number")
+        raise PolicyError(f"{path} is not an adapter: {SCALE} is not a number")
     factor = np.frombuffer(bytes(data[scale.start : scale.end]), "<f4")[0]
     return _base(path, entries[BASE], data), float(factor)
 

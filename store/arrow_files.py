@@ -173,7 +173,7 @@ class ArrowFiles:
                         raise resource_error(Path(self.where), error) from error
                     raise ResourceError(
                         f"the policy store {self.where} does not answer: {what}: {_line(error)}",
-                        hint="once it is there again: start again with --resume; nothing is lost",
+                        hint="when it answers, continue with --resume; no data is lost",
                     ) from error
                 LOG.warning(
                     "%s: %s: %s; trying again in %s s", self.where, what, _line(error), pause_s
@@ -207,7 +207,7 @@ def open_files(url: str, *, folder: str = "", clock: Clock | None = None) -> Arr
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"store.url {url}: {_line(error)}") from None
     if not base.strip("/"):
-        raise ConfigError(f"store.url {url} names no bucket or folder")
+        raise ConfigError(f"store.url {url} has no bucket or folder")
     where = url.partition("?")[0].rstrip("/")
     if folder:
         base, where = f"{base.rstrip('/')}/{folder}", f"{where}/{folder}"

@@ -67,8 +67,6 @@ class CarriedTensors:
         while left:  # A call returns at most 2 GiB.
             count = os.preadv(self._file, [left], at)
             if not count:
-                raise PolicyError(
-                    f"{self._weights} has become shorter: {entry.name!r} is not in it"
-                )
+                raise PolicyError(f"{self._weights} was truncated: {entry.name!r} is not in it")
             left, at = left[count:], at + count
         return found

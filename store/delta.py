@@ -293,14 +293,14 @@ class Delta:
     def _positions(self, at: int, block: Block, size: int) -> NDArray[np.int64]:
         found = positions_of(self._unpacked(at, block.gaps_frame, block.gaps))
         if found.size != block.count or (found.size and found[-1] >= size):
-            raise _refused(self.where, "its positions are not those of its head")
+            raise _refused(self.where, "its positions differ from its header")
         return found
 
     def _unpacked(self, at: int, size: int, raw: int) -> NDArray[np.uint8]:
         try:
             data = pa.Codec("zstd").decompress(self._data[at : at + size], raw)
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise _refused(self.where, f"a frame cannot be unpacked: {error}") from None
+            raise _refused(self.where, f"cannot unpack a frame: {error}") from None
         return np.frombuffer(data, np.uint8)
 
 
@@ -322,19 +322,19 @@ def opened_delta(path: Path) -> Iterator[Delta]:
 def parse_delta(data: memoryview, where: str) -> Delta:
     """Parse a delta. Raises PolicyError."""
     if len(data) < _LEAST or bytes(data[: len(MAGIC)]) != MAGIC:
-        raise _refused(where, "it does not begin as one")
+        raise _refused(where, "it has no delta header")
     end = len(data) - _SHA_BYTES
     with data[:end] as signed:
         if hashlib.sha256(signed).digest() != data[end:]:
-            raise _refused(where, "its bytes are not those that it was written with")
+            raise _refused(where, "its checksum differs")
     (length,) = struct.unpack("<Q", data[end - _LENGTH_BYTES : end])
     frames_end = end - _LENGTH_BYTES - length
     if length > HEADER_BYTES_MAX or frames_end < len(MAGIC):
-        raise _refused(where, f"it declares a head of {length} bytes")
+        raise _refused(where, f"it declares a header of {length} bytes")
     try:
         head = _DECODER.decode(data[frames_end : end - _LENGTH_BYTES])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refused(where, f"its head is no head: {error}") from None
+        raise _refused(where, f"its header is invalid: {error}") from None
     starts: dict[str, int] = {}
     at = len(MAGIC)
     for tensor in head.tensors:
@@ -343,7 +343,7 @@ def parse_delta(data: memoryview, where: str) -> Delta:
         starts[tensor.name] = at
         at += sum(block.gaps_frame + block.values_frame for block in tensor.blocks)
     if at != frames_end or len(starts) != len(head.tensors):
-        raise _refused(where, "its frames do not fill it")
+        raise _refused(where, "its frames do not match its size")
     return Delta(
         where=where,
         before=head.before,
@@ -399,7 +399,7 @@ def write_from_deltas(path: Path, base: Path, deltas: Sequence[Delta]) -> Manife
         sources = _sources(entries, data, deltas)
         limit = GROWTH_MAX * len(data) + BYTES_FREE
         if sum(source.bytes for source in sources) > limit:
-            raise _refused(deltas[-1].where, f"it makes more than {limit} bytes of {base}")
+            raise _refused(deltas[-1].where, f"it produces more than {limit} bytes of {base}")
         try:
             manifest = write_tensors(path, sources)
         except NonFinite as error:
@@ -428,7 +428,7 @@ def _sources(
     for delta in deltas:
         for name in delta.gone:
             if layers.pop(name, None) is None:
-                raise _refused(delta.where, f"tensor {name!r} is to go and is not there")
+                raise _refused(delta.where, f"tensor {name!r} is to be removed but missing")
         for name, tensor in delta.tensors.items():
             layers[name] = _over(layers.get(name), delta, tensor)
     return [
@@ -443,7 +443,7 @@ def _over(below: _Layers | None, delta: Delta, tensor: Changed) -> _Layers:
     if below is not None and (below.dtype, below.shape) == (tensor.dtype, tensor.shape):
         return _Layers(tensor.dtype, tensor.shape, below.base, (*below.deltas, delta))
     if any(block.gaps or not block.count for block in tensor.blocks):
-        raise _refused(delta.where, f"tensor {tensor.name!r} is new and not whole")
+        raise _refused(delta.where, f"tensor {tensor.name!r} is new but not complete")
     return _Layers(tensor.dtype, tensor.shape, None, (delta,))
 
 

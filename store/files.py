@@ -143,6 +143,6 @@ def is_no_room(error: OSError) -> bool:
 def no_room(where: str) -> NoRoom:
     """Return the error for a full store."""
     return NoRoom(
-        f"no room left for a policy in {where}",
-        hint="free some space and start the run again with --resume; nothing is lost",
+        f"no space left for a policy in {where}",
+        hint="free some space and continue with --resume; no data is lost",
     )

@@ -89,7 +89,7 @@ class SharedBlobs:
                     return None
                 return target.read_bytes() if target.stat().st_size == size_bytes else None
         except (ResourceError, OSError) as error:
-            raise BusError(f"a blob in {self._files.where} cannot be read: {error}") from error
+            raise BusError(f"cannot read a blob in {self._files.where}: {error}") from error
 
 
 @contextmanager

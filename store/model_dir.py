@@ -246,7 +246,7 @@ def _tensors(model_dir: Path) -> dict[str, _Located]:
             if entry.name.endswith(_DERIVED):
                 continue
             if entry.name in found:
-                raise PolicyError(f"tensor {entry.name!r} stands in {path} and in another shard")
+                raise PolicyError(f"tensor {entry.name!r} is in {path} and in another shard")
             found[entry.name] = _Located(path=path, entry=entry)
     return found
 
@@ -265,7 +265,7 @@ def _weight_files(model_dir: Path) -> Iterator[Path]:
     else:
         raise PolicyError(
             f"{model_dir} has no {WEIGHTS}",
-            hint="pickled weights are not read; save the model again with save_pretrained",
+            hint="pickled weights are not supported; save the model with save_pretrained",
         )
 
 
@@ -299,7 +299,7 @@ def _source(located: _Located, page: memoryview, dtype: PolicyDtype) -> TensorSo
             return _converted(entry.dtype, wanted, part)
 
     if entry.dtype.startswith("F8"):
-        raise PolicyError(f"tensor {entry.name!r} has type {entry.dtype}; train from a wider copy")
+        raise PolicyError(f"tensor {entry.name!r} has type {entry.dtype}; use a wider copy")
     return TensorSource(name=entry.name, dtype=wanted, shape=entry.shape, data=data)
 
 

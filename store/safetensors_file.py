@@ -76,7 +76,7 @@ BESIDE_BYTES: Final = 64 << 20
 HASHERS_MAX = 4
 """Maximum threads, and tensors in memory."""
 
-WEIGHTS_HINT: Final = "were they saved whole? repair or replace that file"
+WEIGHTS_HINT: Final = "check that they are complete; repair or replace that file"
 
 METADATA = {"format": "pt"}
 """transformers requires it."""
@@ -160,11 +160,11 @@ def _parsed(where: Path | str, header: bytes, size: int) -> tuple[list[Entry], d
         metadata = _METADATA.decode(names.pop("__metadata__", _NO_METADATA))
         declared = {name: _DECLARED.decode(raw) for name, raw in names.items()}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _garbage(where, f"its header is no header: {error}") from None
+        raise _garbage(where, f"its header is invalid: {error}") from None
     base = LENGTH_BYTES + len(header)
     entries = _placed(where, declared, base)
     if (entries[-1].end if entries else base) != size:
-        raise _garbage(where, "its tensors do not fill the file")
+        raise _garbage(where, "its tensors do not match the file size")
     return entries, metadata
 
 
@@ -195,7 +195,7 @@ def _placed(path: Path | str, declared: dict[str, _Declared], base: int) -> list
     for name, one in sorted(declared.items(), key=lambda item: item[1].data_offsets):
         start, end = one.data_offsets
         if start != at or is_odd(one.shape):
-            raise _garbage(path, f"tensor {name!r} does not lie where the one before it ends")
+            raise _garbage(path, f"tensor {name!r} does not start at the end of the previous one")
         if one.dtype not in DTYPE_BYTES:
             raise _garbage(path, f"tensor {name!r} has the unknown type {one.dtype!r}")
         if end - start != math.prod(one.shape) * DTYPE_BYTES[one.dtype]:

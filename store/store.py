@@ -161,7 +161,7 @@ class PolicyStore:
         if not self.has_delta(digest):
             return self._sound(digest)
         if (whole := self.weights_path(digest)).is_file():
-            damaged = PolicyError(f"{whole} is not what its name says")
+            damaged = PolicyError(f"{whole} does not match its name")
             self.fallbacks.note(digest, damaged, delta_name(digest))
         return self._made(digest)
 
@@ -235,7 +235,7 @@ class PolicyStore:
         return self._remote or path.parent.name == MADE
 
     def _forget(self, path: Path) -> None:
-        LOG.warning("%s was damaged on this machine; it is had again", path)
+        LOG.warning("%s was damaged on this machine; reading it again", path)
         unlink_noted(path)
 
     def _sound(self, digest: str) -> Path:
@@ -318,7 +318,7 @@ class PolicyStore:
             path = self.delta(at)
             with opened_delta(path) as delta:
                 if delta.after != at:
-                    raise PolicyError(f"{path} makes another version", hint=AGAIN)
+                    raise PolicyError(f"{path} produces another version", hint=AGAIN)
                 at = delta.before
             paths.insert(0, path)
             base = here(at) or self._whole_or_none(at)
@@ -347,7 +347,7 @@ class PolicyStore:
             self._forget(path)
             path = self.blob(kind, sha256)
         if file_sha256(path) != sha256:
-            raise PolicyError(f"{path} was changed: its sha256 is another one")
+            raise PolicyError(f"{path} was changed: its sha256 differs")
         return path
 
     def assets(self, digest: str) -> Path:
@@ -358,7 +358,7 @@ class PolicyStore:
         if final.is_dir():
             if assets_digest(sorted(final.iterdir())) == digest:
                 return final
-            LOG.warning("%s was damaged on this machine; it is had again", final)
+            LOG.warning("%s was damaged on this machine; reading it again", final)
             shutil.rmtree(final, ignore_errors=True)
         listed = self._files.listed(f"assets/{digest}")
         with self._temporary(final.parent) as path:
@@ -433,7 +433,7 @@ class PolicyStore:
             self.verify(digest)
             shutil.copyfile(self.weights(digest), path)
             self._files.put(path, weights_name(digest))
-        LOG.warning("%s in %s was damaged; the version is there whole again", name, self.where)
+        LOG.warning("%s in %s was damaged; the full version is restored", name, self.where)
         return True
 
     def publish_blob(self, kind: BlobKind, write: Callable[[Path], None]) -> Blob:
@@ -537,8 +537,8 @@ class PolicyStore:
                 raise PolicyError(f"no {name} in {self.where}")
             if is_whole(target):
                 return
-            LOG.warning("%s came from %s as something else", name, self.where)
-        raise PolicyError(f"{name} in {self.where} is not what its name says", hint=AGAIN)
+            LOG.warning("%s from %s has another digest", name, self.where)
+        raise PolicyError(f"{name} in {self.where} does not match its name", hint=AGAIN)
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:

@@ -44,7 +44,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AGAIN: Final = (
-    "a file of the store was changed; `dora-pipe export policy RUN N DIR` makes version N again"
+    "a file of the store changed; `dora-pipe export policy RUN N DIR` makes version N again"
 )
 
 

@@ -32,7 +32,7 @@ from dora_pipe.core.errors import (
     TopicMissing,
 )
 
-ROOM_HINT = "is a broker down, or its disk full? `dora-pipe why` asks those that answer"
+ROOM_HINT = "check the brokers and their disks with `dora-pipe why`"
 QUOTA_HINT = (
     "kafka-configs.sh --describe --entity-type clients (and --entity-type users) lists quotas; "
     "raise or delete the one of this user or client"
@@ -50,18 +50,18 @@ _REFUSED = (
 _DISK_SIGNS = (
     (
         (kafka_errors.KafkaStorageError, kafka_errors.LogDirNotFoundError),
-        "a broker's log directory has failed: its disk is full, or broken",
+        "a broker's log directory has failed: its disk is full or broken",
     ),
     (
         (
             kafka_errors.NotEnoughReplicasError,
             kafka_errors.NotEnoughReplicasAfterAppendError,
         ),
-        "fewer replicas are in sync than an append needs: brokers are away, or their disks full",
+        "fewer replicas are in sync than an append needs: brokers are down or their disks full",
     ),
     (
         (kafka_errors.LeaderNotAvailableError, kafka_errors.NotLeaderForPartitionError),
-        "a partition has no leader: its broker is away, or that one's disk full",
+        "a partition has no leader: its broker is down or its disk full",
     ),
 )
 _ERROR_NAME = re.compile(r"\b[A-Z]\w+Error\b")
@@ -199,7 +199,7 @@ def untrusted(why: str, security: KafkaSecurity | None) -> AccessRefused:
             hint="connect by a name in the certificate",
         )
     return AccessRefused(
-        f"the Kafka broker's certificate is signed by an authority that {trusted} do not hold: "
+        f"the Kafka broker's certificate is signed by an authority missing from {trusted}: "
         f"{_after(why, 'failed: ')}",
         hint="set bus.ca_file to the PEM certificate of the authority that signs the brokers'",
     )
@@ -256,15 +256,15 @@ def probe(
 
 def unreachable(servers: Sequence[str], security: KafkaSecurity) -> BusError:
     """Return the error with the likeliest reason."""
-    why = "nothing listens there"
-    hint = "is it running (one whose disk is full ends, as its own log says), and is bus.url right?"
+    why = "connection refused"
+    hint = "check bus.url, and that the broker runs (it exits if its disk is full)"
     if unknown := [server for server in servers if not _is_known(server)]:
         hosts = ", ".join(split(server)[0] for server in unknown)
-        why = f"this machine knows no address of {hosts}"
+        why = f"cannot resolve {hosts}"
         hint = "check the host in bus.url, and this machine's DNS or /etc/hosts"
     elif _listens(servers):
-        why = "what listens there does not answer"
-        hint = f"is it a Kafka listener for {security.protocol}, and its broker running?"
+        why = "connected, but no answer"
+        hint = f"check that it is a Kafka listener for {security.protocol} and its broker runs"
     return BusError(f"no Kafka broker answers at {','.join(servers)}: {why}", hint=hint)
 
 
@@ -297,7 +297,7 @@ def split(server: str) -> tuple[str, int]:
     except UnicodeError:
         host = ""
     if not host or not port.isdigit() or int(port) > 65535:
-        raise BusError(f"`{server}` is no address of a broker", hint="kafka://HOST:PORT,...")
+        raise BusError(f"`{server}` is not a broker address", hint="kafka://HOST:PORT,...")
     return host.strip("[]"), int(port)
 
 

@@ -343,7 +343,7 @@ class KafkaReader(Reader):
             self._throttled_s = now_s
             self._be_slow(
                 "a quota of the Kafka cluster (consumer_byte_rate or request_percentage) "
-                f"delays reading by {throttle:.1f} s: slow, and nothing is lost; {QUOTA_HINT}"
+                f"delays reading by {throttle:.1f} s: no record is lost; {QUOTA_HINT}"
             )
         elif heard or (now_s - self._heard_s > QUIET_LIMIT_S and self._answers(now_s)):
             self._heard_s, self._slow = now_s, False
@@ -425,7 +425,7 @@ class KafkaWriter(Writer):
     def append(self, records: Sequence[Append]) -> list[int]:
         self.here.check()
         if self._broken:
-            raise BusError("this exclusive writer does not know what it appended; open another one")
+            raise BusError("this exclusive writer lost track of its appends; open a new one")
         topics = {each.topic for each in records}
         check_appends(records, {topic: self._bus.spec(topic) for topic in topics})
         if not records:

@@ -143,7 +143,7 @@ def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
     policy = topic.settings.get("cleanup.policy", "delete")
     if "compact" in policy:
         yield TopicProblem(
-            f"topic {topic.name} is compacted (cleanup.policy={policy}): records would vanish",
+            f"topic {topic.name} is compacted (cleanup.policy={policy}): records would be deleted",
             f"{_alter(topic)} cleanup.policy=delete, if nothing was appended yet",
             fatal=True,
         )
@@ -151,7 +151,7 @@ def _losing(topic: TopicFacts) -> Iterator[TopicProblem]:
     if in_sync > topic.replicas:
         yield TopicProblem(
             f"topic {topic.name} has {topic.replicas} replicas and min.insync.replicas={in_sync}: "
-            "no append can ever be acknowledged",
+            "no append can be acknowledged",
             f"{_alter(topic)} min.insync.replicas={max(1, topic.replicas - 1)}",
             fatal=True,
         )
@@ -170,26 +170,26 @@ def _weak(topic: TopicFacts) -> Iterator[TopicProblem]:
         if limit >= 0 and not is_trimmed(topic.name):
             amount = f"{limit / 1000 / _S_PER_DAY:.3g} days" if unit == "ms" else f"{limit} bytes"
             yield TopicProblem(
-                f"topic {topic.name} forgets records beyond {amount} ({name}={limit})",
+                f"topic {topic.name} deletes records beyond {amount} ({name}={limit})",
                 f"a run ends when records of it are deleted: {_alter(topic)} {name}=-1",
             )
     if topic.settings.get("unclean.leader.election.enable") == "true":
         yield TopicProblem(
-            f"topic {topic.name} lets a replica that lacks records lead: acknowledged ones may go",
+            f"topic {topic.name} lets an incomplete replica lead: acknowledged records can be lost",
             f"{_alter(topic)} unclean.leader.election.enable=false",
         )
     wanted = min(WANTED_REPLICAS, topic.brokers)
     if topic.replicas < wanted:
         yield TopicProblem(
             f"topic {topic.name} has {topic.replicas} of {wanted} possible replicas: "
-            "its records die with a machine",
+            "the loss of a machine loses records",
             "raise its replication factor (kafka-reassign-partitions.sh), or start a new run",
         )
     in_sync = _number(topic, "min.insync.replicas", 1)
     if in_sync < min(topic.replicas, WANTED_REPLICAS) - 1:
         yield TopicProblem(
             f"topic {topic.name} has {topic.replicas} replicas and min.insync.replicas={in_sync}: "
-            "an acknowledged record may lie on one machine only",
+            "an acknowledged record may be on one machine only",
             f"{_alter(topic)} min.insync.replicas={topic.replicas - 1}",
         )
 
@@ -331,7 +331,7 @@ def too_few_of(partitions: Iterable[Partition]) -> str:
         )
     if said and away:
         who = "broker " if len(away) == 1 else "brokers "
-        said.append(f"{who}{', '.join(map(str, away))} ended, or cannot write: is a disk full?")
+        said.append(f"{who}{', '.join(map(str, away))} stopped or cannot write: check their disks")
     return "; ".join(said)
 
 

@@ -59,4 +59,4 @@ def _difference(match: re.Match[str], settings: Mapping[str, str]) -> str:
         broker = last - int(settings.get("message.timestamp.after.max.ms", _MS_PER_H))
         return f"is {(sent - broker) / _MS_PER_H:.1f} h ahead of the broker's"
     broker = first + int(settings.get("message.timestamp.before.max.ms", _MS_PER_H))
-    return f"is {(broker - sent) / _MS_PER_H:.1f} h behind the broker's"
+    return f"is {(broker - sent) / _MS_PER_H:.1f} h slow compared with the broker's"

@@ -62,7 +62,7 @@ def open_transfers(
         where = f"{identity.host}:{identity.port}"
         raise ConfigError(
             f"cannot listen on {where} for transfers: {str(error).splitlines()[0]}",
-            hint="set transfers.host to an address of this machine, transfers.port to a free one",
+            hint="set transfers.host to an own address and transfers.port to a free port",
         ) from None
     finder = PeerFinder(open_bus, topics, own=flight.address)
     return Opened(transfers=flight, peers=PeerWeights(flight, finder.having))

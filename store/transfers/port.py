@@ -26,15 +26,15 @@ PLACE_BYTES_MAX: Final = 16 * 1024**3
 AGE_MAX_NS: Final = 600_000_000_000
 """Age after which unfetched blobs are deleted."""
 
-GONE: Final = "it is not here"
+GONE: Final = "not found"
 TOO_LARGE: Final = "too large"
 NO_ROOM: Final = "no room"
 OTHER_DIGEST: Final = "another digest"
 UNREADABLE: Final = "unreadable"
-UNREACHABLE: Final = "its peer cannot be reached"
-REFUSED: Final = "its peer has another token"
-BUSY: Final = "its peer is busy"
-LATE: Final = "not in time"
+UNREACHABLE: Final = "peer unreachable"
+REFUSED: Final = "peer has another token"
+BUSY: Final = "peer is busy"
+LATE: Final = "timed out"
 BROKEN_OFF: Final = "the transfer broke off"
 
 _DIGEST: Final = re.compile("[0-9a-f]{64}")

@@ -75,7 +75,7 @@ class SeededTask(Task):
         """Raises ConfigError for invalid counts."""
         if count < 1 or eval_count < 0:
             counts = f"count {count} and eval_count {eval_count}"
-            raise ConfigError(f"task.options: {counts} are no rows")
+            raise ConfigError(f"task.options: {counts} is not a number of rows")
         self._name = name
         self._seeds: dict[Split, int] = {"train": seed, "eval": EVAL_SEED}
         self._counts: dict[Split, int] = {"train": count, "eval": eval_count}

@@ -120,13 +120,13 @@ class GymnasiumTask(SeededTask):
             said = observe or self.render
             if problem := "" if said else self._spaces.unsaid(made.observation_space):
                 raise TaskError(
-                    f"{self._kind}: an observation cannot be said: {problem}",
-                    hint="task.options.observe names a function that says it",
+                    f"{self._kind}: an observation has no text form: {problem}",
+                    hint="set task.options.observe to a function that returns text",
                 )
             if problem := "" if act else self._spaces.unread(made.action_space):
                 raise TaskError(
                     f"{self._kind}: {problem}",
-                    hint="task.options.act names a function that reads it",
+                    hint="set task.options.act to a function that parses it",
                 )
             self._check_names(made.action_space)
         finally:
@@ -148,8 +148,8 @@ class GymnasiumTask(SeededTask):
         for text prompts and custom `act` functions."""
         if not self.prompt_format.chat or self._own[1]:
             raise TaskError(
-                f"{self._kind} makes demonstrations only of messages, and of actions that it reads",
-                hint="task.chat = true, and no task.options.act",
+                f"{self._kind} makes demonstrations only with chat and built-in actions",
+                hint="set task.chat = true and remove task.options.act",
             )
         drawn = (derive_seed(self._kind, "demonstrations", seed, at) for at in range(count))
         return [self._conversation(one % 2**31) for one in drawn]
@@ -184,7 +184,7 @@ class GymnasiumTask(SeededTask):
     def _check_names(self, space: Any) -> None:
         names = self._actions
         if len({name.lower() for name in names}) < len(names):
-            raise ConfigError("task.options.actions: a name stands there twice")
+            raise ConfigError("task.options.actions: a name appears twice")
         if names and not self._own[1] and self._names(space) != names:
             raise ConfigError(f"task.options.actions: {len(names)} names for {space}")
 

@@ -77,7 +77,7 @@ class McpSession:
     def _opened(self) -> Connection:
         with self._opening:
             if self._lost:
-                raise ServerAway(f"{self._server.where} lost the episode")
+                raise ServerAway(f"{self._server.where} closed the connection of the episode")
             if self._connection is None:
                 self._connection = self._server.connect()
                 self.about = self._connection.about
@@ -90,7 +90,7 @@ class Server:
     def __init__(self, use: McpServer, *, key: str, directory: str) -> None:
         """`key` is the configuration key. Raises ConfigError."""
         if bool(use.command) == bool(use.url):
-            raise ConfigError(f"{key}: a server has a command or a url")
+            raise ConfigError(f"{key}: set command or url")
         self._use, self._key, self._directory = use, key, directory
         self._secret = variable(key, ".key_env", use.key_env) if use.key_env else ""
         called = use.name or (use.url or " ".join(use.command))

@@ -145,7 +145,7 @@ class Connection:
         program, *words = self._use.command
         place = Path(self._directory, program) if Path(program).name != program else program
         if shutil.which(place) is None:
-            raise ServerAway(f"{self._where} cannot be started: there is no program {program}")
+            raise ServerAway(f"{self._where} cannot start: program not found: {program}")
         if sys.platform == "linux":
             words = ["-ISc", _DIE_WITH_PARENT, str(os.getpid()), program, *words]
             program = sys.executable

@@ -63,7 +63,7 @@ class OpenEnvTask(SeededTask):
         does not describe actions."""
         kind = f"openenv:{url}"
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"task.kind: `{kind}`: an address begins with http:// or https://")
+            raise ConfigError(f"task.kind: `{kind}`: expected http:// or https://")
         super().__init__(
             name="openenv",
             seed=seed,
@@ -142,8 +142,8 @@ class OpenEnvTask(SeededTask):
             raise ConfigError(f"task.options.field: an action has no `{field}`", hint=hint)
         if not field and len(wanted) != 1:
             raise ConfigError(
-                f"task.options.field: which one of {', '.join(wanted) or 'none'} is a turn?",
-                hint="or task.options.act, a function that makes an action of a turn",
+                f"task.options.field: which one of {', '.join(wanted) or 'none'} is the text?",
+                hint="or set task.options.act, a function from a turn to an action",
             )
         name = field or wanted[0]
         return name, str(fields[name].get("type", "string"))
@@ -154,7 +154,7 @@ class _Room:
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ConfigError(f"task.options.sessions: {size} is none")
+            raise ConfigError(f"task.options.sessions: {size} is invalid")
         self._size = size
         self._free: asyncio.Semaphore | None = None
 
@@ -237,13 +237,13 @@ class RemoteEpisode(Environment):
                 address, open_timeout=ASK_S, max_size=MESSAGE_BYTES_MAX, proxy=None
             )
         except (OSError, TimeoutError, _failure()) as error:
-            raise Retry(f"{self._task.where} takes no connection: {error}") from None
+            raise Retry(f"{self._task.where} refused the connection: {error}") from None
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ValueError for an invalid action, Retry if the server is away, RuntimeError if
         the environment fails."""
         if self._socket is None:
-            raise Retry(f"{self._task.where} lost the episode")
+            raise Retry(f"{self._task.where} closed the connection of the episode")
         message = msgspec.json.encode({"type": kind, "data": data}).decode()
         try:
             with contextlib.suppress(_failure()):  # read messages sent before it closed
@@ -292,7 +292,7 @@ def _got(where: str, url: str) -> dict[str, Any]:
             answer.raise_for_status()
             found = answer.json()
     except requests.RequestException as error:
-        raise TaskError(f"{where} does not say what it is: {error}") from None
+        raise TaskError(f"{where} has no metadata: {error}") from None
     if not isinstance(found, dict):
-        raise TaskError(f"{where} does not say what it is: {url} gives no object")
+        raise TaskError(f"{where} has no metadata: {url} returned no object")
     return found

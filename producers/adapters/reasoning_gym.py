@@ -93,7 +93,7 @@ class ReasoningGymTask(Task):
             if len(found) == count:
                 return found
         if not found:
-            raise ConfigError(f"{self._kind}: its questions come without answers")
+            raise ConfigError(f"{self._kind}: its questions have no answers")
         return [found[at % len(found)] for at in range(count)]
 
     def packages(self) -> Mapping[str, str]:
@@ -124,7 +124,7 @@ def _check_arguments(kind: str, given: Mapping[str, Any], form: type) -> None:
     for name in given:
         if name not in names:
             raise ConfigError(
-                f"task.options.arguments.{name}: `{kind}` does not take it",
+                f"task.options.arguments.{name}: `{kind}` has no such argument",
                 hint=nearest(name, names) or f"it takes {', '.join(sorted(names))}",
             )
 

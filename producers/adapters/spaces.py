@@ -45,7 +45,7 @@ def unsaid(space: gymnasium.Space[Any]) -> str:
             return next(filter(None, map(unsaid, space.spaces.values())), "")
         case spaces.Box() | spaces.MultiDiscrete() | spaces.MultiBinary():
             size = int(np.prod(space.shape))
-            return "" if size <= NUMBERS_MAX else f"{size} numbers are no text"
+            return "" if size <= NUMBERS_MAX else f"{size} numbers have no text form"
         case _:
             return f"{type(space).__name__} has no text"
 

@@ -133,7 +133,7 @@ class VerifiersTask(AgentTask):
             raise ConfigError(
                 f"task.kind: `{self._kind}`: {one_line(str(error))}",
                 hint=f"install it where verifiers is ({sys.executable}), or put "
-                f"{name.replace('-', '_')}.py beside the configuration",
+                f"{name.replace('-', '_')}.py next to the configuration",
             ) from None
         except (ValueError, TypeError, AttributeError) as error:  # pydantic's are ValueErrors
             raise self._refused(error) from error
@@ -155,8 +155,8 @@ class VerifiersTask(AgentTask):
     ) -> dict[Split, list[Any]]:
         if count is None and not self._env.taskset.bounded:
             raise ConfigError(
-                f"task.kind: `{self._kind}` has tasks without end",
-                hint="task.options.count says how many are trained",
+                f"task.kind: `{self._kind}` has an endless task list",
+                hint="set task.options.count",
             )
         trained: Iterator[Any] = iter(self._env.taskset)
         if eval_taskset is None:
@@ -167,7 +167,7 @@ class VerifiersTask(AgentTask):
         train = list(itertools.islice(trained, count))
         if not train:
             raise ConfigError(
-                f"task.kind: `{self._kind}` has {len(evaluated)} tasks, and all are evaluated",
+                f"task.kind: `{self._kind}` has {len(evaluated)} tasks, all used for evaluation",
                 hint="task.options.eval_count, or task.options.eval_taskset",
             )
         return {"train": train, "eval": evaluated}
@@ -230,15 +230,15 @@ def _seat(vf: Any, kind: str, env: Any, said: Mapping[str, Any]) -> str:
     free = [name for name, one in seats.items() if one.client is None]
     if len(free) != 1:
         raise ConfigError(
-            f"task.kind: `{kind}`: the policy would play {', '.join(free) or 'no seat'}",
-            hint="all seats but one have a `client`: task.options.env.SEAT.client",
+            f"task.kind: `{kind}`: expected one policy seat, got {', '.join(free) or 'none'}",
+            hint="set a `client` for every other seat: task.options.env.SEAT.client",
         )
     seat: str = free[0]
     if seats[seat].runtime.type == "prime" and "runtime" not in said.get(seat, {}):
         raise ConfigError(
-            f"task.kind: `{kind}`: nobody says what runs the programs of `{seat}`",
+            f"task.kind: `{kind}`: no runtime for the programs of `{seat}`",
             hint=f'task.options.env.{seat}.runtime.type: "subprocess" (this machine), "docker", '
-            '... ("prime" if nothing is said to verifiers)',
+            '... (default of verifiers: "prime")',
         )
     return seat
 

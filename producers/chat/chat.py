@@ -118,7 +118,7 @@ class Chat:
         """Return a conversation with its rendered prompt. Raises TaskError if the template rejects
         it."""
         if tools and self._typed is None and not self.template_renderer.features.tools:
-            raise TaskError("the model's chat template shows no tools")
+            raise TaskError("the model's chat template ignores tools")
         return Conversation(self, self.renders.prompt(messages, tools), messages, tools)
 
     def training_ids(
@@ -127,7 +127,7 @@ class Chat:
         """Return token ids and a mask: 1 for tokens of the assistant, including the token that
         ends a turn. Raises TaskError."""
         if not any(one.get("role") == "assistant" for one in messages):
-            raise TaskError("the conversation has no turn of the assistant")
+            raise TaskError("the conversation has no assistant turn")
         ids, ends = joined(self.renders, messages, tools)
         mask: list[int] = []
         for end, place in ends:
@@ -140,12 +140,12 @@ class Chat:
         if several_turns and self.flaw:
             raise ConfigError(
                 f"the chat template has no bridge between turns: {self.flaw}",
-                hint='task.rewritten_history = "keep" lets what was sampled stay as it is;'
-                " task.renderer names a family of the package renderers",
+                hint='task.rewritten_history = "keep" keeps the sampled text;'
+                " task.renderer selects a family of the package renderers",
             )
         if tools and self.calls_unread:
             raise ConfigError(
-                "the task has tools, but nothing here reads the calls of this chat template",
+                "the task has tools, but no parser for this chat template's calls",
                 hint=f"task.tool_parser: {', '.join(PARSERS)}, or module:function of your own",
             )
 
@@ -176,7 +176,7 @@ class Chat:
             try:
                 return self._typed.bridge(history, turn, new, tools, **ids)
             except TaskError as error:
-                LOG.debug("the template's own bridge: %s", error)
+                LOG.debug("template bridge: %s", error)
         return self.template_renderer.bridge(history, turn, new, tools, **ids)
 
     @property
@@ -186,7 +186,7 @@ class Chat:
 
 
 class Conversation:
-    """One conversation: `prompt_ids`, then `say` and `answered` for each turn."""
+    """A conversation: `prompt_ids`, then `say` and `answered` for each turn."""
 
     def __init__(
         self, chat: Chat, prompt_ids: list[int], messages: Sequence[Message], tools: Tools
@@ -251,8 +251,8 @@ def _template_renderer(
     templates = find_templates(assets)
     if templates is None:
         raise PolicyError(
-            "prompts are messages, but the model has no chat template",
-            hint="model.chat_template = FILE gives it one",
+            "messages need a chat template, and the model has none",
+            hint="set model.chat_template = FILE",
         )
     values = {**special_tokens(assets), **options.kwargs}
     plain, tooled = (
@@ -285,5 +285,5 @@ def _typed(
     )
     other = disagreement(found, template_renderer)
     if other:
-        LOG.warning("%s; task.renderer was asked for and counts", other)
+        LOG.warning("%s; using task.renderer as configured", other)
     return found

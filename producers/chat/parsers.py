@@ -79,9 +79,9 @@ def _made(name: Any, arguments: Any, raw: str) -> ToolCall:
         try:
             arguments = _loaded(arguments)
         except ValueError:
-            return _bad(raw, "arguments are no JSON", name)
+            return _bad(raw, "arguments are not JSON", name)
     if not isinstance(arguments, dict):
-        return _bad(raw, "arguments are no object", name)
+        return _bad(raw, "arguments are not an object", name)
     return ToolCall(name=name, arguments=arguments)
 
 
@@ -94,7 +94,7 @@ def _json_call(inner: str, tools: Tools) -> list[ToolCall]:
     except ValueError as error:
         return [_bad(raw, f"no JSON: {error}")]
     if not isinstance(value, dict):
-        return [_bad(raw, "a call is no object")]
+        return [_bad(raw, "a call is not an object")]
     return [_made(value.get("name"), value.get("arguments", {}), raw)]
 
 
@@ -205,7 +205,7 @@ def open_parser(
         return name, PARSERS[name]
     if ":" not in name:
         raise ConfigError(
-            f"task.tool_parser: there is no `{name}`",
+            f"task.tool_parser: unknown parser `{name}`",
             hint=nearest(name, PARSERS) or f"one of {', '.join(PARSERS)}, auto, module:function",
         )
     with importable(directory):

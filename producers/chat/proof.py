@@ -109,7 +109,7 @@ def flaw_of(renders: Renderer, messages: Sequence[Message], tools: Tools) -> str
     )
     place = next((name for end, name in ends if at < end), len(messages) - 1)
     role = messages[place]["role"]
-    return f"message {place + 1} of {len(messages)} ({role}) is not what it was once others follow"
+    return f"message {place + 1} of {len(messages)} ({role}) changes when later messages follow"
 
 
 def joined(

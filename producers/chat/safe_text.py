@@ -53,7 +53,7 @@ class SafeText:
         written = set().union(*map(_noncharacters, values))
         mark = next((one for one in MARKS if one not in written), None)
         if mark is None or _ANCHOR in written:
-            raise TaskError("the conversation has noncharacters in it that chat templates need")
+            raise TaskError("the conversation contains Unicode noncharacters")
         return mark
 
     def marked(self, value: Any, mark: str, *, whole: bool = False) -> Any:

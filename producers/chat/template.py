@@ -47,7 +47,7 @@ class Templates:
         if "default" in self.texts:
             return self.texts["default"]
         raise PolicyError(
-            f"the model's chat templates are {', '.join(sorted(self.texts))}, none is `default`",
+            f"the model's chat templates are {', '.join(sorted(self.texts))}, without `default`",
             hint="choose one with model.chat_template",
         )
 
@@ -160,7 +160,7 @@ def _compiled(text: str, now_s: int) -> jinja2.Template:
     try:
         return environment.from_string(text)
     except jinja2.TemplateError as error:
-        raise PolicyError(f"the chat template is no template: {error}") from None
+        raise PolicyError(f"the chat template is not a Jinja template: {error}") from None
 
 
 def _generation_blocks() -> type[jinja2.ext.Extension]:

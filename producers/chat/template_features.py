@@ -67,9 +67,9 @@ class TemplateFeatures:
         if role == "developer" and not self.developer:
             role = "system"
         if role == "system" and not self.system:
-            raise TaskError("the model's chat template shows no system message")
+            raise TaskError("the model's chat template ignores system messages")
         if role == "tool" and not self.results:
-            raise TaskError("the model's chat template shows no results of tools")
+            raise TaskError("the model's chat template ignores tool results")
         said = {
             key: value
             for key, value in one.items()
@@ -81,7 +81,7 @@ class TemplateFeatures:
             said[self.reasoning] = one["reasoning_content"]
         if one.get("tool_calls"):
             if not self.calls:
-                raise TaskError("the model's chat template shows no calls of tools")
+                raise TaskError("the model's chat template ignores tool calls")
             said["tool_calls"] = [self._call(call) for call in one["tool_calls"]]
             if not content and self.empty == "none":
                 said["content"] = None
@@ -105,7 +105,7 @@ def text_of(content: Any) -> str:
         texts = [one for one in parts if isinstance(one, str)]
         if len(texts) == len(parts):
             return "".join(texts)
-    raise TaskError("a message's content is neither text nor parts of text")
+    raise TaskError("a message's content is neither text nor text parts")
 
 
 def schemas(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -128,7 +128,7 @@ def learn(template: Template, tool_template: Template) -> TemplateFeatures:
         None,
     )
     if features is None:
-        raise PolicyError("the chat template shows no message of a user and no answer to it")
+        raise PolicyError("the chat template ignores user messages or answers")
     both = replace(features, system=True, developer=True)
     system, developer = (
         _shows(template, both, [{"role": role, "content": "molpy"}, _USER], "molpy")

@@ -93,7 +93,7 @@ class TemplateRenderer:
                     return found.start()
         spoken = self.render([*before, turn], tools, mark, generate=False)
         if not after.startswith(spoken):
-            raise TaskError("the chat template writes the conversation anew when it goes on")
+            raise TaskError("the chat template rewrites earlier messages of a conversation")
         return len(spoken)
 
     def turn(self, history: Sequence[Message], said: Message, tools: Tools) -> list[int]:
@@ -102,7 +102,7 @@ class TemplateRenderer:
         prompt = self.render(history, tools, mark, generate=True)
         text = self.render([*history, said], tools, mark, generate=False)
         if not text.startswith(prompt):
-            raise TaskError("the chat template asks for a turn otherwise than it writes one")
+            raise TaskError("the generation prompt of the chat template differs from its turns")
         found = self._stops.search(text, len(prompt))
         whole = self.safe.ids(text[: found.end() if found else len(text)], mark)
         start = self.safe.ids(prompt, mark)

@@ -105,8 +105,8 @@ class Tokenizer:
             return
         opener = max(filter(start.startswith, self._openers), key=len)
         raise TaskError(
-            f"the text is rendered already: it begins with the control token {opener}",
-            hint='task.special_tokens = "parse" makes control tokens of it; or store the messages',
+            f"the text is already rendered: it begins with the control token {opener}",
+            hint='task.special_tokens = "parse" parses control tokens; or store the messages',
         )
 
     def spelled(self, text: str) -> str:
@@ -244,7 +244,7 @@ def _converted(assets: Path) -> tokenizers.Tokenizer:
         made: Any = AutoTokenizer.from_pretrained(assets, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise PolicyError(
-            f"{assets} has no tokenizer that can be read: {str(error).splitlines()[0]}",
+            f"{assets} has no readable tokenizer: {str(error).splitlines()[0]}",
             hint="save it with `save_pretrained` of a fast tokenizer, which writes tokenizer.json",
         ) from None
     if not getattr(made, "is_fast", False):

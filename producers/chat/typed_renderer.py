@@ -49,7 +49,7 @@ class TypedRenderer:
         except _FAULTS as error:
             raise ConfigError(
                 f"task.renderer = {name} cannot be used with this model: {error}",
-                hint="task.renderer = auto or template takes what fits the model",
+                hint="task.renderer = auto or template selects a fitting one",
             ) from None
         self.stop_ids = frozenset(self._renderer.get_stop_token_ids())
 
@@ -70,7 +70,7 @@ class TypedRenderer:
         found = self._render([*history, said], tools, generate=False)
         start = len(history)
         if len(found.sampled_mask) != len(found.token_ids):
-            raise TaskError(f"renderer {self.name} does not say what a model samples")
+            raise TaskError(f"renderer {self.name} does not mark sampled tokens")
         kept = zip(found.token_ids, found.message_indices, found.sampled_mask, strict=True)
         return [one for one, message, sampled in kept if message == start and sampled]
 
@@ -99,7 +99,7 @@ class TypedRenderer:
             raise TaskError(f"renderer {self.name}: {error}") from None
         ids = [*before, *sampled]
         if found is None or found.token_ids[: len(ids)] != ids:
-            raise TaskError(f"renderer {self.name} has no bridge behind this turn")
+            raise TaskError(f"renderer {self.name} has no bridge after this turn")
         return list(found.token_ids[len(ids) :])
 
     def parse(self, ids: Sequence[int], before: Sequence[int], tools: Tools) -> Turn:
@@ -160,7 +160,7 @@ def _call(found: Any) -> ToolCall:
     name, arguments = found.name or "", found.arguments
     if str(found.status) == "ok" and isinstance(arguments, Mapping):
         return ToolCall(name=name, arguments=dict(arguments), id=found.id or "")
-    error = "arguments are no object" if str(found.status) == "ok" else str(found.status)
+    error = "arguments are not an object" if str(found.status) == "ok" else str(found.status)
     return ToolCall(name=name, error=error.replace("_", " "), raw=found.raw)
 
 
@@ -199,7 +199,7 @@ def disagreement(typed: TypedRenderer, template_renderer: TemplateRenderer) -> s
             return str(error)
         if not same:
             roles = ", ".join(one["role"] for one in messages)
-            return f"renderer {typed.name} writes ({roles}) otherwise than the chat template"
+            return f"renderer {typed.name} writes ({roles}) differently from the chat template"
     return ""
 
 

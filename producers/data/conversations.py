@@ -64,7 +64,7 @@ def prompt_of(
     if isinstance(value, str) and not chat:
         if messages is not None:
             hint = "task.chat = true reads it as messages"
-            raise TaskError("the prompt is a conversation, written as JSON in a text", hint=hint)
+            raise TaskError("the prompt is a conversation in a JSON string", hint=hint)
         return value, None
     asked, answer = split_answer(messages or [{"role": "user", "content": value}])
     return with_system(asked, system), answer
@@ -78,7 +78,7 @@ def unshown_columns(
     for name in (*NOT_SHOWN, *(() if tools else (TOOLS,))):
         if name in names and name not in used:
             meant = '; task.columns = {tools = "functions"} shows it' if name == "functions" else ""
-            yield f"the model does not see the column `{name}`, only rewards do{meant}"
+            yield f"the model does not see the column `{name}`; only rewards read it{meant}"
 
 
 def split_answer(messages: Conversation) -> tuple[Conversation, dict[str, Any] | None]:
@@ -103,7 +103,7 @@ def text_of(message: Mapping[str, Any]) -> str:
     parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) < len(parts):
-        raise TaskError("a message has a part that is no text", hint="only text can be rendered")
+        raise TaskError("a message has a part that is not text", hint="only text is supported")
     return "".join(texts)
 
 

@@ -47,7 +47,7 @@ def compile_filter(text: str) -> Filter:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"task.filter: `{text}` is no expression: {reason}") from error
+        raise ConfigError(f"task.filter: `{text}` is not an expression: {reason}") from error
     for node in ast.walk(tree):
         _check(node, text)
     code = compile(tree, "task.filter", "eval")
@@ -68,12 +68,12 @@ def compile_filter(text: str) -> Filter:
 def _check(node: ast.AST, text: str) -> None:
     if not isinstance(node, _NODES):
         raise ConfigError(
-            f"task.filter: `{text}` holds {type(node).__name__}, which is not taken there",
-            hint="comparisons, and, or, not, in, arithmetic, constants and columns are",
+            f"task.filter: `{text}` holds {type(node).__name__}, which is not supported",
+            hint="supported: comparisons, and, or, not, in, arithmetic, constants, columns",
         )
     if isinstance(node, ast.Attribute) and node.attr not in METHODS:
         raise ConfigError(
-            f"task.filter: `.{node.attr}` is not taken there", hint=f"{', '.join(METHODS)} are"
+            f"task.filter: `.{node.attr}` is not supported", hint=f"{', '.join(METHODS)} are"
         )
     if not isinstance(node, ast.Call):
         return
@@ -84,7 +84,7 @@ def _check(node: ast.AST, text: str) -> None:
             hint=nearest(called.id, FUNCTIONS) or f"there are {', '.join(FUNCTIONS)}",
         )
     if not isinstance(called, ast.Name | ast.Attribute) or node.keywords:
-        raise ConfigError(f"task.filter: `{ast.unparse(node)}` is no call that is taken there")
+        raise ConfigError(f"task.filter: `{ast.unparse(node)}` is not a supported call")
 
 
 def _unknown(name: str, row: Mapping[str, Any]) -> TaskError:

@@ -179,7 +179,7 @@ def _key(sources: Sequence[Source], spec: DataSpec) -> str:
 def _prepare_apart(spec: DataSpec, path: Path) -> None:
     what = said_of(spec.sources)
     say = _report.get()
-    say(f"data: {what} is made ready, once for this machine, in {path.parent}")
+    say(f"data: {what} is prepared once per machine in {path.parent}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -197,7 +197,7 @@ def _prepare_apart(spec: DataSpec, path: Path) -> None:
         kind = getattr(errors, refused.kind, TaskError)
         raise kind(refused.message, hint=refused.hint)
     if not path.exists():
-        raise ResourceError(f"{what}: the process that makes it ready ended", hint="see its stderr")
+        raise ResourceError(f"{what}: the process that prepares it ended", hint="see its stderr")
 
 
 def _follow(child: subprocess.Popen[bytes], say: Report) -> DataRefused | None:
@@ -210,7 +210,7 @@ def _follow(child: subprocess.Popen[bytes], say: Report) -> DataRefused | None:
             if not selector.select(REPORT_S):
                 silent_s = time.monotonic() - heard_at
                 if silent_s > SILENT_S:
-                    raise ResourceError(f"data: nothing happened for {SILENT_S:.0f} s")
+                    raise ResourceError(f"data: no progress for {SILENT_S:.0f} s")
                 say(f"for {silent_s:.0f} s nothing new")
                 continue
             line = child.stdout.readline()
@@ -260,11 +260,11 @@ def prepare(spec: DataSpec, path: Path, report: Report) -> None:
                 sources = sources_of(spec)
                 footer = write_rows(chosen(sources, spec, report), file)
                 if _key(sources, spec) != path.stem:
-                    raise TaskError(f"{said_of(spec.sources)}: was changed while it was read")
+                    raise TaskError(f"{said_of(spec.sources)}: changed during reading")
                 undone.pop_all()
             sync(unfinished)
             unfinished.replace(path)
-            report(f"{footer.rows} rows are ready, {path.stat().st_size >> 20} MiB")
+            report(f"{footer.rows} rows prepared, {path.stat().st_size >> 20} MiB")
             make_room(path)
     except OSError as error:
         raise _no_cache(path, error) from error

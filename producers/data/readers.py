@@ -152,7 +152,7 @@ class _Infinite(ValueError):
 
 def _constant(name: str) -> None:
     if name != "NaN":
-        raise _Infinite(f"{name} is no number of JSON")
+        raise _Infinite(f"{name} is not a JSON number")
 
 
 def _csv_rows(path: Path, stream: io.BufferedReader, delimiter: str) -> Iterator[Placed]:
@@ -163,7 +163,7 @@ def _csv_rows(path: Path, stream: io.BufferedReader, delimiter: str) -> Iterator
         try:
             names = next(reader, [])
             if len(set(names)) < len(names):
-                raise TaskError(f"{path}, {place}: two columns have one name")
+                raise TaskError(f"{path}, {place}: two columns have the same name")
             for cells in filter(None, reader):
                 place = f"line {reader.line_num}"
                 if len(cells) != len(names):
@@ -224,8 +224,8 @@ def _hub_rows(source: HubSet, dropped: tuple[str, ...]) -> Iterator[Placed]:
         said = " ".join(str(error).split())
         raise TaskError(
             f"{where}: {said[:300]}",
-            hint="a name is OWNER/NAME:CONFIG; without a network it must be in the cache"
-            " (HF_HUB_OFFLINE=1 asks no network)",
+            hint="names are OWNER/NAME:CONFIG; offline (HF_HUB_OFFLINE=1) the data set must be"
+            " in the cache",
         ) from error
     yield from _rows_in(where, found.with_format("arrow").iter(BATCH_ROWS), dropped)
 
@@ -294,8 +294,8 @@ def _converted(where: str, name: str, kind: Any) -> bool:
     if str(leaf).startswith(("binary", "large_binary", "fixed_size_binary")):
         top = name.partition(".")[0]
         raise TaskError(
-            f"{where}: column `{name}` holds bytes, which are no text",
-            hint=f'task.columns = {{"{top}" = ""}} leaves it out',
+            f"{where}: column `{name}` contains bytes, expected text",
+            hint=f'task.columns = {{"{top}" = ""}} drops it',
         )
     inner = [kind.field(place) for place in range(kind.num_fields)]
     found = [_converted(where, f"{name}.{one.name}", one.type) for one in inner]
@@ -329,7 +329,7 @@ def _filled(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         if math.isinf(value):
-            raise _Infinite(f"{value} is no number of JSON")
+            raise _Infinite(f"{value} is not a JSON number")
         return value if value == value else None
     if isinstance(value, dict):
         return {str(key): _plain(inner) for key, inner in value.items()}

@@ -66,7 +66,7 @@ def _hub(named: str, split: str) -> HubSet:
     name, _, revision = named.removeprefix(HUB).partition("@")
     name, _, config = name.partition(":")
     if not name:
-        raise TaskError(f"`{named}` names no data set", hint='for instance "hf:openai/gsm8k:main"')
+        raise TaskError(f"`{named}` is not a data set", hint='for instance "hf:openai/gsm8k:main"')
     return HubSet(name=name, config=config, revision=revision, split=split or DEFAULT_SPLIT)
 
 
@@ -75,7 +75,7 @@ def _local(named: str, split: str) -> Iterator[DataFile]:
         if path.is_dir():
             yield from _saved(path, split)
         elif split:
-            raise TaskError(f"{path}: a file has no splits, so none is `{split}`")
+            raise TaskError(f"{path}: a file has no split `{split}`")
         else:
             yield DataFile(path=path)
 
@@ -105,15 +105,15 @@ def _saved(folder: Path, split: str) -> Iterator[DataFile]:
             )
         folder = folder / split
     elif split:
-        raise TaskError(f"{folder}: has no splits, so none is `{split}`")
+        raise TaskError(f"{folder}: has no split `{split}`")
     if not (folder / "state.json").is_file():
         raise TaskError(
-            f"{folder}: a directory that `save_to_disk` has not written",
+            f"{folder}: not written by `save_to_disk`",
             hint=f'name the files, for instance "{folder}/*.parquet"',
         )
     state = _plain(folder / "state.json")
     if state.get("_indices_data_files"):
-        raise TaskError(f"{folder}: rows are chosen by a file of indices", hint="save it again")
+        raise TaskError(f"{folder}: rows are selected by an indices file", hint="save it again")
     for one in state.get("_data_files", ()):
         yield DataFile(path=folder / one["filename"])
 

@@ -38,8 +38,8 @@ def need_positions(model_dir: Path, context_tokens: int) -> None:
     longest = positions_of(read_config(model_dir))
     if longest is not None and longest < context_tokens:
         raise PolicyError(
-            f"{model_dir / CONFIG}: its {longest} positions are fewer than a context of"
-            f" {context_tokens} tokens",
+            f"{model_dir / CONFIG}: its {longest} positions are fewer than workers.max_model_len"
+            f" = {context_tokens}",
             hint=f"workers.max_model_len = {longest} or less",
         )
 
@@ -172,7 +172,7 @@ class EngineBase(Generic[R]):
     def load(self, weights: Path, *, version: int, digest: str) -> WeightsLoaded:
         whole = self._versions.is_whole(weights, digest)
         if self._rows and (whole or self._versions.replaces(version, digest)):
-            raise ValueError(f"{self.active} rows are active; weights change between requests")
+            raise ValueError(f"{self.active} rows are active; weights change without requests")
         started_ns = self._clock.now_ns()
         if whole:
             held = self._read(weights, version, digest)
@@ -194,7 +194,7 @@ class EngineBase(Generic[R]):
 
     def reload_keeping(self, weights: Path, *, version: int, digest: str) -> list[EngineEvent]:
         if self._versions.adapters:
-            raise ValueError("versions of a LoRA policy live beside each other")
+            raise ValueError("a LoRA policy keeps several versions resident")
         started_ns = self._clock.now_ns()
         held = self._read(weights, version, digest)
         pending = [self._emit(row) for row in self._rows.values()]
@@ -210,7 +210,7 @@ class EngineBase(Generic[R]):
         if kv is None or not self._versions.knows(request):
             return None
         if request.params.routes and request.routed <= kv.tokens:
-            return "tokens whose experts are not known"
+            return "tokens without recorded experts"
         array, dtype, shape = self._kv_array(kv.tokens)
         return kv_mismatch(
             request,
@@ -251,7 +251,7 @@ class EngineBase(Generic[R]):
                 f"{request.request}: token ids beyond a vocabulary of {self._vocabulary}"
             )
         if request.params.routes and ROUTES not in self.declares:
-            raise ValueError(f"{request.request}: engine {self.name} says nothing of experts")
+            raise ValueError(f"{request.request}: engine {self.name} does not report experts")
         self._versions.of(request)
         misfit = self.kv_error(request)
         if misfit is not None:

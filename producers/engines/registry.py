@@ -71,7 +71,7 @@ def engine_kind(name: str, directory: str = "") -> EngineKind:
     if not isinstance(found, EngineKind):
         raise ConfigError(
             f"workers.engine: `{name}` is a {type(found).__name__}, not an EngineKind",
-            hint="docs/engines.md says what an engine brings",
+            hint="docs/engines.md describes engines",
         )
     return found
 
@@ -98,7 +98,7 @@ def check_engines(config: Config, names: Iterable[str]) -> None:
         if config.sampling.return_routed_experts and not kind.routes:
             raise ConfigError(
                 f"sampling.return_routed_experts: engine `{name}` does not report routed experts",
-                hint="workers.engine = 'torch' or 'vllm', or leave the key out",
+                hint="workers.engine = 'torch' or 'vllm', or remove the key",
             )
         if (
             config.sampling.return_routed_experts
@@ -143,7 +143,7 @@ def check_capabilities(
         )
     if colocated and SLEEP not in engine.declares:
         raise ConfigError(
-            f"workers.colocated: engine {engine.name} cannot let go of its weights between steps",
+            f"workers.colocated: engine {engine.name} cannot release its weights between steps",
             hint="workers.engine = torch or vllm, or a run without colocated workers",
         )
     if config.staleness.partial_rollout and PARTIAL_ROLLOUT not in engine.declares:
@@ -154,7 +154,7 @@ def check_capabilities(
         )
     if config.lora.rank and LORA not in engine.declares:
         raise ConfigError(
-            f"the run trains a LoRA adapter, and engine {engine.name} cannot host one",
+            f"the run trains a LoRA adapter, and engine {engine.name} does not support adapters",
             hint="workers.engine = torch or vllm, or start a run with lora.rank = 0",
         )
     if config.sampling.return_routed_experts and ROUTES not in engine.declares:

@@ -45,17 +45,17 @@ def check_request(
     """Raise ValueError for a request that cannot be added."""
     name, tokens = request.request, len(request.token_ids)
     if name in running:
-        raise ValueError(f"{name}: is running already")
+        raise ValueError(f"{name}: is already running")
     if len(running) >= slots:
         raise ValueError(f"{name}: none of the {slots} slots is free")
     if tokens < 1:
-        raise ValueError(f"{name}: has no tokens to go on from")
+        raise ValueError(f"{name}: has no prompt tokens")
     if tokens >= context_tokens:
         raise ValueError(f"{name}: {tokens} tokens leave no room in a context of {context_tokens}")
     if not 0 <= request.sampled <= tokens:
-        raise ValueError(f"{name}: {request.sampled} of {tokens} tokens cannot be sampled ones")
+        raise ValueError(f"{name}: {request.sampled} sampled tokens exceed the {tokens} given")
     if request.sampled >= request.params.max_tokens:
-        raise ValueError(f"{name}: has its {request.params.max_tokens} tokens already")
+        raise ValueError(f"{name}: already has {request.params.max_tokens} tokens")
     if request.emit_every < 0:
         raise ValueError(f"{name}: emit_every {request.emit_every} is negative")
     _check_params(name, request.params)
@@ -110,7 +110,7 @@ def _check_params(name: str, params: SamplingParams) -> None:
     if not 0 <= params.min_p <= 1:
         raise ValueError(f"{name}: min_p {params.min_p} is not in [0, 1]")
     if "" in params.stop:
-        raise ValueError(f"{name}: an empty stop string would end every request at once")
+        raise ValueError(f"{name}: an empty stop string would end every request immediately")
 
 
 class StopText:

@@ -106,7 +106,7 @@ class _Versions(ResidentVersions[Version]):
 
 def _policy(version: int, digest: str) -> Version:
     if version < 0 or not digest:
-        raise PolicyError(f"version {version} with digest {digest!r} is no policy")
+        raise PolicyError(f"version {version} with digest {digest!r} is not a policy")
     return Version(digest=digest)
 
 

@@ -160,15 +160,15 @@ def _taken(
     for name in options:
         if name not in named and not anything:
             raise ConfigError(
-                f"{where} takes no option `{name}`",
+                f"{where} has no option `{name}`",
                 hint=nearest(name, [one for one in named if one not in known]),
             )
     for name, one in parameters.items():
         optional = one.default is not one.empty or one.kind in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
         if name not in takes and name not in options and not optional:
             raise ConfigError(
-                f"{where} has a parameter `{name}`, which is neither of a {what} nor an option",
-                hint=nearest(name, known) or f"of a {what} are {', '.join(known)}",
+                f"{where} has a parameter `{name}`, not an argument of a {what} or an option",
+                hint=nearest(name, known) or f"arguments of a {what}: {', '.join(known)}",
             )
     return takes
 

@@ -152,7 +152,7 @@ def equal(gold: str, answer: str) -> list[Any]:
 
     wanted = _gold(gold)
     if not wanted:
-        raise WrongQuestion(f"the row's answer is no expression: {gold[:100]!r}")
+        raise WrongQuestion(f"the row's answer is not an expression: {gold[:100]!r}")
     found = parse(answer, parsing_timeout=None)
     if not found:
         return [False, False, ""]
@@ -192,7 +192,7 @@ def conforms(schema: dict[str, Any], text: str) -> list[Any]:
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise WrongQuestion(f"the schema is none: {error.message}") from None
+        raise WrongQuestion(f"the schema is invalid: {error.message}") from None
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -202,11 +202,11 @@ def conforms(schema: dict[str, Any], text: str) -> list[Any]:
         valid = kind(schema, registry=Registry()).is_valid(value)
         return [True, valid, json.dumps(value, sort_keys=True, separators=(",", ":"))]
     except Unresolvable as error:
-        raise WrongQuestion(f"the schema refers to what is not in it: {error}") from None
+        raise WrongQuestion(f"the schema has an unresolved reference: {error}") from None
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 _VERIFY: Final[Mapping[str, Any]] = {"timeout_seconds": None, "allow_set_relation_comp": True}

@@ -37,7 +37,7 @@ def _golds(value: Any, field: str) -> list[Gold]:
         case dict():
             raise TaskError(
                 f"the row's answer is an object with {', '.join(map(repr, value)) or 'nothing'}:"
-                " the reward's option `field` names which is the answer"
+                " set the reward's option `field`"
             )
         case str():
             return [value]
@@ -46,7 +46,7 @@ def _golds(value: Any, field: str) -> list[Gold]:
         case int() | float() | Decimal():
             return [Decimal(str(value))]
         case None:
-            raise TaskError("the row's answer is null; task.filter leaves such rows out")
+            raise TaskError("the row's answer is null; drop such rows with task.filter")
     raise TaskError(f"the row's answer has a {type(value).__name__} in a list")
 
 

@@ -92,14 +92,14 @@ class Judge(Options, frozen=True, kw_only=True):
     def open(self, where: str, context: RewardContext) -> Function:
         """Return the function; see Options. Raises ConfigError for missing or invalid options."""
         if bool(self.url) == bool(self.url_env):
-            raise ConfigError(f"{where}: takes one of the options `url` and `url_env`")
+            raise ConfigError(f"{where}: needs one of the options `url` and `url_env`")
         if "@" in self.url:  # URLs are stored and printed: do not repeat this one.
-            raise ConfigError(f"{where}: no names and passwords in an address; see `key_env`")
+            raise ConfigError(f"{where}: no credentials in an address; see `key_env`")
         if self.timeout_s >= context.limit_s:
             raise ConfigError(
                 f"{where}: timeout_s is {self.timeout_s:g}, and task.reward_timeout_s"
                 f" {context.limit_s:g}",
-                hint="give the reward more time than one answer",
+                hint="raise task.reward_timeout_s above timeout_s",
             )
         low, high = self.range
         if not low < high:
@@ -115,7 +115,7 @@ class Judge(Options, frozen=True, kw_only=True):
     def template(self, where: str, context: RewardContext) -> str:
         """Return the prompt template. Raises ConfigError if there is none."""
         if bool(self.prompt) == bool(self.prompt_file):
-            raise ConfigError(f"{where}: takes one of the options `prompt` and `prompt_file`")
+            raise ConfigError(f"{where}: needs one of the options `prompt` and `prompt_file`")
         if self.prompt:
             return self.prompt
         try:
@@ -297,7 +297,7 @@ def _judge_answer(body: bytes) -> JudgeAnswer:
         found = msgspec.json.decode(body, type=_Completion)
         said = found.choices[0].message.content
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
-        raise Retry(f"the judge's answer is no chat completion: {error}") from None
+        raise Retry(f"the judge's answer is not a chat completion: {error}") from None
     usage = found.usage or _Usage()
     return JudgeAnswer(
         said=said or "",
@@ -324,7 +324,7 @@ def _keep(path: Path, judged: JudgeAnswer) -> JudgeAnswer:
             path.hardlink_to(partial)
         partial.unlink()
     except OSError as error:
-        sys.stderr.write(f"judge: an answer is not kept: {error}\n")
+        sys.stderr.write(f"judge: cannot cache an answer: {error}\n")
     return _kept(path) or judged
 
 

@@ -101,7 +101,7 @@ class Code(Options, frozen=True, kw_only=True):
             raise ConfigError(
                 f"{where}: wall_s is {self.wall_s:g}, and task.reward_timeout_s"
                 f" {context.limit_s:g}",
-                hint=f"the time of the reward is {BESIDE_S:g} s more than that of its programs",
+                hint=f"task.reward_timeout_s must exceed wall_s by {BESIDE_S:g} s",
             )
         return Programs(self, where, context).score
 
@@ -119,11 +119,11 @@ class Programs:
         if self._runs(isolate=self._isolate):
             return
         if not self._isolate or not self._runs(isolate=False):
-            raise TaskError(f"{where}: no program can be run here")
+            raise TaskError(f"{where}: programs cannot run here")
         raise ConfigError(
-            f"{where}: programs cannot be isolated: this kernel gives no namespaces to users",
-            hint='its option isolation = "none" runs what the model writes with your files and'
-            " network, on your own responsibility",
+            f"{where}: programs cannot be isolated: this kernel denies user namespaces",
+            hint='its option isolation = "none" runs code of the model with access to your'
+            " files and network",
         )
 
     async def score(self, row: Row, text: str) -> Reward:
@@ -181,7 +181,7 @@ class Programs:
         finally:
             self._room.release()
         if order["isolate"] and not ended[0]["isolated"]:
-            raise Retry("the kernel gave no namespaces this time")
+            raise Retry("the kernel denied a namespace")
         return ended
 
     async def _run(self, order: Order) -> list[Ended]:
@@ -226,14 +226,14 @@ def _read(said: bytes, status: int | None) -> list[Ended]:
     try:
         return msgspec.json.decode(said, type=list[Ended])
     except msgspec.DecodeError:
-        raise Retry(f"what runs programs ended with status {status}") from None
+        raise Retry(f"the program runner ended with status {status}") from None
 
 
 def read_tests(value: Any) -> list[str | Expected]:
     """Return the tests of a row from any of their forms. Raises ValueError."""
     found = _tests(value)
     if not found or len(found) > TESTS_MAX:
-        raise ValueError(f"a row has {len(found)} tests; from 1 to {TESTS_MAX} can be run")
+        raise ValueError(f"a row has {len(found)} tests, expected 1 to {TESTS_MAX}")
     return found
 
 
@@ -247,13 +247,13 @@ def _tests(value: Any) -> list[str | Expected]:
         case str():
             return [value]
         case {"fn_name": str(name)}:
-            raise ValueError(f"tests call `{name}` with values: write them as Python")
+            raise ValueError(f"tests call `{name}` with values; write the tests in Python")
         case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs):
             pairs = zip(inputs, outputs, strict=True)
             return [Expected(_text(said), _text(wanted)) for said, wanted in pairs]
         case [*items]:
             return [_test(one) for one in items]
-    raise ValueError(f"tests are {type(value).__name__}: neither Python nor input and output")
+    raise ValueError(f"tests are {type(value).__name__}: expected Python or input and output")
 
 
 def _test(value: Any) -> str | Expected:

@@ -215,7 +215,7 @@ def _abstained(parts: Sequence[Part]) -> dict[str, float]:
 
 
 def _sums(asked: Sequence[Part], count: int, beside: bool, found: Sequence[Any]) -> list[Reward]:
-    """If all abstain on all trajectories, they add nothing to the single rewards (`beside`)."""
+    """If all abstain on all trajectories, they leave the single rewards unchanged (`beside`)."""
     given = [
         in_order(f"the reward `{part.name}`", one, count)
         for part, one in zip(asked, found, strict=True)
@@ -239,7 +239,7 @@ def single(use: str, context: RewardContext | None = None) -> Rewards:
     if not use:
         raise ConfigError(
             "task.reward: a reward is needed",
-            hint=f'one of {", ".join(BUILT_IN)}, or a function of yours: "rewards:score"',
+            hint=f'one of {", ".join(BUILT_IN)}, or your own function, such as "rewards:score"',
         )
     return Rewards((model.RewardUse(use=use),), single=True, context=context)
 

@@ -200,7 +200,7 @@ class JsonSchema(Options, frozen=True, kw_only=True):
 
     def open(self, where: str, context: RewardContext) -> Function:
         if bool(self.schema) == bool(self.column):
-            raise ConfigError(f"{where}: takes one of the options `schema` and `column`")
+            raise ConfigError(f"{where}: needs one of the options `schema` and `column`")
         if self.schema:
             import jsonschema
 

@@ -54,7 +54,9 @@ def read(body: bytes, caller: str = "") -> tuple[MessagesRequest, CallRequest]:
         del settings["thinking"]
     if request.messages and request.messages[-1].get("role") == "assistant":
         raise Refused(
-            400, "unsupported", "a last message of the assistant (prefill) is not offered"
+            400,
+            "unsupported",
+            "a final assistant message (prefill) is not supported",
         )
     choice = (request.tool_choice or {}).get("type")
     user = (request.metadata or {}).get("user_id")
@@ -143,7 +145,7 @@ def _text(content: Any, where: str) -> str:
 
 def _not_offered(block: Any, where: str) -> Refused:
     kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-    return Refused(400, "unsupported", f"{where}: a block of type `{kind}` is not offered")
+    return Refused(400, "unsupported", f"{where}: a block of type `{kind}` is not supported")
 
 
 def message(request: MessagesRequest, sampled: Sampled, *, number: int) -> dict[str, Any]:

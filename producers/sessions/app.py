@@ -182,12 +182,12 @@ class Endpoint:
                     if taken > BODY_BYTES_MAX:
                         raise _too_large()
                     if self._bodies_bytes > BODIES_BYTES_MAX:
-                        raise Refused(503, "overloaded", "too many large bodies at once: later")
+                        raise Refused(503, "overloaded", "too many large requests: retry later")
                     parts.append(part)
             self._check_length(taken)
             return b"".join(parts)
         except TimeoutError:
-            raise Refused(408, "timeout", f"the body did not come within {BODY_S:g} s") from None
+            raise Refused(408, "timeout", f"the body did not arrive within {BODY_S:g} s") from None
         finally:
             self._bodies_bytes -= taken
 
@@ -195,7 +195,9 @@ class Endpoint:
         most = self._sessions.context_tokens
         if body_bytes > most * TOKEN_BYTES_MAX + SMALL_BYTES:
             raise Refused(
-                400, "context_length_exceeded", f"{body_bytes} bytes are no prompt of {most} tokens"
+                400,
+                "context_length_exceeded",
+                f"{body_bytes} bytes exceed a prompt of {most} tokens",
             )
 
     def _number(self) -> int:

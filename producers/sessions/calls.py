@@ -125,7 +125,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 class Refused(Exception):
     """A call rejected with status, code and message.
 
-    Example: ``Refused(400, "unsupported", "tool_choice: `required` is not offered")``.
+    Example: ``Refused(400, "unsupported", "tool_choice: `required` is not supported")``.
     """
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -190,7 +190,7 @@ def decoded(body: bytes, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     try:
         return obeyed_of(msgspec.json.decode(body), kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, "invalid_request", f"the body is no such request: {error}") from None
+        raise Refused(400, "invalid_request", f"invalid request: {error}") from None
 
 
 def obeyed_of(plain: Any, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
@@ -198,7 +198,7 @@ def obeyed_of(plain: Any, kind: type[Body]) -> tuple[Body, dict[str, Any]]:
     try:
         return msgspec.convert(plain, kind), settings_of(plain, kind)
     except (msgspec.ValidationError, RecursionError) as error:
-        raise Refused(400, "invalid_request", f"the body is no such request: {error}") from None
+        raise Refused(400, "invalid_request", f"invalid request: {error}") from None
 
 
 def settings_of(plain: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def settings_of(plain: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[st
     }
     for key, value in settings.items():
         if key in REFUSED:
-            raise Refused(400, "unsupported", f"{key}: {_short(value)!r} is not offered")
+            raise Refused(400, "unsupported", f"{key}: {_short(value)!r} is not supported")
     if len(settings) > SETTINGS_MAX or any(len(key) > CALLER_CHARACTERS_MAX for key in settings):
         raise Refused(400, "invalid_request", f"more than {SETTINGS_MAX} unknown keys")
     return settings
@@ -231,7 +231,7 @@ def check_template(wanted: Mapping[str, Any], run: Mapping[str, Any]) -> None:
         raise Refused(
             400,
             "unsupported",
-            f"chat_template_kwargs: {', '.join(others)} not as in the run:"
+            f"chat_template_kwargs: {', '.join(others)} differ from the run:"
             " set task.chat_template_kwargs",
         )
 
@@ -251,15 +251,14 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None, choice: Any) -> Tools:
         raise Refused(
             400,
             "unsupported",
-            f"tool_choice: `{named}` is not offered: what a model says is sampled, not forced;"
-            " `auto` or `none`",
+            f"tool_choice: `{named}` is not supported: use `auto` or `none`",
         )
     for at, one in enumerate(given or ()):
         function = one.get("function")
         if one.get("type", "function") != "function" or not isinstance(function, Mapping):
             kind = one.get("type")
             raise Refused(
-                400, "unsupported", f"tools[{at}]: of type `{kind}`; functions are offered"
+                400, "unsupported", f"tools[{at}]: of type `{kind}`; only functions are supported"
             )
         if not isinstance(function.get("name"), str):
             raise Refused(400, "invalid_request", f"tools[{at}].function.name is not text")

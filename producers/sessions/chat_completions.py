@@ -54,7 +54,7 @@ def read(body: bytes, caller: str = "") -> tuple[ChatRequest, CallRequest]:
     for at, one in enumerate(request.messages):
         for key in _OF_MESSAGES:
             if one.get(key):
-                raise Refused(400, "unsupported", f"messages[{at}].{key} is not offered")
+                raise Refused(400, "unsupported", f"messages[{at}].{key} is not supported")
     wanted = CallRequest(
         api="chat",
         messages=messages_of(request.messages),

@@ -82,7 +82,7 @@ def _is_spoken(item: Mapping[str, Any]) -> bool:
         case "function_call_output":
             return False
         case kind:
-            raise Refused(400, "unsupported", f"input: an item of type `{kind}` is not offered")
+            raise Refused(400, "unsupported", f"input: an item of type `{kind}` is not supported")
 
 
 def _assistant(items: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _text(content: Any) -> str:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind not in ("input_text", "output_text", "text") or not isinstance(text, str):
-            raise Refused(400, "unsupported", f"input: a part of type `{kind}` is not offered")
+            raise Refused(400, "unsupported", f"input: a part of type `{kind}` is not supported")
         texts.append(text)
     return "".join(texts)
 

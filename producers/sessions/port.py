@@ -251,9 +251,9 @@ class SessionPort:
         why = f"the endpoint's process ended with status {status}"
         if self._deaths_in_a_row >= DEATHS_MAX:
             raise ResourceError(
-                f"{DEATHS_MAX} processes of the endpoint in a row ended without a call; the last"
+                f"{DEATHS_MAX} consecutive endpoint processes ended without a call; the last"
                 f" with status {status}",
-                hint="what they wrote to stderr may tell why",
+                hint="see their stderr",
             )
         lost, self._open = self._open, {}
         self._opening.clear()
@@ -273,7 +273,7 @@ def _listening(where: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"workers.endpoint: cannot listen at {host}:{port}: {error.strerror}",
-            hint="port 0 is any that is free; workers of one machine cannot share another",
+            hint="use port 0 for any free port; two workers cannot share a port",
         ) from None
     return door
 

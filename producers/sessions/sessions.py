@@ -121,9 +121,9 @@ class Sessions:
         """Return a session. Raises Refused."""
         match check_key(self._secret, name, key):
             case "wrong":
-                raise Refused(401, "invalid_api_key", "the key is none of this endpoint")
+                raise Refused(401, "invalid_api_key", "unknown key")
             case "other":
-                raise Refused(404, "not_found", "the key is of another session than the address")
+                raise Refused(404, "not_found", "the key belongs to another session")
         if name not in self._open and name not in self._ended:
             opening = self._opening.setdefault(name, asyncio.Event())
             try:
@@ -215,7 +215,7 @@ class Sessions:
 
 def ended() -> Refused:
     """Return the error of an ended session."""
-    return Refused(410, "session_ended", "the session has ended: nothing more is sampled for it")
+    return Refused(410, "session_ended", "the session has ended")
 
 
 def prompt_of(session: Session, wanted: CallRequest, *, beside: bool = False) -> Prompt | None:

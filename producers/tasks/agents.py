@@ -191,4 +191,4 @@ def _result(path: Path) -> Any:
         found = msgspec.json.decode(written)
         return msgspec.convert(found, Reward) if isinstance(found, dict) else found
     except msgspec.MsgspecError as error:
-        raise NoAnswer(f"the result is no JSON of a result: {error}") from None
+        raise NoAnswer(f"the result is not valid JSON: {error}") from None

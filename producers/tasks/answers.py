@@ -71,7 +71,7 @@ def _truth(name: str, value: object) -> bool:
 def scored(request: str, found: float | Reward | None) -> Rewarded:
     """Return a reward within `REWARD_MAX` whose numbers are all finite. Raises NoAnswer."""
     if found is None:
-        raise NoAnswer("the reward abstained (None), and there is no other")
+        raise NoAnswer("the only reward abstained (None)")
     reward = found if isinstance(found, Reward) else Reward(value=found)
     value = finite("the reward", reward.value)
     if abs(value) > REWARD_MAX:

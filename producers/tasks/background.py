@@ -183,7 +183,7 @@ def begin(work: Coroutine[Any, Any, None]) -> ContinueInLoop | None:
         switch = work.send(None)
     except StopIteration:
         return None
-    assert isinstance(switch, ContinueInLoop), "outside the loop nothing else is awaited"
+    assert isinstance(switch, ContinueInLoop), "only the event loop may await"
     return switch
 
 

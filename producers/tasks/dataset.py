@@ -81,7 +81,7 @@ class DatasetTask(Task):
         if not reward:
             raise ConfigError("task.reward: `dataset` needs a reward function", hint=_EXAMPLE)
         if eval_share and (evaluation or eval_split):
-            raise ConfigError("task.eval_share: the evaluation data are given already")
+            raise ConfigError("task.eval_share: excludes task.eval_data and task.eval_split")
         common = DataSpec(
             sources=train,
             split=split,
@@ -120,7 +120,7 @@ class DatasetTask(Task):
                 raise TaskError(
                     f"{self._where}: task.reward looks at the reasoning, which prompts of"
                     " text do not separate from the answer",
-                    hint="task.chat = true makes them messages",
+                    hint="set task.chat = true",
                 )
             names = [tool_schema(tool)["function"]["name"] for tool in self.tools(first)]
         except NoAnswer as error:
@@ -154,7 +154,7 @@ class DatasetTask(Task):
         by_name = {tool_name(tool): tool for tool in functions}
         if unknown := next((name for name in wanted if name not in by_name), ""):
             raise TaskError(
-                f"the row's tool `{unknown}` has no function: there are {', '.join(by_name)}",
+                f"the row's tool `{unknown}` has no function; known: {', '.join(by_name)}",
                 hint='task.columns = {tools = ""} leaves the column out',
             )
         return tuple(by_name[name] for name in wanted)
@@ -254,7 +254,7 @@ class DatasetTask(Task):
 
     def _no_demonstration(self, place: int, column: str, what: str = "text") -> TaskError:
         return TaskError(
-            f"{self._where}: row {place} has no {what} in `{column}`, so it is no demonstration"
+            f"{self._where}: row {place} has no {what} in `{column}`, so it is not a demonstration"
         )
 
 

@@ -70,10 +70,10 @@ def _check(python: str) -> None:
         raise ConfigError(f"{key} cannot be run: {error}") from error
     version = asked.stdout.strip()
     if not version.replace(".", "").isdecimal():
-        raise ConfigError(f"{key} is no Python: {one_line(asked.stderr.strip() or version)}")
+        raise ConfigError(f"{key} is not Python: {one_line(asked.stderr.strip() or version)}")
     if tuple(map(int, version.split("."))) < OLDEST:
         needed = ".".join(map(str, OLDEST))
-        raise ConfigError(f"{key} is Python {version}, and {needed} is the oldest that will do")
+        raise ConfigError(f"{key} is Python {version}, expected {needed} or newer")
     if asked.returncode:
         raise ConfigError(
             f"{key} has no msgspec: {one_line(asked.stderr.strip().rpartition(chr(10))[2])}",

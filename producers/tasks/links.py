@@ -122,7 +122,7 @@ def open_link(url: str, interpreter: Interpreter, *, token: bytes, task: str) ->
     try:
         return SocketLink(url, token) if url else ProcessLink(interpreter, task)
     except OSError as error:
-        what = f"{url} cannot be reached" if url else "no task process can be started"
+        what = f"{url} cannot be reached" if url else "no task process started"
         raise TaskError(f"{what}: {error}") from error
 
 

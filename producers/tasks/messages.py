@@ -71,7 +71,7 @@ def _text(content: Any, where: str) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("text") if kind == "text" else None
         if not isinstance(text, str):
-            raise NoAnswer(f"{where}[{at}] is a part of type `{kind}`; only text can be rendered")
+            raise NoAnswer(f"{where}[{at}] is a part of type `{kind}`; only text is supported")
         texts.append(text)
     return "".join(texts)
 
@@ -159,14 +159,14 @@ def arguments_of(function: Tool) -> type[msgspec.Struct]:
     for parameter in parameters:
         what = f"parameter `{parameter.name}` of tool `{name}`"
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise NoAnswer(f"{what} cannot be given by name: {parameter}")
+            raise NoAnswer(f"{what} cannot be passed by name: {parameter}")
         if parameter.name not in hints:
             raise NoAnswer(f"{what} has no annotation")
         kind = hints[parameter.name]
         try:
             msgspec.json.schema(kind)
         except (TypeError, ValueError) as error:
-            raise NoAnswer(f"{what}: {kind} is no type of JSON's values") from error
+            raise NoAnswer(f"{what}: {kind} is not a JSON type") from error
         given = () if parameter.default is parameter.empty else (None,)
         fields.append((parameter.name, kind, *given))
     return msgspec.defstruct(name, fields, kw_only=True, forbid_unknown_fields=True)
@@ -181,7 +181,7 @@ def _inlined(schema: Any, components: Mapping[str, Any], within: tuple[str, ...]
     if "$ref" in schema:
         name = schema["$ref"].rpartition("/")[2]
         if name in within:
-            raise NoAnswer(f"`{name}` holds itself: no type for a tool's parameter")
+            raise NoAnswer(f"`{name}` is recursive, which tool parameters do not support")
         return _inlined(components[name], components, (*within, name))
     plain = {
         key: _inlined(one, components, within)

@@ -160,7 +160,7 @@ class TaskPool:
         if isinstance(call, PromptCall | AgentCall):
             self.forget(call.request)
         if call.request in self._open:
-            raise ValueError(f"{call.request} has a call already")
+            raise ValueError(f"{call.request} already has a call")
         if len(self._open) >= QUEUE_MAX:
             raise ResourceError(f"the task pool has {QUEUE_MAX} calls already")
         if lost is not None and not isinstance(call, PromptCall | AgentCall):
@@ -338,7 +338,7 @@ class TaskPool:
 
     def _head(self, child: Child, number: int, now_ns: int) -> OpenCall:
         if not child.sent or child.sent[0].number != number:
-            raise ValueError(f"an answer to call {number}, which is not its turn")
+            raise ValueError(f"an answer to call {number}, out of order")
         child.head_since_ns = now_ns
         return child.sent.popleft()
 
@@ -379,7 +379,7 @@ class TaskPool:
         if child.suspended or not (everywhere or child.bad >= BAD_MAX):
             return
         child.suspended = True
-        why = one_line(f"{BAD_MAX} calls in a row failed there, the last with {what}")
+        why = one_line(f"{BAD_MAX} consecutive calls failed, the last with {what}")
         self._places.failed(place, now_ns, why)
         for one in [one for one in self._children if not one.exhausted]:
             if one is child or (everywhere and one.link.url == place):
@@ -389,7 +389,7 @@ class TaskPool:
     def _opened(self, child: Child, facts: TaskFacts) -> None:
         if self._facts not in (None, facts):
             raise TaskError(
-                "the task's data or code is not what it was when the run started here",
+                "the task's data or code changed since the run started here",
                 hint="restore it, or start a new run",
             )
         self._facts = facts
@@ -417,7 +417,7 @@ class TaskPool:
             if now_ns - child.heard_ns > START_LIMIT_S * _NS:
                 raise TaskError(
                     f"the task was not open after {START_LIMIT_S:.0f} s",
-                    hint="importing its modules or reading its data takes too long",
+                    hint="check the time to import its modules and read its data",
                 )
         elif child.sent and now_ns - child.head_since_ns > child.head_limit_ns:
             self._head_is_late(child, now_ns)

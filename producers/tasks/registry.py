@@ -66,18 +66,18 @@ def open_task(config: model.Task) -> Task:
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):
         if arguments:
-            raise ConfigError(f"task: `{config.kind}` is an object and takes no {min(arguments)}")
+            raise ConfigError(f"task: `{config.kind}` is an object without `{min(arguments)}`")
         return factory
     _check_arguments(config.kind, factory, arguments, set(given))
     task = factory(**arguments)
     if not isinstance(task, Task):
-        raise TaskError(f"task.kind: `{config.kind}` gave {type(task).__name__}, which is no Task")
+        raise TaskError(f"task.kind: `{config.kind}` gave {type(task).__name__}, not a Task")
     if isinstance(task, DatasetTask):
         task.played = config.has_agent
     if any(one.group for one in config.rewards) and not task.scores_groups():
         raise ConfigError(
-            f"task.reward: `{config.kind}` asks no reward of groups",
-            hint="its own score_group and scores_groups pass them on, as score does the others",
+            f"task.reward: `{config.kind}` does not support group rewards",
+            hint="implement score_group and scores_groups in the task",
         )
     return task
 
@@ -98,7 +98,7 @@ def _factory(kind: str) -> Task | Callable[..., Any]:
     found = load_attribute("task.kind", kind, TaskError)
     if isinstance(found, Task) or callable(found):
         return found  # type: ignore[no-any-return]
-    raise TaskError(f"task.kind: `{kind}` is neither a Task nor a class or function that makes one")
+    raise TaskError(f"task.kind: `{kind}` is neither a Task nor a factory of one")
 
 
 def _mcp(config: model.Task) -> Any:
@@ -109,7 +109,7 @@ def _mcp(config: model.Task) -> Any:
 
 def _adapter(package: str, name: str) -> Callable[..., Any]:
     if not name:
-        raise ConfigError(f"task.kind: `{package}:` lacks the name of what to play")
+        raise ConfigError(f"task.kind: `{package}:` needs a name after the colon")
     module, _, kind = ADAPTERS[package].partition(":")
     found = getattr(importlib.import_module(f"dora_pipe.producers.adapters.{module}"), kind)
     return functools.partial(found, name)
@@ -140,7 +140,7 @@ def _check_arguments(
     for name in arguments:
         if name not in takes:
             where = f"task.{name}" if name in keys else f"task.options.{name}"
-            raise ConfigError(f"{where}: `{kind}` does not take it", hint=nearest(name, takes))
+            raise ConfigError(f"{where}: `{kind}` has no such argument", hint=nearest(name, takes))
     try:
         signature.bind(**arguments)
     except TypeError as error:
@@ -205,7 +205,7 @@ def check_scoring(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> 
         if facts.scores_groups != (source in run.scored_together):
             raise TaskError(
                 f"the task of {source} {'scores' if facts.scores_groups else 'does not score'} its"
-                " groups together here, otherwise than when the run started",
+                " groups here, unlike at the start of the run",
                 hint="give every worker the code that the run started with",
             )
 
@@ -221,8 +221,7 @@ def check_data(facts: TaskFacts, run: RunStarted, sources: Sequence[str]) -> Non
         if wanted is None or mine.digest != wanted.digest:
             digest = "none" if wanted is None else wanted.digest
             raise TaskError(
-                f"the {what} here is another one ({mine.digest[:12]}) than the run's"
-                f" ({digest[:12]})",
+                f"the {what} differs here ({mine.digest[:12]}) than the run's ({digest[:12]})",
                 hint="give every worker the files that the run started with",
             )
         if mine.rows != wanted.rows:

@@ -188,7 +188,7 @@ class TaskServer:
         self._write(pack(Exhausted(why, at_once, number)))
 
     def hangs(self, number: int) -> None:
-        self.exhaust("its main thread hangs", at_once=True, number=number)
+        self.exhaust("its main thread is blocked", at_once=True, number=number)
 
     async def _answer(self, call: Call) -> None:
         PLACE.set(self._place(call))

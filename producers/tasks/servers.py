@@ -114,7 +114,7 @@ class Places:
     def failed(self, url: str, now_ns: int, why: str) -> None:
         pause_s = self._breakers[url].failed(now_ns, why, wall_ns=self._wall_ns())
         place = url or f"task {self._task}".strip()
-        LOG.warning("task: %s is left alone for %g s: %s", place, pause_s, why)
+        LOG.warning("task: %s paused for %g s: %s", place, pause_s, why)
 
     def bad(self, url: str) -> int:
         """Return the number of consecutive failures."""
@@ -137,10 +137,10 @@ class Deaths:
         """Raises TaskError at `most`."""
         self.in_a_row += 1
         if self.in_a_row >= most:
-            what, hint = ("task processes in a row died", "what they wrote to stderr may tell why")
+            what, hint = ("consecutive task processes died", "see their stderr")
             if self._elsewhere:
-                what = "connections to servers of the task in a row ended"
-                hint = "`dora-pipe task-server` has to run where task.url says"
+                what = "consecutive task server connections ended"
+                hint = "`dora-pipe task-server` must run at the address in task.url"
             raise TaskError(
                 f"{most} {what} without answering anything; the last: {message}", hint=hint
             )

@@ -139,7 +139,7 @@ class TaskHost:
             self._dismiss(guest)
             return
         if not hmac.compare_digest(guest.said, wanted[: len(guest.said)]):
-            LOG.warning("task server: a connection with another token was closed")
+            LOG.warning("task server: closed a connection with another token")
             self._dismiss(guest)
         elif len(guest.said) == len(wanted):
             self._welcome(guest)
@@ -148,7 +148,7 @@ class TaskHost:
         present = [one for one in self._guests if one.process is not None and one.ended_s is None]
         if len(present) >= self._processes_max:
             LOG.warning(
-                "task server: %d processes are the most; a connection was closed",
+                "task server: %d processes are the limit; closed a connection",
                 self._processes_max,
             )
             self._dismiss(guest)
@@ -179,10 +179,10 @@ def serve_task(
     """Serve a task and print the address. Raises ConfigError, ResourceError."""
     tasks = {one.name: one for one in load_config(path, overrides).tasks}
     if name not in tasks and (name or len(tasks) > 1):
-        raise ConfigError(f"there is no task `{name}`", hint=nearest(name, tasks))
+        raise ConfigError(f"unknown task `{name}`", hint=nearest(name, tasks))
     task = tasks[name] if name in tasks else next(iter(tasks.values()))
     if task.url:
-        raise ConfigError("task.url: a server of tasks runs them itself", hint="leave it out there")
+        raise ConfigError("task.url: not allowed on a task server", hint="remove it there")
     try:
         address = host_and_port(listen)
     except ValueError:
@@ -194,7 +194,7 @@ def serve_task(
     try:
         host = TaskHost(task, address, token=token, processes_max=processes)
     except OSError as error:
-        raise ResourceError(f"nobody can listen at {listen}: {error}") from error
+        raise ResourceError(f"cannot listen at {listen}: {error}") from error
     with host:
         say(f"serving `{task.kind}` at tcp://{host.address[0]}:{host.address[1]}")
         host.serve(stop=lambda: bool(stopped))

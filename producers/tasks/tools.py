@@ -106,7 +106,7 @@ async def call_tools(
             task.cancel()
     if again is not None:
         raise again
-    too_many = Told(text=f"error: only {CALLS_MAX} calls of one turn are made", ok=False)
+    too_many = Told(text=f"error: only {CALLS_MAX} calls per turn are allowed", ok=False)
     told = [known.get(at, too_many) for at in range(len(turn.tool_calls))]
     names = dict.fromkeys(call.name for call in turn.tool_calls if call.name in by_name)
     return Observation(
@@ -124,7 +124,7 @@ async def _made(by_name: dict[str, Tool], call: ToolCall) -> Told:
     function = by_name.get(call.name)
     if function is None:
         known = nearest(call.name, by_name) or f"there are {', '.join(by_name)}"
-        return Told(text=f"error: there is no tool `{call.name}`: {known}", ok=False)
+        return Told(text=f"error: unknown tool `{call.name}`: {known}", ok=False)
     if isinstance(function, DescribedTool):
         return _told(call.name, await call_beside(partial(function, **call.arguments)))
     try:
@@ -154,7 +154,7 @@ def _outcome(task: asyncio.Task[Told], error: BaseException | None) -> Told:
     if not task.done():
         return Told(text=f"error: timed out after {TOOL_LIMIT_S.get():g} s", ok=False)
     if task.cancelled():
-        return Told(text="error: it was cancelled", ok=False)
+        return Told(text="error: cancelled", ok=False)
     return task.result()
 
 

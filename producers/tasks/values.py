@@ -112,7 +112,7 @@ def _of_library(value: Any) -> Any:
             return plain(getattr(value, name)())
     if isinstance(value, Sequence):
         return [plain(item) for item in value]
-    raise NoValue(f"{kind.__module__}.{kind.__qualname__} has no form as JSON")
+    raise NoValue(f"{kind.__module__}.{kind.__qualname__} cannot be written as JSON")
 
 
 def _of_pandas(value: Any) -> Any:
@@ -131,7 +131,7 @@ def _of_pandas(value: Any) -> Any:
 def _table(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     pairs = [(_key(key), plain(item)) for key, item in items]
     if len(dict(pairs)) < len(pairs):
-        raise NoValue("a table with two keys of the same name has no form as JSON")
+        raise NoValue("a table with two keys of the same name cannot be written as JSON")
     return dict(pairs)
 
 
@@ -144,7 +144,7 @@ def _decoded(value: bytes) -> str:
     try:
         return value.decode()
     except UnicodeDecodeError:
-        raise NoValue("bytes that are no text in UTF-8") from None
+        raise NoValue("bytes that are not UTF-8") from None
 
 
 def _encodable(value: Any) -> Any:

@@ -167,7 +167,7 @@ def _answer_difference(event: EnvObserved, recorded: Exchange) -> str:
     if list(event.token_ids) != recorded.answer:
         return _difference(event.token_ids, recorded.answer)
     if event.done:
-        return "ends the episode, which went on"
+        return "ends the episode, which continued"
     if (event.tool, event.ok) != (recorded.tool, recorded.ok):
         return f"is of {event.tool!r}, ok {event.ok}, and was of {recorded.tool!r}, {recorded.ok}"
     return ""

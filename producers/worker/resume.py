@@ -42,15 +42,15 @@ def chain_error(
     start of the sequence in episodes, else from the end of the prompt.
     """
     if not chunks:
-        return "no progress record was found"
+        return "no progress record found"
     at = sampled = 0
     for chunk in chunks:
         if isinstance(chunk, TurnProgress):
-            return "a call of an agent stands in the chain"
+            return "the chain contains a call of an agent"
         if type(chunk) is not type(chunks[0]):
-            return "records of an episode and of a request without one stand in the chain"
+            return "the chain mixes records with and without an episode"
         if chunk.trajectory != trajectory:
-            return f"a progress record of {chunk.trajectory} stands in the chain of {trajectory}"
+            return f"a progress record of {chunk.trajectory} is in the chain of {trajectory}"
         later = newest is not None and version < chunk.version <= newest
         if not later and (chunk.version, chunk.digest) != (version, digest):
             return f"a progress record was made by version {chunk.version}, not {version}"
@@ -104,12 +104,12 @@ def session_of(
     tokens."""
     session = Session()
     if not chunks:
-        return "no progress record was found"
+        return "no progress record found"
     for at, chunk in enumerate(chunks):
         if not isinstance(chunk, TurnProgress):
-            return "what is no call of an agent stands in the chain"
+            return "the chain contains a record that is no agent call"
         if chunk.trajectory != trajectory:
-            return f"a progress record of {chunk.trajectory} stands in the chain of {trajectory}"
+            return f"a progress record of {chunk.trajectory} is in the chain of {trajectory}"
         if (chunk.version, chunk.digest) != (version, digest):
             return f"a progress record was made by version {chunk.version}, not {version}"
         if chunk.turn != at:
@@ -204,7 +204,7 @@ class ProgressPort:
             record = chain.read(self._bus)
         if record is None:
             if self._clock.now_ns() >= chain.until_ns:
-                yield _broken(chain, "it could not be read in time")
+                yield _broken(chain, "timed out reading it")
         elif record.offset != chain.wanted:
             yield _broken(chain, f"there is no record at offset {chain.wanted}")
         else:

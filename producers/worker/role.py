@@ -187,7 +187,7 @@ def run_worker(
         LOG.warning("worker %s was fenced (incarnation %d); joining again", worker, incarnation)
     raise Fenced(
         f"worker {worker} was fenced {REJOINS_MAX + 1} times",
-        hint="is this machine overloaded, or timing.lease_s too short?",
+        hint="check the load of this machine, or raise timing.lease_s",
     )
 
 
@@ -558,5 +558,5 @@ def _check_name_is_free(here: _Worker, incarnation: int, instances: set[str]) ->
             raise Fenced(
                 f"another process ({joined.host}, pid {joined.pid}) joined as worker {here.name}, "
                 f"incarnation {record.offset}",
-                hint="give every worker a name of its own",
+                hint="give every worker its own name",
             )

@@ -224,7 +224,7 @@ class GroupPort:
             record = group.read(self._bus)
         if record is None:
             if self._clock.now_ns() >= group.until_ns:
-                yield _broken(group, "it could not be read in time")
+                yield _broken(group, "timed out reading it")
             return
         taken = group.left.popleft()
         why = self._add(group, taken, record)
@@ -239,7 +239,7 @@ class GroupPort:
         if (record.partition, record.offset) != (taken.partition, taken.offset):
             return f"there is no record at offset {taken.offset}"
         if record_digest(record) != taken.sha256:
-            return "its bytes are not those that were logged"
+            return "its bytes differ from the logged ones"
         try:
             with self._meter.spend("codec"):
                 one = decode_trajectory(record.value)

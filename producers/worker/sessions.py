@@ -209,11 +209,11 @@ class Sessions:
             return Refusal(400, TOO_LONG, f"{message}: send a shorter one")
         most = setup.max_turns[request.source]
         if len(session.numbers) >= most:
-            message = f"this session has made {most} calls, which is all that a run allows"
-            return Refusal(429, TOO_MANY_CALLS, f"{message}: wait for nothing, and end")
+            message = f"this session has made {most} calls, the limit of a run"
+            return Refusal(429, TOO_MANY_CALLS, f"{message}: end the session")
         if session.tokens >= request.params.max_tokens:
             message = f"this session has sampled {session.tokens} tokens, which is all that a run"
-            return Refusal(429, TOO_MANY_TOKENS, f"{message} allows: wait for nothing, and end")
+            return Refusal(429, TOO_MANY_TOKENS, f"{message} allows: end the session")
         waiting = self._waiting(session)
         if waiting >= CALLS_OPEN_MAX:
             message = f"this session waits for {waiting} answers, as many as it may"

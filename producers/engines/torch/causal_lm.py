@@ -273,8 +273,8 @@ def need_experts(model: CausalLM, where: Path, *, context_tokens: int) -> None:
     experts = model.experts
     if experts is None or not experts.layers:
         raise PolicyError(
-            f"sampling.return_routed_experts: {where} is no mixture of experts",
-            hint="leave the key out",
+            f"sampling.return_routed_experts: {where} is not a mixture of experts",
+            hint="remove the key",
         )
     entry = len(experts.layers) * experts.per_token * number_type(experts.count).itemsize
     need_room(context_tokens, entry)
@@ -438,7 +438,7 @@ def _experts(config: Mapping[str, Any], family: str) -> Experts | None:
     count = positive(config, next((key for key in EXPERTS if config.get(key)), EXPERTS[0]), int)
     chosen = positive(config, "num_experts_per_tok", int)
     if chosen > count:
-        raise PolicyError(f"a token passes {chosen} of {count} experts")
+        raise PolicyError(f"{chosen} experts per token of {count}")
     grouped = not qwen and config.get("topk_method") != "greedy"
     groups, groups_chosen = _groups(config, count, chosen) if grouped else (1, 1)
     layers = range(positive(config, "num_hidden_layers", int))
@@ -462,6 +462,6 @@ def _groups(config: Mapping[str, Any], count: int, per_token: int) -> tuple[int,
     if groups > 1 and (count % groups or size < 2 or chosen > groups or chosen * size < per_token):
         raise PolicyError(
             f"{count} experts in {groups} groups (n_group), of which a token's {per_token} are from"
-            f" {chosen} (topk_group): that cannot be"
+            f" {chosen} (topk_group): invalid"
         )
     return (groups, chosen) if groups > 1 else (1, 1)

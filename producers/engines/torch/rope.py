@@ -104,5 +104,5 @@ def positive(config: Mapping[str, Any], key: str, kind: type[N], default: N | No
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
-        raise PolicyError(f"{key} is missing or is no positive number")
+        raise PolicyError(f"{key} is missing or not positive")
     return kind(value)

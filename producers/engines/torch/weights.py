@@ -39,7 +39,7 @@ def weight_files(model_dir: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            raise PolicyError(f"{index} does not say where the weights lie") from None
+            raise PolicyError(f"{index} has no weight_map") from None
         return [model_dir / Path(str(name)).name for name in sorted(names)]
     return [model_dir / WEIGHTS] if (model_dir / WEIGHTS).exists() else []
 
@@ -60,7 +60,7 @@ class OpenWeights:
             file = held.enter_context(path.open("rb"))
             for entry in entries:
                 if entry.name in self._located:
-                    raise PolicyError(f"{path}: tensor {entry.name} stands in another file too")
+                    raise PolicyError(f"{path}: tensor {entry.name} is also in another file")
                 if entry.dtype not in _FLOATS:
                     raise PolicyError(f"{path}: weights of type {entry.dtype} are not supported")
                 self._located[entry.name] = file, entry
@@ -158,7 +158,7 @@ def check_fit(
         if found[name] != shape:
             raise PolicyError(
                 f"{where}: tensor {name} has shape {found[name]}, not {shape}",
-                hint="these weights belong to another model than the config",
+                hint="the weights do not match the config",
             )
 
 
@@ -179,5 +179,5 @@ def _refuse(where: Path, verb: str, names: set[str]) -> None:
         more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
         raise PolicyError(
             f"{where} {verb} tensor{'s' * (len(names) > 1)} {some}{more}",
-            hint="these weights belong to another model than the config",
+            hint="the weights do not match the config",
         )

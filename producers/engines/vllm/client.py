@@ -26,7 +26,7 @@ HEALTH_S: Final = 30.0
 ABORTS_MAX: Final = 64
 """Maximum unanswered aborts; a further one waits for the oldest."""
 
-SHARED: Final = "is another worker using this server?"
+SHARED: Final = "check that no other worker uses this server"
 
 
 class VllmServerClient:
@@ -50,7 +50,7 @@ class VllmServerClient:
         found = msgspec.convert(self.rpc("dora_experts", *words), wire.KeptExperts).parts
         kept = [one for one in found if one is not None]
         if len(kept) != len(wanted):
-            raise InvariantBroken("vLLM's server has lost experts of running requests", hint=SHARED)
+            raise InvariantBroken("vLLM's server lost the routing of running requests", hint=SHARED)
         return kept
 
     def caches(self, folder: str, mark: str) -> CacheFacts:
@@ -76,10 +76,10 @@ class VllmServerClient:
         self._call("POST", "/update_weights", {"update_info": {"digest": digest}})
         self._call("POST", "/finish_weight_update", {"weight_version": label})
         if not self._call("POST", "/reset_prefix_cache")["success"]:
-            raise ResourceError("vLLM's server has not forgotten its prefixes")
+            raise ResourceError("vLLM's server did not clear its prefix cache")
         found = self.label()
         if found != label:
-            raise InvariantBroken(f"vLLM names its weights {found!r}, loaded were {label!r}")
+            raise InvariantBroken(f"vLLM reports the weights {found!r}, expected {label!r}")
         self.resume()
 
     def rpc(self, method: str, *words: str) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def check_sleep(facts: wire.ServerFacts, settings: VllmSettings) -> None:
     """Raise ConfigError if sleep is needed but disabled."""
     if settings.sleep and facts.device != "cpu" and not facts.sleeps:
         raise ConfigError(
-            "vLLM's server cannot let go of its memory, and the worker is colocated",
+            "vLLM's server cannot release its memory, but the worker is colocated",
             hint="start it with --sleep, or a run with workers.colocated = 0",
         )
 
@@ -216,17 +216,18 @@ def check_room(
     if slots > facts.slots or context_tokens > facts.context_tokens:
         raise ConfigError(
             f"vLLM's server has {facts.slots} slots and contexts of {facts.context_tokens}"
-            f" tokens, the worker wants {slots} and {context_tokens}",
+            f" tokens, the worker needs {slots} and {context_tokens}",
             hint="fewer workers.max_num_seqs or workers.max_model_len, or start it with more",
         )
     has = f"adapters of rank {facts.lora_rank}, {facts.max_resident_versions} at once"
     if facts.lora_rank and not rank:
         raise ConfigError(
-            f"vLLM's server hosts {has}, the run has none", hint="start it without --lora-rank"
+            f"vLLM's server serves {has}, the run has none",
+            hint="start it without --lora-rank",
         )
     if facts.lora_rank < rank or facts.max_resident_versions < most:
         raise ConfigError(
             f"vLLM's server hosts {has if facts.lora_rank else 'no adapters'},"
-            f" the worker wants rank {rank}, {most} at once",
+            f" the worker needs rank {rank}, {most} at once",
             hint=f"start it with --lora-rank {rank} --max-resident-versions {most}",
         )

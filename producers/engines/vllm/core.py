@@ -137,9 +137,11 @@ def refusal(model_dir: Path, error: Exception) -> ResourceError | PolicyError:
     """Convert an exception of REFUSALS."""
     said = " ".join(str(error).split()) or type(error).__name__
     if _is_of_here(error):
-        hint = "lower workers.max_num_seqs or max_model_len, or set workers.vllm.kv_cache_gb"
-        return ResourceError(f"vLLM does not start: {said}", hint=hint)
-    return PolicyError(f"vLLM does not take the model of {model_dir}: {said}")
+        hint = (
+            "lower workers.max_num_seqs or workers.max_model_len, or set workers.vllm.kv_cache_gb"
+        )
+        return ResourceError(f"vLLM did not start: {said}", hint=hint)
+    return PolicyError(f"vLLM does not support the model of {model_dir}: {said}")
 
 
 def arguments(
@@ -212,12 +214,12 @@ def device_name() -> str:
     if current_platform.is_cpu():
         return "cpu"
     if not current_platform.is_cuda_alike():
-        raise ConfigError("this vLLM is built for a GPU, and there is none here", hint=HINT)
+        raise ConfigError("this vLLM needs a GPU, and this machine has none", hint=HINT)
     if not gpus_seen():  # hidden by the variable
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         raise ConfigError(
-            f"there is no GPU here under CUDA_VISIBLE_DEVICES={named}",
-            hint="nvidia-smi -L lists them; workers.gpus chooses among them",
+            f"no visible GPU with CUDA_VISIBLE_DEVICES={named}",
+            hint="list GPUs with nvidia-smi -L; select them with workers.gpus",
         )
     return "cuda"
 
@@ -228,9 +230,9 @@ def need_gpus(settings: VllmSettings, seen: int) -> None:
     if wanted > seen:
         raise ConfigError(
             f"workers.vllm.tensor_parallel_size {settings.tensor_parallel_size} and "
-            f"pipeline_parallel_size {settings.pipeline_parallel_size} want {wanted} GPUs, and a "
-            f"worker sees {seen} here",
-            hint="nvidia-smi -L lists them; workers.gpus chooses among them",
+            f"pipeline_parallel_size {settings.pipeline_parallel_size} need "
+            f"{wanted} GPUs, and a worker sees {seen} here",
+            hint="list GPUs with nvidia-smi -L; select them with workers.gpus",
         )
 
 
@@ -238,15 +240,15 @@ def check_parts(model: Any, settings: VllmSettings) -> None:
     """Raise ValueError if the processes cannot split the model."""
     heads, parts = int(model.hf_text_config.num_attention_heads), settings.tensor_parallel_size
     if heads % parts:
-        raise ValueError(f"{heads} attention heads cannot be shared by {parts} processes")
+        raise ValueError(f"{heads} attention heads cannot be split over {parts} processes")
     layers, stages = int(model.get_total_num_hidden_layers()), settings.pipeline_parallel_size
     if layers < stages:
         raise ValueError(f"{layers} layers are too few for {stages} groups of processes")
     if settings.args.get("enable_expert_parallel"):
         if not model.is_moe:
-            raise ValueError("the model has no experts to be dealt (enable_expert_parallel)")
+            raise ValueError("enable_expert_parallel needs a model with experts")
         if device_name() == "cpu":  # its kernel ignores the expert map
-            raise ValueError("experts that are dealt whole have no kernel on a CPU")
+            raise ValueError("expert parallelism has no CPU kernel")
 
 
 def check_kernels(model: Any, *, adapters: bool = False) -> None:
@@ -255,13 +257,13 @@ def check_kernels(model: Any, *, adapters: bool = False) -> None:
     if device_name() != "cpu":
         return
     if model.is_moe and adapters:
-        raise ValueError("a mixture of experts under adapters has no kernel on a CPU")
+        raise ValueError("adapters on a mixture of experts have no CPU kernel")
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model.get_head_size()
     if size not in sizes:
         known = ", ".join(map(str, sizes))
-        raise ValueError(f"heads of {size} have no kernel on a CPU, only those of {known}")
+        raise ValueError(f"heads of {size} have no CPU kernel, only those of {known}")
 
 
 def token_seed(seed: int, position: int) -> int:
@@ -300,7 +302,7 @@ def token_kv_values(config: Mapping[str, Any], settings: VllmSettings = VllmSett
         return 2 * layers * math.ceil(kv_heads / parts) * head_dim
     except (KeyError, TypeError, ValueError):
         raise PolicyError(
-            "the model's config does not tell the sizes of its attention",
+            "the model's config lacks the sizes of its attention",
             hint="set workers.vllm.kv_cache_gb",
         ) from None
 

@@ -58,7 +58,7 @@ class Extension:
         config = self.vllm_config
         plain = getattr(self.model_runner.sampler, "topk_topp_sampler", None)
         if not isinstance(plain, TopKTopPSampler):
-            return {"error": "its model runner has no sampler of vLLM's first kind"}
+            return {"error": "its model runner has no V1 sampler"}
         if config.scheduler_config.async_scheduling:
             return {"error": "it schedules ahead of its samples (async_scheduling)"}
         if type(self.weight_transfer_engine).__name__ != vllm_weights.ENGINE_NAME:
@@ -70,7 +70,7 @@ class Extension:
         self.model_runner.sampler = ServerSampler(self.model_runner, ids)
         _make_intermediate_tensors(self.model_runner)
         if routes and config.parallel_config.pipeline_parallel_size > 1:
-            return {"error": "pipeline_parallel_size: no process knows all experts of a token"}
+            return {"error": "routing is split over processes (pipeline_parallel_size)"}
         if routes:
             try:
                 self.dora_kept = vllm_routes.KeptRoutes(self.model_runner)
@@ -213,11 +213,11 @@ def _lacks_for_adapters(config: Any) -> str:
     if lora is None:
         return ""
     if not envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
-        return "it takes no adapters while it runs (VLLM_ALLOW_RUNTIME_LORA_UPDATING)"
+        return "it loads no adapters at run time (VLLM_ALLOW_RUNTIME_LORA_UPDATING)"
     if vllm_core.device_name() == "cpu" and not issubclass(scheduler, ClearingScheduler):
         return "its scheduler does not clear blocks of the KV cache (scheduler_cls)"
     if (lora.max_cpu_loras or 0) <= lora.max_loras:
-        return "it has no room for one adapter beside those in use (max_cpu_loras)"
+        return "it has no room for one more adapter (max_cpu_loras)"
     if set(LINEAR_LAYERS) - set(lora.target_modules or LINEAR_LAYERS):
         return "it does not adapt all linear layers (lora_target_modules)"
     return ""

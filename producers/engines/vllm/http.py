@@ -30,7 +30,7 @@ EVENT_BYTES_MAX: Final = 1 << 25
 """Maximum bytes of an event or response; a token takes about 150."""
 
 HINTS: Final = {
-    401: "is it another program, or of another key?",
+    401: "check that it is vLLM and the key is right",
     404: "a stock server lacks the worker's extension; start it as docs/engines.md describes",
 }
 
@@ -144,7 +144,7 @@ class HttpStream:
         while not done():
             left_s = until_s - time.monotonic()
             if left_s <= 0:
-                raise ResourceError(f"vLLM's server at {self._address} is silent")
+                raise ResourceError(f"vLLM's server at {self._address} sent no data")
             if select.select([self._socket], [], [], left_s)[0]:
                 self.read()
 

@@ -17,7 +17,7 @@ from dora_pipe.producers.engines.vllm.client import VllmServerClient
 from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, KvFolder
 from dora_pipe.producers.engines.vllm.wire import KV_COPIED, KV_ENDED
 
-NO_ROOM: Final = "a size for which there is no room on the disk"
+NO_ROOM: Final = "not enough disk space for it"
 """Rejection besides those of `kv_mismatch`."""
 
 ENDED: Final = "ended"

@@ -50,11 +50,9 @@ REASONS: Final[Mapping[str, str]] = {
     **{name: f"{key} sets it" for name, key in KEYS.items()},
     **dict.fromkeys(_OWN.split(), "the engine sets it"),
     **dict.fromkeys(
-        _WEIGHTS.split(), "tokens would not come from the published weights of their version"
+        _WEIGHTS.split(), "sampling would not use the published weights of the version"
     ),
-    **dict.fromkeys(
-        _LOGPROBS.split(), "recorded log-probs would not be those of the sampled tokens"
-    ),
+    **dict.fromkeys(_LOGPROBS.split(), "recorded log-probs would not match the sampled tokens"),
 }
 
 
@@ -67,7 +65,7 @@ def check_args(args: Mapping[str, Any]) -> None:
             hint = KEYS.get(option)
             raise ConfigError(
                 f"workers.vllm.args.{name}: {reason}",
-                hint=f"set {hint}" if hint else "leave it out of [workers.vllm.args]",
+                hint=f"set {hint}" if hint else "remove it from [workers.vllm.args]",
             )
 
 

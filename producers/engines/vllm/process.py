@@ -144,14 +144,14 @@ class ServerProcess:
                 call(self.address, "GET", HEALTH, timeout_s=START_S)
                 return
             time.sleep(ASK_S)
-        raise ResourceError(f"vLLM's server is not up after {START_S:.0f} s")
+        raise ResourceError(f"vLLM's server did not start within {START_S:.0f} s")
 
     def _read_report(self, until_s: float) -> dict[str, str]:
         line = b""
         while not line.endswith(b"\n"):
             left_s = until_s - time.monotonic()
             if left_s <= 0 or not select.select([self._report], [], [], left_s)[0]:
-                raise ResourceError(f"vLLM's server is not up after {START_S:.0f} s")
+                raise ResourceError(f"vLLM's server did not start within {START_S:.0f} s")
             part = os.read(self._report, REPORT_BYTES_MAX)
             if not part:
                 self._process.wait(STOP_S)

@@ -34,8 +34,8 @@ class KeptRoutes:
         config, model = runner.vllm_config, runner.get_model()
         if not config.model_config.is_moe:
             raise PolicyError(
-                "sampling.return_routed_experts: the model is no mixture of experts",
-                hint="leave the key out",
+                "sampling.return_routed_experts: the model is not a mixture of experts",
+                hint="remove the key",
             )
         if not config.model_config.enforce_eager:  # graphs precede the capturer
             raise PolicyError(
@@ -54,7 +54,7 @@ class KeptRoutes:
             bind_routed_experts_capturer(model, self._capturer)
         except ValueError as error:
             raise PolicyError(
-                f"sampling.return_routed_experts: {error}", hint="leave the key out"
+                f"sampling.return_routed_experts: {error}", hint="remove the key"
             ) from error
 
     def note(self) -> None:

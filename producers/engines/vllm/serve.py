@@ -95,18 +95,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
+    parser.add_argument("--port", type=int, default=0, help="port; 0: any free port")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kv-cache-gb", type=float, default=0.0)
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="processes, GPUs")
-    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="groups of these")
-    parser.add_argument("--graphs", action="store_true", help="compiled graphs, for a GPU")
-    parser.add_argument("--lora-rank", type=int, default=0, help="host adapters of this rank")
-    parser.add_argument("--max-resident-versions", type=int, default=1, help="adapters at once")
-    parser.add_argument("--sleep", action="store_true", help="let go of a GPU's memory when told")
-    parser.add_argument("--args", type=json.loads, default={}, help="other options of vLLM, JSON")
-    parser.add_argument("--lifeline", action="store_true", help="end when stdin ends")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="tensor parallel size")
+    parser.add_argument(
+        "--pipeline-parallel-size", type=int, default=1, help="pipeline parallel size"
+    )
+    parser.add_argument("--graphs", action="store_true", help="use compiled graphs (GPU)")
+    parser.add_argument("--lora-rank", type=int, default=0, help="maximum rank of adapters")
+    parser.add_argument(
+        "--max-resident-versions", type=int, default=1, help="maximum resident adapters"
+    )
+    parser.add_argument("--sleep", action="store_true", help="release GPU memory on request")
+    parser.add_argument("--args", type=json.loads, default={}, help="other vLLM options as JSON")
+    parser.add_argument("--lifeline", action="store_true", help="exit when stdin closes")
     parser.add_argument("--report", type=int, default=-1, help="file descriptor for one JSON line")
     return parser
 

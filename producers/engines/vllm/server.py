@@ -82,7 +82,7 @@ REASONS: Final[dict[str, StopReason]] = {"stop": "stop", "length": "length"}
 """Finish reasons of vLLM; others are errors."""
 
 NO_ALLOCATOR: Final = (
-    "vLLM has no allocator there that could let go of memory; an colocated worker sleeps, holds no"
+    "vLLM has no allocator there that releases memory; an colocated worker sleeps, holds no"
     " request and no version, and keeps its memory"
 )
 
@@ -262,7 +262,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         for one in missing:
             one.late = True
         if self._clock.now_ns() - self._heard_ns > SILENCE_MS * 1_000_000:
-            self._server.well("it is silent")
+            self._server.well("no data")
             self._heard_ns = self._clock.now_ns()
 
     def _receive(self, stream: Stream) -> None:
@@ -341,7 +341,7 @@ class VllmEngine(EngineBase[VllmRequest]):
         if set(found) - {self._label}:
             raise InvariantBroken(
                 f"{stream.row.request.request}: vLLM sampled from weights {found},"
-                f" loaded are {self._label!r}"
+                f" expected {self._label!r}"
             )
 
     def _check_adapter(self, stream: Stream, tokens: Iterable[wire.Token]) -> None:
@@ -357,7 +357,7 @@ class VllmEngine(EngineBase[VllmRequest]):
     def _refused(self, stream: Stream, said: str) -> None:
         """Raise InvariantBroken for a lost adapter, else fail the request."""
         if stream.http.status == NOT_FOUND and stream.row.adapter:
-            raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
+            raise InvariantBroken(f"vLLM's server lost an adapter: {said}", hint=SHARED)
         self._trouble(stream, f"{stream.http.status}: {said}")
 
     def _trouble(self, stream: Stream, said: str) -> None:

@@ -69,7 +69,7 @@ class LoraVersions(ResidentVersions[LoraVersion]):
                 self._wait_heard(stay, stream)
         said = self._server.unload_adapter(gone.name)
         if said:
-            raise InvariantBroken(f"vLLM's server has lost an adapter: {said}", hint=SHARED)
+            raise InvariantBroken(f"vLLM's server lost an adapter: {said}", hint=SHARED)
         self._server.rpc("dora_drop", str(gone.number))
 
     def keep(self, stay: str, adapter: int, stream: HttpStream) -> None:

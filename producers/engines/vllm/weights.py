@@ -135,7 +135,7 @@ def expected_tensors(model_dir: Path) -> tuple[dict[str, tuple[int, ...]], dict[
             model = build(load(model_dir, local_files_only=True))
     except (OSError, ValueError, KeyError) as error:
         said = " ".join(str(error).split())
-        raise PolicyError(f"{model_dir}: transformers knows no such model: {said}") from error
+        raise PolicyError(f"{model_dir}: transformers does not know this model: {said}") from error
     first = {id(tensor): name for name, tensor in untied(model).items()}
     state = {name: first[id(one)] for name, one in model.state_dict(keep_vars=True).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in stored(model).items()}

@@ -269,7 +269,7 @@ def _sampler_logprob(one: Drawn, logprob: float, params: SamplingParams) -> floa
             return place.logprob
     raise ResourceError(
         "vLLM's server did not send the log-prob that a token was drawn with",
-        hint="is another engine using this server?",
+        hint="check that no other engine uses this server",
     )
 
 

@@ -96,11 +96,11 @@ def check_forkable(trajectory: Trajectory, scored_together: Sequence[str] = ()) 
     """
     name = trajectory.trajectory
     if trajectory.meta.source in scored_together:
-        raise UsageError(f"{name} is scored with its group: a continuation alone has no reward")
+        raise UsageError(f"{name} has a group reward, which a single continuation cannot get")
     if trajectory.meta.calls or trajectory.meta.contexts:
         raise UsageError(
-            f"{name} comes from an agent, whose process cannot return to an earlier turn",
-            hint="an environment can: docs/environments.md",
+            f"{name} comes from an agent, which cannot return to an earlier turn",
+            hint="environments support it: docs/environments.md",
         )
     if not trajectory.sampled:
         raise UsageError(f"{name} has no sampled tokens")
@@ -155,7 +155,7 @@ def check_replayable(recorded: Trajectory, facts: Mapping[str, TaskFacts]) -> No
 def _diverged(recorded: Trajectory, why: str) -> ReplayDiverged:
     return ReplayDiverged(
         f"{recorded.trajectory} cannot return to its turns: {why}",
-        hint="the task must answer equal turns equally: no chance, no clock, no memory",
+        hint="the task must be deterministic",
     )
 
 

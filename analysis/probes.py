@@ -183,7 +183,7 @@ def _check(results: Sequence[Trajectory | RequestFailed]) -> None:
     if missing and missing == many:
         raise TaskError(f"no draw has a valid reward: {why}")
     if missing:
-        say(f"{missing} of {many} draws have no valid reward and do not count: {why}")
+        say(f"{missing} of {many} draws have no valid reward and are ignored: {why}")
 
 
 class _Kept:

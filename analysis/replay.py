@@ -122,7 +122,7 @@ class Rebuilt:
         from_ = f"the checkpoint of version {self.base}" if self.base else "version 0"
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
         return (
-            f"version {self.version} is not in the store: made again from {from_} by {steps}, "
+            f"version {self.version} is not in the store: rebuilding it from {from_} by {steps}, "
             f"weights {self.digest[:12]}..."
         )
 
@@ -216,7 +216,7 @@ class SourceRun:
             if not step.equal:
                 other = step.other_numerics
                 raise ReplayDiverged(
-                    f"version {version} cannot be made again here: step {step.step} gives other "
+                    f"version {version} cannot be rebuilt here: step {step.step} gives other "
                     f"weights, first in {step.tensor}",
                     hint=f"other {', '.join(other)} than in the run" if other else None,
                 )
@@ -224,7 +224,7 @@ class SourceRun:
         self.on_rebuilt(Rebuilt(version=version, digest=digest, base=base, steps=version - base))
         manifest = self.store.publish_weights(self.learner.save_weights)
         if manifest.digest != digest:
-            raise InvariantBroken(f"version {version} was made again as {manifest.digest}")
+            raise InvariantBroken(f"version {version} was rebuilt as {manifest.digest}")
 
 
 def open_trainer(run: OpenRun, started: RunStarted, config: Config | None = None) -> Learner:
@@ -281,7 +281,7 @@ def check_steps(run: SourceRun, steps: range) -> None:
     if not (run.started and 0 <= steps.start <= steps.stop <= committed):
         raise UsageError(
             f"--from {steps.start} --to {steps.stop}: these steps cannot be repeated",
-            hint=f"steps 0 to {committed - 1} are committed (--to is the first one left out)",
+            hint=f"steps 0 to {committed - 1} are committed (--to is exclusive)",
         )
 
 
@@ -329,13 +329,13 @@ def raise_if_diverged(line: StepResult) -> None:
     other = step.other_numerics
     because = f"the numerics differ in {', '.join(other)}" if other else "the numerics are equal"
     if step.equal:
-        said = f"gave other figures than those committed: {line.metrics[0].line}"
+        said = f"gave other metrics than those committed: {line.metrics[0].line}"
     else:
         said = "gave other weights than those committed; "
         said += f"the first tensor that differs is {step.tensor}"
     raise ReplayDiverged(
         f"step {step.step} {said} ({because})",
-        hint="equal bits are promised under equal numerics only" if other else None,
+        hint="bitwise equality requires equal numerics" if other else None,
     )
 
 

@@ -103,8 +103,8 @@ def _check_change(run: SourceRun, steps: range, change: Change) -> None:
     config = logged_config(run.started.config)
     if change.weights and not learner_kind(config.trainer.kind, config.task.directory).weights:
         raise ConfigError(
-            f"trainer `{config.trainer.kind}` does not weigh rows",
-            hint="a LearnerKind with weights = True takes TrainBatch.weights",
+            f"trainer `{config.trainer.kind}` does not support row weights",
+            hint="use a LearnerKind with weights = True",
         )
     unknown = {*change.drop, *change.weights}
     if not unknown:

@@ -140,7 +140,7 @@ def with_rewards(config: Config, rewards: Sequence[str], directory: Path | None)
         if task.url:
             raise UsageError(
                 f"the task at {task.urls[0]} has the reward that its server has",
-                hint="serve it with the other reward, and leave out --reward",
+                hint="start the server with the other reward and remove --reward",
             )
         reward = _uses(use) if use.startswith(("{", "[")) else use
         return msgspec.structs.replace(task, reward=reward, directory=where)

@@ -30,7 +30,7 @@ def apply_command(state: State, offset: int, record: Command) -> str:
         return "the run has not started"
     handler = _VERBS.get(record.verb)
     if handler is None:
-        return f"no such verb: {record.verb}"
+        return f"unknown verb: {record.verb}"
     allowed = ARGS[record.verb]
     extra = sorted(record.args.keys() - allowed)
     if extra and record.verb != "set":
@@ -41,7 +41,7 @@ def apply_command(state: State, offset: int, record: Command) -> str:
 def _set(state: State, args: dict[str, Any]) -> str:
     assert state.config is not None
     if not args:
-        return "it sets nothing"
+        return "no setting given"
     try:
         config = with_settings(state.config, args, step=state.standing().step)
     except ValueError as error:
@@ -54,26 +54,26 @@ def _set(state: State, args: dict[str, Any]) -> str:
 
 def _pause(state: State, args: dict[str, Any]) -> str:
     if state.paused:
-        return "the run is paused already"
+        return "the run is already paused"
     state.paused = True
     return ""
 
 
 def _resume(state: State, args: dict[str, Any]) -> str:
     if not state.paused and not state.failures.halted:
-        return "the run is not paused, nor halted"
+        return "the run is neither paused nor halted"
     if state.failures.halted:
         go_on_after_failures(state)
     else:
         state.paused = False
-        state.trigger = "the pause is over"
+        state.trigger = "the pause has ended"
     return ""
 
 
 def _drain(state: State, args: dict[str, Any]) -> str:
     name = args.get("worker")
     if name is not None and name not in state.workers:
-        return f"no such worker: {name}"
+        return f"unknown worker: {name}"
     for worker in state.workers.values():
         if worker.drain == "no" and name in (None, worker.name):
             worker.drain = "asked"
@@ -98,7 +98,7 @@ def _stop(state: State, args: dict[str, Any]) -> str:
     if now or isinstance(after, bool) or not isinstance(after, int):
         return "`after` is a step, without `now`"
     if after + 1 < at.step:
-        return f"step {after} is over, step {at.step} comes next"
+        return f"step {after} has ended, the next step is {at.step}"
     state.stop_at = after + 1
     if after + 1 == at.step:
         give_up_parts(state)

@@ -101,7 +101,7 @@ def apply_control(state: State, offset: int, record: AnyControl | Unknown | Sche
 
 def _run_started(state: State, offset: int, record: RunStarted) -> str:
     if state.facts is not None:
-        return "the run has started already"
+        return "the run has already started"
     try:
         config = logged_config(record.config)
     except msgspec.ValidationError as error:
@@ -131,7 +131,7 @@ def _data_error(record: RunStarted, config: Config) -> str:
         for source in pool.sources:
             data = record.data(source)
             if data is None or (source.startswith("train") and data.rows < 1):
-                return f"no rows of {source} are said"
+                return f"the number of rows of {source} is missing"
     return ""
 
 
@@ -155,13 +155,13 @@ def _worker_joined(state: State, offset: int, record: WorkerJoined) -> str:
     if not record.worker:
         return "it has no name"
     if not (1 <= record.slots <= SLOTS_MAX and 0 <= record.prefetch <= SLOTS_MAX):
-        return f"{record.slots} slots and {record.prefetch} ahead are not a worker's"
+        return f"{record.slots} slots and {record.prefetch} prefetch are invalid"
     if not 1 <= record.max_resident_versions <= VERSIONS_MAX:
-        return f"{record.max_resident_versions} versions at once are not a worker's"
+        return f"{record.max_resident_versions} resident versions are invalid"
     if record.colocated and (state.partial_rollout or record.max_resident_versions > 1):
-        return f"{record.worker} is colocated, which only a worker of one version at a time can be"
+        return f"{record.worker} is colocated but serves several versions"
     if record.assets_digest != state.facts.assets_digest:
-        return f"{record.worker} has another model configuration or tokenizer than the run"
+        return f"{record.worker} differs from the run in its model configuration or tokenizer"
     older = state.workers.get(record.worker)
     if older is not None:
         close_worker(state, older, orderly=False)
@@ -219,7 +219,7 @@ def _logged(state: State, record: TrajectoriesLogged, entry: LoggedEntry) -> str
     if (record.version, record.digest) != (spec.version, spec.digest):
         return f"{name} is of version {record.version}, not {spec.version} (C1)"
     if entry.partition != spec.partition:
-        return f"{name} lies in the wrong partition"
+        return f"{name} is in the wrong partition"
     taken = TakenTrajectory(
         trajectory=name,
         attempt=entry.attempt,
@@ -243,7 +243,7 @@ def _request_released(state: State, offset: int, record: RequestReleased) -> str
     if request is None:
         return ""
     if request.moving is None:
-        return f"{name} was released although nobody asked to move it"
+        return f"{name} was released without a move"
     if record.resume is not None:
         note_progress(state, name, record.resume)
     release(state, name, record.kv)
@@ -316,11 +316,11 @@ def step_committed(state: State, offset: int, record: StepCommitted) -> str:
     if why or training is None:
         return why
     if not training.digest == record.batch_digest == _digest(record):
-        return f"the batch of step {record.step} is not the one that was taken"
+        return f"the batch of step {record.step} differs from the batch taken"
     if record.digest_before != state.policies[state.version]:
-        return f"step {record.step} began with other weights than version {state.version}"
+        return f"step {record.step} started from other weights than version {state.version}"
     if record.policy.digest != record.digest_after:
-        return f"the manifest of step {record.step} is of other weights"
+        return f"the manifest of step {record.step} belongs to other weights"
     state.training = None
     state.attempt = 1
     state.eval_row = 0
@@ -343,9 +343,9 @@ def batch_refused(state: State, offset: int, record: BatchRefused) -> str:
         return why
     offenders = {one.group: one for one in record.offenders}
     if not offenders:
-        return "a refusal without an offender would be taken again for ever"
+        return "a refusal names no offender"
     if not offenders.keys() <= set(training.groups):
-        return "an offender is not in the batch"
+        return "the batch does not contain an offender"
     end_training(state, training)
     for name in training.groups:
         group = state.groups[name]
@@ -377,7 +377,7 @@ def _not_of(state: State, step: int, attempt: int, incarnation: int) -> str:
         return f"incarnation {incarnation} is not the trainer's, {state.trainer_incarnation} is"
     training = state.training
     if training is None:
-        return f"no batch is in training, step {step} least of all"
+        return f"no batch is in training, got step {step}"
     if (step, attempt) != (training.step, training.attempt):
         return f"(step {step}, attempt {attempt}) is not in training"
     return ""

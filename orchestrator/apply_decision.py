@@ -81,7 +81,7 @@ from dora_pipe.schemas.rounds import (
 def apply_decision(state: State, decision: AnyDecision) -> None:
     """Fold one decision. Raises InvariantBroken, changing nothing, if it is illegal."""
     under_way = state.facts is not None and not state.done and not state.failures.halted
-    _require(under_way, "the run is not under way")
+    _require(under_way, "the run has not started or has ended")
     _APPLY[type(decision)](state, decision)
 
 
@@ -91,13 +91,13 @@ def _dispatch(state: State, decision: Dispatch) -> None:
     if spec.purpose == "train":
         row = next_training_row(state, chosen=spec.index)
         data = train_data(state, spec.task)
-        _require(0 <= row.index < data.rows, f"{spec.group} is of a row that is not there")
-        _require(spec == train_spec(state, row), f"{spec.group} is not the group that comes next")
-        _require(decision.skipped == row.skipped, f"{spec.group} skips other rows")
-        _require(may_admit(state.deadlines, state.standing()), f"{spec.group} breaks the bound")
+        _require(0 <= row.index < data.rows, f"{spec.group} names an unknown row")
+        _require(spec == train_spec(state, row), f"{spec.group} is not the next group")
+        _require(decision.skipped == row.skipped, f"{spec.group} skips unexpected rows")
+        _require(may_admit(state.deadlines, state.standing()), f"{spec.group} violates C3")
     else:
         _require(evaluation_due(state), f"{spec.group}: no evaluation is due")
-        _require(spec == eval_spec(state), f"{spec.group} is not the group that comes next")
+        _require(spec == eval_spec(state), f"{spec.group} is not the next group")
     dispatch(state, spec, decision.skipped)
 
 
@@ -145,12 +145,12 @@ def _place(state: State, decision: Schedule) -> None:
         raise InvariantBroken(f"{spec.group} is dispatched otherwise")
     resident = worker.name in state.residents
     if not worker.usable or (worker.loading and not resident):
-        raise InvariantBroken(f"{worker.name} takes no requests")
+        raise InvariantBroken(f"{worker.name} accepts no requests")
     has = serving.has_version(state, worker, spec.version)
     if not (has if resident else state.may_run(spec, worker.target)):
         raise InvariantBroken(f"{worker.name} hosts another version (C1)")
     if not decision.samples:
-        raise InvariantBroken("a placement of nothing")
+        raise InvariantBroken("a placement without trajectories")
     names = [trajectory_id(spec.group, one.sample) for one in decision.samples]
     if len(set(names)) != len(names):
         raise InvariantBroken(f"a trajectory of {spec.group} is placed twice")
@@ -166,13 +166,13 @@ def _place(state: State, decision: Schedule) -> None:
 def _check_placed(state: State, name: str, one: ScheduledSample, worker: Worker) -> bool:
     request = _request(state, name)
     if request.worker:
-        raise InvariantBroken(f"{name} is placed already")
+        raise InvariantBroken(f"{name} is already placed")
     if one.attempt != request.attempt + 1:
         raise InvariantBroken(f"{name}: not the next attempt")
     if one.resume != request.resume:
-        raise InvariantBroken(f"{name} has come to another place")
+        raise InvariantBroken(f"{name} has other progress")
     if one.kv != request.kv:
-        raise InvariantBroken(f"{name} has left another KV cache")
+        raise InvariantBroken(f"{name} has another KV cache")
     return request.moving == (worker.name, worker.incarnation)
 
 
@@ -182,23 +182,23 @@ def _move(state: State, decision: Migrate) -> None:
     group = state.groups[request.group]
     placed = (decision.attempt, decision.worker, decision.incarnation)
     at = (request.attempt, request.worker, request.incarnation)
-    _require(at == placed, f"{name} is not placed there")
-    _require(request.moving is None, f"{name} moves already")
+    _require(at == placed, f"{name} is not placed on that worker")
+    _require(request.moving is None, f"{name} is already moving")
     _require(group.phase != "ending", f"{name} is of a group that ends")
     _require(request.group not in state.redundant, f"{name} is redundant")
     source = state.workers[request.worker]
     if not decision.to:
         sleeps = source.target == NO_VERSION and source.moves
-        _require(sleeps, f"{source.name} is not to sleep, or nothing moves there")
+        _require(sleeps, f"{source.name} does not go to sleep, or has no movable requests")
         aim(state, name, None)
         return
     to = _worker(state, decision.to, decision.to_incarnation)
-    _require(to is not source, f"{name} is on {to.name} already")
-    _require(to.usable and not to.loading, f"{to.name} takes no requests")
+    _require(to is not source, f"{name} is already on {to.name}")
+    _require(to.usable and not to.loading, f"{to.name} accepts no requests")
     has = serving.has_version(state, to, group.spec.version)
     _require(has, f"{to.name} hosts another version (C1)")
     _require(to.room > 0, f"{to.name} is full")
-    _require(to.moves and source.moves, f"{name} is where nothing moves")
+    _require(to.moves and source.moves, f"{name} is on a worker without moves")
     aim(state, name, to)
 
 
@@ -206,13 +206,13 @@ def _cancel(state: State, decision: Cancel) -> None:
     request = _request(state, decision.trajectory)
     placed = (decision.attempt, decision.worker, decision.incarnation)
     at = (request.attempt, request.worker, request.incarnation)
-    _require(at == placed, f"{decision.trajectory} is not placed there")
+    _require(at == placed, f"{decision.trajectory} is not placed on that worker")
     drop(state, decision.trajectory)
 
 
 def _assign(state: State, decision: Assign) -> None:
     worker = _worker(state, decision.worker, decision.incarnation)
-    _require(worker.usable, f"{worker.name} takes no version")
+    _require(worker.usable, f"{worker.name} accepts no version")
     _require(not worker.loading, f"{worker.name} is loading")
     why = colocated.assign_error(state, worker, decision)
     _require(not why, why)
@@ -223,8 +223,8 @@ def _assign(state: State, decision: Assign) -> None:
     goes_on = goes_on and decision.version > worker.target
     goes_on = goes_on or worker.name in state.residents
     _require(not worker.requests or goes_on, f"{worker.name} has open requests")
-    _require(not worker.arriving, f"{worker.name} is where requests move to")
-    _require(worker.target != decision.version, f"{worker.name} has that version")
+    _require(not worker.arriving, f"{worker.name} is the target of moves")
+    _require(worker.target != decision.version, f"{worker.name} already has that version")
     digest = state.policies.get(decision.version)
     _require(digest == decision.digest, f"version {decision.version} is not that policy")
     why = serving.assign_error(state, worker, decision.version, decision.drop)
@@ -234,7 +234,7 @@ def _assign(state: State, decision: Assign) -> None:
 
 def _drain(state: State, decision: Drain) -> None:
     worker = _worker(state, decision.worker, decision.incarnation)
-    _require(worker.drain == "asked", f"nobody asked to drain {worker.name}")
+    _require(worker.drain == "asked", f"{worker.name} has no drain request")
     worker.drain = "told"
     state.mark(worker)
 
@@ -249,8 +249,8 @@ def _score_group(state: State, decision: ScoreGroup) -> None:
     name = decision.spec.group
     group, worker = _group(state, name), _worker(state, decision.worker, decision.incarnation)
     waits = name in state.scoring and not state.scoring[name].worker
-    _require(waits, f"{name} does not wait to be scored")
-    _require(worker.usable, f"{worker.name} takes nothing")
+    _require(waits, f"{name} is not waiting for its score")
+    _require(worker.usable, f"{worker.name} accepts no work")
     due = scoring.question(state, group, worker)
     same = msgspec.structs.replace(due, reason=decision.reason) == decision
     _require(same, f"{name} has other trajectories, or this is not the next attempt")
@@ -264,10 +264,10 @@ def _take_part(state: State, decision: TakePart) -> None:
         (decision.step, decision.attempt) == part_key(state),
         f"part {decision.part} of {(decision.step, decision.attempt)} is not the next one",
     )
-    _require(decision.step < state.steps, f"no step {decision.step} is left")
+    _require(decision.step < state.steps, f"the run has no step {decision.step}")
     _require(decision.part == len(state.parts), f"{len(state.parts)} is the next part")
     same = [one.group for one in decision.groups] == part_due(state)
-    _require(same and bool(decision.groups), "not the part that may be taken (C3)")
+    _require(same and bool(decision.groups), "not the next part by deadline (C3)")
     for taken in decision.groups:
         _as_finished(state, taken)
     take_part(state, [one.group for one in decision.groups])
@@ -316,12 +316,12 @@ def part_size(state: State) -> int:
 def _take_batch(state: State, decision: TakeBatch) -> None:
     _of_next_step(state, decision)
     _require(bool(decision.groups), "a batch without groups")
-    _require(not colocated.awaited(state), "colocated workers do not sleep yet")
+    _require(not colocated.awaited(state), "colocated workers are still awake")
     same = [one.group for one in decision.groups] == batch_due(state)
-    _require(same, "not the batch that may be taken (C3)")
+    _require(same, "not the next batch by deadline (C3)")
     _require(decision.parts == tuple(map(len, state.parts)), "the batch has other parts")
     _require(decision.pins == pinned(state), "the batch pins other versions")
-    _require(decision.in_flight == in_flight_due(state), "another C follows from what was counted")
+    _require(decision.in_flight == in_flight_due(state), "unexpected in-flight limit")
     for taken in decision.groups:
         _as_finished(state, taken)
     take_batch(state, decision)
@@ -331,7 +331,7 @@ def _of_next_step(state: State, decision: TakeBatch) -> None:
     key = (decision.step, decision.attempt)
     _require(state.training is None, f"step {state.version} is training")
     _require(key == (state.version, state.attempt), f"batch {key} is not the next one")
-    _require(decision.step < state.steps, f"no step {decision.step} is left")
+    _require(decision.step < state.steps, f"the run has no step {decision.step}")
 
 
 def _as_finished(state: State, taken: TakenGroup) -> None:
@@ -378,7 +378,7 @@ def _end(state: State, decision: End) -> None:
 def _not_running(state: State, group: Group) -> list[str]:
     left = open_samples(state, group)
     running = [name for name in left if state.requests[name].worker]
-    _require(not running, f"{running[:1]} runs and was not cancelled")
+    _require(not running, f"{running[:1]} is running and was not cancelled")
     return left
 
 
@@ -421,7 +421,7 @@ def _stop_run(state: State, decision: StopRun) -> None:
 def _early_stop(state: State, decision: EarlyStop) -> None:
     assert state.config is not None
     due = watched.stop_due(state.watched, state.config)
-    _require(due == decision, "the evaluation has not waited so long, or was another one")
+    _require(due == decision, "the evaluation has another wait, or is another one")
     assert state.watched is not None
     state.watched = msgspec.structs.replace(state.watched, stopped=True)
     stop_soon(state)
@@ -438,7 +438,7 @@ def stop_soon(state: State) -> None:
 def _halt(state: State, decision: Halt) -> None:
     due = halt_now(state)
     same = due is not None and (due.error, due.trajectory) == (decision.error, decision.trajectory)
-    _require(same, "not enough groups have failed, or others")
+    _require(same, "fewer groups have failed, or others")
     state.failures = msgspec.structs.replace(state.failures, halted=decision.reason)
 
 

@@ -57,8 +57,8 @@ def assign_error(state: State, worker: Worker, decision: Assign) -> str:
     if not worker.colocated:
         return f"{worker.name} is not colocated"
     if worker.target == NO_VERSION or decision.digest or decision.drop:
-        return f"{worker.name} sleeps already, or is told more than that"
-    return "" if step_stands(state) else f"{worker.name} has to sleep for no step"
+        return f"{worker.name} already sleeps, or the decision has more fields"
+    return "" if step_stands(state) else f"{worker.name} sleeps without a step to train"
 
 
 def letting_go(state: State) -> list[Worker]:

@@ -37,7 +37,7 @@ DRAW_BITS: Final = 53
 Weigh = Callable[[Sequence[RowStats], int], Sequence[float]]
 """User's sampler: row counters and version to one weight per row."""
 
-HINT: Final = "mend it and go on with `run --resume`; docs/data.md describes samplers"
+HINT: Final = "fix it and continue with `run --resume`; docs/data.md describes samplers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class NextRow:
         """Text for the dispatch's reason."""
         if self.skipped:
             return f"; rows solved and skipped: {shortened(self.skipped)}"
-        return "; its row is solved, as all are" if self.solved else ""
+        return "; its row is solved, like all others" if self.solved else ""
 
 
 def shortened(rows: Sequence[int]) -> str:

@@ -96,9 +96,7 @@ def summary(failures: Failures, rules: Rollout, *, at: int) -> str:
     count = min(at - failures.since, window(rules))
     which = "all of" if len(recent) == count else f"{len(recent)} of"
     error, example = most_frequent(recent)
-    return (
-        f"{which} the last {count} groups that ended have failed, most often: {error} ({example})"
-    )
+    return f"{which} the last {count} groups failed, most often: {error} ({example})"
 
 
 def most_frequent(failed: tuple[FailedGroup, ...]) -> tuple[str, str]:

@@ -75,7 +75,7 @@ def follow_chain(state: State, round_: Round, control: Sequence[tuple[int, bytes
     folded = b"".join(fold_bytes(offset, value) for offset, value in control)
     if chain_of(state.chain, folded, round_) != round_.chain:
         raise InvariantBroken(
-            f"round {round_.ordinal}: its chain does not follow from what it folds"
+            f"round {round_.ordinal}: its chain digest does not match the folded records"
         )
     state.chain = round_.chain
 
@@ -120,7 +120,7 @@ def check_digest(state: State, round_: Round) -> None:
             raise InvariantBroken(f"round {round_.ordinal}: the digest of its state is missing")
         return
     if found != state.digest():
-        raise InvariantBroken(f"round {round_.ordinal}: the state it leads to is another one")
+        raise InvariantBroken(f"round {round_.ordinal}: the resulting state differs")
 
 
 def capped(state: State) -> tuple[int, int]:
@@ -176,12 +176,12 @@ def rounds_to_digest(ordinal: int) -> int:
 def _check_follows(state: State, round_: Round) -> None:
     name = f"round {round_.ordinal}"
     if round_.ordinal != state.rounds:
-        raise InvariantBroken(f"{name} comes where round {state.rounds} was expected")
+        raise InvariantBroken(f"{name} at the position of round {state.rounds}")
     if state.done:
-        raise InvariantBroken(f"{name} comes after the run was stopped")
+        raise InvariantBroken(f"{name} after the end of the run")
     if round_.incarnation < state.round_incarnation:
         raise InvariantBroken(f"{name}: incarnation {round_.incarnation} was over")
     if round_.now_ns < state.now_ns:
-        raise InvariantBroken(f"{name}: time goes back")
+        raise InvariantBroken(f"{name}: time decreases")
     if round_.control_next < state.control_next:
-        raise InvariantBroken(f"{name}: position {round_.control_next} goes back")
+        raise InvariantBroken(f"{name}: position {round_.control_next} decreases")

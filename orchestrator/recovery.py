@@ -135,8 +135,8 @@ def _begin(bus: Bus, topics: Topics, snapshots: Path) -> Snapshot | None:
         if not why:
             LOG.info("state after round %d from a snapshot", found.state.rounds - 1)
             return found
-        LOG.warning("snapshot at decisions offset %d is not used: %s", found.offset, why)
-    LOG.info("no snapshot is used: the log is folded from its beginning")
+        LOG.warning("snapshot at decisions offset %d skipped: %s", found.offset, why)
+    LOG.info("no usable snapshot: folding the whole log")
     return None
 
 

@@ -30,8 +30,8 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
 HALTED_HINT: Final = (
-    "correct the cause, then `run --resume`, or `dora-pipe resume RUN` and start this role; "
-    "rollout.max_failed_share is the limit"
+    "fix the cause, then `run --resume`, or `dora-pipe resume RUN` and start this role; "
+    "rollout.max_failed_share sets the limit"
 )
 
 

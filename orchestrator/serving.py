@@ -13,7 +13,7 @@ is disturbed only for an older one.
 Workers in `State.residents` host several versions (adapters of one base model). They load the
 newest version immediately; requests keep theirs. A version is *needed* there while an open or
 queued request uses it. An assignment drops versions without open groups, then the oldest not
-needed; without room the worker takes no version.
+needed; without room the worker accepts no version.
 
 A plan must leave nothing to plan (`plan(apply(plan)) == ()`). The orders below ensure that placing
 requests does not change them.

@@ -205,7 +205,7 @@ def candidates(folder: Path, run: str) -> Iterator[Snapshot]:
         try:
             yield _read(path, run)
         except (OSError, ValueError, zstandard.ZstdError) as error:
-            LOG.warning("snapshot %s is not used: %s", path.name, error)
+            LOG.warning("snapshot %s skipped: %s", path.name, error)
 
 
 def fits_log(snapshot: Snapshot, value: bytes | None) -> str:
@@ -219,7 +219,7 @@ def fits_log(snapshot: Snapshot, value: bytes | None) -> str:
     state = snapshot.state
     there = (round_.ordinal + 1, round_.control_next, round_.chain)
     if there != (state.rounds, state.control_next, state.chain):
-        return f"the round at decisions offset {snapshot.offset} is not the one it was taken after"
+        return f"the round at decisions offset {snapshot.offset} differs from the snapshot's round"
     return ""
 
 
@@ -245,10 +245,10 @@ def _read(path: Path, run: str) -> Snapshot:
         raise ValueError(f"it declares {header.body_bytes} bytes")
     body = _unpacked(packed, header.body_bytes)
     if len(body) != header.body_bytes or sha256_hex(body) != header.body_sha256:
-        raise ValueError("it is not whole, or was changed")
+        raise ValueError("it is incomplete or was changed")
     state = state_of(body)
     if state.digest() != header.digest:
-        raise ValueError("its state has another digest than it says")
+        raise ValueError("the digest of its state differs")
     return Snapshot(state=state, offset=header.offset)
 
 

@@ -1,7 +1,7 @@
 """Deletion of old metrics records, in a thread.
 
 Age is that of the orchestrator's own records; the last ten minutes always stay, so a new reader
-finds a full status of every living role. Kafka's `retention.ms` is not used: a user might set it on
+finds a full status of every living role. Kafka's `retention.ms` skipped: a user might set it on
 topics that a run needs.
 """
 

@@ -57,7 +57,7 @@ def held_back_by(topics: Sequence[str]) -> PendingWait:
     """Return the wait for held-back records."""
     return PendingWait(
         name="held-back",
-        words=f"records of {', '.join(topics)}, which the log holds back: a dead role left an "
+        words=f"records of {', '.join(topics)}, not readable yet: a dead role left an "
         "append open, or a quota delays reading",
         key=",".join(topics),
         blockers=[Blocker("topic", topic) for topic in topics],
@@ -70,7 +70,7 @@ def _standing(state: State, since_ns: int | None) -> PendingWait | None:
     if state.done:
         return None
     if state.failures.halted:
-        words = f"a user to resume it: {state.failures.halted}"
+        words = f"a user to resume the run: {state.failures.halted}"
         return _still("halted", words, "", "free", [Blocker("user", "resume")])
     if state.training is not None:
         step = state.training.step

@@ -81,7 +81,7 @@ def learner_kind(name: str, directory: str = "") -> LearnerKind:
     if not isinstance(found, LearnerKind):
         raise ConfigError(
             f"trainer.kind: `{name}` is a {type(found).__name__}, not a LearnerKind",
-            hint="docs/training.md says what a trainer brings",
+            hint="docs/training.md describes trainers",
         )
     return found
 
@@ -93,9 +93,9 @@ def need_learner(config: Config) -> None:
     _need_taken(name, kind, config)
     if config.trainer.offload_between_steps and config.trainer.batch_parts > 1:
         raise ConfigError(
-            f"trainer.offload_between_steps: trainer.batch_parts is {config.trainer.batch_parts}, "
-            "so the trainer is never idle",
-            hint="leave the key out; trainer.batch_parts = 1 in a new run",
+            f"trainer.offload_between_steps: trainer.batch_parts = {config.trainer.batch_parts} "
+            "keeps the states in use",
+            hint="remove the key; trainer.batch_parts = 1 in a new run",
         )
     _need(f"trainer.kind = {name!r}", kind.packages, kind.hint)
     if config.trainer.optimizer not in kind.optimizers:
@@ -126,7 +126,7 @@ def _need_taken(name: str, kind: LearnerKind, config: Config) -> None:
         if asked and not getattr(kind, taken):
             other = " or ".join(repr(one) for one in BUILT_IN if getattr(BUILT_IN[one], taken))
             raise ConfigError(
-                f"{key}: trainer `{name}` does not take it",
+                f"{key}: trainer `{name}` does not support it",
                 hint=f"trainer.kind = {other}, or a LearnerKind with {taken} = True",
             )
 
@@ -224,8 +224,8 @@ def _gradient_device(section: Section) -> str:
     for key, given in asked.items():
         if device == "cpu" and given:
             raise ConfigError(
-                f"trainer.{key}: the trainer computes on a CPU, whose memory is the host's",
-                hint="trainer.device = 'cuda', or leave the key out",
+                f"trainer.{key}: not supported by a trainer on the CPU",
+                hint="trainer.device = 'cuda', or remove the key",
             )
     return device
 

@@ -93,7 +93,7 @@ def train_sft(
     rows, NonFinite.
     """
     if not rows:
-        raise TaskError("there is nothing to train on", hint="give rows")
+        raise TaskError("the data has no rows", hint="pass rows with --data")
     result = SftResult()
     batches = _Batches(rows, encode, options, result)
     with tempfile.TemporaryDirectory() as folder, deterministic(options.threads):

@@ -191,7 +191,7 @@ def _source(name: str, data: bytes) -> TensorSource:
 def _read(path: Path, name: str) -> bytes:
     entries = {entry.name: entry for entry in read_entries(path)}
     if name not in entries:
-        raise PolicyError(f"{path} is no file of a simulated trainer")
+        raise PolicyError(f"{path} is not a file of a simulated trainer")
     with mapped(path) as data:
         return bytes(data[entries[name].start : entries[name].end])
 

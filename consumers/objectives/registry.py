@@ -38,13 +38,13 @@ class ObjectiveKind:
         """Return the second argument of `terms`. Raises ConfigError for unknown options."""
         if self.options is None:
             if keys.options:
-                raise ConfigError(f"objective.options: {keys.kind} has none")
+                raise ConfigError(f"objective.options: {keys.kind} has no options")
             return keys
         declared: Any = msgspec.inspect.type_info(self.options)
         fields = sorted(one.name for one in declared.fields)
         if odd := sorted(keys.options.keys() - set(fields)):
             raise ConfigError(
-                f"objective.options.{odd[0]}: {keys.kind} has no such key",
+                f"objective.options.{odd[0]}: {keys.kind} has no such option",
                 hint=f"there are {', '.join(fields)}",
             )
         try:
@@ -66,7 +66,7 @@ def objective_kind(name: str, directory: str = "") -> ObjectiveKind:
     if not below and not isinstance(found, ObjectiveKind):
         raise ConfigError(
             f"{KEY}: `{name}` is a {type(found).__name__}, not an ObjectiveKind",
-            hint="docs/training.md says what an objective brings",
+            hint="docs/training.md describes objectives",
         )
     return found if isinstance(found, ObjectiveKind) else ObjectiveKind(terms=found)
 

@@ -143,7 +143,7 @@ class EndpointTeacher:
             return self._read(self._endpoint.post("/completions", body), rows)
         except EndpointAway as error:
             lasted = f"{error.message} (asked {options.retries_max + 1} times)"
-            hint = "nothing is lost: run --resume goes on with this step once it answers"
+            hint = "no data is lost: continue this step with run --resume when it answers"
             given_up = ResourceError(lasted, hint=hint)
             given_up.waited_out = True
             raise given_up from error
@@ -153,15 +153,15 @@ class EndpointTeacher:
         try:
             choices = msgspec.json.decode(answer, type=_Completion).choices
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ResourceError(f"the answer of {where} is no completion: {error}") from None
+            raise ResourceError(f"the answer of {where} is not a completion: {error}") from None
         by_place = {choice.index: choice.prompt_logprobs for choice in choices}
         found = []
         for place, (ids, mask) in enumerate(rows):
             seen = by_place.get(place)
             if seen is None or len(seen) != len(ids):
                 raise ResourceError(
-                    f"{where} gives no log-probs of the prompt's tokens",
-                    hint="it has to know `prompt_logprobs` and prompts of token ids, as vLLM does",
+                    f"{where} returned no log-probs of the prompt",
+                    hint="it must support `prompt_logprobs` and token ids as prompts, like vLLM",
                 )
             wanted = [at for at in range(1, len(ids)) if mask[at]]
             found.append([_of(seen[at], ids[at], where) for at in wanted])
@@ -173,7 +173,7 @@ def _of(seen: dict[int, _TokenLogprob] | None, token: int, where: str) -> float:
     if own is None:
         raise ResourceError(f"{where} has no log-prob of token {token} in the prompt")
     if not abs(own.logprob) <= FLOAT32_MAX:
-        raise NonFinite(f"{where} gives token {token} the log-prob {own.logprob}")
+        raise NonFinite(f"{where} returned log-prob for token {token}: {own.logprob}")
     return float(np.float32(own.logprob))
 
 
@@ -185,5 +185,5 @@ def _next(
         try:
             return done.get(timeout=_TURN_S)
         except queue.Empty:
-            assert asked, "nobody asks the teacher any more"
+            assert asked, "the teacher is closed"
             yield

@@ -82,7 +82,7 @@ def check_directory(config: Config, policy: Path) -> None:
         raise ConfigError(
             f"teacher.path: token {number} of the policy is {token!r}, and {path} {said}: ids must"
             " mean the same",
-            hint="a teacher of the policy's own family, with its tokenizer",
+            hint="choose a teacher with the policy's tokenizer",
         )
 
 
@@ -92,7 +92,7 @@ def _vocabulary(directory: Path) -> dict[str, int]:
     file = directory / TOKENIZER
     if not file.is_file():
         raise ConfigError(
-            f"teacher.path: {directory} has no {TOKENIZER}, so that tokens cannot be compared",
+            f"teacher.path: {directory} has no {TOKENIZER}, so tokens cannot be compared",
             hint="save it with `save_pretrained` of a fast tokenizer",
         )
     try:

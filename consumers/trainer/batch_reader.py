@@ -209,8 +209,8 @@ class BatchReader:
             check_reaches(at, behind.offset, end)
             self._stuck_since_ns = now_ns
             LOG.warning(
-                "%s/%d gave no record for %.0f s after offset %d; its end is %d, so nothing is "
-                "lost: a quota, a slow link, or an open transaction delays it",
+                "%s/%d returned no record for %.0f s after offset %d (end: %d): a quota, a slow "
+                "link or an open transaction delays it",
                 *at,
                 DELIVERY_TIMEOUT_S,
                 stuck[1],
@@ -264,7 +264,7 @@ class BatchReader:
             heapq.heapify(self._latest)
 
     def _seek(self, places: Sequence[RecordPlace]) -> dict[RecordPlace, FetchedRecord]:
-        nothing = FetchedRecord(error=SchemaError("the log has nothing at its place"))
+        nothing = FetchedRecord(error=SchemaError("the log has no record at its offset"))
         found = dict.fromkeys(places, nothing)
         wanted = [place for place in places if 0 <= place.partition < self._partitions]
         with self.meter.spend("bus"):
@@ -298,7 +298,7 @@ def committed_batch(
         if at.record is None or (strict and at.why):
             raise InvariantBroken(f"{who}: {at.why}")
         if strict and at.sha256 != taken.sha256:
-            raise InvariantBroken(f"{who} has other bytes than those that were trained")
+            raise InvariantBroken(f"{who} differs from the trained record")
         try:
             with reader.meter.spend("codec"):
                 trajectories[taken.trajectory] = reader.view(at.record.value)

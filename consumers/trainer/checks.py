@@ -73,13 +73,13 @@ def _offenders(
 
 def _wrong_with_group(group: TakenGroup, step: int, known: Known) -> str:
     if step != known.next_step:
-        return f"step {step} is not the next one, {known.next_step} is"
+        return f"step {step} is not the next one, {known.next_step}"
     if not group.trajectories:
         return "it has no trajectory"
     if not group.group.startswith("g"):
         return "it is not a training group"
     if group.group in known.trained:
-        return f"it was trained at step {known.trained[group.group]} already"
+        return f"it was already trained at step {known.trained[group.group]}"
     if group.version not in known.digests:
         return f"C1: version {group.version} does not exist before step {step}"
     if step > group.deadline:
@@ -172,7 +172,7 @@ def _wrong_reward(group: TakenGroup, trajectory: Trajectory) -> str:
     """A group scored together rewards exactly its valid trajectories."""
     scored, valid = trajectory.trajectory in group.rewards, trajectory.reward is not None
     if group.rewards and scored != valid:
-        return "the batch has a reward for it, or none, unlike its record"
+        return "the reward in the batch differs from its record"
     return ""
 
 

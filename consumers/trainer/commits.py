@@ -221,10 +221,10 @@ def made_again(run: str, versions: Collection[int]) -> str:
     """Return a message on dropped versions and how to rebuild them."""
     first, last = min(versions), max(versions)
     if len(versions) == 1:
-        return f"version {first}; `dora-pipe export policy {run} {first} DIR` makes it again"
+        return f"version {first}; `dora-pipe export policy {run} {first} DIR` rebuilds it"
     return (
         f"{len(versions)} of the versions {first} to {last}; "
-        f"`dora-pipe export policy {run} N DIR` makes any of them again"
+        f"`dora-pipe export policy {run} N DIR` rebuilds any of them"
     )
 
 

@@ -195,7 +195,7 @@ class EffectHandlers:
         if not self._setup.adopt:
             raise ReplayDiverged(
                 f"step {replayed.step} gave other weights than those committed: {why}",
-                hint="--adopt goes on from the committed weights; audit will report the break",
+                hint="--adopt continues from the committed weights; audit reports the difference",
             )
         if not last and not self._store.has_weights(replayed.digest_committed):
             LOG.warning("step %d: %s; its committed weights were dropped", replayed.step, why)

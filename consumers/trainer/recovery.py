@@ -63,7 +63,7 @@ def read_commits(
         if not wanted:
             return
     missing = min(note.step for note in wanted.values())
-    raise LogTruncated(f"the commit of step {missing} is gone from {topics.control}")
+    raise LogTruncated(f"the commit of step {missing} is missing in {topics.control}")
 
 
 def _decode(record: Record) -> object:

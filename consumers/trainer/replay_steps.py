@@ -83,8 +83,8 @@ class StepFiles:
         rows = stored_contributions(self.store, commit.contributions.sha256)
         if not rows or TEACHER not in rows[0]:
             raise PolicyError(
-                f"step {commit.step}: what its teacher said is not in the store any more",
-                hint="an endpoint does not say the same again: this step cannot be replayed",
+                f"step {commit.step}: the log-probs of its teacher are no longer in the store",
+                hint="an endpoint is not reproducible, so this step cannot be replayed",
             )
         return {row["trajectory"]: row[TEACHER] for row in rows}
 

@@ -220,7 +220,7 @@ def _make(here: _Trainer) -> Learner:
     if not assets.is_dir():
         raise PolicyError(
             f"no config and tokenizer files at {assets}",
-            hint="store.path must be the directory that the run was started with",
+            hint="set store.path to the directory of the run's start",
         )
     reference = here.store.held_weights(here.run.policy.digest)
     return here.factory(assets=assets, reference=reference, config=here.config)

@@ -76,10 +76,10 @@ def waits(
             words = f"commit of step {step}: not acknowledged yet"
             return [_found("commit", words, key, "short", (_topic("control"), *here))]
         case "idle" if not caught_up:
-            words = "decisions: those made before this start are being read"
+            words = "decisions: reading those made before this start"
             return [_found("decisions", words, key, "short", (_topic("decisions"),))]
         case "idle" if refused[0] == step:
-            words = f"{batch}: attempt {refused[1]} was refused, no other yet"
+            words = f"{batch}: attempt {refused[1]} was refused, no new decision yet"
             return [_found("batch", words, f"{key}/{refused[1]}", "work", decided)]
         case "idle":
             words = f"{batch}: no decision yet"

@@ -35,9 +35,9 @@ class DealtExperts:
         self.experts = self._modules[0].num_experts if self._modules else 0
         if not self.experts or self.experts % size:
             raise PolicyError(
-                f"{KEY}: {self.experts} experts of {network.config.model_type} are not dealt"
-                f" among {size} ranks",
-                hint=f"leave {KEY} out, or take a divisor of the experts",
+                f"{KEY}: {self.experts} experts of {network.config.model_type} cannot be"
+                f" split over {size} ranks",
+                hint=f"leave {KEY} out, or choose a divisor of the experts",
             )
         self._name, self._group, self._replica = _groups(size)
         self.rank = dist.get_rank(self._group)
@@ -46,7 +46,7 @@ class DealtExperts:
         hidden = torch.sin(places).reshape(_PROBE_TOKENS, width)  # some tokens
         if not all(self._deal(module, hidden) for module in self._modules):
             raise PolicyError(
-                f"{KEY}: experts of {network.config.model_type} compute something else apart",
+                f"{KEY}: {network.config.model_type} gives different results with sharded experts",
                 hint=f"leave {KEY} out",
             )
         dealt = [one for module in self._modules for one in module.parameters()]

@@ -220,7 +220,7 @@ class Engine:
         self, passage: Passage, weights: Sequence[float]
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs, and the weighted load-balancing losses."""
-        assert self._balance is not None, "the engine was made without a loss of routers"
+        assert self._balance is not None, "the engine has no router loss"
         return self._balance.beside(lambda: self.logprobs(passage), passage.spans, weights)
 
     def logprobs_instead(self, passage: Passage, matrices: Mapping[str, Tensor]) -> Tensor:

@@ -46,15 +46,12 @@ class Meeting:
             raise ResourceError(
                 f"the trainer's {ranks} ranks did not meet at {self._at} within {wait_s:g} s: "
                 f"{str(error).partition(chr(10))[0]}",
-                hint="the same command on every node, with --node 0, 1, ...; --rendezvous is an "
-                "address of node 0 that all nodes reach, and a port that is free there",
+                hint="run the same command on every node with --node 0, 1, ...; --rendezvous is an "
+                "address of node 0 with a free port",
             ) from error
         if self.store.add(f"rank {rank}", 1) > 1:
             self.store.set(LOST, str(rank))
-            raise ResourceError(
-                f"rank {rank} of the trainer was lost and comes to ranks that go on without it: "
-                "all of them begin anew"
-            )
+            raise ResourceError(f"rank {rank} of the trainer restarted alone: all ranks restart")
 
     def watch(self, lost: Callable[[], None]) -> None:
         """Watch the store; call `lost` once, in a thread. Raises ResourceError if the store is
@@ -67,7 +64,7 @@ class Meeting:
                 wait_for_workers=False,
             )  # fmt: skip
         except dist.DistError as error:
-            raise ResourceError(f"rank 0 of the trainer is gone: {error}") from error
+            raise ResourceError(f"rank 0 of the trainer was lost: {error}") from error
         threading.Thread(
             target=self._look, args=(store, lost), name="ranks-elsewhere", daemon=True
         ).start()
@@ -79,7 +76,7 @@ class Meeting:
             try:
                 if store.check([LOST]):
                     number = store.get(LOST).decode()
-                    self.lost = f"rank {number} of the trainer was lost, and has come again"
+                    self.lost = f"rank {number} of the trainer was lost and has restarted"
             except dist.DistError:
                 self.lost = f"rank 0 of the trainer, at {self._at}, is gone"
         lost()

@@ -221,7 +221,7 @@ class Rank:
         passes = [one for by_rank in command.updates for one in by_rank[self._group.info.rank]]
         places = [unit.at for one in passes for unit in one.units]
         if self._place is None:
-            return Ready(why="this rank was not told where the log is"), []
+            return Ready(why="this rank has no log address"), []
         try:
             if self._reader is None:
                 self._bus = self._place.open()

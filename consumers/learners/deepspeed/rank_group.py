@@ -69,7 +69,7 @@ def environment_rank() -> RankInfo | None:
         rank, ranks = int(values[0] or ""), int(values[1] or "")
         local = int(os.environ.get("LOCAL_RANK", rank))
     except ValueError as error:
-        raise ConfigError(f"RANK, WORLD_SIZE or LOCAL_RANK is no number: {error}") from None
+        raise ConfigError(f"RANK, WORLD_SIZE or LOCAL_RANK is not a number: {error}") from None
     return RankInfo(rank=rank, ranks=ranks, local_rank=local)
 
 
@@ -193,8 +193,8 @@ class RankGroup:
                 yield
         except torch.OutOfMemoryError as error:
             raise ResourceError(
-                f"no memory is left on {self.device}: {error}",
-                hint="a smaller trainer.micro_batch_tokens, or more trainer.ranks in a new run",
+                f"out of memory on {self.device}: {error}",
+                hint="lower trainer.micro_batch_tokens, or start a new run with more trainer.ranks",
             ) from error
         except RuntimeError as error:
             self._settle()
@@ -287,7 +287,7 @@ def rank_group(ranks: int, device: str) -> RankGroup:
         who = "this process has" if _GROUP else "the environment names"
         raise ConfigError(
             f"trainer.ranks is {ranks}, but {who} {there}",
-            hint="the orchestrator, which wrote the run's configuration, must have the same number",
+            hint="set trainer.ranks to the number of processes",
         )
     if _GROUP:
         return _GROUP[0]

@@ -38,7 +38,7 @@ def _cudnn() -> int | None:
     except RuntimeError as error:
         raise ResourceError(
             str(error).partition(". ")[0],
-            hint="unset LD_LIBRARY_PATH, or make an environment from the locks: make gpu",
+            hint="unset LD_LIBRARY_PATH, or create the locked environment with make gpu",
         ) from error
     return found
 

@@ -63,7 +63,7 @@ class DeviceStates:
             except RuntimeError as error:
                 raise ResourceError(
                     f"no room on {self._device} for the trainer's states: {error}",
-                    hint="who has it should sleep while a step is computed (workers.colocated)",
+                    hint="let its workers sleep during a step (workers.colocated)",
                 ) from error
             place = _bytes_of(storage, self._device)
             for at, piece in zip(range(0, size, PIECE_BYTES), copy, strict=True):

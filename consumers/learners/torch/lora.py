@@ -143,7 +143,7 @@ class AdapterBase:
         path = weights if base is None else self._first
         digest = self._digest if base == self._digest else read_manifest(path).digest
         if base not in (None, digest):
-            raise PolicyError(f"the adapter stands on weights {base[:12]}, not on {digest[:12]}")
+            raise PolicyError(f"the adapter has base weights {base[:12]}, expected {digest[:12]}")
         if base is None:
             matrices = _begun(digest, layers, self._options.rank, DTYPES_OF[self.dtype])
         else:
@@ -166,7 +166,7 @@ class AdapterBase:
         base = base_of(weights)
         stands_on = read_manifest(weights).digest if base is None else base
         if stands_on != self._digest:
-            raise PolicyError(f"{weights} stands on {stands_on[:12]}, not on {self._digest[:12]}")
+            raise PolicyError(f"{weights} has base {stands_on[:12]}, expected {self._digest[:12]}")
         return {} if base is None else read_matrices(weights, layers, self._options, self.dtype)
 
     def base_tensors(self) -> list[TensorSource]:
@@ -276,6 +276,6 @@ def read_matrices(
     for layer, (a, b) in adapter.pairs.items():
         out, in_ = layers[layer]
         if (a.shape, b.shape) != ((options.rank, in_), (out, options.rank)):
-            raise PolicyError(f"{weights} does not fit the run: {layer!r} is another")
+            raise PolicyError(f"{weights} does not fit the run: {layer!r} differs")
         found[a_name(layer)], found[b_name(layer)] = torch.from_numpy(a), torch.from_numpy(b)
     return found

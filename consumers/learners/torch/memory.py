@@ -145,7 +145,7 @@ def checkpoint_layers(network: Any, *, offload: bool = False) -> None:
         raise PolicyError(
             "trainer.gradient_checkpointing: this model has no layers that can be computed again"
             " without dropout",
-            hint="set the dropout of its config.json to 0, or leave the key out",
+            hint="set the dropout of its config.json to 0, or remove the key",
         )
 
 

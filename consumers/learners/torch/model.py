@@ -263,7 +263,7 @@ def published_dtype(weights: Path) -> PolicyDtype:
     kinds = {one.dtype for one in read_entries(weights) if DTYPES[one.dtype].is_floating_point}
     narrow = NAMES[torch.bfloat16]
     if narrow in kinds and len(kinds) > 1:
-        raise PolicyError(f"{weights} has bfloat16 beside {min(kinds - {narrow})}")
+        raise PolicyError(f"{weights} mixes bfloat16 with {min(kinds - {narrow})}")
     return "bfloat16" if narrow in kinds else "float32"
 
 
@@ -485,7 +485,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 def _teacher(rows: Sequence[Sequence[float] | None], logprobs: Tensor) -> Tensor:
     known = [one for row in rows for one in row or ()]
-    assert len(known) == len(logprobs), "a row without what the teacher says of it"
+    assert len(known) == len(logprobs), "a row without log-probs of the teacher"
     return torch.tensor(known, dtype=torch.float32, device=logprobs.device)
 
 

@@ -81,7 +81,7 @@ def build(
                     making.enter_context(one.registered())
             network = make(config, dtype=torch.float32, attn_implementation="sdpa")
     except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
-        raise PolicyError(f"no causal LM can be built from {assets}: {_line(error)}") from error
+        raise PolicyError(f"cannot build a causal LM from {assets}: {_line(error)}") from error
     network.eval()
     network.unassigned = UnassignedRows(unassigned_ids(assets), network.config.vocab_size)
     if narrow is not None:

@@ -170,7 +170,7 @@ class Optimizer:
         for name, held in self._masters.remainders.items():
             value = tensors[f"{REMAINDER}/{name}"]
             if (value.shape, value.dtype) != (held.shape, held.dtype):
-                raise PolicyError(f"{path}: the remainder of {name!r} is none")
+                raise PolicyError(f"{path}: the remainder of {name!r} is invalid")
             held.copy_(value)
         self._masters.fit()
 

@@ -184,7 +184,7 @@ def need_apart(network: Any, device: str) -> None:
     """Raise PolicyError if sequences of one line see each other."""
     if _sees_others(network, torch.device(device), {}):
         raise PolicyError(
-            "this model lets the sequences of a packed line see each other",
+            "this model mixes the sequences of a packed row",
             hint="trainer.packing = false, --no-packing",
         )
 

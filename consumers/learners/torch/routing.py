@@ -93,8 +93,7 @@ class RoutedExperts:
     def _need_choices(self, network: Any) -> None:
         if not (self._blocks and self.per_token and self._chooses(network)):
             raise PolicyError(
-                f"this {network.config.model_type} does not choose experts in a way that can be"
-                " taken from a record",
+                f"this {network.config.model_type} does not support recorded routing",
                 hint="sampling.return_routed_experts = false",
             )
         self.differing = self.seen = 0
@@ -134,7 +133,7 @@ class BalanceLoss:
             raise PolicyError(
                 f"trainer.router_aux_loss: transformers has no load-balancing loss for"
                 f" {network.config.model_type}",
-                hint="leave the key out",
+                hint="remove the key",
             )
         config = network.config.get_text_config()
         self._sizes = _experts(config), int(config.num_experts_per_tok)
@@ -160,7 +159,7 @@ class BalanceLoss:
             found = logprobs()
         finally:  # do not record recomputation
             self._noted = None
-        assert len(logits) == self._layers, "something else was computed meanwhile"
+        assert len(logits) == self._layers, "another computation interfered"
         losses = [
             self._function(tuple(one[start:end] for one in logits), *self._sizes)
             for start, end in spans

@@ -45,7 +45,7 @@ class ModelTeacher:
             raise PolicyError(
                 f"teacher.path: the weights of {directory} have digest {self._digest[:12]}, those"
                 f" of the run's teacher {digest[:12]}",
-                hint="bring the teacher back, or start a new run",
+                hint="restore the teacher, or start a new run",
             )
         self._directory = directory
         self._options = options
@@ -102,6 +102,6 @@ def _network(directory: Path, options: ModelOptions) -> Any:
             use_safetensors=True,
         )
     except (ValueError, KeyError, TypeError, OSError, ImportError, RuntimeError) as error:
-        raise PolicyError(f"no causal LM can be read from {directory}: {error}") from error
+        raise PolicyError(f"cannot read a causal LM from {directory}: {error}") from error
     network.unassigned = UnassignedRows(unassigned_ids(directory), network.config.vocab_size)
     return network.to(options.device).eval().requires_grad_(False)

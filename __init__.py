@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # MKL chooses a kernel by the number of rows, and on some processors the rows of a short product
 # have other last digits than the same rows of a long one; in its strict mode they do not
-# (docs/decisions/0007). It reads this at its first product; whoever has set it has the last word.
+# (docs/decisions/0007). It reads this at its first product; a value set by the user wins.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 __all__ = ["DoraError", "__version__"]

@@ -72,15 +72,15 @@ class MemoryFigure:
 
 def command(
     bus: Annotated[
-        list[str] | None, typer.Option(help="A log to measure beside SQLite: kafka://HOST:PORT.")
+        list[str] | None, typer.Option(help="Kafka log to compare with SQLite: kafka://HOST:PORT.")
     ] = None,
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+        list[int] | None, typer.Option(help="Tokens per trajectory; repeatable.")
     ] = None,
-    trajectories: Annotated[int, typer.Option(min=1, help="Of each run.")] = 10_000,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 3,
+    trajectories: Annotated[int, typer.Option(min=1, help="Trajectories of each run.")] = 10_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions for medians.")] = 3,
     memory: Annotated[
-        int, typer.Option(min=0, help="Also how memory grows in an audit of so many trajectories.")
+        int, typer.Option(min=0, help="Trajectories of an audit for memory growth.")
     ] = 0,
     as_json: JsonOption = False,
 ) -> None:

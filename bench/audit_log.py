@@ -293,7 +293,7 @@ class _Script:
             self._work()
             self._flush()
             inputs = list(self._heard)
-        raise ResourceError(f"{TURNS_MAX} turns and no end: the played run goes in a circle")
+        raise ResourceError(f"{TURNS_MAX} turns without an end: the played run loops")
 
     def _orchestrate(self, inputs: Sequence[Any]) -> list[AnyDecision]:
         decisions: list[AnyDecision] = []

@@ -50,9 +50,9 @@ class BusFigure:
 
 def command(
     url: Annotated[
-        list[str] | None, typer.Option(help="A log to measure beside memory and SQLite.")
+        list[str] | None, typer.Option(help="Kafka log to compare with memory and SQLite.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Records per phase.")] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure records and bytes per second of every bus."""
@@ -86,7 +86,7 @@ def _open(url: str) -> Bus:
     if kind == "memory":
         return MemoryBus()
     if kind == "sqlite" and Path(rest).exists():
-        raise UsageError(f"{rest} exists", hint="a bench wants a file of its own")
+        raise UsageError(f"{rest} exists", hint="a benchmark needs a new file")
     return open_bus(url)
 
 

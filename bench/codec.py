@@ -53,7 +53,7 @@ class CodecFigure:
 
 def command(
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+        list[int] | None, typer.Option(help="Tokens per trajectory; repeatable.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

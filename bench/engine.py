@@ -76,7 +76,7 @@ class EngineFigure:
 
 def command(
     rows: Annotated[
-        list[int] | None, typer.Option(help="Rows of the running batch; may be repeated.")
+        list[int] | None, typer.Option(help="Rows of the running batch; repeatable.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

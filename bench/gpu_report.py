@@ -120,7 +120,7 @@ PIECES: Final = (
     _round("lora-bf16", "adapters", "vllm"),
     _round("kv", "requests move with their caches between servers", "vllm"),
     _round("routes", "experts of a mixture are logged as vLLM chose them", "vllm"),
-    _round("sleep", "vLLM lets go of its memory, and hosts the next version behind it", "vllm"),
+    _round("sleep", "vLLM releases its memory and then serves the next version", "vllm"),
     _round("runs", "whole runs", "vllm"),
     _round("runs-bf16", "the same in bfloat16", "vllm"),
     _round("demo-bf16", "the demo with vLLM", "vllm"),
@@ -283,10 +283,10 @@ def _chosen(words: Mapping[str, Any]) -> Sequence[Piece]:
 def _words(words: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="gpu_report", description="What runs on a GPU.")
     parser.add_argument("--out", type=Path, default=OUT, help="the folder")
-    parser.add_argument("--pieces", default="", help="with commas; all")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each piece at most")
-    parser.add_argument("--commit", default="", help="where git does not say it")
-    parser.add_argument("--tiny", action="store_true", help="tiny figures, on a CPU")
+    parser.add_argument("--pieces", default="", help="pieces, separated by commas; default: all")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of each piece")
+    parser.add_argument("--commit", default="", help="commit, if git is missing")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes on a CPU")
     return vars(parser.parse_args(words))
 
 

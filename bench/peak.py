@@ -33,4 +33,4 @@ def own_bytes(name: Literal["VmRSS", "VmHWM", "RssAnon"]) -> int:
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise ResourceError(f"the kernel does not say {name}")
+    raise ResourceError(f"the kernel does not report {name}")

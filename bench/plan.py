@@ -105,7 +105,7 @@ class TurnFigure:
 
 def command(
     workers: Annotated[
-        list[int] | None, typer.Option(help="Workers of 200 slots each; may be repeated.")
+        list[int] | None, typer.Option(help="Workers of 200 slots each; repeatable.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

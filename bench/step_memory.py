@@ -79,12 +79,16 @@ def memory_cases(
 
 
 def command(
-    tokens: Annotated[int, typer.Option(min=0, help="Of the head; 0: the step alone.")] = 16_384,
-    vocabulary: Annotated[int, typer.Option(min=2, help="Of the head.")] = 151_936,
+    tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of the head; 0: the step alone.")
+    ] = 16_384,
+    vocabulary: Annotated[int, typer.Option(min=2, help="Vocabulary of the head.")] = 151_936,
     step_tokens: Annotated[
-        int, typer.Option(min=0, help="Of a step's sequence; 0: the head alone.")
+        int, typer.Option(min=0, help="Tokens of a step's sequence; 0: the head alone.")
     ] = 4_096,
-    least: Annotated[bool, typer.Option(help="The step only with all that saves memory.")] = False,
+    least: Annotated[
+        bool, typer.Option(help="Measure the step only with all memory savings.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure peak memory and time of a chunked head, and of a step of a model of 27 million

@@ -1,1 +1,1 @@
-"""What dora-pipe runs on, and how it is run there: a broker, containers, a Kubernetes cluster."""
+"""Infrastructure of dora-pipe: a Kafka broker, containers, Kubernetes."""

@@ -135,12 +135,14 @@ def _print(line: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 5 if a check fails."""
     parser = argparse.ArgumentParser(prog="python -m sim", description=__doc__)
-    parser.add_argument("--seed", type=int, help="Play this one and tell of it.")
-    parser.add_argument("--seeds", help="Play these: A..B, both ends included.")
-    parser.add_argument("--count", type=at_least_1, default=100, help="Play so many, from 0.")
+    parser.add_argument("--seed", type=int, help="Seed to play and describe.")
+    parser.add_argument("--seeds", help="Seeds to play: A..B, inclusive.")
+    parser.add_argument(
+        "--count", type=at_least_1, default=100, help="Number of seeds to play, from 0."
+    )
     parser.add_argument("--jobs", type=at_least_1, default=1, help="Processes.")
-    parser.add_argument("--steps", type=at_least_1, default=1, help="Steps of a run, at least.")
-    parser.add_argument("--json", action="store_true", help="Print JSON, one seed a line.")
+    parser.add_argument("--steps", type=at_least_1, default=1, help="Minimum steps of a run.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object per seed.")
     given = parser.parse_args(arguments)
     speak()
     settle()

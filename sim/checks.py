@@ -58,27 +58,27 @@ Wrong = Callable[[str, str], None]
 
 CHECKS: Final[dict[str, str]] = {
     **{str(check): holds for check, holds in findings.CHECKS.items()},
-    "outcome": "S1: a group gets the outcome of its trajectories, none of which is placed later",
-    "feasible": "S3: what is dispatched and not taken can be trained in time at every moment",
+    "outcome": "S1: a group ends with the outcome of its trajectories, and no trajectory is placed after it",
+    "feasible": "S3: every dispatched, untaken group can still be trained in time",
     "placement": "S5, S24: a request is placed where its version is loaded, in a free slot",
-    "binding": "S6, S7: a batch has the records that count when it is taken, of the living only",
+    "binding": "S6, S7: a batch contains the records that count, of live incarnations only",
     "assign": "S10: a worker changes its version only while it is empty and loads nothing",
-    "lease": "S11: nobody is fenced who was heard, or while the orchestrator did not listen",
-    "progress": "S14: a request that is placed again goes on from the newest progress known",
+    "lease": "S11: no role is fenced that sent a status, or while the orchestrator did not read",
+    "progress": "S14: a request that is placed again continues from its newest known progress",
     "admission": "S16: nothing is admitted while paused, or while an older version has no host",
     "move": "S18: a request moves only to a living host of its version, and at most once at a time",
     "incarnations": "R4: incarnations count up; nothing is decided or committed under an older one",
-    "retired": "S19: an incarnation that has left says nothing more",
-    "kept": "S20: a version that an open group carries, or a worker has, can be had of the store",
-    "calls": "S26: an agent is told what the log has, the same again, and its record has just that",
-    "contexts": "S27: no token stands in a record twice for being shared by calls",
-    "waiting": "S28: a session whose agent waits for no answer holds no place of another request",
-    "replay": "S29: an environment that is told again what it was told is told just that",
-    "written": "S30: no part that is an update begins while weights are written that it changes",
-    "digest": "R3: the digest that an orchestrator keeps in step is that of its state",
+    "retired": "S19: an incarnation that has left appends no records",
+    "kept": "S20: a version that an open group carries, or a worker has, is available in the store",
+    "calls": "S26: an agent receives the logged answers, also repeated; its record equals them",
+    "contexts": "S27: a token shared by calls is recorded once",
+    "waiting": "S28: a session without an open call holds no slot",
+    "replay": "S29: an environment is replayed with the original turns",
+    "written": "S30: no update part starts while its weights are written",
+    "digest": "R3: the incremental state digest of an orchestrator equals the full digest",
     "log": "R1: the audit of the whole log finds nothing",
-    "role": "no role finds its own state broken",
-    "live": "L2: once faults stop, the run ends; whoever waits then waits for something named",
+    "role": "no role reports a broken invariant",
+    "live": "L2: after the last fault the run ends; every wait until then has a name",
 }
 """Checks and their conditions."""
 
@@ -321,7 +321,7 @@ class LiveLedger(Ledger):
                 self._assign(decision)
             case Fence():
                 silent = self._workers[decision.incarnation].silent
-                what = f"{decision.worker} is fenced, but nobody observed that it is silent"
+                what = f"{decision.worker} is fenced without an observed silence"
                 self._require("lease", silent, what)
         super().decision(decision, at)
 
@@ -423,7 +423,7 @@ class LiveLedger(Ledger):
         tokens = 0 if one.resume is None else one.resume.tokens
         known = max(0 if notes.resume is None else notes.resume.tokens, notes.known_tokens)
         newest = one.resume == notes.resume and tokens >= known
-        self._require("progress", newest, f"{who} goes on from {tokens} tokens of {known} known")
+        self._require("progress", newest, f"{who} continues from {tokens} tokens of {known} known")
         self._require("move", one.kv == notes.kv, f"{who} gets another KV cache than it left")
         notes.kv = None
 

@@ -246,7 +246,7 @@ class InvariantMonitor:
         if last is not None and (
             round_.now_ns < last.now_ns or round_.control_next < last.control_next
         ):
-            self.wrong("rounds", f"{who} goes back")
+            self.wrong("rounds", f"{who} decreases")
         chain = GENESIS_CHAIN if last is None else last.chain
         folded = b"".join(fold_bytes(one.offset, one.value) for one in facts)
         if chain_of(chain, folded, round_) != round_.chain:

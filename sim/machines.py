@@ -1,6 +1,6 @@
 """Policy versions stored on each machine of a world.
 
-With deltas every worker has its own copies, which outlive its incarnations; otherwise all roles
+With deltas every worker has separate copies, which outlive its incarnations; otherwise all roles
 share the trainer's machine.
 """
 

@@ -147,7 +147,7 @@ class SimTasks:
             return
         if isinstance(effect, PromptCall | AgentCall):
             self._forget(effect.request)
-        assert effect.request not in self._calls, f"{effect.request} has a call already"
+        assert effect.request not in self._calls, f"{effect.request} already has a call"
         if isinstance(effect, AgentCall):
             assert self._agents is not None, "agents run nowhere here"
             self._agents.begin(effect)

@@ -198,7 +198,7 @@ class World:
                 return
         self.events += 1
         if self.events > EVENTS_MAX:
-            raise ResourceError(f"{EVENTS_MAX} events and no end: the world runs in a circle")
+            raise ResourceError(f"{EVENTS_MAX} events without an end: the world loops")
         self.clock.ns = max(self.clock.ns, due_ns)
         if isinstance(what, Role):
             self._turn(what)

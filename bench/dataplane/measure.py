@@ -85,10 +85,10 @@ Phase = tuple[Done, Done]
 def command(
     bus: Annotated[str, typer.Option(help="kafka://HOST:PORT[,..]; without it SQLite alone.")] = "",
     tokens: Annotated[
-        list[int] | None, typer.Option(help="Tokens per trajectory; may be repeated.")
+        list[int] | None, typer.Option(help="Tokens per trajectory; repeatable.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Per phase.")] = 1.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Medians over so many.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Records per phase.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions for medians.")] = 5,
     as_json: JsonOption = False,
 ) -> None:
     """Measure trajectories from a worker's process into a trainer's batch on every log."""
@@ -106,7 +106,7 @@ def command(
 def bench_dataplane(setup: Setup, say: Callable[[str], None]) -> list[PlaneFigure]:
     """Measure every length. Raises UsageError, BusError, ResourceError."""
     if setup.repeats < 1 or setup.seconds <= 0 or not setup.tokens:
-        raise UsageError("a benchmark needs a length, a repeat and some time")
+        raise UsageError("--tokens, repetitions and time must be positive")
     if setup.kafka and not _brokers(setup.kafka):
         raise UsageError(f"{setup.kafka!r} is not a broker", hint="kafka://HOST:PORT[,HOST:PORT]")
     figures = []

@@ -92,11 +92,9 @@ class NamedPlant:
 
 def command(
     run: RunArgument,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Groups that are poisoned, one at a time.")
-    ] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="Poisoned groups, one at a time.")] = 10,
     learning_rate: Annotated[
-        float, typer.Option(help="From the poisoned step on; small ones hold the poison back.")
+        float, typer.Option(help="Learning rate from the poisoned step on.")
     ] = LEARNING_RATE,
     as_json: JsonOption = False,
     root: RunsOption = RUNS,

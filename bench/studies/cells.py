@@ -17,7 +17,7 @@ SETTING: Final = "setting.json"
 SETTING_DIGITS: Final = 16
 FILE_BYTES_MAX: Final = 64 * 1024 * 1024
 
-_HINT: Final = "give the options that it was made with, or another --out"
+_HINT: Final = "use its original options, or another --out"
 
 CellT = TypeVar("CellT", bound=Hashable, covariant=True)
 
@@ -77,7 +77,7 @@ class CellFile(Generic[CellKey, Figures]):
         except OSError as error:
             raise ResourceError(f"{path}: {error.strerror}") from error
         if found != canonical(setting):
-            raise UsageError(f"{path.parent} is a study of another setting", hint=_HINT)
+            raise UsageError(f"{path.parent} is a study with other settings", hint=_HINT)
 
     def _read(self) -> None:
         if self._path.stat().st_size > FILE_BYTES_MAX:
@@ -100,7 +100,7 @@ class CellFile(Generic[CellKey, Figures]):
         try:
             self.cells[measured.cell] = measured
         except ValueError:
-            raise UsageError(f"{where} is no cell of this study") from None
+            raise UsageError(f"{where} is not a cell of this study") from None
 
 
 def setting_digest(setting: Mapping[str, Any]) -> str:

@@ -145,7 +145,7 @@ def planned(etas: Sequence[int], objectives: Sequence[str], seeds: int | None) -
         if name not in OBJECTIVES:
             raise UsageError(f"no objective {name!r}", hint=f"one of {', '.join(OBJECTIVES)}")
     if any(eta < 0 for eta in etas):
-        raise UsageError("a negative staleness would need the future")
+        raise UsageError("staleness must be 0 or more")
     whole = not etas and not objectives
     return [
         Cell(objective=name, eta=eta, seed=seed)

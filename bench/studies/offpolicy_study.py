@@ -74,14 +74,18 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder of the study; the command resumes it.")] = Path(
         "offpolicy"
     ),
-    etas: Annotated[str, typer.Option(help="With commas: versions between sampler and step.")] = "",
-    objectives: Annotated[str, typer.Option(help=f"With commas, of {', '.join(OBJECTIVES)}.")] = "",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Of every cell.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help=f"Of every cell; {STEPS}.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Sizes that show only that it works.")] = (
+    etas: Annotated[str, typer.Option(help="Staleness values, separated by commas.")] = "",
+    objectives: Annotated[
+        str, typer.Option(help=f"Objectives, separated by commas: {', '.join(OBJECTIVES)}.")
+    ] = "",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of every cell.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help=f"Steps of every cell; {STEPS}.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Use tiny sizes to check the study.")] = (
         False
     ),
-    report: Annotated[bool, typer.Option("--report", help="Measure nothing, only print.")] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Print the report without a measurement.")
+    ] = False,
     override: OverrideOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,7 +99,7 @@ def command(
         measure_cells(study, done, cells)
     chosen = [done.cells[cell] for cell in cells if cell in done.cells]
     if not chosen:
-        raise UsageError(f"{out} has none of these cells yet", hint="leave out --report")
+        raise UsageError(f"{out} has none of these cells yet", hint="remove --report")
     print_study(f"{study.summary()}; {len(chosen)} of {len(cells)} cells", chosen, as_json=as_json)
 
 

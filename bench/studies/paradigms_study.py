@@ -240,24 +240,22 @@ def command(
         ),
     ] = "demo",
     out: Annotated[
-        Path | None, typer.Option(help="Where the study lies, and goes on; paradigms-TASK.")
+        Path | None, typer.Option(help="Folder of the study; default: paradigms-TASK.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each that are compared.")] = 2,
-    steps: Annotated[int | None, typer.Option(min=1, help="40; of tools 16.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per entrant.")] = 2,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps; 40, tools: 16.")] = None,
     target: Annotated[
         float | None,
-        typer.Option(help="Evaluation reward, the time to which is measured: .85."),
+        typer.Option(help="Evaluation reward that ends the timing; 0.85."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Beside the trainer.")] = 2,
-    only: Annotated[list[str] | None, typer.Option(help="Of the entrants; all.")] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="Warmed up already; without, one is made.")
-    ] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Workers of each run.")] = 2,
+    only: Annotated[list[str] | None, typer.Option(help="Entrants; default: all.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Warmed-up model; default: a new one.")] = None,
     report: Annotated[
-        bool, typer.Option("--report", help="Run nothing, show what is there.")
+        bool, typer.Option("--report", help="Print the report without a run.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Tools, in sizes that show only that it works.")
+        bool, typer.Option("--quick", help="Use tiny sizes of tools to check the study.")
     ] = False,
     override: OverrideOption = None,
     as_json: JsonOption = False,
@@ -295,7 +293,7 @@ def play(
         measure_cells(study, done, cells)
     runs = [done.cells[one] for one in cells if one in done.cells]
     if not runs:
-        raise UsageError(f"{study.out} has none of these runs yet", hint="leave out --report")
+        raise UsageError(f"{study.out} has none of these runs yet", hint="remove --report")
     return runs
 
 

@@ -228,7 +228,7 @@ class LateTasks(SimTasks):
         self._pool.start(call)
         while True:
             for event in self._pool.poll(ANSWER_S):
-                assert event.request == call.request, "nobody else has asked"
+                assert event.request == call.request, "there is no other request"
                 return event
 
     def _delay_ns(self, call: TaskCall) -> int:

@@ -1,4 +1,4 @@
-"""Writes a small model that stands for one of yours, and the conversations that warm it up.
+"""Write a small model in place of yours, and conversations for its warm-up.
 
 python examples/agents/make.py DIRECTORY
 
@@ -26,7 +26,7 @@ SYSTEM = {"role": "system", "content": "Add the numbers."}
 
 
 def conversations(chance: random.Random) -> Iterator[Row]:
-    """What an assistant that has the calculator says, and one that only hands over."""
+    """Yield turns of an assistant with the calculator, and of one that hands over."""
     task = CalculatorTask(tools=True, count=ROWS, largest=24, noise=0.33)
     call = {"type": "function", "id": "call00000", "function": {"name": HANDOFF, "arguments": {}}}
     asked = {"role": "assistant", "content": "", "tool_calls": [call]}

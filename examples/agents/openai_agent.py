@@ -28,7 +28,7 @@ DESK = Agent(
 
 
 async def run(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
-    """What they say in the end is scored by the task."""
+    """The task scores their last answer."""
     return await answer(OpenAIProvider(base_url=base_url, api_key=api_key), row)
 
 
@@ -39,7 +39,7 @@ async def run_by_chat(base_url: str, api_key: str, row: Mapping[str, Any]) -> st
 
 
 async def answer(provider: OpenAIProvider, row: Mapping[str, Any]) -> str:
-    """What the model does wrong (a tool that is not there, no end) is an answer that is wrong."""
+    """Mistakes of the model (an unknown tool, no end) count as a wrong answer."""
     numbers = row["numbers"]
     question = " ".join(f"n{len(numbers) - at} {number}" for at, number in enumerate(numbers))
     config = RunConfig(model="policy", model_provider=provider, tracing_disabled=True)

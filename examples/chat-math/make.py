@@ -26,7 +26,7 @@ WRONG_SHARE = 0.25
 """Of the steps of the answers that the model is warmed up on."""
 
 WORDY_SHARE = 0.5
-"""Of those answers, so many begin with a sentence that helps nobody."""
+"""Share of those answers that begin with a useless sentence."""
 
 ROWS = {"short": 64, "long": 64, "train": 4000, "sft": 6000}
 SIZES = {"sft": (3, 5), "train": (3, 5), "short": (3, 3), "long": (4, 5)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 CHARACTERS_MAX = 100
-"""An answer of so many characters is not brief any more."""
+"""Characters from which an answer is not brief."""
 
 
 def brevity(row: Mapping[str, Any], text: str) -> float:

@@ -1,8 +1,8 @@
-"""Writes the data of this example, train.jsonl and eval.jsonl: words to turn around.
+"""Write the data of this example, train.jsonl and eval.jsonl: words to reverse.
 
     python examples/jsonl-llama/make_data.py
 
-The files are in the repository; this is how they came about. No word stands in both.
+The repository contains the files. They share no word.
 """
 
 from __future__ import annotations

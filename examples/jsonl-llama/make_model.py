@@ -1,9 +1,9 @@
-"""Writes a tiny Llama with grouped-query attention and a tokenizer trained on the data.
+"""Write a tiny Llama with grouped-query attention and a tokenizer trained on the data.
 
     python examples/jsonl-llama/make_model.py DIRECTORY
 
-It stands for a model directory of yours: any Hugging Face causal LM with full attention will do.
-Weights are random; README.md says how to warm it up.
+Use your own model directory instead: any Hugging Face causal LM with full attention.
+Weights are random; README.md describes the warm-up.
 """
 
 from __future__ import annotations

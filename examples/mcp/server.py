@@ -1,4 +1,4 @@
-"""An MCP server with one tool, over a pipe, of the standard library alone: stands for one of yours.
+"""An MCP server with one tool over a pipe, written with the standard library.
 
 python3 examples/mcp/server.py
 """

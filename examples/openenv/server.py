@@ -1,5 +1,6 @@
-"""An environment behind OpenEnv's protocol: a number from 1 to 9 is guessed. It stands for one that
-was written with the package `openenv`, and says what such a one says, with websockets alone.
+"""An environment with OpenEnv's protocol: guess a number from 1 to 9.
+
+It needs websockets only and answers like an environment written with the package `openenv`.
 
     python examples/openenv/server.py [PORT [SESSIONS]]      prints its address; port 0: a free one
 """
@@ -30,7 +31,7 @@ ABOUT = {"name": "guess", "description": "Guess.", "version": "0.7"}
 
 
 def pages(connection: ServerConnection, request: Request) -> Response | None:
-    """What is asked without a websocket."""
+    """Answer a request without a websocket."""
     found = {"/schema": SCHEMA, "/metadata": ABOUT}.get(request.path)
     if request.path == "/ws":
         return None
@@ -47,7 +48,7 @@ class Sessions:
         self._most, self._open = most, 0
 
     def serve(self, connection: ServerConnection) -> None:
-        """One episode after the other, until the connection ends."""
+        """Play episodes until the connection ends."""
         if self._open >= self._most:
             connection.send(error("CAPACITY_REACHED", "Server at capacity"))
             return

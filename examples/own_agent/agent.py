@@ -33,7 +33,7 @@ begin at once on a busy machine, a connection may take longer than the 5 s of `o
 
 TURNS_MAX = 6
 RESULTS_MAX = 2
-"""So many results of the calculator stand in a conversation before it is compacted."""
+"""Number of calculator results in a conversation before it is compacted."""
 
 
 async def run(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
@@ -50,7 +50,7 @@ async def run(base_url: str, api_key: str, row: Mapping[str, Any]) -> str:
 
 
 async def add_up(client: openai.AsyncOpenAI, numbers: Sequence[int], caller: str) -> int | None:
-    """What the model says is the sum; None where it does not come to an answer."""
+    """Return the model's sum; None without an answer."""
     left = list(numbers)
     messages: list[Any] = [question(left)]
     results = 0

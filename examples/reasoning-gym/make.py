@@ -19,11 +19,11 @@ from dora_pipe.producers.tasks.registry import open_task
 VOCABULARY = 512
 SHAPE = Shape(hidden=128, heads=4, kv_heads=2, context_tokens=1024)
 READ_ROWS = 256
-"""Prompts of so many rows are what the tokenizer is learnt from."""
+"""Number of rows whose prompts train the tokenizer."""
 
 
 async def texts(config: Path) -> list[str]:
-    """What the task says first, row by row."""
+    """Yield the first message of the task for each row."""
     task = open_task(load_config(config, ()).task)
     found = []
     for row in task.rows("train")[:READ_ROWS]:

@@ -6,7 +6,7 @@ import verifiers.v1 as vf
 
 
 class Calculator(vf.Toolset[vf.SharedToolsetConfig]):
-    """One tool, without a prefix of the server."""
+    """A server of one tool, without a name prefix."""
 
     TOOL_PREFIX = None
 

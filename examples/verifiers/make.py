@@ -1,4 +1,4 @@
-"""Writes a small model that stands for one of yours, and the conversations that warm it up.
+"""Write a small model in place of yours, and conversations for its warm-up.
 
 python examples/verifiers/make.py DIRECTORY
 
@@ -23,7 +23,7 @@ SHAPE = Shape(hidden=192, heads=6, context_tokens=256)
 
 
 def conversations(chance: random.Random) -> Iterator[Row]:
-    """With the tool as the task `calculator` has them, and without as one answer."""
+    """Return conversations with the tool `calculator`, or as a single answer without it."""
     task = CalculatorTask(tools=True, count=ROWS, largest=24, noise=0.33)
     for row in task.rows("train"):
         yield task.conversation(row, chance)

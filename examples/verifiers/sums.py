@@ -41,7 +41,7 @@ def answered(trace: vf.Trace, total: int) -> float:
 
 
 class Sum(vf.Task[Numbers]):
-    """What a row is worth."""
+    """Score of a row."""
 
     @vf.reward
     async def exact(self, trace: vf.Trace) -> float:

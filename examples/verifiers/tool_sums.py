@@ -12,7 +12,7 @@ __all__ = ["ToolSums"]
 
 
 class ToolSum(vf.Task[Numbers]):
-    """What a row is worth."""
+    """Score of a row."""
 
     @vf.reward
     async def exact(self, trace: vf.Trace) -> float:
@@ -21,12 +21,12 @@ class ToolSum(vf.Task[Numbers]):
 
     @vf.metric
     async def calls(self, trace: vf.Trace) -> float:
-        """How often the model was asked."""
+        """Number of turns of the model."""
         return float(trace.num_turns)
 
 
 class ToolSumsConfig(SumsConfig):
-    """The tool's server, beside what plain sums have."""
+    """Settings of plain sums and the server of the tool."""
 
     most: int = 5
     tools: vf.SharedToolsetConfig = vf.SharedToolsetConfig()

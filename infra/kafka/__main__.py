@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m infra.kafka", description=main.__doc__)
     parser.add_argument("--brokers", type=int, choices=(1, kafka.NODES), default=1)
     parser.add_argument("--port", type=int, help="first port; 9092, of three brokers 29092")
-    parser.add_argument("--host", default=kafka.HOST, help="this machine's name for others")
+    parser.add_argument("--host", default=kafka.HOST, help="host name for other machines")
     parser.add_argument("--folder", type=Path, help="folder of the data")
     parser.add_argument("--tools", action="store_true", help="write Kafka's own commands")
     parser.add_argument("command", nargs="*", metavar="COMMAND")

@@ -50,7 +50,7 @@ class BrokerError(RuntimeError):
 
 
 class Listener(NamedTuple):
-    """One more listener of a broker; `advertised` is `host:port` of a proxy in front of it."""
+    """An additional listener of a broker; `advertised` is `host:port` of a proxy."""
 
     name: str
     protocol: str = "PLAINTEXT"
@@ -178,7 +178,7 @@ class KafkaBroker(Brokers):
         """Start the process; it may not answer yet. Raises BrokerError."""
         for port in range(self.port, self.port + len(self.listeners) + 1):
             if not _free(port):
-                raise BrokerError(f"somebody has {HOST}:{port} already")
+                raise BrokerError(f"{HOST}:{port} is already in use")
         with (self.folder / "broker.log").open("ab") as log:
             self._process = subprocess.Popen(
                 java("kafka.Kafka", str(self.folder / "server.properties"), jvm=self._jvm),

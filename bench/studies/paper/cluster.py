@@ -154,9 +154,9 @@ class Cluster:
                 return self._closed()
             next_s = self._next_s()
             if next_s == NEVER_S:
-                raise ResourceError("the modelled run stands still: nothing is due any more")
+                raise ResourceError("the modelled run has no pending event")
             self._advance(max(next_s, self.now_s + self.plan.round_s))
-        raise ResourceError(f"{ROUNDS_MAX} rounds and no end: the modelled run goes in a circle")
+        raise ResourceError(f"{ROUNDS_MAX} rounds without an end: the modelled run loops")
 
     def _apply(self, record: AnyControl) -> int:
         offset, self._offset = self._offset, self._offset + 1

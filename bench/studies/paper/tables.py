@@ -167,9 +167,9 @@ def published_tables(
             minutes[one.name, gpus] = found.mean("step_min")
     yield Table(
         name="dora",
-        title="DORA's table: minutes per step, minutes in which nobody trains, tokens/s",
+        title="DORA's table: minutes per step, minutes without training, tokens/s",
         rows=rows,
-        notes=("fitted rows made the law; predicted rows did not enter it",),
+        notes=("fitted rows determine the model; predicted rows do not",),
     )
     yield Table(
         name="dora",

@@ -48,8 +48,6 @@ THREAD_LIMIT_S = 10.0
 
 @pytest.fixture(scope="module", autouse=True)
 def _clients_end() -> Iterator[None]:
-    """Who makes a Kafka client closes it. A thread that is left goes on looking for its cluster,
-    draws its pauses from the global `random`, and Hypothesis blames the test that runs then."""
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
@@ -91,7 +89,6 @@ def _log_levels_stay() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed has the width of a pipe, unless a test asks: workers of xdist set these."""
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.delenv("LINES", raising=False)
 
@@ -127,7 +124,6 @@ def kafka_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaBrok
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Of a cluster that asks who comes, and of its users."""
     return Certificates(tmp_path_factory.mktemp("certificates"))
 
 

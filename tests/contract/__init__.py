@@ -1,1 +1,1 @@
-"""One suite per port, run over every implementation of it."""
+"""Contract tests: a suite per port, run on every implementation."""

@@ -16,7 +16,6 @@ BUSES = ["memory", "sqlite", pytest.param("kafka", marks=pytest.mark.kafka)]
 
 @pytest.fixture(params=BUSES)
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
-    """One fresh log of each kind."""
     made: Any
     if request.param == "memory":
         made = MemoryHarness()

@@ -1,4 +1,4 @@
-"""The whole contract of the log once more, with every value beside it."""
+"""Tests of the log contract with all values stored outside the log."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class BlobHarness:
         self.bytes_max = 1 << 30
 
     def open(self) -> Bus:
-        """One more bus on the log, with the same store."""
         return BlobBus(
             self.inner.open(),
             self.files,
@@ -38,7 +37,6 @@ class BlobHarness:
         )
 
     def topic(self, name: str) -> str:
-        """A name that nobody else uses."""
         return self.inner.topic(name)
 
     def make_next_append_unknown(self, writer: Writer) -> None:

@@ -1,4 +1,4 @@
-"""One contract over all three buses, and broken buses that must fail it."""
+"""Tests of the log contract on all three buses, and on broken buses that must fail it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,6 @@ def test_bus(harness: Harness, check: Check) -> None:
 
 
 class DenseLog(MemoryLog):
-    """Leaves no gap behind an append: last offset + 1 would be right, as it is on no real bus."""
-
     def gap_after(self, append: int) -> int:
         return 0
 
@@ -106,16 +104,12 @@ class ConfidentWriter(MemoryWriter):
 
 
 class StubbornWriter(MemoryWriter):
-    """Goes on as an exclusive writer although it does not know what it appended."""
-
     def append(self, records: Sequence[Append]) -> list[int]:
         self._broken = False
         return super().append(records)
 
 
 class CreatingBus(MemoryBus):
-    """Creates a topic because somebody asked for it."""
-
     def partitions(self, topic: str) -> int:
         try:
             return super().partitions(topic)

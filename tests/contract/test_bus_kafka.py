@@ -1,4 +1,4 @@
-"""What only a broker can do, beyond the contract."""
+"""Tests of Kafka behavior beyond the log contract."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ def test_a_quota_holds_readers_back_is_named_and_is_no_outage(
 
 
 def test_a_refused_create_leaves_nothing_behind(harness: KafkaHarness) -> None:
-    """Also where the topic that is refused stands behind those that would be made."""
     bus = harness.open()
     made, other = (TopicSpec(name=harness.topic(name)) for name in ("made", "other"))
     bus.create([replace(made, max_record_bytes=100_000)])

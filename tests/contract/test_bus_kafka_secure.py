@@ -46,7 +46,6 @@ class SecureHarness(KafkaHarness):
         self.security = security
 
     def open(self) -> Bus:
-        """One more bus on the broker."""
         return self.keep(KafkaBus([self.bootstrap], security=self.security))
 
 
@@ -89,7 +88,6 @@ def test_a_password_without_tls_and_a_certificate_without_password_are_taken(
 
 
 def assert_enters(secure_kafka: KafkaBroker, listener: str, security: KafkaSecurity) -> None:
-    """It is let in, and may ask."""
     bus = KafkaBus([secure_kafka.address(listener)], security=security)
     assert isinstance(bus.topics(), list)
     bus.close()
@@ -227,7 +225,6 @@ def test_a_trim_needs_the_right_to_delete_and_no_other_that_its_role_has_not(
 
 
 def granted_for(secure_kafka: KafkaBroker, work: Callable[[], None]) -> list[str]:
-    """What hints granted until the stranger could do it."""
     granted: list[str] = []
     for _ in range(10):
         try:
@@ -279,9 +276,9 @@ def test_what_the_client_library_logs_holds_no_secret(
 
 SETTINGS = [
     ({"cleanup.policy": "compact"}, True, "compacted"),
-    ({"min.insync.replicas": "2"}, True, "can ever be acknowledged"),
-    ({"retention.ms": "3600000"}, False, "forgets records"),
-    ({"unclean.leader.election.enable": "true"}, False, "lacks records"),
+    ({"min.insync.replicas": "2"}, True, "can be acknowledged"),
+    ({"retention.ms": "3600000"}, False, "deletes records"),
+    ({"unclean.leader.election.enable": "true"}, False, "incomplete replica"),
 ]
 
 
@@ -324,7 +321,7 @@ def test_retention_of_a_topic_that_may_be_trimmed_is_not_told(
     theirs.close()
     bus = KafkaBus([secure_kafka.bootstrap], security=PLAINTEXT)
     bus.create([TopicSpec(name="kept.control"), TopicSpec(name="kept.metrics")])
-    assert "kept.control forgets records" in caplog.text
+    assert "kept.control deletes records" in caplog.text
     assert "kept.metrics" not in caplog.text
     bus.close()
 

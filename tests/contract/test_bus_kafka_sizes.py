@@ -49,7 +49,6 @@ def read(bus: KafkaBus, at: TopicPartition, count: int, timeout_s: float) -> lis
 
 
 def test_the_first_poll_of_a_reader_brings_what_is_there(bus: KafkaBus, at: TopicPartition) -> None:
-    """Nobody but this poll finds out who leads the partition, and connects."""
     bus.writer().append(records(at, 3))
     assert [one.offset for one in bus.reader({at: 0}).poll(timeout_s=30)] == [0, 1, 2]
 
@@ -64,7 +63,6 @@ def test_polls_that_never_wait_take_in_answers_of_many_megabytes(
 
 
 def test_a_record_larger_than_an_answer_that_is_asked_for_comes_by_itself(bus: KafkaBus) -> None:
-    """Of every partition, with small ones before and behind it."""
     topic, large = f"sizes-{uuid4().hex[:8]}", ANSWER_BYTES + 1_000_000
     bus.create([TopicSpec(name=topic, partitions=2)])
     sizes = (10, large, 20)

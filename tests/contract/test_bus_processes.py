@@ -74,7 +74,6 @@ class WriterProcess:
 
 
 def told(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:
-    """What is in the log: (call, index) of each writer, in log order."""
     at = TopicPartition(topic, 0)
     reader = bus.reader({at: 0})
     said: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -86,7 +85,6 @@ def told(bus: Bus, topic: str) -> dict[str, list[tuple[int, int]]]:
 
 
 def sequence(records: int) -> list[tuple[int, int]]:
-    """The first so many (call, index) that a writer appends."""
     return [divmod(i, BATCH) for i in range(records)]
 
 

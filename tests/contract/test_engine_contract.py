@@ -77,7 +77,6 @@ def test_engine_that_keeps_prefixes(subject: Subject, check: str) -> None:
 
 @pytest.mark.parametrize("examples", [3, *more([20])])
 def test_kept_prefixes_change_no_bit_of_random_episodes(subject: Subject, examples: int) -> None:
-    """With room for all, and for so little that something is always pushed out."""
     open_keeping = prefixes.opens_keeping(subject)
     plain = subject.open(slots=4)
     keeping = [open_keeping(slots=4, prefix_cache_ratio=room) for room in (2.0, 0.3)]

@@ -1,7 +1,7 @@
-"""Several versions in one engine: each row samples under its own, whatever is beside it.
+"""Tests of engines with several resident versions: each row samples under its own version.
 
-Results are equal bit for bit where an engine declares that; else in every token, and in log-probs
-up to rounding.
+Results are bitwise equal where an engine declares it, otherwise equal in tokens and close in
+log-probs.
 """
 
 from __future__ import annotations
@@ -264,8 +264,6 @@ def test_two_versions_may_have_the_same_weights(several: Several) -> None:
 
 
 class TestAdapters:
-    """What only an engine with weights has."""
-
     @pytest.fixture(autouse=True)
     def only_with_weights(self, several: Several) -> None:
         if several.kind == "simulated":
@@ -328,7 +326,7 @@ class TestAdapters:
         before = run(engine, [replace(request("r", [5], max_tokens=9), version=0)])
         store = make_lora(several.directory, tmp_path / "p", adapters=0).store
         for adapter, match in (
-            (random_adapter(base, "ab" * 32, seed=1), "stands on weights abab"),
+            (random_adapter(base, "ab" * 32, seed=1), "has the base weights abab"),
             (random_adapter(base, digest, seed=1, rank=2), "rank 2, not 4"),
             (random_adapter(base, digest, seed=1, layers=("embed_tokens",)), "no linear layer"),
         ):

@@ -107,7 +107,7 @@ def test_a_moved_cache_goes_on_with_the_tokens_that_were_not_known(mixture: Mixt
     assert exported.sampled.routes == routes.part(0, length)
     ids = [*PROMPT, *exported.sampled.token_ids]
     moved = replace(asked, token_ids=ids, sampled=length - len(PROMPT), kv=exported.kv)
-    assert engine.kv_error(moved) == (moved.kv and "tokens whose experts are not known")
+    assert engine.kv_error(moved) == (moved.kv and "tokens without recorded experts")
     rest = routed_run(engine, [replace(moved, routed=length)])["r"]
     assert rest == (tokens[length - len(PROMPT) :], routes.part(length))
 
@@ -124,7 +124,7 @@ def test_a_dense_model_is_refused(engine: str, tmp_path: Path) -> None:
     if engine == "vllm":
         need_vllm()
     with pytest.raises(
-        PolicyError, match=r"sampling\.return_routed_experts: .*is no mixture of experts"
+        PolicyError, match=r"sampling\.return_routed_experts: .*is not a mixture of experts"
     ):
         if engine == "vllm":
             open_shared(slots=2, context_tokens=64, routes=True)
@@ -133,5 +133,5 @@ def test_a_dense_model_is_refused(engine: str, tmp_path: Path) -> None:
 
 
 def test_request_for_experts_is_refused_by_an_engine_without_them(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="says nothing of experts"):
+    with pytest.raises(ValueError, match="does not report experts"):
         opened(make("qwen3_moe", tmp_path), routes=False).add(request("r", PROMPT, routes=True))

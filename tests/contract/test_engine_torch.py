@@ -294,8 +294,6 @@ def load_all(directory: Path) -> dict[str, torch.Tensor]:
 
 
 class TestWeightsThatAreRefused:
-    """Whatever is wrong with a file, the old weights stay."""
-
     @pytest.fixture()
     def engine(self, tmp_path: Path) -> TorchEngine:
         return open_engine(make("qwen2", tmp_path / "model"))

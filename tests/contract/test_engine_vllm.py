@@ -1,4 +1,4 @@
-"""What only vLLM can get wrong: log-probs, draws, weights, endpoints (`make test-vllm`)."""
+"""Tests of vLLM: log-probs, draws, weights, endpoints (`make test-vllm`)."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from(
     from tests.support.torch_engines import reference_logits
 
     device.need_fine()
-    # Beside plain and greedy ones, so that rows of one batch differ.
+    # With plain and greedy ones, so that rows of one batch differ.
     others = [request("plain", [7], max_tokens=40), request("g", [8], temperature=0.0)]
     one = request("r", [5, 9, 14, 21], max_tokens=40, seed=3, **settings)
     result = run(vllm.open(slots=8), [others[0], one, others[1]])["r"]

@@ -69,9 +69,6 @@ def opened(vllm: Subject, **which: Any) -> VllmEngine:
 
 
 def taken(engine: Engine, one: EngineRequest, *, sampled: int) -> tuple[Kv, EngineRequest]:
-    """The request's cache when so many tokens more are there, and the request that goes on from it.
-    A step need not have one of each request; one that has ended in its server by then is asked
-    again."""
     for _ in range(moves.ATTEMPTS_MAX):
         results = defaultdict[str, Result](Result)
         engine.add(replace(one, emit_every=1))
@@ -90,7 +87,6 @@ def taken(engine: Engine, one: EngineRequest, *, sampled: int) -> tuple[Kv, Engi
 def steps_until(
     engine: Engine, results: dict[str, Result], names: Iterable[str], *, tokens: int
 ) -> None:
-    """Steps until each of these has so many tokens, or has ended."""
     some = [results[name] for name in names]
     for _ in range(moves.STEPS_MAX):
         if all(one.reason is not None or len(one.tokens) >= tokens for one in some):
@@ -143,7 +139,6 @@ def test_requests_that_move_into_company_have_the_logprobs_of_transformers(
 
 
 def test_caches_go_between_two_ranks_and_one(vllm: Subject) -> None:
-    """A cache is told whole: how many processes share it does not matter to who gets it."""
     single = opened(vllm)
     assert KV_EXPORT in single.declares
     last = request("r", PROMPT, max_tokens=150)
@@ -168,7 +163,6 @@ def test_request_with_its_cache_computes_one_token_of_its_prompt(
 
 
 def test_cache_whose_file_is_gone_is_computed(vllm: Subject, target: VllmEngine) -> None:
-    """As when it was let go meanwhile, and its worker has gone."""
     _, rest = taken(vllm.open(slots=2), request("r", PROMPT, max_tokens=60), sampled=9)
     expected = run(target, [replace(rest, kv=None)])["r"]
     target.add(rest)

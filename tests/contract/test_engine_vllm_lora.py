@@ -1,4 +1,4 @@
-"""What only vLLM can get wrong with several versions of a LoRA policy (`make test-vllm`)."""
+"""Tests of vLLM with several versions of a LoRA policy (`make test-vllm`)."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_other_base_takes_all_versions_away_and_only_while_nothing_runs(
     engine.load(path, version=0, digest=digest)
     with pytest.raises(ValueError, match="version 1 is not resident"):
         engine.add(under(1))
-    with pytest.raises(PolicyError, match="stands on weights"):
+    with pytest.raises(PolicyError, match="has the base weights"):
         lora.load(engine, 1)
     one = under(0)
     assert logprob_distance(tmp_path / "m", one, run(engine, [one])["r0"]) < DISTANCE_MAX

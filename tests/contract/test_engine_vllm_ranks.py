@@ -1,7 +1,6 @@
-"""A vLLM server of two ranks, each with a part of every layer or with some of the layers, says
-what one rank says.
+"""Tests of a vLLM server with two ranks: results equal those of one rank.
 
-By its name it comes behind the files that ask for the same servers: its own would push theirs out.
+The file name sorts after the files that share a server, which its own server would evict.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ DEALT: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=DEALT)
 def dealt(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What each rank has a part of."""
     return DEALT[request.param]
 
 
@@ -107,7 +105,7 @@ def test_each_rank_has_a_process_of_the_servers_session(
 UNFIT = {
     r"4 attention heads .* 3": ("--tensor-parallel-size", "3"),
     r"2 layers are too few for 3": ("--pipeline-parallel-size", "3"),
-    r"no experts to be dealt": (
+    r"needs a model with experts": (
         *("--tensor-parallel-size", "2"),
         *("--args", '{"enable_expert_parallel": true}'),
     ),

@@ -1,4 +1,4 @@
-"""vLLM that is told to sleep (`make test-vllm`, `make test-gpu`)."""
+"""Tests of vLLM's sleep mode (`make test-vllm`, `make test-gpu`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What every objective keeps, a user's own too: its gradient is the slope of its value, masks and
-the KL term take what they say, and nothing that a task may give makes a NaN."""
+"""Tests of every objective, also a user's own: gradients, masks, the KL term and no NaN."""
 
 import math
 import re
@@ -95,7 +94,6 @@ class Subject:
 
 @pytest.fixture(scope="module", autouse=True)
 def sapo(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The objective of docs/training.md, as a user has it: a file beside the configuration."""
     folder = tmp_path_factory.mktemp("own")
     (block,) = re.findall(r"```python\n(# sapo.py.*?)```", GUIDE.read_text(), re.DOTALL)
     (folder / "sapo.py").write_text(block)
@@ -131,7 +129,6 @@ def test_gradient_is_the_slope_of_the_value_under_every_mask_advantage_and_kl(
 
 
 def check_gradient(subject: Subject, mask: Mask, kl: str | None) -> None:
-    """It is the slope of the value, with this mask, this estimate of KL, and one of the rules."""
     bounds = {"mask_low": 0.8, "mask_high": 1.3} if mask != "none" else {}
     keys = subject.chosen(
         mask=mask, **bounds, **({"kl_coef": 0.3, "kl_estimate": kl} if kl else {})

@@ -1,4 +1,4 @@
-"""One suite for every task that comes with the system: data, prompts, rewards, demonstrations."""
+"""Contract of every built-in task: data, prompts, rewards, demonstrations."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What every tracker promises: the rows it is given are there, once, whoever asks later."""
+"""Tests of every tracker: each exported row is stored once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def _row(step: int) -> dict[str, float]:
 
 
 def _export(harness: Harness, steps: list[int], run: TrackedRun = RUN) -> None:
-    """One export of a log with these rows: those that are there are not given again."""
     tracker = harness.open()
     try:
         for step in steps[tracker.begin(run) :]:

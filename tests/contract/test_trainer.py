@@ -1,4 +1,4 @@
-"""What every trainer keeps: equal inputs give equal bytes, and its files bring its state back."""
+"""Tests of every trainer: equal inputs give equal bytes, and files restore the state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,6 @@ class Subject:
     """Its policies are adapters on version 0."""
 
     def fresh(self) -> Learner:
-        """One that has loaded version 0."""
         trainer = self.make()
         weights = self.store.weights_path(self.policy.digest)
         trainer.load(weights, digest=self.policy.digest, optimizer=None)

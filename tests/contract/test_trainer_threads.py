@@ -1,4 +1,4 @@
-"""The trainer as production runs it: a SQLite log, a thread that works, a loop that goes on."""
+"""Tests of the trainer with a SQLite log, a worker thread and its event loop."""
 
 import threading
 import time

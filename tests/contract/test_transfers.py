@@ -1,4 +1,4 @@
-"""What every way of transfer keeps to: whole or named loss, never other bytes, never for ever."""
+"""Tests of every transfer: whole files or a named loss, within a time limit."""
 
 from __future__ import annotations
 

@@ -43,7 +43,6 @@ def test_peer_without_the_token_of_the_run_gets_nothing(
 
 
 def hello(client: Any, nonce: bytes) -> bytes:
-    """What a server answers to a nonce."""
     options = flight.FlightCallOptions(timeout=WAIT_S)
     (answer,) = client.do_action(flight.Action(ours.HELLO, nonce), options)
     return bytes(answer.body.to_pybytes())
@@ -177,12 +176,10 @@ SETTLED_S = 5.0
 
 
 def threads() -> int:
-    """Of this process, those of C++ too."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def silent(address: str) -> socket.socket:
-    """A connection on which nothing is said."""
     host, _, number = address.removeprefix("grpc://").rpartition(":")
     return socket.create_connection((host, int(number)), timeout=WAIT_S)
 

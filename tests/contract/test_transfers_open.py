@@ -211,7 +211,6 @@ class Log:
         self.bus.writer().append([append])
 
     def book(self, own: str = "grpc://me:1") -> PeerFinder:
-        """As a process of this address reads it."""
         return PeerFinder(self.open, TOPICS, own=own)
 
 

@@ -1,1 +1,1 @@
-"""What the DeepSpeed trainer has beyond the contract; skipped where the package is absent."""
+"""Tests of the DeepSpeed trainer beyond the contract; skipped without the package."""

@@ -35,13 +35,11 @@ class Bench:
         self.log = deepspeed.BatchLog(root / "log.sqlite")
 
     def deepspeed(self, **options: Any) -> deepspeed.LoggedTrainer:
-        """One that has loaded version 0."""
         made = deepspeed.make_learner(self.assets, self.weights, self.log, **options)
         made.load(self.weights, digest=self.policy.digest, optimizer=None)
         return made
 
     def torch(self, micro_batch_tokens: int = 256, lora: Any = None, **more: Any) -> Any:
-        """The torch trainer, likewise."""
         from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 
         options = TorchOptions(

@@ -1,5 +1,4 @@
-"""Trajectories of several contexts on ranks: the steps are the torch trainer's, whoever computes
-which part."""
+"""Tests of trajectories with several contexts: steps on ranks equal the torch trainer's."""
 
 from pathlib import Path
 from typing import Any

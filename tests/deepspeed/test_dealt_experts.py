@@ -57,9 +57,9 @@ def test_dense_model_and_odd_numbers_of_experts_are_refused_in_one_line(
     from dora_pipe.consumers.learners.deepspeed.dealt_experts import DealtExperts
     from dora_pipe.consumers.learners.torch.network import build
 
-    with pytest.raises(PolicyError, match="0 experts of llama are not dealt among 2 ranks"):
+    with pytest.raises(PolicyError, match="0 experts of llama cannot be split over 2 ranks"):
         DealtExperts(build(bench.assets), 2)
-    with pytest.raises(PolicyError, match="8 experts of qwen3_moe are not dealt among 3 ranks"):
+    with pytest.raises(PolicyError, match="8 experts of qwen3_moe cannot be split over 3 ranks"):
         DealtExperts(build(mixture.assets), 3)
 
 

@@ -1,4 +1,4 @@
-"""An adapter's steps under ZeRO are the torch trainer's; its base is frozen, held once, let go."""
+"""Tests of an adapter under ZeRO: steps equal the torch trainer's, and the base is frozen."""
 
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def test_policy_that_does_not_fit_is_refused_and_the_ranks_stay_in_step(bench: B
     trainer = bench.deepspeed(lora=_options())
     base = bench.policy.digest
     for odd, why in (
-        (random_adapter(bench.weights, "ab" * 32, seed=1), "stands on weights abab"),
+        (random_adapter(bench.weights, "ab" * 32, seed=1), "has the base weights abab"),
         (random_adapter(bench.weights, base, seed=1, layers=("q_proj",)), "on one side only"),
         (random_adapter(bench.weights, base, seed=1, rank=8), "is another"),
     ):

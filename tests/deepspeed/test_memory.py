@@ -1,4 +1,4 @@
-"""What bounds the memory of a step, on DeepSpeed's ranks: the same gradients, and equal bits."""
+"""Tests of memory savings on DeepSpeed ranks: equal gradients and equal bits."""
 
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,6 @@ LARGE: dict[str, Any] = {"num_hidden_layers": 12, "hidden_size": 256, "moe_inter
 def test_rank_holds_no_more_of_a_network_than_it_keeps_and_a_layer(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A base beside an adapter: nothing else is as large. Whole it is what a rank had at first."""
     deepspeed.need_deepspeed(ranks=2)
     Bench(tmp_path / "a", make_qwen3_moe(tmp_path / "small")).deepspeed(lora=LORA, **options)
     large = Bench(tmp_path / "b", make_qwen3_moe(tmp_path / "model", **LARGE))

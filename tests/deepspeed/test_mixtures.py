@@ -119,7 +119,6 @@ def test_loss_of_routers_is_that_of_the_torch_trainer_in_parts_and_rows_too(
 
 
 def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(mixture: Bench) -> None:
-    """One trajectory: a rank without one computes two tokens, which few experts see."""
     for options in STAGES:
         trainer = mixture.deepspeed(**options)
         batch = make_batch(seed=8, groups=1, samples=3)
@@ -135,7 +134,6 @@ def test_ranks_whose_tokens_choose_other_experts_do_not_wait_for_each_other(mixt
 def test_adapter_stands_on_a_mixture_as_it_is_in_the_store(
     mixture: Bench, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Its experts are frozen; where they are dealt, a rank has its own."""
     from dora_pipe.consumers.learners.torch.lora import LoraOptions
 
     lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "v_proj", "down_proj"))

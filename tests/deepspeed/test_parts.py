@@ -21,13 +21,11 @@ WITH_BFLOAT16 = [*ENGINES, {"zero_stage": 2, "dtype": "bfloat16"}]
 
 
 def parted(seed: int, parts: Sequence[int], **more: Any) -> TrainBatch:
-    """Of four groups; a part of one has three trajectories or fewer."""
     made = make_batch(seed=seed, step=0, groups=4, samples=3, **{"valid": 0.8, **more})
     return replace(with_teacher(made), parts=parts)
 
 
 def told(bench: Bench, batch: TrainBatch, settings: Settings, *, ahead: int) -> LoggedTrainer:
-    """One that computed so many parts of this batch ahead, and the rest with it."""
     trainer = bench.deepspeed()
     for part in batch.in_parts()[:ahead]:
         trainer.train_part(part, settings)
@@ -117,7 +115,6 @@ def test_step_in_parts_that_is_not_finite_leaves_ranks_that_can_load_again(bench
 def test_parts_that_are_dealt_as_minibatches_are_the_same_updates_however_early(
     bench: Bench, engine: dict[str, Any]
 ) -> None:
-    """With the log-probs of the step's first weights, which the first update has changed."""
     settings = {**HARD, "trainer.minibatches": 2}
     batch = parted(3, [])
     in_parts = replace(batch, groups=[batch.groups[at] for at in (0, 2, 1, 3)], parts=[2])

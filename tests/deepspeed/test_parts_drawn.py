@@ -50,7 +50,6 @@ class Pair:
     def gradients(
         self, batch: TrainBatch, settings: Settings, ahead: int
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of the batch in its parts, the first ones computed ahead of it, and of it at once."""
         for one in (self.ours, self.theirs):
             one.load(self._weights, digest=self._policy.digest, optimizer=None)
         for part in batch.in_parts()[:ahead]:

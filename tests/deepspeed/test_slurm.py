@@ -28,7 +28,6 @@ STEPS = 6
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[SlurmJob]:
-    """Three nodes, of which the trainer has two; no node sees what lies on another."""
     if subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
         pytest.skip("no mount namespaces here: nodes cannot have disks of their own")
     variables = {"TRAINER_NODES": "2", "TRAINER_RANKS": "1", "WORKERS_PER_NODE": "1"}
@@ -119,4 +118,4 @@ def test_a_node_that_is_lost_ends_the_job_and_submitted_again_it_goes_on(job: Sl
 def test_ranks_that_are_no_equal_shares_end_the_job_with_their_line(job: SlurmJob) -> None:
     with job.submitted(*WORDS, "-o", "trainer.ranks=3") as submitted:
         assert submitted.wait(LIMIT_S) == 3, job.said()
-    assert "3 ranks are no equal shares of 2 nodes" in job.said()
+    assert "3 is not a multiple of 2 nodes" in job.said()

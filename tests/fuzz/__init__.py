@@ -1,1 +1,1 @@
-"""Every decoder under a coverage-guided fuzzer (`make fuzz`), and what it has found, for ever."""
+"""Coverage-guided fuzzing of every decoder (`make fuzz`), and the corpus of its findings."""

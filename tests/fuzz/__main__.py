@@ -1,7 +1,7 @@
-"""``make fuzz``: every target for some seconds, each in a process of its own; a line for each.
+"""``make fuzz``: run every target for some seconds in its own process.
 
-What a finding is says `targets`. The input of one is kept in the folder that is printed; to keep
-it for ever, fix what it found and put it under tests/fuzz/corpus/TARGET/ with a name that says so.
+`targets` defines a finding. Its input is kept in the printed folder. After the fix, put it under
+tests/fuzz/corpus/TARGET/ with a descriptive name.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ _FINAL: Final = re.compile(r"stat::(number_of_executed_units|peak_rss_mb):\s+(\d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fuzzed:
-    """What some seconds of a target came to."""
-
     inputs: int
     branches_first: int
     """Of our Python, and wordings of refusals, that the seeds reach."""
@@ -88,7 +86,6 @@ def fuzz(target: Target, *, seconds: int, seed: int, folder: Path) -> Fuzzed:
 
 
 def parse(log: str, findings: tuple[Path, ...]) -> Fuzzed:
-    """What libFuzzer's log says."""
     final = {name: int(number) for name, number in _FINAL.findall(log)}
     reached = {when: (int(branches), int(kept)) for when, branches, kept in _BRANCHES.findall(log)}
     first = reached.get("INITED", (0, 0))

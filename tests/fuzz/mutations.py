@@ -1,8 +1,7 @@
-"""Decides how an input is changed so that the change gets behind the first check.
+"""Mutations of inputs that pass the first check of a decoder.
 
-A mutated zstd frame is no frame, a mutated header length no file, and most mutated JSON no JSON:
-what lies inside is changed by itself and put together again. One time in eight the bytes are
-changed as they are.
+The content of zstd frames, headers and JSON is mutated by itself and encoded again. One input in
+eight is mutated as raw bytes.
 """
 
 from __future__ import annotations

@@ -167,7 +167,6 @@ def _weights(name: str, *values: int) -> Path:
 
 
 def _read_delta(data: bytes) -> Any:
-    """Applied to a file; that it makes another version than it says is said last of all."""
     path = _scratch() / "fuzzed.delta"
     path.write_bytes(data)
     with opened_deltas([path]) as deltas:

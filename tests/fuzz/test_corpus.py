@@ -1,4 +1,4 @@
-"""What fuzzing has found stays found: every input of the corpus is refused in one line."""
+"""Tests of the fuzzing corpus: every input is rejected in one line."""
 
 from __future__ import annotations
 

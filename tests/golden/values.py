@@ -1,4 +1,4 @@
-"""The values whose bytes lie beside this file: every record kind, every field somewhere set."""
+"""Values of the golden files: every record kind, with every field set at least once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What is shown of a whole run whose rollouts are a script of the package `openai`: tables, show,
-traces and pages say the same of its calls."""
+"""Tests of all views of a run whose rollouts are a script with the package `openai`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alarms as `run` shows them: each once, by name, while the run goes on."""
+"""Tests of alarms printed by `run`: each alarm once, by name."""
 
 from __future__ import annotations
 

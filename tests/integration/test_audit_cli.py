@@ -56,7 +56,7 @@ def _engine(*, assets: Path, config: Any, decode: Any) -> SimulatedEngine:
 def test_clean_run_is_proved_with_exit_code_0(call: Call, recorded: RecordedRun) -> None:
     code, out, err = call("audit", str(recorded.directory))
     assert code == 0, err
-    assert "C2: what became of every dispatched group" in out
+    assert "C2: outcome of every dispatched group" in out
     assert "BROKEN" not in out
     assert out.count(" ok") == 11
     assert re.fullmatch(r"holds: 0 violations in [\d,]+ records", out.splitlines()[-1])
@@ -109,7 +109,7 @@ def test_steps_are_replayed_with_a_line_each(call: Call, recorded: RecordedRun) 
     assert code == 0, err
     lines = out.splitlines()
     assert [line.split()[1] for line in lines] == ["6", "7", "8"]
-    assert "(leads there)" in lines[0]
+    assert "(prefix)" in lines[0]
     assert "2 of 2 steps bit-equal" in err
 
 
@@ -276,4 +276,4 @@ def test_what_an_audit_cannot_see_is_said_and_stands_in_the_docs(
     page = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
     assert said and [line for line in said if line not in page] == []
     _, out, _ = call("audit", str(recorded.directory))
-    assert "an audit cannot see" in out
+    assert "outside the scope of audit" in out

@@ -1,7 +1,6 @@
-"""Every damage to a copy of a recorded run is named; also after a forger has mended the chain.
+"""Tests of audit on damaged copies of a recorded run.
 
-Goal: no check leans on the chain alone. Method: damage the SQLite file behind the bus's back, audit
-it, and look for the violation that only the right check can find.
+The SQLite file is damaged and its chain recomputed, so that only the right check can find it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ DAMAGES: list[tuple[Callable[[Tamper], str], str, str]] = [
     (damage.change_answer, "records", "answer in the record is not what `trajectory logged` says"),
     (damage.change_part, "records", "reward parts in the record is not what `trajectory logged`"),
     (damage.change_weights, "policies", "holds other weights"),
-    (damage.change_contributions, "policies", "was changed: its sha256 is another one"),
-    (damage.change_checkpoint, "policies", "was changed: its sha256 is another one"),
+    (damage.change_contributions, "policies", "was changed: its sha256 differs"),
+    (damage.change_checkpoint, "policies", "was changed: its sha256 differs"),
     (damage.mix_in_another_run, "records", "is of another run"),
 ]
 """Damage, the check that must find it, and what it must say."""
@@ -122,7 +121,7 @@ def test_decisions_whose_end_was_cut_off_are_named_by_the_facts_that_answered_th
 ) -> None:
     with Tamper(copy) as log:
         rows = log.rows("decisions")
-        log.remove(rows[-1])  # It stopped the run; what is left is a run that goes on.
+        log.remove(rows[-1])  # It stopped the run; the remaining log is that of a live run.
     report = audited(copy)
     assert not report.finished
     lines = [one.line for one in report.violations if "but no decision stopped it" in one.line]
@@ -178,6 +177,6 @@ def test_records_in_no_topic_and_in_no_partition_are_named_by_the_command(
     assert code == 5
     said = [one["message"] for one in json.loads(out)["violations"]]
     assert said == [
-        "records lie in partition 5 of recorded.control, which has 1",
-        "records lie under topic id 77, which is none of the log's",
+        "records are in partition 5 of recorded.control, which has 1",
+        "records have topic id 77, which the log does not define",
     ]

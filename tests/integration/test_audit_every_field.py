@@ -48,8 +48,6 @@ of a kind of its own."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A fact, a round, or what stands in a round: the record that it is in, and where."""
-
     kind: str
     row: Row
     inside: Field = ()
@@ -104,7 +102,7 @@ def forge(log: Tamper, row: Row, *paths: Field) -> None:
     for path in paths:
         plain = with_another(plain, path)
     log.put(replace(row, value=msgspec.json.encode(plain, order="deterministic")))
-    with suppress(SchemaError):  # nobody mends what cannot be read
+    with suppress(SchemaError):  # an unreadable value cannot be repaired
         log.mend()
 
 

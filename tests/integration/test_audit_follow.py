@@ -1,4 +1,4 @@
-"""`audit` on the command line: a second time, and following a run that goes on."""
+"""Tests of repeated audits and of `audit --follow` on a live run."""
 
 from __future__ import annotations
 

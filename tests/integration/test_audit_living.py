@@ -1,4 +1,4 @@
-"""A run is audited while it goes on: whatever happens between two reads, nothing looks broken."""
+"""Tests of audits of a live run: no read between two appends reports a violation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tests.support.cluster import ORCHESTRATOR, TRAINER, BriskBus, Cluster, Ears
 
 
 class BusyBus(BriskBus):
-    """The cluster goes on by some turns whenever the log is asked for an end or a reader."""
-
     def __init__(self, cluster: Cluster, turns: int) -> None:
         super().__init__(cluster.bus, Ears())
         self._cluster = cluster

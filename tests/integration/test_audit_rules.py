@@ -1,8 +1,7 @@
-"""Decisions and facts that could not be are named by the rule they break; the chain always fits.
+"""Tests of audit rules on impossible decisions and events.
 
-Method: one decision or fact of a recorded run is changed, the forger mends the chain and what state
-digests can be mended, and audit must still say which rule was broken, of whom. Nothing is trusted
-because it stands once: fields that no rule of the fold reads are named by what says the same.
+One decision or event of a recorded run is changed and the chain recomputed; audit must name the
+rule. Fields that the fold does not read are checked against a second record.
 """
 
 from __future__ import annotations

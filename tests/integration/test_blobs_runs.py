@@ -62,8 +62,6 @@ class Killed(BaseException):
 
 @dataclass
 class Deaths:
-    """Whether the next writer of a large value dies when it lies there; who did."""
-
     due: bool = False
     died: list[str] = field(default_factory=list)
 
@@ -111,11 +109,6 @@ def _observe(tasks: InlineTasks, call: EnvStep) -> EnvObserved:
 
 
 def blob_cluster(directory: Path) -> BlobCluster:
-    """Three steps, and contexts that hold what environments say; its configuration beside the log.
-
-    A third of the trajectories is larger than a record may be, by what an environment answered:
-    `OBSERVED` tokens that nothing compresses.
-    """
     config = make_config(
         run__steps=STEPS,
         run__name="claimed",
@@ -166,7 +159,6 @@ def values(run: Path) -> dict[str, Path]:
 
 
 def blobs(run: Path) -> Iterator[tuple[Record, str]]:
-    """Records that claim a value, as they lie in the log, with its digest."""
     with closing(SqliteBus(run / "log.sqlite")) as bus:
         for record in records_of(bus, ends_of(bus, TOPICS.trajectories)):
             if digest := blob_of(record):
@@ -213,7 +205,7 @@ def test_every_command_reads_large_values_from_the_log(
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [("gone", "there is no such value in the store"), ("changed", "has another digest")],
+    [("gone", "the store has no such value"), ("changed", "has another digest")],
 )
 def test_value_that_is_gone_or_changed_is_one_line_of_audit(
     call: Call, copy: Path, how: str, why: str
@@ -248,7 +240,6 @@ def trained(run: Path) -> tuple[Record, str]:
 
 
 def plan(run: Path, *, hours: float = 2.0) -> PrunePlan:
-    """What would be pruned so many hours from now."""
     clock = VirtualClock()
     latest = max(path.stat().st_mtime_ns for path in values(run).values())
     clock.ns += latest + int(hours * HOUR_NS) - clock.wall_ns()
@@ -324,8 +315,6 @@ def test_log_is_not_read_while_no_value_is_old(copy: Path) -> None:
 
 
 class _Struck(BlobFiles):
-    """Kills this process when a value lies there, before its record is appended."""
-
     def write(self, digest: str, value: bytes) -> None:
         super().write(digest, value)
         os.kill(os.getpid(), signal.SIGKILL)

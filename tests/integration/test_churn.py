@@ -1,4 +1,4 @@
-"""One worker under a wide bound, and workers that come and go all the time: live, and clean."""
+"""Tests of runs with one worker under a wide bound, and with workers that join and leave."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ class Churn:
         self.going: set[str] = set()
 
     def turn(self) -> None:
-        """One of the things that may happen now."""
         living = sorted(self.cluster.roles.keys() - {ORCHESTRATOR, TRAINER} - self.going)
         happens: Callable[[str], None] = self.join
         if len(living) > LIVING_MIN and (len(living) >= LIVING_MAX or self.chance.random() < 0.5):

@@ -1,4 +1,4 @@
-"""A log whose file was cut: every command says so in one line and ends; nobody tries again."""
+"""Tests of commands on a truncated log: each ends with one line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Who shows, exports or reproduces a trajectory says when its record is not what was logged.
-
-Method: a record of a recorded run is removed, changed, or changes places with another one; every
-reader of records is asked for it.
-"""
+"""Tests of every reader of records on a removed, changed or exchanged record."""
 
 from __future__ import annotations
 
@@ -107,7 +103,7 @@ def test_traces_tell_of_it_by_facts_alone_and_end_with_exit_code_5(
         whole = {one.attributes.get(names.TRAJECTORY) for one in endpoint.spans}
     assert code == 5
     assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
-    assert "damaged, and their traces told by facts alone" in err
+    assert "damaged, their traces contain events only" in err
     assert own and not any(one.stage == "segment" for one in own)
     assert len(whole) > 200, "the sound ones were sent"
 

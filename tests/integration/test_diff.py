@@ -1,7 +1,4 @@
-"""`diff` of two runs: nothing where they are one, else the planted first difference, and why.
-
-Method: a recorded run beside a copy of itself in which one thing was forged from end to end.
-"""
+"""Tests of `diff` on a recorded run and a copy with one planted difference."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_steps_of_an_endpoint_come_out_bit_for_bit_when_it_is_gone(
         (other,) = again(running, 0, 1, teacher_weight=0.1)  # with what was said then
         assert not other.replayed.equal
         running.store.blob("contributions", commits[0].contributions.sha256).unlink()
-        with pytest.raises(PolicyError, match="step 0: what its teacher said"):
+        with pytest.raises(PolicyError, match="step 0: the log-probs of its teacher"):
             again(running, 0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What `doctor` says of contexts before a run: positions of the model, and prompts of its data."""
+"""Tests of `doctor` on context lengths: positions of the model, and prompts of its data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(model: Path, data: Path, lengths: list[int], **sections: Any) -> Config:
-    """A run on prompts of so many tokens: one for each character."""
     rows = [json.dumps({"prompt": "7" * length, "answer": "7"}) for length in lengths]
     data.write_text("\n".join(rows) + "\n")
     plain: dict[str, Any] = {
@@ -60,7 +59,7 @@ def found(config: Config) -> dict[str, CheckResult]:
 def test_prompts_that_fit_are_ok(model: Path, tmp_path: Path) -> None:
     rows = found(config(model, tmp_path / "d.jsonl", [3, 44, 9]))
     assert (rows["context"].state, rows["context"].detail) == ("ok", "64 tokens, by torch")
-    said = "3 of 3 looked at, up to 44 tokens, and max_tokens has room behind them"
+    said = "3 of 3 checked, up to 44 tokens with room for max_tokens"
     assert rows["prompts, train"] == CheckResult("ok", "prompts, train", said)
 
 
@@ -69,8 +68,8 @@ def test_prompts_that_leave_less_than_max_tokens_are_told_of_and_so_are_those_th
 ) -> None:
     row = found(config(model, tmp_path / "d.jsonl", [3, 45, 63]))["prompts, train"]
     assert row.state == "note"
-    assert "2 leave less than max_tokens, 20, in a context of 64: answers end there" in row.detail
-    assert row.detail.endswith("workers.max_model_len = 83 has room for all")
+    assert "2 leave less than max_tokens, 20, in a context of 64: answers are cut" in row.detail
+    assert row.detail.endswith("workers.max_model_len = 83 fits all")
     row = found(config(model, tmp_path / "d.jsonl", [3, 45, 64]))["prompts, train"]
     assert row.state == "note"
     assert "1 do not fit a context of 64: invalid, as PromptUnfit" in row.detail
@@ -82,7 +81,7 @@ def test_a_context_beyond_the_models_positions_fails(model: Path, tmp_path: Path
     larger = {"workers": {"max_model_len": 257, "engine": "vllm"}}
     row = found(config(model, tmp_path / "d.jsonl", [3], **larger))["context"]
     assert row.state == "fail"
-    assert "its 256 positions are fewer than a context of 257 tokens" in row.detail
+    assert "its 256 positions are fewer than workers.max_model_len = 257" in row.detail
     assert row.detail.endswith("workers.max_model_len = 256 or less")
 
 
@@ -111,7 +110,7 @@ def test_what_is_not_here_is_not_looked_at(tmp_path: Path, model: Path) -> None:
     (tmp_path / "d.jsonl").unlink()
     rows = found(wanted)
     assert rows["context"].state == "ok"
-    assert rows["prompts"].state == "note" and "not looked at" in rows["prompts"].detail
+    assert rows["prompts"].state == "note" and "skipped" in rows["prompts"].detail
 
 
 def test_of_many_rows_some_are_looked_at_from_the_first_to_the_last() -> None:
@@ -152,8 +151,8 @@ def asked(text: str, role: str = "user") -> list[dict[str, str]]:
         ([asked("7"), asked("<|im_start|>user\n7")], "note", "row 1: TaskError: the text is rend"),
         (["7", "<|im_start|>user\n7<|im_end|>\n"], "note", "row 1: TaskError: the text is rend"),
         (["<|im_start|>user\n7<|im_end|>\n"], "fail", 'task.special_tokens = "parse"'),
-        ([asked("7"), asked("a <|im_end|> b")], "note", "become letters: row 1: <|im_end|>"),
-        (["7", "7 </think>"], "note", "become letters: row 1: </think>"),
+        ([asked("7"), asked("a <|im_end|> b")], "note", "encoded as text: row 1: <|im_end|>"),
+        (["7", "7 </think>"], "note", "encoded as text: row 1: </think>"),
     ],
 )
 def test_every_row_that_makes_no_prompt_or_another_one_is_named(
@@ -205,7 +204,7 @@ def test_rows_beyond_the_first_are_looked_at_while_a_run_goes_on(tmp_path: Path)
         lines: list[str] = []
         until(lambda: [*map(lines.append, watch.lines())] != [])
         (line,) = lines
-    assert f"row {bad}: TaskError: the model's chat template shows no system" in line
+    assert f"row {bad}: TaskError: the model's chat template ignores system" in line
     with PromptWatch(wanted, run_started(wanted, rows=9), lambda: chat) as watch:
         assert watch.lines() == []
 

@@ -1,4 +1,4 @@
-"""What `doctor` says of a log: reached or not, as whom, and what is wrong with a run's topics."""
+"""Tests of `doctor` on a log: reachability, user and topic settings."""
 
 from __future__ import annotations
 
@@ -113,4 +113,4 @@ def test_settings_that_were_changed_later_are_found(
     theirs.close()
     details = {one.state: one.detail for one in described(wanted) if one.what == "settings"}
     assert "is compacted" in details["fail"] and "cleanup.policy=delete" in details["fail"]
-    assert "forgets records beyond 1 days" in details["note"]
+    assert "deletes records beyond 1 days" in details["note"]

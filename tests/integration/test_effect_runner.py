@@ -1,4 +1,4 @@
-"""What is asked is answered: in order, in bounded room, whatever raises."""
+"""Tests of the effect runner: ordered answers in bounded memory, also after exceptions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ WAIT_S = 10.0
 
 @dataclass(frozen=True)
 class Say:
-    """An effect of the test: so many events."""
-
     text: str
     times: int = 1
 

@@ -1,5 +1,4 @@
-"""Chat completions, asked by OpenAI's own client: what an agent says is what the worker is asked,
-and what was sampled is never made again from text."""
+"""Tests of chat completions with OpenAI's client: requests arrive unchanged and tokens are kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Responses, Anthropic's messages and token ids, each asked by who speaks it: the same call, and a
-conversation goes on behind what was sampled in all of them."""
+"""Tests of Responses, Anthropic messages and token ids: equal calls and prefixes."""
 
 from __future__ import annotations
 

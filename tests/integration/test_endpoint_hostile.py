@@ -1,5 +1,4 @@
-"""Whoever is slow, torn, large or many at the endpoint costs nobody else anything; its process may
-die, and is at the same address again."""
+"""Tests of slow, torn, large or many requests, and of a restart of the endpoint."""
 
 from __future__ import annotations
 

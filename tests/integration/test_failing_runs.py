@@ -1,4 +1,4 @@
-"""Runs that learn nothing: every reward raises and the run halts, or all are equal: it is said."""
+"""Tests of runs without a gradient: every reward raises, or all rewards are equal."""
 
 from __future__ import annotations
 

@@ -23,8 +23,6 @@ from tests.support.worker import VirtualClock
 
 
 class Forgetful(SimulatedLearner):
-    """It leaves a trajectory out of one step."""
-
     def train(self, batch: TrainBatch, settings: Settings) -> StepResult:
         if batch.step != STEPS - 1:
             return super().train(batch, settings)

@@ -161,7 +161,7 @@ def test_a_state_of_another_optimizer_is_refused_by_name(
         config = msgspec.structs.replace(source.config, trainer=trainer)
     with pytest.raises(ConfigError, match=rf"is of trainer\.{key} = ") as refused:
         inherit(str(root / AGAIN), root, store, config, with_optimizer=True)
-    assert "begins afresh" in (refused.value.hint or "")
+    assert "the optimizer state starts empty" in (refused.value.hint or "")
 
 
 def test_an_adapters_state_is_refused_by_name(root: Path, store: PolicyStore) -> None:
@@ -185,4 +185,4 @@ def test_where_there_is_no_state_the_command_that_makes_it_is_named(
     assert f"retrain {NAME} --out DIR --to {version}" in hint
     with opened(NAME, runs) as source, pytest.raises(PolicyError) as refused:
         inherit(f"{NAME}@0", runs, store, source.config, with_optimizer=True)
-    assert "version 0 begins with a fresh one" in (refused.value.hint or "")
+    assert "version 0 has none" in (refused.value.hint or "")

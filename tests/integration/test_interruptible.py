@@ -1,4 +1,4 @@
-"""Runs that let requests go on under new weights: the promises that are left hold, to the bit."""
+"""Tests of partial rollout: requests continue under new weights."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) ->
     assert report.staleness_bound is not None
     assert report.staleness_max <= report.staleness_bound == 2
     (c1,) = [line for line in report.checks if line.check == "C1"]
-    assert c1.holds.startswith("declared off (partial_rollout)")
+    assert c1.holds.startswith("off (staleness.partial_rollout)")
 
 
 def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Cluster) -> None:

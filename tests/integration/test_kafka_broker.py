@@ -1,4 +1,4 @@
-"""The broker that the tests stand on starts, forgets nothing it acknowledged, and comes back."""
+"""Tests of the test broker: it starts, keeps acknowledged records and restarts."""
 
 from pathlib import Path
 

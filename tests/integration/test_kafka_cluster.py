@@ -1,4 +1,4 @@
-"""Three real brokers replicate, go on without one, and take it back."""
+"""Tests of three real brokers: replication, the loss of one and its return."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A role dies between the acknowledgement of its records and their commit, and stays dead.
+"""Tests of a role that dies between the acknowledgement and the commit of its records.
 
-On a real broker readers stop before what it left open. That costs nobody else anything.
+Readers of a real broker stop before the open transaction.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_a_port_that_somebody_has_is_one_line(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         done = _program(port, tmp_path / "data", "true")
     assert done.returncode == 1
-    assert done.stderr == f"error: somebody has 127.0.0.1:{port} already\n"
+    assert done.stderr == f"error: 127.0.0.1:{port} is already in use\n"
 
 
 @contextmanager

@@ -101,10 +101,10 @@ def test_changed_byte_of_a_copy_is_named(sealed: Path, call: Call) -> None:
     ("target", "says"),
     [
         ("moved.sqlite", "same log"),
-        ("copy.db", "no place for a copy"),
+        ("copy.db", "cannot hold a copy"),
         ("nowhere/copy.sqlite", "there is no folder"),
         ("kafka://one:9092/other", "a copy keeps the name: kafka://one:9092/recorded"),
-        ("kafka://one:9092", "names no run"),
+        ("kafka://one:9092", "is not a run"),
     ],
 )
 def test_odd_target_is_refused(sealed: Path, call: Call, target: str, says: str) -> None:

@@ -1,4 +1,4 @@
-"""A LoRA run on torch, whole: versions beside each other, a clean audit, replays bit for bit."""
+"""Tests of a LoRA run on torch: resident versions, a clean audit, bitwise replays."""
 
 from __future__ import annotations
 

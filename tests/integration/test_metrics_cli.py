@@ -1,4 +1,4 @@
-"""`metrics`: served to whoever is on this machine, while the log is there and while it is away."""
+"""Tests of `metrics` with a reachable and an unreachable log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ def bus(recorded: RecordedRun) -> Iterator[SqliteBus]:
 
 @pytest.fixture
 def server(recorded: RecordedRun) -> Iterator[MetricsServer]:
-    """Nothing was read yet."""
     with MetricsServer(Exporter(recorded.run, lambda _: []), port=0) as found:
         yield found
 

@@ -1,5 +1,4 @@
-"""Mixtures of experts from a warm start to an export, every step and token bit for bit again, with
-records of experts that lie beside the log."""
+"""Tests of mixtures of experts from warm start to export, with routing stored outside the log."""
 
 from __future__ import annotations
 
@@ -58,8 +57,6 @@ MEMORY = {"gradient_checkpointing": True, "packing": True}
 
 
 class BlobbingCluster(Cluster):
-    """One whose larger records lie beside its log, as those of long responses of wide models do."""
-
     def open_log(self) -> Bus:
         blobs = BlobFiles(self.store.root / "blobs")
         return BlobBus(SqliteBus(self.path), blobs, above_bytes=BLOB_ABOVE)
@@ -104,7 +101,6 @@ def cluster(
 
 
 def progress_of(cluster: Cluster) -> list[Progress]:
-    """The progress records of requests that go on."""
     records = records_of(cluster.bus, ends_of(cluster.bus, cluster.topics.progress))
     found = [decode_any_progress(record.value) for record in records]
     return [one for one in found if isinstance(one, Progress) and one.trajectory[0] == "g"]
@@ -147,7 +143,7 @@ def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_
     whole = path.read_bytes()
     for changed, why in (
         (whole[:-1] + b"?", "has another digest"),
-        (None, "there is no such value"),
+        (None, "the store has no such value"),
     ):
         path.unlink() if changed is None else path.write_bytes(changed)
         (violation,) = audit(cluster.bus, topics, store.root).violations
@@ -161,7 +157,6 @@ def test_records_beside_the_log_are_trained_and_kept_and_one_that_is_damaged_is_
 
 
 def claimed(cluster: Cluster) -> tuple[Record, Path]:
-    """A trained trajectory's record as it lies in the log, and the value that it names."""
     with closing(SqliteBus(cluster.path)) as bus:
         records = records_of(bus, ends_of(bus, cluster.topics.trajectories))
         found = [one for one in records if blob_of(one) and one.key.startswith(b"g")]
@@ -198,6 +193,5 @@ def test_trajectories_come_out_bit_for_bit_and_the_export_is_what_was_trained(
 
 
 def further(folder: Path) -> dict[str, bytes]:
-    """The tensors of layers behind the last."""
     tensors = load_file(folder / "model.safetensors")
     return {name: one.numpy().tobytes() for name, one in tensors.items() if ".layers.2." in name}

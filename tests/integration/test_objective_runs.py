@@ -165,7 +165,7 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
     code, out = call("--step", "0")
     assert code == 0
     assert out.startswith("Step 0: log ratios of ")
-    assert "tokenisation: 0 of " in out
+    assert "tokenization: 0 of " in out
     code, _ = call("--step", "99")
     assert code == 2
 

@@ -1,5 +1,4 @@
-"""`bench paradigms` in virtual time: the same work for every entrant, whatever else the machine
-does; a study goes on where it ended."""
+"""Tests of `bench paradigms` in virtual time: equal work for every entrant, and resumption."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def test_a_study_keeps_what_is_done_and_tells_it_again(tmp_path: Path) -> None:
     assert bench(tmp_path, *words).stdout == first.stdout
     assert (tmp_path / "study" / "cells.jsonl").read_bytes() == cells
     other = bench(tmp_path, *words, "-o", "rollout.group_size=4")
-    assert other.returncode and "study of another setting" in other.stderr
+    assert other.returncode and "study with other settings" in other.stderr
 
 
 def test_quick_runs_are_of_the_task_that_has_them(tmp_path: Path) -> None:

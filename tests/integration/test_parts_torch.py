@@ -27,7 +27,6 @@ EACH: dict[str, Any] = {
 
 
 def has_computed(cluster: Cluster, part: int) -> bool:
-    """Whether the trainer has so many parts of the next step, and no more to do."""
     machine = cluster.roles[TRAINER].machine
     parts = machine._parts.get(machine.history.next_step)
     return bool(machine.phase == "idle" and parts is not None and parts.begun == part)

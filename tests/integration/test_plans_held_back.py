@@ -1,4 +1,4 @@
-"""Whether a run exists, and what its log knows, is asked of a log that hides nothing any more."""
+"""Tests of queries about a run on a log with held-back records."""
 
 from __future__ import annotations
 

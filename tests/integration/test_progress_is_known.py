@@ -45,7 +45,6 @@ def test_many_progress_records_bring_at_most_one_status_per_bus_turn() -> None:
 
 
 def test_statuses_of_many_running_requests_say_what_has_changed_alone() -> None:
-    """80 requests with a progress record each: what is said of them again and again is nothing."""
     world = World(lengths=lambda seed, turn: 900)
     worker = world.start(
         slots=80, checkpoint_tokens=100, heartbeat_ns=20 * TICK_NS, max_tokens=1000
@@ -73,7 +72,6 @@ def test_worker_without_progress_keeps_to_its_heartbeat() -> None:
 
 
 def test_crash_right_after_a_progress_record_goes_on_from_it(tmp_path: Path) -> None:
-    """Two bus turns after the acknowledgement: the status lies in the log and has been read."""
     config = make_config(
         timing__heartbeat_s=1.0,
         timing__lease_s=3.0,
@@ -92,7 +90,6 @@ def test_crash_right_after_a_progress_record_goes_on_from_it(tmp_path: Path) -> 
 
 
 def _fresh_progress(cluster: Cluster, name: str) -> dict[str, Resume]:
-    """What became durable two bus turns ago and is still what its request would go on from."""
     cluster.until(lambda: cluster.version >= 1)
     machine = cluster.roles[name].machine
     requests = machine.requests
@@ -112,7 +109,6 @@ def _fresh_progress(cluster: Cluster, name: str) -> dict[str, Resume]:
 
 
 def _placed_again(cluster: Cluster) -> dict[str, Resume | None]:
-    """Where every request went on from at its second placement."""
     found: dict[str, Resume | None] = {}
     reader = cluster.bus.reader({(at := _decisions(cluster)): 0})
     while reader.position(at) < cluster.bus.end(at):

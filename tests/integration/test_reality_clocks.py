@@ -20,8 +20,6 @@ STEPS = 6
 
 @dataclass
 class MachineClock:
-    """One machine's clocks: its own idea of the date, its own boot."""
-
     true: VirtualClock
     wall_ahead_ns: int
     booted_ns: int

@@ -1,4 +1,4 @@
-"""Records that somebody else wrote into our topics: a run goes on, or ends with one clear line."""
+"""Tests of foreign records in the topics: a run continues, or ends with one clear line."""
 
 from __future__ import annotations
 
@@ -120,7 +120,6 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 def sprinkle(cluster: Cluster, records: Sequence[Append]) -> None:
-    """Append them one by one while the run goes on."""
     writer = cluster.bus.writer()
     for one in records:
         writer.append([one])

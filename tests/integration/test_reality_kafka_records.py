@@ -1,5 +1,4 @@
-"""What other Kafka clients may write into our topics: tombstones, odd headers, compression, open
-transactions. A reader of ours passes all of it."""
+"""Tests of records of other Kafka clients: tombstones, headers, compression, open transactions."""
 
 from __future__ import annotations
 

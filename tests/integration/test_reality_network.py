@@ -108,7 +108,7 @@ def test_a_stall_beyond_the_limit_is_an_unknown_outcome_in_bounded_time(
     assert "\n" not in unknown.value.message
     line.proxy.flow()
     if exclusive:
-        with pytest.raises(BusError, match="open another one"):
+        with pytest.raises(BusError, match="open a new one"):
             writer.append(texts("never"))
         line.bus.writer(exclusive=exclusive).append(texts("z"))
         assert line.log() in (["a", "z"], ["a", "perhaps", "z"])

@@ -69,7 +69,7 @@ def test_every_step_gives_the_committed_weights_again(recorded: RecordedRun) -> 
 
 
 def test_replay_begins_at_the_nearest_checkpoint_before(recorded: RecordedRun) -> None:
-    # A checkpoint every 3 steps: behind steps 2, 5, 8.
+    # A checkpoint every 3 steps: after steps 2, 5, 8.
     lines = _replay(recorded, 7, 9)
     assert _steps(lines, wanted=False) == [6]
     assert _steps(lines, wanted=True) == [7, 8]
@@ -95,7 +95,7 @@ def test_changed_setting_is_named_with_step_and_tensor(recorded: RecordedRun) ->
 
 
 def test_recorded_value_of_a_changed_setting_is_equal(recorded: RecordedRun) -> None:
-    # The run was told to go on with 2e-5 behind step 5 (see `recorded_run`).
+    # The run continues with 2e-5 after step 5 (see `recorded_run`).
     assert _replay(recorded, 12, 13, trainer__learning_rate=2e-5)[-1].replayed.equal
     change = Change(settings={"trainer.learning_rate": 2e-5})
     with _source(recorded) as source:
@@ -137,7 +137,7 @@ def test_forged_figure_is_named_although_the_weights_are_equal(
     assert [line.replayed.step for line in lines if not line.equal] == [fact.step]
     (other,) = lines[fact.step].metrics
     assert (other.name, other.committed) == (figure, metrics[figure])
-    with pytest.raises(ReplayDiverged, match=f"step 5 gave other figures .*: {figure} is") as found:
+    with pytest.raises(ReplayDiverged, match=f"step 5 gave other metrics .*: {figure} is") as found:
         raise_if_diverged(lines[fact.step])
     assert found.value.exit_code == 6
 

@@ -1,4 +1,4 @@
-"""What production runs, replayed: torch engine and trainer on small models, bit for bit."""
+"""Tests of bitwise replay with the torch engine and trainer on small models."""
 
 from __future__ import annotations
 

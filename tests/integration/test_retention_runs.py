@@ -78,7 +78,7 @@ def test_every_version_that_is_gone_is_made_again_bit_for_bit(over: Cluster) -> 
         assert over.store.verify(history.digest_of(version))
     assert [one.version for one in told] == gone
     assert all(one.base % 4 == 0 and one.base + one.steps == one.version for one in told)
-    assert "made again from" in told[0].line and told[0].digest[:12] in told[0].line
+    assert "rebuilding it from" in told[0].line and told[0].digest[:12] in told[0].line
     assert again.weights(gone[0]).is_file() and len(told) == len(gone)
     for version in gone:  # as they were, for the other tests
         over.store.drop_weights(history.digest_of(version))
@@ -87,7 +87,7 @@ def test_every_version_that_is_gone_is_made_again_bit_for_bit(over: Cluster) -> 
 def test_machine_that_makes_other_bytes_writes_nothing(over: Cluster) -> None:
     gone = missing(over)
     before = over.store.everything()
-    with pytest.raises(ReplayDiverged, match=f"version {gone[0]} cannot be made again here"):
+    with pytest.raises(ReplayDiverged, match=f"version {gone[0]} cannot be rebuilt here"):
         rebuilder(over, [], flavour="elsewhere").weights(gone[0])
     assert over.store.everything() == before
 

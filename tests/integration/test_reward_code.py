@@ -193,7 +193,7 @@ def test_nothing_runs_without_isolation_unless_that_is_asked_for(
         programs.Programs, "_runs", lambda self, isolate: not isolate and runs(self, isolate=False)
     )
     use = model.RewardUse(use="code")
-    with pytest.raises(ConfigError, match="this kernel gives no namespaces") as refused:
+    with pytest.raises(ConfigError, match="this kernel denies user namespaces") as refused:
         Rewards([use]).sources()
     assert refused.value.hint is not None
     assert 'isolation = "none"' in refused.value.hint

@@ -1,8 +1,4 @@
-"""The reward `judge`: what it asks, what counts as a score, what is asked again, what is kept.
-
-Method: a stand-in for the endpoint, and the reward by itself; at the end through a task process, as
-a worker asks.
-"""
+"""Tests of the reward `judge` against a fake endpoint: requests, scores, retries, the cache."""
 
 from __future__ import annotations
 
@@ -126,11 +122,11 @@ def test_a_score_is_found_in_the_answer(
     [
         (said("I cannot say."), "the judge gave no score from 0 to 10: I cannot say."),
         (said("Score: 11"), "the judge gave no score from 0 to 10: Score: 11"),
-        ((200, b"<html>"), "the judge's answer is no chat completion"),
-        ((200, b'{"choices": []}'), "the judge's answer is no chat completion"),
+        ((200, b"<html>"), "the judge's answer is not a chat completion"),
+        ((200, b'{"choices": []}'), "the judge's answer is not a chat completion"),
         ((429, b"slow down"), "says 429: slow down"),
         ((503, b""), "says 503"),
-        ((200, b" " * (5 << 20)), "too long or too late"),
+        ((200, b" " * (5 << 20)), "too long or incomplete"),
     ],
 )
 def test_what_another_time_may_be_better_is_asked_again_and_not_kept(
@@ -155,13 +151,13 @@ def test_an_answer_that_drips_is_given_up_at_the_limit(ask: Callable[..., Ask]) 
                 self.wfile.write(b" ")
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nobody reads it."""
+            """Discard log lines."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Drip) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint = Endpoint(always("Score: 1"), url=f"http://127.0.0.1:{server.server_port}/v1")
-        with pytest.raises(Retry, match=r"does not answer in full within 0\.2 s"):
+        with pytest.raises(Retry, match=r"did not answer completely within 0\.2 s"):
             ask(endpoint, timeout_s=0.2)("42")
         came.set()
         server.shutdown()
@@ -180,7 +176,7 @@ def test_a_key_comes_from_the_environment_and_is_never_said(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     refusing = judge_endpoint(lambda number, prompt: (401, b"wrong key sk-secret"))
-    refused = pytest.raises(TaskError, match=r"refuses with 401: wrong key \.\.\.")
+    refused = pytest.raises(TaskError, match=r"answered 401: wrong key \.\.\.")
     with refusing as endpoint, refused as caught:
         ask(endpoint, key_env="JUDGE_KEY")("42")
     assert "secret" not in str(caught.value)
@@ -209,11 +205,11 @@ def test_the_same_question_has_one_answer_and_one_cost(ask: Callable[..., Ask]) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": ""}, "takes one of the options `url` and `url_env`"),
+        ({"url": ""}, "needs one of the options `url` and `url_env`"),
         ({"url": "", "url_env": "NO_SUCH"}, "the environment variable NO_SUCH is not set"),
-        ({"url": "http://a:b@c/v1"}, "no names and passwords in an address"),
+        ({"url": "http://a:b@c/v1"}, "an address must not contain credentials"),
         ({"key_env": "NO_SUCH"}, "the environment variable NO_SUCH is not set"),
-        ({"prompt": ""}, "takes one of the options `prompt` and `prompt_file`"),
+        ({"prompt": ""}, "needs one of the options `prompt` and `prompt_file`"),
         ({"prompt": "{% if %}"}, "prompt, line 1: Expected an expression"),
         ({"prompt": "", "prompt_file": "no.txt"}, "prompt_file: .*No such file"),
         ({"pattern": "score"}, "pattern: it needs a group"),

@@ -1,5 +1,4 @@
-"""A whole run whose rewards are a judge's and an exact one: examples/judge on a tiny model, with a
-stand-in for the endpoint; afterwards its rewards are asked again, when there is no endpoint."""
+"""Tests of a run with a judge and an exact reward, and of rescoring without the endpoint."""
 
 from __future__ import annotations
 

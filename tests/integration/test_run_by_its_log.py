@@ -1,4 +1,4 @@
-"""A run that is called by its log's address: what it is stands in its first record."""
+"""Tests of a run addressed by its log: its first record describes it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_audit_proves_it_without_the_store_that_it_cannot_reach(place: Path, cal
 
 @pytest.mark.parametrize("address", ["kafka://", "kafka://one:9092", "kafka://one:9092/"])
 def test_address_without_a_run_is_refused(address: str) -> None:
-    with pytest.raises(UsageError, match="names no run") as refused:
+    with pytest.raises(UsageError, match="is not a run") as refused:
         find_run(address)
     assert refused.value.hint == "kafka://HOST:PORT[,HOST:PORT]/RUN"
 
@@ -100,5 +100,5 @@ def test_run_that_has_topics_and_no_record_has_not_begun(
     bus.create([TopicSpec(name=one, partitions=1) for one in Topics("early").all()])
     bus.close()
     monkeypatch.setattr(rundir, "open_bus", lambda url: SqliteBus(log))
-    with pytest.raises(UsageError, match="has not begun"):
+    with pytest.raises(UsageError, match="has not started"):
         find_run(f"{URL}/early").config()

@@ -1,4 +1,4 @@
-"""`dora-pipe run` on a real broker: a worker dies, a run beside it has a name that begins alike."""
+"""Tests of `dora-pipe run` on a real broker: a worker dies, and another run has a similar name."""
 
 from __future__ import annotations
 

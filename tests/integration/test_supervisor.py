@@ -139,7 +139,7 @@ def test_a_role_that_ends_by_its_own_fault_leaves_the_traceback_in_its_log(tmp_p
     process = start_process(MODULE, b"no json", tmp_path / "w0.log")
     assert process.wait(WAIT_S) == 1
     log = (tmp_path / "w0.log").read_text()
-    assert log.startswith("ended by a fault of its own\nTraceback"), log
+    assert log.startswith("failed with an internal error\nTraceback"), log
 
 
 @pytest.mark.parametrize("parent_pid", [1, 0])
@@ -186,7 +186,7 @@ def test_a_run_ends_well_although_roles_died(
             ("w0", "w1"),
             7,
             3,
-            "no worker is left that can host a version: w1 ended with exit code 7",
+            "no worker is left to serve a version: w1 ended with exit code 7",
             id="no worker is left",
         ),
         pytest.param(
@@ -275,16 +275,16 @@ def test_worker_that_is_lost_for_good_costs_its_own_work_alone(
 
     def watch() -> None:
         heard.append(capsys.readouterr().err)
-        if "w0 has no memory; the run goes on without it" in "".join(heard):
+        if "w0 has no memory; the run continues without it" in "".join(heard):
             over.touch()
 
     workers = Workers(names=("w0", "w1", "w2"))
     assert supervise(role, *codes, watch=watch, logs=tmp_path, workers=workers).run()
     said = "".join([*heard, capsys.readouterr().err])
     assert starts(tmp_path, "w1") == 1
-    assert "w1 ended with exit code 9: w1 has no memory; the run goes on without it" in said
-    assert "w0 ended with exit code 7: w0 has no memory; starting it again in 0.2 s" in said
-    assert "w0 ended with exit code 7: w0 has no memory; the run goes on without it" in said
+    assert "w1 ended with exit code 9: w1 has no memory; the run continues without it" in said
+    assert "w0 ended with exit code 7: w0 has no memory; restarting it in 0.2 s" in said
+    assert "w0 ended with exit code 7: w0 has no memory; the run continues without it" in said
 
 
 def test_worker_that_never_hosts_is_given_up_however_slowly_it_fails(

@@ -118,7 +118,6 @@ def test_none_and_numbers_are_results(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["again", "dies"])
 def test_what_is_not_the_agents_fault_loses_its_episode(folder: Path, name: str) -> None:
-    """Nobody starts it again behind its worker's back."""
     with pool_of(folder, agent=f"agent:{name}") as pool:
         pool.submit(call())
         (lost,) = events(pool)

@@ -97,7 +97,7 @@ def test_reward_may_have_parts_and_be_any_kind_of_number(pool: TaskPool) -> None
     [
         ("nan", "NoAnswer", "the reward is nan"),
         ("inf", "NoAnswer", "the reward is inf"),
-        ("none", "NoAnswer", "the reward abstained (None), and there is no other"),
+        ("none", "NoAnswer", "the only reward abstained (None)"),
         ("text", "NoAnswer", "the reward is str, not a number"),
         ("bad part", "NoAnswer", "part `length` is nan"),
         ("exit", "SystemExit", "3"),
@@ -186,7 +186,7 @@ def test_data_that_changed_under_a_run_is_found_by_the_next_process(folder: Path
         pool.wait()
         rows.write_text('{"prompt": "b"}\n')
         pool.submit(score("a", ""))
-        with pytest.raises(TaskError, match="not what it was"):
+        with pytest.raises(TaskError, match="changed since"):
             gather(pool, 2)
 
 

@@ -1,4 +1,4 @@
-"""Calls that await something go on beside the others, and end, or are tried again, each alone."""
+"""Tests of awaiting calls: they overlap, end and are retried independently."""
 
 import random
 import time
@@ -157,7 +157,7 @@ def test_sixty_four_rewards_of_two_seconds_take_one_process_two_seconds(folder: 
         for number in range(64):
             pool.submit(score(f"r{number}", "sleep 2"))
         quick = 0
-        while pool.pending > 1:  # what is quick goes on meanwhile
+        while pool.pending > 1:  # quick calls continue meanwhile
             quick += isinstance(ask_beside(pool, "quick", "pid"), Rewarded)
         took_s = time.monotonic() - started
     assert 2.0 <= took_s < 32.0  # One after the other would be 128 s.

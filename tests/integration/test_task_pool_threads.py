@@ -1,5 +1,4 @@
-"""No episode waits for another's step: steps that are not `async` run in threads, and what hangs
-there, or in the main thread, costs nobody else his episode."""
+"""Tests of steps in threads: a blocked step or main thread delays no other episode."""
 
 import time
 from pathlib import Path

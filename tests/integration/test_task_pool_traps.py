@@ -1,4 +1,4 @@
-"""What hangs or dies in a task process is named, and stays there."""
+"""Tests of task code that blocks or kills its process: the error names it."""
 
 import contextlib
 import os
@@ -117,7 +117,7 @@ def test_processes_that_die_without_answering_end_the_pool_with_the_reason(
     monkeypatch.setattr("dora_pipe.producers.tasks.servers.BACKOFF_FIRST_S", 0.01)
     for number in range(3):
         pool.submit(score(f"r{number}", "die"))
-    with pytest.raises(TaskError, match=r"3 task processes in a row .* status 7"):
+    with pytest.raises(TaskError, match=r"3 consecutive task processes .* status 7"):
         gather(pool, 4)
 
 

@@ -1,5 +1,4 @@
-"""Tasks on other machines: servers that die, are unreachable, or hang up cost episodes that start
-again, and nobody plays without the token."""
+"""Tests of task servers on other machines: failures restart episodes, and a token is required."""
 
 import os
 import re
@@ -134,7 +133,7 @@ def test_each_of_several_servers_may_be_away_as_long_as_a_single_one(
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as two:
         closed = [f"tcp://127.0.0.1:{taken.getsockname()[1]}" for taken in (one, two)]
     with TaskPool(task(*closed)) as pool:
-        with pytest.raises(TaskError, match="servers of the task in a row ended"):
+        with pytest.raises(TaskError, match="task server connections ended"):
             pool.wait()
         assert pool.deaths == 4
 
@@ -144,7 +143,7 @@ def test_nobody_plays_without_the_token(monkeypatch: pytest.MonkeyPatch, server:
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.upper())
     with (
         TaskPool(task(server.url)) as pool,
-        pytest.raises(TaskError, match="servers of the task in a row ended"),
+        pytest.raises(TaskError, match="task server connections ended"),
     ):
         pool.wait()
     monkeypatch.setenv(TOKEN_VARIABLE, "short")

@@ -1,4 +1,4 @@
-"""`top` in terminals of two sizes, without colour, in a pipe, and on a run that goes on."""
+"""Tests of `top` in two terminal sizes, without color, in a pipe and on a live run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,6 @@ TITLES = ("workers", "run", "waits", "last decisions")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a terminal was sent, and how the command ended."""
-
     code: int
     text: str
 

@@ -118,14 +118,14 @@ def test_what_was_sent_is_not_sent_again_when_the_command_is_repeated(
         full.clear()
         code, _, err = call(*words)
         assert code == 0, err
-        assert "what was sent before is not sent again" in err
+        assert "earlier traces are not sent again" in err
         assert _ids(endpoint.spans) == _ids(_spans(recorded))
         sent = len(endpoint.requests)
         code, _, err = call(*words)
         assert (code, len(endpoint.requests)) == (0, sent)
         assert ": 0 groups, 0 spans" in err
         (path,) = (own.directory / "traces-sent").iterdir()
-        assert any(line.endswith(f"for all of it, remove {path}") for line in err.splitlines())
+        assert any(line.endswith(f"to send all, remove {path}") for line in err.splitlines())
         path.unlink()
         assert call(*words)[0] == 0 and len(endpoint.requests) == 2 * sent
         code, _, err = call(*words, "--ratio", "0.5")

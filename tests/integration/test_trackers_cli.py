@@ -71,7 +71,7 @@ def test_wandb_gets_the_same_rows_offline(
     assert steps == list(range(STEPS)) and run.finished
     assert fake.calls[0]["mode"] == "offline"
     assert call(*words, "--follow")[2] == (
-        f"W&B project arithmetic: 0 rows, {len(run.rows)} were there\n"
+        f"W&B project arithmetic: 0 rows, {len(run.rows)} already exported\n"
     )
 
 

@@ -1,7 +1,4 @@
-"""A run whose statuses are gone, all or the older half, is proved and shown as ever.
-
-Nothing but a picture of that time has ever needed them.
-"""
+"""Tests of a run with trimmed statuses: audit and views other than past states are unaffected."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The pages on the log of an eventful run: they hang together, hide what is to be hidden,
-follow a run that goes on, are opened from what was kept, and fit into one file."""
+"""Tests of the pages of an eventful run: links, hidden fields, live updates and the export."""
 
 from __future__ import annotations
 
@@ -182,7 +181,6 @@ def test_desk_answers_while_it_reads_and_follows_a_run_that_goes_on(tmp_path: Pa
 
 
 def _until_steps(worker: QueryWorker, steps: int) -> None:
-    """Ask until so many are there: a worker looks for news now and then."""
     for _ in range(2000):
         worker._looked_s = 0.0
         if worker.ask(parse_query("/run"))["steps"] >= steps:

@@ -143,10 +143,10 @@ def test_a_start_that_has_sampled_nothing_leaves_its_name_free(
     ("words", "line"),
     [
         ("trainer.learning_rate=abc", r"trainer\.learning_rate: .*float.*str"),
-        ("trainer.learning_rate=inf", r"trainer\.learning_rate: a number is not finite"),
+        ("trainer.learning_rate=inf", r"trainer\.learning_rate: a value is not finite"),
         ("rollout.group_size=2", r"set: cannot use 'rollout\.group_size=2'"),
         ("objective.kind=nothing", "nothing"),
-        ("staleness.async_batches=0.5", "no batch would ever fill"),
+        ("staleness.async_batches=0.5", "no batch could fill"),
         ("run.steps=0", r"run\.steps"),
     ],
 )
@@ -172,4 +172,4 @@ def test_a_run_that_is_over_is_told_nothing(
     call = caller(monkeypatch, capsys)
     for words in (("set", "tiny", "trainer.learning_rate=0.5"), ("pause", "tiny")):
         code, _, err = call(*words)
-        assert code == 2 and "run 'tiny' is over: nothing of it can be changed" in err
+        assert code == 2 and "run 'tiny' is finished and cannot be changed" in err

@@ -1,4 +1,4 @@
-"""What is shown of a session is what its agent was told: by whatever it calls, and who wanders."""
+"""Tests of views of a session: they equal what its agent received, also after moves."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def test_run_that_is_over_is_summed_up(call: Call, recorded: RecordedRun) -> Non
     for role in ("trainer", "orchestrator", "w0", "w1", "w2"):
         assert re.search(rf"^{role} +[0-9.]+ m?s? .* [0-9]+%", out, re.MULTILINE), role
     assert "requests" in out and ADVICE["requests"] in out
-    assert "The steps that waited longest for their batch" in out
+    assert "Longest batch waits" in out
 
 
 def test_summary_as_json_has_the_same_figures(call: Call, recorded: RecordedRun) -> None:
@@ -68,9 +68,9 @@ def test_moment_is_seconds_after_the_start_or_a_date(
 def test_what_cannot_be_asked_is_one_line(call: Call, recorded: RecordedRun) -> None:
     run = str(recorded.directory)
     for words, said in (
-        (("--at", "yesterday"), "not a moment: 'yesterday'"),
+        (("--at", "yesterday"), "not a point in time: 'yesterday'"),
         (("--step", "99"), "the batch of step 99 has not been taken"),
-        (("--step", "1", "--summary"), "three different questions"),
+        (("--step", "1", "--summary"), "exclude each other"),
     ):
         code, out, err = call("why", run, *words)
         assert (code, out) == (2, "")

@@ -89,7 +89,7 @@ def test_a_delta_that_did_not_arrive_is_named_with_the_whole_file_that_was_taken
         size = (cluster.store.root / weights_name(digest)).stat().st_size
         assert f"({weights_name(digest)}, {size:,} bytes): " in line
         assert delta_name(digest) in line and str(cluster.store.root) in line
-        wrong = "is not what its name says" if cluster.case == "damaged" else ": no deltas/"
+        wrong = "does not match its name" if cluster.case == "damaged" else ": no deltas/"
         assert wrong in line
 
 

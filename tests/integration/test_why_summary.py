@@ -1,4 +1,4 @@
-"""Who waited how long for what: each second of a trainer's wait is put down to somebody."""
+"""Tests of the wait summary: each second of a trainer's wait has a cause."""
 
 from __future__ import annotations
 

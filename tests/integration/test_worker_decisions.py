@@ -1,4 +1,4 @@
-"""Which decisions a worker obeys, which it refuses, and what a cancellation comes too late for."""
+"""Tests of decisions that a worker obeys or rejects, and of late cancellations."""
 
 from __future__ import annotations
 

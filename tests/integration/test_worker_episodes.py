@@ -53,12 +53,10 @@ class Stage:
         return self.engines[-1]
 
     def tasks(self) -> Games:
-        """What the next worker plays."""
         slip = len(self.workers) if self.slips else 0
         return Games(seed=self.seed, turns=self.turns, slip=slip)
 
     def worker(self) -> Worker:
-        """One more worker, with which the episode goes on."""
         worker = self.world.start(
             worker=f"w{len(self.workers)}",
             tasks=self.tasks(),
@@ -78,7 +76,6 @@ class Stage:
         return f"{NAME}/{self.attempt}"
 
     def until(self, worker: Worker, phase: Phase, turns: int) -> None:
-        """Until it is in a phase, behind so many answered turns."""
         self.world.until(worker, lambda: self._at(worker, phase, turns))
 
     def _at(self, worker: Worker, phase: Phase, turns: int) -> bool:
@@ -91,11 +88,9 @@ class Stage:
         )
 
     def kill(self, worker: Worker) -> None:
-        """What the orchestrator knows of it is all that is left."""
         self.resume = worker.machine.requests.progress().get(NAME, self.resume)
 
     def move(self, worker: Worker) -> None:
-        """Ask for it to go on elsewhere, and wait until it can."""
         known = len(self.world.facts(RequestReleased))
         place = self.world.place(worker, 0, attempt=self.attempt)
         self.world.decide(self.world.move(place, worker))
@@ -106,7 +101,6 @@ class Stage:
         self.kill(worker)
 
     def stop(self, worker: Worker) -> None:
-        """Its process is asked to stop."""
         self.world.stop(worker)
         left = self.world.facts(WorkerLeft)[-1]
         self.resume = left.progress.get(NAME, self.resume)
@@ -142,7 +136,6 @@ def check(stage: Stage, trajectory: Trajectory) -> None:
 
 
 def turns_of(trajectory: Trajectory) -> list[tuple[Any, ...]]:
-    """(kind, turn, end, tool, ok) of every turn, whoever has sampled it."""
     found: list[tuple[Any, ...]] = []
     for one in trajectory.segments:
         said = (one.kind, one.turn, one.end, one.tool, one.ok)
@@ -153,7 +146,6 @@ def turns_of(trajectory: Trajectory) -> list[tuple[Any, ...]]:
 
 
 def check_events(stage: Stage, trajectory: Trajectory) -> None:
-    """Each sampled token of the record is what an engine sampled behind all that stands before."""
     ids, found = list(trajectory.token_ids), set[int]()
     for engine in stage.engines:
         for before, sampled in engine.stays:

@@ -237,7 +237,7 @@ def test_source_that_dies_after_the_move_leaves_its_progress_record() -> None:
     source, place = running(world, 60, checkpoint_tokens=16, heartbeat_ns=TICK_NS)
     resume = source.machine.requests.progress()[NAME]
     target = world.start(worker="b", max_tokens=1000)
-    world.decide(world.move(place, target))  # nobody is there to read it
+    world.decide(world.move(place, target))  # there is no reader
     world.decide(world.place(target, 0, attempt=2, resume=resume))
     world.until_idle(target)
     trajectory = world.trajectories()[NAME]

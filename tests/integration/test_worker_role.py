@@ -60,7 +60,6 @@ def _joined(
     *,
     stop: bool,
 ) -> Iterator[bool]:
-    """Does something as soon as the worker has joined; then it is asked to stop, or left alone."""
     yield from _until(lambda: len(run.joins()) >= 1)
     then(*run.joins()[0])
     while True:
@@ -180,8 +179,8 @@ def test_worker_that_is_fenced_again_and_again_gives_up(run: Run) -> None:
 @pytest.mark.parametrize(
     ("digest", "error", "why"),
     [
-        ("dataset_digest", TaskError, "data set here is another one"),
-        ("eval_digest", TaskError, "evaluation data here is another one"),
+        ("dataset_digest", TaskError, "data set differs here"),
+        ("eval_digest", TaskError, "evaluation data differs here"),
         ("assets_digest", PolicyError, "no config and tokenizer files"),
     ],
 )

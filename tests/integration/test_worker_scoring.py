@@ -65,7 +65,7 @@ def test_rewards_are_those_of_the_records_and_what_the_group_adds() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("sha256", "0" * 64, "its bytes are not those"),
+        ("sha256", "0" * 64, "its bytes differ"),
         ("attempt", 2, "the record there is"),
         ("incarnation", 5, "the record there is"),
         ("offset", 0, "g0000000000-001"),

@@ -455,9 +455,6 @@ def test_recorded_calls_that_are_not_asked_again_are_no_part_of_the_trajectory()
 def test_killed_at_any_moment_it_goes_on_elsewhere_with_the_same_tokens(
     seed: int, kills: list[int]
 ) -> None:
-    """Agents that branch and call in parallel; each kill is that of a worker, whose last record is
-    what another one goes on from."""
-
     def play(call: AgentCall) -> Agent:
         return wandering(Random(f"{seed} {call.request.partition('/')[0]}"), 10)
 

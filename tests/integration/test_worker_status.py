@@ -1,4 +1,4 @@
-"""What a worker says of itself, and that nothing in it grows with the number of requests."""
+"""Tests of a worker's status: its size does not grow with the number of requests."""
 
 from __future__ import annotations
 

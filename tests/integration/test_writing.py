@@ -1,4 +1,4 @@
-"""Every command that writes where it is told refuses what is there, and replaces it when told."""
+"""Tests of commands that write files: they reject existing output unless forced."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_a_file_that_is_there_is_replaced_when_told_and_whole(
     code, out, err = call("export", kind, recorded.directory, target)
     assert (code, out) == (2, "")
     assert err.splitlines() == [
-        f"error: {target} is there already",
-        "hint: name another, or --force writes over it",
+        f"error: {target} exists",
+        "hint: choose another, or overwrite it with --force",
     ]
     assert target.read_text() == "mine"
     code, _, err = call("export", kind, recorded.directory, target, "--force")
@@ -43,7 +43,7 @@ def test_a_folder_with_something_in_it_is_written_into_when_told(
     words = ("export", "policy", recorded.directory, "3", target)
     code, _, err = call(*words)
     assert code == 2
-    assert err.startswith(f"error: {target} holds something already\nhint: name another, or --fo")
+    assert err.startswith(f"error: {target} is not empty\nhint: choose another, or o")
     assert {one.name: one.read_text() for one in target.iterdir()} == {
         "config.json": "mine",
         "notes": "mine",

@@ -33,8 +33,6 @@ RECORD: Final = os.environ.get("OBJECTIVES_RECORD", "")
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Inputs as [rows, width] tensors; whatever stands in the padding must not matter."""
-
     inputs: Inputs
 
     def padded(self, values: Tensor, *, padding: float = -0.7) -> Tensor:
@@ -91,7 +89,6 @@ def difference(
 
 
 def note(package: str, what: str, keys: dict[str, Any], worst: float) -> None:
-    """Write a comparison down where somebody asked for it."""
     if RECORD:
         line = {"package": package, "what": what, "keys": keys, "difference": worst}
         with Path(RECORD).open("a", encoding="utf-8") as file:

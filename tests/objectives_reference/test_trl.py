@@ -21,8 +21,6 @@ PACKAGE = f"trl {version('trl')}"
 
 
 class Trainer(SimpleNamespace):
-    """What `_compute_loss` asks of a GRPOTrainer; its model is a table of log-probs."""
-
     def _get_per_token_logps_and_entropies(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
         return self.logps, torch.zeros_like(self.logps), None
 

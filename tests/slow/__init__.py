@@ -1,1 +1,1 @@
-"""What takes longer than a developer waits: kill rounds, a real broker, whole runs."""
+"""Slow tests: kill rounds, a real broker, whole runs."""

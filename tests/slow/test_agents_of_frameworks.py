@@ -42,7 +42,6 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
-    """Where whatever goes to other machines would go first."""
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setblocking(False)
     for name in ("HTTPS_PROXY", "https_proxy"):
@@ -79,4 +78,4 @@ def test_an_agent_of_a_framework_is_what_is_trained(
     last = [one["trajectory_id"] for one in calls if one["context"] == contexts - 1]
     assert len(last) > len(set(last))  # what its tools said was answered in the same context
     with proxy, pytest.raises(BlockingIOError):
-        proxy.accept()  # nobody wanted to be anywhere else
+        proxy.accept()  # no request to another host

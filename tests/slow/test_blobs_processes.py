@@ -56,10 +56,6 @@ def claimed(place: Path, run: str) -> dict[str, str]:
 
 
 def prove(place: Path) -> int:
-    """Run, audit, replay, export, show, prune; lose a value, and hear which.
-
-    How many records had their value beside the log.
-    """
     assert call(place, "run", "config.toml") == 0, (place / "said").read_text()
     assert steps(place, RUN) == list(range(STEPS))
     names = claimed(place, RUN)

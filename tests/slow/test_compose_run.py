@@ -1,4 +1,4 @@
-"""What compose.yaml runs, run as plain processes with the same words, settings, environment."""
+"""Tests of compose.yaml: its commands, settings and environment as plain processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bench dataplane` on a real broker: every plane, nothing left behind."""
+"""Tests of `bench dataplane` on a real broker: every plane, with a clean end."""
 
 from __future__ import annotations
 

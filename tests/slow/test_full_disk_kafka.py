@@ -53,16 +53,16 @@ def running(place: Path, broker: KafkaBroker, disk: SmallDisk) -> Iterator[subpr
         until(lambda: running.poll() is not None or "step    1 " in said(place))
         assert running.poll() is None, said(place)
         disk.fill(but_bytes=LEFT_BYTES)
-        until(lambda: "make room, or the run will have to wait" in said(place))
+        until(lambda: "free space, or the run will wait" in said(place))
         assert call(place, "why", RUN) == 0
         assert said(place).count("of broker 1 has only") == 2, said(place)
         disk.fill()
         until(lambda: not broker.running)
-        until(lambda: "roles wait, dispatch is paused: make room within 120 s" in said(place))
+        until(lambda: "roles wait, dispatch is paused: free space within 120 s" in said(place))
         (paused,) = (line for line in said(place).splitlines() if "dispatch is paused" in line)
         # The moment decides how much the broker still answers before it ends.
-        away = "the log is away, and when it answered last: the disk under" in paused
-        no_leader = "broker 1 ended, or cannot write: is a disk full?" in paused
+        away = "the log is not reachable; when last reached: the disk under" in paused
+        no_leader = "broker 1 stopped or cannot write: check their disks" in paused
         assert away or no_leader or re.search("of broker 1 (is full|has failed)", paused), paused
         yield running
     finally:
@@ -82,7 +82,7 @@ def test_run_goes_on_by_itself_when_its_broker_has_room_again(
     disk.grow(LARGER_MIB)
     broker.kill()
     broker.start()
-    until(lambda: "there is room on the disk again; the run goes on" in said(place))
+    until(lambda: "disk space is available again; the run continues" in said(place))
     assert running.wait(2 * DELIVERY_TIMEOUT_S) == 0, said(place)
     assert steps(place, RUN) == list(range(STEPS))
     assert_clean(place, RUN)
@@ -95,14 +95,14 @@ def test_run_whose_broker_gets_no_room_ends_with_one_line_and_goes_on_as_that_sa
     lines = said(place).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1 and "broker 1 " in errors[0], lines
-    assert lines[-1].startswith("hint: make room"), lines
-    (goes_on,) = [line for line in lines if "go on with: " in line]
+    assert lines[-1].startswith("hint: free space"), lines
+    (goes_on,) = [line for line in lines if "resume it with: " in line]
     disk.make_room()
     disk.grow(LARGER_MIB)
     broker.kill()
     broker.start()
     until(_answers(place))
-    words = shlex.split(goes_on.partition("go on with: ")[2])
+    words = shlex.split(goes_on.partition("resume it with: ")[2])
     code = start(place, *words[1:]).wait(2 * DELIVERY_TIMEOUT_S)
     if "kafka-transactions.sh" in said(place):
         # Truncating a partial write can drop an acknowledged marker written after it.

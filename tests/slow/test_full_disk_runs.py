@@ -29,7 +29,6 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def place(tmp_path: Path, disk: SmallDisk) -> Path:
-    """A user's folder whose runs lie on the small disk; what commands say does not."""
     place = furnish(tmp_path / "user")
     (disk.path / "runs").mkdir()
     (place / "runs").symlink_to(disk.path / "runs")
@@ -57,7 +56,7 @@ def running(place: Path, disk: SmallDisk) -> Iterator[subprocess.Popen[bytes]]:
 def test_run_goes_on_by_itself_when_room_is_made_and_holds(
     place: Path, disk: SmallDisk, running: subprocess.Popen[bytes]
 ) -> None:
-    assert "roles wait, dispatch is paused: make room within 120 s" in _said(place)
+    assert "roles wait, dispatch is paused: free space within 120 s" in _said(place)
     (place / "why").write_bytes(_output(place, "why", RUN))
     assert "is full" in (place / "why").read_text()
     assert "is full" in _output(place, "top", RUN, "--once").decode()
@@ -66,7 +65,7 @@ def test_run_goes_on_by_itself_when_room_is_made_and_holds(
         running.wait(20)
     assert len(steps(place, RUN)) <= done + 1 < STEPS, "what was under way, and nothing more"
     disk.make_room()
-    until(lambda: "there is room on the disk again; the run goes on" in _said(place))
+    until(lambda: "disk space is available again; the run continues" in _said(place))
     assert running.wait(DELIVERY_TIMEOUT_S) == 0, _said(place)
     assert steps(place, RUN) == list(range(STEPS))
     assert_clean(place, RUN)
@@ -79,12 +78,12 @@ def test_run_without_room_ends_with_one_line_and_goes_on_as_that_says(
     lines = _said(place).splitlines()
     errors = [line for line in lines if line.startswith("error: ")]
     assert len(errors) == 1 and "is full" in errors[0] and "for 120 s" in errors[0], lines
-    assert lines[-1].startswith("hint: make room"), lines
-    (goes_on,) = [line for line in lines if "go on with: " in line]
+    assert lines[-1].startswith("hint: free space"), lines
+    (goes_on,) = [line for line in lines if "resume it with: " in line]
     done = steps(place, RUN)
     assert done == list(range(len(done))) and len(done) < STEPS
     disk.make_room()
-    words = shlex.split(goes_on.partition("go on with: ")[2])
+    words = shlex.split(goes_on.partition("resume it with: ")[2])
     assert words[0] == "dora-pipe"
     assert call(place, *words[1:]) == 0, _said(place)
     assert steps(place, RUN) == list(range(STEPS))

@@ -1,7 +1,6 @@
-"""Kill rounds: every role and every broker, at random moments and at each that matters.
+"""Kill rounds: every role and every broker, at random and at critical moments.
 
-What else the machine does shifts random moments and how soon somebody is back; nothing may be lost
-at any moment, and a role that is away for long is waited for, so that rounds run beside others.
+The load of the machine shifts the moments; no record may be lost at any of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LoRA by the command line, in processes: run, stop, audit, replay, export, go on from it."""
+"""Tests of LoRA by the command line: run, stop, audit, replay, export, resume."""
 
 from __future__ import annotations
 

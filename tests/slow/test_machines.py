@@ -45,7 +45,6 @@ class Site:
         return path
 
     def start(self, machine: str, *words: str) -> subprocess.Popen[bytes]:
-        """One role as one command on one machine."""
         role, *rest = words
         self._all.append(start(self.machine(machine), role, str(self.config), *rest))
         return self._all[-1]

@@ -32,7 +32,7 @@ def place(tmp_path: Path) -> Path:
 
 def test_drained_process_hands_its_requests_over_and_they_are_the_same(place: Path) -> None:
     with run_until_it_samples(place) as running:
-        with stopped(place):  # nothing of it ends before it is asked
+        with stopped(place):  # no request ends before the check
             drain(place)
             until(lambda: bool(asked_away(place)))
         assert running.wait(WAIT_S) == 0, (place / "said").read_text()

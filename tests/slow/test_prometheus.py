@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real run while it goes on, and answers every query there is."""
+"""Tests of a real Prometheus that scrapes a live run and answers every documented query."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ QUERIES = [
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It has scraped the run when it had two steps, and when it had four and went on."""
     if missing():
         pytest.skip(missing())
     folder = tmp_path_factory.mktemp("prometheus")

@@ -47,7 +47,7 @@ def test_run_goes_on_without_an_endpoint_and_without_its_follower(tmp_path: Path
     until(pids.exists)
     os.kill(_follower(run.pid), signal.SIGKILL)
     assert run.wait(120) == 0
-    assert "traces was killed (SIGKILL); the run goes on without it" in said.read_text()
+    assert "traces was killed (SIGKILL); the run continues without it" in said.read_text()
     assert steps(place, "tiny") == [0, 1, 2]
     assert len(_rebuilt(place)) > 0
 

@@ -78,7 +78,6 @@ class Site:
         self.running[name or role] = start(place, role, str(self.config), *named, *words)
 
     def said(self, machine: str) -> str:
-        """What it printed so far."""
         return (self.folder / machine / "said").read_text()
 
     def bus(self) -> Bus:

@@ -44,7 +44,6 @@ PLACES = (
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """One tab for all tests of this file."""
     with chromium.browser(tmp_path_factory.mktemp("chromium")) as found:
         yield found
 

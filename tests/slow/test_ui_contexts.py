@@ -44,7 +44,6 @@ def place(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[str]:
-    """Where its page is: served, and in a file."""
     run, name = branched
     with closing(_worker(run)) as worker:
         if request.param == "file":

@@ -83,7 +83,6 @@ def test_an_environment_of_verifiers_is_what_is_trained(
 
 
 def _left(place: Path) -> list[str]:
-    """Processes that a run has left behind."""
     found = []
     for entry in Path("/proc").iterdir() if os.name == "posix" else ():
         try:

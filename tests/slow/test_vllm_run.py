@@ -268,4 +268,4 @@ def test_model_without_kernels_stops_the_run_with_one_line(place: Path) -> None:
     make_llama_gqa(place / "model")  # heads of 24
     assert call(place, "run", "config.toml", "-o", "workers.engine=vllm") == 9
     said = (place / "said").read_text()
-    assert "vLLM does not take the model" in said and "heads of 24" in said
+    assert "vLLM does not support the model" in said and "heads of 24" in said

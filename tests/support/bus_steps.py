@@ -14,8 +14,6 @@ PATIENCE_S = 30.0
 
 
 class Harness(Protocol):
-    """One log and its constructors."""
-
     waits: bool
     """Whether polls block; the memory bus has virtual time."""
     shared: bool

@@ -212,11 +212,6 @@ def _built(build: Any, config: Any, settings: dict[str, Any], seed: int) -> Any:
 
 
 def character_tokenizer() -> Any:
-    """One token per printable ASCII character or newline; other bytes are `<unk>`.
-
-    Byte-level like Qwen2's: `AutoTokenizer` rebuilds the pipeline by model type and keeps only the
-    vocabulary of other kinds.
-    """
     characters = "\n " + string.digits + string.ascii_letters + string.punctuation
     return _byte_level(["<pad>", "<bos>", "<eos>", "<unk>"], characters.encode())
 

@@ -26,7 +26,7 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
     with Tamper(damaged) as log:
         harmed = change_token(log)
     return (
-        Call(words=("audit", "recorded"), says="C2: what became of every dispatched group"),
+        Call(words=("audit", "recorded"), says="C2: outcome of every dispatched group"),
         Call(words=("audit", "recorded", "--json"), says='"holds": true'),
         Call(words=("audit", "damaged"), says=harmed, code=5),
         Call(words=("export", "parquet", "recorded", "out.parquet"), says=""),

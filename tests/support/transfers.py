@@ -109,7 +109,7 @@ class MemoryTransfers:
             self.kept.clear()
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing."""
 
 
 def memory_pair(folder: Path, *, bytes_max: int = 1 << 30) -> Iterator[Pair]:

@@ -48,7 +48,7 @@ def test_a_full_disk_is_told_once_and_so_is_room(room: Disk, tmp_path: Path) -> 
     assert f"{DELIVERY_TIMEOUT_S:g} s" in line
     room.free = 10 * FULL_BYTES
     look(watch, clock, 5)
-    assert told[1:] == ["there is room on the disk again; the run goes on"]
+    assert told[1:] == ["disk space is available again; the run continues"]
     assert not watch.full
 
 
@@ -56,9 +56,9 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line(room: Disk, tmp_path:
     clock = VirtualClock()
     watch = DiskWatch((tmp_path,), lambda line: None, clock)
     room.free = 100
-    with pytest.raises(ResourceError, match="is full: 100 B free, and was for 120 s") as ended:
+    with pytest.raises(ResourceError, match="is full: 100 B free for 120 s") as ended:
         look(watch, clock, DELIVERY_TIMEOUT_S + 10)
-    assert "make room" in (ended.value.hint or "")
+    assert "free space" in (ended.value.hint or "")
     assert clock.ns < (DELIVERY_TIMEOUT_S + 5) * 1e9
 
 

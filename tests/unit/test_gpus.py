@@ -57,7 +57,7 @@ def test_a_worker_of_several_gpus_takes_them_in_turn() -> None:
     shared = config(engine="vllm", gpus=[1, 2, 3, 5], vllm=pairs)
     found = [gpus_of(shared, name)[1] for name in ("w0", "w1", "w2")]
     assert found == [(1, 2), (3, 5), (1, 2)]
-    with pytest.raises(ConfigError, match="3 GPUs are no workers of 2 each"):
+    with pytest.raises(ConfigError, match="3 is not a multiple of 2"):
         config(engine="vllm", gpus=[1, 2, 3], vllm=pairs)
 
 
@@ -134,7 +134,7 @@ def test_a_worker_started_by_hand_takes_the_gpu_of_its_name_and_engine(
         ({"trainer": {"gpus": [0]}}, r"trainer\.gpus: the trainer computes on the CPU"),
         ({"trainer": {**RANKS, "device": "cpu", "gpus": [0, 1]}}, r"trainer\.gpus: the trainer"),
         ({"trainer": {"device": "cuda", "gpus": [0, 1]}}, r"the torch trainer has one GPU"),
-        ({"trainer": {**RANKS, "gpus": [1, 1]}}, r"every rank has a GPU of its own"),
+        ({"trainer": {**RANKS, "gpus": [1, 1]}}, r"every rank needs its own GPU"),
         ({"gpus": [-1]}, r"workers\.gpus"),
     ],
 )
@@ -149,7 +149,7 @@ def test_vllm_that_sees_none_of_the_gpus_there_is_one_line(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "vllm.platforms", module)
     monkeypatch.setenv(VISIBLE, "9")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=f"no GPU here under {VISIBLE}=9"):
+    with pytest.raises(ConfigError, match=f"no visible GPU with {VISIBLE}=9"):
         vllm_core.device_name()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert vllm_core.device_name() == "cuda"

@@ -44,9 +44,9 @@ def test_ranks_of_all_nodes_are_numbered_through_and_meet_at_the_first() -> None
     ("nodes", "node", "at", "said"),
     [
         (2, 2, AT, "2 nodes are 0 to 1"),
-        (2, 0, "", "is no HOST:PORT"),
-        (2, 0, "trainer-0", "is no HOST:PORT"),
-        (2, 0, "trainer-0:http", "is no HOST:PORT"),
+        (2, 0, "", "is not HOST:PORT"),
+        (2, 0, "trainer-0", "is not HOST:PORT"),
+        (2, 0, "trainer-0:http", "is not HOST:PORT"),
     ],
 )
 def test_a_node_that_cannot_be_is_one_line(nodes: int, node: int, at: str, said: str) -> None:
@@ -56,7 +56,7 @@ def test_a_node_that_cannot_be_is_one_line(nodes: int, node: int, at: str, said:
 
 def test_ranks_that_are_no_equal_shares_and_trainers_of_one_process_are_refused() -> None:
     node = Node(nodes=2, node=0, rendezvous=AT)
-    with pytest.raises(ConfigError, match="3 ranks are no equal shares of 2 nodes"):
+    with pytest.raises(ConfigError, match="3 is not a multiple of 2 nodes"):
         ranks_per_node(_config(ranks=3), node)
     with pytest.raises(ConfigError, match="trainer torch is one process"):
         ranks_per_node(_config(kind="torch"), node)

@@ -34,8 +34,8 @@ def test_an_outage_is_told_once_and_so_is_its_end() -> None:
         looks.turn()
     assert told == [
         "step 0",
-        "the log is away (nobody answers); the roles wait for it",
-        "the log is back",
+        "the log is not reachable (nobody answers); the roles wait",
+        "the log is reachable again",
         "step 1",
     ]
 

@@ -164,8 +164,8 @@ def test_a_model_with_fewer_positions_than_a_context_is_one_line_alike_for_all(
     _model(tmp_path)
     check_model(_config(engine=engine, max_model_len=512), [engine], tmp_path)
     with pytest.raises(PolicyError) as raised:
-        check_model(_config(engine=engine, max_model_len=513), [engine], tmp_path)
-    said = "config.json: its 512 positions are fewer than a context of 513 tokens"
+        check_model(_config(engine=engine, context_tokens=513), [engine], tmp_path)
+    said = "config.json: its 512 positions are fewer than workers.max_model_len = 513"
     assert raised.value.message.endswith(said)
     assert raised.value.hint == "workers.max_model_len = 512 or less"
     _model(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
@@ -180,7 +180,7 @@ def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path)
         ConfigError, match=r"workers\.vllm\.kv_cache_gb: 0\.0002 GiB hold "
     ) as raised:
         check_model(config, ["vllm"], tmp_path)
-    assert raised.value.message.endswith("fewer than a context of 512")
+    assert raised.value.message.endswith("fewer than workers.max_model_len = 512")
     assert raised.value.hint is not None and "workers.vllm.kv_cache_gb = 0.001" in raised.value.hint
     check_model(config, ["torch"], tmp_path)
     addresses = {"kv_cache_gb": 0.0002, "addresses": ["http://a:1"]}
@@ -217,7 +217,7 @@ def test_what_is_of_experts_is_refused_of_a_dense_model_before_anything_starts(
         trainer=change(config.trainer, **keys),
         workers=change(config.workers, max_model_len=32),
     )
-    with pytest.raises(ConfigError, match="dense is no mixture of experts"):
+    with pytest.raises(ConfigError, match="dense is not a mixture of experts"):
         model_checks.check_model(asked, [], make_qwen2(tmp_path / "dense"))
 
 
@@ -231,5 +231,5 @@ def test_ranks_among_which_experts_cannot_be_dealt_are_refused_before_anything_s
         trainer=change(config.trainer, expert_parallel_size=3),
         workers=change(config.workers, max_model_len=32),
     )
-    with pytest.raises(ConfigError, match="8 experts are not dealt among 3 ranks"):
+    with pytest.raises(ConfigError, match="8 experts cannot be split over 3 ranks"):
         model_checks.check_model(asked, [], make_qwen3_moe(tmp_path / "mixture"))

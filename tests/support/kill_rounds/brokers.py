@@ -37,11 +37,6 @@ class Struck:
 
 
 class Brokers:
-    """One or three brokers with data in `folder`.
-
-    Example: ``with closing(Brokers(folder, 1)) as brokers: brokers.start(); open_bus(brokers.url)``
-    """
-
     def __init__(self, folder: Path, count: int) -> None:
         _find_infra()
         from tests.support.kafka_broker import KafkaBroker, KafkaCluster, missing_tools

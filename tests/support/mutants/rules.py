@@ -357,7 +357,7 @@ def _placed_twice(patches: Patches) -> None:
             insort(queue, queue_key(spec, 0))
 
     def lax(holds: bool, otherwise: str) -> None:
-        require(holds or otherwise.endswith("is placed already"), otherwise)
+        require(holds or otherwise.endswith("is already placed"), otherwise)
 
     patches.everywhere(transitions.place, place)
     patches.put(rules_decision, "_require", lax)

@@ -123,11 +123,11 @@ def test_an_environment_of_ones_own_is_played_with_ones_own_words(
         ("gymnasium:FrozenLake-v9", {}, "`v9` for environment `FrozenLake` doesn't exist"),
         ("gymnasium:FrozenLake-v1", {"arguments": {"slippery": 1}}, "slippery"),
         ("gymnasium:FrozenLake-v1", {"actions": ["a", "b"]}, "2 names for Discrete"),
-        ("gymnasium:FrozenLake-v1", {"actions": ["a", "b", "A", "c"]}, "a name stands there twice"),
+        ("gymnasium:FrozenLake-v1", {"actions": ["a", "b", "A", "c"]}, "a name appears twice"),
         ("gymnasium:FrozenLake-v1", {"first": "go"}, "task.options.first: it has no {observation}"),
-        ("gymnasium:FrozenLake-v1", {"count": 0}, "are no rows"),
+        ("gymnasium:FrozenLake-v1", {"count": 0}, "is not a number of rows"),
         ("gymnasium:FrozenLake-v1", {"sead": 1}, "task.options.sead"),
-        ("gymnasium:", {}, "lacks the name"),
+        ("gymnasium:", {}, "needs a name"),
     ],
 )
 def test_what_cannot_be_played_is_refused_by_name(

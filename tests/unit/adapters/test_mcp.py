@@ -88,8 +88,7 @@ def test_a_servers_tools_are_told_with_its_words_and_called(
     assert (failed.messages[0]["content"], failed.ok) == ("error: it is\nbroken", False)
     assert told(tools, "add-numbers", a=2) == "error: a and b are needed"
     assert (
-        told(tools, "add-number")
-        == "error: there is no tool `add-number`: did you mean `add-numbers`?"
+        told(tools, "add-number") == "error: unknown tool `add-number`: did you mean `add-numbers`?"
     )
 
 
@@ -126,7 +125,7 @@ def test_an_episode_whose_server_died_is_not_begun_anew() -> None:
     assert told(tools, "note", word="a")
     with pytest.raises(Retry, match="is gone"):
         told(tools, "die")
-    with pytest.raises(Retry, match="lost the episode"):
+    with pytest.raises(Retry, match="closed the connection of the episode"):
         told(tools, "note", word="b")
     here._servers[0]._shared.close()
 
@@ -200,8 +199,8 @@ def test_a_server_that_was_started_here_does_not_outlive_its_task(tmp_path: Path
 @pytest.mark.parametrize(
     ("uses", "error", "said"),
     [
-        ([McpServer()], ConfigError, "task.mcp[0]: a server has a command or a url"),
-        ([McpServer(command=("not-there-at-all",))], TaskError, "cannot be started"),
+        ([McpServer()], ConfigError, "task.mcp[0]: set command or url"),
+        ([McpServer(command=("not-there-at-all",))], TaskError, "cannot start"),
         ([McpServer(url="http://127.0.0.1:9/mcp")], TaskError, "does not answer"),
         ([McpServer(command=COMMAND, tools=("nota",))], ConfigError, "has no `nota`"),
         ([McpServer(url="http://x", key_env="NO_SUCH")], ConfigError, "NO_SUCH is not set"),

@@ -67,7 +67,7 @@ def test_an_agent_beside_the_environment_s_own_is_refused() -> None:
     assert Task(kind="verifiers:sums").has_agent
     config = make_config(task__kind="verifiers:sums", task__agent="agent:run")
     found = [one.text for one in problems_of(config)]
-    assert "task.agent: `verifiers:sums` is its own agent" in found
+    assert "task.agent: `verifiers:sums` brings its own agent" in found
 
 
 @dataclass(kw_only=True)
@@ -208,12 +208,12 @@ def opened(**task: Any) -> TaskPool:
     ("task", "said"),
     [
         ({"kind": "verifiers:no_such"}, "taskset 'no_such' not found"),
-        ({"options": {}}, "nobody says what runs the programs of `agent`"),
+        ({"options": {}}, "no runtime for the programs of `agent`"),
         ({"options": {"env": {"agnt": {}}}}, "agnt"),
         ({"options": {"env": {"agent": {**LOCAL, "harness": {"id": "codex"}}}}}, "container"),
         (
             {"options": {"env": {"agent": LOCAL, "taskset": {"count": 8}}}},
-            "8 tasks, and all are evaluated",
+            "8 tasks, all used for evaluation",
         ),
     ],
 )

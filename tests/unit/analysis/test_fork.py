@@ -54,7 +54,7 @@ def test_the_turn_decided_that_changed_the_value_most(
 def test_agents_and_groups_that_are_scored_together_are_refused_by_name() -> None:
     one = make_trajectory(NAME)
     check_forkable(one, ("eval",))
-    with pytest.raises(UsageError, match=f"{NAME} is scored with its group"):
+    with pytest.raises(UsageError, match=f"{NAME} has a group reward"):
         check_forkable(one, ("train",))
     call = Call(start=3, end=6, seed=1, asked_ns=1, answered_ns=2)
     of_agent = replace(one, meta=msgspec.structs.replace(one.meta, calls=(call,)))

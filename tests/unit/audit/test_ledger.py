@@ -140,7 +140,7 @@ def test_refused_batches_are_told_with_their_reason() -> None:
         Command(at_ns=0, user="u", verb="stop", args={"now": True}),
         Command(at_ns=0, user="u", verb="fail-batch"),
         Command(at_ns=0, user="u", verb="drain", args={"worker": "w1"}),
-        Command(at_ns=0, user="u", verb="no such verb"),
+        Command(at_ns=0, user="u", verb="unknown verb"),
     ],
     ids=lambda command: f"{command.verb}-{len(command.args)}",
 )

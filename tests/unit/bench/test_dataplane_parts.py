@@ -55,7 +55,11 @@ def test_a_figure_is_the_median_of_its_repeats() -> None:
 
 @pytest.mark.parametrize(
     ("kafka", "tokens", "said"),
-    [("", [], "needs a length"), ("sqlite:x", [8], "is not a broker"), ("kafka://", [8], "broker")],
+    [
+        ("", [], "must be positive"),
+        ("sqlite:x", [8], "is not a broker"),
+        ("kafka://", [8], "broker"),
+    ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
     tmp_path: Path, kafka: str, tokens: list[int], said: str

@@ -106,5 +106,5 @@ def opened(folder: Path, setting: Mapping[str, Any] | None = None) -> CellFile[C
 
 def test_cells_of_another_setting_are_refused(tmp_path: Path) -> None:
     opened(tmp_path).add(FIRST)
-    with pytest.raises(UsageError, match="study of another setting"):
+    with pytest.raises(UsageError, match="study with other settings"):
         opened(tmp_path, {**STUDIED, "trainer.learning_rate": 2e-3})

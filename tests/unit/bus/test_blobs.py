@@ -161,7 +161,7 @@ def test_a_value_beyond_every_bound_is_refused_and_not_stored(
     log: MemoryLog, bus: BlobBus, tmp_path: Path
 ) -> None:
     narrow = BlobBus(MemoryBus(log), BlobFiles(tmp_path / "blobs"), bytes_max=len(LARGE) - 1)
-    with pytest.raises(RecordTooLarge, match="beside the log"):
+    with pytest.raises(RecordTooLarge, match="outside the log"):
         narrow.writer().append([large()])
     assert not (tmp_path / "blobs").exists()
 
@@ -213,7 +213,7 @@ def test_a_malformed_claim_is_no_claim_and_opens_no_file(
 def test_a_forged_size_is_refused_before_anything_is_read(bus: BlobBus, log: MemoryLog) -> None:
     forged = ((BLOB, DIGEST.encode()), (BLOB_BYTES, b"999999999999"))
     MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=forged)])
-    assert "above the limit" in lost_blob(read(bus)[0])
+    assert "exceed the limit" in lost_blob(read(bus)[0])
 
 
 def test_a_record_that_has_a_value_is_no_claim_whatever_its_headers_say(
@@ -232,7 +232,7 @@ def test_a_value_that_came_back_leaves_no_trace_of_having_been_lost(
         *HEADERS,
         (BLOB, DIGEST.encode()),
         (BLOB_BYTES, b"2560"),
-        (BLOB_LOST, b"there is no such value in the store"),
+        (BLOB_LOST, b"the store has no such value"),
     )
     MemoryBus(log).writer().append([Append(topic=TOPIC, value=b"", headers=headers)])
     assert (read(bus)[0].value, read(bus)[0].headers) == (LARGE, HEADERS)

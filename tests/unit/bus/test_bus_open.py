@@ -34,7 +34,7 @@ def test_any_other_address_is_refused_with_a_hint(url: str) -> None:
 def test_memory_is_refused_because_it_lives_in_one_process() -> None:
     with pytest.raises(UsageError, match="memory") as refused:
         open_bus("memory:")
-    assert refused.value.hint and "one process" in refused.value.hint
+    assert refused.value.hint and "between processes" in refused.value.hint
 
 
 def test_only_a_kafka_address_imports_kafka(tmp_path: Path) -> None:

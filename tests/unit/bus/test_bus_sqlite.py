@@ -267,8 +267,8 @@ def in_a_child(use: Callable[[], object]) -> str:
 
 def test_a_child_may_not_open_what_its_parent_held_open(bus: SqliteBus, path: Path) -> None:
     reader = bus.reader({AT: 0})
-    assert "open when this process was forked" in in_a_child(SqliteBus(path).topics)
-    assert "open when this process was forked" in in_a_child(lambda: bus.reader({AT: 0}))
+    assert "opened before this process forked" in in_a_child(SqliteBus(path).topics)
+    assert "opened before this process forked" in in_a_child(lambda: bus.reader({AT: 0}))
     bus.writer().append(texts("a"))
     assert len(reader.poll(timeout_s=0)) == 1
     bus.close()

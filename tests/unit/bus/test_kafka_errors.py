@@ -199,7 +199,7 @@ def test_a_refused_login_does_not_repeat_what_the_broker_said_of_it() -> None:
                 "Timestamp 0 of message with offset 0 is out of range. "
                 "The timestamp should be within [3600000, 9900000]."
             ),
-            "this machine's clock is 2.0 h behind the broker's",
+            "this machine's clock is 2.0 h slow compared with the broker's",
             "NTP",
         ),
         (kafka_errors.InvalidTimestampError("late"), "differs from the broker's: ", "NTP"),

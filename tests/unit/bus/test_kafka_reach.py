@@ -187,16 +187,16 @@ def test_one_that_lets_in_is_enough(door: Door) -> None:
 
 def test_what_listens_and_does_not_answer_is_told_from_what_does_not_listen(door: Door) -> None:
     silent = unreachable(["127.0.0.1:1"], PLAINTEXT)
-    assert "is it running" in (silent.hint or "") and "127.0.0.1:1" in silent.message
+    assert "check bus.url" in (silent.hint or "") and "127.0.0.1:1" in silent.message
     there = unreachable([door(lambda visitor: None)], PLAINTEXT)
-    assert "what listens there does not answer" in there.message
+    assert "connected, but no answer" in there.message
 
 
 @pytest.mark.parametrize("server", ["host", "host:", ":9092", "host:x", "host:99999"])
 def test_an_address_needs_a_host_and_a_port(server: str) -> None:
-    with pytest.raises(BusError, match="no address"):
+    with pytest.raises(BusError, match="not a broker address"):
         split(server)
-    with pytest.raises(BusError, match="no address"):
+    with pytest.raises(BusError, match="not a broker address"):
         probe([server], PLAINTEXT)
 
 
@@ -208,11 +208,11 @@ def test_a_host_without_an_address_is_named_and_not_what_waited_for_it() -> None
     error = unreachable(["no-such-host.invalid:9092", "127.0.0.1:1"], PLAINTEXT)
     assert error.message == (
         "no Kafka broker answers at no-such-host.invalid:9092,127.0.0.1:1: "
-        "this machine knows no address of no-such-host.invalid"
+        "cannot resolve no-such-host.invalid"
     )
     assert "DNS" in (error.hint or "")
     alone = unreachable(["127.0.0.1:1"], PLAINTEXT)
-    assert alone.message == "no Kafka broker answers at 127.0.0.1:1: nothing listens there"
+    assert alone.message == "no Kafka broker answers at 127.0.0.1:1: connection refused"
 
 
 def test_a_name_service_that_is_away_accuses_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_a_name_service_that_is_away_accuses_no_host(monkeypatch: pytest.MonkeyP
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", away)
-    assert "knows no address" not in unreachable(["k.example:9092"], PLAINTEXT).message
+    assert "cannot resolve" not in unreachable(["k.example:9092"], PLAINTEXT).message
 
 
 @pytest.mark.parametrize("advertised", ["no-such-host.invalid:9092", "127.0.0.1:1"])
@@ -238,5 +238,5 @@ def test_a_cluster_that_sends_its_clients_where_nobody_answers_is_named(
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
 def test_a_host_that_no_name_service_could_be_asked_for_is_no_address(host: str) -> None:
-    with pytest.raises(BusError, match="is no address of a broker"):
+    with pytest.raises(BusError, match="is not a broker address"):
         split(f"{host}:9092")

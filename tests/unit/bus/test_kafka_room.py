@@ -57,7 +57,7 @@ def test_partitions_that_take_no_appends_are_told_with_the_brokers_that_are_away
     )
     assert "1 partitions of the run have no leader" in found
     assert "1 partitions of the run have fewer replicas in sync than an append needs (2)" in found
-    assert found.endswith("brokers 1, 2, 3 ended, or cannot write: is a disk full?")
+    assert found.endswith("brokers 1, 2, 3 stopped or cannot write: check their disks")
 
 
 def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
@@ -70,18 +70,18 @@ def test_broker_that_is_full_elsewhere_is_told_waited_for_and_bounded(
     clock, said = VirtualClock(), [directory(free=5).stops]
     watch = DiskWatch((tmp_path,), told.append, clock, elsewhere=lambda: said[-1])
     watch.turn()
-    assert watch.full and told[0].endswith("make room within 120 s")
+    assert watch.full and told[0].endswith("free space within 120 s")
     assert "/data of broker 2 is full: 5 B free; roles wait" in told[0]
     said.append("")
     clock.sleep(2.0)
     watch.turn()
-    assert not watch.full and "there is room on the disk again" in told[1]
+    assert not watch.full and "disk space is available again" in told[1]
     said.append(directory(failed=True).stops)
     with pytest.raises(ResourceError, match=r"has failed.* 120 s") as ended:
         for _ in range(int(DELIVERY_TIMEOUT_S) + 5):
             clock.sleep(1.0)
             watch.turn()
-    assert "make room" in (ended.value.hint or "")
+    assert "free space" in (ended.value.hint or "")
 
 
 def test_disk_that_will_soon_be_full_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_disk_that_will_soon_be_full_is_told_once_and_stops_nothing(tmp_path: Pa
         clock.sleep(1.0)
         watch.turn()
     assert not watch.full
-    assert len(told) == 1 and told[0].endswith("make room, or the run will have to wait")
+    assert len(told) == 1 and told[0].endswith("free space, or the run will wait")
 
 
 def test_last_answer_of_a_cluster_explains_why_it_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +111,10 @@ def test_last_answer_of_a_cluster_explains_why_it_is_away(monkeypatch: pytest.Mo
     with BrokerWatch(config, lambda config: MemoryBus(MemoryLog())) as watch:
         assert asked.wait(WAIT_S)
         limit = threading.Event()
-        while not watch.stops().startswith("the log is away"):
+        while not watch.stops().startswith("the log is not reachable"):
             assert not limit.wait(0.01)
         assert watch.low() == ""
-    assert watch.stops() == "the log is away, and when it answered last: 5 B free"
+    assert watch.stops() == "the log is not reachable; when last reached: 5 B free"
 
 
 def test_other_logs_have_no_brokers_to_ask() -> None:

@@ -19,7 +19,6 @@ SPEC = TopicSpec(name="r.t", partitions=4)
 
 
 def topic(brokers: int = 3, replicas: int = 0, **changed: str) -> TopicFacts:
-    """Return our topic with changes; underscores stand for dots."""
     made = topic_settings(SPEC, brokers)
     settings = {**made["configs"], **{k.replace("_", "."): v for k, v in changed.items()}}
     return TopicFacts(
@@ -42,7 +41,7 @@ def test_a_topic_as_we_make_it_has_nothing_wrong_with_it(brokers: int) -> None:
     [
         (topic(cleanup_policy="compact"), "is compacted", "cleanup.policy=delete"),
         (topic(cleanup_policy="compact,delete"), "is compacted", "cleanup.policy=delete"),
-        (topic(1, min_insync_replicas="2"), "can ever be acknowledged", "min.insync.replicas=1"),
+        (topic(1, min_insync_replicas="2"), "can be acknowledged", "min.insync.replicas=1"),
         (topic(segment_bytes="1048576"), "segment.bytes=1048576", "segment.bytes=1073741824"),
     ],
 )
@@ -66,8 +65,8 @@ def test_all_that_has_to_change_is_named_at_once() -> None:
         check_settings([control, many], wanted)
     assert refused.value.message == (
         "topic r.trajectories exists with 2 partitions, not 4; "
-        "topic r.control exists and takes records of at most 1032204 bytes, not 10485760; "
-        "topic r.trajectories exists and takes records of at most 1032204 bytes, not 10485760"
+        "topic r.control exists with records of at most 1032204 bytes, expected 10485760; "
+        "topic r.trajectories exists with records of at most 1032204 bytes, expected 10485760"
     )
     assert refused.value.hint == (
         "set bus.partitions = 2, or add partitions to these topics; "
@@ -86,7 +85,7 @@ def test_all_that_has_to_change_is_named_at_once() -> None:
     [
         (topic(retention_ms="604800000"), "beyond 7 days", "retention.ms=-1"),
         (topic(retention_bytes="1000"), "beyond 1000 bytes", "retention.bytes=-1"),
-        (topic(unclean_leader_election_enable="true"), "lacks records", "enable=false"),
+        (topic(unclean_leader_election_enable="true"), "incomplete replica", "enable=false"),
         (topic(min_insync_replicas="1"), "on one machine only", "min.insync.replicas=2"),
         (topic(replicas=1, min_insync_replicas="1"), "1 of 3 possible replicas", "replication"),
     ],

@@ -55,7 +55,6 @@ def file(tmp_path: Path) -> Path:
 
 
 def config(**changes: Any) -> Config:
-    """Return a small configuration with changed keys (`__` stands for a dot)."""
     plain: dict[str, Any] = {
         "run": {"name": "small", "steps": 3},
         "model": {"path": "m"},
@@ -211,7 +210,7 @@ def test_override_that_means_nothing_is_refused(file: Path, text: str, message: 
 def test_path_below_a_folder_whose_name_is_no_utf_8_is_refused(file: Path) -> None:
     folder = file.parent / "a\udcff"
     folder.mkdir()
-    with pytest.raises(ConfigError, match=r"^model\.path: .* no UTF-8"):
+    with pytest.raises(ConfigError, match=r"^model\.path: .* not UTF-8"):
         load_config(file.rename(folder / file.name), [])
 
 
@@ -253,16 +252,16 @@ def test_unknown_key_is_refused_with_the_nearest_one(
         (SMALL.replace("steps = 3", ""), "`run.steps` is missing"),
         (SMALL.replace('[task]\nkind = "arithmetic"', ""), "`task` is missing"),
         (SMALL + "[sampling]\nstop = [1]", "sampling.stop[0]: expected `str`"),
-        (SMALL + "[trainer]\nlearning_rate = inf", "trainer.learning_rate: a number is not"),
+        (SMALL + "[trainer]\nlearning_rate = inf", "trainer.learning_rate: a value is not"),
         (SMALL + "[trainer]\nlearning_rate = 1e39", "trainer.learning_rate: 1e+39 is more than"),
         (SMALL + "[objective]\nkl_coef = 1e300", "objective.kl_coef: 1e+300 is more than 1e+06"),
         (
             SMALL + f"[workers]\nmax_num_seqs = {10**40}",
-            "workers.max_num_seqs: a number is not finite or too",
+            "workers.max_num_seqs: a value is not finite, too",
         ),
         (SMALL + "[trainer]\nlearning_rate = nan", "trainer.learning_rate"),
-        (SMALL + "[task.options]\nday = 2024-01-01", "task.options: a number is not"),
-        (SMALL + "[task.options]\nx = [nan]", "task.options: a number is not"),
+        (SMALL + "[task.options]\nday = 2024-01-01", "task.options: a value is not"),
+        (SMALL + "[task.options]\nx = [nan]", "task.options: a value is not"),
     ],
 )
 def test_wrong_value_is_refused_with_its_key(file: Path, text: str, message: str) -> None:
@@ -303,7 +302,7 @@ def test_run_that_may_not_be_called_so_is_refused_with_the_rule_in_words(
 @pytest.mark.parametrize("key", ["sampling", "evaluation.sampling"])
 def test_an_agents_limit_is_over_several_conversations(file: Path, key: str) -> None:
     overrides = [f"{key}.max_tokens=2000", "task.kind=dataset", "task.data=rows.jsonl"]
-    assert "2000 leaves no room" in refusal(file, *overrides)[0]
+    assert "2000 leaves no prompt tokens" in refusal(file, *overrides)[0]
     load_config(file, [*overrides, "task.agent=agent:run"])
 
 
@@ -314,14 +313,20 @@ def test_an_agents_limit_is_over_several_conversations(file: Path, key: str) -> 
         (["staleness.async_batches=0.5"], "0.5 is not between 1 and 3"),
         (["staleness.async_batches=3.5"], "3.5 is not between 1 and 3"),
         (["staleness.max_staleness=0", "staleness.async_batches=2"], "2 is not between 1 and 1"),
-        (["rollout.min_valid_trajectories=9"], "9 is more than rollout.group_size, 8"),
-        (["rollout.group_size=1"], "2 is more than rollout.group_size, 1"),
+        (["rollout.min_valid_trajectories=9"], "9 exceeds rollout.group_size, 8"),
+        (["rollout.group_size=1"], "2 exceeds rollout.group_size, 1"),
+        (
+            ["rollout.group_size=1", "rollout.min_valid_trajectories=1"],
+            "a group of 1 has no advantage",
+        ),
+        (["rollout.min_valid_trajectories=9"], "9 exceeds rollout.group_size, 8"),
+        (["rollout.group_size=1"], "2 exceeds rollout.group_size, 1"),
         (
             ["rollout.group_size=1", "rollout.min_valid_trajectories=1"],
             "a group of 1 has no advantage",
         ),
         (["trainer.minibatches=257"], "257 is more than the 256 trajectories"),
-        (["sampling.max_tokens=1024"], "1024 leaves no room"),
+        (["sampling.max_tokens=1024"], "1024 leaves no prompt tokens"),
         (["evaluation.sampling.max_tokens=2000"], "evaluation.sampling.max_tokens: 2000"),
         (["workers.max_model_len=20000"], "16384 is less than workers.max_model_len, 20000"),
         (["sampling.stop=['']"], "an empty string"),
@@ -329,8 +334,8 @@ def test_an_agents_limit_is_over_several_conversations(file: Path, key: str) -> 
         (["trainer.betas=[0.9, 1.0]"], "must be below 1"),
         (["trainer.ranks=2"], "2 needs trainer.kind = 'deepspeed'"),
         (["trainer.expert_parallel_size=2"], "2 needs trainer.kind = 'deepspeed'"),
-        ([*DEEPSPEED, *DEALT, "trainer.ranks=3"], "3 ranks are no groups of 2"),
-        ([*DEEPSPEED, "trainer.offload=all"], "only with zero_stage = 3"),
+        ([*DEEPSPEED, *DEALT, "trainer.ranks=3"], "3 trainer.ranks is not a multiple of 2"),
+        ([*DEEPSPEED, "trainer.offload=all"], "needs trainer.zero_stage = 3"),
         ([*DEEPSPEED, *STAGE_0, "trainer.offload=optimizer"], "nothing is offloaded"),
         ([*DEEPSPEED, *STAGE_0, "trainer.dtype=bfloat16"], "needs zero_stage 1, 2 or 3"),
         (["bus.url=http://x"], "`http://x` is neither"),

@@ -46,10 +46,13 @@ def test_adapter_of_every_linear_layer_fits() -> None:
     [
         (
             {"lora": {"rank": 4, "targets": ["lm_head"]}},
-            "lora.targets: `lm_head` is none of q_proj",
+            "lora.targets: `lm_head`, expected some of q_proj",
         ),
-        ({"lora": {"rank": 4, "targets": []}}, "lora.targets: there are none of q_proj"),
-        ({"lora": {"rank": 4}, "staleness": {"partial_rollout": True}}, "nothing is interrupted"),
+        (
+            {"lora": {"rank": 4, "targets": []}},
+            "lora.targets: an empty list, expected some of q_proj",
+        ),
+        ({"lora": {"rank": 4}, "staleness": {"partial_rollout": True}}, "need no interruption"),
     ],
 )
 def test_what_does_not_fit_an_adapter_is_named(sections: dict[str, Any], wanted: str) -> None:

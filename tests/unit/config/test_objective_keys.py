@@ -203,13 +203,19 @@ THERE = {"path": "t"}
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"teacher": THERE}, "teacher: nothing is learnt from it"),
-        ({"objective": {"teacher_weight": 0.5}}, r"objective.teacher_weight: there is no teacher"),
-        ({"objective": {"kind": "distill"}}, r"objective.teacher_weight: there is no teacher"),
-        ({"teacher": {**THERE, "url": "http://h", "model": "m"}}, r"teacher.url: stands in place"),
-        ({"teacher": {"url": "http://h"}}, r"teacher.model: belongs to teacher.url"),
-        ({"teacher": {**THERE, "model": "m"}}, r"teacher.model: belongs to teacher.url"),
-        ({"teacher": {"url": "http://me:pw@h", "model": "m"}}, "no names and passwords"),
+        ({"teacher": THERE}, "teacher: the objective does not use the teacher"),
+        (
+            {"objective": {"teacher_weight": 0.5}},
+            r"objective.teacher_weight: requires teacher.path",
+        ),
+        ({"objective": {"kind": "distill"}}, r"objective.teacher_weight: requires teacher.path"),
+        (
+            {"teacher": {**THERE, "url": "http://h", "model": "m"}},
+            r"teacher.url: excludes teacher.path",
+        ),
+        ({"teacher": {"url": "http://h"}}, r"teacher.model: is required with teacher.url"),
+        ({"teacher": {**THERE, "model": "m"}}, r"teacher.model: is required with teacher.url"),
+        ({"teacher": {"url": "http://me:pw@h", "model": "m"}}, "no credentials"),
         (
             {"teacher": {"url": "http://h", "model": "m"}, "sampling": {"temperature": 0.7}},
             "of temperature 1, the policy's 0.7",
@@ -220,12 +226,12 @@ THERE = {"path": "t"}
                 "objective": {"kind": "distill"},
                 "rollout": {"filter_zero_advantage": True},
             },
-            "rewards make no advantage",
+            "rewards are unused",
         ),
     ],
 )
 def test_teacher_that_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> None:
-    objective = {} if "teacher: nothing" in words else {"objective": {"kind": "distill"}}
+    objective = {} if "teacher: the objective" in words else {"objective": {"kind": "distill"}}
     with pytest.raises(ConfigError, match=words) as refused:
         from_plain({**PLAIN, **objective, **changed})
     assert "pw" not in refused.value.message

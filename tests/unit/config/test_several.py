@@ -97,15 +97,15 @@ def test_overrides_name_one(file: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("task.max_turns=3", "task.max_turns: which of add, tools?"),
-        ("task.tool.max_turns=3", "task.tool: which of add, tools?"),
+        ("task.max_turns=3", "task.max_turns: name one of add, tools"),
+        ("task.tool.max_turns=3", "task.tool: name one of add, tools"),
         ("task.tools.turns=3", "unknown key `task.turns`"),
         ("task.tools.ratio=0", "task[1].ratio: "),
         ("more_tasks=[]", "unknown key `more_tasks`"),
-        ("task.tools.name=add", "task.name: two are called add"),
-        ("task.tools.name='a b'", "task.name: 'a b' is not a name"),
-        ("task.tools.name=", "task.name: one of 2 has none"),
-        ("evaluation.hard.task=none", "evaluation.task: no task is called none"),
+        ("task.tools.name=add", "task.name: used twice: add"),
+        ("task.tools.name='a b'", "task.name: 'a b' is not a valid name"),
+        ("task.tools.name=", "task.name: one of 2 has no name"),
+        ("evaluation.hard.task=none", "evaluation.task: unknown task none"),
     ],
 )
 def test_what_means_nothing_is_one_line(file: Path, word: str, said: str) -> None:

@@ -49,10 +49,10 @@ def test_a_rank_that_comes_again_is_told_and_all_others_hear_of_it(
     there, heard = _met(port), [threading.Event(), threading.Event()]
     for one, event in zip(there, heard, strict=True):
         one.watch(event.set)
-    with pytest.raises(ResourceError, match="rank 1 of the trainer was lost and comes to ranks"):
+    with pytest.raises(ResourceError, match="rank 1 of the trainer restarted alone"):
         Meeting(HOST, port, rank=1, ranks=2, wait_s=WAIT_S)
     assert all(event.wait(WAIT_S) for event in heard)
-    assert {one.lost for one in there} == {"rank 1 of the trainer was lost, and has come again"}
+    assert {one.lost for one in there} == {"rank 1 of the trainer was lost and has restarted"}
 
 
 @pytest.mark.slow

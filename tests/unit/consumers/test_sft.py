@@ -183,7 +183,7 @@ def test_model_whose_examples_would_see_each_other_is_refused(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda *given: None)
-    with pytest.raises(PolicyError, match="see each other"):
+    with pytest.raises(PolicyError, match="mixes the sequences"):
         warm_up(model_dir, tmp_path / "out", memory=PACKED, context_tokens=64)
     assert not (tmp_path / "out").exists()
 
@@ -227,7 +227,7 @@ def test_row_of_no_known_form_is_named(model_dir: Path, tmp_path: Path, row: Row
 
 
 def test_no_rows_and_a_missing_file_are_refused(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match="nothing to train on"):
+    with pytest.raises(TaskError, match="has no rows"):
         warm_up(model_dir, tmp_path / "out", rows=[])
     with pytest.raises(TaskError, match="No such file"):
         data_rows(str(tmp_path / "nowhere.jsonl"))
@@ -359,11 +359,11 @@ def test_a_warm_start_and_a_run_have_equal_prompts(
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"messages": [USER]}, "no turn of the assistant"),
+        ({"messages": [USER]}, "no assistant turn"),
         ({"messages": [USER, SAID], "tools": "{"}, "tools: "),
         ({"messages": [USER, SAID], "tools": [1]}, r"tools\[0\] is no function"),
         ({"prompt": json.dumps([USER]), "answer": "4"}, "written as JSON"),
-        ({"messages": [{**USER, "content": "<|im_start|>user"}, SAID]}, "rendered already"),
+        ({"messages": [{**USER, "content": "<|im_start|>user"}, SAID]}, "already rendered"),
         ({"messages": [USER, {"role": "wizard", "content": "4"}]}, "wizard"),
     ],
 )

@@ -112,7 +112,7 @@ def test_reference_may_be_another_adapter_on_the_base(policy: Policy) -> None:
 def test_reference_on_another_base_is_refused(policy: Policy) -> None:
     stray = publish(policy.store, random_adapter(policy.base, "f" * 64, seed=1))
     model: Any = policy.trainer()._model
-    with pytest.raises(PolicyError, match="stands on ffffffffffff"):
+    with pytest.raises(PolicyError, match="has base ffffffffffff"):
         model.refer_to(policy.store.weights_path(stray.digest))
 
 
@@ -165,7 +165,7 @@ def test_adapter_of_another_base_or_of_other_layers_is_refused(
 ) -> None:
     trainer = policy.trainer()
     other = publish(policy.store, random_adapter(policy.base, "ab" * 32, seed=1))
-    with pytest.raises(PolicyError, match="stands on weights abab"):
+    with pytest.raises(PolicyError, match="has the base weights abab"):
         trainer.load(policy.store.weights_path(other.digest), digest=other.digest, optimizer=None)
     odd = random_adapter(policy.base, policy.manifest.digest, seed=1, layers=("q_proj",))
     some = publish(policy.store, odd)

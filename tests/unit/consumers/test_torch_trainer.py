@@ -364,7 +364,7 @@ def test_weights_of_another_shape_are_refused(policy: Policy, tmp_path: Path) ->
 
 def test_directory_that_is_no_model_is_a_policy_error(tmp_path: Path, qwen2: Policy) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
-    with pytest.raises(PolicyError, match="no causal LM can be built"):
+    with pytest.raises(PolicyError, match="cannot build a causal LM"):
         TorchLearner(tmp_path, reference=qwen2.weights)
 
 

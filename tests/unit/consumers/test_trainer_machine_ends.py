@@ -93,11 +93,11 @@ def test_status_at_every_heartbeat_names_what_it_waits_for() -> None:
     said = [(one.phase, one.waits_for) for one in driver.statuses]
     assert [one for one, _ in itertools.groupby(said)] == [
         ("restoring", ""),
-        ("idle", "decisions: those made before this start are being read"),
+        ("idle", "decisions: reading those made before this start"),
         ("idle", "batch of step 0: no decision yet"),
         ("reading", "batch of step 0: its trajectories are being read"),
         ("refusing", "batch of step 0: its refusal is not acknowledged yet"),
-        ("idle", "batch of step 0: attempt 1 was refused, no other yet"),
+        ("idle", "batch of step 0: attempt 1 was refused, no new decision yet"),
         ("training", ""),
         ("committing", "commit of step 0: not acknowledged yet"),
     ]

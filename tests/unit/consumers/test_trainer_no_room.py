@@ -137,13 +137,13 @@ def test_trainer_waits_for_room_says_so_and_goes_on_as_if_there_had_always_been_
     assert [one.step for one in stage.commits()] == [0], "nothing is committed"
     assert 10 < full.tries <= DELIVERY_TIMEOUT_S / 2 / ROOM_PAUSE_S + 1
     said = [one for one in caplog.messages if "trying again for 120 s" in one]
-    assert len(said) == 1 and "no room left for a policy in" in said[0], caplog.messages
+    assert len(said) == 1 and "no space left for a policy in" in said[0], caplog.messages
     (wait,) = stage.statuses()[-1].waits
-    assert wait.name == "room" and wait.blocking
-    assert wait.description.startswith("policy of step 1: no room left for a policy in ")
+    assert wait.name == "room" and wait.still
+    assert wait.words.startswith("policy of step 1: no space left for a policy in ")
     full.full = False
     trainer.train_to(2)
-    assert any("there is room again" in one for one in caplog.messages)
+    assert any("space is available again" in one for one in caplog.messages)
     train(stage, trainer, 2)
     assert digests(stage) == digests(other)
     assert not any(wait.name == "room" for wait in stage.statuses()[-1].waits)
@@ -160,7 +160,7 @@ def test_trainer_ends_with_one_line_when_nobody_makes_room(
     stage.take_new(1)
     began_ns = stage.clock.ns
     with pytest.raises(
-        NoRoom, match=r"no room left for a policy in .*, and there was none for 120 s"
+        NoRoom, match=r"no space left for a policy in .*, with no success for 120 s"
     ) as no:
         _waiting(stage, trainer, DELIVERY_TIMEOUT_S + OVER_S)
     assert "\n" not in no.value.message
@@ -184,7 +184,7 @@ def test_restored_trainer_without_room_for_its_weights_waits_too(stage: TrainerS
     _waiting(stage, trainer, 10 * ROOM_PAUSE_S)
     assert trainer.machine.phase == "restoring" and full.tries > 5
     (wait,) = stage.statuses()[-1].waits
-    assert "no room left for a policy in" in wait.description
+    assert "no space left for a policy in" in wait.words
     full.full = False
     trainer.until(lambda: trainer.idle)
     assert stage.store.has_weights(commit.digest_after)

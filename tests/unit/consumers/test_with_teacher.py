@@ -93,7 +93,9 @@ def test_step_of_a_teacher_that_forgets_needs_its_file(tmp_path: Path) -> None:
     again.until(lambda: again.idle)
     again.close()
     stage.store.blob("contributions", stage.commits()[1].contributions.sha256).unlink()
-    with pytest.raises(PolicyError, match="step 1: what its teacher said is not in the store"):
+    with pytest.raises(
+        PolicyError, match="step 1: the log-probs of its teacher are no longer in the store"
+    ):
         last = stage.trainer(trainer=learner_with(HashTeacher(forgets=True)))
         last.until(lambda: last.idle)
 

@@ -46,7 +46,7 @@ def test_talk_continues_in_a_file_when_the_console_takes_no_more(
     assert subprocess.run(words, stderr=console, env=environment).returncode == 0
     os.close(console)
     lines = log.read_text().splitlines()
-    assert f"the console takes no more lines ({LOST[lost]}); they continue here" in lines
+    assert f"the console accepts no more lines ({LOST[lost]}); they continue here" in lines
     assert [line for line in lines if "console" not in line][-3:] == [
         "second",
         "third",
@@ -77,8 +77,6 @@ def test_missing_temporary_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
     need_temporary_folder()
     monkeypatch.setattr(tempfile, "gettempdir", none)
-    with pytest.raises(
-        ResourceError, match=r"no temporary folder can be written: .*/tmp"
-    ) as caught:
+    with pytest.raises(ResourceError, match=r"no writable temporary folder: .*/tmp") as caught:
         need_temporary_folder()
     assert "TMPDIR" in str(caught.value.hint)

@@ -160,7 +160,7 @@ def test_a_role_ends_when_records_that_it_must_keep_are_deleted(topic: str, ends
         return turns()
     with pytest.raises(LogTruncated, match=r"r\.out/0 begins at 1: the records from") as end:
         turns()
-    assert "retention.ms or retention.bytes" in (end.value.hint or "")
+    assert "retention.ms and retention.bytes" in (end.value.hint or "")
 
 
 def test_caught_up_comes_once_and_after_everything_that_was_there_at_the_start() -> None:

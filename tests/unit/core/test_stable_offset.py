@@ -62,7 +62,7 @@ def test_what_is_hidden_now_is_waited_for_and_what_is_hidden_later_is_not(
     assert said == [
         "waiting for the log to end an append that a dead role left open in tiny.control (at most "
         "120 s)",
-        "everything can be read again",
+        "all records are readable again",
     ]
 
 

@@ -58,7 +58,7 @@ def test_wait_beyond_its_limit_is_an_alarm_and_is_said_once(
         assert [take(kept, at, blocked)[0].overdue for at in (1, 10, 11)] == [False] * 3
         assert [take(kept, at, blocked)[0].overdue for at in (11.5, 12, 60)] == [True] * 3
     assert [record.message for record in caplog.records] == [
-        "ALARM w1: waits since 10.5 s for rewards (1) (limit 10 s): trajectory g0000000017-003"
+        "ALARM w1: waiting 10.5 s for rewards (1) (limit 10 s): trajectory g0000000017-003"
     ]
 
 
@@ -103,7 +103,7 @@ def test_alarm_line_does_not_repeat_what_the_words_name() -> None:
         more=2,
     )
     assert alarm_line("orchestrator", wait, 31.25) == (
-        "ALARM orchestrator: waits since 31.25 s for groups g1 (version 0, 1 of 4 open) and 3 more"
+        "ALARM orchestrator: waiting 31.25 s for groups g1 (version 0, 1 of 4 open) and 3 more"
         " (limit 30 s): group g2 and 2 more"
     )
 

@@ -97,7 +97,7 @@ def test_what_json_lacks_becomes_text_or_number(tmp_path: Path) -> None:
 
 
 def test_nan_is_null_and_an_infinity_is_refused_in_every_format(tmp_path: Path) -> None:
-    for number, wanted in ((math.nan, [None]), (math.inf, "inf|Infinity is no number of JSON")):
+    for number, wanted in ((math.nan, [None]), (math.inf, "inf|Infinity is not a JSON number")):
         pq.write_table(pa.table({"x": [number]}), tmp_path / "a.parquet")
         (tmp_path / "a.jsonl").write_text(json.dumps({"x": number}))
         (tmp_path / "a.json").write_text(json.dumps([{"x": number}]))
@@ -125,9 +125,11 @@ def test_value_that_python_has_not_is_an_error_that_names_the_file(
 def test_bytes_are_refused_by_their_column_and_can_be_left_out(tmp_path: Path) -> None:
     table = pa.table({"q": ["a"], "image": [{"bytes": b"\x89PNG", "path": "x.png"}]})
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(TaskError, match=r"a\.parquet: column `image\.bytes` holds bytes") as caught:
+    with pytest.raises(
+        TaskError, match=r"a\.parquet: column `image\.bytes` contains bytes"
+    ) as caught:
         of(tmp_path / "a.parquet")
-    assert caught.value.hint == 'task.columns = {"image" = ""} leaves it out'
+    assert caught.value.hint == 'task.columns = {"image" = ""} drops it'
     assert of(tmp_path / "a.parquet", columns={"image": ""})[0] == {"q": "a"}
 
 
@@ -143,7 +145,7 @@ def test_json_lines_in_a_json_file_and_a_mark_of_byte_order_are_read(tmp_path: P
     ("name", "content", "message"),
     [
         ("a.csv", b"a,b\n1,2\n3\n", "line 3: 1 cells for 2 columns"),
-        ("a.csv", b"a,a\n1,2\n", "line 1: two columns have one name"),
+        ("a.csv", b"a,a\n1,2\n", "line 1: two columns have the same name"),
         ("a.csv", b'a\n"1\n', "behind line 1: unexpected end of data"),
         ("a.csv", b"a\n\xff\n", "behind line 1: 'utf-8' codec"),
         ("a.json", b'[{"a": 1}, 2]', "row 1: Expected `object`, got `int`"),
@@ -210,12 +212,12 @@ def test_damaged_files_are_rows_or_an_error_that_names_the_file(
     [
         ("splits", {"split": "tets"}, "no split `tets`; did you mean `test`?"),
         ("splits", {}, "no split `train`; it has dev, test"),
-        ("splits/dev", {"split": "train"}, "has no splits, so none is `train`"),
-        ("rows.jsonl", {"split": "train"}, "a file has no splits, so none is `train`"),
+        ("splits/dev", {"split": "train"}, "has no split `train`"),
+        ("rows.jsonl", {"split": "train"}, "a file has no split `train`"),
         ("rows.jsnol", {}, "No such file or directory; did you mean `rows.jsonl`?"),
         ("*.parquet", {}, "no file matches"),
-        (".", {}, "a directory that `save_to_disk` has not written"),
-        ("hf:", {}, "`hf:` names no data set"),
+        (".", {}, "not written by `save_to_disk`"),
+        ("hf:", {}, "`hf:` is not a data set"),
         ("rows.jsonl", {"columns": {"prompt": "qestion"}}, "no column `qestion`; did you mean"),
         ("rows.jsonl", {"prompt": "prompt"}, "line 1: no text in `prompt`; it has `question`"),
         ("rows.jsonl", {"prompt": "level"}, "line 1: no text in `level`"),

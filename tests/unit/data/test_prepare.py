@@ -38,8 +38,8 @@ def test_large_data_are_prepared_once_and_have_the_same_digest(tmp_path: Path, c
     assert (first.digest, len(first)) == rows_digest(rows[10:], "train")
     assert list(first) == list(again) == rows[10:]
     assert len(list(cache.glob("*.rows"))) == 1
-    assert "made ready, once for this machine" in said[0]
-    assert [line for line in said if "40 rows are ready" in line] == said[-1:]
+    assert "prepared once per machine" in said[0]
+    assert [line for line in said if "40 rows prepared" in line] == said[-1:]
 
 
 def test_refusal_in_the_preparing_process_is_the_same_error(tmp_path: Path, cache: Path) -> None:
@@ -54,7 +54,7 @@ def test_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, cache: 
     cache.mkdir(parents=True)
     write_jsonl(tmp_path / "a.jsonl", [{"n": 1}])
     before = cache / "as-it-was-before.rows"
-    with pytest.raises(TaskError, match="was changed while it was read"):
+    with pytest.raises(TaskError, match="changed during reading"):
         prepare.prepare(DataSpec(sources=(str(tmp_path / "a.jsonl"),)), before, lambda text: None)
     assert [one.name for one in cache.iterdir()] == ["lock"]
 

@@ -145,7 +145,7 @@ def test_rotary_settings_of_both_forms_are_read(
         (GLM | {"n_group": 3, "topk_group": 2}, "8 experts in 3 groups"),
         (GLM | {"n_group": 2, "topk_group": 3}, "from 3 (topk_group)"),
         (GLM | {"n_group": 4, "num_experts_per_tok": 3}, "a token's 3 are from 1"),
-        (GLM | {"num_experts_per_tok": 9}, "a token passes 9 of 8 experts"),
+        (GLM | {"num_experts_per_tok": 9}, "9 experts per token of 8"),
         (GLM | {"moe_intermediate_size": ...}, "moe_intermediate_size is missing"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         (SLIDING, "sliding-window attention over 128 tokens"),

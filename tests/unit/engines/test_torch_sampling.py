@@ -171,7 +171,6 @@ def test_rows_that_are_not_finite_are_drawn_without_harm() -> None:
 
 
 def test_a_wide_vocabulary_is_cut_like_a_narrow_one() -> None:
-    """With top-p, only the largest tokens are ranked; nothing else may change."""
     chance = np.random.default_rng(4)
     logits = chance.normal(0, 4, 20_000).astype(np.float32)
     params = SamplingParams(top_p=0.95)

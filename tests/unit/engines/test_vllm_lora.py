@@ -58,7 +58,7 @@ def test_vllm_reads_what_was_published_and_zeros_for_the_base(files: Files, adap
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"on": "ab" * 32}, "stands on weights abab"),
+        ({"on": "ab" * 32}, "has the base weights abab"),
         ({"rank": 2}, "rank 2, not 4"),
         ({"layers": ("embed_tokens",)}, "no linear layer 'model.embed_tokens'"),
     ],

@@ -20,9 +20,9 @@ from tests.support.fake_vllm_server import FakeVllm
     [
         ("max_model_len", "workers.max_model_len sets it", "set workers.max_model_len"),
         ("middleware", "the engine sets it", "leave it out"),
-        ("quantization", "not come from the published weights", "leave it out"),
-        ("speculative-config", "recorded log-probs would not be", "leave it out"),
-        ("hf_overrides.rope_theta", "not come from the published weights", "leave it out"),
+        ("quantization", "not use the published weights", "leave it out"),
+        ("speculative-config", "recorded log-probs would not match", "leave it out"),
+        ("hf_overrides.rope_theta", "not use the published weights", "leave it out"),
     ],
 )
 def test_option_that_breaks_a_promise_is_refused_by_name(name: str, why: str, hint: str) -> None:

@@ -176,7 +176,7 @@ def test_cache_for_which_the_disk_has_no_room_is_named(
     source, target = opens(), opens()
     rest = after(running(source), source.export("r"))
     monkeypatch.setattr("dora_pipe.producers.engines.vllm.kv_files.SPARE_BYTES", 1 << 62)
-    assert target.kv_error(rest) == "a size for which there is no room on the disk"
+    assert target.kv_error(rest) == "not enough disk space for it"
     assert target.active == 0
 
 

@@ -216,9 +216,9 @@ def test_what_another_worker_left_there_is_gone(served: Served) -> None:
 @pytest.mark.parametrize(
     ("facts", "rank", "most", "said", "hint"),
     [
-        ({"lora_rank": 0}, RANK, 2, "hosts no adapters, the worker wants rank 4, 2", "--lora-rank"),
-        ({}, 16, 3, "adapters of rank 8, 3 at once, the worker wants rank 16", "--lora-rank 16"),
-        ({}, RANK, 4, "wants rank 4, 4 at once", "--max-resident-versions 4"),
+        ({"lora_rank": 0}, RANK, 2, "hosts no adapters, the worker needs rank 4, 2", "--lora-rank"),
+        ({}, 16, 3, "adapters of rank 8, 3 at once, the worker needs rank 16", "--lora-rank 16"),
+        ({}, RANK, 4, "needs rank 4, 4 at once", "--max-resident-versions 4"),
         ({}, 0, 1, "the run has none", "without --lora-rank"),
     ],
 )
@@ -234,7 +234,7 @@ def test_server_with_other_room_is_refused_with_what_it_lacks(
 def test_weights_do_not_change_under_running_rows(served: Served) -> None:
     engine = served.serving(0, 1)
     path, digest = served.policies[2]
-    with pytest.raises(ValueError, match="beside each other"):
+    with pytest.raises(ValueError, match="several versions resident"):
         engine.reload_keeping(path, version=2, digest=digest)
     engine.add(under(1))
     other = path.parent / "other"

@@ -73,7 +73,7 @@ def test_server_that_was_started_without_sleep_is_refused_where_its_worker_is_co
     server: FakeVllm, tmp_path: Path
 ) -> None:
     server.facts["sleeps"] = False
-    with pytest.raises(ConfigError, match="cannot let go of its memory") as refused:
+    with pytest.raises(ConfigError, match="cannot release its memory") as refused:
         opened(server, tmp_path)
     assert refused.value.hint is not None and "--sleep" in refused.value.hint
     plain = opened(server, tmp_path, sleep=False)

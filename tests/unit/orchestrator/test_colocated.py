@@ -133,9 +133,9 @@ def test_a_batch_or_a_sleep_against_the_rule_is_refused() -> None:
             worker=name, incarnation=incarnation, version=NO_VERSION, digest="", reason="x"
         )
 
-    with pytest.raises(InvariantBroken, match="e has to sleep for no step"):
+    with pytest.raises(InvariantBroken, match="e sleeps without a step to train"):
         apply_decision(stage.state, asleep("e"))
     with pytest.raises(InvariantBroken, match="a is not colocated"):
         apply_decision(stage.state, asleep("a"))
     stage.tell(records.joined("b", colocated=True, versions=3))
-    assert "b is colocated, which only a worker of one version" in stage.state.counters.rejection
+    assert "b is colocated but serves several versions" in stage.state.counters.rejection

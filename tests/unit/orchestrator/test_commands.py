@@ -23,17 +23,17 @@ def running(**changes: Any) -> Stage:
 @pytest.mark.parametrize(
     ("verb", "args", "why"),
     [
-        ("set", {}, "sets nothing"),
+        ("set", {}, "no setting given"),
         ("set", {"rollout__group_size": 4}, "rollout.group_size cannot change in a run"),
         ("set", {"trainer__learning_rate": -1.0}, "trainer.learning_rate"),
-        ("set", {"staleness__async_batches": 0.5}, "no batch would ever fill"),
+        ("set", {"staleness__async_batches": 0.5}, "no batch could fill"),
         ("set", {"run__steps": "many"}, "run.steps"),
-        ("resume", {}, "not paused"),
+        ("resume", {}, "neither paused"),
         ("pause", {"softly": True}, "takes no softly"),
-        ("drain", {"worker": "w9"}, "no such worker: w9"),
+        ("drain", {"worker": "w9"}, "unknown worker: w9"),
         ("stop", {"now": "yes"}, "true or false"),
         ("fail-batch", {}, "no batch is in training"),
-        ("dance", {}, "no such verb: dance"),
+        ("dance", {}, "unknown verb: dance"),
     ],
 )
 def test_wrong_command_says_why_and_changes_nothing(
@@ -96,7 +96,7 @@ def test_pause_admits_nothing_and_resume_does() -> None:
     stage = running()
     stage.tell(records.command("pause"))
     stage.tell(records.command("pause"))
-    assert "paused already" in stage.state.counters.rejection
+    assert "already paused" in stage.state.counters.rejection
     count = stage.state.ordinal
     stage.finish_all()
     assert stage.state.ordinal == count
@@ -171,7 +171,7 @@ def test_stop_after_a_step_ends_the_run_when_that_step_is_committed() -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        ({"after": -2}, "step -2 is over, step 0 comes next"),
+        ({"after": -2}, "step -2 has ended, the next step is 0"),
         ({"after": "soon"}, "`after` is a step"),
         ({"after": True}, "`after` is a step"),
         ({"after": 3, "now": True}, "without `now`"),

@@ -84,7 +84,7 @@ def test_where_every_row_is_solved_the_run_goes_on_with_all_and_says_so(
         monkeypatch.setattr(f"dora_pipe.{module}.SOLVED_GROUPS", 2)
     stage = stage_of(task__max_solve_rate=0.5)
     late = play(stage, lambda index: 1.0, steps=16)[-10:]
-    assert all(not one.skipped and one.reason.endswith("solved, as all are") for one in late)
+    assert all(not one.skipped and one.reason.endswith("solved, like all others") for one in late)
     assert {one.spec.index for one in late} == set(range(ROWS))
 
 
@@ -141,10 +141,10 @@ def test_a_decision_that_skips_other_rows_or_takes_none_of_the_data_is_illegal()
         stage.finish(name)
     state, other = stage.copy(), stage_of(halves).copy()
     spec = train_spec(state, next_training_row(state))
-    with pytest.raises(InvariantBroken, match="skips other rows"):
+    with pytest.raises(InvariantBroken, match="skips unexpected rows"):
         apply_decision(state, Dispatch(spec=spec, reason="t", skipped=(1,)))
     far = train_spec(other, NextRow(0, ROWS))
-    with pytest.raises(InvariantBroken, match="a row that is not there"):
+    with pytest.raises(InvariantBroken, match="an unknown row"):
         apply_decision(other, Dispatch(spec=far, reason="t"))
 
 

@@ -146,7 +146,7 @@ def _doubled(log: Logged) -> None:
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
-        (_damaged(3, {"now_ns": 1}), "round 3: time goes back"),
+        (_damaged(3, {"now_ns": 1}), "round 3: time decreases"),
         (_damaged(3, {"now_ns": 10**9}), "round 3: its chain"),
         (_damaged(3, {"incarnation": -5}), "round 3: incarnation -5 was over"),
         (_damaged(3, {"control_next": 0}), "round 3: position 0 goes back"),
@@ -180,10 +180,10 @@ def _first(log: Logged, kind: type[Any]) -> tuple[int, int, Any]:
 @pytest.mark.parametrize(
     ("kind", "change", "why"),
     [
-        (Dispatch, {"seed": 1}, "not the group that comes next"),
-        (Dispatch, {"deadline": 99}, "not the group that comes next"),
-        (Schedule, {"samples": (ScheduledSample(sample=0, attempt=4),)}, "not the next attempt"),
-        (Schedule, {"worker": "w7"}, "is not there"),
+        (Dispatch, {"seed": 1}, "not the next group"),
+        (Dispatch, {"deadline": 99}, "not the next group"),
+        (Place, {"samples": (ScheduledSample(sample=0, attempt=4),)}, "not the next attempt"),
+        (Place, {"worker": "w7"}, "is not there"),
         (TakeBatch, {"step": 1}, "is not the next one"),
         (TakeBatch, {"groups": ()}, "without groups"),
     ],

@@ -116,5 +116,5 @@ def test_batch_with_another_c_is_refused_by_the_fold() -> None:
         stage.finish(name)
     before = stage.copy()
     (take,) = [one for one in decide(stage.copy()) if isinstance(one, TakeBatch)]
-    with pytest.raises(InvariantBroken, match="another C"):
+    with pytest.raises(InvariantBroken, match="unexpected in-flight limit"):
         apply_decision(before, msgspec.structs.replace(take, in_flight=3.0))

@@ -213,7 +213,7 @@ def test_move_that_cannot_be_is_refused_and_changes_nothing(
     with pytest.raises(InvariantBroken, match=why):
         apply_decision(before, changed)
     assert before.digest() == digest
-    with pytest.raises(InvariantBroken, match="moves already"):
+    with pytest.raises(InvariantBroken, match="is already moving"):
         apply_decision(stage.state, first)
 
 

@@ -111,7 +111,7 @@ def test_part_after_a_step_that_comes_to_nothing_is_given_up(how: str) -> None:
         ({"part": 1}, "is the next part"),
         ({"step": 1}, "is not the next one"),
         ({"attempt": 2}, "is not the next one"),
-        ({"groups": ()}, "not the part"),
+        ({"groups": ()}, "not the next part"),
     ],
 )
 def test_part_that_no_plan_may_contain_is_refused(change: dict[str, Any], why: str) -> None:
@@ -131,7 +131,7 @@ def test_part_that_no_plan_may_contain_is_refused(change: dict[str, Any], why: s
     ("keys", "why"),
     [
         ({"trainer__batch_parts": 5}, "more than rollout.prompts_per_step"),
-        ({"trainer__minibatches": 3}, "3 updates are neither one nor one for each part"),
+        ({"trainer__minibatches": 3}, "3 updates must be 1 or one per part"),
         ({"objective__advantage": "version-baseline"}, "version-baseline compares"),
     ],
 )

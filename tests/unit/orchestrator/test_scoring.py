@@ -128,7 +128,7 @@ def test_an_answer_about_other_samples_or_without_bounds_is_rejected() -> None:
 def test_a_group_is_not_asked_about_again_nor_otherwise() -> None:
     stage = stage_of("w0", "w1")
     question = complete(stage)
-    with pytest.raises(InvariantBroken, match="does not wait to be scored"):
+    with pytest.raises(InvariantBroken, match="is not waiting for its score"):
         apply_decision(stage.state, question)
     stage.tell(records.scored(question, error="Retry: busy", retryable=True))
     with pytest.raises(InvariantBroken, match="not the next attempt"):

@@ -39,5 +39,5 @@ def test_a_run_without_the_rows_of_a_task_does_not_start() -> None:
     started = records.run_started(config)
     del started.datasets["train/b"]
     stage.tell(started)
-    assert "no rows of train/b are said" in stage.state.counters.rejection
+    assert "the number of rows of train/b is missing" in stage.state.counters.rejection
     assert stage.state.facts is None

@@ -148,7 +148,7 @@ def test_stop_that_is_not_due_is_refused_and_changes_nothing() -> None:
     stage = watching(evaluation__patience=3)
     step(stage)
     before = stage.copy()
-    with pytest.raises(InvariantBroken, match="not waited so long"):
+    with pytest.raises(InvariantBroken, match="has another wait"):
         apply_decision(stage.state, EarlyStop(evaluation="", best=0, reason="enough"))
     assert unchanged(before, stage.state)
 
@@ -242,5 +242,5 @@ def test_best_is_named_with_the_evaluation_that_decides_it(
         assert export.version_of(run, "best") == 3
         assert "version 3, 0.500 in evaluation hard" in capsys.readouterr().err
     else:
-        with pytest.raises(PolicyError, match="no evaluated version can be had"):
+        with pytest.raises(PolicyError, match="no evaluated version has its weights left"):
             export.version_of(run, "best")

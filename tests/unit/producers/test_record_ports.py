@@ -130,7 +130,7 @@ def test_chain_on_a_log_that_is_away_is_tried_again_and_given_up_in_the_end() ->
     assert _starts(_fetch(away, offsets[-1])) == [0, 1]
     gone = MemoryBus(bus.log, faults=ScriptedFaults(polls=range(10_000)))
     clock = VirtualClock()
-    assert "could not be read in time" in _fetch(gone, offsets[-1], clock).why
+    assert "timed out reading it" in _fetch(gone, offsets[-1], clock).why
     assert 10.0 <= clock.ns / 1e9 < 11.0
 
 

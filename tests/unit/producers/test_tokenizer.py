@@ -162,7 +162,7 @@ def test_data_become_words_and_rewards_see_all_but_special_tokens(
 def test_a_rendered_prompt_is_refused_or_parsed(text: str, opener: str, tmp_path: Path) -> None:
     tokenizer = Tokenizer(_added(tmp_path, template=TEMPLATE.replace("<answer>", "")))
     if opener:
-        with pytest.raises(TaskError, match="rendered already") as caught:
+        with pytest.raises(TaskError, match="already rendered") as caught:
             tokenizer.prompt_ids(text)
         assert opener in caught.value.message and "special_tokens" in (caught.value.hint or "")
         opens = tokenizer.backend.token_to_id(opener)

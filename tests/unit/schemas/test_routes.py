@@ -280,15 +280,17 @@ OWN_TRAINER = replace(TRAINERS["torch"], routes=False)
 
 
 def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.return_routed_experts: versions of one"):
+    with pytest.raises(
+        ConfigError, match=r"sampling\.return_routed_experts: requires a single version"
+    ):
         config(tmp_path, "staleness.partial_rollout=true")
     with pytest.raises(
-        ConfigError, match=r"sampling\.return_routed_experts: engine `.*SILENT` does not report"
+        ConfigError, match=r"sampling\.return_routed_experts: engine `.*SILENT` does not say"
     ):
         check_engines(config(tmp_path), [f"{__name__}:SILENT"])
     graphs = config(tmp_path, "workers.vllm.enforce_eager=false")
     with pytest.raises(
-        ConfigError, match=r"sampling\.return_routed_experts: vLLM's compiled graphs do not say"
+        ConfigError, match=r"sampling\.return_routed_experts: vLLM's compiled graphs report no"
     ):
         check_engines(graphs, ["vllm"])
     check_engines(graphs, ["torch"])

@@ -199,16 +199,20 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
     with pytest.raises(PolicyError, match="weights digest"):
         read_adapter(path, digest="0" * 64)
     whole = store.weights_path(base)
-    with pytest.raises(PolicyError, match="what it stands on"):
+    with pytest.raises(PolicyError, match="its base is missing"):
         read_adapter(whole, digest=base)
 
 
 @pytest.mark.parametrize(
     ("dropped", "changed", "match"),
     [
-        ("lora_B", None, "is no adapter: tensor"),
-        (SCALE, None, "what it stands on"),
-        ("", TensorSource(name=BASE, dtype="U8", shape=(3,), data=lambda: b"abc"), "is no digest"),
+        ("lora_B", None, "is not an adapter: unexpected tensor"),
+        (SCALE, None, "its base is missing"),
+        (
+            "",
+            TensorSource(name=BASE, dtype="U8", shape=(3,), data=lambda: b"abc"),
+            "is not a digest",
+        ),
         (
             "",
             TensorSource(name=SCALE, dtype="I32", shape=(1,), data=lambda: b"abcd"),
@@ -222,7 +226,7 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
                 shape=(4, 12),
                 data=lambda: bytes(96),
             ),
-            "its matrices are BF16 and F32",
+            "it has types BF16 and F32",
         ),
         ("", TensorSource(name="more", dtype="U8", shape=(1,), data=lambda: b"a"), "tensor 'more'"),
     ],

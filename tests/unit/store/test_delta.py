@@ -197,7 +197,7 @@ def test_a_delta_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     small, large = {"x": bf16(np.ones(4))}, {"x": bf16(np.ones(4)), "y": bf16(np.ones(4096))}
     patched(tmp_path, [small, large])
     monkeypatch.setattr(deltas, "BYTES_FREE", 1000)
-    with pytest.raises(PolicyError, match="makes more than"):
+    with pytest.raises(PolicyError, match="produces more than"):
         made(tmp_path, 0, 1)
 
 

@@ -54,7 +54,7 @@ def test_full_disk_leaves_nothing_half_written(store: PolicyStore) -> None:
         _write(path, b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(ResourceError, match="no room left") as caught:
+    with pytest.raises(ResourceError, match="no space left") as caught:
         store.publish_blob("optimizer", write)
     assert caught.value.hint is not None
     assert everything(store) == []

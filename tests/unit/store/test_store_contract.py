@@ -211,7 +211,7 @@ def test_download_of_other_bytes_is_refused_and_not_kept(tmp_path: Path) -> None
     one, two = store.publish_weights(Writer(1.0)), store.publish_weights(Writer(2.0))
     files.put(store.weights_path(two.digest), weights_name(one.digest))
     other = PolicyStore(tmp_path / "m1", files, clock=clock)
-    with pytest.raises(PolicyError, match="is not what its name says"):
+    with pytest.raises(PolicyError, match="does not match its name"):
         other.weights(one.digest)
     assert not other.weights_path(one.digest).exists()
 

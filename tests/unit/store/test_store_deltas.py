@@ -195,5 +195,5 @@ def test_a_delta_under_another_name_is_refused(tmp_path: Path) -> None:
     two.write_bytes(one.read_bytes())
     for copy in (tmp_path / "made").iterdir():
         copy.unlink()
-    with pytest.raises(PolicyError, match="makes another version"):
+    with pytest.raises(PolicyError, match="produces another version"):
         store.weights(published[2].manifest.digest)

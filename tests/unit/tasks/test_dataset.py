@@ -59,7 +59,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ('{"prompt": "a"}\n\n[1]\n', "line 3: Expected `object`, got `array`"),
         ('{"answer": "a"}\n', "line 1: no text in `prompt`"),
         ('{"prompt": 3}\n', "line 1: no text in `prompt`"),
-        ('{"prompt": "a", "x": Infinity}\n', "line 1: Infinity is no number of JSON"),
+        ('{"prompt": "a", "x": Infinity}\n', "line 1: Infinity is not a JSON number"),
         ('{"prompt": "a"}\n{\n"prompt": "b"}\n', "line 2: Input data was truncated"),
         (b'{"prompt": "\xff"}\n', "line 1"),
     ],
@@ -221,7 +221,7 @@ def test_a_rows_own_tools_are_shown_and_called_where_there_are_functions(
 
 @pytest.mark.parametrize("keys", [{"eval_data": "x.jsonl"}, {"eval_split": "test"}])
 def test_evaluation_data_are_given_once(keys: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"task\.eval_share: the evaluation data are given"):
+    with pytest.raises(ConfigError, match=r"task\.eval_share: excludes task\.eval_data"):
         DatasetTask(data="a.jsonl", reward="a:b", eval_share=0.1, **keys)
 
 
@@ -267,7 +267,7 @@ def test_demonstrations_are_of_one_kind_and_have_answers(
         ({"prompt": [{"role": "wizard", "content": "x"}], "answer": "1"}, "role is 'wizard'"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"},
-            "only text can be rendered",
+            "only text is supported",
         ),
     ],
 )

@@ -115,7 +115,7 @@ def test_rewards_of_the_package_are_of_one_answer() -> None:
         "model": {"path": "m"},
         "task": {"kind": "dataset", "data": "x", "reward": [{"use": "exact", "group": True}]},
     }
-    with pytest.raises(ConfigError, match="`exact` scores one answer"):
+    with pytest.raises(ConfigError, match="`exact` scores single answers"):
         from_plain(plain)
 
 
@@ -149,7 +149,7 @@ def test_a_task_may_have_a_score_group_alone() -> None:
 
 def test_a_task_that_does_not_pass_rewards_of_groups_on_is_refused() -> None:
     task = model.Task(kind=f"{HERE}:Deaf", reward=(of_group("shortest"),))
-    with pytest.raises(ConfigError, match="asks no reward of groups"):
+    with pytest.raises(ConfigError, match="does not support group rewards"):
         open_task(task)
 
 

@@ -265,9 +265,9 @@ def unknown(a: "Missing") -> int:  # type: ignore[name-defined]  # noqa: F821
     ("function", "why"),
     [
         (json.dumps, "parameter `obj` of tool `dumps` has no annotation"),
-        (spread, "parameter `numbers` of tool `spread` cannot be given by name"),
+        (spread, "parameter `numbers` of tool `spread` cannot be passed by name"),
         (odd, "parameter `a` of tool `odd`: "),
-        (endless, "`Nested` holds itself"),
+        (endless, "`Nested` is recursive"),
         (unknown, "tool `unknown`: name 'Missing' is not defined"),
         (functools.partial(plain, 1), "a tool is a function with a name, not partial"),
         (lambda a: a, "a tool is a function with a name, not function"),

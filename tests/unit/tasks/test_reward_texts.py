@@ -199,7 +199,7 @@ def test_the_reasoning_may_be_compared(use: str) -> None:
         (None, {}, "the row's answer is null"),
         (["3", None], {}, "the row's answer is null"),
         ([], {}, "empty list"),
-        ({"value": 3}, {}, "an object with 'value': the reward's option `field` names"),
+        ({"value": 3}, {}, "an object with 'value': set the reward's option `field`"),
         ({"value": 3}, {"field": "number"}, "has no `number`"),
         ({"a": {"b": None}}, {"field": "a.b"}, "is null"),
         ([["3"]], {}, "a list in a list"),
@@ -276,7 +276,7 @@ def test_json_that_a_schema_describes_is_right(text: str, value: float, is_json:
 
 def test_a_schema_fetches_nothing_from_elsewhere() -> None:
     elsewhere = {"$ref": "http://127.0.0.1:9/schema.json"}
-    with pytest.raises(ValueError, match=r"the schema refers to what is not in it: .*:9/schema"):
+    with pytest.raises(ValueError, match=r"the schema has an unresolved reference: .*:9/schema"):
         score("json-schema", "1", {}, schema=elsewhere)
 
 
@@ -288,7 +288,7 @@ def test_a_schema_fetches_nothing_from_elsewhere() -> None:
         ("regex", {}, "`regex`: .*missing required field `pattern`"),
         ("exact", {"stripp": True}, "`exact` takes no option `stripp`"),
         ("exact", {"strip": 1}, "`exact`: Expected `bool`, got `int`"),
-        ("json-schema", {}, "takes one of the options `schema` and `column`"),
+        ("json-schema", {}, "needs one of the options `schema` and `column`"),
         ("json-schema", {"schema": {"type": 3}}, "`json-schema`: schema: "),
     ],
 )

@@ -237,8 +237,8 @@ def test_a_function_of_lists_fails_for_all_that_it_was_asked_of(
 @pytest.mark.parametrize(
     ("uses", "error", "message", "hint"),
     [
-        ("misspelt", ConfigError, "has a parameter `txt`, which is neither", "`text`"),
-        ("other_and_answer", ConfigError, "has a parameter `question`, which is neither", None),
+        ("misspelt", ConfigError, "has a parameter `txt`, not an argument", "`text`"),
+        ("other_and_answer", ConfigError, "has a parameter `question`, not an argument", None),
         ("nothing", TaskError, "has no `nothing`", None),
         ("STOPPED", TaskError, "is not a function", None),
         ("mathematics:x", TaskError, "cannot import `mathematics`", None),
@@ -317,7 +317,7 @@ def _config(**task: Any) -> None:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        ({"reward": [{"use": "math"}, {"use": "math"}]}, "two are called `math`"),
+        ({"reward": [{"use": "math"}, {"use": "math"}]}, "used twice: `math`"),
         ({"reward": [{"use": "math", "weight": 0.0}]}, "the weight is 0"),
         ({"reward": [{"use": "math", "weight": float("nan")}]}, "task.reward"),
         ({"reward": [{"use": "math", "wait": 1}]}, "task.reward"),

@@ -84,7 +84,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
         (call("add", a=1), "2.0", True),
         (call("words", way="down"), '{"way":"down","ünï":[1,null]}', True),
         (call("nap", seconds=0), "slept 0", True),
-        (call("ad", a=1), "error: there is no tool `ad`: did you mean `add`?", False),
+        (call("ad", a=1), "error: unknown tool `ad`: did you mean `add`?", False),
         (
             call("add", a="1"),
             "error: arguments of `add`: Expected `int`, got `str` - at `$.a`",
@@ -94,7 +94,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
         (call("add", a=1, c=1), "error: arguments of `add`: Object contains unknown field `c`", 0),
         (call("words", way="left"), "error: arguments of `words`: Invalid enum value 'left'", 0),
         (call("broken"), "error: ZeroDivisionError: integer division or modulo by zero", False),
-        (call("leaves"), "error: it was cancelled", False),
+        (call("leaves"), "error: cancelled", False),
         (call("odd"), "error: `odd` gave a value that cannot be shown: builtins.object has", False),
         (ToolCall(name="", error="no JSON", raw="{"), "error: no JSON", False),
     ],

@@ -37,5 +37,5 @@ def test_beginning_is_put_in_front_and_the_end_is_read_as_one_token(tmp_path: Pa
 
 @pytest.mark.parametrize("word", ["two words", "", " a", "<eos>"])
 def test_what_is_no_word_is_refused(tmp_path: Path, word: str) -> None:
-    with pytest.raises(ValueError, match="not a word"):
+    with pytest.raises(ValueError, match="unknown token"):
         write_word_tokenizer(tmp_path, ["a", word])

@@ -26,7 +26,6 @@ def stage() -> Iterator[CatalogueStage]:
 
 
 def two_steps(stage: CatalogueStage, *, parts: bool) -> list[str]:
-    """One step of three groups, in parts or not, and one of a single group."""
     incarnation = stage.worker()
     specs = [stage.spec(one) for one in range(4)]
     stage.decide(*map(stage.dispatch, specs))

@@ -89,10 +89,11 @@ demo-vllm: vllm ## The demo with vLLM as the engine, on the CPU
 collect: setup ## Import every test once: its bytecode is there for all who run it
 	@$(BIN)/pytest -qq --collect-only > $(VENV)/.collected || { tail -n 40 $(VENV)/.collected; exit 1; }
 
-lint: setup ## Style, format, floors and house rules
+lint: setup ## Style, format, spelling, language, floors and house rules
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
-	@$(BIN)/pytest -q tests/unit/test_tidy.py tests/unit/test_floors.py
+	@$(BIN)/codespell
+	@$(BIN)/pytest -q tests/unit/test_tidy.py tests/unit/test_floors.py tests/unit/test_language.py
 
 types: setup ## mypy, strict
 	@$(BIN)/mypy | sed 's,^$(VENV)/types/dora_pipe/,,'

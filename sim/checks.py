@@ -58,7 +58,7 @@ Wrong = Callable[[str, str], None]
 
 CHECKS: Final[dict[str, str]] = {
     **{str(check): holds for check, holds in findings.CHECKS.items()},
-    "outcome": "S1: a group ends with the outcome of its trajectories, and no trajectory is placed after it",
+    "outcome": "S1: a group ends with the outcome of its trajectories; none is placed later",
     "feasible": "S3: every dispatched, untaken group can still be trained in time",
     "placement": "S5, S24: a request is placed where its version is loaded, in a free slot",
     "binding": "S6, S7: a batch contains the records that count, of live incarnations only",

@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def the_place(pool: TaskPool) -> FailingServer:
     (place,) = pool.failing
     assert (place.task, place.url) == ("odd_task:Odd", "")
-    assert place.why.startswith(f"{BAD} consecutive calls failed, the last with TimedOut")
+    assert place.reason.startswith(f"{BAD} consecutive calls failed, the last with TimedOut")
     assert place.since_ns > 0
     return place
 

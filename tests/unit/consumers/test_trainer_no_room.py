@@ -139,8 +139,8 @@ def test_trainer_waits_for_room_says_so_and_goes_on_as_if_there_had_always_been_
     said = [one for one in caplog.messages if "trying again for 120 s" in one]
     assert len(said) == 1 and "no space left for a policy in" in said[0], caplog.messages
     (wait,) = stage.statuses()[-1].waits
-    assert wait.name == "room" and wait.still
-    assert wait.words.startswith("policy of step 1: no space left for a policy in ")
+    assert wait.name == "room" and wait.blocking
+    assert wait.description.startswith("policy of step 1: no space left for a policy in ")
     full.full = False
     trainer.train_to(2)
     assert any("space is available again" in one for one in caplog.messages)
@@ -184,7 +184,7 @@ def test_restored_trainer_without_room_for_its_weights_waits_too(stage: TrainerS
     _waiting(stage, trainer, 10 * ROOM_PAUSE_S)
     assert trainer.machine.phase == "restoring" and full.tries > 5
     (wait,) = stage.statuses()[-1].waits
-    assert "no space left for a policy in" in wait.words
+    assert "no space left for a policy in" in wait.description
     full.full = False
     trainer.until(lambda: trainer.idle)
     assert stage.store.has_weights(commit.digest_after)

@@ -84,7 +84,7 @@ def test_group_that_was_trained_is_refused_even_after_a_restart(stage: TrainerSt
     stage.take(1, [group])
     trainer.until(lambda: any(isinstance(one, BatchRefused) for one in stage.control()))
     (refused,) = [one for one in stage.control() if isinstance(one, BatchRefused)]
-    assert "was already trained at step 0" in refused.offenders[0].why
+    assert "was already trained at step 0" in refused.offenders[0].reason
 
 
 def test_unreadable_trajectory_is_a_dead_letter_and_its_group_an_offender(

@@ -182,8 +182,8 @@ def _first(log: Logged, kind: type[Any]) -> tuple[int, int, Any]:
     [
         (Dispatch, {"seed": 1}, "not the next group"),
         (Dispatch, {"deadline": 99}, "not the next group"),
-        (Place, {"samples": (ScheduledSample(sample=0, attempt=4),)}, "not the next attempt"),
-        (Place, {"worker": "w7"}, "is not there"),
+        (Schedule, {"samples": (ScheduledSample(sample=0, attempt=4),)}, "not the next attempt"),
+        (Schedule, {"worker": "w7"}, "is not there"),
         (TakeBatch, {"step": 1}, "is not the next one"),
         (TakeBatch, {"groups": ()}, "without groups"),
     ],

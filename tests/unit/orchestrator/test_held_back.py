@@ -36,7 +36,7 @@ def test_a_held_back_topic_is_a_wait_with_a_beginning_a_limit_and_a_name() -> No
     bench.turn(HeldBack((METRICS,)))
     bench.wait(3)
     (first,) = waits_of(bench)
-    assert first.words.startswith("records of tiny.metrics, not readable yet: a dead role")
+    assert first.description.startswith("records of tiny.metrics, not readable yet: a dead role")
     assert first.blockers == (Blocker("topic", "tiny.metrics"),)
     assert (first.limit_ms, first.overdue, first.blocking) == (30_000, False, False)
     bench.wait(30)

@@ -306,7 +306,7 @@ def _resolved(path: Any, folder: Path, *, links: bool = True) -> Any:
         whole = folder / Path(path).expanduser()
         return str(whole.resolve() if links else whole.parent.resolve() / whole.name)
     except (OSError, RuntimeError, ValueError) as error:  # a NUL, a user without a home
-        raise ConfigError(f"{path!r} is no path: {error}") from error
+        raise ConfigError(f"{path!r} is not a path: {error}") from error
 
 
 def _fill_in(table: Table, folder: Path) -> None:

@@ -131,7 +131,7 @@ def alarm_line(role: str, wait: Wait, lasted_s: float) -> str:
     """Return an alarm as a line. Example: ``ALARM w1: waiting 31 s for rewards (2) (limit 30
     s)``"""
     limit = "" if wait.limit_ms is None else f" (limit {wait.limit_ms / 1000:.4g} s)"
-    return f"ALARM {role}: waiting {lasted_s:.4g} s for {wait.words}{limit}{_named(wait)}"
+    return f"ALARM {role}: waiting {lasted_s:.4g} s for {wait.description}{limit}{_named(wait)}"
 
 
 def _named(wait: Wait) -> str:

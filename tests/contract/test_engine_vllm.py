@@ -94,7 +94,6 @@ def test_sampler_logprobs_are_of_the_distribution_that_was_drawn_from(
 
 
 def _sampled_from(logits: np.ndarray[Any, Any], settings: dict[str, Any]) -> list[float]:
-    """Log-probs after temperature, top-k, top-p and min-p, in numpy."""
     scaled = logits / settings.get("temperature", 1.0)
     order = np.argsort(-scaled, kind="stable")
     keep = np.ones(len(scaled), bool)

@@ -55,7 +55,6 @@ _padded, _mixture = BUILDERS["padded"], BUILDERS["qwen3_moe"]
 
 
 def _serving(model_dir: Path) -> Engine:
-    """The torch engine with room for version 0 and an adapter."""
     return TorchEngine.open(
         model_dir, slots=16, context_tokens=128, threads=1, lora_rank=RANK, max_resident_versions=2
     )

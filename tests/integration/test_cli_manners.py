@@ -1,4 +1,4 @@
-"""What the command line says to bad input: one line, a hint, a named exit code, nothing lost."""
+"""Tests of bad input on the command line: one line, a hint, a named exit code, no data loss."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def _swap(log: Tamper) -> str:
-    """Two trajectories change places, headers and all."""
     (row, fact), (other, _) = log.trained(40), log.trained(41)
     log.put(replace(row, value=other.value, headers=other.headers, key=other.key))
     log.put(replace(other, value=row.value, headers=row.headers, key=row.key))

@@ -55,7 +55,6 @@ def _log(directory: Path) -> Path:
 
 
 def _write(path: Path, files: Files, *, first: int = 0) -> None:
-    """Be a role that appends trajectories, and a status between any two of them."""
     bus = FaultBus(SqliteBus(path), Injector(files, "w0", TOPICS))
     writer = bus.writer()
     for number in range(first, first + APPENDS):

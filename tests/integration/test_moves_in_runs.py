@@ -30,7 +30,6 @@ DRAINED = "w1"
 
 
 def _lengths(seed: int, turn: int) -> int:
-    """Mostly below 100 tokens, one in seven beyond 300: stragglers of older versions."""
     return 20 + (seed % 9) ** 2 + (300 if seed % 7 == 0 else 0)
 
 

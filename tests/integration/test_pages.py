@@ -60,7 +60,6 @@ NO_SUCH_RUN = frozenset({"forged"})
 
 
 def _open(config: model.Config) -> None:
-    """Read the rows of tasks whose package is installed."""
     for task in (one for *_, one in sections_of(config) if isinstance(one, model.Task)):
         kind = task.kind.partition(":")[0]
         if kind in ("gymnasium", "reasoning-gym") and installed(kind):

@@ -109,7 +109,6 @@ def test_worker_stopped_beyond_its_lease_is_fenced_and_what_it_logs_then_is_not_
 
 
 def _trajectories(order: Order, folder: Path) -> dict[str, Trajectory]:
-    """Trajectories that were trained, by id."""
     with _log(order, folder) as (bus, topics):
         wanted = {(one.partition, one.offset) for one in _trained(_control(bus, topics))}
         records = records_of(bus, ends_of(bus, topics.trajectories))

@@ -81,7 +81,6 @@ def in_terminal(
 
 
 def _read(terminal: int, interrupt_at: str) -> str:
-    """Everything up to the end of the command."""
     found, pressed, until = b"", not interrupt_at, time.monotonic() + LIMIT_S
     while True:
         left_s = until - time.monotonic()

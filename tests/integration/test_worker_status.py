@@ -34,7 +34,6 @@ def test_status_comes_every_heartbeat_and_says_what_it_waits_for() -> None:
 
 
 def _sizes(worker: object) -> dict[str, int]:
-    """Lengths of every collection that the machine holds."""
     requests = worker.machine.requests  # type: ignore[attr-defined]
     return {
         name: len(value)

@@ -1,4 +1,4 @@
-"""Whole runs on a broker whose disk fills up: what its users are told, for how long, and after."""
+"""Tests of whole runs on a broker with a full disk: messages, waits and recovery."""
 
 from __future__ import annotations
 

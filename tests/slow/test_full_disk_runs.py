@@ -91,7 +91,6 @@ def test_run_without_room_ends_with_one_line_and_goes_on_as_that_says(
 
 
 def _output(place: Path, *words: str) -> bytes:
-    """Everything that a command says."""
     at = len(_said(place))
     assert call(place, *words) == 0, _said(place)
     return _said(place)[at:].encode()

@@ -53,7 +53,6 @@ def test_run_goes_on_without_an_endpoint_and_without_its_follower(tmp_path: Path
 
 
 def _follower(supervisor: int) -> int:
-    """The process that has the follower's log open."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == supervisor:
             continue

@@ -50,7 +50,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(autouse=True)
 def _nothing_goes_wrong(page: Page) -> Iterator[None]:
-    """No test leaves an error in the console, or asks anybody else for anything."""
     page.problems.clear()
     page.requested.clear()
     page.size(1280, 900)

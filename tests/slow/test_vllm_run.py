@@ -48,7 +48,6 @@ def place(tmp_path: Path) -> Path:
 
 
 def _server_of(worker: int) -> int:
-    """The process of the server that a worker has started."""
     children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
     for child in map(int, children):
         if PROGRAM.encode() in Path(f"/proc/{child}/cmdline").read_bytes():

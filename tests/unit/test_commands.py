@@ -72,7 +72,6 @@ def test_help_has_an_example_that_parses(words: tuple[str, ...], call: Call) -> 
 
 @cache
 def _texts() -> list[tuple[str, str]]:
-    """Return (file, text) of pages and manifests, and of each string of a module."""
     listed = subprocess.run(
         ["git", "ls-files", "--", *PAGES], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -87,7 +86,6 @@ def _texts() -> list[tuple[str, str]]:
 
 
 def _strings(source: str) -> Iterator[str]:
-    """Yield the string literals of a module, joined, with `{}` for each value."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.JoinedStr):
             parts = (one.value if isinstance(one, ast.Constant) else "{}" for one in node.values)
@@ -97,7 +95,6 @@ def _strings(source: str) -> Iterator[str]:
 
 
 def _unknown(typed: str) -> str:
-    """Return the first unknown word of a command, or an empty string."""
     command: Any = get_command(app)
     words = typed.split()
     while words and hasattr(command, "commands"):
@@ -136,7 +133,6 @@ def test_every_configuration_key_that_is_named_exists() -> None:
 
 
 def _keys(name: str, text: str) -> Iterator[str]:
-    """Yield the dotted names of a string, or of what a page has in backticks."""
     quoted = re.findall(r"`([^`\n]+)`", text) if name.endswith(".md") else [text]
     if name.endswith((".py", ".md")) and name != "docs/migration.md":
         yield from (key for one in quoted for key in _KEY.findall(one))

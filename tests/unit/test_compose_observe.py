@@ -23,14 +23,12 @@ def _yaml(path: Path) -> Any:
 
 
 def _ports(service: Service) -> dict[str, str]:
-    """Return host ports by container port."""
     pairs = [re.fullmatch(r"127\.0\.0\.1:(\d+):(\d+)", one) for one in service.raw["ports"]]
     assert all(pairs), f"{service.name} is open to other machines: {service.raw['ports']}"
     return {pair[2]: pair[1] for pair in pairs if pair}
 
 
 def _at_home(address: str) -> Service:
-    """Return the service of a network address, which listens on this machine."""
     found = re.search(r"(?:^|/)([\w-]+):(\d+)$", address)
     assert found, address
     return SERVICES[found[1]]

@@ -65,7 +65,6 @@ def test_the_block_holds() -> None:
 
 
 def _modules() -> list[str]:
-    """Return every module outside the files that import torch."""
     names: list[str] = []
     for path in files(".py"):
         installed = path.parts[0] in (*INSTALLED, "__init__.py")

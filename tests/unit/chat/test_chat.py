@@ -143,7 +143,7 @@ def test_a_parser_may_be_the_users_own(tmp_path: Path) -> None:
 def test_a_model_has_one_template_or_several_by_name(tmp_path: Path) -> None:
     write_chat_model(tmp_path, text=CHATML)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(PolicyError, match="no chat template"):
+    with pytest.raises(PolicyError, match="need a chat template"):
         open_chat(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     several = [{"name": name, "template": name + CHATML} for name in ("default", "tool_use")]

@@ -53,7 +53,6 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _matrices(model: Any) -> dict[str, tuple[Any, Any]]:
-    """Return A and B of every layer."""
     named = dict(model.parameters())
     return {layer: (named[a_name(layer)], named[b_name(layer)]) for layer in model.pairs.layers}
 

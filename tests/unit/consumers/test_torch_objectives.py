@@ -92,7 +92,6 @@ def test_proximal_policy_is_that_of_the_first_weights_of_the_step(policy: Policy
 
 
 def _weight(model: TorchModel, trajectory: Any) -> Tensor:
-    """pi_0 / behavior of the sampled tokens, one trajectory at a time."""
     ids = torch.tensor([list(trajectory.token_ids)])
     with torch.no_grad():
         logits: Tensor = model.network(input_ids=ids).logits[0, :-1]

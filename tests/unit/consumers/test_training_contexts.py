@@ -67,7 +67,6 @@ class Policy:
 
 
 def _gradients(data: memoryview, entries: Sequence[Entry]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return AdamW's first moments after one update, up to a factor."""
     return {
         one.name: np.frombuffer(bytes(data[one.start : one.end]), np.float32)
         for one in entries
@@ -166,7 +165,6 @@ def test_the_ratio_of_a_sequence_is_taken_over_all_contexts(policy: Policy, toke
 
 
 def _trained(passes: list[Pass]) -> Counter[tuple[str, int]]:
-    """Count trained tokens by record."""
     found: Counter[tuple[str, int]] = Counter()
     for unit in (unit for one in passes for unit in one.units):
         trajectory = unit.item.trajectory

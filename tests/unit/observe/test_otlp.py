@@ -46,7 +46,6 @@ def _all() -> tuple[RunFacts, list[Span]]:
 
 
 def _request(line: bytes) -> ExportTraceServiceRequest:
-    """OTLP's JSON has ids in hex, protobuf's in base64."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):

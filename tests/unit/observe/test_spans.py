@@ -78,7 +78,6 @@ def test_tree_of_a_step_is_as_it_was() -> None:
 
 
 def _in_parts() -> list[Span]:
-    """Return spans of a batch whose first group is taken early as a part."""
     other = "g0000000018"
     first, second = f"{other}-000", f"{other}-001"
     told = began().decide(

@@ -42,7 +42,6 @@ def _growing(bus: Bus, run: RecordedRun, path: Path) -> Iterator[Bus]:
 
 
 def _refill(copy: Bus, bus: Bus, at: TopicPartition) -> None:
-    """Copy records to the same offsets, with unreadable ones in gaps."""
     records: list[Append] = []
     for record in records_of(bus, {at: bus.end(at)}):
         gap = Append(topic=at.topic, partition=at.partition, value=b"?")

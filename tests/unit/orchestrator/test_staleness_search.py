@@ -192,7 +192,6 @@ def _batch(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Sequen
 
 
 def _parts(rules: Rules, course: Course, deadlines: Mapping[int, int]) -> Iterator[_Step]:
-    """Yield a further part of any size, or give up all parts."""
     finished, held, step = course.finished, course.held, int(bool(course.training))
     for size in range(1, rules.per_step if not (step and held) else 1):
         places = rules.part(finished, deadlines, Sizes(step, rules.per_step, len(held), size))
@@ -228,7 +227,6 @@ def _failure(rules: Rules, course: Course, rest: tuple[int, ...], deadline: int)
 
 
 def _normal(rules: Rules, course: Course) -> Course:
-    """Merge courses that the rules cannot distinguish."""
     finished = course.finished if rules.order_matters else tuple(sorted(course.finished))
     training = course.training
     if training and not rules.refusals:
@@ -337,7 +335,6 @@ def test_part_that_leaves_no_room_for_what_is_due_is_found() -> None:
 
 
 def _feasible_from_zero(deadlines: Mapping[int, int], step: int, per_step: int) -> bool:
-    """Mistake: j starts at 0."""
     top = max([step, *deadlines])
     return all(
         sum(count for one, count in deadlines.items() if one <= step + j) <= (j + 1) * per_step
@@ -367,7 +364,6 @@ def test_search_finds_the_violation_when_j_starts_at_zero() -> None:
 
 
 def _admit_from_t(deadlines: Mapping[int, int], at: Standing) -> bool:
-    """Mistake: feasibility is checked at t although step t is already training."""
     room = in_flight_max(at.async_batches, at.per_step)
     if sum(deadlines.values()) + at.per_step * at.training >= room:
         return False

@@ -166,7 +166,6 @@ def _check_record(tree: ContextTree, calls: list[tuple[list[int], list[int]]]) -
 def _before(
     ids: list[int], contexts: tuple[Context, ...], at: int, length: int, end: int
 ) -> list[int]:
-    """Return the tokens before a position of the record in its context."""
     found: list[int] = []
     *shared, (start, _) = pieces(contexts, at, length)
     for first, last in shared:

@@ -111,7 +111,6 @@ TEMPLATE = (
 
 
 def _added(directory: Path, *, template: str = "") -> Path:
-    """Write a tokenizer with special tokens, unflagged control tokens, and words."""
     backend = bpe({"<s>", "<|im_end|>", "<tool_call>"})
     plain = ["<|im_start|>", "<answer>", "</answer>", "kilogram", "  ", "<think>", "</think>"]
     backend.add_tokens([AddedToken(one, normalized=False, special=False) for one in plain])

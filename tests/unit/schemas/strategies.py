@@ -172,7 +172,6 @@ def _calls(draw: st.DrawFn, tiles: Sequence[Segment]) -> tuple[Call, ...]:
 
 
 def _weights(draw: st.DrawFn, tiles: Sequence[Segment], version: int) -> tuple[Sampler, ...]:
-    """Draw no sampler, or one per other version of the segments."""
     others = dict.fromkeys(one.version for one in tiles if one.kind == "model")
     others.pop(version, None)
     if draw(st.booleans()):

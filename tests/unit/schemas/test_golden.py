@@ -237,7 +237,6 @@ def test_digests_of_the_golden_values_are_pinned() -> None:
 def _note_fields(
     record: msgspec.Struct, plain: Any, seen: dict[type[msgspec.Struct], set[str]]
 ) -> None:
-    """Collect the struct fields in the JSON at every non-array depth."""
     if not isinstance(plain, dict):
         return
     seen.setdefault(type(record), set()).update(plain)

@@ -170,7 +170,6 @@ def _moved_to_itself(place: Schedule) -> list[Any]:
 
 
 def _crowded(place: Schedule) -> Schedule:
-    """Place all trajectories of a group on one worker, beyond its slots."""
     return put(place, samples=place.samples * 7)
 
 

@@ -112,7 +112,6 @@ def test_numbers_of_any_width_are_rounded_to_the_nearest_once(numbers: list[floa
 
 
 def _assert_nearest(bits: np.ndarray, exact: np.ndarray) -> None:
-    """No neighbor is closer, and ties round to even."""
     found = np.abs(widened(bits).astype(np.float64) - exact)
     for step in (-1, 1):
         beside = (bits.astype(np.int64) + step).clip(0, 0xFFFF).astype(np.uint16)

@@ -205,7 +205,6 @@ def test_a_run_without_anything_has_an_overview() -> None:
 
 
 def _busy_s(stage: CatalogueStage) -> float:
-    """Return seconds of full slots of one worker present from the start."""
     found = utilisation(view_of_told(stage))
     width_s = 2 * found["at"][0]
     assert len(found["at"]) <= SLICES_MAX

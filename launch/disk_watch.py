@@ -82,7 +82,7 @@ class DiskWatch:
             limit = f"free space within {DELIVERY_TIMEOUT_S:g} s"
             self._report(f"{found}; roles wait, dispatch is paused: {limit}")
         elif now_ns - self._since_ns > DELIVERY_TIMEOUT_S * 1e9:
-            lasted = f"{found}for {DELIVERY_TIMEOUT_S:g} s"
+            lasted = f"{found} for {DELIVERY_TIMEOUT_S:g} s"
             raise ResourceError(
                 lasted,
                 hint="free space and restart stopped brokers; no logged record is lost",

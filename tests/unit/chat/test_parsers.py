@@ -67,7 +67,7 @@ BADLY_MADE = [
     ("hermes", "<tool_call>\n{oops}\n</tool_call>", "no JSON"),
     ("hermes", '<tool_call>\n{"name": "add"', "no </tool_call>"),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "without a name"),
-    ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "no object"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "not an object"),
     ("xml", "<tool_call>{}</tool_call>", "no <function=...>"),
     ("glm", "<tool_call>{}</tool_call>", "without a name"),
     ("llama", '{"name": "add", ', "no JSON"),

@@ -87,7 +87,7 @@ def test_a_prompt_is_text_or_messages_and_json_in_text_is_not_taken_for_text() -
     assert prompt_of("1+1?", chat=False) == ("1+1?", None)
     assert prompt_of("1+1?", chat=True) == ([USER], None)
     assert prompt_of(written, chat=True) == prompt_of([USER, SAID], chat=False) == ([USER], SAID)
-    for value, why in ((written, "written as JSON"), (3, "neither text nor messages")):
+    for value, why in ((written, "in a JSON string"), (3, "neither text nor messages")):
         with pytest.raises(TaskError, match=why):
             prompt_of(value, chat=False)
 

@@ -194,8 +194,8 @@ def test_version_without_a_host_gets_a_worker_that_is_emptied_for_it() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"attempt": 7}, "not placed there"),
-        ({"to": "b"}, "is on b already"),
+        ({"attempt": 7}, "not placed on that worker"),
+        ({"to": "b"}, "is already on b"),
         ({"to_incarnation": 99}, "is not there"),
         ({"trajectory": "g0000000099-000"}, "is not open"),
     ],

@@ -109,7 +109,7 @@ def test_doubtful_file_is_named_and_the_log_is_folded_from_its_beginning(
     assert file.read_bytes() != before
     found = recover(world.bus, world.topics, tmp_path)
     assert found.state.digest() == world.machine.state.digest()
-    assert f"snapshot {file.name} is not used" in caplog.text
+    assert f"snapshot {file.name} skipped:" in caplog.text
     assert "folding the whole log" in caplog.text
 
 

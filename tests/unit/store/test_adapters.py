@@ -215,7 +215,7 @@ def test_changed_file_and_foreign_files_are_refused(store: PolicyStore, tmp_path
         (
             "",
             TensorSource(name=SCALE, dtype="I32", shape=(1,), data=lambda: b"abcd"),
-            "is no number",
+            "is not a number",
         ),
         (
             "",

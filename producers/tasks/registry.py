@@ -66,7 +66,9 @@ def open_task(config: model.Task) -> Task:
     arguments = {**config.options, **{key: value for key, value in given.items() if value}}
     if isinstance(factory, Task):
         if arguments:
-            raise ConfigError(f"task: `{config.kind}` is an object without `{min(arguments)}`")
+            raise ConfigError(
+                f"task: `{config.kind}` is an object and accepts no `{min(arguments)}`"
+            )
         return factory
     _check_arguments(config.kind, factory, arguments, set(given))
     task = factory(**arguments)

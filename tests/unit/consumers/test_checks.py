@@ -102,7 +102,7 @@ GROUP_CASES: dict[str, tuple[Change, str]] = {
     "another step": (lambda c: setattr(c, "step", 1), "step 1 is not the next one"),
     "trained before": (
         lambda c: setattr(c, "known", replace(c.known, trained={GROUP: 0})),
-        "trained at step 0 already",
+        "already trained at step 0",
     ),
     "evaluation": (lambda c: c.group.update(group="e0000000004"), "not a training group"),
     "version from the future": (lambda c: c.group.update(version=3), "C1: version 3"),

@@ -191,7 +191,7 @@ def answer(seen: object) -> bytes:
         (200, answer([None]), ResourceError, "returned no log-probs of the prompt", 1),
         (200, answer([None, {"8": {"logprob": -1}}]), ResourceError, "no log-prob of token 9", 1),
         (200, answer([None, None]), ResourceError, "no log-prob of token 9", 1),
-        (200, answer([None, {"9": {"logprob": -1e99}}]), NonFinite, "token 9 the log-prob -1e", 1),
+        (200, answer([None, {"9": {"logprob": -1e99}}]), NonFinite, "log-prob for token 9: -1e", 1),
     ],
 )
 def test_endpoint_that_does_not_say_it_ends_the_step_with_one_line(

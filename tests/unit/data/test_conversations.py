@@ -78,7 +78,7 @@ def test_message_of_the_assistant_at_the_end_is_the_answer() -> None:
 def test_text_of_a_message_joins_its_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert (text_of({"content": parts}), text_of(SAID), text_of({})) == ("ab", "2", "")
-    with pytest.raises(TaskError, match="no text"):
+    with pytest.raises(TaskError, match="not text"):
         text_of({"content": [*parts, {"type": "image", "image": "x.png"}]})
 
 

@@ -19,10 +19,10 @@ from tests.support.fake_vllm_server import FakeVllm
     ("name", "why", "hint"),
     [
         ("max_model_len", "workers.max_model_len sets it", "set workers.max_model_len"),
-        ("middleware", "the engine sets it", "leave it out"),
-        ("quantization", "not use the published weights", "leave it out"),
-        ("speculative-config", "recorded log-probs would not match", "leave it out"),
-        ("hf_overrides.rope_theta", "not use the published weights", "leave it out"),
+        ("middleware", "the engine sets it", "remove it"),
+        ("quantization", "not use the published weights", "remove it"),
+        ("speculative-config", "recorded log-probs would not match", "remove it"),
+        ("hf_overrides.rope_theta", "not use the published weights", "remove it"),
     ],
 )
 def test_option_that_breaks_a_promise_is_refused_by_name(name: str, why: str, hint: str) -> None:

@@ -124,7 +124,7 @@ def test_adapter_that_the_server_has_lost_breaks_the_promise(served: Served) -> 
     with pytest.raises(InvariantBroken, match=r"lost an adapter.*does not exist") as raised:
         while engine.active:
             engine.step()
-    assert raised.value.hint is not None and "another worker" in raised.value.hint
+    assert raised.value.hint is not None and "no other worker" in raised.value.hint
     engine.cancel("r1")
     with pytest.raises(InvariantBroken, match=r"lost an adapter.*cannot be found"):
         engine.drop(1)
@@ -198,7 +198,7 @@ def test_adapter_of_a_request_that_stays_unheard_is_not_dropped(
     served.server.begin.clear()
     engine.add(under(1, max_tokens=30))
     engine.cancel("r1")
-    with pytest.raises(ResourceError, match="is silent"):
+    with pytest.raises(ResourceError, match="sent no data"):
         engine.drop(1)
     assert served.server.served == {1, 2}
     engine.close()

@@ -82,7 +82,7 @@ def test_messages_for_a_model_without_a_template_are_refused_at_the_start(
 ) -> None:
     write_chat_model(tmp_path, text=CHATML)
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(PolicyError, match="no chat template"):
+    with pytest.raises(PolicyError, match="need a chat template"):
         chats(tmp_path, Pool({"messages": ASKED, "episode": episode}, single_turn=not episode))
     assert chats(tmp_path, Pool({"text": "1+2=", "episode": episode}, single_turn=False)) == {}
 

@@ -120,7 +120,11 @@ def _error(chunks: list[Progress], tokens: int = 5) -> str | None:
         (_chain(), 6, "reach 5 tokens, not 6"),
         ([_chunk(0, 3), replace(_chunk(3, 2), version=3)], 5, "version 3, not 2"),
         ([_chunk(0, 3), replace(_chunk(3, 2), digest="1" * 64)], 5, "made by version 2"),
-        ([replace(_chunk(0, 5), trajectory="g0000000000-001")], 5, "g0000000000-001 stands"),
+        (
+            [replace(_chunk(0, 5), trajectory="g0000000000-001")],
+            5,
+            "g0000000000-001 is in the chain",
+        ),
         ([_chunk(0, 3), _chunk(4, 1)], 5, "starts at token 4, not 3"),
     ],
 )

@@ -285,7 +285,7 @@ def test_who_cannot_is_refused_by_name(tmp_path: Path) -> None:
     ):
         config(tmp_path, "staleness.partial_rollout=true")
     with pytest.raises(
-        ConfigError, match=r"sampling\.return_routed_experts: engine `.*SILENT` does not say"
+        ConfigError, match=r"sampling\.return_routed_experts: engine `.*SILENT` does not report"
     ):
         check_engines(config(tmp_path), [f"{__name__}:SILENT"])
     graphs = config(tmp_path, "workers.vllm.enforce_eager=false")

@@ -263,7 +263,10 @@ def test_demonstrations_are_of_one_kind_and_have_answers(
     [
         ({"prompt": "1+1="}, "the first row has no `answer`, which task.reward compares with"),
         ({"prompt": "1+1=", "answer": None}, "the first row: the row's answer is null"),
-        ({"prompt": "1+1=", "answer": {"a": 1}}, "an object with 'a': the reward's option `field`"),
+        (
+            {"prompt": "1+1=", "answer": {"a": 1}},
+            "an object with 'a': set the reward's option `field`",
+        ),
         ({"prompt": [{"role": "wizard", "content": "x"}], "answer": "1"}, "role is 'wizard'"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "1"},

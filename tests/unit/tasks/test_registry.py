@@ -56,7 +56,7 @@ def test_users_class_function_or_object_is_a_task() -> None:
         (f"{HERE}:Min", {}, TaskError, "did you mean `Mine`?"),
         (f"{HERE}:NUMBER", {}, TaskError, "neither a Task nor a factory"),
         (f"{HERE}:make_nothing", {"options": {"a": 1}}, TaskError, "gave str, not a Task"),
-        (f"{HERE}:READY", {"options": {"a": 1}}, ConfigError, "is an object without argument a"),
+        (f"{HERE}:READY", {"options": {"a": 1}}, ConfigError, "is an object and accepts no `a`"),
         ("no_such_module:Task", {}, TaskError, "cannot import `no_such_module`"),
         (":Task", {}, ConfigError, "not of the form"),
     ],

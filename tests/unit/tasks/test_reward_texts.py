@@ -286,7 +286,7 @@ def test_a_schema_fetches_nothing_from_elsewhere() -> None:
         ("regex", {"pattern": "("}, r"`regex`: pattern: missing \)"),
         ("regex", {"pattern": "a", "group": "1"}, "the pattern has no group `1`"),
         ("regex", {}, "`regex`: .*missing required field `pattern`"),
-        ("exact", {"stripp": True}, "`exact` takes no option `stripp`"),
+        ("exact", {"stripp": True}, "`exact` has no option `stripp`"),
         ("exact", {"strip": 1}, "`exact`: Expected `bool`, got `int`"),
         ("json-schema", {}, "needs one of the options `schema` and `column`"),
         ("json-schema", {"schema": {"type": 3}}, "`json-schema`: schema: "),

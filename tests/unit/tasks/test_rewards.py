@@ -255,7 +255,7 @@ def test_a_function_that_cannot_be_asked_is_one_line(
 @pytest.mark.parametrize(
     ("uses", "message"),
     [
-        (use("brevity", word=3), "takes no option `word`"),
+        (use("brevity", word=3), "has no option `word`"),
         (use("Counting", last=3), "options: got an unexpected keyword argument 'last'"),
         (model.RewardUse(use="exakt"), r"task.reward\[0\]: unknown reward `exakt`"),
     ],

@@ -95,7 +95,11 @@ def call(name: str, **arguments: Any) -> ToolCall:
         (call("words", way="left"), "error: arguments of `words`: Invalid enum value 'left'", 0),
         (call("broken"), "error: ZeroDivisionError: integer division or modulo by zero", False),
         (call("leaves"), "error: cancelled", False),
-        (call("odd"), "error: `odd` gave a value that cannot be shown: builtins.object has", False),
+        (
+            call("odd"),
+            "error: `odd` gave a value that cannot be shown: builtins.object cannot",
+            False,
+        ),
         (ToolCall(name="", error="no JSON", raw="{"), "error: no JSON", False),
     ],
 )

@@ -61,10 +61,6 @@ WeightDecayOption = Annotated[
 PackingOption = Annotated[
     bool, typer.Option(help="Pack several examples per row; they do not attend to each other.")
 ]
-
-WeightDecayOption = Annotated[
-    float, typer.Option(min=0, help="AdamW weight decay; excludes norms and biases.")
-]
 ThreadsOption = Annotated[
     int, typer.Option(min=1, help="CPU threads. Changing this changes results bitwise.")
 ]

@@ -169,8 +169,8 @@ def test_what_cannot_be_meant_is_refused(
     ("wanted", "says"),
     [
         (GROUP, ("├─ trajectory", "│  ├─ generated", "└─ trained", "trained at step")),
-        (f"{GROUP}-001", ("│  └─ published", f"{GROUP}-001; ", "├─ gathered")),
-        ("6", ("├─ waited", "waited for g", "last came g")),
+        (f"{GROUP}-001", ("│  └─ published", f"{GROUP}-001; ", "├─ group_wait")),
+        ("6", ("├─ batch_wait", "waited for g", "last came g")),
     ],
 )
 def test_show_prints_the_tree_from_the_log_alone(

@@ -48,7 +48,8 @@ class Trainer(Section, frozen=True, kw_only=True):
     """Parts of a batch. The trainer computes the gradient of `rollout.prompts_per_step` /
     `batch_parts` finished groups while workers generate the others; 1: when the batch is complete.
     Default 4, fewer if a part had less than 4 groups, and 1 with several `minibatches`, colocated
-    workers or `offload_between_steps`. With as many `minibatches`, each part is an update."""
+    workers, `offload_between_steps` or `version-baseline`. With as many `minibatches`, each part
+    is an update."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens of one forward and backward pass."""
     router_aux_loss: NonNegativeFloat = 0.0

@@ -58,7 +58,7 @@ class Workers(Section, frozen=True, kw_only=True):
     prefix_cache_ratio: NonNegativeFloat = 1.0
     """Prefix cache of the torch engine for prompts and for sequences between calls, as a multiple
     of max_num_seqs * max_model_len tokens; 0 disables it. The cache evicts the least recently used
-    entries. vLLM has its own cache."""
+    entries. vLLM caches prefixes itself."""
     checkpoint_tokens: Positive = 128
     """Sampled tokens between progress records."""
     threads: Positive = 1

@@ -15,7 +15,7 @@ REPEATED_CLASSES_MAX = 1
 LIFE_FILES_MAX, LIFE_LINES_MAX = 57, 19_650
 FOLDERS_MAX = 16
 
-ROWS = re.findall(r"^\| \[([\w/.]+)\]\(\.\./\1\) \| `(\w+)` \|$", size.LIFE.read_text(), re.M)
+ROWS = re.findall(r"^- \[([\w/.]+)\]\(\.\./\1\): `(\w+)`$", size.LIFE.read_text(), re.M)
 
 
 def test_what_the_life_of_a_trajectory_names_is_in_that_file() -> None:

@@ -23,21 +23,21 @@ SCHEMA: Final = pa.schema(
         pa.field("reward", pa.float64()),
         pa.field("advantage", pa.float64()),
         pa.field("tokens", pa.int64(), nullable=False),
-        # Null without a gradient: masked, or zero advantage without a KL term.
         pa.field("ratio_mean", pa.float64()),
         pa.field("ratio_min", pa.float64()),
         pa.field("ratio_max", pa.float64()),
         pa.field("clipped_share", pa.float64()),
         pa.field("kl", pa.float64()),
         pa.field("loss_share", pa.float64()),
-        pa.field("minibatch", pa.int64(), nullable=False),  # update of the step
-        pa.field("micro_batch", pa.int64()),  # pass of that update
-        # Also null without a weight or a mask.
-        pa.field("weight_mean", pa.float64()),  # proximal / behavior
-        pa.field("masked_share", pa.float64()),  # share of tokens left out
+        pa.field("minibatch", pa.int64(), nullable=False),
+        pa.field("micro_batch", pa.int64()),
+        pa.field("weight_mean", pa.float64()),
+        pa.field("masked_share", pa.float64()),
     ]
 )
-"""One row per trajectory, in batch order."""
+"""Arrow IPC file named by `step-committed`: one row per trajectory, sorted by id. `staleness` is
+step - version. `reward` and `advantage` are null for invalid trajectories; ratios, KL and loss also
+without a gradient. `minibatch` counts updates of the step, `micro_batch` passes of an update."""
 
 TEACHER: Final = "teacher_logprobs"
 """Optional column: teacher log-probs of the counted tokens."""

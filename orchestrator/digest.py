@@ -1,4 +1,4 @@
-"""Incremental digest of a state (example: docs/reference/records.md).
+"""Incremental digest of a state.
 
     leaf(kind, id, value) = sha256(canonical JSON of [kind, id, value])
     bucket(k)             = sha256(the leaves with crc32(id) mod BUCKETS == k, sorted, joined)

@@ -56,18 +56,17 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     start: int
     end: int
     seed: int
-    """Seed of its random stream: `identity.call_seed`."""
     occurrence: int = 0
     """Number of earlier calls of the trajectory with the same prompt ids."""
     finish: FinishReason = "stop"
     asked_ns: int
-    """Unix time in ns of the request."""
+    """Unix time in ns."""
     answered_ns: int
-    """When the answer was durable in the log, before the agent received it."""
+    """When the answer was durable in the log, Unix ns."""
     api: str = ""
-    """API of the call: "chat", "responses", "messages" or "generate"."""
+    """One of `chat`, `responses`, `messages`, `generate`."""
     caller: str = ""
-    """Name given by the agent; empty without one."""
+    """Name given by the agent."""
     ignored_settings: dict[str, Any] = {}
     """Requested sampling settings that the run ignores."""
     stop: tuple[str, ...] = ()

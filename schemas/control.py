@@ -1,6 +1,6 @@
 """Control records: events of a run, one JSON object each, tagged by `kind`.
 
-A worker's incarnation is the offset of its `worker joined`. `at_ns` is the writer's Unix time in
+A worker's incarnation is the offset of its `worker-joined`. `at_ns` is the writer's Unix time in
 ns; no decision uses it.
 """
 
@@ -102,7 +102,7 @@ class RunStarted(Control, frozen=True, kw_only=True):
     run: str
     schema_version: int
     config: dict[str, Any]
-    """Resolved configuration (`dora_pipe.config.Config` as plain values)."""
+    """Resolved configuration."""
     config_digest: str
     dataset_digest: str
     dataset_rows: int
@@ -110,17 +110,17 @@ class RunStarted(Control, frozen=True, kw_only=True):
     eval_rows: int
     seed: int
     policy: Manifest
-    """Manifest of version 0."""
+    """Weights of version 0."""
     assets_digest: str
     """sha256 over config and tokenizer files of the model directory."""
     planner: str
     package: str
     lineage: Lineage | None = None
     datasets: dict[str, DataSet] = {}
-    """Data set of each named task and evaluation, by `GroupSpec.source`; then the four fields above
-    describe the first task and first evaluation."""
+    """Data set of each named task and evaluation, by source; then the four fields above describe
+    the first task and evaluation."""
     scored_together: tuple[str, ...] = ()
-    """Sources (`GroupSpec.source`) whose groups are also scored together."""
+    """Sources whose groups are also scored together."""
 
     @property
     def optimizer(self) -> Blob | None:
@@ -161,8 +161,7 @@ class RoleStarted(Control, frozen=True, kw_only=True):
     pid: int
     package: str
     samplers: dict[str, str] = {}
-    """Configured row samplers (`task.sampler`) of an orchestrator, with the sha256 of
-    their files."""
+    """Row samplers (`task.sampler`) of an orchestrator, with the sha256 of their files."""
 
 
 class WorkerJoined(Control, frozen=True, kw_only=True):
@@ -190,14 +189,14 @@ class WorkerJoined(Control, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
     """Packages and external servers of its tasks: name, version and source digest."""
     colocated: bool = False
-    """Whether it shares GPUs with the trainer and sleeps during training steps (colocated)."""
+    """Whether it shares GPUs with the trainer and sleeps during training steps."""
     reward_digests: dict[str, str] = {}
-    """Reward digest per source (`GroupSpec.source`) if there are several tasks."""
+    """Reward digest per source, if there are several tasks."""
 
 
 class WorkerReady(Control, frozen=True, kw_only=True):
-    """Worker has loaded and verified its assigned weights. With version -1 and no digest it sleeps,
-    without weights and without requests that need them."""
+    """Loaded and verified weights of an assigned version; with version -1 and no digest the worker
+    sleeps."""
 
     worker: str
     incarnation: int
@@ -205,7 +204,7 @@ class WorkerReady(Control, frozen=True, kw_only=True):
     digest: str
     load_ms: float
     fallbacks: tuple[Fallback, ...] = ()
-    """Most recent lost or damaged files while loading these weights."""
+    """Most recent lost or damaged version files."""
 
 
 class Resume(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -231,7 +230,7 @@ class WorkerLeft(Control, frozen=True, kw_only=True):
 
 
 class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Trajectory of a `trajectories logged` record, which has the version."""
+    """Entry of `trajectories-logged`, which has the version."""
 
     trajectory: str
     attempt: int
@@ -240,22 +239,21 @@ class LoggedEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     sha256: str
     bytes: int
     tokens: int
-    """Sampled tokens."""
     reward: float | None
     """None exactly if the trajectory is invalid."""
     finish: FinishReason
     error: str = ""
-    """Reason for being invalid: class and first line, at most `ERROR_CHARACTERS_MAX` characters."""
+    """Reason for being invalid: class and first line, at most 200 characters."""
     tool_error: str = ""
     """First exception of a tool function, in the same form; the trajectory may be valid."""
     answer: str = ""
-    """Answer that the reward read, as in its record; empty without one."""
+    """Answer that the reward read."""
     parts: dict[str, float] = {}
-    """Reward parts of its record: the first 16 by name with names of at most 64 characters."""
+    """First 16 reward parts by name, with names of at most 64 characters."""
     contexts: int = 1
-    """Number of contexts in its record."""
+    """Contexts in its record."""
     calls: int = 0
-    """Number of an agent's calls in its record."""
+    """Agent's calls in its record."""
 
 
 class TrajectoryLogged(msgspec.Struct, frozen=True, kw_only=True):
@@ -302,9 +300,7 @@ class TrajectoriesLogged(Control, frozen=True, kw_only=True):
     incarnation: int
     version: int
     digest: str
-    """Weights digest (hex)."""
     trajectories: tuple[LoggedEntry, ...]
-    """Nonempty."""
 
     def facts(self) -> list[TrajectoryLogged]:
         """Return the entries as separate events, in order."""
@@ -335,8 +331,7 @@ class RequestReleased(Control, frozen=True, kw_only=True):
 
 
 class RequestFailed(Control, frozen=True, kw_only=True):
-    """Request that ended without a trajectory; retryable ones are scheduled again a limited number
-    of times."""
+    """Request that ended without a trajectory; retryable ones are scheduled again."""
 
     worker: str
     incarnation: int
@@ -359,7 +354,7 @@ class TakenTrajectory(msgspec.Struct, frozen=True, kw_only=True, array_like=True
 
 
 class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Trajectory in a `group scored`."""
+    """Trajectory in a `group-scored`."""
 
     trajectory: str
     reward: float
@@ -369,13 +364,12 @@ class ScoredSample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class GroupScored(Control, frozen=True, kw_only=True):
-    """Answer to a `score group`: scores of a group's trajectories, or an error."""
+    """Answer to a `score-group`: scores of a group's trajectories, or an error."""
 
     worker: str
     incarnation: int
     group: str
     attempt: int
-    """Attempt of the decision."""
     samples: tuple[ScoredSample, ...] = ()
     """Trajectories of the decision, in order; empty on an error."""
     error: str = ""
@@ -392,8 +386,7 @@ class TakenGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline: int
     trajectories: tuple[TakenTrajectory, ...]
     rewards: dict[str, float] = {}
-    """Rewards of valid trajectories by id, if scored together; they replace the records'
-    rewards."""
+    """Rewards of valid trajectories by id, if scored together."""
 
 
 class StepCommitted(Control, frozen=True, kw_only=True):
@@ -408,37 +401,36 @@ class StepCommitted(Control, frozen=True, kw_only=True):
     digest_after: str
     policy: Manifest
     contributions: Blob
-    """Arrow file: staleness, advantage, ratio metrics and clipped share per trajectory."""
     metrics: dict[str, float]
-    """Metrics such as loss, grad_norm, tokens, kl; all finite."""
+    """Finite values such as loss, grad_norm, tokens, kl."""
     settings: dict[str, float | int | str | bool]
-    """Logged configuration keys in force (see `TakeBatch.settings`)."""
+    """Logged configuration keys in force, such as `trainer.learning_rate`."""
     numerics: dict[str, str]
     """Fingerprint: equal fingerprints promise equal bits."""
     decisions_next: int
-    """Position in decisions from which a restarted trainer continues."""
+    """Offset in decisions from which a restarted trainer continues."""
     compute_s: float
     checkpoint: Blob | None = None
     """Optimizer state after this step, if kept."""
     adopted: bool = False
-    """Whether the weights before this step were adopted instead of replayed (`--adopt`)."""
+    """Whether the previous weights were adopted instead of replayed (`--adopt`)."""
     dropped: tuple[int, ...] = ()
-    """Versions whose files the trainer deletes once this commit is durable (docs/storage.md)."""
+    """Versions whose files the trainer deletes once this commit is durable."""
     parts: tuple[int, ...] = ()
-    """Sizes of all parts but the last (see `TakeBatch.parts`)."""
+    """Sizes of all parts but the last."""
     early_s: tuple[float, ...] = ()
-    """Seconds spent on each early part before the batch, while the trainer was otherwise idle;
-    later parts were computed with the batch."""
+    """Seconds spent on each part before its batch, while the trainer was otherwise idle."""
     full: bool = True
     """Whether the store has a full checkpoint of the new version."""
     delta: Blob | None = None
     """Delta from the previous version, if any."""
     overlap_s: float = 0.0
-    """Seconds spent on the first part while the previous version was published; included neither in
-    `early_s` nor in the time since the previous commit."""
+    """Seconds spent on the first part while the previous version was published.
+
+    Included neither in `early_s` nor in the time since the previous commit.
+    """
     fallbacks: tuple[Fallback, ...] = ()
-    """Most recent lost or damaged version files that the trainer read, since its start or previous
-    commit."""
+    """Most recent lost or damaged version files."""
 
 
 class Offender(msgspec.Struct, frozen=True, kw_only=True):
@@ -450,7 +442,7 @@ class Offender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRefused(Control, frozen=True, kw_only=True):
-    """Trainer's rejection of a batch: offenders fail, the other groups return to U."""
+    """Trainer's rejection of a batch: offenders fail, the other groups are free again."""
 
     step: int
     attempt: int

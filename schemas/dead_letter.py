@@ -28,19 +28,23 @@ _OVERHEAD_BYTES = 1024  # bytes that a bus may add to key, value and headers
 
 
 class _Letter(msgspec.Struct, frozen=True, kw_only=True):
-    """JSON in the header."""
+    """ASCII JSON in the only header, `dead-letter`; the value is that of the unreadable record."""
 
     topic: str
     partition: int
     offset: int
     reason: str
     path: str
+    """Position of the error inside the record."""
     at_ns: int
     sha256: str
     bytes: int
     kept: bool
+    """False if the value was omitted for its size."""
     key: str
+    """Key in base64."""
     headers: tuple[tuple[str, str], ...]
+    """Headers with values in base64."""
 
 
 _DECODER = msgspec.json.Decoder(_Letter)

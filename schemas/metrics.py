@@ -114,32 +114,31 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     tokens_total: int
     """Tokens sampled by this incarnation."""
     progress: dict[str, Resume]
-    """Progress record of every open request that has one; if `since`, only those with a newer one
-    than in this incarnation's last status."""
+    """Newest progress record of every open request."""
     weights_at: str = ""
-    """URL of its weights for other workers; empty: none (docs/storage.md)."""
+    """URL of its weights for other workers."""
     since: bool = False
-    """Whether `progress` has only changes since the last status; absent: it is complete."""
+    """Whether `progress` has only changes since the last status of this incarnation."""
     ended: tuple[str, ...] = ()
     """Requests that left `progress`, sorted; only with `since`."""
     off_engine: int = 0
-    """Requests that need no slot, averaged over about the last second: waiting for a prompt,
-    environment, reward, the codec or the log."""
+    """Requests that need no slot, averaged over about a second."""
     in_environment: int = 0
     """Requests waiting for an environment or tool."""
     being_scored: int = 0
     """Requests waiting for a reward."""
     with_agent: int = 0
-    """Sessions without a call that needs the engine: their agents are busy otherwise."""
+    """Sessions without a call that needs the engine."""
     calls_open: int = 0
-    """Unanswered calls of agents."""
     call_since_ns: int = 0
-    """Arrival of the oldest unanswered call, Unix ns; 0 without one."""
+    """Arrival of the oldest open call, Unix ns; 0 without one."""
     calls_oldest: tuple[UnansweredCall, ...] = ()
-    """The oldest few unanswered calls, oldest first."""
+    """The oldest few calls, oldest first."""
     calls_before: tuple[int, ...] = ()
-    """Requests that get a slot before each of these calls; -1: has a slot, or needs none yet.
-    Empty: none waits for a slot."""
+    """Requests that get a slot before each of these calls; -1: it needs none.
+
+    Empty if none waits for a slot.
+    """
 
     @property
     def call_open_s(self) -> float:
@@ -151,11 +150,11 @@ class WorkerStatus(Metrics, frozen=True, kw_only=True, omit_defaults=True):
     prompt_tokens_reused: int = 0
     """Prompt tokens served from the prefix cache."""
     failing: tuple[FailingServer, ...] = ()
-    """Failing servers and processes of its tasks, at most 8."""
+    """Failing servers of its tasks, at most 8."""
     episodes_restarted: int = 0
-    """Episodes that lost their environment and all sampled tokens here."""
+    """Episodes that lost their environment and tokens."""
     episodes_replayed: int = 0
-    """Episodes that continue in another environment, which replays their turns."""
+    """Episodes replayed in another environment."""
 
 
 def merged(before: WorkerStatus | None, status: WorkerStatus) -> WorkerStatus:
@@ -183,7 +182,7 @@ class TrainerStatus(Metrics, frozen=True, kw_only=True):
     cached_records: int
     cached_bytes: int
     weights_at: str = ""
-    """URL of the newest weights (see `WorkerStatus`)."""
+    """URL of its weights for other workers."""
 
 
 class OrchestratorStatus(Metrics, frozen=True, kw_only=True):

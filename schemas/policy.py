@@ -25,7 +25,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Weights of a policy without location; tied tensors appear once."""
 
     digest: str
-    """Weights digest (hex): `weights_digest` of `tensors`."""
     bytes: int
     tensors: tuple[Tensor, ...]
 
@@ -41,7 +40,7 @@ class Blob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sha256: str
     bytes: int
     peer: str = ""
-    """Address of a KV cache for other machines (docs/storage.md)."""
+    """Address of a KV cache for other machines."""
 
 
 class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,16 +51,17 @@ class Fallback(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     digest: str
-    """Weights digest (hex) of the version."""
     reason: str
-    """Error, with the file's name (which has a digest) and location."""
+    """Error, with the file's name and location."""
     taken: str
     """Name of the file used; for a delta also its bases."""
     bytes: int = 0
     """Bytes fetched instead from the store or peers; 0 if all were local."""
     absent: bool = False
-    """Whether the store has no other form of this version: lost, unless the commit says that it
-    never existed."""
+    """Whether the store has no other form of this version.
+
+    It is lost, unless the commit says that it never existed.
+    """
 
 
 def weights_digest(tensors: Iterable[Tensor]) -> str:

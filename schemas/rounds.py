@@ -60,18 +60,19 @@ class KvPressure(Observation, frozen=True, kw_only=True):
 
 
 class OffEngine(Observation, frozen=True, kw_only=True):
-    """Requests of a worker that need no slot: waiting for a prompt, environment, reward, the codec
-    or the log."""
+    """Number of a worker's requests that need no slot.
+
+    They wait for a prompt, environment, reward, the codec or the log.
+    """
 
     worker: str
     incarnation: int
     requests: int
-    """Number of such requests; the others may need a slot."""
 
 
 class GroupExpired(Observation, frozen=True, kw_only=True):
-    """Group whose generation exceeded `rollout.group_timeout_s`, regardless of available workers;
-    it ends with its current trajectories."""
+    """Group whose generation exceeded `rollout.group_timeout_s`; it ends with its current
+    trajectories."""
 
     group: str
 
@@ -91,21 +92,16 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     purpose: Purpose
     version: int
     digest: str
-    """Weights digest of `version` (hex)."""
     deadline: int
-    """Last step that may train it: version + max_staleness at dispatch; -1 for evaluation."""
     partition: int
     dataset_digest: str
     index: int
-    """Row of the data set."""
     data_epoch: int
     seed: int
     size: int
     """Trajectories that complete it."""
     task: str = ""
-    """Task name, if any."""
     evaluation: str = ""
-    """Evaluation name, if any."""
     redundancy: int = 0
     """Redundant trajectories beyond `size`: the first `size` valid ones count."""
 
@@ -169,7 +165,6 @@ class Schedule(Decision, frozen=True, kw_only=True):
     worker: str
     incarnation: int
     samples: tuple[ScheduledSample, ...]
-    """Sample indices and attempts."""
 
     def requests(self) -> list[ScheduledRequest]:
         """Return every request, in order."""
@@ -192,7 +187,7 @@ class Schedule(Decision, frozen=True, kw_only=True):
 class Migrate(Decision, frozen=True, kw_only=True):
     """Migration of a running request to another worker with its version.
 
-    The worker answers with `request released`; only then is the request scheduled on `to`, or
+    The worker answers with `request-released`; only then is the request scheduled on `to`, or
     queued.
     """
 
@@ -245,7 +240,7 @@ class Fence(Decision, frozen=True, kw_only=True):
 
 
 class ScoreGroup(Decision, frozen=True, kw_only=True):
-    """Order to a worker to score a group's trajectories together, answered by `group scored`."""
+    """Order to a worker to score a group's trajectories together, answered by `group-scored`."""
 
     spec: GroupSpec
     worker: str
@@ -256,8 +251,7 @@ class ScoreGroup(Decision, frozen=True, kw_only=True):
 
 
 class TakePart(Decision, frozen=True, kw_only=True):
-    """Finished groups of the next step's incomplete batch: due at this step, and the trainer may
-    begin with them. The batch lists them again."""
+    """Finished groups of the next step's incomplete batch, which lists them again."""
 
     step: int
     attempt: int
@@ -275,16 +269,19 @@ class TakeBatch(Decision, frozen=True, kw_only=True):
     attempt: int
     groups: tuple[TakenGroup, ...]
     settings: dict[str, float | int | str | bool]
-    """Logged configuration keys in force, e.g. {"trainer.learning_rate": 3e-4}."""
+    """Logged configuration keys in force, such as `trainer.learning_rate`."""
     pins: tuple[int, ...] = ()
-    """Versions of open groups, served by workers or assigned to them, sorted. Versions below `step`
-    are never added later: dispatches use the newest."""
+    """Versions of open groups, served by workers or assigned to them, sorted.
+
+    Versions below `step` are never added later: dispatches use the newest.
+    """
     parts: tuple[int, ...] = ()
-    """Number of groups in each part taken before, in order; the remaining groups are the last part.
-    Gradients accumulate part by part. Empty: one part."""
+    """Number of groups in each part taken before; the others are the last part.
+
+    Gradients accumulate part by part. Empty: one part.
+    """
     in_flight: float | None = None
-    """In-flight limit in batches from now on, if `staleness.async_batches` is `auto`, within
-    `staleness.max_staleness`."""
+    """In-flight limit in batches from now on, if `staleness.async_batches` is `auto`."""
 
 
 class End(Decision, frozen=True, kw_only=True):
@@ -295,8 +292,7 @@ class End(Decision, frozen=True, kw_only=True):
 
 
 class EndSamples(Decision, frozen=True, kw_only=True):
-    """End of a group's remaining trajectories, after cancelling the running ones; records logged
-    later are superseded."""
+    """End of a group's remaining trajectories; records logged later are superseded."""
 
     group: str
     samples: tuple[int, ...]
@@ -321,11 +317,9 @@ class Halt(Decision, frozen=True, kw_only=True):
 
 
 class EarlyStop(Decision, frozen=True, kw_only=True):
-    """Early stop: the watched evaluation has not improved for long enough. The run ends after
-    training the groups in flight, as with `stop`."""
+    """Early stop by the watched evaluation: the run ends after training the groups in flight."""
 
     evaluation: str
-    """Evaluation name; empty for the only one."""
     best: int
     """Best version; -1 if no evaluation had a result."""
 
@@ -363,10 +357,8 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     planned: bool = True
     """Whether a plan was made; not during catch-up or under load."""
     state_digest: str | None = None
-    """State digest after this round, in every `STATE_DIGEST_EVERY`-th and the last."""
+    """State digest after this round, in every 64th and the last."""
     chain: str = ""
-    """sha256 of the previous chain, the folded control bytes, and this round without it
-    (`chain_of`)."""
 
 
 FOREIGN_HINT: Final = "was it written by a later version of dora-pipe, or by somebody else?"

@@ -29,7 +29,10 @@ ROUTES_BYTES_MAX: Final = 128 * 1024 * 1024
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Entries of consecutive tokens. Example: ``routes.choices[token, layer]``."""
+    """Routed experts of consecutive tokens; an entry has the experts of the token before it.
+
+    Example: ``routes.choices[token, layer]``.
+    """
 
     experts: int
     """Experts per layer."""

@@ -61,7 +61,6 @@ class Sampler(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     version: int
     digest: str
-    """Weights digest (hex)."""
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,27 +89,27 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reward_error: str | None = None
     """Reason for an invalid reward; None if valid."""
     error: str | None = None
-    """Class and message of the error that ended a trajectory with finish "error"."""
+    """Class and message of the error, with finish `error`."""
     prefills: tuple[int, ...] = ()
-    """Sequence lengths at which the KV cache was filled by prefill, or by bitwise equal entries of
-    a prefix cache; the first is the prompt's."""
+    """Sequence lengths of KV cache prefills.
+
+    Includes bitwise equal entries of a prefix cache; the first is the prompt's.
+    """
     migrations: int = 0
     weights: tuple[Sampler, ...] = ()
     """Other versions that sampled tokens, in order; only in runs that may mix versions."""
     task: str = ""
-    """Task name from its group's dispatch."""
     evaluation: str = ""
-    """Evaluation name from its group's dispatch."""
     reward_answer: str = ""
-    """Answer that the reward read; equal answers are one vote. Empty without one."""
+    """Answer that the reward read; equal answers are one vote."""
     rewarded_by: Literal["task", "agent"] = "task"
     """Source of the reward; one given by an agent cannot be recomputed."""
     agent_answer: str | None = None
-    """Agent's answer text that the task scored; None: the task scored the model's last output."""
+    """Agent's answer that the task scored; None: it scored the model's last output."""
     contexts: tuple[Context, ...] = ()
-    """Contexts after the first (`schemas.contexts`)."""
+    """Contexts after the first."""
     calls: tuple[Call, ...] = ()
-    """Agent's calls to the model in the order of their answers; none without an agent."""
+    """Agent's calls to the model, in the order of their answers."""
     extra: dict[str, Any] = {}
 
     @property
@@ -121,30 +120,32 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """Trajectory of a group.
+    """Trajectory of a group. Arrays have one entry per token, prompt first.
 
-    Arrays have one entry per token, prompt first; writers may pass lists, tuples or arrays (NaN for
-    None), readers get lists or numpy arrays (`view_trajectory`). `logprobs` are of the trained
-    policy: log-softmax of logits / `sampling.temperature`, or of the logits at temperature 0
-    (greedy). `sampler_logprobs` are of the sampling distribution (after top-k, top-p and min-p; 0
-    if greedy). Both are None exactly where `loss_mask` is 0.
+    Writers may pass lists, tuples or arrays (NaN for None); readers get lists or numpy arrays
+    (`view_trajectory`).
     """
 
     trajectory: str
     version: int
     digest: str
-    """Weights digest (64 hex digits)."""
     token_ids: Sequence[int]
+    """Token ids as sampled, never tokenized again."""
     logprobs: Sequence[float | None]
+    """Log-probs of the trained policy: log-softmax of logits / `sampling.temperature`, or of the
+    logits at temperature 0 (greedy); None exactly where `loss_mask` is 0."""
     sampler_logprobs: Sequence[float | None]
+    """Log-probs of the sampling distribution (after top-k, top-p and min-p; 0 if greedy); a None
+    column if equal to `logprobs`."""
     loss_mask: Sequence[int]
     """1 for tokens that the policy sampled."""
     reward: float | None
     """None exactly if `meta.reward_error` has a reason."""
     segments: Sequence[Segment]
     meta: Meta
+    """Canonical JSON of Meta."""
     routed_experts: Routes | None = None
-    """Routed experts of a mixture, with `sampling.return_routed_experts` (`schemas.routes`)."""
+    """Routed experts of a mixture, with `sampling.return_routed_experts`."""
 
     @property
     def valid(self) -> bool:
@@ -212,7 +213,7 @@ class Masked(Described, Protocol):
 
 
 class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """ASCII headers of a trajectory, for filtering (`headers`).
+    """ASCII headers of a trajectory, for filtering.
 
     Example: ``parse_headers(record.headers).version == 3``.
     """
@@ -223,12 +224,9 @@ class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: int
     version: int
     deadline: int
-    """Last step that may train it; -1 for evaluation."""
     digest: str
-    """Weights digest (hex)."""
     worker: str
     incarnation: int
-    """Incarnation of the worker."""
     tokens: int
     """Length of the sequence."""
     sampled: int
@@ -237,7 +235,6 @@ class Headers(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """None without a valid reward."""
     schema_version: int
     sha256: str
-    """Digest (hex) of the stored value bytes; large values use another form (`value_digest`)."""
     traceparent: str = ""
     """W3C trace context; empty without tracing."""
 
@@ -387,7 +384,7 @@ class Progress:
     logprobs: Sequence[float]
     sampler_logprobs: Sequence[float]
     prefills: tuple[int, ...]
-    """Sequence lengths of KV cache prefills so far."""
+    """Sequence lengths of KV cache prefills."""
     previous: int
     """Offset of the previous record in the same partition; -1 for the first."""
     started_ns: int
@@ -398,8 +395,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnProgress:
-    """Answered call of an agent: tokens added to a context, written before the agent gets the
-    answer."""
+    """Answered call of an agent: tokens added to a context."""
 
     trajectory: str
     attempt: int
@@ -422,7 +418,7 @@ class TurnProgress:
     logprobs: Sequence[float]
     sampler_logprobs: Sequence[float]
     prefills: tuple[int, ...]
-    """Context lengths of KV cache prefills for this call."""
+    """Context lengths of KV cache prefills."""
     previous: int
     """Offset of the previous record in the same partition; -1 for the first."""
     started_ns: int
@@ -456,7 +452,7 @@ class EpisodeProgress:
     """Indices count from `start`. The last segment is of the model; all of the model's have
     `version`."""
     prefills: tuple[int, ...]
-    """Sequence lengths of KV cache prefills so far."""
+    """Sequence lengths of KV cache prefills."""
     previous: int
     """Offset of the previous record in the same partition; -1 for the first."""
     started_ns: int

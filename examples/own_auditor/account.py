@@ -1,6 +1,6 @@
 """Fold control and decisions: records that count, and outcomes of groups.
 
-See "How a log is read" in reference/records.md. Methods are named after kinds of records.
+See "Reading rules" in reference/records.md. Methods are named after kinds of records.
 """
 
 from __future__ import annotations

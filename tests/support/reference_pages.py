@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from dora_pipe.observe.metrics import table
+from tests.support import records_reference
 from tests.support.tidy import ROOT
 
 MARKER = "<!-- Written by `python -m tests.support.reference_pages`. -->"
@@ -36,7 +37,7 @@ def _tables() -> Iterator[str]:
         yield ""
 
 
-PAGES = {"metrics": _metrics, "sql": _tables}
+PAGES = {"metrics": _metrics, "records": records_reference.lines, "sql": _tables}
 
 
 def page(name: str) -> tuple[str, str]:

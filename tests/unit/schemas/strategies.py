@@ -273,7 +273,7 @@ DEAD_LETTERS = st.builds(
     topic=TEXT,
     partition=WHOLE,
     offset=WHOLE,
-    why=TEXT,
+    reason=TEXT,
     path=TEXT,
     at_ns=WHOLE,
     key=st.binary(max_size=9),

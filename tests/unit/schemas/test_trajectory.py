@@ -159,7 +159,7 @@ def test_reader_says_which_key_of_the_json_column_is_wrong() -> None:
     meta["times"]["scheduled"] = "yesterday"
     with pytest.raises(SchemaError, match="Expected `int`, got `str`") as found:
         decode_trajectory(rewritten(meta_json=[msgspec.json.encode(meta).decode()]))
-    assert found.value.path == "$.meta.times.placed"
+    assert found.value.path == "$.meta.times.scheduled"
 
 
 def test_empty_trajectory_without_tokens_is_a_record_too() -> None:

@@ -290,7 +290,7 @@ def _built_in(
         if key not in options.__struct_fields__:
             hint = nearest(key, options.__struct_fields__)
             known = f"it takes {', '.join(options.__struct_fields__) or 'none'}"
-            raise ConfigError(f"{where} takes no option `{key}`", hint=hint or known)
+            raise ConfigError(f"{where} has no option `{key}`", hint=hint or known)
     try:
         chosen = msgspec.convert(dict(given), options)
     except msgspec.ValidationError as error:

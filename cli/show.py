@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -248,18 +249,17 @@ def _earlier(count: int) -> str:
 
 
 def shown_evaluations(evaluations: Sequence[Evaluated]) -> list[Evaluated]:
-    """Return the first, best and newest versions of each evaluation, in run order."""
+    """Return `EVALUATIONS_SHOWN` versions of each evaluation: first, newest, best, then newer."""
     places: dict[str, list[int]] = {}
     for place, one in enumerate(evaluations):
         places.setdefault(one.evaluation, []).append(place)
-    newest = 1 - EVALUATIONS_SHOWN
-    best = _best_of(evaluations).items()
-    kept = {at for found in places.values() for at in (found[0], *found[newest:])}
-    return [
-        one
-        for place, one in enumerate(evaluations)
-        if place in kept or (one.evaluation, one.version) in best
-    ]
+    best = _best_of(evaluations)
+    kept: set[int] = set()
+    for name, of_name in places.items():
+        top = [place for place in of_name if evaluations[place].version == best.get(name)]
+        by_rank = dict.fromkeys([of_name[0], of_name[-1], *top, *reversed(of_name)])
+        kept.update(itertools.islice(by_rank, EVALUATIONS_SHOWN))
+    return [one for place, one in enumerate(evaluations) if place in kept]
 
 
 def _best_of(evaluations: Sequence[Evaluated]) -> dict[str, int]:

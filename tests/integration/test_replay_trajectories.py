@@ -41,7 +41,7 @@ from tests.support.tamper import Tamper
 MOVED = """
     select trajectory_id, incarnation
     from attempts join trajectories using (trajectory_id, attempt, incarnation)
-    where resumed_tokens > 0 and outcome = 'logged'"""
+    where resumed_tokens > 0 and attempts.outcome = 'logged'"""
 
 
 def test_trajectories_are_told_apart_by_engine_and_mixed_ones_named(recorded: RecordedRun) -> None:

@@ -59,7 +59,7 @@ def test_shares_of_a_role_add_up_to_that_of_the_whole_and_to_no_more_than_all(
 @given(st.lists(st.sampled_from(("step", "stop", "stop in training")), max_size=8))
 def test_steps_and_stops_add_up_to_the_time_of_the_run(story: Sequence[str]) -> None:
     stage = CatalogueStage()
-    began_ns, incarnation, incarnation, step = stage.now_ns, stage.worker(), 0, 0
+    began_ns, worker, incarnation, step = stage.now_ns, stage.worker(), 0, 0
     stage.begins("orchestrator", 0)
 
     def stop() -> None:
@@ -74,8 +74,8 @@ def test_steps_and_stops_add_up_to_the_time_of_the_run(story: Sequence[str]) -> 
             stop()
             continue
         spec = stage.group(step, step)
-        stage.place(spec, incarnation)
-        stage.log(spec, incarnation)
+        stage.place(spec, worker)
+        stage.log(spec, worker)
         groups = stage.take(step, spec)
         if event == "stop in training":
             stop()

@@ -39,7 +39,7 @@ KINDS = ("hopeless",) * 6 + ("half",) * 6 + ("easy",) * 6
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     furnish(tmp_path)
-    keys = 'sampler = "lessons:weights"\ndrop_solved = 0.9\n'
+    keys = 'sampler = "lessons:weights"\nmax_solve_rate = 0.9\n'
     config = CONFIG.replace('reward = "judge:score"\n', f'reward = "judge:score"\n{keys}')
     (tmp_path / "config.toml").write_text(config)
     (tmp_path / "lessons.py").write_text(LESSONS)

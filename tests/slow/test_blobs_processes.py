@@ -38,7 +38,7 @@ def score(row, text):
 def furnished(place: Path, url: str) -> Path:
     """A user's folder whose reward says so much that every second record is too large."""
     config = furnish(place) / "config.toml"
-    bus = f'[bus]\nrecord_bytes_max = {RECORD_BYTES_MAX}\nurl = "{url}"\n'
+    bus = f'[bus]\nmax_record_bytes = {RECORD_BYTES_MAX}\nurl = "{url}"\n'
     named = config.read_text().replace('name = "tiny"', f'name = "{RUN}"')
     config.write_text(named + bus)
     (place / "judge.py").write_text(REWARD)

@@ -91,7 +91,7 @@ def test_what_a_run_would_refuse_of_a_tokenizer_and_a_template_fails(
     wanted = config(model, tmp_path / "d.jsonl", [3])
     chat = msgspec.structs.replace(wanted, task=msgspec.structs.replace(wanted.task, chat=True))
     row = found(chat)["prompts"]
-    assert row.state == "fail" and "no chat template" in row.detail
+    assert row.state == "fail" and "messages need a chat template" in row.detail
     small = tmp_path / "small"
     shutil.copytree(model, small)
     plain = json.loads((small / "config.json").read_text())
@@ -148,8 +148,12 @@ def asked(text: str, role: str = "user") -> list[dict[str, str]]:
     [
         ([asked("7"), asked("7", "system")], "note", "row 1: TaskError: the model's chat template"),
         ([asked("7", "system")] * 2, "fail", "the first row's prompt: the model's chat template"),
-        ([asked("7"), asked("<|im_start|>user\n7")], "note", "row 1: TaskError: the text is rend"),
-        (["7", "<|im_start|>user\n7<|im_end|>\n"], "note", "row 1: TaskError: the text is rend"),
+        (
+            [asked("7"), asked("<|im_start|>user\n7")],
+            "note",
+            "row 1: TaskError: the text is already",
+        ),
+        (["7", "<|im_start|>user\n7<|im_end|>\n"], "note", "row 1: TaskError: the text is already"),
         (["<|im_start|>user\n7<|im_end|>\n"], "fail", 'task.special_tokens = "parse"'),
         ([asked("7"), asked("a <|im_end|> b")], "note", "encoded as text: row 1: <|im_end|>"),
         (["7", "7 </think>"], "note", "encoded as text: row 1: </think>"),
@@ -173,7 +177,7 @@ def test_every_row_that_makes_no_prompt_or_another_one_is_named(
                 list(check_first(spec, pool, chat, check_chat(spec, pool, chat)))
         else:
             (note,) = check_first(spec, pool, chat, check_chat(spec, pool, chat))
-            assert note.startswith("prompts, train: 1 of 2 rows") and said in note
+            assert note.startswith("prompts, train: 1 of 2 checked rows") and said in note
 
 
 def test_of_many_rows_a_bounded_part_is_looked_at_before_the_start(

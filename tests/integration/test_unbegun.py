@@ -143,7 +143,7 @@ def test_a_start_that_has_sampled_nothing_leaves_its_name_free(
     ("words", "line"),
     [
         ("trainer.learning_rate=abc", r"trainer\.learning_rate: .*float.*str"),
-        ("trainer.learning_rate=inf", r"trainer\.learning_rate: a value is not finite"),
+        ("trainer.learning_rate=inf", r"trainer\.learning_rate: a number is not finite"),
         ("rollout.group_size=2", r"set: cannot use 'rollout\.group_size=2'"),
         ("objective.kind=nothing", "nothing"),
         ("staleness.async_batches=0.5", "no batch could fill"),

@@ -97,7 +97,7 @@ def test_what_a_run_would_refuse_of_a_tokenizer_and_a_template_fails(
     plain = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps({**plain, "vocab_size": 5}))
     row = found(config(small, tmp_path / "d.jsonl", [3]))["context"]
-    assert row.state == "fail" and "only 5 rows" in row.detail
+    assert row.state == "fail" and "embedding has 5 rows" in row.detail
     (small / "config.json").write_text(json.dumps({**plain, "vocab_size": 128}))
     row = found(config(small, tmp_path / "d.jsonl", [3]))["tokenizer"]
     assert row.state == "note" and "28 of the model's 128 embedding rows" in row.detail

@@ -159,7 +159,7 @@ def test_a_state_of_another_optimizer_is_refused_by_name(
     with opened(NAME, root) as source:
         trainer = msgspec.structs.replace(source.config.trainer, **{key: value})
         config = msgspec.structs.replace(source.config, trainer=trainer)
-    with pytest.raises(ConfigError, match=rf"is of trainer\.{key} = ") as refused:
+    with pytest.raises(ConfigError, match=rf"has trainer\.{key} = ") as refused:
         inherit(str(root / AGAIN), root, store, config, with_optimizer=True)
     assert "the optimizer state starts empty" in (refused.value.hint or "")
 

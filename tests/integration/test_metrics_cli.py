@@ -72,7 +72,7 @@ def test_only_metrics_are_there_and_only_for_who_calls_this_machine_by_its_name(
 
 
 def test_port_in_use_is_said_with_a_hint(server: MetricsServer) -> None:
-    with pytest.raises(ResourceError, match="cannot be used") as failed:
+    with pytest.raises(ResourceError, match="is not available") as failed:
         MetricsServer(server.exporter, port=server.port)
     assert "--port" in (failed.value.hint or "")
 

@@ -167,10 +167,10 @@ def test_an_endpoint_that_is_late_or_away_is_asked_again(ask: Callable[..., Ask]
     late = judge_endpoint(always("Score: 1"), delay_s=1.0)
     with (
         late as endpoint,
-        pytest.raises(Retry, match="did not answer|does not answer|cannot be reached"),
+        pytest.raises(Retry, match=r"did not answer|does not answer|cannot be reached"),
     ):
         ask(endpoint, timeout_s=0.2)("42")
-    with pytest.raises(Retry, match="did not answer|does not answer|cannot be reached"):
+    with pytest.raises(Retry, match=r"did not answer|does not answer|cannot be reached"):
         ask(endpoint)("42")
 
 

@@ -44,7 +44,7 @@ def test_step_is_explained_by_the_moment_before_it(call: Call, recorded: Recorde
     first, second, _, columns, *_ = out.splitlines()
     assert first.startswith("step 0: the trainer waited ") and "last trajectory g0000000" in first
     assert second.startswith(f"recorded: step 0 of {STEPS} is next, ")
-    assert columns.split("  ")[0] == "role" and columns.rstrip().endswith("what to do")
+    assert columns.split("  ")[0] == "role" and columns.rstrip().endswith("action")
     assert re.search(r"^trainer +waiting for batch of step 0", out, re.MULTILINE)
     _, out, _ = call("why", str(recorded.directory), "--step", "0", "--json")
     found = json.loads(out)
@@ -97,6 +97,6 @@ def test_run_that_stands_still_is_told_live_and_a_stopped_one_as_it_was(
     monkeypatch.setattr(time, "time_ns", lambda: said_ns + 7_200 * 10**9)
     code, out, err = call("why", str(directory))
     assert code == 0
-    assert err.startswith("no role of live was heard for 7,200 s: it was stopped, or has died")
+    assert err.startswith("no role of live sent a status for 7,200 s: the run stopped or died")
     assert re.search(r"^orchestrator +waiting for the trainer: step ", out, re.MULTILINE)
     assert not re.search(r"^orchestrator +silent", out, re.MULTILINE)

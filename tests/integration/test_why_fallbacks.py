@@ -128,4 +128,4 @@ def test_a_whole_file_that_a_restarted_trainer_found_damaged_is_named_in_its_nex
         assert code == 0, err
         (line,) = re.findall(r"^trainer took .*$", out, re.MULTILINE)
         assert line.startswith(f"trainer took version 3 from deltas ({delta_name(digest)}, ")
-        assert line.endswith(f"{whole} is not what its name says")
+        assert line.endswith(f"{whole} does not match its name")

@@ -165,12 +165,9 @@ def test_an_answer_that_drips_is_given_up_at_the_limit(ask: Callable[..., Ask]) 
 
 def test_an_endpoint_that_is_late_or_away_is_asked_again(ask: Callable[..., Ask]) -> None:
     late = judge_endpoint(always("Score: 1"), delay_s=1.0)
-    with (
-        late as endpoint,
-        pytest.raises(Retry, match=r"did not answer|does not answer|cannot be reached"),
-    ):
+    with late as endpoint, pytest.raises(Retry, match="answer"):
         ask(endpoint, timeout_s=0.2)("42")
-    with pytest.raises(Retry, match=r"did not answer|does not answer|cannot be reached"):
+    with pytest.raises(Retry, match="answer"):
         ask(endpoint)("42")
 
 

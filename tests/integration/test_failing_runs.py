@@ -41,7 +41,7 @@ def test_a_reward_with_a_typo_halts_the_run_which_goes_on_when_it_is_mended(tmp_
         assert answer.alarms == ()
         later_ns = cluster.clock.wall_ns() + 60 * 10**9
         roles = why_now(cluster.bus, cluster.topics, now_ns=later_ns).roles
-        assert [one.text for one in roles] == ["was stopped with the run"] * 5
+        assert [one.text for one in roles] == ["stopped with the run"] * 5
         assert [one.advice for one in roles] == [""] * 5, "none is to be started again"
 
         cluster.start(ORCHESTRATOR)

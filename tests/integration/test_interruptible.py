@@ -124,7 +124,7 @@ def test_eventful_run_that_mixes_versions_is_audited_clean(eventful: Cluster) ->
     assert report.staleness_bound is not None
     assert report.staleness_max <= report.staleness_bound == 2
     (c1,) = [line for line in report.checks if line.check == "C1"]
-    assert c1.holds.startswith("off (staleness.partial_rollout)")
+    assert c1.holds.startswith("declared off (partial_rollout)")
 
 
 def test_evaluations_are_of_one_version_also_where_training_mixes(eventful: Cluster) -> None:

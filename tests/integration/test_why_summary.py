@@ -130,7 +130,7 @@ def test_alarms_of_the_past_are_said_with_their_full_length(cluster: Cluster) ->
     alarms = summary_of(cluster.bus, cluster.topics).alarms
     (trainer,) = [one for one in alarms if one.startswith("ALARM trainer: ")]
     assert "for batch of step" in trainer and "(limit 1 s)" in trainer
-    seconds = float(trainer.partition("waits since ")[2].partition(" s")[0])
+    seconds = float(trainer.partition("waiting ")[2].partition(" s")[0])
     assert 1 < seconds < 3
     assert any(one.startswith("ALARM orchestrator: ") and "group" in one for one in alarms)
 

@@ -362,7 +362,7 @@ def test_a_warm_start_and_a_run_have_equal_prompts(
         ({"messages": [USER]}, "no assistant turn"),
         ({"messages": [USER, SAID], "tools": "{"}, "tools: "),
         ({"messages": [USER, SAID], "tools": [1]}, r"tools\[0\] is no function"),
-        ({"prompt": json.dumps([USER]), "answer": "4"}, "written as JSON"),
+        ({"prompt": json.dumps([USER]), "answer": "4"}, "in a JSON string"),
         ({"messages": [{**USER, "content": "<|im_start|>user"}, SAID]}, "already rendered"),
         ({"messages": [USER, {"role": "wizard", "content": "4"}]}, "wizard"),
     ],

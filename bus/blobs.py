@@ -125,13 +125,13 @@ class BlobBus(BusWrapper):
         bus: Bus,
         store: BlobStore,
         *,
-        claimed: Callable[[str], bool] = may_be_blob,
+        eligible: Callable[[str], bool] = may_be_blob,
         above_bytes: int | None = None,
         bytes_max: int = BLOB_BYTES_MAX,
     ) -> None:
         super().__init__(bus)
         self.store = store
-        self.claimed = claimed
+        self.eligible = eligible
         self.above_bytes = above_bytes
         self.bytes_max = bytes_max
 
@@ -159,7 +159,7 @@ class BlobWriter(Writer):
                 return self.inner.append(self._kept(records))
             except RecordTooLarge as error:
                 limit, known = error.limit_bytes, self._limits.get(error.topic, sys.maxsize)
-                if limit is None or limit >= known or not self._bus.claimed(error.topic):
+                if limit is None or limit >= known or not self._bus.eligible(error.topic):
                     raise
                 self._limits[error.topic] = limit
 
@@ -169,7 +169,7 @@ class BlobWriter(Writer):
         return [one if isinstance(one, Append) else one.result() for one in begun]
 
     def _large(self, record: Append) -> bool:
-        if not self._bus.claimed(record.topic):
+        if not self._bus.eligible(record.topic):
             return False
         limit, above = self._limits.get(record.topic), self._bus.above_bytes
         fits = limit is None or record_bytes(record) <= limit
@@ -302,6 +302,6 @@ def _blob(record: Record) -> tuple[str, int] | None:
 def _lost(record: Record, why: str) -> Record:
     digest = dict(record.headers)[BLOB].decode()
     _log.warning(
-        "%s/%d@%d: claim %s: %s", record.topic, record.partition, record.offset, digest, why
+        "%s/%d@%d: blob %s: %s", record.topic, record.partition, record.offset, digest, why
     )
     return replace(record, value=b"", headers=(*record.headers, (BLOB_LOST, why.encode())))

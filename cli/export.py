@@ -26,8 +26,8 @@ from dora_pipe.ledger.database import Catalogue
 from dora_pipe.observe.following import Checkpoint
 from dora_pipe.observe.traces.follow import TraceSender
 from dora_pipe.observe.traces.sinks import FileSink, HttpSink, Sink, address_of, is_address
-from dora_pipe.observe.trackers.figures import track
 from dora_pipe.observe.trackers.sink import TensorBoardTracker, Tracker, WandbTracker
+from dora_pipe.observe.trackers.steps import track
 from dora_pipe.orchestrator.watched import watched_evaluation
 
 CHECKPOINTS: Final = "traces-sent"

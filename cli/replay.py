@@ -35,7 +35,7 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.engines.registry import open_engine
 
 DISTANCES_SHOWN_MAX = 20
-FIGURES_SHOWN_MAX = 10
+METRICS_SHOWN_MAX = 10
 
 
 def replay_run(
@@ -121,9 +121,9 @@ def _print_step(line: StepResult, *, as_json: bool) -> None:
     ratio = "" if line.time_ratio is None else f" ({line.time_ratio:.2f}x)"
     times = f"{step.compute_s_committed:.3f} s then, {step.compute_s_replayed:.3f} s now{ratio}"
     emit_line(f"step {step.step:>5}  {step.digest_replayed[:16]}  {verdict}  {times}{lead_in}")
-    for one in line.metrics[:FIGURES_SHOWN_MAX]:
+    for one in line.metrics[:METRICS_SHOWN_MAX]:
         emit_line(f"    {one.line}")
-    if more := line.metrics[FIGURES_SHOWN_MAX:]:
+    if more := line.metrics[METRICS_SHOWN_MAX:]:
         emit_line(f"    and {len(more)} more metrics")
     if line.distances:
         rows = [

@@ -19,7 +19,7 @@ from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch.run_dir import OpenRun
 
-FIGURES: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
+METRICS: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")
 
 
 def change_of(
@@ -76,11 +76,11 @@ def _print(done: Sequence[RetrainedStep], out: Path, *, as_json: bool) -> None:
             emit_json(msgspec.to_builtins(step))
         return
     emit_table(
-        ("step", *FIGURES, "weights"),
+        ("step", *METRICS, "weights"),
         [
             (
                 step.step,
-                *(step.metrics.get(name) for name in FIGURES),
+                *(step.metrics.get(name) for name in METRICS),
                 "equal" if step.equal else step.digest[:12],
             )
             for step in done

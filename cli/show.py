@@ -47,7 +47,7 @@ WORST: Final = 3
 
 GROUP_LINES: Final = 3
 
-FIGURES: Final = (
+METRICS: Final = (
     *("reward_mean", "loss", "grad_norm", "ratio_mean", "ratio_min", "ratio_max", "clipped_share"),
     *("entropy", "truncated", "kl", "teacher_kl", "tokens", "updates", "staleness_mean"),
     "without_gradient",
@@ -396,7 +396,7 @@ def print_step(description: Description, run: str) -> None:
     if invalid:
         emit_line(f"{invalid.total()} trajectories without a reward; {_errors(invalid)}")
     emit_line(f"weights {str(description['weights']['after']).rpartition(' ')[2]}")
-    shown = flow([f"{name} {show(metrics[name])}" for name in FIGURES if name in metrics])
+    shown = flow([f"{name} {show(metrics[name])}" for name in METRICS if name in metrics])
     versions, worst = _by_version(groups), _worst(rows)
     emit_flow(shown)
     _print_versions(versions)

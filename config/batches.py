@@ -9,7 +9,7 @@ import msgspec
 
 from dora_pipe.config.model import Config
 from dora_pipe.config.objectives import rewarded
-from dora_pipe.config.section import SIBLINGS_MAX
+from dora_pipe.config.section import GROUP_SIZE_MAX
 
 PARTS: Final = 4
 PART_GROUPS: Final = 4
@@ -24,10 +24,10 @@ def group_problems(config: Config) -> Iterator[str]:
             f"rollout.min_valid_trajectories: {rollout.min_valid_trajectories} exceeds"
             f" rollout.group_size, {rollout.group_size}: every group would fail"
         )
-    if rollout.group_size + rollout.group_redundancy > SIBLINGS_MAX:
+    if rollout.group_size + rollout.group_redundancy > GROUP_SIZE_MAX:
         yield (
             f"rollout.group_redundancy: {rollout.group_redundancy} and rollout.group_size,"
-            f" {rollout.group_size}, are more than {SIBLINGS_MAX} trajectories"
+            f" {rollout.group_size}, are more than {GROUP_SIZE_MAX} trajectories"
         )
     if rollout.group_size == 1 and needs_difference(config):
         yield (

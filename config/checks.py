@@ -77,7 +77,7 @@ _SPEC: Final = GroupSpec(
     seed=2**64 - 1,
     size=999,
 )
-_DISDELTA_BYTES: Final = _item_bytes(Dispatch(spec=_SPEC, reason=_WHY))
+_DISPATCH_BYTES: Final = _item_bytes(Dispatch(spec=_SPEC, reason=_WHY))
 _PLACE_BYTES: Final = _item_bytes(
     Schedule(spec=_SPEC, worker="worker-999", incarnation=_NUMBER, samples=(), reason=_WHY)
 )
@@ -103,10 +103,10 @@ def round_bytes(config: Config) -> int:
     """Return the approximate bytes of the largest round, as a lower bound. A round may take a
     batch, dispatch a whole evaluation and admit as many groups as the decision limit allows."""
     rollout, named = config.rollout, _names_bytes(config)
-    dispatched, to_schedule = _DISDELTA_BYTES + named, _PLACE_BYTES + named
+    dispatched, to_schedule = _DISPATCH_BYTES + named, _PLACE_BYTES + named
     budget = math.ceil(async_batches(config.staleness) * rollout.prompts_per_step)
-    siblings = rollout.group_size + rollout.group_redundancy
-    admitted = min(budget, ROUND_DECISIONS_MAX // (siblings + 1) + 1)
+    trajectories = rollout.group_size + rollout.group_redundancy
+    admitted = min(budget, ROUND_DECISIONS_MAX // (trajectories + 1) + 1)
     evaluated = sum(
         one.prompts * dispatched
         + min(one.prompts, ROUND_DECISIONS_MAX // (one.group_size + 1) + 1)
@@ -116,7 +116,7 @@ def round_bytes(config: Config) -> int:
     return (
         _ROUND_BYTES
         + rollout.prompts_per_step * _taken_bytes(config)
-        + admitted * (dispatched + to_schedule + siblings * _PLACED_BYTES)
+        + admitted * (dispatched + to_schedule + trajectories * _PLACED_BYTES)
         + evaluated
     )
 
@@ -174,7 +174,7 @@ def _check_several(config: Config) -> Iterator[Problem]:
 
 
 def _check_records(config: Config) -> Iterator[Problem]:
-    """Decisions and commits are never claimed: the largest must fit into a record."""
+    """Decisions and commits are never stored as blobs: the largest must fit into a record."""
     need, limit = round_bytes(config), config.bus.max_record_bytes
     rollout, prompts = config.rollout, sum(one.prompts for one in config.evaluations)
     what = (

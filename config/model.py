@@ -11,6 +11,8 @@ from msgspec import Meta
 from dora_pipe.config import objectives
 from dora_pipe.config.outside import McpServer, Teacher, Telemetry, Transfers
 from dora_pipe.config.section import (
+    GroupRedundancy,
+    GroupSize,
     NonNegative,
     NonNegativeFloat,
     Positive,
@@ -19,8 +21,6 @@ from dora_pipe.config.section import (
     RunName,
     Section,
     Share,
-    Siblings,
-    Spare,
     Threads,
 )
 from dora_pipe.config.storage import Policies, Store
@@ -243,9 +243,9 @@ class EvaluationSampling(Section, frozen=True, kw_only=True):
 class Rollout(Section, frozen=True, kw_only=True):
     """Groups of trajectories, and batches of groups."""
 
-    group_size: Siblings = 8
+    group_size: GroupSize = 8
     """Trajectories per group."""
-    group_redundancy: Spare = 0
+    group_redundancy: GroupRedundancy = 0
     """Redundant trajectories per group: a group is complete with `group_size` valid ones, and the
     others end as redundant. This drops slow trajectories; `audit` reports by how much."""
     prompts_per_step: Positive = 32
@@ -295,7 +295,7 @@ class Evaluation(Section, frozen=True, kw_only=True):
     """Steps between evaluations; 0 evaluates the first and the last policy only."""
     prompts: NonNegative = 64
     """Number of rows, from the first; 0 disables evaluation."""
-    group_size: Siblings = 1
+    group_size: GroupSize = 1
     """Trajectories per row."""
     best: bool = False
     """Keep the version with the best mean reward in the store; `export policy best`."""

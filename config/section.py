@@ -15,15 +15,15 @@ NonNegative = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Threads = Annotated[int, Meta(ge=1, le=4096)]
-SIBLINGS_MAX = 1000
-"""Sibling numbers have three digits."""
+GROUP_SIZE_MAX = 1000
+"""Sample numbers have three digits."""
 
-Siblings = Annotated[int, Meta(ge=1, le=SIBLINGS_MAX)]
-Spare = Annotated[int, Meta(ge=0, le=SIBLINGS_MAX - 1)]
-WHOLE_EVERY_MAX = 64
+GroupSize = Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)]
+GroupRedundancy = Annotated[int, Meta(ge=0, le=GROUP_SIZE_MAX - 1)]
+FULL_EVERY_MAX = 64
 """A version is made of fewer deltas than this."""
 
-WholeEvery = Annotated[int, Meta(ge=1, le=WHOLE_EVERY_MAX)]
+FullEvery = Annotated[int, Meta(ge=1, le=FULL_EVERY_MAX)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 RunName = Annotated[str, Meta(pattern=PATTERN)]
 Port = Annotated[int, Meta(ge=0, le=65535)]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 
-from dora_pipe.config.section import NonNegative, PositiveFloat, Section, WholeEvery
+from dora_pipe.config.section import FullEvery, NonNegative, PositiveFloat, Section
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Policies(Section, frozen=True, kw_only=True):
     """Type of published weights or adapters, which workers sample with and digests cover. `auto`:
     bfloat16 if the model's config has it and the trainer supports it. The optimizer updates float32
     weights."""
-    full_every: WholeEvery | Literal["auto"] = "auto"
+    full_every: FullEvery | Literal["auto"] = "auto"
     """Every N-th version, and every version with a checkpoint, is stored in full; the others as
     deltas (docs/storage.md). 1: no deltas; auto: 8 for published bfloat16 weights, otherwise
     1."""

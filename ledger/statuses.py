@@ -53,8 +53,8 @@ class WorkerCounts:
     sampled: int = 0
     computed: int = 0
     reused: int = 0
-    started_again: int = 0
-    told_again: int = 0
+    restarted: int = 0
+    replayed: int = 0
 
     @property
     def reused_share(self) -> float:
@@ -66,8 +66,8 @@ class WorkerCounts:
             self.sampled + other.sampled,
             self.computed + other.computed,
             self.reused + other.reused,
-            self.started_again + other.started_again,
-            self.told_again + other.told_again,
+            self.restarted + other.restarted,
+            self.replayed + other.replayed,
         )
 
 

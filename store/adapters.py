@@ -159,7 +159,7 @@ def read_adapter_on(path: Path, *, digest: str, base: str, rank: int) -> Adapter
     adapter = read_adapter(path, digest=digest)
     if adapter.base != base:
         wanted = base[:16] or "any"
-        raise PolicyError(f"{path} has the base weights {adapter.base[:16]}, not on {wanted}")
+        raise PolicyError(f"{path} has the base weights {adapter.base[:16]}, expected {wanted}")
     if adapter.rank != rank:
         raise PolicyError(f"{path} has rank {adapter.rank}, not {rank}")
     return adapter

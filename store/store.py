@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.config.section import WHOLE_EVERY_MAX
+from dora_pipe.config.section import FULL_EVERY_MAX
 from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
@@ -70,7 +70,7 @@ from dora_pipe.store.verified import (
 LOG = logging.getLogger(__name__)
 
 CACHE_BYTES_MAX: Final = 100 * 1024**3
-CHAIN_MAX: Final = 2 * WHOLE_EVERY_MAX
+CHAIN_MAX: Final = 2 * FULL_EVERY_MAX
 """Maximum deltas after a full checkpoint: twice the configurable maximum, which may change. Each
 is an open file."""
 

@@ -11,7 +11,7 @@ from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import MASKED, Packing, StepSettings
 from dora_pipe.consumers.objectives.advantage import batch_advantages, summed_weights, token_weights
 from dora_pipe.consumers.objectives.registry import needs_whole
-from dora_pipe.consumers.objectives.terms import RowFigures, joined_figures
+from dora_pipe.consumers.objectives.terms import RowMetrics, joined_metrics
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.contexts import TrainedRow, choices_of, counted_tokens, lengths, row_of
 from dora_pipe.schemas.identity import parse_trajectory_id
@@ -52,16 +52,16 @@ class Item:
     minibatch: int = 0
     micro_batch: int | None = None
     """First one with some of its tokens."""
-    metrics: RowFigures | None = None
+    metrics: RowMetrics | None = None
     figured: int = 0
 
-    def note(self, metrics: RowFigures, tokens: int, micro_batch: int) -> None:
+    def note(self, metrics: RowMetrics, tokens: int, micro_batch: int) -> None:
         """Merge the metrics of a pass over some of its tokens."""
         if self.metrics is None or self.micro_batch is None:
             self.metrics, self.micro_batch = metrics, micro_batch
         else:
             pair = (self.metrics, self.figured), (metrics, tokens)
-            self.metrics = joined_figures(pair)
+            self.metrics = joined_metrics(pair)
             self.micro_batch = min(self.micro_batch, micro_batch)
         self.figured += tokens
 
@@ -159,7 +159,7 @@ class Pass:
         """Return the computed tokens."""
         return sum(part.padded_tokens for part in self.parts)
 
-    def note(self, metrics: Sequence[RowFigures]) -> None:
+    def note(self, metrics: Sequence[RowMetrics]) -> None:
         """Store its units' metrics."""
         for unit, one in zip(self.units, metrics, strict=True):
             unit.item.note(one, unit.counted, self.number)

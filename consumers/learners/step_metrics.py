@@ -11,7 +11,7 @@ import numpy as np
 
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import Item
-from dora_pipe.consumers.objectives.terms import RowFigures
+from dora_pipe.consumers.objectives.terms import RowMetrics
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.schemas.contexts import counted_places
 from dora_pipe.schemas.trajectory import Trajectory
@@ -128,5 +128,5 @@ def contribution(item: Item) -> dict[str, Any]:
         "tokens": item.counted,
         "minibatch": item.minibatch,
         "micro_batch": item.micro_batch,
-        **{one.name: getattr(item.metrics, one.name, None) for one in fields(RowFigures)},
+        **{one.name: getattr(item.metrics, one.name, None) for one in fields(RowMetrics)},
     }

@@ -65,7 +65,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowFigures:
+class RowMetrics:
     """Metrics of one trajectory; `loss_share` is its part of the minibatch loss."""
 
     ratio_mean: float
@@ -78,7 +78,7 @@ class RowFigures:
     masked_share: float | None = None
 
 
-def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:
+def joined_metrics(parts: Sequence[tuple[RowMetrics, int]]) -> RowMetrics:
     """Combine metrics of parts, given with token counts."""
     total = sum(tokens for _, tokens in parts)
 
@@ -86,7 +86,7 @@ def joined_figures(parts: Sequence[tuple[RowFigures, int]]) -> RowFigures:
         return sum(float(getattr(one, name)) * tokens for one, tokens in parts) / total
 
     first = parts[0][0]
-    return RowFigures(
+    return RowMetrics(
         ratio_mean=mean("ratio_mean"),
         ratio_min=min(one.ratio_min for one, _ in parts),
         ratio_max=max(one.ratio_max for one, _ in parts),
@@ -129,7 +129,7 @@ def row_geometric(log_ratio: Tensor, lengths: Sequence[int], kept: Tensor | None
     return mean.clamp(-LOG_MAX, LOG_MAX).exp().to(log_ratio.dtype)
 
 
-def row_figures(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[RowFigures]:
+def row_metrics(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[RowMetrics]:
     """Return metrics per trajectory of contiguous tokens; every length is >= 1."""
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.intp)
     counts = np.asarray(lengths, dtype=np.float64)
@@ -151,7 +151,7 @@ def row_figures(terms: Terms, weights: Tensor, lengths: Sequence[int]) -> list[R
         nothing if terms.kept is None else mean_of(~terms.kept),
     )
     return [
-        RowFigures(
+        RowMetrics(
             ratio_mean=mean,
             ratio_min=low,
             ratio_max=high,

@@ -101,8 +101,8 @@ def _episodes(stats: RunStats) -> Samples:
         (name, recovery): count
         for name, one in stats.workers.items()
         for recovery, count in (
-            ("restarted", one.counts.started_again),
-            ("replayed", one.counts.told_again),
+            ("restarted", one.counts.restarted),
+            ("replayed", one.counts.replayed),
         )
     }
 

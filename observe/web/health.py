@@ -17,7 +17,7 @@ PIECES_MAX: Final = 8
 
 INVALID_SHARE: Final = 0.05
 
-Warning_ = list[str]
+WarningLine = list[str]
 """Level (`bad` or `warn`), text, advice."""
 
 
@@ -44,7 +44,7 @@ class Health:
             self._follower.close()
 
 
-def open_warnings(stats: RunStats, now_ns: int) -> Iterator[Warning_]:
+def open_warnings(stats: RunStats, now_ns: int) -> Iterator[WarningLine]:
     """Yield the lines of `why`, and what each role waits for."""
     answer = answer_of(stats, now_ns)
     yield from (["bad", line, ""] for line in list(answer.lines())[1:])
@@ -54,7 +54,7 @@ def open_warnings(stats: RunStats, now_ns: int) -> Iterator[Warning_]:
             yield [level, ": ".join(filter(None, (role.line, role.end))), role.advice]
 
 
-def finished_warnings(view: RunView) -> Iterator[Warning_]:
+def finished_warnings(view: RunView) -> Iterator[WarningLine]:
     """Yield broken bounds, steps without an update, invalid rewards and lost roles."""
     late, none, invalid, count = view.rows(
         """select coalesce(sum(over_bound), 0)::bigint, count(*) filter (grad_norm = 0),

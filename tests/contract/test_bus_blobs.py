@@ -31,7 +31,7 @@ class BlobHarness:
         return BlobBus(
             self.inner.open(),
             self.files,
-            claimed=lambda topic: True,
+            eligible=lambda topic: True,
             above_bytes=0,
             bytes_max=self.bytes_max,
         )

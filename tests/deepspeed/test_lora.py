@@ -106,9 +106,9 @@ def test_policy_that_does_not_fit_is_refused_and_the_ranks_stay_in_step(bench: B
     trainer = bench.deepspeed(lora=_options())
     base = bench.policy.digest
     for odd, why in (
-        (random_adapter(bench.weights, "ab" * 32, seed=1), "has the base weights abab"),
+        (random_adapter(bench.weights, "ab" * 32, seed=1), "base weights abab"),
         (random_adapter(bench.weights, base, seed=1, layers=("q_proj",)), "on one side only"),
-        (random_adapter(bench.weights, base, seed=1, rank=8), "is another"),
+        (random_adapter(bench.weights, base, seed=1, rank=8), "differs"),
     ):
         made = publish(bench.store, odd)
         path = bench.store.weights_path(made.digest)

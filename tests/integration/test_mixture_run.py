@@ -56,7 +56,7 @@ BLOB_ABOVE = 1000
 MEMORY = {"gradient_checkpointing": True, "packing": True}
 
 
-class BlobbingCluster(Cluster):
+class LargeRecordCluster(Cluster):
     def open_log(self) -> Bus:
         blobs = BlobFiles(self.store.root / "blobs")
         return BlobBus(SqliteBus(self.path), blobs, above_bytes=BLOB_ABOVE)
@@ -90,7 +90,7 @@ def cluster(
         **{f"trainer__{key}": value for key, value in MEMORY.items()},
     )
     parts = TorchParts(warm, dtype=dtype)
-    make_cluster = BlobbingCluster if routes else Cluster
+    make_cluster = LargeRecordCluster if routes else Cluster
     with make_cluster(folder / "run", config, parts=parts, workers=("w0",)) as running:
         running.until(lambda: running.version >= 1)
         running.restart(TRAINER)

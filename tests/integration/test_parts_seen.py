@@ -18,7 +18,7 @@ from dora_pipe.consumers.learners.port import Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.metrics.table import TRAINING
-from dora_pipe.observe.trackers.figures import track
+from dora_pipe.observe.trackers.steps import track
 from dora_pipe.observe.waits import summarise, waits_of
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from tests.support.cluster import Cluster, make_config

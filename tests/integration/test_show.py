@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.cli.show import (
-    FIGURES,
+    METRICS,
     print_description,
     print_evaluations,
     print_step,
@@ -130,7 +130,7 @@ def _step(count: int, *, versions: int) -> dict[str, Any]:
     return {
         "step": {"step": 3, "attempt": 1, "batch reason": "so", "compute s": 1.0},
         "weights": {"after": f"version 4 {'a' * 64}"},
-        "metrics": dict.fromkeys(FIGURES, 0.12345),
+        "metrics": dict.fromkeys(METRICS, 0.12345),
         "groups": groups,
         "trajectories": rows,
     }

@@ -109,7 +109,7 @@ class Ledger:
     def check_end(self) -> None:
         """Every group has exactly one outcome, and all steps are trained."""
         assert self.step == self.config.run.steps
-        assert self.specs.keys() == self.outcomes.keys(), "a group without a outcome"
+        assert self.specs.keys() == self.outcomes.keys(), "a group without an outcome"
         trained = [group for group, outcome in self.outcomes.items() if outcome == "trained"]
         assert len(trained) == self.config.run.steps * self.config.rollout.prompts_per_step
         for group, spec in self.specs.items():

@@ -164,7 +164,7 @@ def test_a_model_with_fewer_positions_than_a_context_is_one_line_alike_for_all(
     _model(tmp_path)
     check_model(_config(engine=engine, max_model_len=512), [engine], tmp_path)
     with pytest.raises(PolicyError) as raised:
-        check_model(_config(engine=engine, context_tokens=513), [engine], tmp_path)
+        check_model(_config(engine=engine, max_model_len=513), [engine], tmp_path)
     said = "config.json: its 512 positions are fewer than workers.max_model_len = 513"
     assert raised.value.message.endswith(said)
     assert raised.value.hint == "workers.max_model_len = 512 or less"
@@ -180,7 +180,7 @@ def test_a_cache_of_vllm_that_holds_no_whole_context_is_one_line(tmp_path: Path)
         ConfigError, match=r"workers\.vllm\.kv_cache_gb: 0\.0002 GiB hold "
     ) as raised:
         check_model(config, ["vllm"], tmp_path)
-    assert raised.value.message.endswith("fewer than workers.max_model_len = 512")
+    assert raised.value.message.endswith("fewer than a context of 512")
     assert raised.value.hint is not None and "workers.vllm.kv_cache_gb = 0.001" in raised.value.hint
     check_model(config, ["torch"], tmp_path)
     addresses = {"kv_cache_gb": 0.0002, "addresses": ["http://a:1"]}

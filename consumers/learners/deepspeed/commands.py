@@ -14,7 +14,7 @@ import msgspec
 
 from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch
 from dora_pipe.consumers.learners.step import Part, Pass, one_pass
-from dora_pipe.consumers.objectives.terms import RowFigures
+from dora_pipe.consumers.objectives.terms import RowMetrics
 from dora_pipe.store.log_location import LogLocation
 
 Plain = float | int | str | bool
@@ -138,7 +138,7 @@ class UpdateReply(msgspec.Struct, kw_only=True):
     norm: float = 0.0
     """Global gradient norm; 0 if only gathered."""
     padded_tokens: int = 0
-    rows: list[list[RowFigures]] = []
+    rows: list[list[RowMetrics]] = []
 
 
 class StepReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -39,7 +39,7 @@ from dora_pipe.consumers.learners.torch.packed_attention import (
 )
 from dora_pipe.consumers.learners.torch.routing import BalanceLoss, RoutedExperts
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, terms_of
-from dora_pipe.consumers.objectives.terms import Inputs, RowFigures, row_figures
+from dora_pipe.consumers.objectives.terms import Inputs, RowMetrics, row_metrics
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.contexts import TrainedRow
 from dora_pipe.schemas.policy import PolicyDtype
@@ -452,7 +452,7 @@ def pass_loss(
     *,
     reference: Callable[[Passage], Tensor],
     step: StepSettings,
-) -> tuple[Tensor, list[RowFigures]]:
+) -> tuple[Tensor, list[RowMetrics]]:
     """Return the weighted loss of a pass, and metrics by unit; `logprobs` is [N]."""
     objective, device = step.objective, logprobs.device
     proximal = given.proximal
@@ -475,7 +475,7 @@ def pass_loss(
         lengths=given.lengths,
     )
     terms = terms_of(inputs, objective)
-    return (terms.loss * weights).sum(), row_figures(terms, weights, given.lengths)
+    return (terms.loss * weights).sum(), row_metrics(terms, weights, given.lengths)
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

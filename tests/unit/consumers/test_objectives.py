@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dora_pipe.consumers.objectives.registry import k1, k2, k3, terms_of
-from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_figures, row_sums
+from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_metrics, row_sums
 from tests.support.objectives import chosen, gradient, random_inputs, rows
 
 seeds = st.integers(0, 2**32 - 1)
@@ -111,12 +111,12 @@ def test_figures_name_the_weight_and_what_was_left_out() -> None:
     settings = chosen("tis", mask="token", mask_low=0.9, mask_high=1.1)
     inputs = random_inputs(8, [4, 6], proximal=True)
     terms = terms_of(inputs, settings)
-    first, _ = row_figures(terms, torch.ones(10, dtype=torch.float64), inputs.lengths)
+    first, _ = row_metrics(terms, torch.ones(10, dtype=torch.float64), inputs.lengths)
     assert terms.kept is not None
     assert terms.weight is not None
     assert first.masked_share == pytest.approx(1 - terms.kept[:4].double().mean().item())
     assert first.weight_mean == pytest.approx(terms.weight[:4].mean().item())
-    plain = row_figures(
+    plain = row_metrics(
         terms_of(inputs, chosen("grpo")), torch.ones(10, dtype=torch.float64), inputs.lengths
     )
     assert plain[0].masked_share is None
@@ -154,7 +154,7 @@ def test_figures_of_each_trajectory_are_those_of_its_own_tokens() -> None:
     tokens = [(-1.0, -1.0, 1.0, -1.0), (-1.0, -2.0, 1.0, -1.0), (-2.0, -1.0, -1.0, -1.5)]
     _, found = terms(tokens, 0.5)
     weights = torch.tensor([0.5, 0.5, 0.25], dtype=torch.float64)
-    first, second = row_figures(found, weights, [2, 1])
+    first, second = row_metrics(found, weights, [2, 1])
     assert first.ratio_min == pytest.approx(1.0)
     assert first.ratio_max == pytest.approx(math.e)
     assert first.ratio_mean == pytest.approx((1 + math.e) / 2)

@@ -164,7 +164,7 @@ def test_adapter_of_another_base_or_of_other_layers_is_refused(
 ) -> None:
     trainer = policy.trainer()
     other = publish(policy.store, random_adapter(policy.base, "ab" * 32, seed=1))
-    with pytest.raises(PolicyError, match="has the base weights abab"):
+    with pytest.raises(PolicyError, match="has base weights abab"):
         trainer.load(policy.store.weights_path(other.digest), digest=other.digest, optimizer=None)
     odd = random_adapter(policy.base, policy.manifest.digest, seed=1, layers=("q_proj",))
     some = publish(policy.store, odd)
@@ -177,7 +177,7 @@ def test_adapter_of_another_base_or_of_other_layers_is_refused(
         made = publish(policy.store, far)
         trainer.load(policy.store.weights_path(made.digest), digest=made.digest, optimizer=None)
     wide = random_adapter(policy.base, policy.manifest.digest, seed=1, rank=8)
-    with pytest.raises(PolicyError, match="is another"):
+    with pytest.raises(PolicyError, match="differs"):
         made = publish(policy.store, wide)
         trainer.load(policy.store.weights_path(made.digest), digest=made.digest, optimizer=None)
 

@@ -67,7 +67,7 @@ def test_a_server_of_more_parts_than_gpus_is_refused_before_it_starts(
     monkeypatch.setattr(vllm_core, "device_name", lambda: "cuda")
     monkeypatch.setattr(vllm_core, "gpus_seen", lambda: 1)
     for parts in (VllmSettings(tensor_parallel_size=2), VllmSettings(pipeline_parallel_size=2)):
-        with pytest.raises(ConfigError, match="want 2 GPUs, and a worker sees 1 here") as caught:
+        with pytest.raises(ConfigError, match="need 2 GPUs, and a worker sees 1 here") as caught:
             vllm_core.arguments(model, parts, slots=4, context_tokens=64)
         assert "workers.gpus" in str(caught.value.hint)
 

@@ -108,7 +108,7 @@ def test_overdue_wait_says_that_it_is_an_alarm_without_colour() -> None:
     stage = Stage()
     stage.trainer(Wait(name="x", description="y", since_ns=stage.now_ns, overdue=True))
     line = _shown(stage).waits.lines[0]
-    assert line.text.startswith("ALARM trainer: waits")
+    assert line.text.startswith("ALARM trainer: waiting")
     assert line.style == "alarm"
 
 

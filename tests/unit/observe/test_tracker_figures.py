@@ -13,7 +13,7 @@ from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe import following
-from dora_pipe.observe.trackers.figures import track
+from dora_pipe.observe.trackers.steps import track
 from tests.support.recorded_run import STEPS, RecordedRun
 from tests.support.stats_stage import stats_of
 from tests.support.tidy import ROOT

@@ -155,7 +155,7 @@ Event = tuple[int, float | None]
     events=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.0, 1.0, None])), max_size=7),
     over_at=st.none() | st.integers(0, 7),
 )
-def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_a_outcome(
+def test_whatever_the_order_the_first_valid_ones_count_and_all_others_have_an_outcome(
     size: int, spare: int, least: int, events: list[Event], over_at: int | None
 ) -> None:
     least = min(least, size)

@@ -258,7 +258,7 @@ def test_word_of_an_incarnation_that_has_left_is_found(stream: list[Record]) -> 
     assert finding([*stream, stream[left[0]]]) == "", "an append that is repeated is none"
 
 
-def test_group_without_a_outcome_is_found(stream: list[Record]) -> None:
+def test_group_without_an_outcome_is_found(stream: list[Record]) -> None:
     before = next(at for at, one in enumerate(stream) if b'"end"' in one.value)
     assert finding(stream[:before]).startswith("outcome: ")
 

@@ -1,6 +1,5 @@
 """Print a configuration as TOML with descriptions, and as the reference page, from the docstrings
-of the sections. ``python -m dora_pipe.config.describe`` prints docs/reference/configuration.md; a
-test compares them."""
+of the sections."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import functools
 import inspect
 import json
 import re
-import sys
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -283,8 +281,7 @@ def toml_escape(one: str) -> str:
 
 _HEAD = """# Configuration
 
-<!-- Written by `python -m dora_pipe.config.describe`; change the docstrings in
-config/model.py instead. -->
+<!-- Written by `python -m tests.support.reference_pages`; change the docstrings in config/. -->
 
 One TOML file is the configuration of a run. `-o section.key=value` overrides a key; the value is
 TOML, and a bare word is a string:
@@ -305,7 +302,3 @@ Parentheses contain the value, the default if it is not empty, and the kind of t
 - neither: a resume may change the key.
 
 The examples of all sections together are one valid configuration."""
-
-
-if __name__ == "__main__":
-    sys.stdout.write(reference())

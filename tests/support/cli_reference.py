@@ -1,11 +1,7 @@
-"""Command-line reference, from the commands and error classes.
-
-python -m tests.support.cli_reference > docs/reference/cli.md
-"""
+"""Command-line reference, from the commands and error classes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +12,7 @@ from dora_pipe.core import errors
 
 HEAD = """# Command line
 
-<!-- Written by `python -m tests.support.cli_reference`; change the commands in cli/commands
-instead. -->
+<!-- Written by `python -m tests.support.reference_pages`; change the commands in cli/. -->
 
 `dora-pipe COMMAND --help` prints the same text and an example.
 
@@ -96,7 +91,3 @@ def _codes() -> dict[int, str]:
         if issubclass(one, errors.DoraError) and "exit_code" in vars(one)
     }
     return found | CODES
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dora_pipe.config import describe
 from dora_pipe.ledger.tables import CALLS, TABLES, columns_of
 from dora_pipe.observe.metrics import table
-from tests.support import records_reference
+from tests.support import cli_reference, records_reference
 from tests.support.tidy import ROOT
 
 MARKER = "<!-- Written by `python -m tests.support.reference_pages`. -->"
@@ -37,12 +38,17 @@ def _tables() -> Iterator[str]:
         yield ""
 
 
-PAGES = {"metrics": _metrics, "records": records_reference.lines, "sql": _tables}
+LISTS = {"metrics": _metrics, "records": records_reference.lines, "sql": _tables}
+WHOLE = {"cli": cli_reference.page, "configuration": describe.reference}
+PAGES = (*LISTS, *WHOLE)
 
 
 def page(name: str) -> tuple[str, str]:
+    """Return the text of a page, and the text that it should have."""
     text = (ROOT / "docs/reference" / f"{name}.md").read_text()
-    return text, f"{text.partition(MARKER)[0]}{MARKER}\n\n" + "\n".join(PAGES[name]())
+    if name in WHOLE:
+        return text, WHOLE[name]()
+    return text, f"{text.partition(MARKER)[0]}{MARKER}\n\n" + "\n".join(LISTS[name]())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from dora_pipe.cli.app import COMMANDS, app
 from dora_pipe.config.load import ALL_KEYS
 from dora_pipe.config.model import Config
 from dora_pipe.schemas.topics import Topics
-from tests.support.cli_reference import page
 from tests.support.cli_words import parsed
 from tests.support.command_line import Call
 from tests.support.tidy import ROOT
@@ -109,11 +108,6 @@ def _unknown(typed: str) -> str:
     return next(
         (one for one in options if _OPTION.match(one) and one not in known | {"--help"}), ""
     )
-
-
-def test_the_page_is_what_the_code_writes() -> None:
-    command = "python -m tests.support.cli_reference > docs/reference/cli.md"
-    assert (ROOT / "docs" / "reference" / "cli.md").read_text() == page(), f"run: {command}"
 
 
 def test_every_command_and_option_that_is_named_exists() -> None:

@@ -48,6 +48,15 @@ COMMANDS: Final[Panels] = {
             "Serve a task to workers on other machines.",
             "task-server config.toml --listen 0.0.0.0:7000",
         ),
+        "set": (
+            "cli.commands.control:set_keys",
+            "Change settings of a run.",
+            "set demo trainer.learning_rate=1e-5",
+        ),
+        "control": (
+            "cli.commands.control:control",
+            "Pause, resume or stop a run, drain a worker, end a batch.",
+        ),
         "doctor": (
             "cli.commands.machine:doctor",
             "Check this machine and a log.",
@@ -62,22 +71,6 @@ COMMANDS: Final[Panels] = {
             "cli.commands.machine:config",
             "Print a resolved configuration, each key with its meaning.",
             "config mine/config.toml -o run.steps=20",
-        ),
-    },
-    "Control": {
-        "set": (
-            "cli.commands.start:set_keys",
-            "Change settings of a run.",
-            "set demo trainer.learning_rate=1e-5",
-        ),
-        "pause": ("cli.commands.start:pause", "Pause a run.", "pause demo"),
-        "resume": ("cli.commands.start:resume", "Continue a paused run.", "resume demo"),
-        "drain": ("cli.commands.start:drain", "Let a worker leave a run.", "drain demo w1"),
-        "stop": ("cli.commands.start:stop", "End a run early.", "stop demo --after 30"),
-        "fail-batch": (
-            "cli.commands.start:fail_batch",
-            "End a batch that cannot be trained.",
-            "fail-batch demo",
         ),
     },
     "Observe": {

@@ -1,4 +1,4 @@
-"""Rows of `show`, `log topics` and `log cat`."""
+"""Rows of `show`, `log topics` and `log read`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MORE: Final = len("  +99")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Filter of `log cat`; empty, 0 and -1 match all."""
+    """Filter of `log read`; empty, 0 and -1 match all."""
 
     topic: str
     kind: str = ""

@@ -34,7 +34,7 @@ from typing import ClassVar, Final
 MESSAGE_CHARACTERS_MAX: Final = 2000
 """Maximum length of a message, which may quote external text."""
 
-FAIL_BATCH_HINT: Final = "`dora-pipe fail-batch RUN` ends this batch's groups, then --resume"
+FAIL_BATCH_HINT: Final = "`dora-pipe control fail-batch RUN` ends its groups, then --resume"
 
 _PATH_CHARACTERS_MAX: Final = 200
 

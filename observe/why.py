@@ -61,7 +61,7 @@ ADVICE: Final[Mapping[str, str]] = {
     "worker": "start a worker: dora-pipe worker; see its log if it does not join",
     "host": "no worker has that version: see the workers' logs",
     "colocated": "colocated workers finish requests that cannot migrate: see their logs",
-    "pause": "dora-pipe resume RUN",
+    "pause": "dora-pipe control resume RUN",
     "halted": "fix the error of the failed groups, then use run --resume",
     "start": "start the other roles",
     # Worker.

@@ -30,7 +30,7 @@ from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
 
 HALTED_HINT: Final = (
-    "fix the cause, then `run --resume`, or `dora-pipe resume RUN` and start this role; "
+    "fix the cause, then `run --resume`, or `dora-pipe control resume RUN` and start this role; "
     "rollout.max_failed_share sets the limit"
 )
 

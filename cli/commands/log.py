@@ -51,7 +51,7 @@ def topics(run: RunArgument, as_json: JsonOption = False, root: RunsOption = RUN
     emit_rows(("topic", "partition", "begin", "end", "records", "bytes"), rows, as_json=as_json)
 
 
-def cat(
+def read(
     run: RunArgument,
     topic: Annotated[
         str,
@@ -134,10 +134,10 @@ log = lazy_app(
                 "List the topics of a run: records and bytes.",
                 "log topics demo",
             ),
-            "cat": (
-                "cli.commands.log:cat",
+            "read": (
+                "cli.commands.log:read",
                 "Print the records of a topic.",
-                "log cat demo trajectories --limit 3",
+                "log read demo trajectories --limit 3",
             ),
             "copy": (
                 "cli.commands.log:copy",

@@ -1,15 +1,11 @@
-"""Commands that start roles, create their inputs, and control a run."""
+"""Commands that start roles and create their inputs."""
 
 from __future__ import annotations
 
-import getpass
-import time
-import tomllib
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -27,7 +23,6 @@ from dora_pipe.cli.options import (
     ConfigArgument,
     ForceOption,
     OverrideOption,
-    RunArgument,
     RunsOption,
     may_write_folder,
 )
@@ -317,90 +312,3 @@ def serve_task(
     from dora_pipe.producers.tasks.serving import serve_task
 
     serve_task(config, override or (), listen=listen, name=task, processes=processes)
-
-
-def set_keys(
-    run: RunArgument,
-    changes: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Logged keys.")],
-    root: RunsOption = RUNS,
-) -> None:
-    """Change settings of a run from its next step on."""
-    from dora_pipe.config.changes import LOGGED
-
-    args = {}
-    for word in changes:
-        key, equals, value = word.partition("=")
-        if not equals or key not in LOGGED:
-            keys = f"keys: {', '.join(sorted(LOGGED))}"
-            raise UsageError(f"set: cannot use {word!r}, expected KEY=VALUE", hint=keys)
-        args[key] = _toml_value(value)
-    _send(run, "set", args, root)
-
-
-def pause(run: RunArgument, root: RunsOption = RUNS) -> None:
-    """Dispatch no new groups until `resume`."""
-    _send(run, "pause", {}, root)
-
-
-def resume(run: RunArgument, root: RunsOption = RUNS) -> None:
-    """Continue a paused run, or one that halted because too many groups failed."""
-    _send(run, "resume", {}, root)
-
-
-def drain(
-    run: RunArgument,
-    name: Annotated[
-        str, typer.Argument(metavar="WORKER", help="Name of the worker; default: all.")
-    ] = "",
-    root: RunsOption = RUNS,
-) -> None:
-    """Let a worker finish or move its requests and leave the run."""
-    _send(run, "drain", {"worker": name} if name else {}, root)
-
-
-def stop(
-    run: RunArgument,
-    now: Annotated[bool, typer.Option("--now", help="Do not finish the current batch.")] = False,
-    after: Annotated[int | None, typer.Option(min=0, help="Last step of the run.")] = None,
-    root: RunsOption = RUNS,
-) -> None:
-    """End a run after the groups in flight are trained."""
-    if now and after is not None:
-        raise UsageError("--now and --after exclude each other")
-    last = {} if after is None else {"after": after}
-    _send(run, "stop", {"now": True} if now else last, root)
-
-
-def fail_batch(
-    run: RunArgument,
-    step: Annotated[int | None, typer.Option(help="Only if this step is in training.")] = None,
-    root: RunsOption = RUNS,
-) -> None:
-    """End all groups of the batch in training as failed."""
-    _send(run, "fail-batch", {} if step is None else {"step": step}, root)
-
-
-def _send(run: str, verb: str, args: dict[str, Any], root: Path) -> None:
-    """Append a command to the control topic; it takes effect at its offset."""
-    from dora_pipe.audit.effective_config import check_change
-    from dora_pipe.bus.port import Append
-    from dora_pipe.launch.plan import refuse_over
-    from dora_pipe.launch.run_dir import opened
-    from dora_pipe.schemas.control import Command
-    from dora_pipe.schemas.wire import encode
-
-    command = Command(at_ns=time.time_ns(), user=getpass.getuser(), verb=verb, args=args)
-    with opened(run, root) as open_run, closing(open_run.bus.writer()) as writer:
-        topic = open_run.topics.control
-        refuse_over(open_run.bus, open_run.topics, open_run.directory, root)
-        check_change(open_run.bus, open_run.topics, command)
-        (offset,) = writer.append([Append(topic=topic, key=b"user", value=encode(command))])
-    say(f"{verb} written to {topic} at {offset}")
-
-
-def _toml_value(text: str) -> Any:
-    """Parse a TOML value; a bare word is text."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

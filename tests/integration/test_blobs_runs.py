@@ -191,7 +191,7 @@ def test_every_command_reads_large_values_from_the_log(
     commands: list[tuple[object, ...]] = [
         ("audit", copy, "--json"),
         ("show", copy, name, "--json"),
-        ("log", "cat", copy, "trajectories", "--partition", record.partition, "--json"),
+        ("log", "read", copy, "trajectories", "--partition", record.partition, "--json"),
     ]
 
     answers = [call(*command)[:2] for command in commands]

@@ -103,7 +103,7 @@ def test_unknown_run_is_answered_with_those_there_are(place: Path, call: Call) -
     make_run(place / "runs" / "other", b"")
     for words in (
         ("audit", "nope"),
-        ("log", "cat", "nope"),
+        ("log", "read", "nope"),
         ("show", "nope", "7"),
         ("log", "topics", "nope"),
     ):
@@ -116,8 +116,8 @@ def test_a_folder_of_the_same_name_does_not_hide_a_run(place: Path, call: Call) 
     make_run(place / "runs" / "small")
     (place / "small").mkdir()
     (place / "small" / "config.toml").write_text(CONFIG)
-    assert call("log", "cat", "small")[0] == 0
-    code, _, err = call("log", "cat", "./small")
+    assert call("log", "read", "small")[0] == 0
+    code, _, err = call("log", "read", "./small")
     assert code == 2
     assert_one_line_and_hint(err, "no log", "dora-pipe run small/config.toml")
     assert not (place / "small" / "log.sqlite").exists()
@@ -161,10 +161,10 @@ def test_doctor_names_what_is_there_and_a_log_that_cannot_be_opened(
 def test_what_a_user_tells_a_run_lies_in_its_control_topic(place: Path, call: Call) -> None:
     make_run(place / "runs" / "small")
     assert call("set", "small", "staleness.max_staleness=3", "run.steps=9")[0] == 0
-    assert call("drain", "small", "w1")[0] == 0
+    assert call("control", "drain", "small", "w1")[0] == 0
     records = [
         json.loads(line)["record"]
-        for line in call("log", "cat", "small", "--json")[1].split("\n")[:-1]
+        for line in call("log", "read", "small", "--json")[1].split("\n")[:-1]
     ]
     assert [(one["verb"], one["args"]) for one in records] == [
         ("set", {"staleness.max_staleness": 3, "run.steps": 9}),
@@ -192,14 +192,14 @@ def test_runs_lie_where_the_option_or_the_environment_says(
     place: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(place / "elsewhere" / "small")
-    assert call("log", "cat", "small")[0] == 2
-    assert call("log", "cat", "small", "--runs", "elsewhere")[0] == 0
+    assert call("log", "read", "small")[0] == 2
+    assert call("log", "read", "small", "--runs", "elsewhere")[0] == 0
     monkeypatch.setenv("DORA_PIPE_RUNS", str(place / "elsewhere"))
-    assert call("log", "cat", "small")[0] == 0
-    code, _, err = call("log", "cat", "smal")
+    assert call("log", "read", "small")[0] == 0
+    code, _, err = call("log", "read", "smal")
     assert code == 2
     assert_one_line_and_hint(err, f"no run 'smal' in {place}/elsewhere", "small")
-    assert call("log", "cat", "small", "--runs", "runs")[0] == 2
+    assert call("log", "read", "small", "--runs", "runs")[0] == 2
 
 
 def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(place: Path, call: Call) -> None:
@@ -208,18 +208,18 @@ def test_cat_shows_a_foreign_record_whatever_its_key_and_value_are(place: Path, 
         name = "small.control"
         value = b'{"kind":"\x1b[2J\xff"}'
         bus.writer().append([Append(topic=name, key=b"\xff\x1b]0;x\x07", value=value)])
-    code, out, _ = call("log", "cat", "small")
+    code, out, _ = call("log", "read", "small")
     assert code == 0
     assert "\\xff\\x1b]0;x\\x07" in out
     assert out.rstrip("\n").isprintable()
-    code, out, _ = call("log", "cat", "small", "--json", "--key", "\\xff\x1b]0;x\x07")
+    code, out, _ = call("log", "read", "small", "--json", "--key", "\\xff\x1b]0;x\x07")
     assert (code, json.loads(out)["record"]["kind"]) == (0, "unreadable")
 
 
 def test_near_names_come_first_and_not_all_of_many_are_named(place: Path, call: Call) -> None:
     for name in ("demo-2", *(f"run{number}" for number in range(20))):
         make_run(place / "runs" / name, b"")
-    code, _, err = call("log", "cat", "demo2")
+    code, _, err = call("log", "read", "demo2")
     assert code == 2
     assert_one_line_and_hint(err, "no run 'demo2'", "there are: demo-2, .* and 13 more$")
 

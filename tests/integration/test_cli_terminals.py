@@ -104,7 +104,7 @@ def test_words_that_steer_a_terminal_are_refused_as_text(words: list[str], call:
 
 
 @pytest.mark.parametrize(
-    "words", [("log", "cat", "."), ("log", "cat", ".", "--json"), ("show", ".", "3")]
+    "words", [("log", "read", "."), ("log", "read", ".", "--json"), ("show", ".", "3")]
 )
 def test_command_shows_what_ascii_cannot_say(
     words: tuple[str, ...], recorded: RecordedRun, tmp_path: Path

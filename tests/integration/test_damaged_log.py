@@ -27,7 +27,7 @@ LIMIT_S = 20
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "topics": ("log", "topics", "."),
-    "cat": ("log", "cat", "."),
+    "log read": ("log", "read", "."),
     "show": ("show", ".", "3"),
     "why": ("why", "."),
     "why --summary": ("why", ".", "--summary"),
@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "export parquet": ("export", "parquet", ".", "rows"),
     "prune": ("prune", "."),
     "mismatch": ("mismatch", "."),
-    "pause": ("pause", "."),
+    "control pause": ("control", "pause", "."),
     "run --resume": ("run", ".", "--resume", "--runs", ".."),
     "trainer": ("trainer", ".", "--runs", ".."),
     "worker": ("worker", ".", "--name", "w9", "--runs", ".."),

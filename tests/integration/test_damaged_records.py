@@ -111,18 +111,18 @@ def test_cat_prints_the_topic_names_it_and_ends_with_exit_code_5(
     call: Call, damaged: tuple[RecordedRun, str, str]
 ) -> None:
     run, name, text = damaged
-    code, out, err = call("log", "cat", str(run.directory), "trajectories")
+    code, out, err = call("log", "read", str(run.directory), "trajectories")
     assert code == 5
     assert len(out.splitlines()) > 200
     assert any(line.startswith(f"{name}: ") and text in line for line in err.splitlines()), err
-    own = call("log", "cat", str(run.directory), "trajectories", "--key", group_of(name))
+    own = call("log", "read", str(run.directory), "trajectories", "--key", group_of(name))
     assert own[0] == 5
-    assert call("log", "cat", str(run.directory), "control")[0] == 0
+    assert call("log", "read", str(run.directory), "control")[0] == 0
 
 
 def test_cat_of_sound_records_finds_nothing_wrong(call: Call, copy: RecordedRun) -> None:
     for words in ((), ("--limit", "3"), ("--partition", "0", "--from", "20")):
-        code, _, err = call("log", "cat", str(copy.directory), "trajectories", *words)
+        code, _, err = call("log", "read", str(copy.directory), "trajectories", *words)
         assert (code, err) == (0, "")
 
 

@@ -55,7 +55,7 @@ def test_its_configuration_is_the_recorded_one_with_the_address_that_was_used(
         (("top", ADDRESS, "--once"), "waits"),
         (("why", ADDRESS), "finished"),
         (("log", "topics", ADDRESS), "recorded.trajectories"),
-        (("log", "cat", ADDRESS, "control", "--limit", "1"), "run-started"),
+        (("log", "read", ADDRESS, "control", "--limit", "1"), "run-started"),
     ],
 )
 def test_who_looks_finds_it_and_leaves_nothing_behind(

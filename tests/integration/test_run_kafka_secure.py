@@ -81,7 +81,7 @@ def test_each_role_does_its_work_with_exactly_the_rights_that_the_docs_give_it(
     for command in (
         ("audit", "tiny"),
         ("log", "topics", "tiny"),
-        ("log", "cat", "tiny", "decisions"),
+        ("log", "read", "tiny", "decisions"),
     ):
         assert call(auditor, *command) == 0, said(auditor)
     assert call(auditor, "doctor", "--config", "runs/tiny") == 0, said(auditor)

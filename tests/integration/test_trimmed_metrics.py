@@ -30,7 +30,7 @@ from tests.support.command_line import Call, caller
 from tests.support.recorded_run import STEPS, RecordedRun, recorded_in
 
 PROOFS: list[tuple[object, ...]] = [
-    ("log", "cat", "RUN", "control", "--json"),
+    ("log", "read", "RUN", "control", "--json"),
     ("show", "RUN", "3", "--json"),
     ("audit", "RUN", "--json"),
 ]
@@ -43,7 +43,7 @@ PICTURES: list[tuple[object, ...]] = [
     ("why", "RUN", "--summary"),
     ("top", "RUN", "--once"),
     ("log", "topics", "RUN"),
-    ("log", "cat", "RUN", "metrics"),
+    ("log", "read", "RUN", "metrics"),
     ("export", "traces", "RUN", "OUT/traces.jsonl"),
     ("export", "tensorboard", "RUN", "OUT/board"),
     ("export", "html", "RUN", "OUT/pages.html"),

@@ -170,6 +170,6 @@ def test_a_run_that_is_over_is_told_nothing(
     )
     say("tiny", "decisions", encode(stop))
     call = caller(monkeypatch, capsys)
-    for words in (("set", "tiny", "trainer.learning_rate=0.5"), ("pause", "tiny")):
+    for words in (("set", "tiny", "trainer.learning_rate=0.5"), ("control", "pause", "tiny")):
         code, _, err = call(*words)
         assert code == 2 and "run 'tiny' is finished and cannot be changed" in err

@@ -85,7 +85,7 @@ def test_workers_that_join_retire_and_die_all_the_time_leave_the_run_clean(tmp_p
             others[name] = start(place, "worker", "config.toml", "--name", name)
             done[what] += 1
         elif what == "drained" and mine:
-            if call(place, "drain", "tiny", chance.choice(mine)) != 0:
+            if call(place, "control", "drain", "tiny", chance.choice(mine)) != 0:
                 assert process.wait(timeout=120) == 0, "only a run that is over refuses commands"
                 break
             done[what] += 1

@@ -34,7 +34,7 @@ def lay_out(recorded: RecordedRun, place: Path) -> tuple[Call, ...]:
         Call(words=("prune", "recorded", "--keep-every", "2"), says="retention"),
         Call(words=("show", "recorded", "g0000000010-001"), says="lineage"),
         Call(
-            words=("log", "cat", "recorded", "trajectories", "--limit", "1", "--json"),
+            words=("log", "read", "recorded", "trajectories", "--limit", "1", "--json"),
             says='"sampled"',
         ),
         Call(words=("show", "--json"), says=f'"steps": {STEPS}'),

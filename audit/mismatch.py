@@ -113,7 +113,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Retokenised:
+class Retokenized:
     """Effects of encoding the sampled text again."""
 
     trajectories: int
@@ -145,18 +145,18 @@ class Mismatch:
     metrics: tuple[Figures, ...]
     """Per cause, then "trained" (the objective's ratio) and "all"."""
     by_staleness: Mapping[int, Figures]
-    tokenisation: Retokenised | None
+    tokenization: Retokenized | None
     rerouted: Rerouted | None = None
 
     def plain(self) -> dict[str, Any]:
-        retokenised = self.tokenisation
+        retokenized = self.tokenization
         return {
             "step": self.step,
             "trajectories": self.trajectories,
             "tokens": self.tokens,
             "causes": {one.cause: _plain(one) for one in self.metrics},
             "by_staleness": {str(key): _plain(one) for key, one in self.by_staleness.items()},
-            "tokenisation": None if retokenised is None else _plain(retokenised),
+            "tokenization": None if retokenized is None else _plain(retokenized),
             **({} if self.rerouted is None else {"rerouted": _plain(self.rerouted)}),
         }
 
@@ -206,8 +206,8 @@ def measure(
         )
         for place, one in enumerate(trajectories)
     ]
-    retokenised = None if texts is None else _retokenised(trajectories, changed, gaps)
-    return report(batch.step, splits, retokenised, routes.rerouted)
+    retokenized = None if texts is None else _retokenized(trajectories, changed, gaps)
+    return report(batch.step, splits, retokenized, routes.rerouted)
 
 
 class _Routes:
@@ -291,7 +291,7 @@ def split(
 def report(
     step: int,
     splits: Sequence[Split],
-    tokenisation: Retokenised | None,
+    tokenization: Retokenized | None,
     rerouted: Rerouted | None = None,
 ) -> Mismatch:
     """Aggregate a batch."""
@@ -312,7 +312,7 @@ def report(
         tokens=len(total),
         metrics=tuple(metrics),
         by_staleness=by_staleness,
-        tokenisation=tokenisation,
+        tokenization=tokenization,
         rerouted=rerouted,
     )
 
@@ -370,11 +370,11 @@ def stretches(segments: Sequence[Segment]) -> list[tuple[int, int, bool]]:
     return found
 
 
-def _retokenised(
+def _retokenized(
     trajectories: Sequence[Trajectory],
     changed: Mapping[int, Sequence[Row]],
     gaps: Mapping[int, float],
-) -> Retokenised:
+) -> Retokenized:
     after = 0
     for place, rows in changed.items():
         for (ids, _), (own, mask, _) in zip(rows, rows_of(trajectories[place]), strict=True):
@@ -382,7 +382,7 @@ def _retokenised(
             first = next((at for at, (a, b) in pairs if a != b), min(len(own), len(ids)))
             after += int(sum(mask[first:]))
     values = np.array(list(gaps.values()))
-    return Retokenised(
+    return Retokenized(
         trajectories=len(trajectories),
         differing=len(changed),
         tokens=sum(one.sampled for one in trajectories),
@@ -414,5 +414,5 @@ def _share(values: Numbers, total: Numbers) -> float | None:
     return float(values @ total) / square if square else None
 
 
-def _plain(value: Figures | Retokenised | Rerouted) -> dict[str, Any]:
+def _plain(value: Figures | Retokenized | Rerouted) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__ if name != "cause"}

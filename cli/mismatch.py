@@ -93,7 +93,7 @@ def print_mismatch(found: Mismatch) -> None:
             f"routing: {one.differing} of {one.choices} expert choices (token, layer) differ; "
             "the step uses the logged routing, so `all` alone contains the difference"
         )
-    again = found.tokenisation
+    again = found.tokenization
     if again is None:
         return
     line = f"tokenization: {again.differing} of {again.trajectories} trajectories get other ids"

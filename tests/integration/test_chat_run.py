@@ -126,7 +126,7 @@ def test_the_template_lies_with_the_run_and_its_digest_in_the_log(place: Path) -
     [
         (("rescore", "tiny"), "trajectories as recorded"),
         (("replay", "tiny", "--random", "4"), "4 of 4 trajectories bit-equal"),
-        (("mismatch", "tiny"), "tokenisation"),
+        (("mismatch", "tiny"), "tokenization"),
     ],
 )
 def test_texts_and_turns_are_made_again_from_the_log(

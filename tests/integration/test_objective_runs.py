@@ -160,7 +160,7 @@ def test_mismatch_of_a_step_is_split_by_its_causes(
     stale = [one["largest"] for age, one in found["by_staleness"].items() if int(age)]
     assert stale
     assert min(stale) > 1e-4
-    assert found["tokenisation"]["trajectories"] == found["trajectories"]
+    assert found["tokenization"]["trajectories"] == found["trajectories"]
 
     code, out = call("--step", "0")
     assert code == 0

@@ -199,7 +199,7 @@ def test_trajectory_without_a_sampled_token_is_left_out() -> None:
 def test_text_that_is_encoded_to_other_ids_is_counted_from_its_first_difference() -> None:
     table = Table()
     same, other = sampled_by(3, "abc"), sampled_by(3, "abbc", sample=1)
-    found = measure(batch_of(same, other), table, weights_of, Letters()).tokenisation
+    found = measure(batch_of(same, other), table, weights_of, Letters()).tokenization
     assert found is not None
     assert (found.trajectories, found.differing) == (2, 1)
     assert (found.tokens, found.tokens_after) == (7, 3)
@@ -273,7 +273,7 @@ def test_text_of_a_context_is_encoded_again_behind_what_it_shares() -> None:
         ([65, 66, 97, 97, 98 + 1000], [0, 0, 0, 0, 1]),
         ([99, 99], [0, 1]),
     ]
-    found = measure(batch_of(made), Table(), weights_of, Letters()).tokenisation
+    found = measure(batch_of(made), Table(), weights_of, Letters()).tokenization
     assert found is not None
     assert (found.differing, found.tokens, found.tokens_after) == (1, 5, 4)
 

@@ -25,6 +25,8 @@ Points = dict[str, list[Any]]
 POINTS_MAX: Final = 400
 """Most points of a series; longer runs average neighboring steps."""
 
+WAITS_MAX: Final = 8
+
 PHASES: Final = ("queued", "worker", "samples", "batch", "training")
 """Phases end at: first placement; logged; last trajectory of the group logged; batch taken; step
 committed."""
@@ -234,7 +236,7 @@ def _invalid(view: RunView, points: Points) -> dict[str, Any]:
 def _waits(view: RunView) -> dict[str, Any]:
     causes = for_batches(waits_of(view.catalogue))
     whole_s = sum(causes.values())
-    longest = sorted(causes.items(), key=lambda item: -item[1])[:8]
+    longest = sorted(causes.items(), key=lambda item: -item[1])[:WAITS_MAX]
     return {
         "columns": ["trainer waited for", "seconds", "share", "advice"],
         "rows": [

@@ -87,7 +87,7 @@ def test_a_full_disk_refuses_an_append_whole_and_keeps_what_was_there(disk: Smal
 def test_a_full_disk_refuses_a_policy_and_leaves_no_half_of_it(disk: SmallDisk) -> None:
     store = PolicyStore(disk.path / "policies")
     disk.fill()
-    with pytest.raises(ResourceError, match="no room") as full:
+    with pytest.raises(ResourceError, match="no space left") as full:
         store.publish_weights(initial_weights)
     assert "\n" not in full.value.message
     assert "--resume" in (full.value.hint or "")

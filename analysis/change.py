@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import Settings, TrainBatch, TrainGroup
 from dora_pipe.core.errors import UsageError
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.wire import canonical, sha256_hex

@@ -32,15 +32,15 @@ from dora_pipe.analysis.worker_log import (
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config, Evaluation, Task
 from dora_pipe.config.several import SEVERAL, pool_specs, tables_of
-from dora_pipe.core.clock import Clock, SystemClock
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import TaskError, UsageError, reason
-from dora_pipe.core.own_code import importable, load_function
+from dora_pipe.core.system.clock import Clock, SystemClock
+from dora_pipe.core.system.console import say
+from dora_pipe.core.system.own_code import importable, load_function
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.orchestrator.evaluations import evaluation_group, evaluation_rows
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.producers.tasks.pool import TaskPool
 from dora_pipe.producers.worker.role import worker_config

@@ -19,20 +19,20 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from dora_pipe.analysis.change import EMPTY, Change, changed_batch
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Learner, Settings, TrainBatch
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.learners.settings import changed_settings
 from dora_pipe.consumers.trainer.commits import OF_DELTAS, CommitHistory
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import Alter, ReplayedStep, load_base
 from dora_pipe.consumers.trainer.replay_steps import replay_steps as trained_again
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import InvariantBroken, PolicyError, ReplayDiverged, UsageError
+from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.topics import Topics

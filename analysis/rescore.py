@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
-from dora_pipe.core.clock import Clock
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.tasks.calls import (
     EpisodeLost,
     Forget,

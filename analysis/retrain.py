@@ -20,12 +20,12 @@ from dora_pipe import __version__
 from dora_pipe.analysis.change import EMPTY, Change
 from dora_pipe.analysis.replay import SourceRun, StepResult, raise_if_diverged, replay_steps
 from dora_pipe.audit.reading import record_at
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.registry import learner_kind
 from dora_pipe.consumers.trainer.recovery import read_commits
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.inherit import CHANGE, OPTIMIZER, RetrainedModel, state_keys
 from dora_pipe.schemas.rounds import decode_round
 from dora_pipe.schemas.wire import canonical

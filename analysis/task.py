@@ -14,8 +14,8 @@ import msgspec
 
 from dora_pipe.config.model import Config, RewardUse, Task
 from dora_pipe.config.several import pool_specs, with_each_task
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.observe.lineage import policy_after

@@ -14,9 +14,10 @@ import msgspec
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.launch.local_roles import with_engine
 from dora_pipe.launch.run_dir import LOG
 from dora_pipe.producers.tasks.calls import TaskFacts

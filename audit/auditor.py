@@ -26,7 +26,7 @@ from dora_pipe.audit.reading import Horizon, gc_paused, horizon_of, read_buried
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.audit.round_reader import Cursor, FoldedRound, RoundReader
 from dora_pipe.audit.spill import SpillFile
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import InvariantBroken
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.schemas.control import StepCommitted

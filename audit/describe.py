@@ -15,10 +15,11 @@ import msgspec
 
 from dora_pipe.audit.reading import record_at
 from dora_pipe.audit.tracing import History, Traces
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Named, fault_of, logged_trajectory
-from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError, one_line
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.account import GroupEnded
 from dora_pipe.ledger.calls import call_rows
 from dora_pipe.ledger.history import Attempt, GroupHistory, RequestHistory

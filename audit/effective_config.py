@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.changes import with_settings
 from dora_pipe.config.load import PATH_KEYS, changed_keys, check_settings, leaves
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.control import Command, RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics
 

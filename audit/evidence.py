@@ -12,9 +12,10 @@ import msgspec
 
 from dora_pipe.bus.base import EMPTY_POLLS_MAX, count_empty_polls, wait_after
 from dora_pipe.bus.blobs import lost_blob
+from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.bus.logged import record_digest
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.schemas.contexts import call_fault
 from dora_pipe.schemas.control import FinishReason, parts_in_control
 from dora_pipe.schemas.headers import matches, parse_headers

@@ -15,12 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.bus.port import Bus, Record
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.contributions import SCHEMA as CONTRIBUTIONS
 from dora_pipe.consumers.contributions import read_contributions
 from dora_pipe.core.errors import PolicyError, SchemaError, UsageError
+from dora_pipe.core.pure.records import Record
 from dora_pipe.ledger.database import COUNTS, Catalogue, arrow_schema, logged_records
 from dora_pipe.ledger.tables import TrajectoryRow
 from dora_pipe.orchestrator import watched

@@ -12,8 +12,9 @@ from typing import Final
 import msgspec
 
 from dora_pipe.audit.reading import record_at
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import TopicMissing
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 

@@ -28,7 +28,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.learner import TrainBatch
 from dora_pipe.schemas.batch import staleness_of
 from dora_pipe.schemas.contexts import bounds, choices_of, counted_places, rows_of, tokens_before
 from dora_pipe.schemas.routes import Choices

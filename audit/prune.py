@@ -15,13 +15,14 @@ from typing import Final, Literal
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.bus.blobs import BlobBus, blob_of, may_be_blob
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.storage import keep_every_of
 from dora_pipe.consumers.trainer.commits import CommitHistory, made_again, retained, underlying
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, UsageError
-from dora_pipe.core.run_lifecycle import await_stable_offset
+from dora_pipe.core.loop.run_lifecycle import await_stable_offset
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.control import RunStarted, VersionsDropped
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import DIGEST, encode

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from dora_pipe.bus.base import records_until
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.database import LoggedRecord
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.topics import Topics

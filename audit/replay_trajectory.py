@@ -18,12 +18,13 @@ from typing import Final
 import numpy as np
 
 from dora_pipe.audit.reading import record_at, records_at
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import logged_trajectory
-from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.database import Catalogue, LoggedRecord, counting_record
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     Engine,
     EngineRequest,
     RequestFinished,

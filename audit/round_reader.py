@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.reading import Buried, Horizon, horizon_of, records_of
-from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, chain_of, decode_round, fold_bytes
 from dora_pipe.schemas.topics import Topics

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage, logged_trajectory
-from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.config.logged import logged_config
 from dora_pipe.core.errors import ResourceError, SchemaError, UsageError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.database import Catalogue, logged_records
 from dora_pipe.ledger.reading import last_round
 from dora_pipe.schemas.control import (

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from contextlib import closing, suppress
 
 from dora_pipe.audit.reading import record_at
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.account import Event, GroupEnded, RecordLogged, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces import tree

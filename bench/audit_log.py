@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 
 from dora_pipe.bench import records
-from dora_pipe.bus.port import Append, Bus, Record, TopicSpec, Writer, stored
+from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ResourceError
-from dora_pipe.core.runtime import CaughtUp, Now
+from dora_pipe.core.pure.machine import CaughtUp, Now
+from dora_pipe.core.pure.records import Append, Record, stored
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.state import State
 from dora_pipe.schemas.batch import batch_digest

@@ -14,10 +14,11 @@ import typer
 
 from dora_pipe.bench.support import emit_figures, scratch
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.pure.records import Append, TopicPartition
 
 PHASE_BYTES_MAX = 256 * 1024 * 1024
 """Bounds memory and disk use of a phase."""

@@ -17,7 +17,7 @@ import typer
 from dora_pipe.bench.support import Spent, emit_figures, measured
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.core.errors import UsageError
-from dora_pipe.producers.engines.port import EngineRequest, RequestFinished, SamplingParams
+from dora_pipe.producers.engines.engine import EngineRequest, RequestFinished, SamplingParams
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
 from dora_pipe.producers.engines.torch.rope import Rope
 

@@ -27,7 +27,7 @@ from dora_pipe.bench.peak import fresh_peak, peak_bytes
 from dora_pipe.bench.qwen3 import config_of, vocabulary_of
 from dora_pipe.bench.support import reply, result_of, task_of
 from dora_pipe.config.objectives import defaults_of
-from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import PACKING
 from dora_pipe.core.errors import ResourceError
 from dora_pipe.schemas.identity import group_id, trajectory_id

@@ -23,8 +23,8 @@ import typer
 from dora_pipe.bench.engine import MODEL
 from dora_pipe.bench.support import Child, emit_figures, reply, scratch, task_of
 from dora_pipe.cli.options import JsonOption
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.producers.engines.port import EngineRequest, SamplingParams
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.producers.engines.engine import EngineRequest, SamplingParams
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.store.arrow_files import open_files
 from dora_pipe.store.safetensors_file import TensorSource, write_tensors

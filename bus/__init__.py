@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dora_pipe.bus.blobs import BlobBus, BlobStore
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.port import Bus
 from dora_pipe.core.errors import UsageError
 
 __all__ = ["open_bus"]

@@ -7,9 +7,10 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
+from dora_pipe.bus.bus import Bus, Reader, TopicSpec, Writer
 from dora_pipe.bus.checks import check_position
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.pure.records import Record, TopicPartition
 
 FAR: Final = 1000
 """Minimum records of topics that report progress."""

@@ -24,10 +24,11 @@ from uuid import uuid4
 from msgspec import structs
 
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
+from dora_pipe.bus.bus import Bus, Reader, Writer
 from dora_pipe.bus.checks import OpenedHere, check_position, record_bytes
-from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, Writer
-from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.system.durable import sync
 from dora_pipe.schemas.wire import DIGEST, digest_as, value_digest
 
 BLOB: Final = "blob"

@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from dora_pipe.bus.port import TRIMMED_TOPICS, Append, Record, TopicPartition, TopicSpec
+from dora_pipe.bus.bus import TRIMMED_TOPICS, TopicSpec
 from dora_pipe.core.errors import BusError, LogTruncated, RecordTooLarge, TopicMissing
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 BATCH_ROOM_BYTES = 1024 * 1024
 """Batch overhead of a Kafka topic's limit."""

@@ -15,10 +15,11 @@ from typing import Any, Final, Protocol
 
 from dora_pipe.bus.base import Told, polls_until
 from dora_pipe.bus.blobs import BLOB_LOST, lost_blob
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.checks import FILLER, is_trimmed
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 APPENDS_AT_ONCE: Final = 4096
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from dora_pipe.bus.blobs import lost_blob
-from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.pure.records import Record
 from dora_pipe.schemas.trajectory import Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.schemas.wire import digest_as

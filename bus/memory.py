@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from dora_pipe.bus.base import PositionReader
+from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.bus.checks import (
     check_appends,
     check_exists,
@@ -23,8 +24,8 @@ from dora_pipe.bus.checks import (
     first_kept,
     record_bytes,
 )
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec, Writer, stored
 from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown
+from dora_pipe.core.pure.records import Append, Record, TopicPartition, stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

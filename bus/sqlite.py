@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from dora_pipe.bus.base import PositionReader
+from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.bus.checks import (
     check_appends,
     check_exists,
@@ -29,9 +30,9 @@ from dora_pipe.bus.checks import (
     first_kept,
     is_trimmed,
 )
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite_file import SqliteFile
 from dora_pipe.core.errors import BusError, BusFull, Fenced, OutcomeUnknown, TopicMissing
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 OFFSET_BITS = 40
 PARTITION_BITS = 12

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dora_pipe.bus.checks import FORK_HINT, OpenedHere
-from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import BusError, BusFull, LogDamaged, OutcomeUnknown
+from dora_pipe.core.system.durable import sync
 
 APPLICATION_ID = 0x444F5241  # "DORA", for `file`
 FORMAT = 1

@@ -13,7 +13,7 @@ from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus.sqlite import unreadable_records
 from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.progress import CommandProgress, progress
-from dora_pipe.core.console import say
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.reading import saved_catalogue
 

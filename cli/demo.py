@@ -17,8 +17,8 @@ from dora_pipe.cli.commands.start import sft
 from dora_pipe.cli.options import REWARD_MIN, SFT_STEPS_OF, TORCH
 from dora_pipe.cli.output import emit_table
 from dora_pipe.config.load import load_config
-from dora_pipe.core.console import say, typed
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import say, typed
 from dora_pipe.launch.examples import example_config, example_file, make_model
 from dora_pipe.launch.plan import plan_new
 from dora_pipe.launch.roles import share_cores

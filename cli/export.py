@@ -17,9 +17,9 @@ from dora_pipe.cli.output import raise_if_damaged
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.texts import texts_of
 from dora_pipe.config.model import Task
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, DoraError, PolicyError, ResourceError, UsageError
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.plan import started
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import Catalogue

@@ -25,8 +25,8 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.cli.replay import rebuilder
 from dora_pipe.cli.texts import decoder_of
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.producers.engines.registry import open_engine

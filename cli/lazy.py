@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from dora_pipe.core.console import say, write_to
+from dora_pipe.core.system.console import say, write_to
 
 Panels = Mapping[str, Mapping[str, tuple[str, str] | tuple[str, str, str]]]
 """By panel and command: location ``module:name``, summary, example without the program's name."""

@@ -30,9 +30,9 @@ def _run(module: str) -> None:
     import logging
     from importlib import import_module
 
-    from dora_pipe.core.console import complain, log_to_stderr, speak
     from dora_pipe.core.errors import DoraError
-    from dora_pipe.core.proxies import bypass_proxies
+    from dora_pipe.core.system.console import complain, log_to_stderr, speak
+    from dora_pipe.core.system.proxies import bypass_proxies
 
     app = import_module(module).app
     speak()
@@ -42,7 +42,7 @@ def _run(module: str) -> None:
         try:
             app()
         except FileNotFoundError:
-            from dora_pipe.core.durable import need_temporary_folder
+            from dora_pipe.core.system.durable import need_temporary_folder
 
             need_temporary_folder()  # raises if the temporary folder is missing
             raise

@@ -12,9 +12,9 @@ from dora_pipe.config.logged import logged_config
 from dora_pipe.consumers.learners.registry import make_scorer
 from dora_pipe.consumers.trainer.batch_reader import batch_of_commit
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 
 MEANINGS = {

@@ -10,8 +10,8 @@ from typing import Annotated, Final
 
 import typer
 
-from dora_pipe.core.console import RUNS_VARIABLE
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS_VARIABLE
 
 TORCH: Final = "torch"
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
-from dora_pipe.core.console import say, write_to
 from dora_pipe.core.errors import printable
+from dora_pipe.core.system.console import say, write_to
 
 if TYPE_CHECKING:
     from dora_pipe.bus.logged import Damage

@@ -12,8 +12,8 @@ from typing import Any
 from dora_pipe.cli.options import may_write_file
 from dora_pipe.cli.records import run_rows
 from dora_pipe.cli.texts import decoder_of
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import find_run, opened
 from dora_pipe.observe.web.export import export_file
 from dora_pipe.observe.web.pages import RunSource

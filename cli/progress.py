@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from dora_pipe.core.console import covered, say
+from dora_pipe.core.system.console import covered, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars

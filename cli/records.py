@@ -14,9 +14,9 @@ from rich.cells import cell_len
 
 from dora_pipe.bus.blobs import blob_bytes, lost_blob
 from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.port import Record, TopicPartition
 from dora_pipe.cli.output import emit_json, emit_line, raise_if_damaged, terminal_columns
 from dora_pipe.core.errors import DoraError, SchemaError, UsageError, printable
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.launch.run_dir import OpenRun, RunDir, opened
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.control import LoggedEntry, TrajectoriesLogged, decode_control

@@ -26,7 +26,7 @@ from dora_pipe.audit.replay_trajectory import (
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, show
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.logged import logged_config
-from dora_pipe.core.console import say
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.local_roles import keeping_nothing, with_engine
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import Catalogue

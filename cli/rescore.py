@@ -19,9 +19,9 @@ from dora_pipe.audit.reading import trajectories_of
 from dora_pipe.bus.logged import Damage
 from dora_pipe.cli.output import emit_json, emit_line, emit_table, raise_if_damaged, show
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import ReplayDiverged, ResourceError
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.database import COUNTS, logged_records
 from dora_pipe.observe.lineage import policy_after

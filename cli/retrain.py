@@ -15,8 +15,8 @@ from dora_pipe.cli.output import emit_json, emit_line, emit_table
 from dora_pipe.cli.progress import CommandProgress
 from dora_pipe.config.load import plain_overrides
 from dora_pipe.consumers.learners.registry import end_ranks
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 
 METRICS: Final = ("loss", "kl", "ratio_mean", "clipped_share", "grad_norm", "reward_mean")

@@ -26,8 +26,8 @@ from dora_pipe.cli.output import (
     terminal_columns,
 )
 from dora_pipe.cli.texts import decoder_in
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.ledger.evaluations import Evaluated, Interval, evaluations_of
 from dora_pipe.ledger.marks import Mark

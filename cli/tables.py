@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from dora_pipe.core.console import write_to
+from dora_pipe.core.system.console import write_to
 
 GAP: Final = 2
 

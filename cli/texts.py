@@ -12,9 +12,9 @@ from typing import Final
 
 from dora_pipe.audit.export import Rows, TextColumns
 from dora_pipe.config.several import pool_specs
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import BusError, DoraError, PolicyError, install_hint
-from dora_pipe.core.own_code import importable
+from dora_pipe.core.system.console import say
+from dora_pipe.core.system.own_code import importable
 from dora_pipe.launch.model_checks import has_tokenizer
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after

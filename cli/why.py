@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Final
 
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.cli.output import emit_json, emit_line, emit_table
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
-from dora_pipe.core.run_lifecycle import run_is_over
+from dora_pipe.core.loop.run_lifecycle import run_is_over
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.disk_watch import broker_words, full_disk
 from dora_pipe.launch.run_dir import OpenRun
 from dora_pipe.observe.lineage import policy_after

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.system.own_code import nearest
 
 Averaging = Literal["token-mean", "sequence-mean", "constant"]
 Advantage = Literal["group", "leave-one-out", "version-baseline"]

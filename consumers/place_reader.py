@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from dora_pipe.bus.base import RECORDS_MAX, records_until
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.retry import retry_bus
+from dora_pipe.bus.bus import Bus, Reader
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.system.clock import Clock
 
 
 class RecordPlace(NamedTuple):

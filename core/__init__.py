@@ -1,1 +1,1 @@
-"""Shared base: errors, clock, machine loop, retries, waits."""
+"""Errors, and what the roles share: pure types, the loop, the system."""

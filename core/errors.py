@@ -72,7 +72,7 @@ class DoraError(Exception):
     exit_code: ClassVar[int] = 1
 
     waited_out: bool = False
-    """Retries are exhausted (`core.retry`); do not restart the role."""
+    """Retries are exhausted (`core.loop.retry`); do not restart the role."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         message = one_line(message, MESSAGE_CHARACTERS_MAX)

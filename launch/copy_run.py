@@ -7,11 +7,11 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.copy import CopyTarget, FileTarget, FillingTarget
-from dora_pipe.bus.port import Bus
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.core.console import RUNS
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS
 from dora_pipe.launch.plan import topic_specs
 from dora_pipe.launch.run_dir import IN_FILE, LOG_SUFFIX, ON_KAFKA, OpenRun, at_url, run_on_kafka
 

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.model import Config
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, ResourceError
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.topics import Topics
 
 FULL_BYTES: Final = 1 << 20

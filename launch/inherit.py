@@ -14,9 +14,9 @@ from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.trainer.recovery import read_history
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import typed
 from dora_pipe.core.errors import ConfigError, PolicyError, UsageError
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import typed
 from dora_pipe.launch.run_dir import OpenRun, opened
 from dora_pipe.observe.lineage import policy_after
 from dora_pipe.schemas.control import Lineage, RunStarted

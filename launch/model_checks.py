@@ -12,8 +12,8 @@ from typing import Final
 
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import PoolSpec
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.core.system.console import say
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.template import FILE, read_template
 from dora_pipe.producers.chat.tokenizer import Tokenizer

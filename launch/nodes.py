@@ -16,8 +16,8 @@ from functools import partial
 from typing import Final
 
 from dora_pipe.config.model import Config
-from dora_pipe.core.console import die_with, say
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.core.system.console import die_with, say
 
 RANK: Final = "RANK"
 

@@ -19,7 +19,7 @@ import msgspec
 from dora_pipe import __version__
 from dora_pipe.audit.effective_config import check_change
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.config.batches import gradient_notes
 from dora_pipe.config.changes import LOGGED
 from dora_pipe.config.checks import commit_problem
@@ -30,10 +30,11 @@ from dora_pipe.config.several import pool_specs
 from dora_pipe.config.storage import deletes, with_keep_every
 from dora_pipe.consumers.learners.registry import published_dtype
 from dora_pipe.consumers.teachers.registry import with_digest
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import say, typed
 from dora_pipe.core.errors import BusError, ConfigError, LogTruncated, TopicMissing, UsageError
-from dora_pipe.core.run_lifecycle import await_stable_offset, run_is_over
+from dora_pipe.core.loop.run_lifecycle import await_stable_offset, run_is_over
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import say, typed
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.local_roles import own_engines
 from dora_pipe.launch.model_checks import check_chat, check_model, templated, unassigned_note

@@ -18,13 +18,13 @@ import msgspec
 
 from dora_pipe.config.model import Config, Task
 from dora_pipe.config.several import PoolSpec, pool_specs
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, DoraError
+from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady, TaskEvent, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Split
+from dora_pipe.producers.tasks.task import Split
 from dora_pipe.producers.worker.chats import chats_of
 from dora_pipe.producers.worker.ports import prompt_of
 from dora_pipe.schemas.control import INFRASTRUCTURE

@@ -17,9 +17,9 @@ from typing import Final
 
 from dora_pipe import __version__
 from dora_pipe.config.model import Config
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import complain, log_to_stderr, name_process, say
 from dora_pipe.core.errors import DoraError, InvariantBroken, LogTruncated
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import complain, log_to_stderr, name_process, say
 from dora_pipe.launch.local_roles import (
     ORCHESTRATOR,
     TRACES,

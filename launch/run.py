@@ -12,13 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.registry import need_learner
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import name_process, outlasting, say, typed
-from dora_pipe.core.durable import need_temporary_folder
 from dora_pipe.core.errors import (
     BusError,
     ConfigError,
@@ -29,6 +26,10 @@ from dora_pipe.core.errors import (
     TaskError,
     install_hint,
 )
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import name_process, outlasting, say, typed
+from dora_pipe.core.system.durable import need_temporary_folder
 from dora_pipe.launch import local_roles
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch
 from dora_pipe.launch.local_roles import need_gpus

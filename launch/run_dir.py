@@ -31,14 +31,14 @@ from msgspec.structs import replace
 
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.blobs import BlobStore
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.load import dump_toml, load_config
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config
 from dora_pipe.config.storage import Store
 from dora_pipe.consumers.contributions import stored_contributions
-from dora_pipe.core.console import RUNS, RUNS_VARIABLE, typed
 from dora_pipe.core.errors import ConfigError, ResourceError, UsageError
+from dora_pipe.core.system.console import RUNS, RUNS_VARIABLE, typed
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.reading import FILE as CATALOGUE
 from dora_pipe.ledger.reading import read_catalogue

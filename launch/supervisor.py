@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.config.model import Timing
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import DoraError
+from dora_pipe.core.system.console import say
 
 TICK_S: Final = 0.1
 BACKOFF_FIRST_S: Final = 0.2
@@ -31,7 +31,7 @@ replay, unreadable decision, unusable policy or task, non-finite step."""
 
 
 WAITED_OUT: Final = 64
-"""Added to the exit code after a timeout of `core.retry`; a restart would only repeat the wait."""
+"""Added to the exit code after a timeout of `core.loop.retry`; a restart would repeat the wait."""
 
 PATIENT_CODES: Final = frozenset({4, 7})
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from dora_pipe.config.model import Config, Task
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import PolicyError, TaskError
-from dora_pipe.core.own_code import importable
+from dora_pipe.core.system.console import say
+from dora_pipe.core.system.own_code import importable
 from dora_pipe.launch.model_checks import templated
 from dora_pipe.producers.data.conversations import TOOLS, prompt_of, unshown_columns
 from dora_pipe.producers.data.prepare import open_rows, reporting

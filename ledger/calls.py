@@ -7,9 +7,10 @@ from contextlib import closing, suppress
 from typing import Any, Final
 
 from dora_pipe.bus.base import polls_until
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.port import Bus, Record, TopicPartition
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.database import COUNTS, Catalogue, LoggedRecord, TableMissing, logged_records
 from dora_pipe.ledger.tables import CALLS, CallRow
 from dora_pipe.schemas.contexts import Call, place_of

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeVar
 
 from dora_pipe.bus.base import count_empty_polls
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.core.errors import LogTruncated, SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.schemas.control import AnyControl, decode_control
 from dora_pipe.schemas.metrics import AnyMetrics, decode_metrics
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, StopRun, decode_round

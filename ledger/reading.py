@@ -7,8 +7,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import DoraError, SchemaError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.builder import CatalogueBuilder
 from dora_pipe.ledger.database import Catalogue, CatalogueSource, fresh_catalogue, source_of
 from dora_pipe.ledger.follower import POLLS_MAX, WAIT_S, LogFollower

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dora_pipe.bus.base import records_until
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.metrics import (
     AnyMetrics,
     OrchestratorStatus,

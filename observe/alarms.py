@@ -13,10 +13,11 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.core.clock import Clock
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.pure.wait_tracker import alarm_line
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.ledger.statuses import Statuses, incarnation_of, role_of
 from dora_pipe.observe.text import duration
 from dora_pipe.schemas.control import AnyControl, Command

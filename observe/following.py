@@ -8,8 +8,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.core.system.clock import Clock
 
 TURN_S: Final = 1.0
 

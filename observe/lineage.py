@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import closing, suppress
 
 from dora_pipe.bus.base import records_until
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import SchemaError, UsageError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.account import RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.schemas.control import AnyControl, RunStarted, decode_control

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bus.port import Bus
-from dora_pipe.core.console import typed
+from dora_pipe.bus.bus import Bus
+from dora_pipe.core.system.console import typed
 from dora_pipe.ledger.account import GroupEnded, StepEnded
 from dora_pipe.ledger.evaluations import EvaluationEnded
 from dora_pipe.ledger.follower import LogFollower

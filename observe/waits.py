@@ -18,8 +18,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.bus.bus import Bus
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.pure.wait_tracker import alarm_line
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.statuses import TRAINER, incarnation_of, read_statuses, role_of
 from dora_pipe.observe.alarms import HEARTBEAT_S, Pauses

@@ -7,9 +7,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Final
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import UsageError
-from dora_pipe.core.wait_tracker import alarm_line
+from dora_pipe.core.pure.wait_tracker import alarm_line
 from dora_pipe.ledger.history import GroupHistory
 from dora_pipe.ledger.statuses import ORCHESTRATOR, TRAINER, read_statuses
 from dora_pipe.observe.alarms import silence_line, silent_after_s

@@ -13,12 +13,20 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.config.model import Timing
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.runtime import CaughtUp, HeldBack, Now, Outputs, Publish, Published, StopAsked
-from dora_pipe.core.status_schedule import Address, StatusSchedule, quiet_ns, whole_ns
-from dora_pipe.core.wait_tracker import Limits, WaitTracker
+from dora_pipe.core.pure.machine import (
+    CaughtUp,
+    HeldBack,
+    Now,
+    Outputs,
+    Publish,
+    Published,
+    StopAsked,
+)
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.pure.status_schedule import Address, StatusSchedule, quiet_ns, whole_ns
+from dora_pipe.core.pure.wait_tracker import Limits, WaitTracker
 from dora_pipe.orchestrator.apply_control import apply_control, read_control
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.fold import (
@@ -81,7 +89,7 @@ OFF_ENGINE_SHARE: Final = 16
 
 
 class OrchestratorMachine:
-    """`core.runtime.Machine` that owns the State.
+    """`core.pure.machine.Machine` that owns the State.
 
     `state` is the fold of the log; `metrics` are start positions. `snapshot_every` rounds is a
     multiple of `STATE_DIGEST_EVERY`, 0 for never. `metrics_keep_ns` 0 keeps all statuses.

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora_pipe.bus.base import records_until
-from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import LogTruncated, SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.orchestrator.apply_control import read_control
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.snapshots import Snapshot, candidates, fits_log

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
+from dora_pipe.bus.bus import Bus, Writer
 from dora_pipe.config.model import Timing
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import RunHalted, UsageError
-from dora_pipe.core.run_lifecycle import await_stable_offset
-from dora_pipe.core.runtime import Meter, Port, Runtime
-from dora_pipe.core.status_schedule import BackgroundWriter
+from dora_pipe.core.loop.background_writer import BackgroundWriter
+from dora_pipe.core.loop.run_lifecycle import await_stable_offset
+from dora_pipe.core.loop.runtime import Meter, Port, Runtime
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.curriculum import Samplers
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.recovery import recover
@@ -78,7 +79,7 @@ def run_orchestrator(
     """Run the orchestrator until the run is over or `stop` returns True; return the final state.
 
     `run_started` starts an empty log. `resumed_by` resumes a halted run. The log is read only after
-    the predecessor is fenced and no record is held back (`core.run_lifecycle`).
+    the predecessor is fenced and no record is held back (`core.loop.run_lifecycle`).
 
     Raises RunHalted, Fenced by a successor, UsageError without a run, InvariantBroken and
     LogTruncated if the log was changed, BusError, ConfigError of `samplers`.

@@ -22,8 +22,8 @@ import zstandard
 
 import dora_pipe.orchestrator
 import dora_pipe.schemas
-from dora_pipe.core.effect_runner import EffectRunner, Handler, Handlers, unanswered
 from dora_pipe.core.errors import DoraError
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, Handlers, unanswered
 from dora_pipe.orchestrator.digest import TABLES, Kind, Leaves
 from dora_pipe.orchestrator.index import push, queue_key
 from dora_pipe.orchestrator.state import State
@@ -268,7 +268,7 @@ TEMPORARY: Final = ".tmp"
 
 
 class SnapshotPort:
-    """`core.runtime.Port` that skips snapshots while busy."""
+    """`core.loop.runtime.Port` that skips snapshots while busy."""
 
     effects: tuple[type, ...] = (WriteSnapshot,)
     busy = False

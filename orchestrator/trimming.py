@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.core.effect_runner import EffectRunner, Handler, Handlers
+from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, Handlers
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.schemas.metrics import OrchestratorStatus, decode_metrics
 
 TRIM_EVERY_NS: Final = 3600 * 10**9
@@ -99,7 +100,7 @@ CLOSE_S: Final = 5.0
 
 
 class TrimPort:
-    """`core.runtime.Port` that opens the log for every trim."""
+    """`core.loop.runtime.Port` that opens the log for every trim."""
 
     effects: tuple[type, ...] = (TrimMetrics,)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Final
 
-from dora_pipe.core.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
+from dora_pipe.core.pure.wait_tracker import BLOCKERS_MAX, LimitKind, PendingWait
 from dora_pipe.orchestrator import colocated
 from dora_pipe.orchestrator.apply_decision import part_size
 from dora_pipe.orchestrator.staleness import closed_by, lacking

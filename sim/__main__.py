@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.core.console import complain, say, speak
 from dora_pipe.core.errors import DoraError, InvariantBroken, UsageError
+from dora_pipe.core.system.console import complain, say, speak
 from dora_pipe.sim.faults import FAULTS
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import Coverage, SeedResult, run_seed

@@ -13,7 +13,7 @@ from itertools import count
 from random import Random
 from typing import Any, Final
 
-from dora_pipe.core.clock import Clock
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.tasks.calls import AgentCall as PoolCall
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (

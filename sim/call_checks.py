@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Final
 
-from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import Record
 from dora_pipe.producers.engines.simulated import END_TOKEN, VOCABULARY, mix64
 from dora_pipe.producers.worker.effects import AnswerCall
 from dora_pipe.schemas.contexts import context_of, place_of, prompt_digest

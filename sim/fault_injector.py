@@ -10,8 +10,8 @@ from random import Random
 from typing import Final
 
 from dora_pipe.bus.memory import AppendFault, FaultPlan
-from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode
 from dora_pipe.sim.agents import Agents

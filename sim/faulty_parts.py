@@ -11,7 +11,7 @@ from typing import Any, Final
 from dora_pipe.config.storage import full_every
 from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.core.errors import InvariantBroken, PolicyError
-from dora_pipe.producers.engines.port import Kv, WeightsLoaded
+from dora_pipe.producers.engines.engine import Kv, WeightsLoaded
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import (
     EnvStep,
@@ -43,7 +43,7 @@ from dora_pipe.sim.parts import (
 )
 from dora_pipe.store.safetensors_file import read_manifest
 from dora_pipe.store.store import PolicyStore
-from dora_pipe.store.transfers.port import GONE, NO_ROOM, OTHER_DIGEST, Lost
+from dora_pipe.store.transfers.transfers import GONE, NO_ROOM, OTHER_DIGEST, Lost
 
 HANG_NS: Final = 1500 * MS
 """Time limit of a reward."""

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from dora_pipe.audit.round_reader import Fact, FoldedRound
-from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.errors import InvariantBroken, SchemaError
-from dora_pipe.core.runtime import CaughtUp, Machine, Now, Outputs
+from dora_pipe.core.pure.machine import CaughtUp, Machine, Now, Outputs
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator.digest import digest_of
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.state import State

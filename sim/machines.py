@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, PolicyError
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.store.copies import MADE
 from dora_pipe.store.delta import opened_delta
 from dora_pipe.store.files import LocalFiles

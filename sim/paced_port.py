@@ -7,9 +7,9 @@ from typing import Any
 
 from dora_pipe.config.logged import MINIBATCHES
 from dora_pipe.consumers.trainer.effects import TrainPart
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.core.runtime import Port
+from dora_pipe.core.loop.runtime import Port
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.sim.role import NEVER_NS
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final, Protocol
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
@@ -27,10 +27,10 @@ from dora_pipe.consumers.trainer.effects import (
 from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.role import handlers_setup
 from dora_pipe.consumers.trainer.status import Gauges
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.runtime import Meter, Port
+from dora_pipe.core.loop.runtime import Meter, Port
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.rows import RowStats
-from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.simulated import (
     END_TOKEN,
     Lengths,

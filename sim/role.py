@@ -9,8 +9,9 @@ from random import Random
 from typing import Final, Protocol
 
 from dora_pipe.bus.memory import NO_FAULTS, FaultPlan, MemoryBus
-from dora_pipe.bus.port import Record
-from dora_pipe.core.runtime import Machine, Meter, Port, Runtime
+from dora_pipe.core.loop.runtime import Meter, Port, Runtime
+from dora_pipe.core.pure.machine import Machine
+from dora_pipe.core.pure.records import Record
 
 ORCHESTRATOR: Final = "orchestrator"
 TRAINER: Final = "trainer"

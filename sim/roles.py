@@ -12,17 +12,19 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
 from dora_pipe.config.storage import with_keep_every
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.consumers.trainer.role import trainer_setup
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.retry import retry_bus
-from dora_pipe.core.run_lifecycle import await_stable_offset
-from dora_pipe.core.runtime import Machine, Runtime
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.loop.run_lifecycle import await_stable_offset
+from dora_pipe.core.loop.runtime import Runtime
+from dora_pipe.core.pure.machine import Machine
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.orchestrator.curriculum import Samplers, has_curriculum
 from dora_pipe.orchestrator.planner import PLANNER
 from dora_pipe.orchestrator.role import Instance, start_machine

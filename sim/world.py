@@ -22,11 +22,11 @@ from random import Random
 from typing import Final
 
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Record
 from dora_pipe.config.model import Config
 from dora_pipe.config.storage import full_every
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError
-from dora_pipe.core.runtime import Runtime
+from dora_pipe.core.loop.runtime import Runtime
+from dora_pipe.core.pure.records import Record
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.machines import Machines
 from dora_pipe.sim.parts import MS, Parts, PlainParts, Site, StillMeter, WorkerPlan

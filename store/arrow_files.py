@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 from pyarrow import fs
 
-from dora_pipe.core.clock import Clock, SystemClock
-from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import ConfigError, ResourceError
+from dora_pipe.core.system.clock import Clock, SystemClock
+from dora_pipe.core.system.durable import sync
 from dora_pipe.store.files import TEMPORARY, Listed, is_no_room, no_room, resource_error
 
 T = TypeVar("T")

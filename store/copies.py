@@ -11,9 +11,9 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.system.clock import Clock
+from dora_pipe.core.system.durable import sync
 from dora_pipe.schemas.policy import Fallback
 from dora_pipe.store.verified import SUFFIX, unlink_noted
 

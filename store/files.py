@@ -13,8 +13,8 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Final, Protocol
 
-from dora_pipe.core.durable import NO_ROOM, sync
 from dora_pipe.core.errors import NoRoom, ResourceError
+from dora_pipe.core.system.durable import NO_ROOM, sync
 
 TEMPORARY: Final = ".tmp-"
 BLOBS: Final = "blobs"

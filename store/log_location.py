@@ -12,8 +12,8 @@ import msgspec
 
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.blobs import BlobFiles, BlobStore
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.port import Bus
 from dora_pipe.config.model import Bus as BusSection
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
 from dora_pipe.store.files import BLOBS, TEMPORARY, Files

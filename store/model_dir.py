@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from dora_pipe.core.errors import NonFinite, PolicyError, ResourceError
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.system.own_code import nearest
 from dora_pipe.schemas.policy import Manifest, PolicyDtype
 from dora_pipe.store.adapters import FOLDER, base_of, read_adapter, write_merged, write_peft
 from dora_pipe.store.safetensors_file import (

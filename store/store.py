@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Final
 
 from dora_pipe.config.section import FULL_EVERY_MAX
-from dora_pipe.core.clock import Clock, SystemClock
-from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.system.clock import Clock, SystemClock
+from dora_pipe.core.system.durable import sync
 from dora_pipe.schemas.policy import Blob, Manifest
 from dora_pipe.store.copies import CACHED, MADE, Fallbacks, place, shrink, touch
 from dora_pipe.store.delta import (

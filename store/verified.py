@@ -16,8 +16,8 @@ from typing import Final
 
 import msgspec
 
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.store.files import TEMPORARY
 from dora_pipe.store.safetensors_file import read_manifest
 

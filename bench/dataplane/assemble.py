@@ -15,15 +15,16 @@ from typing import Final
 from dora_pipe.bench.dataplane.process import SILENT_S, WARM, Assemble, Done, Inside
 from dora_pipe.bench.dataplane.source import DEADLINE, DIGESTS, number_of, run_started
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
+from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.config.model import Bus as Section
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
 from dora_pipe.consumers.trainer.effects import BatchFetched, FetchBatch
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, InvariantBroken
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.schemas.control import TakenGroup, TakenTrajectory
 from dora_pipe.schemas.rounds import TakeBatch
 from dora_pipe.schemas.topics import Topics

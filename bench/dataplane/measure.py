@@ -30,10 +30,10 @@ from dora_pipe.bench.dataplane.process import (
 )
 from dora_pipe.bench.support import Child, emit_figures, reply, scratch, task_of
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import TopicSpec
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.cli.options import JsonOption
-from dora_pipe.core.console import complain, say
 from dora_pipe.core.errors import DoraError, ResourceError, UsageError
+from dora_pipe.core.system.console import complain, say
 from dora_pipe.schemas.topics import Topics
 
 TOKENS: Final = (256, 2_048, 16_384, 65_536)

@@ -9,7 +9,7 @@ import msgspec
 
 from dora_pipe.bench.codec import in_arrays, sample_trajectory
 from dora_pipe.bench.dataplane.process import GROUP_SIZE, PARTITIONS
-from dora_pipe.bus.port import Append
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, partition_of, trajectory_id

@@ -25,10 +25,10 @@ from dora_pipe.bench.support import emit_figures, scratch
 from dora_pipe.cli.bisect import conclusion
 from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import CommandProgress
-from dora_pipe.consumers.learners.port import Settings, TrainBatch
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import RUNS, say
+from dora_pipe.consumers.learners.learner import Settings, TrainBatch
 from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import RUNS, say
 from dora_pipe.launch.run_dir import OpenRun, opened
 
 POISON: Final = -1000.0

@@ -16,19 +16,19 @@ from typing import Final
 from dora_pipe.bench.studies.offpolicy import OBJECTIVES, Cell, Measured, StaleQueue, mean
 from dora_pipe.config.logged import settings_in_force
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import Settings, TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.learners.settings import changed_settings
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     EngineRequest,
     RequestFinished,
     SamplingParams,
     TokensSampled,
 )
-from dora_pipe.producers.tasks.port import Reward, Row
 from dora_pipe.producers.tasks.registry import open_task
+from dora_pipe.producers.tasks.task import Reward, Row
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.schemas.identity import (

@@ -34,8 +34,8 @@ from dora_pipe.cli.options import (
 from dora_pipe.cli.output import emit_line, emit_rows, emit_table
 from dora_pipe.config.load import leaves, load_config
 from dora_pipe.config.model import Config
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.examples import example_config, make_model
 from dora_pipe.launch.roles import share_cores
 from dora_pipe.launch.warm_start import demonstrations, sft_options, warm_up

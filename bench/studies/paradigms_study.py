@@ -31,8 +31,8 @@ from dora_pipe.cli.options import REWARD_MIN, JsonOption, OverrideOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import say
 from dora_pipe.launch.examples import example_config, make_model
 from dora_pipe.launch.roles import share_cores
 

@@ -19,14 +19,14 @@ from dora_pipe.bench.studies.paper.hardware import EngineRates
 from dora_pipe.bench.studies.paradigms import Cell, ParadigmRun, measure_run
 from dora_pipe.config.model import Config
 from dora_pipe.config.several import pool_specs
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.effects import TrainPart, TrainStep
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ResourceError
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.registry import open_engine
 from dora_pipe.producers.tasks.calls import EnvStep, Forget, RewardCall, TaskCall, TaskEvent
 from dora_pipe.producers.tasks.pool import TaskPool

@@ -24,6 +24,7 @@ from kafka import errors as kafka_errors
 from kafka.admin import OffsetSpec
 from kafka.protocol.consumer import IsolationLevel
 
+from dora_pipe.bus.bus import Bus, Reader, TopicSpec, Writer
 from dora_pipe.bus.checks import (
     OpenedHere,
     check_appends,
@@ -65,7 +66,6 @@ from dora_pipe.bus.kafka.in_flight import InFlight
 from dora_pipe.bus.kafka.records import Fetched, records_of
 from dora_pipe.bus.kafka.refused import REFUSED, refusal
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
-from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
 from dora_pipe.core.errors import (
     BusError,
     Fenced,
@@ -74,6 +74,7 @@ from dora_pipe.core.errors import (
     RecordRefused,
     TopicMissing,
 )
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,10 @@ from kafka import KafkaProducer
 from kafka import errors as kafka_errors
 from kafka.net.compat import KafkaNetClient
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.core.pure.records import Append
 
 CONNECT_LIMIT_S = 10.0
 DELIVERY_LIMIT_S = 30.0

@@ -16,6 +16,7 @@ from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.checks import (
     BATCH_ROOM_BYTES,
     FRAME_ROOM_BYTES,
@@ -25,7 +26,6 @@ from dora_pipe.bus.checks import (
     refuse_topics,
     topic_missing,
 )
-from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import AccessRefused, BusError
 
 Answer = TypeVar("Answer")

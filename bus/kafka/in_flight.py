@@ -13,7 +13,7 @@ from kafka import errors as kafka_errors
 from dora_pipe.bus.kafka.access import cause_of
 from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.kafka.refused import REFUSED
-from dora_pipe.bus.port import Append
+from dora_pipe.core.pure.records import Append
 
 IN_FLIGHT_RECORDS_MAX = 4096
 

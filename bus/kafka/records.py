@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dora_pipe.bus.checks import FILLER, record_bytes
-from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.core.pure.records import Record, TopicPartition
 
 
 def records_of(polled: dict[Any, list[Any]]) -> list[Record]:

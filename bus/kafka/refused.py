@@ -12,8 +12,8 @@ from typing import Final
 from kafka import errors as kafka_errors
 
 from dora_pipe.bus.checks import record_bytes
-from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import RecordRefused, RecordTooLarge
+from dora_pipe.core.pure.records import Append
 
 TOO_LARGE: Final = (kafka_errors.MessageSizeTooLargeError, kafka_errors.RecordListTooLargeError)
 REFUSED: Final = (

@@ -9,7 +9,7 @@ import typer
 
 from dora_pipe.cli.options import JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import watched
-from dora_pipe.core.console import RUNS
+from dora_pipe.core.system.console import RUNS
 
 EVAL = "eval"
 

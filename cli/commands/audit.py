@@ -13,8 +13,8 @@ import typer
 from dora_pipe.cli.options import BLOB_HOURS, JsonOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_rows
 from dora_pipe.cli.progress import watched
-from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS, say
 
 if TYPE_CHECKING:
     from dora_pipe.audit.prune import PruneCandidate
@@ -143,7 +143,7 @@ def prune(
     from dora_pipe.audit import prune as history
     from dora_pipe.audit.export import best_version
     from dora_pipe.audit.prune import plan_blobs, prune_blobs
-    from dora_pipe.core.clock import SystemClock
+    from dora_pipe.core.system.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
 
     clock = SystemClock()

@@ -13,8 +13,8 @@ import typer
 
 from dora_pipe.cli.lazy import lazy_app
 from dora_pipe.cli.options import RunArgument, RunsOption
-from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.system.console import RUNS, say
 
 
 def set_keys(
@@ -81,7 +81,7 @@ def fail_batch(
 def _send(run: str, verb: str, args: dict[str, Any], root: Path) -> None:
     """Append a command to the control topic; it takes effect at its offset."""
     from dora_pipe.audit.effective_config import check_change
-    from dora_pipe.bus.port import Append
+    from dora_pipe.core.pure.records import Append
     from dora_pipe.launch.plan import refuse_over
     from dora_pipe.launch.run_dir import opened
     from dora_pipe.schemas.control import Command

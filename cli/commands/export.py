@@ -10,7 +10,7 @@ import typer
 from dora_pipe.cli.lazy import lazy_app
 from dora_pipe.cli.options import ForceOption, RedactOption, RunArgument, RunsOption
 from dora_pipe.cli.progress import watched
-from dora_pipe.core.console import RUNS
+from dora_pipe.core.system.console import RUNS
 
 FollowOption = Annotated[
     bool, typer.Option("--follow", help="Continue until the run is over or Ctrl-C.")

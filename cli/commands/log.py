@@ -16,8 +16,8 @@ from dora_pipe.cli.options import (
     RunsOption,
 )
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows
-from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.system.console import RUNS, say
 
 
 def create(config: ConfigArgument, override: OverrideOption = None) -> None:

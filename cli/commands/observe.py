@@ -10,9 +10,9 @@ import typer
 from dora_pipe.cli.options import RUN_HELP, JsonOption, RedactOption, RunArgument, RunsOption
 from dora_pipe.cli.output import emit_json, emit_line, emit_rows, emit_table
 from dora_pipe.cli.progress import progress
-from dora_pipe.core.console import RUNS, say
 from dora_pipe.core.errors import UsageError
-from dora_pipe.core.local_http import LOOPBACK
+from dora_pipe.core.system.console import RUNS, say
+from dora_pipe.core.system.local_http import LOOPBACK
 
 FRAMES_EVERY_S: Final = 1.0
 FRAMES_EVERY_MIN_S: Final = 0.1
@@ -146,7 +146,7 @@ def metrics(
     """Serve the metrics of a run to Prometheus: http://127.0.0.1:9464/metrics."""
     if not 0 <= port <= 65535:
         raise UsageError(f"--port must be 0 to 65535, got {port}")
-    from dora_pipe.core.clock import SystemClock
+    from dora_pipe.core.system.clock import SystemClock
     from dora_pipe.launch.run_dir import opened
     from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
 

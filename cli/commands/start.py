@@ -26,8 +26,8 @@ from dora_pipe.cli.options import (
     RunsOption,
     may_write_folder,
 )
-from dora_pipe.core.console import RUNS, say, typed
 from dora_pipe.core.errors import ResourceError, UsageError
+from dora_pipe.core.system.console import RUNS, say, typed
 
 if TYPE_CHECKING:
     from dora_pipe.config.model import Config

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import StepSettings
 from dora_pipe.consumers.learners.step import (
     Item,

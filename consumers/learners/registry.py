@@ -17,12 +17,12 @@ from dora_pipe.config.objectives import is_own
 from dora_pipe.config.section import OptimizerName
 from dora_pipe.config.training import Trainer as Section
 from dora_pipe.consumers.learners.deepspeed import HINT, NAME, prepare
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.with_teacher import with_teacher
 from dora_pipe.consumers.objectives.registry import need_objective
 from dora_pipe.consumers.teachers.registry import key_of, open_teacher
 from dora_pipe.core.errors import ConfigError, install_hint
-from dora_pipe.core.own_code import importable, load_attribute, nearest, source_sha256
+from dora_pipe.core.system.own_code import importable, load_attribute, nearest, source_sha256
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore

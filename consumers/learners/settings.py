@@ -8,7 +8,7 @@ import msgspec
 
 from dora_pipe.config.model import LEARNING_RATE_MAX, Objective
 from dora_pipe.config.objectives import MAY_LACK, Advantage, defaults_of, rewarded, settled, uses
-from dora_pipe.consumers.learners.port import Settings
+from dora_pipe.consumers.learners.learner import Settings
 from dora_pipe.core.errors import ConfigError
 
 MICRO_BATCH_TOKENS: Final = "trainer.micro_batch_tokens"

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, advantage_rule
 from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.core.errors import NonFinite, PolicyError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dora_pipe.consumers.learners.layout import RowSize, lines_of, pack
-from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.settings import MASKED, Packing, StepSettings
 from dora_pipe.consumers.objectives.advantage import batch_advantages, summed_weights, token_weights
 from dora_pipe.consumers.objectives.registry import needs_whole

@@ -15,8 +15,14 @@ from typing import Any, Final, cast
 import numpy as np
 
 from dora_pipe.consumers.contributions import TEACHER
-from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch, TrainsParts
-from dora_pipe.consumers.teachers.port import Teacher
+from dora_pipe.consumers.learners.learner import (
+    Learner,
+    Settings,
+    StepResult,
+    TrainBatch,
+    TrainsParts,
+)
+from dora_pipe.consumers.teachers.teacher import Teacher
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.schemas.contexts import counted_places, rows_of
 

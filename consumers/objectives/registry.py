@@ -15,7 +15,7 @@ from dora_pipe.config.model import Config, Objective
 from dora_pipe.config.objectives import BUILT_IN, WHOLE, Mask, is_own
 from dora_pipe.consumers.objectives.terms import Inputs, Terms, row_geometric, row_ratios
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.own_code import importable, load_attribute
+from dora_pipe.core.system.own_code import importable, load_attribute
 
 if TYPE_CHECKING:
     from torch import Tensor

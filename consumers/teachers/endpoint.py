@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 
 from dora_pipe.consumers.objectives.advantage import FLOAT32_MAX
-from dora_pipe.consumers.teachers.port import Row, Scores
+from dora_pipe.consumers.teachers.teacher import Row, Scores
 from dora_pipe.core.errors import DoraError, NonFinite, ResourceError
-from dora_pipe.core.json_endpoint import EndpointAway, JsonEndpoint
+from dora_pipe.core.system.json_endpoint import EndpointAway, JsonEndpoint
 
 ANSWER_BYTES_MAX: Final = 256 << 20
 """About a hundred bytes per token."""

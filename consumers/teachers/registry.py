@@ -8,9 +8,9 @@ from typing import Final
 import msgspec
 
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.teachers.port import Teacher
+from dora_pipe.consumers.teachers.teacher import Teacher
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.core.json_endpoint import variable
+from dora_pipe.core.system.json_endpoint import variable
 from dora_pipe.store.model_dir import positions_of, read_config, weights_digest
 
 TOKENIZER: Final = "tokenizer.json"

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from dora_pipe.bus.blobs import lost_blob
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.checks import check_reaches, record_bytes
 from dora_pipe.bus.logged import record_digest
-from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import LoggedAt, TrainBatch, TrainGroup
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
 from dora_pipe.consumers.trainer.commits import smallest_offsets
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, SchemaError
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, retry_bus
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, retry_bus
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.batch import parts_of
 from dora_pipe.schemas.control import StepCommitted, TakenGroup
 from dora_pipe.schemas.dead_letter import DeadLetter

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.consumers.contributions import write_contributions
-from dora_pipe.consumers.learners.port import (
+from dora_pipe.consumers.learners.learner import (
     Learner,
     LeavesDevice,
     Settings,
@@ -56,10 +56,10 @@ from dora_pipe.consumers.trainer.effects import (
 from dora_pipe.consumers.trainer.recovery import read_commits
 from dora_pipe.consumers.trainer.replay_steps import ReplayedStep, StepFiles, load_base, steps_again
 from dora_pipe.consumers.trainer.status import Gauges
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import NonFinite, ReplayDiverged, ResourceError, SchemaError
-from dora_pipe.core.retry import until_there_is_room
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.retry import until_there_is_room
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.control import RunStarted, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import TakeBatch, TakePart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dora_pipe.consumers.learners.port import Settings
+from dora_pipe.consumers.learners.learner import Settings
 from dora_pipe.consumers.trainer.checks import Known
 from dora_pipe.consumers.trainer.commits import CommitNote
 from dora_pipe.schemas.control import Offender

@@ -30,7 +30,6 @@ from typing import Any, Final
 
 import msgspec
 
-from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.config.logged import MINIBATCHES, REFERENCE
 from dora_pipe.consumers.trainer.commits import (
     CHANGED_SHARE,
@@ -58,9 +57,18 @@ from dora_pipe.consumers.trainer.effects import (
 )
 from dora_pipe.consumers.trainer.status import Gauges, Phase, waits
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.runtime import CaughtUp, HeldBack, Now, Outputs, Publish, Published, StopAsked
-from dora_pipe.core.status_schedule import Address, StatusSchedule
-from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits, WaitTracker
+from dora_pipe.core.pure.machine import (
+    CaughtUp,
+    HeldBack,
+    Now,
+    Outputs,
+    Publish,
+    Published,
+    StopAsked,
+)
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.pure.status_schedule import Address, StatusSchedule
+from dora_pipe.core.pure.wait_tracker import DEFAULT_LIMITS, Limits, WaitTracker
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import BatchRefused, StepCommitted, WeightsAdopted
 from dora_pipe.schemas.dead_letter import encode_dead_letter
@@ -68,7 +76,7 @@ from dora_pipe.schemas.metrics import Cost, TrainerStatus
 from dora_pipe.schemas.rounds import IncarnationGuard, StopRun, TakeBatch, TakePart
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode
-from dora_pipe.store.transfers.port import weights_url
+from dora_pipe.store.transfers.transfers import weights_url
 
 LOG = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 from dora_pipe.consumers.trainer.effect_handlers import EFFECTS, EffectHandlers
 from dora_pipe.consumers.trainer.effects import DropFiles, Effect, Event, FetchBatch, PublishPolicy
 from dora_pipe.consumers.trainer.status import Gauges
-from dora_pipe.core.effect_runner import EffectRunner, Handler, ends_role, unanswered
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, ends_role, unanswered
+from dora_pipe.core.loop.runtime import Meter
 
 EFFECTS_MAX: Final = 4
 """A part, a drop and a restore."""

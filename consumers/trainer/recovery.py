@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.consumers.place_reader import read_until
 from dora_pipe.consumers.trainer.commits import CommitHistory, CommitNote
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, SchemaError
-from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.control import (
     RoleStarted,
     RunStarted,

@@ -9,16 +9,16 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.logged import REFERENCE
 from dora_pipe.consumers.contributions import TEACHER, stored_contributions
-from dora_pipe.consumers.learners.port import Learner, Reference, Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Learner, Reference, Settings, TrainBatch
 from dora_pipe.consumers.learners.settings import MASKED, MICRO_BATCH_TOKENS, PACKING
 from dora_pipe.consumers.learners.with_teacher import Column, add_teacher_logprobs
 from dora_pipe.consumers.trainer.batch_reader import BatchReader, committed_batch
 from dora_pipe.consumers.trainer.commits import CommitHistory, CommitNote
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.control import RunStarted, StepCommitted
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics

@@ -26,11 +26,11 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from dora_pipe import __version__
-from dora_pipe.bus.port import Append, Bus, TopicPartition, Writer
+from dora_pipe.bus.bus import Bus, Writer
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.model import Config, async_batches
 from dora_pipe.config.storage import full_every, keep_every_of
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.trainer.batch_reader import RECORDS_MAX
 from dora_pipe.consumers.trainer.commits import CommitHistory
@@ -38,13 +38,15 @@ from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, Handlers
 from dora_pipe.consumers.trainer.machine import KEY, TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.ports import ThreadPort
 from dora_pipe.consumers.trainer.recovery import read_history
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import InvariantBroken, PolicyError
-from dora_pipe.core.retry import retry_bus
-from dora_pipe.core.run_lifecycle import await_stable_offset, wait_for_run
-from dora_pipe.core.runtime import Meter, Runtime
-from dora_pipe.core.status_schedule import BackgroundWriter, quiet_ns
-from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.core.loop.background_writer import BackgroundWriter
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.loop.run_lifecycle import await_stable_offset, wait_for_run
+from dora_pipe.core.loop.runtime import Meter, Runtime
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.pure.status_schedule import quiet_ns
+from dora_pipe.core.pure.wait_tracker import Limits
+from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.schemas.control import RoleStarted, RunStarted
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import encode

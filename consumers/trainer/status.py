@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from dora_pipe.core.wait_tracker import LimitKind, PendingWait
+from dora_pipe.core.pure.wait_tracker import LimitKind, PendingWait
 from dora_pipe.schemas.metrics import Blocker
 
 Phase = Literal[

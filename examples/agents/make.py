@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dora_pipe.launch.examples import Shape, write_word_model
 from dora_pipe.producers.tasks.calculator import CHAT_TEMPLATE, ROLES, WORDS, CalculatorTask
-from dora_pipe.producers.tasks.port import Row
+from dora_pipe.producers.tasks.task import Row
 
 HANDOFF = "transfer_to_adder"
 ROWS = 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dora_pipe.producers.tasks import calculator
-from dora_pipe.producers.tasks.port import ToolCall, Turn
+from dora_pipe.producers.tasks.task import ToolCall, Turn
 
 HANDOFF = "transfer_to_adder"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dora_pipe.producers.tasks.port import Reward
+from dora_pipe.producers.tasks.task import Reward
 
 EXACT_SHARE = 0.5
 """How much of the reward is for the whole answer; the rest is for letters in their place."""

@@ -18,10 +18,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
-from dora_pipe.bus.port import Bus
-from dora_pipe.core.clock import Clock
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import BusError, TopicMissing
-from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
+from dora_pipe.core.system.clock import Clock
+from dora_pipe.core.system.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.following import follow_log
 from dora_pipe.observe.metrics.metric import families

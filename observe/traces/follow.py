@@ -13,11 +13,12 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Final
 
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import Damage
-from dora_pipe.bus.port import Bus, TopicPartition
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError, ResourceError, TopicMissing
-from dora_pipe.core.run_lifecycle import run_is_over
+from dora_pipe.core.loop.run_lifecycle import run_is_over
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.observe.following import Checkpoint, follow_log
 from dora_pipe.observe.traces.sinks import SPANS_MAX, NotTaken, Sink
 from dora_pipe.observe.traces.span import Span

@@ -17,10 +17,11 @@ from typing import Final, Literal
 from opentelemetry.sdk.trace.sampling import Decision, TraceIdRatioBased
 
 from dora_pipe.bus.base import records_until
+from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.bus.logged import Damage, fingerprint_of
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.consumers.place_reader import RecordPlace, stretches
 from dora_pipe.core.errors import SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.ledger.account import Event, GroupEnded, RunAccount, StepEnded
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.traces.ids import RunFacts, group_trace, run_facts

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dora_pipe.bus.port import Bus
-from dora_pipe.core.clock import Clock
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.ledger.account import StepEnded
 from dora_pipe.ledger.evaluations import EvaluationEnded
 from dora_pipe.ledger.follower import LogFollower

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.observe.text import counted

@@ -13,10 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.audit.reading import record_at
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import logged_trajectory
-from dora_pipe.bus.port import Bus, TopicPartition
 from dora_pipe.consumers.contributions import stored_contributions
 from dora_pipe.core.errors import InvariantBroken, SchemaError, UsageError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.database import counting_record
 from dora_pipe.observe.web import tables
 from dora_pipe.observe.web.contexts import tree_of

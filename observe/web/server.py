@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from dora_pipe.core.errors import DoraError, UsageError
-from dora_pipe.core.local_http import LOOPBACK, LocalHandler, LocalServer
+from dora_pipe.core.system.local_http import LOOPBACK, LocalHandler, LocalServer
 from dora_pipe.observe.web.view import Query, parse_query
 
 RUN: Final = re.compile(r"(?s)(?:/run/([^/]+)(?=/))?(.*)")

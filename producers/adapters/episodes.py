@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.port import Observation, Prompt, Row, Split, Task
+from dora_pipe.producers.tasks.task import Observation, Prompt, Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
 
 EVAL_SEED: Final = 999

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_function, nearest
+from dora_pipe.core.system.own_code import load_function, nearest
 from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import packages_of, required
-from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Reward, Row
+from dora_pipe.producers.tasks.task import Environment, Observation, Prompt, Reward, Row
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.identity import derive_seed
 

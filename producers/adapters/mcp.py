@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from dora_pipe.config.outside import McpServer
 from dora_pipe.core.errors import ConfigError, TaskError, install_hint
-from dora_pipe.core.json_endpoint import variable
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.system.json_endpoint import variable
+from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.adapters.mcp_client import (
     CONNECT_S,
     Connection,
@@ -27,7 +27,7 @@ from dora_pipe.producers.adapters.mcp_client import (
     plain,
 )
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS
-from dora_pipe.producers.tasks.port import DescribedTool, Retry, ToolFailed
+from dora_pipe.producers.tasks.task import DescribedTool, Retry, ToolFailed
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S
 from dora_pipe.producers.tasks.values import as_text, escaped
 from dora_pipe.schemas.wire import canonical

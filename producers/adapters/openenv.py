@@ -20,10 +20,10 @@ from typing import Any, Final, Literal
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_function, nearest
+from dora_pipe.core.system.own_code import load_function, nearest
 from dora_pipe.producers.adapters.episodes import PromptFormat, SeededTask
 from dora_pipe.producers.adapters.packages import DIGEST_CHARACTERS, required
-from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Reward, Row
+from dora_pipe.producers.tasks.task import Environment, Observation, Retry, Reward, Row
 from dora_pipe.producers.tasks.values import observation_text
 from dora_pipe.schemas.wire import canonical
 

@@ -28,7 +28,7 @@ from dora_pipe.producers.adapters.verifiers_rollouts import (
 )
 from dora_pipe.producers.tasks.agents import AgentTask
 from dora_pipe.producers.tasks.calls import one_line
-from dora_pipe.producers.tasks.port import Retry, Reward, Row, Split
+from dora_pipe.producers.tasks.task import Retry, Reward, Row, Split
 
 VERSION: Final = "0.4."
 """Supported versions; interfaces change with the second number."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, PolicyError, TaskError
-from dora_pipe.core.own_code import source_sha256
+from dora_pipe.core.system.own_code import source_sha256
 from dora_pipe.producers.chat.parsers import PARSERS, Parser, none, open_parser
 from dora_pipe.producers.chat.proof import bridges_flaw, first_flaw, joined
 from dora_pipe.producers.chat.safe_text import SafeText
@@ -26,7 +26,7 @@ from dora_pipe.producers.chat.template_features import learn
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools, closers
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.chat.typed_renderer import TypedRenderer, disagreement, family_of
-from dora_pipe.producers.tasks.port import Message, Turn
+from dora_pipe.producers.tasks.task import Message, Turn
 
 LOG = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import importable, load_attribute, nearest
+from dora_pipe.core.system.own_code import importable, load_attribute, nearest
 from dora_pipe.producers.chat.template_features import PROBE_TOOL, call
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools
 from dora_pipe.producers.chat.tokenizer import THINK
-from dora_pipe.producers.tasks.port import ToolCall, Turn
+from dora_pipe.producers.tasks.task import ToolCall, Turn
 from dora_pipe.producers.tasks.values import escaped
 
 Parser = Callable[[str, Tools], Turn]

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.chat.template_features import PROBE_TOOL, TemplateFeatures, call
 from dora_pipe.producers.chat.template_renderer import Tools
-from dora_pipe.producers.tasks.port import Message
+from dora_pipe.producers.tasks.task import Message
 
 CONVERSATIONS: Final = 12
 """Conversations tried at the start of a run."""

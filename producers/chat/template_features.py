@@ -12,7 +12,7 @@ from dora_pipe.core.errors import PolicyError, TaskError
 from dora_pipe.producers.chat.template import Template
 from dora_pipe.producers.chat.tokenizer import THINK
 from dora_pipe.producers.tasks.messages import ROLES
-from dora_pipe.producers.tasks.port import Message
+from dora_pipe.producers.tasks.task import Message
 
 _USER: Final = {"role": "user", "content": "quorl"}
 _ANSWER: Final = {"role": "assistant", "content": "blint"}

@@ -14,7 +14,7 @@ from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.chat.safe_text import SafeText
 from dora_pipe.producers.chat.template import Template
 from dora_pipe.producers.chat.template_features import TemplateFeatures, call, schemas
-from dora_pipe.producers.tasks.port import Message
+from dora_pipe.producers.tasks.task import Message
 
 Tools = Sequence[dict[str, Any]]
 

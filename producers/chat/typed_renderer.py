@@ -14,7 +14,7 @@ from dora_pipe.producers.chat.proof import conversations
 from dora_pipe.producers.chat.safe_text import MARKS, SafeText
 from dora_pipe.producers.chat.template_features import schemas
 from dora_pipe.producers.chat.template_renderer import TemplateRenderer, Tools
-from dora_pipe.producers.tasks.port import Message, ToolCall, Turn
+from dora_pipe.producers.tasks.task import Message, ToolCall, Turn
 
 if TYPE_CHECKING:
     import tokenizers

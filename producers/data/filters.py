@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.system.own_code import nearest
 
 FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
     "len": len,

@@ -27,9 +27,9 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core import errors
-from dora_pipe.core.durable import sync
 from dora_pipe.core.errors import DoraError, ResourceError, TaskError
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.system.durable import sync
+from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.data.conversations import conversation_of
 from dora_pipe.producers.data.filters import compile_filter
 from dora_pipe.producers.data.readers import Placed, rows_of

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.errors import TaskError
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.data.spec import HUB, DataSpec
 
 DEFAULT_SPLIT: Final = "train"

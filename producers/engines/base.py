@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, PolicyError
-from dora_pipe.producers.engines.port import (
+from dora_pipe.core.system.clock import Clock, SystemClock
+from dora_pipe.producers.engines.engine import (
     ROUTES,
     EngineEvent,
     EngineRequest,

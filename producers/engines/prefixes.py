@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_pipe.producers.engines.port import Array
+from dora_pipe.producers.engines.engine import Array
 from dora_pipe.producers.engines.slots import Integers
 
 Ids = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]

@@ -14,8 +14,8 @@ import msgspec
 
 from dora_pipe.config.model import Config, max_resident_versions
 from dora_pipe.core.errors import ConfigError, install_hint
-from dora_pipe.core.own_code import importable, load_attribute, nearest
-from dora_pipe.producers.engines.port import (
+from dora_pipe.core.system.own_code import importable, load_attribute, nearest
+from dora_pipe.producers.engines.engine import (
     COUNTER_SAMPLING,
     KV_EXPORT,
     LORA,

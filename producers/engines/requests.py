@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from dora_pipe.config.model import TEMPERATURE_MAX, TEMPERATURE_MIN
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     EngineEvent,
     EngineRequest,
     Kv,

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.engines.base import EngineBase, ResidentVersions, Version
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
     KV_EXPORT,

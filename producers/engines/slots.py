@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     EngineEvent,
     EngineRequest,
     RequestFinished,

@@ -15,9 +15,9 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.rewards.batches import Batches
-from dora_pipe.producers.tasks.port import Completion, Row
+from dora_pipe.producers.tasks.task import Completion, Row
 
 KNOWN: Final = ("row", "text", "reasoning", "turns", "messages", "completion", "answer")
 """Arguments of a trajectory; `completion` contains all others except row and answer."""

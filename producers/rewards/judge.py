@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.json_endpoint import (
+from dora_pipe.core.system.json_endpoint import (
     EndpointAway,
     EndpointRefused,
     JsonEndpoint,
@@ -34,7 +34,7 @@ from dora_pipe.core.json_endpoint import (
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER
 from dora_pipe.producers.rewards.texts import last_block
-from dora_pipe.producers.tasks.port import Message, Retry, Reward, Row
+from dora_pipe.producers.tasks.task import Message, Retry, Reward, Row
 from dora_pipe.schemas.wire import canonical
 
 if TYPE_CHECKING:

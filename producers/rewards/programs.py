@@ -25,7 +25,7 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.sandbox import Ended, Order, Program
 from dora_pipe.producers.rewards.texts import last_block
-from dora_pipe.producers.tasks.port import Retry, Reward, Row
+from dora_pipe.producers.tasks.task import Retry, Reward, Row
 
 SANDBOX: Final = Path(__file__).with_name("sandbox.py")
 

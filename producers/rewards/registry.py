@@ -22,7 +22,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError, install_hint
-from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.core.system.own_code import load_attribute, nearest
 from dora_pipe.producers.rewards.arguments import (
     Bound,
     BoundGroup,
@@ -33,7 +33,7 @@ from dora_pipe.producers.rewards.arguments import (
     bind_group,
 )
 from dora_pipe.producers.tasks.messages import NoAnswer
-from dora_pipe.producers.tasks.port import Completion, Reward, Row
+from dora_pipe.producers.tasks.task import Completion, Reward, Row
 from dora_pipe.producers.tasks.values import in_order
 from dora_pipe.schemas.wire import ABSTAINED, canonical
 

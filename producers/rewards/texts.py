@@ -16,7 +16,7 @@ from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards.arguments import Function, Options, RewardContext
 from dora_pipe.producers.rewards.bounded import HELPER, WrongQuestion
 from dora_pipe.producers.rewards.golds import Gold, is_right, right_answers
-from dora_pipe.producers.tasks.port import Completion, Reward, Row
+from dora_pipe.producers.tasks.task import Completion, Reward, Row
 
 _STOPPED = Reward(value=0.0, parts={"stopped": 1.0})
 

@@ -16,7 +16,7 @@ import msgspec
 from dora_pipe.config import model
 from dora_pipe.producers.sessions.conversations import Tools
 from dora_pipe.producers.tasks.messages import NoAnswer, normal
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.schemas.control import FinishReason
 
 CHOICES_MAX: Final = 128

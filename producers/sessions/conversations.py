@@ -19,7 +19,7 @@ import msgspec
 
 from dora_pipe.core.errors import TaskError
 from dora_pipe.producers.chat.chat import Chat
-from dora_pipe.producers.tasks.port import Message, ToolCall, Turn
+from dora_pipe.producers.tasks.task import Message, ToolCall, Turn
 
 Tools = Sequence[dict[str, Any]]
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.core.frames import framed, unframed
+from dora_pipe.core.pure.frames import framed, unframed
 from dora_pipe.schemas.control import FinishReason
 
 FRAME_BYTES_MAX: Final = 64 * 1024 * 1024

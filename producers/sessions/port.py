@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dora_pipe.core.console import own_name
 from dora_pipe.core.errors import ConfigError, ResourceError
-from dora_pipe.core.proxies import bypass_proxies
+from dora_pipe.core.system.console import own_name
+from dora_pipe.core.system.proxies import bypass_proxies
 from dora_pipe.producers.sessions.addresses import SECRET_BYTES, Addresses
 from dora_pipe.producers.sessions.frames import (
     UP,

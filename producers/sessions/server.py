@@ -18,8 +18,8 @@ from typing import Any, Final
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from dora_pipe.core.console import die_with, name_process
 from dora_pipe.core.errors import PolicyError
+from dora_pipe.core.system.console import die_with, name_process
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.sessions.app import Endpoint

@@ -22,12 +22,12 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.core.console import die_with
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_attribute
+from dora_pipe.core.system.console import die_with
+from dora_pipe.core.system.own_code import load_attribute
 from dora_pipe.producers.tasks.background import call_beside
 from dora_pipe.producers.tasks.messages import NoAnswer
-from dora_pipe.producers.tasks.port import Reward, Row, Task
+from dora_pipe.producers.tasks.task import Reward, Row, Task
 
 GIVEN: Final = ("base_url", "api_key", "row")
 """Parameters of an agent function."""

@@ -15,7 +15,7 @@ from dora_pipe.producers.tasks.calls import (
     Rewarded,
 )
 from dora_pipe.producers.tasks.messages import NoAnswer, normal, tool_schema
-from dora_pipe.producers.tasks.port import ANSWER_CHARACTERS_MAX, Observation, Reward, Tool
+from dora_pipe.producers.tasks.task import ANSWER_CHARACTERS_MAX, Observation, Reward, Tool
 from dora_pipe.producers.tasks.values import in_order
 from dora_pipe.schemas.wire import REWARD_MAX, sha256_hex
 

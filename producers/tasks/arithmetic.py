@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.port import Row, Split, Task
+from dora_pipe.producers.tasks.task import Row, Split, Task
 from dora_pipe.schemas.identity import derive_seed
 
 MODULUS = 10

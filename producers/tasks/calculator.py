@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.tasks.messages import tool_schema
-from dora_pipe.producers.tasks.port import (
+from dora_pipe.producers.tasks.task import (
     Environment,
     Observation,
     Prompt,

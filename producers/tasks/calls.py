@@ -23,8 +23,8 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.config import model
-from dora_pipe.core.frames import framed, unframed
-from dora_pipe.producers.tasks.port import Split, Turn
+from dora_pipe.core.pure.frames import framed, unframed
+from dora_pipe.producers.tasks.task import Split, Turn
 from dora_pipe.producers.tasks.values import escaped
 from dora_pipe.schemas.control import DataSet
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.own_code import load_function
+from dora_pipe.core.system.own_code import load_function
 from dora_pipe.producers.data.conversations import TOOLS, prompt_of, text_of, unshown_columns
 from dora_pipe.producers.data.prepare import open_rows
 from dora_pipe.producers.data.spec import DataSpec, said_of
@@ -25,7 +25,7 @@ from dora_pipe.producers.tasks.messages import (
     tool_schema,
     tool_schemas,
 )
-from dora_pipe.producers.tasks.port import (
+from dora_pipe.producers.tasks.task import (
     Completion,
     DescribedTool,
     Prompt,

@@ -9,9 +9,9 @@ import socket
 import subprocess
 from typing import Final, Protocol
 
-from dora_pipe.core.console import own_name
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.core.frames import framed
+from dora_pipe.core.pure.frames import framed
+from dora_pipe.core.system.console import own_name
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX
 from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE, Interpreter
 

@@ -13,8 +13,8 @@ from typing import Any, Final, get_type_hints
 
 import msgspec
 
-from dora_pipe.core.own_code import nearest
-from dora_pipe.producers.tasks.port import DescribedTool, Tool
+from dora_pipe.core.system.own_code import nearest
+from dora_pipe.producers.tasks.task import DescribedTool, Tool
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 

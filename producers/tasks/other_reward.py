@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from dora_pipe.producers.rewards.registry import Rewards
-from dora_pipe.producers.tasks.port import (
+from dora_pipe.producers.tasks.task import (
     Completion,
     Environment,
     Observation,

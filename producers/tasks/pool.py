@@ -16,8 +16,8 @@ from collections import deque
 from typing import Final
 
 from dora_pipe.config import model
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import ConfigError, ResourceError, TaskError
+from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.producers.tasks.calls import (
     AgentCall,
     Answered,
@@ -56,8 +56,8 @@ from dora_pipe.producers.tasks.child import (
 )
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import KILLED, open_link, server_token
-from dora_pipe.producers.tasks.port import RETRIES_MAX
 from dora_pipe.producers.tasks.servers import BAD_MAX, Deaths, Places, is_working, words_of
+from dora_pipe.producers.tasks.task import RETRIES_MAX
 from dora_pipe.schemas.metrics import FailingServer
 
 QUEUE_MAX: Final = 8192

@@ -18,9 +18,9 @@ from typing import Final, TextIO
 
 import msgspec
 
-from dora_pipe.core.console import die_with, name_process, say
 from dora_pipe.core.errors import ConfigError, DoraError, printable
-from dora_pipe.core.own_code import traceback_of
+from dora_pipe.core.system.console import die_with, name_process, say
+from dora_pipe.core.system.own_code import traceback_of
 from dora_pipe.producers.data.prepare import reporting
 from dora_pipe.producers.tasks.calls import (
     DOWN,

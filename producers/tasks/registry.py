@@ -14,7 +14,7 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, InvariantBroken, TaskError
-from dora_pipe.core.own_code import load_attribute, nearest
+from dora_pipe.core.system.own_code import load_attribute, nearest
 from dora_pipe.producers.data.rows import DataRows
 from dora_pipe.producers.rewards.registry import open_rewards
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
@@ -22,7 +22,7 @@ from dora_pipe.producers.tasks.calculator import CalculatorTask
 from dora_pipe.producers.tasks.calls import TaskFacts
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.other_reward import OtherReward
-from dora_pipe.producers.tasks.port import Row, Split, Task
+from dora_pipe.producers.tasks.task import Row, Split, Task
 from dora_pipe.schemas.control import RunStarted
 from dora_pipe.schemas.wire import canonical, sha256_hex
 

@@ -22,7 +22,7 @@ import msgspec
 
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, DoraError, TaskError
 from dora_pipe.core.errors import one_line as cut
-from dora_pipe.core.own_code import traceback_of, with_place
+from dora_pipe.core.system.own_code import traceback_of, with_place
 from dora_pipe.producers.tasks.agents import AgentAsked, open_agent
 from dora_pipe.producers.tasks.answers import (
     agent_ended,
@@ -71,7 +71,8 @@ from dora_pipe.producers.tasks.calls import (
 )
 from dora_pipe.producers.tasks.main_thread import GivenUp
 from dora_pipe.producers.tasks.messages import NoAnswer, normal
-from dora_pipe.producers.tasks.port import (
+from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
+from dora_pipe.producers.tasks.task import (
     RETRIES_MAX,
     Completion,
     Environment,
@@ -80,7 +81,6 @@ from dora_pipe.producers.tasks.port import (
     Split,
     Task,
 )
-from dora_pipe.producers.tasks.registry import reward_digest, rows_digest
 from dora_pipe.producers.tasks.tools import ToolEnvironment
 from dora_pipe.schemas.control import fault_of
 from dora_pipe.schemas.identity import derive_seed

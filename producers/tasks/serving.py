@@ -21,10 +21,10 @@ import msgspec
 
 from dora_pipe.config import model
 from dora_pipe.config.load import load_config
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import ConfigError, ResourceError
-from dora_pipe.core.frames import framed
-from dora_pipe.core.own_code import nearest
+from dora_pipe.core.pure.frames import framed
+from dora_pipe.core.system.console import say
+from dora_pipe.core.system.own_code import nearest
 from dora_pipe.producers.tasks.calls import FRAME_BYTES_MAX, Setup, StillOpening, pack
 from dora_pipe.producers.tasks.interpreter import Interpreter
 from dora_pipe.producers.tasks.links import MODULE, host_and_port, server_token, watch

@@ -17,7 +17,7 @@ from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, PromptReady, TaskFailed
 from dora_pipe.producers.tasks.messages import NoAnswer
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Split
+from dora_pipe.producers.tasks.task import Split
 from dora_pipe.schemas.wire import sha256_hex
 
 POLL_S: Final = 0.25

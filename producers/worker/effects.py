@@ -37,14 +37,14 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     EngineRequest,
     Kv,
     RequestFinished,
     TokensSampled,
 )
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
-from dora_pipe.producers.tasks.port import Split
+from dora_pipe.producers.tasks.task import Split
 from dora_pipe.producers.worker.kv_handover import KvLabel
 from dora_pipe.schemas.control import FinishReason, Resume, TakenTrajectory
 from dora_pipe.schemas.policy import Blob
@@ -67,7 +67,7 @@ class PromptReady(OfRequest, frozen=True, kw_only=True):
     token_ids: Sequence[int]
     episode: bool
     replayable: bool = False
-    """See `tasks.port.Task.replayable`."""
+    """See `tasks.task.Task.replayable`."""
 
 
 class EnvStep(OfRequest, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class EnvStep(OfRequest, frozen=True, kw_only=True):
 
 
 class EnvObserved(OfRequest, frozen=True, kw_only=True):
-    """Answer of the environment; see `tasks.port.Observation`."""
+    """Answer of the environment; see `tasks.task.Observation`."""
 
     token_ids: Sequence[int]
     done: bool

@@ -8,14 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.effect_runner import (
-    EffectRunner,
-    Handler,
-    Handlers,
-    attempt,
-    run_effect,
-)
 from dora_pipe.core.errors import (
     BusError,
     DoraError,
@@ -24,7 +16,15 @@ from dora_pipe.core.errors import (
     ResourceError,
     reason,
 )
-from dora_pipe.producers.engines.port import (
+from dora_pipe.core.loop.effect_runner import (
+    EffectRunner,
+    Handler,
+    Handlers,
+    attempt,
+    run_effect,
+)
+from dora_pipe.core.system.clock import Clock
+from dora_pipe.producers.engines.engine import (
     Engine,
     EngineRequest,
     RequestFinished,

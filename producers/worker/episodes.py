@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from dora_pipe.core.runtime import Now, Published
+from dora_pipe.core.pure.machine import Now, Published
 from dora_pipe.producers.tasks.calls import EpisodeLost, TaskFailed
 from dora_pipe.producers.worker.effects import (
     EncodeFailed,

@@ -18,11 +18,11 @@ import msgspec
 import numpy as np
 
 from dora_pipe.core.errors import PolicyError, SchemaError
-from dora_pipe.producers.engines.port import Array, Kv
+from dora_pipe.producers.engines.engine import Array, Kv
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import decode, encode
 from dora_pipe.store.safetensors_file import Entry, parse_header
-from dora_pipe.store.transfers.port import (
+from dora_pipe.store.transfers.transfers import (
     BLOB_BYTES_MAX,
     GONE,
     NO_ROOM,

@@ -15,9 +15,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.core.runtime import (
-    BUS_TURN_NS,
+from dora_pipe.core.loop.runtime import BUS_TURN_NS
+from dora_pipe.core.pure.machine import (
     CaughtUp,
     HeldBack,
     Now,
@@ -26,9 +25,10 @@ from dora_pipe.core.runtime import (
     Published,
     StopAsked,
 )
-from dora_pipe.core.status_schedule import Address, StatusSchedule
-from dora_pipe.core.wait_tracker import PendingWait, WaitTracker
-from dora_pipe.producers.engines.port import PromptTokens, WeightsLoaded
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.pure.status_schedule import Address, StatusSchedule
+from dora_pipe.core.pure.wait_tracker import PendingWait, WaitTracker
+from dora_pipe.producers.engines.engine import PromptTokens, WeightsLoaded
 from dora_pipe.producers.worker.effects import (
     DropWeights,
     EngineFailed,
@@ -70,7 +70,7 @@ from dora_pipe.schemas.rounds import (
     StopRun,
 )
 from dora_pipe.schemas.wire import encode
-from dora_pipe.store.transfers.port import weights_url
+from dora_pipe.store.transfers.transfers import weights_url
 
 WorkerOutcome = Literal["running", "left", "fenced", "replaced", "failed"]
 """`replaced`: a decision names a later incarnation of this worker."""

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.effect_runner import (
+from dora_pipe.core.errors import (
+    PolicyError,
+    reason,
+)
+from dora_pipe.core.loop.effect_runner import (
     EffectRunner,
     Handler,
     Handlers,
@@ -16,16 +19,13 @@ from dora_pipe.core.effect_runner import (
     run_effect,
     unanswered,
 )
-from dora_pipe.core.errors import (
-    PolicyError,
-    reason,
-)
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.chat.chat import Chat, Conversation
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall, TaskCall, TaskEvent, TaskFailed
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.producers.worker.effects import (
     AgentCall,
     AgentEnded,
@@ -49,7 +49,7 @@ from dora_pipe.producers.worker.effects import (
 from dora_pipe.producers.worker.kv_handover import Handover
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.trajectory_codec import encode_any_progress, encode_trajectory
-from dora_pipe.store.transfers.port import Lost
+from dora_pipe.store.transfers.transfers import Lost
 
 CODEC_BUDGET_NS: Final = 5_000_000
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from dora_pipe.bus.port import Append
-from dora_pipe.core.runtime import Now, Publish
+from dora_pipe.core.pure.machine import Now, Publish
+from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.worker.effects import EncodeProgress, ProgressEncoded
 from dora_pipe.producers.worker.request import Phase, RequestState, WorkerSetup
 from dora_pipe.producers.worker.request_records import episode_progress_of, progress_of

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, Literal
 
-from dora_pipe.core.runtime import Now
-from dora_pipe.core.wait_tracker import DEFAULT_LIMITS, Limits
-from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
+from dora_pipe.core.pure.machine import Now
+from dora_pipe.core.pure.wait_tracker import DEFAULT_LIMITS, Limits
+from dora_pipe.producers.engines.engine import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.worker.sequence import Exchange, TokenSequence
 from dora_pipe.producers.worker.session import OpenCall, Session
 from dora_pipe.schemas.control import FinishReason, Resume

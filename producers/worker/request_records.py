@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dora_pipe.core.errors import one_line
-from dora_pipe.core.runtime import Now
+from dora_pipe.core.pure.machine import Now
 from dora_pipe.producers.worker.request import Phase, RequestState, WorkerSetup
 from dora_pipe.schemas.contexts import Call
 from dora_pipe.schemas.control import (

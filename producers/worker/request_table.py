@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Final
 
-from dora_pipe.bus.port import Append
-from dora_pipe.core.runtime import Now, Outputs, Publish
+from dora_pipe.core.pure.machine import Now, Outputs, Publish
+from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget
 from dora_pipe.producers.worker.effects import (
     CloseSession,

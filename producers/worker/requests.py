@@ -27,9 +27,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from dora_pipe.bus.port import Append
-from dora_pipe.core.runtime import Now, Publish, Published
-from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
+from dora_pipe.core.pure.machine import Now, Publish, Published
+from dora_pipe.core.pure.records import Append
+from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, PromptCall, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
     DropKv,

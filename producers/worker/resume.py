@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.effect_runner import attempt
+from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.core.errors import BusError, SchemaError, reason
-from dora_pipe.core.retry import FINAL_ERRORS
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.effect_runner import attempt
+from dora_pipe.core.loop.retry import FINAL_ERRORS
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.worker.effects import FetchProgress, ProgressFetched
 from dora_pipe.producers.worker.sequence import TokenSequence
 from dora_pipe.producers.worker.session import CallKey, Session

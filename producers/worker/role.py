@@ -21,11 +21,10 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from dora_pipe import __version__
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, Writer
+from dora_pipe.bus.bus import Bus, Writer
 from dora_pipe.config import model
 from dora_pipe.config.logged import logged_config
 from dora_pipe.config.several import PoolSpec, pool_specs, with_tasks_of
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import (
     ConfigError,
     Fenced,
@@ -34,14 +33,16 @@ from dora_pipe.core.errors import (
     ResourceError,
     TopicMissing,
 )
-from dora_pipe.core.retry import retry_bus
-from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
-from dora_pipe.core.runtime import Meter, Port, Runtime
-from dora_pipe.core.status_schedule import quiet_ns
-from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.loop.run_lifecycle import run_is_over, wait_for_run
+from dora_pipe.core.loop.runtime import Meter, Port, Runtime
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.core.pure.status_schedule import quiet_ns
+from dora_pipe.core.pure.wait_tracker import Limits
+from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.producers.chat.chat import Chat
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import Engine, SamplingParams
+from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.engines.registry import capabilities, check_capabilities
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.sessions.addresses import Addresses

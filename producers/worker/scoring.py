@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import record_digest
-from dora_pipe.bus.port import Bus, Record, TopicPartition
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.effect_runner import attempt
 from dora_pipe.core.errors import BusError, SchemaError, reason
-from dora_pipe.core.runtime import Meter, Now
-from dora_pipe.core.wait_tracker import PendingWait
+from dora_pipe.core.loop.effect_runner import attempt
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.pure.machine import Now
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.pure.wait_tracker import PendingWait
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.tasks.calls import Forget, GroupRewarded, TaskFailed, one_line
 from dora_pipe.producers.worker.effects import FetchGroup, GroupCall, GroupFetched, SampledTurns
 from dora_pipe.producers.worker.requests import Requests

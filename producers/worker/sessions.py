@@ -24,8 +24,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from dora_pipe.core.runtime import Now, Published
-from dora_pipe.producers.engines.port import RequestFinished
+from dora_pipe.core.pure.machine import Now, Published
+from dora_pipe.producers.engines.engine import RequestFinished
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, TaskFailed
 from dora_pipe.producers.worker.effects import (
     AgentCall,

@@ -8,8 +8,8 @@ from typing import Final
 
 import msgspec
 
-from dora_pipe.core.status_schedule import WHOLE_EVERY
-from dora_pipe.core.wait_tracker import PendingWait
+from dora_pipe.core.pure.status_schedule import WHOLE_EVERY
+from dora_pipe.core.pure.wait_tracker import PendingWait
 from dora_pipe.producers.worker.request import Phase, RequestState
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import Blocker, WorkerStatus

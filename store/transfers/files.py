@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from dora_pipe.core.clock import Clock
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.store.transfers.port import (
+from dora_pipe.store.transfers.transfers import (
     AGE_MAX_NS,
     BLOB_BYTES_MAX,
     GONE,

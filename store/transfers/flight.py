@@ -33,7 +33,7 @@ from pyarrow import flight
 
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers.files import MappedFiles
-from dora_pipe.store.transfers.port import (
+from dora_pipe.store.transfers.transfers import (
     BROKEN_OFF,
     BUSY,
     GONE,

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.outside import Transfers as Section
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.peers import PeerFinder, PeerWeights
-from dora_pipe.store.transfers.port import NoTransfers, Transfers
+from dora_pipe.store.transfers.transfers import NoTransfers, Transfers
 
 if TYPE_CHECKING:
     from dora_pipe.store.transfers.flight import Identity

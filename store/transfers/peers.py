@@ -8,12 +8,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final, Protocol
 
-from dora_pipe.bus.port import Bus, Record, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.core.errors import BusError, SchemaError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.schemas.metrics import TrainerStatus, WorkerStatus, decode_metrics
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
-from dora_pipe.store.transfers.port import Lost, Sink
+from dora_pipe.store.transfers.transfers import Lost, Sink
 
 TAIL_RECORDS: Final = 4000
 """Records per partition, of hundreds of roles."""

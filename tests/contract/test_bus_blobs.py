@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus.blobs import BlobBus, BlobFiles, BlobWriter
-from dora_pipe.bus.port import Bus, Writer
+from dora_pipe.bus.bus import Bus, Writer
 from tests.support import bus_contract as writing
 from tests.support.bus_contract import CHECKS
 from tests.support.bus_harness import MemoryHarness, SqliteHarness

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog, MemoryReader, MemoryWriter
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, OutcomeUnknown, TopicMissing
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support import bus_checks_reading as reading
 from tests.support import bus_contract as writing
 from tests.support import bus_steps

@@ -16,13 +16,14 @@ from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.protocol.admin.client_quotas import AlterClientQuotasRequest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.checks import FRAME_ROOM_BYTES
 from dora_pipe.bus.kafka import bus as kafka
 from dora_pipe.bus.kafka import in_flight as in_flight_module
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.client import send
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, Fenced, RecordRefused, RecordTooLarge
+from dora_pipe.core.pure.records import Append, TopicPartition
 from tests.support.bus_harness import KafkaHarness
 from tests.support.bus_steps import PATIENCE_S, appends, catch_up, topic_on
 from tests.support.kafka_broker import KafkaBroker, Listener

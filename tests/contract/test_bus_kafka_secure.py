@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from kafka import KafkaAdminClient
 
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.security import PLAINTEXT, KafkaSecurity
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.core.errors import AccessRefused, BusError
+from dora_pipe.core.pure.records import Append, TopicPartition
 from tests.support.bus_contract import CHECKS
 from tests.support.bus_harness import KafkaHarness
 from tests.support.bus_steps import Check, appends, read, topic_on

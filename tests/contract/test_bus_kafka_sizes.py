@@ -8,9 +8,10 @@ from uuid import uuid4
 
 import pytest
 
+from dora_pipe.bus.bus import Reader, TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.client import ANSWER_BYTES
-from dora_pipe.bus.port import Append, Reader, Record, TopicPartition, TopicSpec
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support.kafka_broker import KafkaBroker
 
 pytestmark = pytest.mark.kafka

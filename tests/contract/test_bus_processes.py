@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
+from dora_pipe.core.pure.records import TopicPartition
 from tests.support.bus_harness import KafkaHarness, SqliteHarness
 from tests.support.bus_steps import catch_up, topic_on
 from tests.support.kafka_broker import ROOT

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dora_pipe.producers.engines.port import BATCH_INVARIANT, PREFILL_EXACT, Engine, Kv
+from dora_pipe.producers.engines.engine import BATCH_INVARIANT, PREFILL_EXACT, Engine, Kv
 from dora_pipe.producers.engines.simulated import VOCABULARY, SimulatedEngine
 from dora_pipe.producers.worker.kv_handover import KvHandover, KvLabel
 from dora_pipe.schemas.policy import Blob

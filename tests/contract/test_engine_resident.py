@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
     KV_EXPORT,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.port import ROUTES, Engine, TokensSampled
+from dora_pipe.producers.engines.engine import ROUTES, Engine, TokensSampled
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.schemas.routes import check_routes, need_entries
 from dora_pipe.store.model_dir import import_model

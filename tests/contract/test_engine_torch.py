@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dora_pipe.core.errors import ConfigError, PolicyError
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
     KV_EXPORT,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.engines.engine import EngineRequest
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
 from dora_pipe.producers.engines.vllm.http import Address, call
 from dora_pipe.producers.engines.vllm.server import VllmEngine

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dora_pipe.producers.engines.port import KV_EXPORT, Engine, EngineRequest, Kv
+from dora_pipe.producers.engines.engine import KV_EXPORT, Engine, EngineRequest, Kv
 from dora_pipe.producers.engines.vllm.server import VllmEngine
 from tests.support import engine_moves as moves
 from tests.support.engine_contract import Result, Subject, assert_alike, request, requests, run

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.core.errors import InvariantBroken, PolicyError
-from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.engines.engine import EngineRequest
 from dora_pipe.producers.engines.vllm.client import VllmServerClient
 from dora_pipe.producers.engines.vllm.core import BLOCK_TOKENS
 from dora_pipe.producers.engines.vllm.lora import FOLDER_PREFIX

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.producers.engines.port import SLEEP, Engine
+from dora_pipe.producers.engines.engine import SLEEP, Engine
 from dora_pipe.producers.engines.vllm.server import VllmEngine
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore

@@ -12,11 +12,12 @@ import pytest
 
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.blobs import BlobBus, BlobFiles
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.copy import CopyTarget, FileTarget, FillingTarget, LogCopy, copy_topics
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, InvariantBroken, LogTruncated
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support.bus_harness import KafkaHarness, MemoryHarness, SqliteHarness
 from tests.support.bus_steps import Harness
 

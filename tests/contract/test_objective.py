@@ -21,7 +21,7 @@ from dora_pipe.config.objectives import BUILT_IN, MAY_LACK, Advantage, Level, Ma
 from dora_pipe.consumers.objectives.advantage import batch_advantages
 from dora_pipe.consumers.objectives.registry import ESTIMATES, kept_tokens, needs_proximal, terms_of
 from dora_pipe.consumers.objectives.terms import Inputs
-from dora_pipe.core.own_code import importable
+from dora_pipe.core.system.own_code import importable
 from dora_pipe.schemas.wire import REWARD_MAX
 from tests.support.objectives import chosen, gradient, random_inputs, rows, weights_of, worth_of
 

@@ -25,12 +25,12 @@ from dora_pipe.consumers.trainer.effects import (
     TrainStep,
 )
 from dora_pipe.consumers.trainer.ports import ThreadPort
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, DoraError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.orchestrator.snapshots import Body, SnapshotPort, WriteSnapshot
 from dora_pipe.orchestrator.trimming import MetricsTrimmed, TrimMetrics, TrimPort
-from dora_pipe.producers.engines.port import EngineRequest, Kv, SamplingParams
+from dora_pipe.producers.engines.engine import EngineRequest, Kv, SamplingParams
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks.calls import EnvObserved, Forget, PromptCall, PromptReady, TaskFailed
 from dora_pipe.producers.worker.effects import (

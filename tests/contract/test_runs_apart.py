@@ -6,8 +6,9 @@ from uuid import uuid4
 
 import pytest
 
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.core.errors import Fenced
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.topics import Topics
 from tests.support.bus_steps import Harness, catch_up, values
 

@@ -10,8 +10,8 @@ import pytest
 
 from dora_pipe.config import model
 from dora_pipe.producers.tasks import arithmetic, calculator
-from dora_pipe.producers.tasks.port import Row, Task
 from dora_pipe.producers.tasks.registry import BUILT_IN, dataset_digest, open_task, reward_digest
+from dora_pipe.producers.tasks.task import Row, Task
 
 JSONL_REWARD = "def score(row, text):\n    return float(text.strip() == row['answer'])\n"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.consumers.contributions import read_contributions, write_contributions
-from dora_pipe.consumers.learners.port import Learner, LeavesDevice, Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Learner, LeavesDevice, Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.consumers.learners.port import Learner, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import Learner, TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     UNASSIGNED_LEFT_OUT,
     Engine,
     EngineRequest,

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config
-from dora_pipe.consumers.learners.port import Learner, Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Learner, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.role import run_trainer
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import Fenced, InvariantBroken, NonFinite, ReplayDiverged, UsageError
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.schemas.control import RoleStarted
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from tests.support.trainer_stage import RUN, TrainerStage

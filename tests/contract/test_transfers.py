@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from dora_pipe.schemas.policy import Blob
-from dora_pipe.store.transfers import port
-from dora_pipe.store.transfers.port import AGE_MAX_NS, Lost, NoTransfers, Transfers
+from dora_pipe.store.transfers import transfers
+from dora_pipe.store.transfers.transfers import AGE_MAX_NS, Lost, NoTransfers, Transfers
 from tests.support.transfers import PAIRS, Pair
 
 WAIT_S = 20.0
@@ -67,7 +67,7 @@ def test_fetched_bytes_may_be_written_to_and_outlive_the_blob(pair: Pair) -> Non
     pair.target.drop(blob)
     found[0] ^= 1
     assert found.tobytes()[1:] == LARGE[1:]
-    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(port.GONE)
+    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.GONE)
 
 
 def test_target_that_drops_a_blob_frees_the_place_of_its_source(pair: Pair) -> None:
@@ -81,19 +81,19 @@ def test_target_that_drops_a_blob_frees_the_place_of_its_source(pair: Pair) -> N
 def test_other_bytes_are_named_and_never_given(pair: Pair) -> None:
     blob = offered(pair.source, LARGE)
     pair.damage(blob)
-    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(port.OTHER_DIGEST)
+    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.OTHER_DIGEST)
 
 
 @pytest.mark.parametrize("by", [-1, 1])
 def test_other_size_is_named_and_never_given(pair: Pair, by: int) -> None:
     blob = offered(pair.source, LARGE)
     other = msgspec.structs.replace(blob, bytes=blob.bytes + by)
-    assert pair.target.fetch(other, timeout_s=WAIT_S) == Lost(port.OTHER_DIGEST)
+    assert pair.target.fetch(other, timeout_s=WAIT_S) == Lost(transfers.OTHER_DIGEST)
 
 
 def test_blob_that_nobody_offered_is_not_here(pair: Pair) -> None:
     blob = Blob(sha256="a" * 64, bytes=5, peer=pair.source.address)
-    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(port.GONE)
+    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.GONE)
     pair.target.drop(blob)
 
 
@@ -103,18 +103,18 @@ def test_strange_names_and_sizes_lead_nowhere(pair: Pair, tmp_path: Path) -> Non
     peer = pair.source.address
     for name in ("../victim", "../../victim", "a" * 63, "A" * 64, ""):
         blob = Blob(sha256=name, bytes=1, peer=peer)
-        assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(port.UNREADABLE)
+        assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.UNREADABLE)
         pair.target.drop(blob)
-    for size in (0, -1, port.BLOB_BYTES_MAX + 1, 10**18):
+    for size in (0, -1, transfers.BLOB_BYTES_MAX + 1, 10**18):
         blob = Blob(sha256="a" * 64, bytes=size, peer=peer)
-        assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(port.TOO_LARGE)
+        assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.TOO_LARGE)
     assert victim.exists()
 
 
 def test_fetch_after_its_deadline_is_late(pair: Pair) -> None:
     blob = offered(pair.source, LARGE)
     began_s = time.monotonic()
-    assert pair.target.fetch(blob, timeout_s=0.0) == Lost(port.LATE)
+    assert pair.target.fetch(blob, timeout_s=0.0) == Lost(transfers.LATE)
     assert time.monotonic() - began_s < WAIT_S / 2
     assert fetched(pair.target, blob) == LARGE
 
@@ -124,7 +124,7 @@ def test_clear_forgets_what_lies_in_the_place(pair: Pair) -> None:
     pair.source.clear()
     pair.source.clear()
     assert pair.kept() == 0
-    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(port.GONE)
+    assert pair.target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.GONE)
 
 
 def test_many_at_once_do_not_mix(pair: Pair) -> None:
@@ -143,11 +143,11 @@ def test_full_place_takes_nothing_until_forgotten_blobs_are_old(way: str, tmp_pa
         first = offered(pair.source, b"x" * 600)
         for path in tmp_path.rglob("*.safetensors"):
             os.utime(path, ns=(pair.clock.wall_ns(), pair.clock.wall_ns()))
-        assert pair.source.offer([memoryview(b"y" * 401)]) == Lost(port.NO_ROOM)
+        assert pair.source.offer([memoryview(b"y" * 401)]) == Lost(transfers.NO_ROOM)
         assert fetched(pair.target, first) == b"x" * 600
         pair.clock.ns += AGE_MAX_NS + 1
         second = offered(pair.source, b"y" * 401)
-        assert pair.target.fetch(first, timeout_s=WAIT_S) == Lost(port.GONE)
+        assert pair.target.fetch(first, timeout_s=WAIT_S) == Lost(transfers.GONE)
         assert fetched(pair.target, second) == b"y" * 401
 
 
@@ -159,15 +159,15 @@ def test_blob_above_the_limit_is_not_taken(
         monkeypatch.setattr(f"{module}.BLOB_BYTES_MAX", 10)
     for pair in PAIRS[way](tmp_path):
         assert pair.source.offer([memoryview(b"x" * 6), memoryview(b"y" * 5)]) == Lost(
-            port.TOO_LARGE
+            transfers.TOO_LARGE
         )
         assert pair.kept() == 0
 
 
 def test_without_transfers_nothing_is_kept() -> None:
     none = NoTransfers()
-    assert none.offer([memoryview(b"x")]) == Lost(port.NO_ROOM)
-    assert none.fetch(Blob(sha256="a" * 64, bytes=1), timeout_s=1.0) == Lost(port.GONE)
+    assert none.offer([memoryview(b"x")]) == Lost(transfers.NO_ROOM)
+    assert none.fetch(Blob(sha256="a" * 64, bytes=1), timeout_s=1.0) == Lost(transfers.GONE)
     assert none.address == ""
 
 

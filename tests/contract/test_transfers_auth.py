@@ -17,8 +17,8 @@ from pyarrow import flight
 
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers import flight as ours
-from dora_pipe.store.transfers import port
-from dora_pipe.store.transfers.port import Lost
+from dora_pipe.store.transfers import transfers
+from dora_pipe.store.transfers.transfers import Lost
 from tests.contract.test_transfers_flight import NAME, WAIT_S, offered, put_weights
 from tests.support.transfers import HOST, RUN, TOKEN, served
 
@@ -36,8 +36,8 @@ def test_peer_without_the_token_of_the_run_gets_nothing(
     with served(tmp_path / "a") as source, served(tmp_path / "b", token=token, run=run) as stranger:
         blob = offered(source)
         put_weights(tmp_path / "a")
-        assert stranger.fetch(blob, timeout_s=WAIT_S) == Lost(port.REFUSED)
-        assert stranger.copy(source.address, NAME, io.BytesIO()) == Lost(port.REFUSED)
+        assert stranger.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.REFUSED)
+        assert stranger.copy(source.address, NAME, io.BytesIO()) == Lost(transfers.REFUSED)
         stranger.drop(blob)
         assert isinstance(source.fetch(blob, timeout_s=WAIT_S), np.ndarray)
 
@@ -160,7 +160,7 @@ def test_peer_that_does_not_know_the_token_learns_no_proof(tmp_path: Path) -> No
     server = Impostor(f"grpc://{HOST}:0")
     with served(tmp_path / "b") as target:
         blob = Blob(sha256="a" * 64, bytes=5, peer=f"grpc://{HOST}:{server.port}")
-        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(port.REFUSED)
+        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.REFUSED)
     server.shutdown()
     server.wait()
     assert heard == [(ours.HELLO, 32)]

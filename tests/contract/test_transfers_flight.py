@@ -17,9 +17,9 @@ from pyarrow import flight
 
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers import flight as ours
-from dora_pipe.store.transfers import port
+from dora_pipe.store.transfers import transfers
 from dora_pipe.store.transfers.flight import FlightTransfers
-from dora_pipe.store.transfers.port import Lost
+from dora_pipe.store.transfers.transfers import Lost
 from tests.support.transfers import HOST, RUN, TOKEN, mute_peer, nobody, served
 
 WAIT_S = 20.0
@@ -48,8 +48,8 @@ def test_dead_peer_is_named_at_once(tmp_path: Path) -> None:
     with served(tmp_path / "b") as target:
         blob = Blob(sha256="a" * 64, bytes=5, peer=nobody())
         began_s = time.monotonic()
-        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(port.UNREACHABLE)
-        assert target.copy(blob.peer, NAME, io.BytesIO()) == Lost(port.UNREACHABLE)
+        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.UNREACHABLE)
+        assert target.copy(blob.peer, NAME, io.BytesIO()) == Lost(transfers.UNREACHABLE)
         target.drop(blob)
         assert time.monotonic() - began_s < WAIT_S / 2
 
@@ -60,7 +60,7 @@ def test_mute_peer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
         began_s = time.monotonic()
         found = target.fetch(blob, timeout_s=0.3)
         assert time.monotonic() - began_s < WAIT_S / 2
-        assert found in (Lost(port.LATE), Lost(port.UNREACHABLE))
+        assert found in (Lost(transfers.LATE), Lost(transfers.UNREACHABLE))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_mute_peer_costs_no_more_than_the_deadline(tmp_path: Path) -> None:
 def test_address_that_is_none_is_not_called(peer: str, tmp_path: Path) -> None:
     with served(tmp_path / "b") as target:
         blob = Blob(sha256="a" * 64, bytes=5, peer=peer)
-        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(port.UNREADABLE)
+        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.UNREADABLE)
         target.drop(blob)
 
 
@@ -80,7 +80,7 @@ def test_peer_that_was_started_anew_is_known_again(tmp_path: Path) -> None:
             blob = offered(source)
             assert isinstance(target.fetch(blob, timeout_s=WAIT_S), np.ndarray)
             number = int(source.address.rpartition(":")[2])
-        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(port.UNREACHABLE)
+        assert target.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.UNREACHABLE)
         with served(tmp_path / "a", port=number) as again:
             assert offered(again) == blob
             until_s = time.monotonic() + WAIT_S
@@ -113,7 +113,7 @@ def test_peer_that_ends_in_the_middle_is_named(tmp_path: Path) -> None:
             found = pool.submit(target.fetch, blob, timeout_s=WAIT_S)
             assert first.wait(WAIT_S)
             gate.set()
-            assert found.result() == Lost(port.BROKEN_OFF)
+            assert found.result() == Lost(transfers.BROKEN_OFF)
     server.shutdown()
     server.wait()
 
@@ -132,11 +132,11 @@ def test_stream_that_stalls_is_late_and_gives_its_seat_back(
     monkeypatch.setattr(ours._Chunks, "__next__", slow)
     with served(tmp_path / "a", streams_max=1) as source, served(tmp_path / "b") as target:
         blob = offered(source)
-        assert target.fetch(blob, timeout_s=0.3) == Lost(port.LATE)
+        assert target.fetch(blob, timeout_s=0.3) == Lost(transfers.LATE)
         stalled.set()
         until_s = time.monotonic() + WAIT_S
         while isinstance(found := target.fetch(blob, timeout_s=WAIT_S), Lost):
-            assert found.why == port.BUSY and time.monotonic() < until_s
+            assert found.why == transfers.BUSY and time.monotonic() < until_s
 
 
 def test_peer_that_serves_enough_already_is_busy(
@@ -157,7 +157,7 @@ def test_peer_that_serves_enough_already_is_busy(
             found = pool.submit(target.fetch, blob, timeout_s=WAIT_S)
             assert inside.wait(WAIT_S)
             with served(tmp_path / "c") as other:
-                assert other.fetch(blob, timeout_s=WAIT_S) == Lost(port.BUSY)
+                assert other.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.BUSY)
             gate.set()
             assert isinstance(found.result(), np.ndarray)
 
@@ -222,9 +222,9 @@ def test_weights_are_copied_chunk_by_chunk(tmp_path: Path) -> None:
 
 def test_weights_that_a_peer_lacks_are_not_here(tmp_path: Path) -> None:
     with served(tmp_path / "a") as source, served(tmp_path / "b") as target:
-        assert target.copy(source.address, NAME, io.BytesIO()) == Lost(port.GONE)
+        assert target.copy(source.address, NAME, io.BytesIO()) == Lost(transfers.GONE)
         for name in ("weights/../place/x", "place/x", "weights/x", "kv/../../x", ""):
-            assert target.copy(source.address, name, io.BytesIO()) == Lost(port.GONE)
+            assert target.copy(source.address, name, io.BytesIO()) == Lost(transfers.GONE)
 
 
 def test_disk_that_is_full_is_named(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_disk_that_is_full_is_named(tmp_path: Path) -> None:
 
     put_weights(tmp_path / "a")
     with served(tmp_path / "a") as source, served(tmp_path / "b") as target:
-        assert target.copy(source.address, NAME, Full()) == Lost(port.NO_ROOM)
+        assert target.copy(source.address, NAME, Full()) == Lost(transfers.NO_ROOM)
 
 
 def test_only_blobs_can_be_dropped(tmp_path: Path) -> None:
@@ -247,6 +247,6 @@ def test_only_blobs_can_be_dropped(tmp_path: Path) -> None:
 def test_own_address_is_never_called(tmp_path: Path) -> None:
     with served(tmp_path / "a") as source:
         blob = msgspec.structs.replace(offered(source), sha256="a" * 64)
-        assert source.fetch(blob, timeout_s=WAIT_S) == Lost(port.GONE)
+        assert source.fetch(blob, timeout_s=WAIT_S) == Lost(transfers.GONE)
         source.drop(blob)
         assert not source._client._open

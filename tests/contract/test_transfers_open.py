@@ -12,17 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, TopicSpec
 from dora_pipe.config.outside import Transfers as Section
 from dora_pipe.core.errors import BusError, ConfigError, PolicyError
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.metrics import Cost, TrainerStatus, WorkerStatus
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.store import PolicyStore
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.open import TOKEN_VARIABLE, Opened, need_transfers, open_transfers
 from dora_pipe.store.transfers.peers import PEERS_MAX, TAIL_RECORDS, PeerFinder, PeerWeights
-from dora_pipe.store.transfers.port import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
+from dora_pipe.store.transfers.transfers import GONE, UNREACHABLE, Lost, NoTransfers, weights_url
 from tests.support.stores import Writer, publish_walk
 from tests.support.transfers import served
 from tests.support.worker import TOPICS, VirtualClock

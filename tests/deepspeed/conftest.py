@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, TrainBatch
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore

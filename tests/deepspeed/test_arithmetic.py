@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.consumers.learners.port import Reference, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Reference, StepResult, TrainBatch
 from dora_pipe.core.errors import NonFinite
 from tests.deepspeed.conftest import Bench
 from tests.support.batches import SETTINGS, make_batch, poisoned, with_teacher

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.learner import TrainBatch
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.schemas.routes import Routes
 from tests.deepspeed.conftest import Bench, steps

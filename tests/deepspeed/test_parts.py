@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, TrainBatch
 from dora_pipe.core.errors import NonFinite
 from tests.deepspeed.conftest import Bench
 from tests.deepspeed.test_arithmetic import HARD, assert_same_steps

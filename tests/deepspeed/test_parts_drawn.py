@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora_pipe.config.model import LINEAR_LAYERS
-from dora_pipe.consumers.learners.port import Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, TrainBatch
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
 from tests.deepspeed.conftest import Bench
 from tests.support.adapters import publish, random_adapter

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from dora_pipe.consumers.learners.deepspeed.commands import Ready, StepReply
-from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.learner import TrainBatch
 from dora_pipe.core.errors import ConfigError, InvariantBroken
 from dora_pipe.store.safetensors_file import TensorSource
 from tests.deepspeed.conftest import Bench

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.port import Append
+from dora_pipe.core.pure.records import Append
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.alarms import Alarms
 from dora_pipe.observe.progress import RunProgress

@@ -16,9 +16,10 @@ from dora_pipe.audit.evidence import EvidenceBuffer
 from dora_pipe.audit.last_look import LastLook, changed_since
 from dora_pipe.audit.report import plain
 from dora_pipe.bus.base import EMPTY_POLLS_MAX, BusWrapper, ReaderWrapper
+from dora_pipe.bus.bus import Reader, TopicSpec
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.bus.port import Reader, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.pure.records import Record, TopicPartition
 from tests.support import damage
 from tests.support.cluster import Cluster, SimulatedParts, make_config
 from tests.support.recorded_run import RecordedRun, audited

@@ -9,7 +9,8 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.bus.port import Reader, TopicPartition
+from dora_pipe.bus.bus import Reader
+from dora_pipe.core.pure.records import TopicPartition
 from tests.support.cluster import ORCHESTRATOR, TRAINER, BriskBus, Cluster, Ears, make_config
 
 

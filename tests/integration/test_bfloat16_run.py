@@ -17,7 +17,7 @@ from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.config.load import from_plain
 from dora_pipe.launch.plan import run_started
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.store.store import PolicyStore

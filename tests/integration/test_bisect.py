@@ -12,7 +12,7 @@ import pytest
 from dora_pipe.analysis.bisect import Limits, Values
 from dora_pipe.analysis.bisected_run import BisectedRun, Repeater
 from dora_pipe.analysis.replay import SourceRun
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits
 from dora_pipe.core.errors import ReplayDiverged

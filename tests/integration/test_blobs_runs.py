@@ -25,12 +25,13 @@ from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.bus import open_bus
 from dora_pipe.bus.blobs import BlobFiles, blob_of
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.load import dump_toml
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.pure.records import Append, Record
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex

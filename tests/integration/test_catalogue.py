@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.ledger.reading import FILE, LivingCatalogue, read_catalogue
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.scenario import draw

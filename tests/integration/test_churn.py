@@ -12,7 +12,7 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.bus.port import Append
+from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli.app import COMMANDS, app
-from dora_pipe.core.console import typed
+from dora_pipe.core.pure.records import Append
+from dora_pipe.core.system.console import typed
 from tests.support.command_line import Call
 
 CONFIG = """

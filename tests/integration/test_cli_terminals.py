@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.port import Append
 from dora_pipe.cli.main import EXIT_INTERRUPTED
 from dora_pipe.cli.output import emit_json, emit_table
 from dora_pipe.config.describe import dump_toml, toml
 from dora_pipe.config.load import load_config
-from dora_pipe.core.console import speak
+from dora_pipe.core.pure.records import Append
+from dora_pipe.core.system.console import speak
 from dora_pipe.launch.examples import example_file
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.wire import encode

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.cli import main as cli
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import LogDamaged
-from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.launch.roles import be_role
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.launch.supervisor import FATAL_CODES

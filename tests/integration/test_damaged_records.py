@@ -13,8 +13,8 @@ import pytest
 
 from dora_pipe.audit.replay_trajectory import engines_of
 from dora_pipe.consumers.trainer.batch_reader import batch_of_commit
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.web import samples

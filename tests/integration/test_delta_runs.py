@@ -13,10 +13,10 @@ from dora_pipe.analysis.replay import Rebuilt, SourceRun
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.commits import OF_DELTAS
 from dora_pipe.consumers.trainer.recovery import read_history
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.store.copies import MADE
 from dora_pipe.store.names import delta_name, weights_name

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka import client as kafka_client
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.bus.port import TopicSpec
 from dora_pipe.cli import demo as demo_module
 from dora_pipe.cli.commands.start import demo
 from dora_pipe.core.errors import BusError, UsageError

@@ -11,9 +11,9 @@ import pytest
 
 from dora_pipe.analysis.replay import raise_if_diverged
 from dora_pipe.audit.auditor import audit
-from dora_pipe.bus.port import Append
 from dora_pipe.consumers.contributions import TEACHER, read_contributions
 from dora_pipe.core.errors import PolicyError, ReplayDiverged
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import Command, StepCommitted
 from dora_pipe.schemas.wire import encode
 from tests.integration.test_objective_runs import again, commits_of

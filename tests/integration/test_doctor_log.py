@@ -9,8 +9,8 @@ import pytest
 from kafka import KafkaAdminClient
 
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.port import TopicSpec
 from dora_pipe.cli.doctor import CheckResult, config_findings, log_findings
 from dora_pipe.config.load import dump_toml, from_plain
 from dora_pipe.config.model import Config

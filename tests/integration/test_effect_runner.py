@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.core.effect_runner import EffectRunner, Handler, Handlers, ends_role, unanswered
 from dora_pipe.core.errors import ResourceError
+from dora_pipe.core.loop.effect_runner import EffectRunner, Handler, Handlers, ends_role, unanswered
 
 WAIT_S = 10.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dora_pipe.audit.auditor import audit
-from dora_pipe.bus.port import Append
+from dora_pipe.core.pure.records import Append
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.why import why_now
 from dora_pipe.orchestrator.recovery import recover

@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import RequestFailed
 from dora_pipe.schemas.rounds import Fence, Round
 from dora_pipe.schemas.topics import Topics

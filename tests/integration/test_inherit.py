@@ -19,13 +19,14 @@ from dora_pipe.analysis.replay import SourceRun
 from dora_pipe.analysis.retrain import retrain
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune
-from dora_pipe.bus.port import Append, Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import ConfigError, PolicyError
+from dora_pipe.core.pure.records import Append
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.launch.inherit import inherit
 from dora_pipe.launch.plan import create_topics
 from dora_pipe.launch.run_dir import opened

@@ -16,7 +16,7 @@ from dora_pipe.audit.reading import horizon_of, records_of
 from dora_pipe.audit.replay_trajectory import Regenerated, regenerate
 from dora_pipe.audit.report import AuditReport
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.port import Engine, SamplingParams
+from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.trajectory import Sampler, Segment, Trajectory
 from dora_pipe.schemas.trajectory_codec import decode_trajectory

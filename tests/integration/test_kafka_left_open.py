@@ -16,12 +16,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.consumers.trainer.role import run_trainer
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.core.run_lifecycle import await_stable_offset
+from dora_pipe.core.loop.run_lifecycle import await_stable_offset
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.orchestrator.role import Instance, run_orchestrator
 from dora_pipe.schemas.control import RoleStarted, RunStarted, StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.core.pure.records import Append, TopicPartition
 from infra.kafka.broker import NODES, PORT_STEP
 from tests.support.kafka_broker import ROOT, free_ports
 

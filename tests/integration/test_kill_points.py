@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import initial_weights
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.store import PolicyStore

@@ -15,7 +15,7 @@ from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.recovery import read_rounds
 from dora_pipe.orchestrator.state import State
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.rounds import Assign, Migrate
 from dora_pipe.store.adapters import base_of, stands_on

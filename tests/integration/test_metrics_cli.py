@@ -8,10 +8,10 @@ from contextlib import closing
 
 import pytest
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated, ResourceError, TopicMissing
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe import following
 from dora_pipe.observe.metrics import exporter as under_test

@@ -19,14 +19,15 @@ from dora_pipe.audit.prune import plan_blobs
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.replay_trajectory import pick, regenerate
 from dora_pipe.bus.blobs import BlobBus, BlobFiles, blob_of
-from dora_pipe.bus.port import Bus, Record
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.sft import Example, SftOptions, train_sft
 from dora_pipe.consumers.learners.torch.model import load_weights
 from dora_pipe.consumers.learners.torch.network import build
 from dora_pipe.core.errors import InvariantBroken
+from dora_pipe.core.pure.records import Record
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.policy import PolicyDtype
 from dora_pipe.schemas.routes import number_type

@@ -12,9 +12,9 @@ import pytest
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_trajectory import regenerate
-from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.producers.worker.machine import WorkerMachine
 from dora_pipe.producers.worker.request import Phase

@@ -18,8 +18,9 @@ import msgspec
 import pytest
 
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.sim.scenario import draw
 from dora_pipe.sim.seed_runner import SeedRun

@@ -15,7 +15,7 @@ from dora_pipe.bench.studies.paradigms_study import Study, study_of
 from dora_pipe.bench.studies.paradigms_virtual import TOOLS, LateTasks
 from dora_pipe.core.errors import UsageError
 from dora_pipe.producers.tasks.calls import EnvStep, Forget, PromptCall, PromptReady, TaskCall
-from dora_pipe.producers.tasks.port import ToolCall, Turn
+from dora_pipe.producers.tasks.task import ToolCall, Turn
 from tests.support.user_run import bench
 from tests.support.worker import VirtualClock
 

@@ -10,8 +10,8 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.contributions import stored_contributions
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from tests.support.cluster import TRAINER, Cluster, TorchParts, make_config
 from tests.support.models import make_qwen2

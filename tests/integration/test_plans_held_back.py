@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.core.pure.records import Append
 from dora_pipe.launch import plan as plans
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.schemas.topics import Topics

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.console import name_process
+from dora_pipe.core.system.console import name_process
 from dora_pipe.launch.roles import settle
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
-from dora_pipe.bus.port import TopicPartition
-from dora_pipe.core.runtime import BUS_TURN_NS
-from dora_pipe.core.status_schedule import WHOLE_EVERY
+from dora_pipe.core.loop.runtime import BUS_TURN_NS
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.pure.status_schedule import WHOLE_EVERY
 from dora_pipe.producers.worker.machine import PROGRESS_STATUS_NS
 from dora_pipe.schemas.control import Resume
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.auditor import audit
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.learners.simulated import initial_weights
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.store.store import PolicyStore
 from tests.support.cluster import Cluster, make_config
 from tests.support.kafka_broker import KafkaBroker

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 from kafka import KafkaProducer
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support.kafka_broker import KafkaBroker
 
 pytestmark = [

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.client import PROBE_LIMIT_S, QUIET_LIMIT_S
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, OutcomeUnknown
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support.kafka_broker import KafkaBroker, Listener
 from tests.support.proxy import Proxy
 

@@ -14,10 +14,10 @@ from dora_pipe.analysis.retrain import retrain
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.replay_trajectory import generate_again, pick, regenerate
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.core.errors import ReplayDiverged
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.ledger.reading import read_catalogue
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.trajectory_codec import decode_trajectory
 from dora_pipe.store.model_dir import weights_digest

@@ -24,7 +24,7 @@ from dora_pipe.core.errors import InvariantBroken, ReplayDiverged, UsageError
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.lineage import policy_after
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.tasks.calls import EnvStep, TaskEvent
 from dora_pipe.producers.worker.role import sampling_params

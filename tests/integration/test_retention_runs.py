@@ -10,10 +10,10 @@ import pytest
 from dora_pipe.analysis.replay import Rebuilt, SourceRun
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.prune import plan_prune, prune
-from dora_pipe.bus.port import Append
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import ReplayDiverged, UsageError
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.control import VersionsDropped
 from dora_pipe.schemas.wire import encode
 from dora_pipe.store.names import digest_in

@@ -29,7 +29,7 @@ from dora_pipe.producers.rewards.programs import read_tests
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Completion, Retry, Reward
+from dora_pipe.producers.tasks.task import Completion, Retry, Reward
 
 ADD = "```python\ndef add(a, b):\n    return a + b\n```"
 ASSERTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add('a', 'b') == 'ab'"]

@@ -20,8 +20,8 @@ from dora_pipe.producers.rewards.judge import Judge, JudgeClient
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.calls import RewardCall, Rewarded, TaskFailed
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Retry, Reward
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from dora_pipe.producers.tasks.task import Retry, Reward
 from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint, said
 
 PROMPT = "Is {{ text }} the answer to {{ row.question }}? Say `Score: n`, from 0 to 10."

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Bus, TopicSpec
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import UsageError
 from dora_pipe.launch import run_dir as rundir

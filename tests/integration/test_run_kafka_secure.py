@@ -10,8 +10,8 @@ import pytest
 
 from dora_pipe.bus.kafka.bus import KafkaBus
 from dora_pipe.bus.kafka.security import PASSWORD_VARIABLE
-from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.core.errors import AccessRefused
+from dora_pipe.core.pure.records import Append, TopicPartition
 from tests.support.kafka_broker import KafkaBroker
 from tests.support.kafka_secure import (
     ROLES,

@@ -13,9 +13,10 @@ import pytest
 
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Record
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.core.pure.records import Append, Record
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.dead_letter import decode_dead_letter
 from dora_pipe.schemas.headers import parse_headers

@@ -42,7 +42,7 @@ task = "other"
 prompts = 3
 """
 OTHER = """
-from dora_pipe.producers.tasks.port import Task
+from dora_pipe.producers.tasks.task import Task
 
 
 class Other(Task):

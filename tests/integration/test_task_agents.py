@@ -24,7 +24,7 @@ from dora_pipe.producers.tasks.pool import TaskPool
 
 AGENT = """
 import asyncio, os, signal, time
-from dora_pipe.producers.tasks.port import Retry, Reward
+from dora_pipe.producers.tasks.task import Retry, Reward
 
 async def told(base_url, api_key, row):
     await asyncio.sleep(0)

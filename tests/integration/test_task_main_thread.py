@@ -18,12 +18,12 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from tests.support.task_pool import PATIENCE_S, ask, gather, prompt, score
 
 MODULE = r"""
 import os, signal, threading, time
-from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Task
+from dora_pipe.producers.tasks.task import Environment, Observation, Retry, Task
 
 tried = set()
 

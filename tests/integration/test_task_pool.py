@@ -22,7 +22,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from tests.support.task_pool import (
     LIMIT_S,
     USER_MODULE,

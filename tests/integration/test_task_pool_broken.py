@@ -14,7 +14,7 @@ from dora_pipe.producers.tasks.calls import EnvStep, PromptReady, Rewarded, Task
 from dora_pipe.producers.tasks.child import DEFERRED_DEATHS_MAX
 from dora_pipe.producers.tasks.links import KILLED, ProcessLink
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.schemas.metrics import FailingServer
 from tests.support.task_pool import (
     DEADLINE_S,

@@ -20,7 +20,7 @@ from dora_pipe.producers.tasks.calls import (
     TaskFailed,
 )
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import ToolCall, Turn
+from dora_pipe.producers.tasks.task import ToolCall, Turn
 from tests.support.task_pool import (
     DEADLINE_S,
     PATIENCE_S,
@@ -33,7 +33,7 @@ from tests.support.task_pool import (
 
 MODULE = '''
 import asyncio, os, random, sys, time
-from dora_pipe.producers.tasks.port import Environment, Observation, Retry, Task
+from dora_pipe.producers.tasks.task import Environment, Observation, Retry, Task
 
 tried = {}
 

@@ -16,13 +16,13 @@ from dora_pipe.config.load import load_config
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, Rewarded
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from tests.support.task_pool import ask, pid_of, prompt, score, survey, wait_until_gone
 
 MODULE = """
 import os, sys
 import a_game
-from dora_pipe.producers.tasks.port import Environment, Observation, Task
+from dora_pipe.producers.tasks.task import Environment, Observation, Task
 
 class World(Environment):
     def reset(self, row):

@@ -18,7 +18,7 @@ from dora_pipe.producers.tasks import pool as pool_module
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, EpisodeLost, PromptReady, Rewarded
 from dora_pipe.producers.tasks.interpreter import TOKEN_VARIABLE
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from tests.support.task_pool import DEADLINE_S, ask, is_gone, prompt, score, write_module
 from tests.support.task_server import TOKEN, Server
 from tests.support.tidy import ROOT

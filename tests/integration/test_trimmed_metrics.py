@@ -14,10 +14,10 @@ import pytest
 from dora_pipe.analysis import replay
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.status_schedule import WHOLE_EVERY
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.pure.status_schedule import WHOLE_EVERY
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.launch import run_dir as rundir
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.ledger.statuses import read_statuses

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.port import Append
 from dora_pipe.config.storage import keep_every_of
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.pure.records import Append
 from dora_pipe.launch.plan import Plan, plan_new, plan_resume
 from dora_pipe.launch.run import load_again, load_wanted
 from dora_pipe.launch.run_dir import RunDir

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import UsageError
+from dora_pipe.core.pure.records import Append
 from dora_pipe.observe.why import RoleAnswer, WhyAnswer, why_at, why_now, why_step
 from dora_pipe.producers.tasks.calls import RewardCall
 from dora_pipe.producers.worker.request import Phase

@@ -12,8 +12,9 @@ from typing import get_args
 import msgspec
 import pytest
 
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, TopicSpec
+from dora_pipe.core.pure.records import Append
 from dora_pipe.ledger.reading import read_catalogue
 from dora_pipe.observe.waits import (
     Kind,

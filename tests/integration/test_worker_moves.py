@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.producers.engines.port import Kv
+from dora_pipe.producers.engines.engine import Kv
 from dora_pipe.producers.worker.kv_handover import (
     Handover,
     KvHandover,
@@ -20,7 +20,7 @@ from dora_pipe.schemas.control import RequestReleased, TrajectoryLogged, WorkerL
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.rounds import Drain, ScheduledRequest
 from dora_pipe.store.transfers.files import MappedFiles
-from dora_pipe.store.transfers.port import Lost
+from dora_pipe.store.transfers.transfers import Lost
 from tests.support.worker import TICK_NS, VirtualClock, Worker, World
 
 NAME = "g0000000000-000"

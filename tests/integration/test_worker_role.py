@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import ConfigError, Fenced, PolicyError, ResourceError, TaskError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.registry import reward_digest
 from dora_pipe.producers.worker.role import REJOINS_MAX

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dora_pipe.core.wait_tracker import Limits
+from dora_pipe.core.pure.wait_tracker import Limits
 from dora_pipe.producers.tasks.calls import EnvStep, PromptCall, RewardCall
 from dora_pipe.producers.worker.off_engine import AVERAGED_NS
 from dora_pipe.producers.worker.request import Phase

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.tasks.calls import EnvObserved, EnvStep, PromptCall, PromptReady
 from dora_pipe.producers.worker.kv_handover import Handover, KvHandover, NoHandover

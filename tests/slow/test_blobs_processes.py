@@ -24,7 +24,7 @@ RECORD_BYTES_MAX = 64 * 1024
 PARTS = 4000
 REWARD = f"""
 import random
-from dora_pipe.producers.tasks.port import Reward
+from dora_pipe.producers.tasks.task import Reward
 
 def score(row, text):
     chance = random.Random(text)

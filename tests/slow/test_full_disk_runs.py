@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S
 from tests.support.small_disk import SmallDisk, small_disk
 from tests.support.user_run import assert_clean, call, furnish, start, steps, until
 

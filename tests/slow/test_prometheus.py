@@ -11,7 +11,7 @@ import pytest
 
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.consumers.contributions import read_contributions
-from dora_pipe.core.clock import SystemClock
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.observe.metrics.exporter import Exporter, MetricsServer
 from dora_pipe.schemas.metrics import FailingServer
 from tests.support.cluster import Cluster, TorchParts, make_config

@@ -17,7 +17,7 @@ import pytest
 from kafka.errors import KafkaError
 
 from dora_pipe.bus.kafka.bus import KafkaBus
-from dora_pipe.bus.port import TopicPartition
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.topics import Topics
 from tests.support.kafka_broker import BrokerError, KafkaCluster
 from tests.support.user_run import WAIT_S, furnish, start, steps, until

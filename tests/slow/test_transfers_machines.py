@@ -12,7 +12,8 @@ import pytest
 
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Append, Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.control import (
     Command,
     RequestReleased,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dora_pipe.config import model
-from dora_pipe.producers.tasks.port import Environment, Observation, Prompt, Row, Task
 from dora_pipe.producers.tasks.registry import open_task
+from dora_pipe.producers.tasks.task import Environment, Observation, Prompt, Row, Task
 
 
 def installed(package: str) -> bool:

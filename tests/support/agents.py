@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from dora_pipe.producers.engines.port import EngineEvent, EngineRequest, Exported, TokensSampled
+from dora_pipe.producers.engines.engine import EngineEvent, EngineRequest, Exported, TokensSampled
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import EpisodeLost, Rewarded
 from dora_pipe.producers.worker.effects import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dora_pipe.consumers.learners.port import Settings, TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import Settings, TrainBatch, TrainGroup
 from dora_pipe.schemas.identity import group_id, parse_trajectory_id, trajectory_id
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.routes import Routes

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from dora_pipe.bus.port import Append, Record, TopicPartition
 from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support.bus_steps import (
     PATIENCE_S,
     Harness,

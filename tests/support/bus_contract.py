@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.core.errors import (
     BusError,
     DoraError,
@@ -19,6 +19,7 @@ from dora_pipe.core.errors import (
     RecordTooLarge,
     TopicMissing,
 )
+from dora_pipe.core.pure.records import Append, TopicPartition
 from tests.support import bus_checks_reading
 from tests.support.bus_steps import (
     Check,

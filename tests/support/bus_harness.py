@@ -9,12 +9,13 @@ from typing import Any
 from uuid import uuid4
 
 from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.bus import Bus, TopicSpec, Writer
 from dora_pipe.bus.kafka.bus import KafkaBus, KafkaWriter
 from dora_pipe.bus.kafka.client import send
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
 from dora_pipe.core.errors import OutcomeUnknown
+from dora_pipe.core.pure.records import Append, TopicPartition
 
 ALL_LAND = 1 << 30
 

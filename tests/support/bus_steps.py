@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from dora_pipe.bus.port import Append, Bus, Reader, Record, TopicPartition, TopicSpec, Writer
+from dora_pipe.bus.bus import Bus, Reader, TopicSpec, Writer
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 PATIENCE_S = 30.0
 """Seconds until a check fails."""

@@ -9,8 +9,8 @@ and prints each acknowledged call's number, `fenced`, or `unknown`.
 import sys
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import Fenced, OutcomeUnknown
+from dora_pipe.core.pure.records import Append
 
 
 def say(line: str) -> None:

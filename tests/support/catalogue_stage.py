@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.ledger.builder import CatalogueBuilder
 from dora_pipe.ledger.database import Catalogue
 from dora_pipe.ledger.reading import read_catalogue

@@ -24,21 +24,23 @@ import msgspec
 from dora_pipe.analysis.change import Change
 from dora_pipe.analysis.replay import SourceRun, StepResult, replay_steps
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
+from dora_pipe.bus.bus import Bus, Reader
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Bus, Reader, Record, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config, max_resident_versions
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.registry import make_learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers
 from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.role import handlers_setup
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.runtime import Meter, Runtime, StopAsked
+from dora_pipe.core.loop.runtime import Meter, Runtime
+from dora_pipe.core.pure.machine import StopAsked
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.simulated import (
     END_TOKEN,
     Lengths,

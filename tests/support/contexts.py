@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
-from dora_pipe.producers.engines.port import (
+from dora_pipe.consumers.learners.learner import TrainBatch, TrainGroup
+from dora_pipe.producers.engines.engine import (
     Engine,
     EngineRequest,
     RequestFinished,

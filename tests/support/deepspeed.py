@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from dora_pipe.bus.port import Append, TopicSpec
-from dora_pipe.consumers.learners.port import LoggedAt, Settings, StepResult, TrainBatch
+from dora_pipe.bus.bus import TopicSpec
+from dora_pipe.consumers.learners.learner import LoggedAt, Settings, StepResult, TrainBatch
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.headers import header_pairs
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics

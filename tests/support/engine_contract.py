@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
     KV_EXPORT,

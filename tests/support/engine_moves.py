@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     BATCH_INVARIANT,
     KV_EXPORT,
     PARTIAL_ROLLOUT,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     PARTIAL_ROLLOUT,
     PREFIX_REUSE,
     Engine,

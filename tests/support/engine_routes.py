@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dora_pipe.producers.engines.port import Engine, EngineRequest, TokensSampled
+from dora_pipe.producers.engines.engine import Engine, EngineRequest, TokensSampled
 from dora_pipe.schemas.routes import GrowingRoutes, Routes
 from tests.support.engine_contract import request
 

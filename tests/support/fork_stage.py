@@ -16,8 +16,8 @@ from dora_pipe.analysis import probes
 from dora_pipe.cli import fork
 from dora_pipe.config import model
 from dora_pipe.config.load import dump_toml
-from dora_pipe.core.clock import Clock
-from dora_pipe.core.runtime import Runtime
+from dora_pipe.core.loop.runtime import Runtime
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.engines.simulated import SimulatedEngine, long_tailed_length
 from dora_pipe.producers.tasks.calls import (
     EnvObserved,

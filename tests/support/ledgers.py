@@ -5,7 +5,7 @@ from __future__ import annotations
 from dora_pipe.audit.findings import Findings
 from dora_pipe.audit.ledger import Ledger
 from dora_pipe.audit.round_reader import folded_rounds
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.schemas.topics import Topics
 
 

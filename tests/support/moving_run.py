@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import Append, TopicPartition
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import Command, WorkerJoined
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics, merged

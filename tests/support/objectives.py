@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dora_pipe.config.model import Objective
 from dora_pipe.config.objectives import BUILT_IN
-from dora_pipe.consumers.learners.port import Settings
+from dora_pipe.consumers.learners.learner import Settings
 from dora_pipe.consumers.learners.settings import step_settings
 from dora_pipe.consumers.objectives.registry import terms_of
 from dora_pipe.consumers.objectives.terms import Inputs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dora_pipe.bench.studies.offpolicy import Measured
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
-from dora_pipe.producers.tasks.port import Row
+from dora_pipe.producers.tasks.task import Row
 
 
 class Wordy(Arithmetic):

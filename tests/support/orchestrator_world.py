@@ -16,10 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from dora_pipe.bus.bus import Reader, TopicSpec, Writer
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Reader, TopicPartition, TopicSpec, Writer
 from dora_pipe.config.model import Config
-from dora_pipe.core.runtime import Meter, Runtime
+from dora_pipe.core.loop.runtime import Meter, Runtime
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.orchestrator.machine import OrchestratorMachine
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.schemas.control import AnyControl, StepCommitted, WorkerJoined

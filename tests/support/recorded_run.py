@@ -16,9 +16,9 @@ from pathlib import Path
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.audit.report import AuditReport
-from dora_pipe.bus.port import Append, TopicPartition
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.load import dump_toml
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.ledger.reading import FILE
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.topics import Topics

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.observe.run_stats import RunStats
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.identity import Purpose

@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 USER_MODULE = """
 import ctypes, os, subprocess, sys, time
-from dora_pipe.producers.tasks.port import Environment, Observation, Reward, Task
+from dora_pipe.producers.tasks.task import Environment, Observation, Reward, Task
 
 REWARDS = {
     "one": lambda: 1, "true": lambda: True, "nan": lambda: float("nan"),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.consumers.teachers.port import Row, Scores
+from dora_pipe.consumers.teachers.teacher import Row, Scores
 from tests.support.judge_endpoint import Answer, Endpoint, judge_endpoint
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.producers.engines.port import Engine, EngineRequest
+from dora_pipe.producers.engines.engine import Engine, EngineRequest
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.store.model_dir import import_model
 from dora_pipe.store.store import PolicyStore

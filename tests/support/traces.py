@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
 from dora_pipe.audit.entries import GroupEntry
-from dora_pipe.bus.port import Bus
+from dora_pipe.bus.bus import Bus
 from dora_pipe.observe.traces import names
 from dora_pipe.observe.traces.span import Link, Span
 from dora_pipe.observe.traces.tracer import Tracer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dora_pipe.bus.port import Record
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.effects import (
     BatchFetched,
@@ -18,7 +17,8 @@ from dora_pipe.consumers.trainer.effects import (
 )
 from dora_pipe.consumers.trainer.machine import TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.status import Gauges
-from dora_pipe.core.runtime import CaughtUp, Now, Outputs, Published
+from dora_pipe.core.pure.machine import CaughtUp, Now, Outputs, Published
+from dora_pipe.core.pure.records import Record
 from dora_pipe.schemas.control import (
     Offender,
     RunStarted,

@@ -12,17 +12,18 @@ from typing import Any
 
 import msgspec
 
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.config.model import Config, Model, Run, Task
 from dora_pipe.config.storage import Store
-from dora_pipe.consumers.learners.port import Learner
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.consumers.learners.simulated import SimulatedLearner, initial_weights
 from dora_pipe.consumers.trainer.effect_handlers import EffectHandlers, HandlersSetup
 from dora_pipe.consumers.trainer.machine import TrainerMachine, TrainerSetup
 from dora_pipe.consumers.trainer.ports import InlinePort
 from dora_pipe.consumers.trainer.recovery import read_history
-from dora_pipe.core.runtime import Meter, Runtime
+from dora_pipe.core.loop.runtime import Meter, Runtime
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.schemas.control import (
     AnyControl,
     RoleStarted,

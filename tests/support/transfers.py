@@ -13,11 +13,11 @@ from typing import Protocol
 
 import numpy as np
 
-from dora_pipe.core.clock import Clock
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.store.transfers.files import MappedFiles
 from dora_pipe.store.transfers.flight import FlightTransfers, Identity
-from dora_pipe.store.transfers.port import (
+from dora_pipe.store.transfers.transfers import (
     AGE_MAX_NS,
     BLOB_BYTES_MAX,
     GONE,

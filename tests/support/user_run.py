@@ -19,8 +19,9 @@ from unittest.mock import patch
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import records_of
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.cli.main import main
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.launch.run_dir import opened
 from dora_pipe.schemas.control import StepCommitted, decode_control
 from dora_pipe.schemas.topics import Topics

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.vllm.core import CPU_BUILD, VllmSettings, version_of
 from dora_pipe.producers.engines.vllm.process import ServerProcess
 from dora_pipe.producers.engines.vllm.server import VllmEngine

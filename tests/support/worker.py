@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
-from dora_pipe.core.runtime import Meter, Runtime
-from dora_pipe.producers.engines.port import Engine, SamplingParams
+from dora_pipe.core.loop.runtime import Meter, Runtime
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
+from dora_pipe.producers.engines.engine import Engine, SamplingParams
 from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine, long_tailed_length
 from dora_pipe.producers.worker.engine_port import EnginePort
 from dora_pipe.producers.worker.kv_handover import Handover, MemoryHandover

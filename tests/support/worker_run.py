@@ -9,12 +9,13 @@ from typing import Any
 
 import msgspec
 
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.config import model
 from dora_pipe.config.workers import Workers
 from dora_pipe.consumers.learners.simulated import initial_weights
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.launch.examples import write_word_tokenizer
-from dora_pipe.producers.engines.port import Engine
+from dora_pipe.producers.engines.engine import Engine
 from dora_pipe.producers.engines.requests import Decode
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.arithmetic import WORDS, Arithmetic

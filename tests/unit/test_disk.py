@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.core.console import LOG_CHARACTERS_MAX, LogLines
 from dora_pipe.core.errors import MESSAGE_CHARACTERS_MAX, ResourceError
-from dora_pipe.core.own_code import TRACEBACK_LINES_MAX, traceback_of
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.core.system.console import LOG_CHARACTERS_MAX, LogLines
+from dora_pipe.core.system.own_code import TRACEBACK_LINES_MAX, traceback_of
 from dora_pipe.launch import disk_watch as disk
 from dora_pipe.launch.disk_watch import FULL_BYTES, DiskWatch
 from tests.support.worker import VirtualClock

@@ -21,6 +21,7 @@ OWN = frozenset(
         ".cli.commands",
         ".cli.commands.audit",
         ".cli.commands.analysis",
+        ".cli.commands.control",
         ".cli.commands.export",
         ".cli.commands.log",
         ".cli.commands.machine",
@@ -32,10 +33,11 @@ OWN = frozenset(
         ".cli.output",
         ".cli.progress",
         ".core",
-        ".core.console",
         ".core.errors",
-        ".core.local_http",
-        ".core.proxies",
+        ".core.system",
+        ".core.system.console",
+        ".core.system.local_http",
+        ".core.system.proxies",
     )
 )
 """Our modules for arguments and output."""

@@ -6,12 +6,13 @@ import msgspec
 import pytest
 
 from dora_pipe.bus.blobs import BlobBus, BlobFiles
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Bus, Config, Model, Run, Task
 from dora_pipe.config.storage import Store
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.launch.run_dir import RunDir
 from dora_pipe.store.log_location import LogLocation
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.bus.port import Record
 from dora_pipe.cli import output
 from dora_pipe.cli.records import record_line
 from dora_pipe.cli.tables import Table
-from dora_pipe.core import console
 from dora_pipe.core.errors import ConfigError, printable
+from dora_pipe.core.pure.records import Record
+from dora_pipe.core.system import console
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u2028\u2029\u202e\u2066\r\n\ud800"
 DIGEST = "0ba9d3565d780551516b98e3aaebb9fc112e31d1074af28f12dcdb0dfafb9d5f"

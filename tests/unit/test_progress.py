@@ -9,11 +9,12 @@ from collections.abc import Callable
 import pytest
 
 from dora_pipe.bus.base import FAR, WatchedBus
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.cli import progress
 from dora_pipe.cli.output import emit_line
 from dora_pipe.cli.progress import CommandProgress
+from dora_pipe.core.pure.records import Append, TopicPartition
 
 LIMIT_S = 30.0
 

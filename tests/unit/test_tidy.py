@@ -55,7 +55,7 @@ SOUND: list[tuple[Rule, str, str]] = [
     (tidy.annotations, "schemas/a.py", "class C:\n    def f(self, *, x: int) -> None: ...\n"),
     (tidy.catching, "cli/a.py", "try: ...\nexcept Exception: ...\n"),
     (tidy.imports, "cli/a.py", "from infra.kafka.broker import Broker\n"),
-    (tidy.catching, "core/runtime.py", "try: ...\nexcept Exception: ...\n"),
+    (tidy.catching, "core/loop/runtime.py", "try: ...\nexcept Exception: ...\n"),
     (tidy.catching, "schemas/a.py", "try: ...\nexcept OSError: ...\n"),
     (tidy.imports, "cli/a.py", "from dora_pipe.schemas import control\n"),
     (tidy.imports, "producers/engines/torch/engine.py", "import torch\n"),

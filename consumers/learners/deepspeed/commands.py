@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from dora_pipe.consumers.learners.port import LoggedAt, TrainBatch
+from dora_pipe.consumers.learners.learner import LoggedAt, TrainBatch
 from dora_pipe.consumers.learners.step import Part, Pass, one_pass
 from dora_pipe.consumers.objectives.terms import RowMetrics
 from dora_pipe.store.log_location import LogLocation

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.consumers.learners.deepspeed import prepare
 from dora_pipe.consumers.learners.deepspeed.commands import (
     EndRanks,
@@ -29,11 +28,12 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
     Read,
     ShareCommand,
 )
-from dora_pipe.core.clock import SystemClock
-from dora_pipe.core.console import name_process
 from dora_pipe.core.errors import DoraError
-from dora_pipe.core.retry import retry_bus
-from dora_pipe.core.run_lifecycle import run_is_over, wait_for_run
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.loop.run_lifecycle import run_is_over, wait_for_run
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.clock import SystemClock
+from dora_pipe.core.system.console import name_process
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.store.log_location import LogLocation
 from dora_pipe.store.store import PolicyStore

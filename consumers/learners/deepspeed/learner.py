@@ -43,8 +43,8 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
 from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
 from dora_pipe.consumers.learners.deepspeed.rank import Rank, engine_options
 from dora_pipe.consumers.learners.deepspeed.rank_group import rank_group
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.parts import StepInParts
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
     MICRO_BATCH_TOKENS,
     PACKING,

@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from dora_pipe.bus.bus import Bus
 from dora_pipe.bus.logged import record_digest
-from dora_pipe.bus.port import Bus, Record
 from dora_pipe.consumers.learners.deepspeed.commands import (
     Finish,
     Gather,
@@ -31,7 +31,7 @@ from dora_pipe.consumers.learners.deepspeed.commands import (
 )
 from dora_pipe.consumers.learners.deepspeed.engine import Engine, EngineOptions
 from dora_pipe.consumers.learners.deepspeed.rank_group import RankGroup
-from dora_pipe.consumers.learners.port import LoggedAt
+from dora_pipe.consumers.learners.learner import LoggedAt
 from dora_pipe.consumers.learners.settings import StepSettings, step_settings
 from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.device_states import DeviceStates, tensors_in
@@ -49,8 +49,9 @@ from dora_pipe.consumers.learners.torch.model import (
 )
 from dora_pipe.consumers.objectives.registry import needs_proximal, needs_reference, objective_kind
 from dora_pipe.consumers.place_reader import PlaceReader, RecordPlace
-from dora_pipe.core.clock import Clock, SystemClock
 from dora_pipe.core.errors import BusError, InvariantBroken, SchemaError
+from dora_pipe.core.pure.records import Record
+from dora_pipe.core.system.clock import Clock, SystemClock
 from dora_pipe.schemas.contexts import choices_of, row_of
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.trajectory import Trajectory

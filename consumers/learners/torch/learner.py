@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor
 
 from dora_pipe.config.section import ComputeDtype, OptimizerName
+from dora_pipe.consumers.learners.learner import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.parts import StepInParts
-from dora_pipe.consumers.learners.port import Reference, Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import (
     MICRO_BATCH_TOKENS,
     PACKING,

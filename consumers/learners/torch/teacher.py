@@ -15,7 +15,7 @@ from dora_pipe.consumers.learners.torch.device import deterministic
 from dora_pipe.consumers.learners.torch.memory import AT_ONCE, MemoryOptions, UnassignedRows
 from dora_pipe.consumers.learners.torch.model import Passage, score, score_rows
 from dora_pipe.consumers.learners.torch.network import head_is_all
-from dora_pipe.consumers.teachers.port import Row, Scores
+from dora_pipe.consumers.teachers.teacher import Row, Scores
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.store.model_dir import unassigned_ids, weights_digest
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dora_pipe.core.errors import PolicyError
 from dora_pipe.producers.engines.base import ResidentVersions, Version
-from dora_pipe.producers.engines.port import EngineRequest
+from dora_pipe.producers.engines.engine import EngineRequest
 from dora_pipe.producers.engines.slots import Integers
 from dora_pipe.producers.engines.torch.causal_lm import CausalLM
 from dora_pipe.producers.engines.torch.experts import ROWS_MIN

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     BATCH_INVARIANT,
     COUNTER_SAMPLING,
     PREFILL_EXACT,

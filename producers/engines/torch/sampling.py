@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.engines.slots import Drawn, Integers
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from dora_pipe.producers.engines.port import Array
+from dora_pipe.producers.engines.engine import Array
 from dora_pipe.producers.engines.vllm.kv_files import CacheFacts
 
 CONNECTORS: Final = "dora_pipe.producers.engines.vllm.plugins"

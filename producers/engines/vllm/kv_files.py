@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from dora_pipe.producers.engines.port import Array, Kv
+from dora_pipe.producers.engines.engine import Array, Kv
 
 KV_ARRAY: Final = "kv"
 """Name of the array: [layers, 2, tokens, kv_heads, head_dim], keys first."""

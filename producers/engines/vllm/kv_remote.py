@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Final, Literal
 
 from dora_pipe.core.errors import ResourceError, reason
-from dora_pipe.producers.engines.port import Kv
+from dora_pipe.producers.engines.engine import Kv
 from dora_pipe.producers.engines.vllm.client import VllmServerClient
 from dora_pipe.producers.engines.vllm.kv_files import KV_ARRAY, KvFolder
 from dora_pipe.producers.engines.vllm.wire import KV_COPIED, KV_ENDED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from dora_pipe.producers.engines.port import Kv
+from dora_pipe.producers.engines.engine import Kv
 from dora_pipe.producers.engines.requests import RunningRequest
 from dora_pipe.producers.engines.vllm import wire
 from dora_pipe.producers.engines.vllm.http import HttpStream

@@ -27,10 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import InvariantBroken, ResourceError
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.producers.engines.base import EngineBase, check_sizes
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     COUNTER_SAMPLING,
     KV_EXPORT,
     LORA,

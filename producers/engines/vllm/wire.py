@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.core.errors import ResourceError
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.schemas.routes import Routes
 
 QUOTED_CHARACTERS_MAX: Final = 300

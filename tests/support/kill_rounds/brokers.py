@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import dora_pipe
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.core.errors import ResourceError
+from dora_pipe.core.pure.records import TopicPartition
 
 if TYPE_CHECKING:
     from infra.kafka.broker import KafkaBroker

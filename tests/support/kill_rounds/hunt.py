@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from typing import Final, Protocol
 
 from dora_pipe.bus import open_bus
-from dora_pipe.bus.port import Record, TopicPartition
+from dora_pipe.core.pure.records import Record, TopicPartition
 from dora_pipe.launch.supervisor import Supervisor
 from dora_pipe.schemas.control import TrajectoriesLogged, decode_control
 from dora_pipe.schemas.topics import Topics

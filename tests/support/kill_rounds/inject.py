@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 
 from dora_pipe.bus.base import BusWrapper
-from dora_pipe.bus.port import Append, Bus, Writer
+from dora_pipe.bus.bus import Bus, Writer
 from dora_pipe.bus.sqlite import SqliteBus, SqliteWriter
 from dora_pipe.bus.sqlite_file import SqliteFile
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.policy import Manifest
 from dora_pipe.schemas.topics import Topics
 from dora_pipe.schemas.wire import sha256_hex

@@ -15,11 +15,12 @@ import msgspec
 from dora_pipe.analysis.replay import SourceRun, replay_steps
 from dora_pipe.audit.auditor import audit
 from dora_pipe.audit.reading import ends_of, records_of
-from dora_pipe.bus.port import Bus, TopicPartition
+from dora_pipe.bus.bus import Bus
 from dora_pipe.config.logged import logged_config
-from dora_pipe.consumers.learners.port import Learner
-from dora_pipe.core.clock import Clock
+from dora_pipe.consumers.learners.learner import Learner
 from dora_pipe.core.errors import DoraError
+from dora_pipe.core.pure.records import TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.control import (
     RequestFailed,
     RoleStarted,

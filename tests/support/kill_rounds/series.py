@@ -17,8 +17,8 @@ import typer
 from dora_pipe.cli.main import run_command
 from dora_pipe.cli.options import JsonOption
 from dora_pipe.cli.output import emit_json, emit_table
-from dora_pipe.core.console import say
 from dora_pipe.core.errors import InvariantBroken, UsageError
+from dora_pipe.core.system.console import say
 from tests.support.kill_rounds.brokers import CLUSTER
 from tests.support.kill_rounds.order import (
     BROKER,

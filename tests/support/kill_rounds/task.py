@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dora_pipe.producers.tasks.arithmetic import Arithmetic
-from dora_pipe.producers.tasks.port import Completion, Row
+from dora_pipe.producers.tasks.task import Completion, Row
 
 
 class DigitShare(Arithmetic):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from dora_pipe.core.console import say
+from dora_pipe.core.system.console import say
 from dora_pipe.sim.__main__ import settle
 from dora_pipe.sim.seed_runner import run_seed
 from tests.support.mutants.rules import BUGS, mutated

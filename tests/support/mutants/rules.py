@@ -17,12 +17,12 @@ from typing import Any, Final
 import msgspec
 
 from dora_pipe.bus.memory import MemoryWriter
-from dora_pipe.bus.port import Append
 from dora_pipe.config.model import async_batches
 from dora_pipe.consumers.trainer.commits import CommitHistory
 from dora_pipe.consumers.trainer.machine import TrainerMachine
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import OutcomeUnknown
+from dora_pipe.core.pure.records import Append
 from dora_pipe.orchestrator import apply_control as rules_control
 from dora_pipe.orchestrator import apply_decision as rules_decision
 from dora_pipe.orchestrator import colocated, curriculum, fold, machine, serving, staleness

@@ -12,8 +12,8 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.adapters import packages
 from dora_pipe.producers.adapters.packages import packages_of
-from dora_pipe.producers.tasks.port import Task
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from dora_pipe.producers.tasks.task import Task
 from tests.support.adapters_of_others import opened, played, task_of
 
 WAY = ("down", "down", "right", "right", "down", "right")

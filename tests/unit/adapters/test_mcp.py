@@ -21,8 +21,8 @@ from dora_pipe.producers.adapters import mcp
 from dora_pipe.producers.adapters.mcp import McpTools
 from dora_pipe.producers.adapters.mcp_client import Connection, ServerAway, ServerRefused
 from dora_pipe.producers.tasks.messages import tool_schema
-from dora_pipe.producers.tasks.port import DescribedTool, Observation, Retry, Task, ToolCall, Turn
 from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from dora_pipe.producers.tasks.task import DescribedTool, Observation, Retry, Task, ToolCall, Turn
 from dora_pipe.producers.tasks.tools import TOOL_LIMIT_S, ToolEnvironment, call_tools
 from tests.support.data_files import write_jsonl
 from tests.support.tidy import ROOT

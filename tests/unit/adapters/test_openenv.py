@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from dora_pipe.core.errors import ConfigError, TaskError
-from dora_pipe.producers.tasks.port import Environment, Retry, Turn
 from dora_pipe.producers.tasks.registry import reward_digest
+from dora_pipe.producers.tasks.task import Environment, Retry, Turn
 from tests.support.adapters_of_others import opened, task_of
 from tests.support.tidy import ROOT
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from dora_pipe.core.errors import ConfigError
-from dora_pipe.producers.tasks.port import Reward, Row, Task
 from dora_pipe.producers.tasks.registry import dataset_digest
+from dora_pipe.producers.tasks.task import Reward, Row, Task
 from tests.support.adapters_of_others import task_of
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not here: make test-adapters")

@@ -25,7 +25,7 @@ from dora_pipe.producers.adapters.verifiers_rollouts import SessionInterception,
 from dora_pipe.producers.chat.tokenizer import Tokenizer
 from dora_pipe.producers.tasks.calls import AgentCall, AgentEnded, TaskEvent
 from dora_pipe.producers.tasks.pool import TaskPool
-from dora_pipe.producers.tasks.port import Retry, Reward
+from dora_pipe.producers.tasks.task import Retry, Reward
 from dora_pipe.producers.worker.effects import AnswerCall, CallAsked
 from tests.support.adapters_of_others import installed, task_of
 from tests.support.chat_models import write_chat_model

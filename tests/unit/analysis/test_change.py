@@ -14,7 +14,7 @@ from dora_pipe.analysis.change import (
     write_rewards,
 )
 from dora_pipe.cli.retrain import change_of
-from dora_pipe.consumers.learners.port import TrainBatch
+from dora_pipe.consumers.learners.learner import TrainBatch
 from dora_pipe.core.errors import UsageError
 from tests.support.batches import SETTINGS, make_batch
 from tests.unit.consumers.test_torch_objectives import Policy

@@ -18,7 +18,7 @@ from dora_pipe.audit.mismatch import (
     metrics_of,
     stretches,
 )
-from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import TrainBatch, TrainGroup
 from dora_pipe.schemas.contexts import Context
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.trajectory import Segment, SegmentKind, Trajectory

@@ -17,9 +17,10 @@ from dora_pipe.audit.reading import (
     records_of,
 )
 from dora_pipe.audit.round_reader import FoldedRound, folded_rounds
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.control import Command
 from dora_pipe.schemas.dead_letter import DeadLetter, encode_dead_letter
 from dora_pipe.schemas.rounds import GENESIS_CHAIN, Round, chain_of, fold_bytes

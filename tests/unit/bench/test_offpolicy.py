@@ -22,7 +22,7 @@ from dora_pipe.bench.studies.offpolicy import (
     summarise,
 )
 from dora_pipe.config.objectives import BUILT_IN, rewarded
-from dora_pipe.consumers.learners.port import Settings
+from dora_pipe.consumers.learners.learner import Settings
 from dora_pipe.consumers.learners.settings import changed_settings, step_settings
 from dora_pipe.core.errors import UsageError
 from tests.support.offpolicy import measured

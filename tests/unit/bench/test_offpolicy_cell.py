@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from dora_pipe.bench.studies.offpolicy import Cell, Measured, sampled_by
 from dora_pipe.bench.studies.offpolicy_cell import Bench
 from dora_pipe.config.load import load_config
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.core.errors import NonFinite
 from dora_pipe.launch.examples import example_config, make_model
 from dora_pipe.schemas.trajectory_codec import encode_trajectory

@@ -21,11 +21,12 @@ from dora_pipe.bus.blobs import (
     lost_blob,
     may_be_blob,
 )
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.logged import record_digest
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, BusFull, RecordTooLarge
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.schemas.wire import digest_as
 from tests.support.bus_steps import catch_up, values
 

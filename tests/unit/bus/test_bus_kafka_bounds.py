@@ -15,7 +15,7 @@ from dora_pipe.bus.checks import record_bytes
 from dora_pipe.bus.kafka import in_flight as in_flight_module
 from dora_pipe.bus.kafka.in_flight import InFlight
 from dora_pipe.bus.kafka.records import Fetched
-from dora_pipe.bus.port import Append, Record, TopicPartition
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 
 @dataclass

@@ -11,6 +11,7 @@ import pytest
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer
 from kafka import errors as kafka_errors
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.access import our_errors
 from dora_pipe.bus.kafka.bus import _retry_without_leader
@@ -23,7 +24,6 @@ from dora_pipe.bus.kafka.client import (
     topic_settings,
 )
 from dora_pipe.bus.kafka.security import PLAINTEXT
-from dora_pipe.bus.port import TopicSpec
 from dora_pipe.core.errors import Fenced, OutcomeUnknown
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from dora_pipe.bus.base import count_empty_polls
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, BusFull, Fenced, LogTruncated, OutcomeUnknown
+from dora_pipe.core.pure.records import Append, TopicPartition
 
 AT = TopicPartition("t", 0)
 

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dora_pipe.bus.bus import Bus, Reader, TopicSpec
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
+from dora_pipe.core.pure.records import Append, TopicPartition
 
 PARTITIONS = 3
 

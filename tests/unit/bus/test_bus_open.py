@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus import open_bus
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.checks import PARTITIONS_MAX, check_position, check_spec, record_bytes
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError, UsageError
+from dora_pipe.core.pure.records import Append, TopicPartition
 
 
 def test_a_sqlite_address_is_a_path(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.bus import sqlite, sqlite_file
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus, SqliteReader
 from dora_pipe.core.errors import BusError, BusFull, LogDamaged, LogTruncated, TopicMissing
+from dora_pipe.core.pure.records import Append, TopicPartition
 
 AT = TopicPartition("t", 0)
 

@@ -8,7 +8,6 @@ from kafka import errors as kafka_errors
 from dora_pipe.bus.kafka.access import ROOM_HINT, cause_of, our_errors
 from dora_pipe.bus.kafka.refused import refusal
 from dora_pipe.bus.kafka.security import KafkaSecurity
-from dora_pipe.bus.port import Append
 from dora_pipe.core.errors import (
     AccessRefused,
     BusError,
@@ -18,7 +17,8 @@ from dora_pipe.core.errors import (
     OutcomeUnknown,
     TopicMissing,
 )
-from dora_pipe.core.retry import FINAL_ERRORS
+from dora_pipe.core.loop.retry import FINAL_ERRORS
+from dora_pipe.core.pure.records import Append
 
 WORKER = KafkaSecurity(protocol="SASL_SSL", username="w0", ca_file="ca.pem")
 

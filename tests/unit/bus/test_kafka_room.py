@@ -12,7 +12,7 @@ import pytest
 from dora_pipe.bus.kafka.cluster import FULL_BYTES, LOW_BYTES, LogDir, Partition, too_few_of
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
 from dora_pipe.core.errors import BusError, ResourceError
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S
 from dora_pipe.launch import disk_watch as broker_watch
 from dora_pipe.launch.disk_watch import FULL_BYTES as LOCAL_FULL_BYTES
 from dora_pipe.launch.disk_watch import BrokerWatch, DiskWatch, broker_trouble

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.checks import BATCH_ROOM_BYTES
 from dora_pipe.bus.kafka.client import FETCH_BYTES, topic_settings
 from dora_pipe.bus.kafka.cluster import TopicFacts, check_settings, fetch_problem, problems_of
-from dora_pipe.bus.port import TopicSpec
 from dora_pipe.config.model import Bus
 from dora_pipe.core.errors import BusError
 from infra.kafka.broker import TOOLS

@@ -13,7 +13,7 @@ from dora_pipe.producers.chat.chat import Chat, ChatOptions
 from dora_pipe.producers.chat.template import Template, find_templates
 from dora_pipe.producers.chat.template_features import PROBE_TOOL
 from dora_pipe.producers.chat.tokenizer import Tokenizer
-from dora_pipe.producers.tasks.port import Completion
+from dora_pipe.producers.tasks.task import Completion
 from tests.support.chat_models import CHATML, write_chat_model
 
 ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+2?"}]
@@ -129,7 +129,7 @@ def test_what_does_not_fit_a_model_is_refused(
 def test_a_parser_may_be_the_users_own(tmp_path: Path) -> None:
     write_chat_model(tmp_path, text=CHATML)
     (tmp_path / "my_own_parser.py").write_text(
-        "from dora_pipe.producers.tasks.port import Turn\n"
+        "from dora_pipe.producers.tasks.task import Turn\n"
         "def read(text): return Turn(text=text.upper())\n"
     )
     chat = open_chat(tmp_path, tool_parser="my_own_parser:read", directory=str(tmp_path))

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.audit.reading import records_of
-from dora_pipe.bus.port import TopicPartition
 from dora_pipe.config.checks import ROUND_DECISIONS_MAX, commit_problem, round_bytes
 from dora_pipe.config.load import load_config
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.orchestrator.planner import DECISIONS_MAX
 from dora_pipe.schemas.wire import RECORD_BYTES_MAX
 from tests.support import orchestrator_records as records

@@ -18,11 +18,11 @@ from dora_pipe.consumers.learners.deepspeed.rank_group import (
     environment_rank,
     rank_group,
 )
-from dora_pipe.consumers.learners.port import LoggedAt
+from dora_pipe.consumers.learners.learner import LoggedAt
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import Item, Pass, items_of, passes_of
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import ConfigError, InvariantBroken, ResourceError
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.schemas.topics import Topics
 from tests.support.batches import SETTINGS, make_batch
 from tests.support.deepspeed import RUN, BatchLog

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from tests.support.trainer_stage import TrainerStage, train
 

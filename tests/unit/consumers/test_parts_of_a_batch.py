@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora_pipe.consumers.learners.port import Learner, Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Learner, Settings, TrainBatch
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.learners.torch.learner import TorchLearner
 from dora_pipe.consumers.learners.torch.model import read_tensor

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from dora_pipe.config.logged import logged_config
-from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.registry import make_learner, make_scorer
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.lora import LoraOptions
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.producers.worker.role import sampling_params
 from dora_pipe.schemas.identity import group_id, trajectory_id

@@ -12,13 +12,13 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from dora_pipe.audit.mismatch import measure
-from dora_pipe.consumers.learners.port import TrainBatch, TrainGroup
+from dora_pipe.consumers.learners.learner import TrainBatch, TrainGroup
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.memory import MemoryOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
 from dora_pipe.consumers.learners.torch.routing import RoutedExperts
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.port import TokensSampled
+from dora_pipe.producers.engines.engine import TokensSampled
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from dora_pipe.schemas.identity import group_id, trajectory_id
 from dora_pipe.schemas.routes import Routes

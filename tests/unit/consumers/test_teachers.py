@@ -15,8 +15,8 @@ from dora_pipe.config.model import Config
 from dora_pipe.consumers.learners.torch.teacher import ModelOptions, ModelTeacher
 from dora_pipe.consumers.teachers import endpoint as asking
 from dora_pipe.consumers.teachers.endpoint import EndpointOptions, EndpointTeacher
-from dora_pipe.consumers.teachers.port import Row, Scores, Teacher
 from dora_pipe.consumers.teachers.registry import open_teacher, with_digest
+from dora_pipe.consumers.teachers.teacher import Row, Scores, Teacher
 from dora_pipe.core.errors import ConfigError, DoraError, NonFinite, PolicyError, ResourceError
 from dora_pipe.store.model_dir import import_model, weights_digest
 from dora_pipe.store.store import PolicyStore

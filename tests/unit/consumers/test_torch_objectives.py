@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import changed_settings, step_settings
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel

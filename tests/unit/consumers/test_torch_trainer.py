@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from dora_pipe.consumers.learners.port import Reference, Settings, TrainBatch
+from dora_pipe.consumers.learners.learner import Reference, Settings, TrainBatch
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions
 from dora_pipe.consumers.learners.torch.model import TorchModel, passage_of
 from dora_pipe.core.errors import ConfigError, NonFinite, PolicyError

@@ -11,7 +11,7 @@ from dora_pipe.consumers.trainer.effects import (
     TrainPart,
     TrainStep,
 )
-from dora_pipe.core.runtime import CaughtUp, StopAsked
+from dora_pipe.core.pure.machine import CaughtUp, StopAsked
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import StepCommitted
 from dora_pipe.schemas.policy import Manifest

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from dora_pipe.bus.port import Record
 from dora_pipe.consumers.trainer.effects import Adopted, PublishPolicy, Replayed
 from dora_pipe.core.errors import SchemaError
-from dora_pipe.core.runtime import CaughtUp, StopAsked
-from dora_pipe.core.wait_tracker import DEFAULT_LIMITS
+from dora_pipe.core.pure.machine import CaughtUp, StopAsked
+from dora_pipe.core.pure.records import Record
+from dora_pipe.core.pure.wait_tracker import DEFAULT_LIMITS
 from dora_pipe.schemas.control import StepCommitted, WeightsAdopted
 from dora_pipe.schemas.metrics import Blocker
 from dora_pipe.schemas.rounds import StopRun

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import fs
 
 from dora_pipe.core.errors import NoRoom
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, ROOM_PAUSE_S
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, ROOM_PAUSE_S
 from dora_pipe.store.arrow_files import ArrowFiles
 from dora_pipe.store.files import Files, LocalFiles
 from dora_pipe.store.store import PolicyStore

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.bus.port import Append, TopicPartition
-from dora_pipe.consumers.learners.port import Settings, StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import Settings, StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import PACKING
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.trainer.recovery import read_commits, read_history
 from dora_pipe.consumers.trainer.replay_steps import load_base, replay_steps
 from dora_pipe.core.errors import InvariantBroken, LogTruncated, ReplayDiverged
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.schemas.control import StepCommitted, WeightsAdopted
 from dora_pipe.schemas.wire import encode
 from tests.support.trainer_stage import TrainerStage, digests, train

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.bus.port import Append
 from dora_pipe.consumers.contributions import read_contributions
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.batch import batch_digest
 from dora_pipe.schemas.control import BatchRefused, TakenGroup
 from dora_pipe.schemas.dead_letter import decode_dead_letter

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from dora_pipe.consumers.learners.deepspeed.commands import shares
-from dora_pipe.consumers.learners.port import StepResult, TrainBatch
+from dora_pipe.consumers.learners.learner import StepResult, TrainBatch
 from dora_pipe.consumers.learners.settings import MICRO_BATCH_TOKENS, StepSettings, step_settings
 from dora_pipe.consumers.learners.step import Pass, updates_of
 from dora_pipe.consumers.learners.torch.learner import TorchLearner, TorchOptions

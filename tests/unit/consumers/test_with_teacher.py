@@ -13,7 +13,7 @@ from dora_pipe.consumers.contributions import SCHEMA, TEACHER, read_contribution
 from dora_pipe.consumers.learners.simulated import SimulatedLearner
 from dora_pipe.consumers.learners.with_teacher import WEIGHT, with_teacher
 from dora_pipe.core.errors import PolicyError, ReplayDiverged
-from dora_pipe.core.runtime import StopAsked
+from dora_pipe.core.pure.machine import StopAsked
 from tests.support.teachers import HashTeacher
 from tests.support.trainer_stage import TrainerStage, digests, train, train_killed
 

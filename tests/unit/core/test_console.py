@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.durable import need_temporary_folder
 from dora_pipe.core.errors import ResourceError
+from dora_pipe.core.system.durable import need_temporary_folder
 
 OUTLASTS = """
 import os, signal, sys
 from pathlib import Path
-from dora_pipe.core.console import outlasting, say
+from dora_pipe.core.system.console import outlasting, say
 with outlasting(Path(sys.argv[1])):
     os.kill(os.getpid(), signal.SIGHUP)
     for line in ("first", "second", "third"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora_pipe.core.own_code import importable, load_function, raised_at
+from dora_pipe.core.system.own_code import importable, load_function, raised_at
 from dora_pipe.producers.tasks.answers import finite
 
 BROKEN = {

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import requests.utils
 
-from dora_pipe.core.proxies import bypass_proxies
+from dora_pipe.core.system.proxies import bypass_proxies
 from dora_pipe.producers.sessions.port import host_of_agents
 
 PROXY = "http://192.0.2.1:3128"

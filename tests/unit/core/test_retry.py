@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dora_pipe.core.errors import BusError, BusFull, OutcomeUnknown, SchemaError
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, FINAL_ERRORS, RETRY_PAUSE_S, retry_bus
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, FINAL_ERRORS, RETRY_PAUSE_S, retry_bus
 from tests.support.worker import VirtualClock
 
 

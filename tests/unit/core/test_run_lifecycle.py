@@ -5,10 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, InvariantBroken, UsageError
-from dora_pipe.core.run_lifecycle import LOOK_BACK, POLL_S, RUN_WAIT_S, run_is_over, wait_for_run
+from dora_pipe.core.loop.run_lifecycle import (
+    LOOK_BACK,
+    POLL_S,
+    RUN_WAIT_S,
+    run_is_over,
+    wait_for_run,
+)
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.launch.plan import started
 from dora_pipe.schemas.rounds import AnyDecision, Round, StopRun
 from dora_pipe.schemas.topics import Topics

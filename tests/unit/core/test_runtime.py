@@ -8,23 +8,21 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import AppendFault, FaultPlan, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusFull, LogTruncated, OutcomeUnknown
-from dora_pipe.core.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
-from dora_pipe.core.runtime import (
-    BUS_TURN_NS,
-    KEPT_EVERY_NS,
+from dora_pipe.core.loop.retry import DELIVERY_TIMEOUT_S, RETRY_PAUSE_S
+from dora_pipe.core.loop.runtime import BUS_TURN_NS, KEPT_EVERY_NS, Meter, Runtime
+from dora_pipe.core.pure.machine import (
     CaughtUp,
     HeldBack,
-    Meter,
     Now,
     Outputs,
     Publish,
     Published,
-    Runtime,
     StopAsked,
 )
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from tests.support.worker import VirtualClock
 
 IN = TopicPartition("run.in", 0)

@@ -6,12 +6,13 @@ import logging
 
 import pytest
 
+from dora_pipe.bus.bus import HELD_LIMIT_S, TopicSpec
 from dora_pipe.bus.memory import AppendFault, MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import HELD_LIMIT_S, Append, TopicPartition, TopicSpec
 from dora_pipe.consumers.trainer.recovery import read_history
 from dora_pipe.core.errors import BusError
-from dora_pipe.core.run_lifecycle import LOOK_S, await_stable_offset
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.run_lifecycle import LOOK_S, await_stable_offset
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.schemas.control import AnyControl
 from dora_pipe.schemas.topics import Topics

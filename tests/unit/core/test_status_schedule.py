@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.config.model import Timing
-from dora_pipe.core.status_schedule import HEARTBEAT_BYTES, StatusSchedule, quiet_ns
+from dora_pipe.core.pure.status_schedule import HEARTBEAT_BYTES, StatusSchedule, quiet_ns
 from dora_pipe.schemas.metrics import Cost, OrchestratorStatus
 
 S = 1_000_000_000

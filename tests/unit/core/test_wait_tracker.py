@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.core.wait_tracker import (
+from dora_pipe.core.pure.wait_tracker import (
     BLOCKERS_MAX,
     LEARNT_MIN,
     WORK_FACTOR,

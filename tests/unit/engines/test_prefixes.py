@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.engines.port import Array
+from dora_pipe.producers.engines.engine import Array
 from dora_pipe.producers.engines.prefixes import KeptPrefixes, common_prefix
 from dora_pipe.producers.engines.slots import Integers
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     EngineRequest,
     RequestFinished,
     SamplingParams,

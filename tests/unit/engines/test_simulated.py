@@ -81,7 +81,7 @@ def test_the_wall_clock_is_the_simulators() -> None:
 
 def test_port_and_simulated_engine_need_no_torch() -> None:
     program = (
-        "import sys, dora_pipe.producers.engines.port, dora_pipe.producers.engines.simulated;"
+        "import sys, dora_pipe.producers.engines.engine, dora_pipe.producers.engines.simulated;"
         "import dora_pipe.producers.engines.torch.causal_lm, dora_pipe.bench.engine;"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     )

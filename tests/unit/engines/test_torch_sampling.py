@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.producers.engines.port import SamplingParams
+from dora_pipe.producers.engines.engine import SamplingParams
 from dora_pipe.producers.engines.slots import Drawn
 from dora_pipe.producers.engines.torch.sampling import GAMMA, Sampler, mix, stream, uniforms
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from pathlib import Path
 
-from dora_pipe.producers.engines.port import SLEEP
+from dora_pipe.producers.engines.engine import SLEEP
 from dora_pipe.producers.engines.torch.engine import TorchEngine
 from tests.support.engine_contract import requests, run
 from tests.support.torch_engines import torch_subject

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     UNASSIGNED_LEFT_OUT,
     EngineEvent,
     PromptTokens,

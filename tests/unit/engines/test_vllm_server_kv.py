@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.core.errors import ResourceError
-from dora_pipe.producers.engines.port import KV_EXPORT, EngineRequest, Exported, RequestFinished
+from dora_pipe.producers.engines.engine import KV_EXPORT, EngineRequest, Exported, RequestFinished
 from dora_pipe.producers.engines.vllm import kv_remote
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.kv_files import MARK, CacheFacts

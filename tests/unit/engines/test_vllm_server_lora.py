@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dora_pipe.core.errors import ConfigError, InvariantBroken, PolicyError, ResourceError
-from dora_pipe.producers.engines.port import COUNTER_SAMPLING, KV_EXPORT, LORA, EngineRequest
+from dora_pipe.producers.engines.engine import COUNTER_SAMPLING, KV_EXPORT, LORA, EngineRequest
 from dora_pipe.producers.engines.vllm import versions as vllm_versions
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import VllmEngine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora_pipe.core.errors import ConfigError, PolicyError
-from dora_pipe.producers.engines.port import SLEEP
+from dora_pipe.producers.engines.engine import SLEEP
 from dora_pipe.producers.engines.vllm.core import VllmSettings
 from dora_pipe.producers.engines.vllm.http import Address
 from dora_pipe.producers.engines.vllm.server import NO_ALLOCATOR, VllmEngine

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from dora_pipe.bus.base import BusWrapper, ReaderWrapper
+from dora_pipe.bus.bus import Reader, TopicSpec
 from dora_pipe.bus.memory import MemoryBus
-from dora_pipe.bus.port import Append, Reader, Record, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.ledger import follower as under_test
 from dora_pipe.ledger.follower import LogFollower, LogMeter, Position, TopicCount
 from dora_pipe.schemas.control import AnyControl

@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicSpec
+from dora_pipe.core.pure.records import Append
 from dora_pipe.observe.progress import RunProgress
 from dora_pipe.observe.top import frame
 from dora_pipe.schemas.control import RequestFailed, TakenGroup, WorkerLeft

@@ -10,10 +10,11 @@ import pytest
 
 from dora_pipe.audit.reading import ends_of, records_of
 from dora_pipe.audit.tracing import History, Traces
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.core.errors import BusError
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.ledger.account import GroupEnded
 from dora_pipe.observe.traces import names, tree
 from dora_pipe.observe.traces.span import Span

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from dora_pipe.bus.sqlite import SqliteBus
-from dora_pipe.core.clock import SystemClock
 from dora_pipe.core.errors import BusError, LogTruncated
+from dora_pipe.core.system.clock import SystemClock
 from dora_pipe.ledger.follower import LogFollower
 from dora_pipe.observe import following
 from dora_pipe.observe.trackers.steps import track

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dora_pipe.bus.port import TopicPartition
-from dora_pipe.core.runtime import HeldBack
+from dora_pipe.core.pure.machine import HeldBack
+from dora_pipe.core.pure.records import TopicPartition
 from dora_pipe.schemas.metrics import Blocker, OrchestratorStatus, Wait, decode_metrics
 from dora_pipe.schemas.rounds import LeaseExpired
 from tests.unit.orchestrator.test_machine import TOPICS, Bench

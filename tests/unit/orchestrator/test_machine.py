@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.bus.port import Append, Record, TopicPartition
-from dora_pipe.core.runtime import CaughtUp, Now, Outputs
+from dora_pipe.core.pure.machine import CaughtUp, Now, Outputs
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator import planner
 from dora_pipe.orchestrator.fold import fold_round
 from dora_pipe.orchestrator.machine import OrchestratorMachine

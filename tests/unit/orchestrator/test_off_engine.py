@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora_pipe.bus.port import Record
+from dora_pipe.core.pure.records import Record
 from dora_pipe.orchestrator.fold import apply_observation
 from dora_pipe.orchestrator.state import OPEN_MAX, OPEN_TIMES, Worker
 from dora_pipe.schemas.metrics import WorkerStatus, decode_metrics

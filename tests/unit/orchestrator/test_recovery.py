@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.core.errors import Fenced, InvariantBroken, LogTruncated, SchemaError, UsageError
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.orchestrator.recovery import fold_log, read_rounds, recover
 from dora_pipe.orchestrator.role import Instance, run_orchestrator
 from dora_pipe.orchestrator.state import State

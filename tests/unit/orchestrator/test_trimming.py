@@ -11,12 +11,13 @@ import msgspec
 import pytest
 
 from dora_pipe.audit.reading import records_of
+from dora_pipe.bus.bus import Bus, TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, Bus, Record, TopicPartition, TopicSpec
 from dora_pipe.bus.sqlite import SqliteBus
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import AccessRefused
-from dora_pipe.core.runtime import Meter, Runtime
+from dora_pipe.core.loop.runtime import Meter, Runtime
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 from dora_pipe.orchestrator import trimming
 from dora_pipe.orchestrator.role import Instance, start_machine
 from dora_pipe.orchestrator.trimming import (

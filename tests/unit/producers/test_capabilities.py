@@ -11,7 +11,7 @@ import pytest
 from dora_pipe.config.model import Config
 from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.engines import registry
-from dora_pipe.producers.engines.port import KV_EXPORT, LORA, PARTIAL_ROLLOUT, UNASSIGNED_LEFT_OUT
+from dora_pipe.producers.engines.engine import KV_EXPORT, LORA, PARTIAL_ROLLOUT, UNASSIGNED_LEFT_OUT
 from dora_pipe.producers.engines.registry import MOVES, capabilities, check_capabilities
 from dora_pipe.producers.engines.simulated import SimulatedEngine
 from dora_pipe.producers.tasks.calls import TaskFacts

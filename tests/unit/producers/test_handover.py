@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from dora_pipe.producers.engines.port import Array, Kv
+from dora_pipe.producers.engines.engine import Array, Kv
 from dora_pipe.producers.worker import kv_handover as handover_kv
 from dora_pipe.producers.worker.effects import DropKv, FetchKv, KvFetched, KvPut, PutKv
 from dora_pipe.producers.worker.kv_handover import (
@@ -27,7 +27,7 @@ from dora_pipe.producers.worker.ports import HandoverPort
 from dora_pipe.schemas.policy import Blob
 from dora_pipe.schemas.wire import sha256_hex
 from dora_pipe.store.transfers.files import MappedFiles
-from dora_pipe.store.transfers.port import (
+from dora_pipe.store.transfers.transfers import (
     AGE_MAX_NS,
     GONE,
     NO_ROOM,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dora_pipe.core.errors import PolicyError
-from dora_pipe.producers.engines.port import (
+from dora_pipe.producers.engines.engine import (
     EngineEvent,
     EngineRequest,
     RequestFinished,
@@ -22,7 +22,7 @@ from dora_pipe.producers.engines.simulated import END_TOKEN, SimulatedEngine
 from dora_pipe.producers.sessions.addresses import Addresses
 from dora_pipe.producers.tasks import calls
 from dora_pipe.producers.tasks.calls import Forget, PromptCall
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 from dora_pipe.producers.worker.effects import (
     EngineAdd,
     EngineCancel,

@@ -17,4 +17,4 @@ def test_machine_touches_nothing_that_differs_between_two_runs(module: str) -> N
     assert names
     buses = {name for name in names if name.startswith("dora_pipe.bus")}
     assert not names & FORBIDDEN
-    assert {name for name in buses if not name.startswith("dora_pipe.bus.port")} == set()
+    assert {name for name in buses if not name.startswith("dora_pipe.bus.bus")} == set()

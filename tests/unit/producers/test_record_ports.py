@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog, ScriptedFaults
-from dora_pipe.bus.port import Append, TopicSpec
 from dora_pipe.core.errors import LogTruncated
-from dora_pipe.core.runtime import Meter
+from dora_pipe.core.loop.runtime import Meter
+from dora_pipe.core.pure.records import Append
 from dora_pipe.producers.worker.effects import (
     EncodeFailed,
     EncodeTrajectory,

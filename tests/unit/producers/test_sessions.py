@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dora_pipe.core.runtime import Now, Published
-from dora_pipe.producers.engines.port import RequestFinished, TokensSampled
+from dora_pipe.core.pure.machine import Now, Published
+from dora_pipe.producers.engines.engine import RequestFinished, TokensSampled
 from dora_pipe.producers.tasks.calls import EpisodeLost, Forget, Rewarded, TaskFailed
 from dora_pipe.producers.worker.effects import (
     AgentCall,

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.core.runtime import Machine
+from dora_pipe.core.pure.machine import Machine
+from dora_pipe.core.pure.records import Record
 from dora_pipe.producers.worker.effects import AnswerCall
 from dora_pipe.schemas.rounds import Dispatch, decode_round
 from dora_pipe.schemas.trajectory_codec import decode_trajectory

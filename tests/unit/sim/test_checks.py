@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora_pipe.bus.port import Record
 from dora_pipe.core.errors import InvariantBroken
-from dora_pipe.core.runtime import Machine
+from dora_pipe.core.pure.machine import Machine
+from dora_pipe.core.pure.records import Record
 from dora_pipe.schemas.control import (
     Command,
     Resume,

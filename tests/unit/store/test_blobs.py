@@ -9,9 +9,10 @@ import pytest
 from pyarrow import fs
 
 from dora_pipe.bus.blobs import BlobBus
+from dora_pipe.bus.bus import TopicSpec
 from dora_pipe.bus.memory import MemoryBus, MemoryLog
-from dora_pipe.bus.port import Append, TopicPartition, TopicSpec
 from dora_pipe.core.errors import BusError, BusFull, ResourceError
+from dora_pipe.core.pure.records import Append, TopicPartition
 from dora_pipe.store.arrow_files import ArrowFiles
 from dora_pipe.store.log_location import SharedBlobs
 

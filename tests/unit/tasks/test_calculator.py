@@ -24,7 +24,7 @@ from dora_pipe.producers.tasks.calculator import (
     read_turn,
 )
 from dora_pipe.producers.tasks.messages import normal
-from dora_pipe.producers.tasks.port import Observation
+from dora_pipe.producers.tasks.task import Observation
 
 ROW = {"numbers": [17, 25, 64]}
 

@@ -36,7 +36,7 @@ from dora_pipe.producers.tasks.calls import (
     pack,
     unpack,
 )
-from dora_pipe.producers.tasks.port import Turn
+from dora_pipe.producers.tasks.task import Turn
 
 DOWN: list[PipeFrame] = [
     Call(1, None, PromptCall(request="a", split="train", index=5)),

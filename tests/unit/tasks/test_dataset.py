@@ -11,12 +11,12 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.rewards.registry import Rewards
 from dora_pipe.producers.tasks.dataset import DatasetTask
-from dora_pipe.producers.tasks.port import Reward, Row
+from dora_pipe.producers.tasks.task import Reward, Row
 
 Write = Callable[[str | bytes], Path]
 
 REWARD = """
-from dora_pipe.producers.tasks.port import Reward, Row
+from dora_pipe.producers.tasks.task import Reward, Row
 not_a_function = 3
 class Scorer:
     @staticmethod

@@ -15,8 +15,8 @@ from dora_pipe.core.errors import ConfigError
 from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.answers import scored_together
 from dora_pipe.producers.tasks.messages import NoAnswer
-from dora_pipe.producers.tasks.port import Completion, Reward, Row, Split, Task
 from dora_pipe.producers.tasks.registry import open_task
+from dora_pipe.producers.tasks.task import Completion, Reward, Row, Split, Task
 
 HERE = __name__
 ROW = {"prompt": "6 * 7 =", "answer": "42"}

@@ -8,8 +8,8 @@ import pytest
 
 from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, DoraError, TaskError
-from dora_pipe.producers.tasks.port import Row, Split, Task
 from dora_pipe.producers.tasks.registry import open_task, reward_digest, rows_digest
+from dora_pipe.producers.tasks.task import Row, Split, Task
 
 HERE = __name__
 

@@ -14,7 +14,7 @@ from dora_pipe.config import model
 from dora_pipe.core.errors import ConfigError, TaskError
 from dora_pipe.producers.rewards import bounded, texts
 from dora_pipe.producers.rewards.registry import Rewards
-from dora_pipe.producers.tasks.port import Completion, Reward
+from dora_pipe.producers.tasks.task import Completion, Reward
 
 
 @pytest.fixture(scope="module", autouse=True)

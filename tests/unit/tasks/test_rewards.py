@@ -17,7 +17,8 @@ from dora_pipe.core.errors import ConfigError, DoraError, TaskError
 from dora_pipe.producers.rewards.registry import Rewards, open_rewards
 from dora_pipe.producers.tasks.dataset import DatasetTask
 from dora_pipe.producers.tasks.messages import NoAnswer
-from dora_pipe.producers.tasks.port import (
+from dora_pipe.producers.tasks.registry import open_task, reward_digest
+from dora_pipe.producers.tasks.task import (
     Completion,
     Environment,
     Observation,
@@ -26,7 +27,6 @@ from dora_pipe.producers.tasks.port import (
     Split,
     Task,
 )
-from dora_pipe.producers.tasks.registry import open_task, reward_digest
 
 HERE = __name__
 

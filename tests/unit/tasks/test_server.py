@@ -29,7 +29,7 @@ from dora_pipe.producers.tasks.calls import (
     Up,
     unpack,
 )
-from dora_pipe.producers.tasks.port import Environment, Observation, Reward, Row, Split, Task, Turn
+from dora_pipe.producers.tasks.task import Environment, Observation, Reward, Row, Split, Task, Turn
 
 
 class World(Environment):

@@ -10,7 +10,7 @@ import pytest
 
 from dora_pipe.producers.tasks import tools
 from dora_pipe.producers.tasks.messages import normal
-from dora_pipe.producers.tasks.port import Observation, Retry, Tool, ToolCall, Turn
+from dora_pipe.producers.tasks.task import Observation, Retry, Tool, ToolCall, Turn
 from dora_pipe.producers.tasks.tools import CALLS_MAX, Told, call_tools
 
 released = threading.Event()

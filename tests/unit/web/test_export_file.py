@@ -10,7 +10,7 @@ import re
 import msgspec
 import pytest
 
-from dora_pipe.core.local_http import is_own_name
+from dora_pipe.core.system.local_http import is_own_name
 from dora_pipe.observe.web.export import MODULES, file_of, joined
 from dora_pipe.observe.web.server import static_files
 

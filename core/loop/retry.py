@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Generator
 from typing import Final, TypeVar
 
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import (
     AccessRefused,
     BusError,
@@ -17,6 +16,7 @@ from dora_pipe.core.errors import (
     RecordRefused,
     TopicMissing,
 )
+from dora_pipe.core.system.clock import Clock
 
 T = TypeVar("T")
 

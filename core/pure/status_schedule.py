@@ -6,17 +6,14 @@ next status, for at most a quiet period (a quarter of a lease or less).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
-from dora_pipe.bus.port import Append, Writer
 from dora_pipe.config.model import Timing
-from dora_pipe.core.effect_runner import EffectRunner, Handler
-from dora_pipe.core.errors import BusError
-from dora_pipe.core.runtime import Publish
+from dora_pipe.core.pure.machine import Publish
+from dora_pipe.core.pure.records import Append
 from dora_pipe.schemas.metrics import Cost, Metrics
 from dora_pipe.schemas.wire import encode
 
@@ -112,45 +109,3 @@ class StatusSchedule:
             self._hurries |= unpaid
             soonest_ns = max(self._said_ns + after_ns, 0 if unpaid else self._paid_ns or 0)
             self.due_ns = min(self.due_ns, soonest_ns)
-
-
-CLOSE_LIMIT_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _AppendLossy:
-    records: Sequence[Append]
-
-
-class BackgroundWriter:
-    """Non-blocking wrapper of a plain writer; drops records while an append is running.
-
-    Example: ``Runtime(..., status=BackgroundWriter(bus.writer()))``
-    """
-
-    def __init__(self, inner: Writer) -> None:
-        self._inner = inner
-        handler = Handler(do=self._append, failed=lambda effect, error: [error])
-        self._runner = EffectRunner("status", {_AppendLossy: handler}, asked_max=1)
-
-    def append(self, records: Sequence[Append]) -> list[int]:
-        """Return at once without offsets. Raises the error of the last append."""
-        if self._runner.working:
-            return []
-        failed = self._runner.poll()
-        self._runner.start(_AppendLossy(records))
-        for error in failed:
-            raise error
-        return []
-
-    def close(self) -> None:
-        """Wait shortly for the running append, then close."""
-        self._runner.close(wait_s=CLOSE_LIMIT_S)
-        self._inner.close()
-
-    def _append(self, effect: _AppendLossy) -> Iterable[BusError]:
-        try:
-            self._inner.append(effect.records)
-        except BusError as error:  # the runtime logs it
-            return [error]
-        return ()

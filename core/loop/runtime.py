@@ -16,19 +16,26 @@ import logging
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
-import msgspec
-
+from dora_pipe.bus.bus import Bus, Reader, Writer
 from dora_pipe.bus.checks import first_kept, is_trimmed
-from dora_pipe.bus.port import Append, Bus, Reader, TopicPartition, Writer
-from dora_pipe.core.clock import Clock
 from dora_pipe.core.errors import BusError
-from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.pure.machine import (
+    CaughtUp,
+    HeldBack,
+    Machine,
+    Now,
+    Publish,
+    Published,
+    StopAsked,
+)
+from dora_pipe.core.pure.records import Append, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.metrics import Cost
 
 LOG = logging.getLogger(__name__)
@@ -45,77 +52,6 @@ WAITING_NS: Final = 20_000_000
 """Minimum wait for work that is not urgent."""
 
 COST_DIGITS: Final = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Now:
-    """Time of a reaction: monotonic ns for decisions, Unix ns for records."""
-
-    mono_ns: int
-    wall_ns: int
-
-
-class Publish(msgspec.Struct, frozen=True, kw_only=True):
-    """Record to append; a tag requests a `Published` event."""
-
-    record: Append
-    tag: str = ""
-    lossy: bool = False
-    """Status that may be lost (`Runtime.status`)."""
-
-
-class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """Acknowledgement of a tagged record."""
-
-    tag: str
-    topic: str
-    partition: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class CaughtUp:
-    """Everything in the log at start has been read, including held-back records."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldBack:
-    """Partitions with acknowledged records that are not yet readable.
-
-    Sent on changes; empty when all are readable.
-    """
-
-    partitions: tuple[TopicPartition, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """Request to stop (SIGTERM, Ctrl-C); the machine ends in order."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Outputs:
-    """Records to append, then effects to start, in order."""
-
-    publish: list[Publish] = field(default_factory=list)
-    effects: list[Any] = field(default_factory=list)
-
-
-class Machine(Protocol):
-    """Role without IO; inputs are bus records and events."""
-
-    def positions(self) -> Mapping[TopicPartition, int]: ...
-
-    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
-        """Process inputs in order."""
-        ...
-
-    def wake_at(self) -> int:
-        """Return when to call without inputs, monotonic ns."""
-        ...
-
-    @property
-    def finished(self) -> bool: ...
 
 
 class Port(Protocol):

@@ -13,7 +13,7 @@ Rules of every implementation, tested by one contract suite:
 4. Readers see only durable records, and each once between two seeks.
 5. An unfinished exclusive append holds readers back, for at most `HELD_LIMIT_S`. `end` is the
    visible end, `written_end` the acknowledged one. To decide, read up to `written_end`
-   (`core.run_lifecycle`).
+   (`core.loop.run_lifecycle`).
 6. `trim` deletes old records of `TRIMMED_TOPICS`, whose readers continue at the first one left. In
    other topics a position before the first record is a LogTruncated.
 7. Every wait has a deadline. Use a reader or writer in one thread, and nothing opened before a
@@ -23,23 +23,16 @@ Rules of every implementation, tested by one contract suite:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
-import msgspec
+from dora_pipe.core.pure.records import Append, Record, TopicPartition
 
 HELD_LIMIT_S: Final = 120.0
 """Maximum seconds that our writers hold readers back; 42 s with a broker's defaults."""
 
 TRIMMED_TOPICS: Final = ("metrics",)
 """Last name parts of topics whose old records may be deleted."""
-
-
-class TopicPartition(NamedTuple):
-    """Partition of a topic, e.g. ``TopicPartition("demo.control", 0)``."""
-
-    topic: str
-    partition: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,48 +43,6 @@ class TopicSpec:
     partitions: int = 1
     max_record_bytes: int = 10 * 1024 * 1024
     """Maximum bytes of key, value and headers; larger: `RecordTooLarge`."""
-
-
-class Append(msgspec.Struct, frozen=True, kw_only=True):
-    """Record to append. Headers are ASCII; keys may be empty."""
-
-    topic: str
-    value: bytes
-    partition: int = 0
-    key: bytes = b""
-    headers: tuple[tuple[str, bytes], ...] = ()
-    digest: str = ""
-    """Digest of the value if already computed (`wire.value_digest`); not stored."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
-    """Record as returned by a reader."""
-
-    topic: str
-    partition: int
-    offset: int
-    key: bytes
-    value: bytes
-    headers: tuple[tuple[str, bytes], ...] = field(default=())
-    checked: str = field(default="", compare=False)
-    """Verified digest of the value; empty if unverified. Clear it when changing the value."""
-
-    @property
-    def at(self) -> TopicPartition:
-        return TopicPartition(self.topic, self.partition)
-
-
-def stored(record: Append, offset: int) -> Record:
-    """Return an appended record as read."""
-    return Record(
-        topic=record.topic,
-        partition=record.partition,
-        offset=offset,
-        key=record.key,
-        value=record.value,
-        headers=record.headers,
-    )
 
 
 class Reader(Protocol):

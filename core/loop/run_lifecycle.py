@@ -13,10 +13,11 @@ from contextlib import closing, suppress
 from typing import Final
 
 from dora_pipe.bus.base import records_until
-from dora_pipe.bus.port import HELD_LIMIT_S, Bus, Record, TopicPartition
-from dora_pipe.core.clock import Clock
+from dora_pipe.bus.bus import HELD_LIMIT_S, Bus
 from dora_pipe.core.errors import BusError, SchemaError, UsageError
-from dora_pipe.core.retry import retry_bus
+from dora_pipe.core.loop.retry import retry_bus
+from dora_pipe.core.pure.records import Record, TopicPartition
+from dora_pipe.core.system.clock import Clock
 from dora_pipe.schemas.control import RunStarted, decode_control
 from dora_pipe.schemas.rounds import StopRun, decode_round
 from dora_pipe.schemas.topics import Topics

@@ -1,0 +1,1 @@
+"""Loop of a role: the runtime, its effects, retries and background appends."""

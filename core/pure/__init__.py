@@ -1,0 +1,1 @@
+"""Types and decisions of every role, without IO, clock or randomness."""

@@ -1,0 +1,85 @@
+"""A role as a machine: inputs, outputs and the protocol that the loop drives.
+
+A machine has no IO, clock or randomness. The loop is `core.loop.runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from dora_pipe.core.pure.records import Append, TopicPartition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """Time of a reaction: monotonic ns for decisions, Unix ns for records."""
+
+    mono_ns: int
+    wall_ns: int
+
+
+class Publish(msgspec.Struct, frozen=True, kw_only=True):
+    """Record to append; a tag requests a `Published` event."""
+
+    record: Append
+    tag: str = ""
+    lossy: bool = False
+    """Status that may be lost (`Runtime.status`)."""
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """Acknowledgement of a tagged record."""
+
+    tag: str
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """Everything in the log at start has been read, including held-back records."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBack:
+    """Partitions with acknowledged records that are not yet readable.
+
+    Sent on changes; empty when all are readable.
+    """
+
+    partitions: tuple[TopicPartition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsked:
+    """Request to stop (SIGTERM, Ctrl-C); the machine ends in order."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Outputs:
+    """Records to append, then effects to start, in order."""
+
+    publish: list[Publish] = field(default_factory=list)
+    effects: list[Any] = field(default_factory=list)
+
+
+class Machine(Protocol):
+    """Role without IO; inputs are bus records and events."""
+
+    def positions(self) -> Mapping[TopicPartition, int]: ...
+
+    def react(self, inputs: Sequence[Any], now: Now) -> Outputs:
+        """Process inputs in order."""
+        ...
+
+    def wake_at(self) -> int:
+        """Return when to call without inputs, monotonic ns."""
+        ...
+
+    @property
+    def finished(self) -> bool: ...

@@ -1,0 +1,1 @@
+"""Clock, files, console, processes, user code and HTTP of this machine."""
